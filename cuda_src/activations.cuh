@@ -1,0 +1,70 @@
+// Activations: a pair of functions each, and the derivative from the output where it follows from it.
+// lt_runtime/reference/activations.py holds the same functions in float64.
+#pragma once
+
+namespace lt {
+
+__device__ inline float sigmoid(float z) { return 1.0f / (1.0f + expf(-z)); }
+
+struct None {
+  static __device__ float forward(float z, float) { return z; }
+  static __device__ float derivative(float, float) { return 1.0f; }
+};
+
+struct Relu {
+  // Written so that NaN stays NaN.
+  static __device__ float forward(float z, float) { return z <= 0.0f ? 0.0f : z; }
+  static __device__ float derivative(float z, float) { return z > 0.0f ? 1.0f : 0.0f; }
+  static __device__ float derivative_from_output(float y) { return y > 0.0f ? 1.0f : 0.0f; }
+};
+
+struct LeakyRelu {
+  static __device__ float forward(float z, float slope) { return z > 0.0f ? z : slope * z; }
+  static __device__ float derivative(float z, float slope) { return z > 0.0f ? 1.0f : slope; }
+};
+
+struct Sigmoid {
+  static __device__ float forward(float z, float) { return sigmoid(z); }
+  static __device__ float derivative(float z, float) { return derivative_from_output(sigmoid(z)); }
+  static __device__ float derivative_from_output(float y) { return y * (1.0f - y); }
+};
+
+struct Tanh {
+  static __device__ float forward(float z, float) { return tanhf(z); }
+  static __device__ float derivative(float z, float) { return derivative_from_output(tanhf(z)); }
+  static __device__ float derivative_from_output(float y) { return 1.0f - y * y; }
+};
+
+// The tanh form: 0.5 z (1 + tanh(√(2/π) (z + 0.044715 z³))).
+struct Gelu {
+  static constexpr float kScale = 0.7978845608028654f;
+  static constexpr float kCubic = 0.044715f;
+  static __device__ float inner_tanh(float z) { return tanhf(kScale * z * (1.0f + kCubic * z * z)); }
+  static __device__ float forward(float z, float) { return 0.5f * z * (1.0f + inner_tanh(z)); }
+  static __device__ float derivative(float z, float) {
+    const float t = inner_tanh(z);
+    const float slope = 1.0f - t * t;
+    // Where tanh is saturated the second term is 0, though its cubic factor may have overflowed.
+    const float bend = slope == 0.0f ? 0.0f : 0.5f * z * slope * kScale * (1.0f + 3.0f * kCubic * z * z);
+    return 0.5f * (1.0f + t) + bend;
+  }
+};
+
+// The exact form: z Φ(z).
+struct GeluErf {
+  static constexpr float kInvSqrt2 = 0.7071067811865476f;
+  static constexpr float kInvSqrt2Pi = 0.3989422804014327f;
+  static __device__ float cdf(float z) { return 0.5f * (1.0f + erff(z * kInvSqrt2)); }
+  static __device__ float forward(float z, float) { return z * cdf(z); }
+  static __device__ float derivative(float z, float) { return cdf(z) + z * kInvSqrt2Pi * expf(-0.5f * z * z); }
+};
+
+struct Silu {
+  static __device__ float forward(float z, float) { return z * sigmoid(z); }
+  static __device__ float derivative(float z, float) {
+    const float s = sigmoid(z);
+    return s * (1.0f + z * (1.0f - s));
+  }
+};
+
+}  // namespace lt

@@ -1,0 +1,81 @@
+// Philox4x32-10 (Salmon et al., SC 2011) and the dropout mask drawn from it. The contract is stated in
+// lt_runtime/reference/philox.py, which computes the same bits.
+#pragma once
+
+#include "vector.cuh"
+
+namespace lt {
+
+// Dropout as the host passes it. `step_pointer` overrides `step`, so that a captured graph can advance it.
+struct Dropout {
+  uint64 seed;
+  const uint32* step_pointer;
+  uint32 step;
+  uint32 layer;
+  uint32 threshold;
+  float scale;
+};
+
+struct Words {
+  uint32 w[4];
+};
+
+__device__ inline Words philox4x32(Words c, uint32 k0, uint32 k1) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint64 p0 = 0xD2511F53ull * c.w[0];
+    const uint64 p1 = 0xCD9E8D57ull * c.w[2];
+    c = Words{{static_cast<uint32>(p1 >> 32) ^ c.w[1] ^ k0, static_cast<uint32>(p1),
+               static_cast<uint32>(p0 >> 32) ^ c.w[3] ^ k1, static_cast<uint32>(p0)}};
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return c;
+}
+
+__device__ inline uint32 dropout_step(const Dropout& d) { return d.step_pointer ? *d.step_pointer : d.step; }
+
+__device__ inline Words dropout_words(const Dropout& d, uint32 step, uint64 block) {
+  const Words counter{{static_cast<uint32>(block), static_cast<uint32>(block >> 32), d.layer, step}};
+  return philox4x32(counter, static_cast<uint32>(d.seed), static_cast<uint32>(d.seed >> 32));
+}
+
+// Drops the first `lanes` (0 to 7) of eight words' sixteen 16-bit lanes. A barrel shifter: every index is known at compile
+// time, so that the words stay in registers.
+__device__ inline void drop_lanes(uint32 (&w)[8], int lanes) {
+  if (lanes & 1) {
+#pragma unroll
+    for (int i = 0; i < 7; ++i) w[i] = (w[i] >> 16) | (w[i + 1] << 16);
+  }
+  if (lanes & 2) {
+#pragma unroll
+    for (int i = 0; i < 7; ++i) w[i] = w[i + 1];
+  }
+  if (lanes & 4) {
+#pragma unroll
+    for (int i = 0; i < 6; ++i) w[i] = w[i + 2];
+  }
+}
+
+// Factors of the eight elements from row-major index `index` on. Where the row length is no multiple of eight they
+// straddle two calls' lanes.
+__device__ inline Octet dropout_factors(const Dropout& d, uint32 step, uint64 index) {
+  const int shift = static_cast<int>(index & 7);
+  const Words first = dropout_words(d, step, index >> 3);
+  uint32 w[8] = {first.w[0], first.w[1], first.w[2], first.w[3]};
+  if (shift != 0) {
+    const Words second = dropout_words(d, step, (index >> 3) + 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[4 + i] = second.w[i];
+    drop_lanes(w, shift);
+  }
+  Octet out;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) {
+    const uint32 lane = (w[i / 2] >> (16 * (i % 2))) & 0xFFFFu;
+    out.v[i] = lane < d.threshold ? d.scale : 0.0f;
+  }
+  return out;
+}
+
+}  // namespace lt

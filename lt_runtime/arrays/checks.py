@@ -1,0 +1,37 @@
+"""Checks on operands that every operation makes before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lt_runtime.arrays.operand import Operand
+from lt_runtime.errors import DeviceError, DTypeError, OverlapError, ShapeError
+from lt_runtime.layout import Layout, may_overlap
+
+
+def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why: str) -> None:
+    """Raises `ShapeError` unless `shape` is `expected`; `why` says where the expectation comes from."""
+    if tuple(shape) != expected:
+        raise ShapeError(f"{name} has shape {tuple(shape)}; it must be {expected}, {why}")
+
+
+def check_same(first: Operand, *others: Operand) -> None:
+    """Raises `DTypeError` or `DeviceError` unless all operands share the first one's type and device."""
+    for other in others:
+        if other.dtype != first.dtype:
+            raise DTypeError(f"{other.name} is {other.dtype} but {first.name} is {first.dtype}; types must be equal")
+        if other.device != first.device:
+            raise DeviceError(
+                f"{other.name} is on GPU {other.device} but {first.name} on GPU {first.device}; one device is needed"
+            )
+
+
+def _flat(operand: Operand) -> Layout:
+    return operand.layout if len(operand.shape) == 2 else operand.flat_layout
+
+
+def check_no_overlap(out: Operand, *others: Operand) -> None:
+    """Raises `OverlapError` if `out` shares memory with another operand."""
+    for other in others:
+        if may_overlap(out.address, _flat(out), other.address, _flat(other), out.itemsize):
+            raise OverlapError(f"{out.name} shares memory with {other.name}; it must not")

@@ -1,0 +1,250 @@
+"""Reads any array that a caller may hand in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from cuda.bindings import driver
+
+from lt_runtime.arrays.libraries import ArrayApiLibrary, CupyLibrary, Library, TorchLibrary, cupy_stream, is_from
+from lt_runtime.errors import (
+    AlignmentError,
+    DeviceError,
+    DriverError,
+    DTypeError,
+    LayoutError,
+    OperandError,
+    ShapeError,
+)
+from lt_runtime.gpu.devices import activated, current_device
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import order_after
+from lt_runtime.layout import Layout, layout_of, packed
+from lt_runtime.problem import DType, Spec
+
+_ACCEPTED: Final = "NumPy and CuPy arrays, PyTorch tensors, and objects with __dlpack__ or __cuda_array_interface__"
+_DEVICE_ORDINAL: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_CUPY: Final = CupyLibrary()
+_TORCH: Final = TorchLibrary()
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """An array on a GPU.
+
+    Attributes:
+        name: for errors.
+        address: of its first element.
+        shape, strides: strides in elements.
+        dtype: name of its element type, as NumPy has it.
+        itemsize: bytes an element.
+        device: ordinal of the GPU it lives on.
+        library: makes results of the same kind.
+        array: what the caller passed, kept alive.
+    """
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    device: int
+    library: Library
+    array: Any
+
+    @property
+    def layout(self) -> Layout:
+        """How it lies as a matrix; `ShapeError` or `LayoutError` if it is none."""
+        return layout_of(self.name, self.shape, self.strides)
+
+    @property
+    def alignment(self) -> int:
+        """The largest power of two, at most 256, that divides the address."""
+        return min(self.address & -self.address, 256) or 256
+
+    @property
+    def spec(self) -> Spec:
+        """Layout and alignment, as a problem records them."""
+        return Spec(self.layout, self.alignment)
+
+    @property
+    def vector_layout(self) -> Layout:
+        """How a vector lies, as one row; `ShapeError` or `LayoutError` unless it has one contiguous axis."""
+        if len(self.shape) != 1:
+            raise ShapeError(f"{self.name} has shape {self.shape}; accepted are vectors, one axis")
+        if self.shape[0] > 1 and self.strides[0] != 1:
+            raise LayoutError(f"{self.name} has stride {self.strides[0]}; a vector must be contiguous")
+        return layout_of(self.name, (1, self.shape[0]), (self.shape[0], 1))
+
+    @property
+    def flat_layout(self) -> Layout:
+        """How its elements lie, as one row; `LayoutError` unless they are row-major without gaps."""
+        expected = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent > 1 and stride != expected and 0 not in self.shape:
+                raise LayoutError(f"{self.name} has strides {self.strides}; it must be row-major without gaps")
+            expected *= extent
+        return packed(1, expected)
+
+
+def is_host_array(array: Any) -> bool:
+    """Whether an array is NumPy's, so that the reference runs."""
+    return isinstance(array, np.ndarray)
+
+
+def on_host(operands: dict[str, Any]) -> bool:
+    """Whether all operands that are present are NumPy arrays.
+
+    Raises:
+        DeviceError: some are and some are not.
+    """
+    present = {name: array for name, array in operands.items() if array is not None}
+    host = [name for name, array in present.items() if is_host_array(array)]
+    if host and len(host) < len(present):
+        others = ", ".join(name for name in present if name not in host)
+        raise DeviceError(f"{', '.join(host)} in host memory (NumPy) but {others} not; all must be on one device")
+    return bool(host)
+
+
+def device_of(name: str, array: Any) -> int:
+    """Ordinal of the GPU that an array lives on.
+
+    Raises:
+        DeviceError: it lives in host memory.
+        OperandError: it is no array.
+    """
+    if is_from(array, "cupy"):
+        return int(array.device.id)
+    if is_from(array, "torch"):
+        if not array.is_cuda:
+            raise DeviceError(f"{name} is a tensor on {array.device}; pass it on a GPU, or as {name}.numpy()")
+        return int(array.device.index)
+    if hasattr(array, "__dlpack_device__"):
+        kind, ordinal = array.__dlpack_device__()
+        if int(kind) not in _DLPACK_CUDA:
+            raise DeviceError(
+                f"{name} lives on DLPack device {(int(kind), ordinal)}; accepted are NumPy arrays and GPUs"
+            )
+        return int(ordinal)
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
+        raise OperandError(f"{name} is a {type(array).__name__}; accepted are {_ACCEPTED}")
+    return device_of_address(name, interface["data"][0])
+
+
+def device_of_address(name: str, address: int) -> int:
+    """Ordinal of the GPU that an address belongs to; the current one for 0, which an empty array may have.
+
+    Raises:
+        DeviceError: it is no address of GPU memory.
+    """
+    if address == 0:
+        return current_device()
+    try:
+        return int(call("cuPointerGetAttribute", _DEVICE_ORDINAL, address))
+    except DriverError as error:
+        raise DeviceError(f"{name} is {address:#x}, which is not an address of GPU memory") from error
+
+
+def read(name: str, array: Any, stream: int) -> Operand:
+    """The operand that an array is, its contents ordered before what `stream` is given from now on.
+
+    Raises:
+        DeviceError, OperandError: see `device_of`.
+        AlignmentError: its address is no multiple of its element size.
+    """
+    device = device_of(name, array)
+    if is_from(array, "cupy"):
+        operand = _read_cupy(name, array, _CUPY)
+    elif is_from(array, "torch"):
+        operand = _read_torch(name, array)
+    elif hasattr(array, "__dlpack__"):
+        operand = _read_dlpack(name, array, device, stream)
+    else:
+        operand = _read_interface(name, array, device, stream)
+    if operand.address % operand.itemsize:
+        raise AlignmentError(f"{name} is at {operand.address:#x}; it must be a multiple of {operand.itemsize}")
+    return operand
+
+
+def _read_cupy(name: str, array: Any, library: Library) -> Operand:
+    size = array.itemsize
+    strides = tuple(stride // size for stride in array.strides)
+    return Operand(name, array.data.ptr, array.shape, strides, array.dtype.name, size, array.device.id, library, array)
+
+
+def _read_torch(name: str, tensor: Any) -> Operand:
+    return Operand(
+        name,
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        str(tensor.dtype).removeprefix("torch."),
+        tensor.element_size(),
+        tensor.device.index,
+        _TORCH,
+        tensor,
+    )
+
+
+def _read_dlpack(name: str, array: Any, device: int, stream: int) -> Operand:
+    with cupy_stream(device, stream) as module:  # the producer orders its work before CuPy's current stream
+        view = module.from_dlpack(array)
+    namespace = getattr(array, "__array_namespace__", None)
+    return _read_cupy(name, view, _CUPY if namespace is None else _array_api(namespace()))
+
+
+@functools.cache
+def _array_api(namespace: Any) -> Library:
+    return ArrayApiLibrary(namespace)
+
+
+def _read_interface(name: str, array: Any, device: int, stream: int) -> Operand:
+    interface = array.__cuda_array_interface__
+    dtype = _interface_dtype(name, array, interface["typestr"])
+    shape = tuple(interface["shape"])
+    byte_strides: Sequence[int] | None = interface.get("strides")
+    if byte_strides is None:
+        strides = _row_major_strides(shape)
+    else:
+        strides = tuple(stride // dtype.itemsize for stride in byte_strides)
+    producer = interface.get("stream")
+    if producer is not None:
+        with activated(device):
+            order_after(stream, producer)
+    return Operand(name, interface["data"][0], shape, strides, dtype.name, dtype.itemsize, device, _CUPY, array)
+
+
+def _interface_dtype(name: str, array: Any, typestr: str) -> np.dtype[Any]:
+    if typestr == "<V2" and "bfloat16" in str(getattr(array, "dtype", "")):
+        return DType.BFLOAT16.numpy  # the interface has no code for it
+    if typestr.startswith((">", "|V", "<V")):
+        raise DTypeError(f"{name} has type string {typestr!r}; accepted are float32, float16 and bfloat16")
+    return np.dtype(typestr)
+
+
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides)) if shape else ()
+
+
+def read_step(step: Any, device: int, stream: int) -> Operand:
+    """A step counter on the device: an array of one uint32.
+
+    Raises:
+        OperandError: it is not one, or lives elsewhere.
+    """
+    operand = read("step", step, stream)
+    if operand.dtype != "uint32" or int(np.prod(operand.shape)) != 1:
+        raise DTypeError(f"step is {operand.dtype} of shape {operand.shape}; accepted are an int or one uint32")
+    if operand.device != device:
+        raise DeviceError(f"step is on GPU {operand.device}, the operands on GPU {device}")
+    return operand

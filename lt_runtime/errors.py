@@ -1,0 +1,99 @@
+"""The exceptions of lt_runtime.
+
+::
+
+    LtError
+    ├── ArgumentError (ValueError)      a scalar option is not one of the accepted values
+    ├── OperandError (ValueError)       an array or pointer cannot be used as it is
+    │   ├── ShapeError                  its shape does not fit the others
+    │   ├── DTypeError                  its type is unsupported or differs from the others'
+    │   ├── LayoutError                 neither axis has unit stride, or rows overlap
+    │   ├── AlignmentError              its address is not a multiple of what its type needs
+    │   ├── DeviceError                 it lives on another device than the others
+    │   └── OverlapError                an output shares memory with an input
+    ├── MissingLibraryError (ImportError)   a library that this call needs is not installed
+    ├── CaptureError (RuntimeError)     the call cannot be made while a stream is being captured
+    └── GpuError (RuntimeError)         the driver, the compiler or cuBLASLt reported a failure
+        ├── DriverError                 a CUDA driver call failed
+        ├── CompileError                NVRTC rejected a kernel
+        ├── CublasLtError               a cuBLASLt call failed
+        └── PlanError                   cuBLASLt has no algorithm for a matrix product
+
+Everything but `GpuError` is raised before anything is launched or written.
+"""
+
+
+class LtError(Exception):
+    """Base of every exception that lt_runtime raises on purpose."""
+
+
+class ArgumentError(LtError, ValueError):
+    """A scalar option is not one of the accepted values."""
+
+
+class OperandError(LtError, ValueError):
+    """An array or pointer cannot be used as it is."""
+
+
+class ShapeError(OperandError):
+    """An operand's shape does not fit the others."""
+
+
+class DTypeError(OperandError):
+    """An operand's type is unsupported, or differs from the others'."""
+
+
+class LayoutError(OperandError):
+    """Neither axis of an operand has unit stride, or its rows overlap."""
+
+
+class AlignmentError(OperandError):
+    """An address is not a multiple of what its type needs."""
+
+
+class DeviceError(OperandError):
+    """An operand lives on another device than the others."""
+
+
+class OverlapError(OperandError):
+    """An output shares memory with an input, or with another output."""
+
+
+class MissingLibraryError(LtError, ImportError):
+    """A library that this call needs is not installed; the message says what to install."""
+
+
+class CaptureError(LtError, RuntimeError):
+    """The call cannot be made while a stream is being captured."""
+
+
+class GpuError(LtError, RuntimeError):
+    """The driver, the compiler or cuBLASLt reported a failure."""
+
+
+class DriverError(GpuError):
+    """A CUDA driver call failed; `status` is its `CUresult` as an int."""
+
+    def __init__(self, call: str, status: int, name: str, explanation: str) -> None:
+        super().__init__(f"{call} failed with {name} ({status}): {explanation}")
+        self.call, self.status, self.name = call, status, name
+
+
+class CompileError(GpuError):
+    """NVRTC rejected a kernel; `log` is what the compiler printed."""
+
+    def __init__(self, kernel: str, log: str) -> None:
+        super().__init__(f"NVRTC could not compile {kernel}:\n{log}")
+        self.kernel, self.log = kernel, log
+
+
+class CublasLtError(GpuError):
+    """A cuBLASLt call failed; `status` is its `cublasStatus_t` as an int."""
+
+    def __init__(self, call: str, status: int, name: str) -> None:
+        super().__init__(f"{call} returned {name} ({status})")
+        self.call, self.status, self.name = call, status, name
+
+
+class PlanError(GpuError):
+    """cuBLASLt offers no usable algorithm for a matrix product."""

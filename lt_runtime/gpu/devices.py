@@ -1,0 +1,90 @@
+"""What GPUs there are, and which one is current."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cuda.bindings import driver
+
+from lt_runtime.errors import LtError
+from lt_runtime.gpu.driver import call
+
+_ATTRIBUTE = driver.CUdevice_attribute
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """A GPU: its ordinal, name, compute capability (major·10 + minor), multiprocessors and bytes of memory."""
+
+    ordinal: int
+    name: str
+    capability: int
+    multiprocessors: int
+    memory: int
+
+    @property
+    def architecture(self) -> str:
+        """The name that compilers know it by, such as "sm_90"."""
+        return f"sm_{self.capability}"
+
+
+@functools.cache
+def _initialise() -> None:
+    call("cuInit", 0)
+
+
+def device_count() -> int:
+    """Number of GPUs; 0 without a driver or without a GPU."""
+    try:
+        _initialise()
+        return int(call("cuDeviceGetCount"))
+    except LtError:
+        return 0
+
+
+@functools.cache
+def device_info(ordinal: int) -> DeviceInfo:
+    """Properties of one GPU."""
+    _initialise()
+    device = call("cuDeviceGet", ordinal)
+    name = call("cuDeviceGetName", 256, device).split(b"\0")[0].decode()
+    major, minor, multiprocessors = (
+        call("cuDeviceGetAttribute", attribute, device)
+        for attribute in (
+            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+        )
+    )
+    return DeviceInfo(ordinal, name, 10 * major + minor, multiprocessors, call("cuDeviceTotalMem", device))
+
+
+@functools.cache
+def _primary_context(ordinal: int) -> driver.CUcontext:
+    # Retained for the life of the process: it is the context that every other library uses as well.
+    return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
+
+
+def current_device() -> int:
+    """Ordinal of the calling thread's current device; 0, as everywhere in CUDA, if it has none yet."""
+    _initialise()
+    status, device = driver.cuCtxGetDevice()
+    return int(device) if status == driver.CUresult.CUDA_SUCCESS else 0
+
+
+@contextlib.contextmanager
+def activated(ordinal: int) -> Iterator[None]:
+    """Makes a device's primary context current for the calling thread, and puts back what was."""
+    _initialise()
+    status, device = driver.cuCtxGetDevice()
+    if status == driver.CUresult.CUDA_SUCCESS and int(device) == ordinal:
+        yield
+        return
+    call("cuCtxPushCurrent", _primary_context(ordinal))
+    try:
+        yield
+    finally:
+        call("cuCtxPopCurrent")

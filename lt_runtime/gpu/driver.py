@@ -1,0 +1,32 @@
+"""CUDA driver calls with every status checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuda.bindings import driver
+
+from lt_runtime.errors import DriverError, MissingLibraryError
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Calls the driver function `name`; returns its result, a tuple of several, or None.
+
+    Raises:
+        DriverError: the driver reported a failure.
+        MissingLibraryError: there is no NVIDIA driver on this machine.
+    """
+    try:
+        status, *results = getattr(driver, name)(*arguments)
+    except RuntimeError as error:  # cuda.bindings found no libcuda
+        raise MissingLibraryError(f"no NVIDIA driver on this machine ({error})") from error
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DriverError(name, int(status), status.name, _explanation(status))
+    if len(results) > 1:
+        return tuple(results)
+    return results[0] if results else None
+
+
+def _explanation(status: driver.CUresult) -> str:
+    _, text = driver.cuGetErrorString(status)
+    return text.decode() if text else "unknown error"

@@ -1,0 +1,87 @@
+"""Our kernels: found by file and definitions, loaded once a device, launched with one argument block."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, Final
+
+from lt_runtime.errors import GpuError
+from lt_runtime.gpu.compiler import Macros, compile_kernel
+from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.params import (
+    AdamWParams,
+    ColumnSumParams,
+    CrossEntropyParams,
+    DropoutParams,
+    EpilogueBwdParams,
+    EpilogueFwdParams,
+    LossFinishParams,
+    MseParams,
+)
+
+THREADS: Final = 256
+OCTET: Final = 8
+MAX_GRID_Y: Final = 65535
+
+_SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
+    "epilogue_fwd": ("epilogue_fwd.cu", EpilogueFwdParams),
+    "epilogue_bwd": ("epilogue_bwd.cu", EpilogueBwdParams),
+    "column_sum_finish": ("column_sum.cu", ColumnSumParams),
+    "dropout": ("dropout.cu", DropoutParams),
+    "mse_loss": ("loss.cu", MseParams),
+    "cross_entropy": ("loss.cu", CrossEntropyParams),
+    "loss_finish": ("loss.cu", LossFinishParams),
+    "adamw": ("adamw.cu", AdamWParams),
+}
+
+
+class Kernel:
+    """A kernel loaded on one device; it keeps its module alive."""
+
+    def __init__(self, entry: str, module: Any, params: type[ctypes.Structure]) -> None:
+        self._module = module
+        self._function = call("cuModuleGetFunction", module, entry.encode())
+        _, size = call("cuFuncGetParamInfo", self._function, 0)
+        if size != ctypes.sizeof(params):
+            raise GpuError(f"{entry} takes {size} bytes of parameters, {params.__name__} has {ctypes.sizeof(params)}")
+
+    def launch(self, grid: tuple[int, int], block: tuple[int, int], params: ctypes.Structure, stream: int) -> None:
+        """Puts the kernel on a stream. The driver copies `params` before this returns.
+
+        Args:
+            grid: blocks in x and y.
+            block: threads in x and y.
+        """
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        address = ctypes.addressof(arguments)
+        call("cuLaunchKernel", self._function, *grid, 1, *block, 1, 0, stream, address, 0)
+
+
+@functools.cache
+def get_kernel(entry: str, macros: Macros, device: int) -> Kernel:
+    """The kernel `entry` under the given definitions, compiled and loaded at first use; `device` is current.
+
+    Raises:
+        CompileError, MissingLibraryError: see `compile_kernel`.
+    """
+    source, params = _SOURCES[entry]
+    return Kernel(entry, _load_module(source, macros, device), params)
+
+
+@functools.cache
+def _load_module(source: str, macros: Macros, device: int) -> Any:
+    return call("cuModuleLoadData", compile_kernel(source, macros, device_info(device).architecture))
+
+
+def tile(rows: int, cols: int) -> tuple[int, int]:
+    """Threads of a block in x (eight columns each) and y (rows): as wide as the matrix asks, up to a warp."""
+    octets = -(-cols // OCTET)
+    x = min(32, _next_power_of_two(octets))
+    y = min(THREADS // x, _next_power_of_two(rows))
+    return min(THREADS // y, _next_power_of_two(octets)), y
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,82 @@
+"""Memory that belongs to a stream: cuBLASLt's workspace, and scratch space between the kernels of one operation."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from lt_runtime.errors import CaptureError
+from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import is_capturing
+
+ALIGNMENT: Final = 256
+_MIN_SCRATCH: Final = 1 << 20
+
+
+def workspace_size(device: int) -> int:
+    """Bytes of workspace that cuBLASLt may use: NVIDIA's recommendation, 32 MiB from Hopper on, 4 MiB before.
+
+    It is never derived from what memory is free: the choice of algorithm would change with it.
+    """
+    return 32 << 20 if device_info(device).capability >= 90 else 4 << 20
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class StreamMemory:
+    """A workspace of fixed size and a scratch buffer that grows; two streams never share either.
+
+    Nothing is ever freed: a captured graph may hold the address. Since the scratch buffer at least doubles when it
+    grows, what it has outgrown is at most as much again.
+
+    Attributes:
+        lock: held while the launches of one operation that uses scratch memory are put on the stream, so that two
+            threads sharing the stream do not interleave theirs.
+        workspace: address, 256-byte aligned.
+        workspace_size: its bytes.
+    """
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._stream = stream
+        self._scratch, self._scratch_size = 0, 0
+        self.lock = threading.RLock()
+        self.workspace_size = workspace_size(device)
+        self.workspace = self._allocate(self.workspace_size)
+
+    def scratch(self, size: int) -> int:
+        """Address of `size` bytes, 256-byte aligned, good until the next call.
+
+        Raises:
+            CaptureError: the buffer would have to grow while the stream is captured.
+        """
+        if size > self._scratch_size:
+            grown = max(aligned(size), 2 * self._scratch_size, _MIN_SCRATCH)
+            self._scratch, self._scratch_size = self._allocate(grown), grown
+        return self._scratch
+
+    def _allocate(self, size: int) -> int:
+        if is_capturing(self._stream):
+            raise CaptureError(
+                f"{size} bytes of scratch memory are needed while stream {self._stream:#x} is being captured; "
+                "run the operation once on this stream before the capture"
+            )
+        return int(call("cuMemAlloc", size))
+
+
+_memories: dict[tuple[int, int], StreamMemory] = {}
+_memories_lock = threading.Lock()
+
+
+def stream_memory(device: int, stream: int) -> StreamMemory:
+    """The memory that belongs to a stream of a device, which must be current."""
+    known = _memories.get((device, stream))
+    if known is not None:
+        return known
+    with _memories_lock:
+        if (device, stream) not in _memories:
+            _memories[device, stream] = StreamMemory(device, stream)
+        return _memories[device, stream]

@@ -1,0 +1,184 @@
+"""Argument blocks of our kernels: the structs of `cuda_src` as ctypes sees them.
+
+A kernel takes one struct by value, so that a launch passes one pointer. The driver's own view of a kernel's
+parameter is compared with the struct when the kernel is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+from lt_runtime.layout import Layout
+from lt_runtime.problem import DType
+
+SCALAR: Final = {
+    DType.FLOAT32: "float",
+    DType.FLOAT16: "__half",
+    DType.BFLOAT16: "__nv_bfloat16",
+}
+"""The CUDA C++ name of each type."""
+
+
+class Matrix(ctypes.Structure):
+    """`lt::Matrix`; strides are in elements."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("col_stride", ctypes.c_int64))
+
+    @classmethod
+    def at(cls, address: int, layout: Layout) -> Matrix:
+        """The matrix of `layout` at `address`."""
+        return cls(address, *layout.strides)
+
+
+class Dropout(ctypes.Structure):
+    """`lt::Dropout`."""
+
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("step_pointer", ctypes.c_void_p),
+        ("step", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
+        ("threshold", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+    )
+
+
+class EpilogueFwdParams(ctypes.Structure):
+    """`lt::EpilogueFwdParams`."""
+
+    _fields_ = (
+        ("in_", Matrix),
+        ("preactivation", Matrix),
+        ("out", Matrix),
+        ("bias", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("dropout", Dropout),
+        ("slope", ctypes.c_float),
+    )
+
+
+class EpilogueBwdParams(ctypes.Structure):
+    """`lt::EpilogueBwdParams`."""
+
+    _fields_ = (
+        ("dy", Matrix),
+        ("saved", Matrix),
+        ("dz", Matrix),
+        ("partial", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("rows_per_block", ctypes.c_int64),
+        ("dropout", Dropout),
+        ("slope", ctypes.c_float),
+    )
+
+
+class ColumnSumParams(ctypes.Structure):
+    """`lt::ColumnSumParams`."""
+
+    _fields_ = (
+        ("partial", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("cols", ctypes.c_int64),
+        ("parts", ctypes.c_int64),
+        ("accumulate", ctypes.c_int),
+    )
+
+
+class DropoutParams(ctypes.Structure):
+    """`lt::DropoutParams`."""
+
+    _fields_ = (
+        ("in_", Matrix),
+        ("out", Matrix),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("dropout", Dropout),
+    )
+
+
+class MseParams(ctypes.Structure):
+    """`lt::MseParams`."""
+
+    _fields_ = (
+        ("prediction", Matrix),
+        ("target", Matrix),
+        ("gradient", Matrix),
+        ("partial", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("gradient_scale", ctypes.c_float),
+    )
+
+
+class CrossEntropyParams(ctypes.Structure):
+    """`lt::CrossEntropyParams`."""
+
+    _fields_ = (
+        ("logits", Matrix),
+        ("labels", ctypes.c_void_p),
+        ("gradient", Matrix),
+        ("partial", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("gradient_scale", ctypes.c_float),
+    )
+
+
+class LossFinishParams(ctypes.Structure):
+    """`lt::LossFinishParams`."""
+
+    _fields_ = (
+        ("partial", ctypes.c_void_p),
+        ("loss", ctypes.c_void_p),
+        ("parts", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    )
+
+
+class AdamWTensor(ctypes.Structure):
+    """`lt::AdamWTensor`, a row of the optimizer's table on the device."""
+
+    _fields_ = (
+        ("parameter", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("parameter_type", ctypes.c_int),
+        ("gradient_type", ctypes.c_int),
+    )
+
+
+class AdamWChunk(ctypes.Structure):
+    """`lt::AdamWChunk`, what one block handles."""
+
+    _fields_ = (("start", ctypes.c_int64), ("tensor", ctypes.c_int), ("reserved", ctypes.c_int))
+
+
+class AdamWParams(ctypes.Structure):
+    """`lt::AdamWParams`."""
+
+    _fields_ = (
+        ("tensors", ctypes.c_void_p),
+        ("chunks", ctypes.c_void_p),
+        ("step", ctypes.c_void_p),
+        ("ticket", ctypes.c_void_p),
+        ("chunk_size", ctypes.c_int64),
+        ("lr", ctypes.c_float),
+        ("log_beta1", ctypes.c_float),
+        ("log_beta2", ctypes.c_float),
+        ("beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta1", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("weight_decay", ctypes.c_float),
+        ("decay", ctypes.c_int),
+        ("warmup_steps", ctypes.c_uint32),
+        ("total_steps", ctypes.c_uint32),
+        ("final_factor", ctypes.c_float),
+    )

@@ -1,0 +1,131 @@
+"""From strides to order and leading dimension: how any matrix with one unit stride is read where it lies."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lt_runtime.errors import LayoutError, ShapeError
+
+
+class Order(enum.Enum):
+    """Which axis is contiguous: a row's elements, or a column's."""
+
+    ROW = "row"
+    COLUMN = "column"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A matrix in memory.
+
+    Attributes:
+        rows, cols: logical shape.
+        order: which axis has unit stride.
+        leading_dimension: elements from one row (row order) or column (column order) to the next.
+    """
+
+    rows: int
+    cols: int
+    order: Order
+    leading_dimension: int
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """(row stride, column stride) in elements."""
+        return (self.leading_dimension, 1) if self.order is Order.ROW else (1, self.leading_dimension)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, cols)."""
+        return self.rows, self.cols
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.rows * self.cols
+
+    @property
+    def extent(self) -> int:
+        """Elements from the first to the last, both included; 0 for an empty matrix."""
+        if self.size == 0:
+            return 0
+        row_stride, col_stride = self.strides
+        return (self.rows - 1) * row_stride + (self.cols - 1) * col_stride + 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Row-major without gaps, so that element (i, j) is the (i·cols + j)-th in memory."""
+        return self.order is Order.ROW and (self.leading_dimension == self.cols or self.rows <= 1)
+
+    @property
+    def transposed(self) -> Layout:
+        """The layout of the transpose, which is the same memory."""
+        other = Order.COLUMN if self.order is Order.ROW else Order.ROW
+        return Layout(self.cols, self.rows, other, self.leading_dimension)
+
+
+def packed(rows: int, cols: int) -> Layout:
+    """The row-major layout without gaps."""
+    return Layout(rows, cols, Order.ROW, max(cols, 1))
+
+
+def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Layout:
+    """The layout of a 2-D array.
+
+    Args:
+        operand: its name, for errors.
+        shape: (rows, cols).
+        strides: in elements. The stride of an axis of size 1 has no meaning and may be anything.
+
+    Raises:
+        ShapeError: not two axes.
+        LayoutError: neither axis has unit stride, or consecutive rows (columns) overlap.
+    """
+    if len(shape) != 2:
+        raise ShapeError(f"{operand} has shape {tuple(shape)}; accepted are matrices, two axes")
+    rows, cols = shape
+    if rows == 0 or cols == 0:
+        return packed(rows, cols)
+    row_stride, col_stride = strides
+    if cols == 1 or col_stride == 1:
+        leading = cols if rows == 1 else row_stride
+        if leading >= cols:
+            return Layout(rows, cols, Order.ROW, leading)
+    if rows == 1 or row_stride == 1:
+        leading = rows if cols == 1 else col_stride
+        if leading >= rows:
+            return Layout(rows, cols, Order.COLUMN, leading)
+    raise LayoutError(_complaint(operand, (rows, cols), (row_stride, col_stride)))
+
+
+def _complaint(operand: str, shape: tuple[int, int], strides: tuple[int, int]) -> str:
+    fault = "its rows overlap" if 1 in strides else "neither axis is contiguous"
+    return (
+        f"{operand} of shape {shape} has strides {strides}: {fault}; "
+        f"pass lt.contiguous({operand}) or a view with one unit stride"
+    )
+
+
+def may_overlap(address: int, layout: Layout, other_address: int, other: Layout, itemsize: int) -> bool:
+    """Whether two matrices share an element.
+
+    Exact for matrices that interleave with one leading dimension, as two column slices of one array do; for
+    others it answers yes if their address ranges meet.
+    """
+    start, end = address, address + layout.extent * itemsize
+    other_start, other_end = other_address, other_address + other.extent * itemsize
+    if end <= other_start or other_end <= start:
+        return False
+    if layout.order is other.order and layout.leading_dimension == other.leading_dimension:
+        return _slices_meet(other_address - address, layout, other, itemsize)
+    return True
+
+
+def _slices_meet(distance: int, layout: Layout, other: Layout, itemsize: int) -> bool:
+    pitch = layout.leading_dimension * itemsize
+    width = (layout.cols if layout.order is Order.ROW else layout.rows) * itemsize
+    other_width = (other.cols if other.order is Order.ROW else other.rows) * itemsize
+    offset = distance % pitch
+    return offset < width or offset + other_width > pitch

@@ -1,0 +1,80 @@
+"""A linear layer over NumPy arrays: the reference, rounded once to the operands' type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.arrays import check_shape
+from lt_runtime.errors import DTypeError
+from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Wanted, problem_shape
+from lt_runtime.ops._place import host_output
+from lt_runtime.problem import Compute, DType, Philox, Saved
+
+Array = NDArray[Any]
+
+
+def _factors(shape: tuple[int, int], p: float, rng: Philox | None) -> NDArray[np.float64] | None:
+    return None if rng is None else reference.dropout_scale(shape, p, rng)
+
+
+def _check_types(dtype: DType, arrays: dict[str, Array | None]) -> None:
+    for name, array in arrays.items():
+        if array is not None and array.dtype != dtype.numpy:
+            raise DTypeError(f"{name} is {array.dtype.name} but x is {dtype.value}; types must be equal")
+
+
+def forward(
+    x: Array, w: Array, bias: Array | None, options: Options, out: Array | None, out_z: Array | None, stream: Any
+) -> tuple[Array, LinearContext]:
+    """See `linear_fwd`; there is no stream to run on."""
+    dtype = DType.parse("x", x.dtype)
+    Compute.parse(options.compute, dtype)
+    _check_types(dtype, {"w": w, "bias": bias})
+    m, n, _ = problem_shape(x.shape, w.shape, None if bias is None else bias.shape)
+    inputs = {"x": x, "w": w, "bias": bias}
+    y = host_output("out", out, (m, n), dtype, inputs)
+    z = host_output("out_z", out_z, (m, n), dtype, {**inputs, "out": out})
+    factors = _factors((m, n), options.dropout, options.rng)
+    with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
+        exact_y, exact_z = reference.linear_fwd(x, w, bias, options.activation, factors)
+        y[...], z[...] = exact_y.astype(dtype.numpy), exact_z.astype(dtype.numpy)
+    saved_as = Saved.NOTHING if options.activation.name == "none" else Saved.PREACTIVATION
+    context = LinearContext(
+        x, w, z, saved_as, z, options.activation, options.dropout, options.rng, options.compute, bias is not None
+    )
+    return y, context
+
+
+def backward(dy: Array, ctx: LinearContext, wanted: Wanted, outputs: Gradients, stream: Any) -> Gradients:
+    """See `linear_bwd`; there is no stream to run on."""
+    (m, k), n = ctx.x.shape, ctx.w.shape[0]
+    dtype = DType.parse("x", ctx.x.dtype)
+    _check_types(dtype, {"dy": dy})
+    check_shape("dy", dy.shape, (m, n), "y's shape")
+    buffers = _buffers(dy, ctx, wanted, outputs, {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n)})
+    with np.errstate(all="ignore"):
+        factors = _factors((m, n), ctx.dropout, ctx.rng)
+        exact = reference.linear_bwd(dy, ctx.x, ctx.w, ctx.saved, ctx.activation, factors)
+        for name, buffer in buffers.items():
+            value = getattr(exact, name)
+            if wanted.accumulate and name in ("dw", "db"):
+                value = value + buffer.astype(np.float64)
+            buffer[...] = value.astype(dtype.numpy)
+    return Gradients(*(buffers.get(name) for name in Gradients._fields))
+
+
+def _buffers(
+    dy: Array, ctx: LinearContext, wanted: Wanted, outputs: Gradients, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Array]:
+    dtype = DType.parse("x", ctx.x.dtype)
+    inputs: dict[str, Array | None] = {"dy": dy, "x": ctx.x, "w": ctx.w, "the saved tensor": ctx.saved}
+    buffers = {}
+    for name in Gradients._fields:
+        if getattr(wanted, name, outputs.dz is not None):
+            buffers[name] = host_output(f"out_{name}", getattr(outputs, name), shapes[name], dtype, inputs)
+            inputs[f"out_{name}"] = buffers[name]
+    return buffers

@@ -1,0 +1,80 @@
+"""What passes between a linear layer's forward, backward, and the two ways of running them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lt_runtime.errors import ShapeError
+from lt_runtime.problem import Activation, Philox, Saved
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything about a forward call but its operands; `rng` is None exactly where `dropout` is 0."""
+
+    activation: Activation
+    dropout: float
+    rng: Philox | None
+    compute: str
+    propagate_nan: bool
+    inference: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearContext:
+    """What one `linear_fwd` call leaves for `linear_bwd`.
+
+    Attributes:
+        x, w: the operands.
+        saved: the array that the activation's derivative is taken from; None if nothing is needed.
+        saved_as: whether that is the pre-activation or the output.
+        preactivation: x · wᵀ + bias (M, N) where it was kept or asked for; None otherwise.
+        activation, dropout, rng, compute: as they were in forward.
+        has_bias: whether the layer has a bias.
+    """
+
+    x: Any
+    w: Any
+    saved: Any
+    saved_as: Saved
+    preactivation: Any
+    activation: Activation
+    dropout: float
+    rng: Philox | None
+    compute: str
+    has_bias: bool
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted, and whether dw and db are added to what their buffers hold."""
+
+    dx: bool
+    dw: bool
+    db: bool
+    accumulate: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients or buffers for them; None where there is none."""
+
+    dx: Any
+    dw: Any
+    db: Any
+    dz: Any
+
+
+def problem_shape(x: tuple[int, ...], w: tuple[int, ...], bias: tuple[int, ...] | None) -> tuple[int, int, int]:
+    """(M, N, K) of a layer.
+
+    Raises:
+        ShapeError: the shapes do not fit.
+    """
+    for name, shape in (("x", x), ("w", w)):
+        if len(shape) != 2:
+            raise ShapeError(f"{name} has shape {shape}; accepted are matrices, two axes")
+    if x[1] != w[1]:
+        raise ShapeError(f"w has shape {w}; its second axis must be {x[1]}, as in x of shape {x}")
+    if bias is not None and bias != (w[0],):
+        raise ShapeError(f"bias has shape {bias}; it must be ({w[0]},), as w of shape {w} has {w[0]} outputs")
+    return x[0], w[0], x[1]

@@ -1,0 +1,81 @@
+"""Dropout on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lt_runtime import reference
+from lt_runtime.arrays import Operand, on_host
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.kernels import get_kernel
+from lt_runtime.gpu.params import SCALAR, DropoutParams, Matrix
+from lt_runtime.layout import Layout
+from lt_runtime.ops._place import Place, check_dropout, host_output
+from lt_runtime.planning import DropoutState
+from lt_runtime.planning.launches import grid_for
+from lt_runtime.problem import DType, Philox
+
+
+def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, stream: Any = None) -> Any:
+    """y = mask · scale · x: each element is zeroed with probability `p`, the others are scaled up by 1 / (1 - p).
+
+    Backward is the same call on dy: the mask is computed again from `rng`, never stored.
+
+    Args:
+        x: any shape; a matrix may lie in any layout, other arrays must be row-major without gaps. The mask of an
+            array is that of its elements in row-major order.
+        p: in [0, 1).
+        rng: where the mask comes from; needed if `p` is not 0.
+        out: buffer like x; may be x itself.
+        stream: as in `linear_fwd`.
+
+    Returns:
+        y, of the kind and shape of x.
+
+    Raises:
+        ArgumentError: `p` is outside [0, 1), or not 0 without `rng`.
+        OperandError, CaptureError, GpuError: as in `linear_fwd`.
+    """
+    philox = check_dropout(p, rng)
+    if on_host({"x": x, "out": out}):
+        return _on_host(x, p, philox, out)
+    place = Place.of("x", x, stream)
+    with activated(place.device):
+        operand = place.read("x", x)
+        in_place = out is x
+        target = operand if in_place else place.output("out", out, operand.shape, operand, (operand,))
+        # With p = 0 everything is kept, at scale 1: the pass is a copy.
+        state = place.dropout(p, rng) or DropoutState(65536, Philox())
+        _launch(operand, target, state, place)
+        return place.result(out, target, operand)
+
+
+def _on_host(x: np.ndarray[Any, Any], p: float, rng: Philox | None, out: Any) -> Any:
+    dtype = DType.parse("x", x.dtype)
+    y = out if out is x else host_output("out", out, x.shape, dtype, {"x": x})
+    factors = 1.0 if rng is None else reference.dropout_scale(x.shape, p, rng)
+    with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
+        y[...] = (x.astype(np.float64) * factors).astype(dtype.numpy)
+    return y
+
+
+def _layout(operand: Operand) -> Layout:
+    """A matrix as it lies; anything else as one row."""
+    return operand.layout if len(operand.shape) == 2 else operand.flat_layout
+
+
+def _launch(source: Operand, target: Operand, state: DropoutState, place: Place) -> None:
+    layout, target_layout = _layout(source), _layout(target)
+    if not layout.size:
+        return
+    params = DropoutParams(
+        in_=Matrix.at(source.address, layout),
+        out=Matrix.at(target.address, target_layout),
+        rows=layout.rows,
+        cols=layout.cols,
+        dropout=state.block(),
+    )
+    kernel = get_kernel("dropout", (("SCALAR", SCALAR[DType.parse("x", source.dtype)]),), place.device)
+    kernel.launch(*grid_for(layout), params, place.stream)

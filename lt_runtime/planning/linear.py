@@ -1,0 +1,141 @@
+"""Plans of a linear layer: which products and passes run, in which order."""
+
+from __future__ import annotations
+
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.memory import aligned, stream_memory
+from lt_runtime.gpu.params import Matrix
+from lt_runtime.layout import Layout, Order
+from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass
+from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, backward_strategy, forward_strategies
+from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, Spec
+
+_VECTOR_BYTES = 16
+
+
+class ForwardPlan:
+    """One forward problem on one device, ready to launch; immutable, and safe to share between threads.
+
+    Raises:
+        PlanError: cuBLASLt has no algorithm even for the plain product.
+    """
+
+    def __init__(self, problem: ForwardProblem, device: int) -> None:
+        self.problem = problem
+        self.device = device
+        self.strategy, self._product = self._settle()
+        self._pass = ForwardPass(problem, device) if self.strategy.own_pass and problem.y.layout.size else None
+
+    def _settle(self) -> tuple[ForwardStrategy, MatmulPlan]:
+        """The first strategy whose product cuBLASLt supports."""
+        refused: PlanError | None = None
+        for strategy in forward_strategies(self.problem):
+            try:
+                return strategy, MatmulPlan(self._matmul_problem(strategy), self.device)
+            except PlanError as error:
+                refused = error
+        raise refused or PlanError(f"no strategy for {self.problem}")
+
+    def _matmul_problem(self, strategy: ForwardStrategy) -> MatmulProblem:
+        problem = self.problem
+        target = problem.preactivation if strategy.keep_preactivation else None
+        w_transposed = Spec(problem.w.layout.transposed, problem.w.alignment)
+        return MatmulProblem(
+            problem.dtype, problem.compute, problem.x, w_transposed, target or problem.y, strategy.epilogue
+        )
+
+    def run(
+        self, x: int, w: int, bias: int, y: int, preactivation: int, dropout: DropoutState | None, stream: int
+    ) -> None:
+        """Puts the forward pass on `stream`; addresses are as the problem says, 0 where it has no such operand."""
+        memory = stream_memory(self.device, stream)
+        kept = self.strategy.keep_preactivation
+        product_bias = 0 if self.strategy.own_bias else bias
+        self._product.run(x, w, preactivation if kept else y, product_bias, stream, memory)
+        if self._pass is not None:
+            own_bias = bias if self.strategy.own_bias else 0
+            self._pass.run(preactivation, own_bias, y, in_place=not kept, dropout=dropout, stream=stream)
+
+
+class BackwardPlan:
+    """One backward problem on one device, ready to launch; immutable, and safe to share between threads.
+
+    Raises:
+        PlanError: cuBLASLt has no algorithm for one of the products.
+    """
+
+    def __init__(self, problem: BackwardProblem, device: int) -> None:
+        self.problem = problem
+        self.device = device
+        self.strategy: BackwardStrategy = backward_strategy(problem)
+        self._dz = self._dz_spec()
+        has_rows = problem.dy.layout.size > 0
+        self._pass = BackwardPass(problem, device) if self.strategy.own_pass and has_rows else None
+        self._dx = self._product(problem.w, problem.dx, self._dz, accumulate=False)
+        dz_transposed = Spec(self._dz.layout.transposed, self._dz.alignment)
+        self._dw = self._product(problem.x, problem.dw, dz_transposed, accumulate=problem.accumulate)
+
+    def _dz_spec(self) -> Spec:
+        problem = self.problem
+        if not self.strategy.needs_dz:
+            return problem.dy
+        if problem.dz is not None:
+            return problem.dz
+        rows, cols = problem.dy.layout.shape
+        # Rows padded to 16 bytes keep both products on the tensor cores, whatever N is.
+        step = _VECTOR_BYTES // problem.dtype.itemsize
+        return Spec(Layout(rows, cols, Order.ROW, max(-(-cols // step) * step, 1)))
+
+    def _product(self, b: Spec, d: Spec | None, a: Spec, *, accumulate: bool) -> MatmulPlan | None:
+        if d is None:
+            return None
+        problem = self.problem
+        return MatmulPlan(MatmulProblem(problem.dtype, problem.compute, a, b, d, accumulate=accumulate), self.device)
+
+    def run(
+        self,
+        dy: int,
+        x: int,
+        w: int,
+        saved: int,
+        dx: int,
+        dw: int,
+        db: int,
+        dz: int,
+        dropout: DropoutState | None,
+        stream: int,
+    ) -> None:
+        """Puts the backward pass on `stream`; addresses are as the problem says, 0 where it has no such operand."""
+        memory = stream_memory(self.device, stream)
+        with memory.lock:
+            dz, partial = self._scratch(dy, dz, memory.scratch(self._scratch_bytes()))
+            if self._pass is not None:
+                target = Matrix.at(dz, self._dz.layout) if self.strategy.needs_dz else None
+                self._pass.run(dy, saved, target, partial, db, dropout, stream)
+            elif self.problem.db and not self.problem.accumulate:
+                self._zero_bias_gradient(db, stream)
+            if self._dx is not None:
+                self._dx.run(dz, w, dx, 0, stream, memory)
+            if self._dw is not None:
+                self._dw.run(dz, x, dw, 0, stream, memory)
+
+    def _dz_bytes(self) -> int:
+        in_scratch = self.strategy.needs_dz and self.problem.dz is None
+        return aligned(self._dz.layout.extent * self.problem.dtype.itemsize) if in_scratch else 0
+
+    def _scratch_bytes(self) -> int:
+        return self._dz_bytes() + (self._pass.partial_bytes if self._pass else 0)
+
+    def _scratch(self, dy: int, dz: int, scratch: int) -> tuple[int, int]:
+        """Addresses of dz and of the partial sums."""
+        if not self.strategy.needs_dz:
+            return dy, scratch
+        return (dz or scratch), scratch + self._dz_bytes()
+
+    def _zero_bias_gradient(self, db: int, stream: int) -> None:
+        """A sum over no rows."""
+        size = self.problem.dy.layout.cols * self.problem.dtype.itemsize
+        if size:
+            call("cuMemsetD8Async", db, 0, size, stream)

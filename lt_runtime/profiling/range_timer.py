@@ -1,0 +1,97 @@
+"""Times the ranges of a step without any external profiler."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Mean time of a layer, of the loss or of the optimizer.
+
+    Attributes:
+        name: of the layer, or "loss" or "optimizer".
+        forward_us, backward_us: microseconds a step; what is neither counts as forward.
+    """
+
+    name: str
+    forward_us: float
+    backward_us: float
+
+    @property
+    def total_us(self) -> float:
+        """Both together."""
+        return self.forward_us + self.backward_us
+
+
+class _Clock(Protocol):
+    def now(self) -> Any: ...
+
+    def microseconds(self, start: Any, end: Any) -> float: ...
+
+
+class _HostClock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def microseconds(self, start: float, end: float) -> float:
+        return (end - start) * 1e6
+
+
+class _StreamClock:
+    """Events on CuPy's current stream: the GPU's time between them, whatever the host does meanwhile."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cuda = cupy.cuda
+
+    def now(self) -> Any:
+        event = self._cuda.Event()
+        event.record()
+        return event
+
+    def microseconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(self._cuda.get_elapsed_time(start, end)) * 1e3
+
+
+class RangeTimer:
+    """A listener of `lt_runtime.ranges` that records when each range begins and ends.
+
+    Args:
+        cupy: the module CuPy to time work on its current stream; None to time the host.
+    """
+
+    def __init__(self, cupy: Any = None) -> None:
+        self._clock: _Clock = _HostClock() if cupy is None else _StreamClock(cupy)
+        self._open: list[Any] = []
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def enter(self, name: str) -> None:
+        """A range begins."""
+        self._open.append(self._clock.now())
+
+    def exit(self, name: str) -> None:
+        """The range that began last ends."""
+        self._spans.append((name, self._open.pop(), self._clock.now()))
+
+    def layers(self) -> list[LayerTime]:
+        """Mean times by layer in order of appearance, then of the loss and the optimizer. Waits for the GPU."""
+        durations: dict[str, list[float]] = defaultdict(list)
+        for name, start, end in self._spans:
+            durations[name].append(self._clock.microseconds(start, end))
+        means = {name: sum(values) / len(values) for name, values in durations.items()}
+        return list(_rows(means))
+
+
+def _rows(means: dict[str, float]) -> Iterator[LayerTime]:
+    for name, mean in means.items():
+        phase, _, layer = name.partition("/")
+        if phase == "forward" and layer:
+            yield LayerTime(layer, mean, means.get(f"backward/{layer}", 0.0))
+    for name in ("loss", "optimizer"):
+        if name in means:
+            yield LayerTime(name, means[name], 0.0)

@@ -1,0 +1,61 @@
+"""Learning-rate schedules as data: the optimizer's kernel evaluates them from the step it holds on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lt_runtime.errors import ArgumentError
+
+DECAYS: Final = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A factor on the learning rate: linear warm-up, then a decay. Steps are updates, counted from 1.
+
+    Attributes:
+        decay: "constant", "linear" or "cosine".
+        warmup_steps: updates over which the factor rises linearly to 1.
+        total_steps: update at which the decay ends; no meaning for "constant".
+        final_factor: factor at and after `total_steps`.
+
+    Raises:
+        ArgumentError: an unknown decay, negative steps, a decay that ends before the warm-up, or a factor
+            outside [0, 1].
+    """
+
+    decay: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    final_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.decay not in DECAYS:
+            raise ArgumentError(f"decay is {self.decay!r}; accepted are {', '.join(DECAYS)}")
+        if self.warmup_steps < 0:
+            raise ArgumentError(f"warmup_steps is {self.warmup_steps}; it must not be negative")
+        if self.decay != "constant" and self.total_steps <= self.warmup_steps:
+            raise ArgumentError(f"total_steps is {self.total_steps}; it must exceed warmup_steps ({self.warmup_steps})")
+        if not 0.0 <= self.final_factor <= 1.0:
+            raise ArgumentError(f"final_factor is {self.final_factor}; it must be in [0, 1]")
+
+
+def constant() -> Schedule:
+    """Always 1."""
+    return Schedule()
+
+
+def warmup(warmup_steps: int) -> Schedule:
+    """Linear warm-up to 1 over `warmup_steps` updates, then constant."""
+    return Schedule(warmup_steps=warmup_steps)
+
+
+def warmup_linear(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
+    """Linear warm-up, then a line down to `final_factor` at update `total_steps`."""
+    return Schedule("linear", warmup_steps, total_steps, final_factor)
+
+
+def warmup_cosine(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
+    """Linear warm-up, then half a cosine down to `final_factor` at update `total_steps`."""
+    return Schedule("cosine", warmup_steps, total_steps, final_factor)

@@ -1,0 +1,6 @@
+"""Models and training steps composed from the operations."""
+
+from lt_runtime.training.mlp import MLP, Linear
+from lt_runtime.training.step import TrainStep
+
+__all__ = ["MLP", "Linear", "TrainStep"]

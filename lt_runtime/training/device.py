@@ -1,0 +1,78 @@
+"""Where a model lives, and the array library that goes with it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lt_runtime.errors import ArgumentError
+from lt_runtime.gpu.devices import device_count, device_info
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDevice:
+    """The host (`ordinal` None, NumPy) or a GPU (CuPy)."""
+
+    ordinal: int | None
+
+    @classmethod
+    def parse(cls, name: str) -> ComputeDevice:
+        """The device called "auto", "cpu", "cuda" or "cuda:N".
+
+        Raises:
+            ArgumentError: another name, or a GPU that is not there.
+        """
+        if name == "auto":
+            return cls(0 if device_count() else None)
+        if name == "cpu":
+            return cls(None)
+        match = re.fullmatch(r"cuda(?::(\d+))?", name)
+        if match is None:
+            raise ArgumentError(f"device is {name!r}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'")
+        ordinal, count = int(match[1] or 0), device_count()
+        if ordinal >= count:
+            raise ArgumentError(f"device is {name!r}, but this machine has {count} usable GPUs; try 'cpu'")
+        return cls(ordinal)
+
+    @property
+    def description(self) -> str:
+        """Such as "cpu" or "cuda:0 (NVIDIA H200)"."""
+        return "cpu" if self.ordinal is None else f"cuda:{self.ordinal} ({device_info(self.ordinal).name})"
+
+    @property
+    def namespace(self) -> Any:
+        """NumPy or CuPy."""
+        if self.ordinal is None:
+            return np
+        from lt_runtime.arrays.libraries import cupy
+
+        return cupy()
+
+    def asarray(self, array: np.ndarray[Any, Any]) -> Any:
+        """`array` on this device; a NumPy array is not copied for the host."""
+        if self.ordinal is None:
+            return array
+        module = self.namespace
+        with module.cuda.Device(self.ordinal):
+            return module.asarray(array)
+
+    def zeros_like(self, array: Any) -> Any:
+        """Zeros shaped and typed as `array`, which lives on this device."""
+        if self.ordinal is None:
+            return np.zeros_like(array)
+        module = self.namespace
+        with module.cuda.Device(self.ordinal):
+            return module.zeros_like(array)
+
+    def to_host(self, array: Any) -> np.ndarray[Any, Any]:
+        """`array` as NumPy's; waits for a GPU to have computed it."""
+        host: np.ndarray[Any, Any] = array if self.ordinal is None else self.namespace.asnumpy(array)
+        return host
+
+    def synchronize(self) -> None:
+        """Waits until everything given to the device's current stream is done."""
+        if self.ordinal is not None:
+            self.namespace.cuda.get_current_stream(self.ordinal).synchronize()

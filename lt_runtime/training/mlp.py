@@ -1,0 +1,165 @@
+"""A multilayer perceptron composed from linear layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lt_runtime.errors import ArgumentError
+from lt_runtime.ops.adamw import Parameter
+from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
+from lt_runtime.problem import Activation, Compute, DType, Philox, keep_threshold
+from lt_runtime.ranges import range_of
+from lt_runtime.training.device import ComputeDevice
+
+
+class Linear:
+    """One layer: y = dropout(act(x · weightᵀ + bias)).
+
+    Attributes:
+        name: of its range in profiles.
+        weight: (outputs, inputs). bias: (outputs,).
+        activation, dropout: what follows the product.
+        rng: seed and layer id of its dropout.
+    """
+
+    def __init__(
+        self, name: str, weight: Parameter, bias: Parameter, activation: Activation, dropout: float, rng: Philox
+    ) -> None:
+        self.name, self.weight, self.bias = name, weight, bias
+        self.activation, self.dropout, self.rng = activation, dropout, rng
+
+    def infer(self, x: Any, compute: str, stream: Any) -> Any:
+        """The output without dropout; nothing is kept."""
+        return linear(x, self.weight.data, self.bias.data, activation=self.activation, compute=compute, stream=stream)
+
+    def forward(self, x: Any, step: Any, compute: str, stream: Any) -> tuple[Any, Any]:
+        """The output, and the context for `backward`."""
+        rng = Philox(self.rng.seed, self.rng.layer, step)
+        return linear_fwd(
+            x,
+            self.weight.data,
+            self.bias.data,
+            activation=self.activation,
+            dropout=self.dropout,
+            rng=rng,
+            compute=compute,
+            stream=stream,
+        )
+
+    def backward(self, dy: Any, ctx: Any, *, need_dx: bool, accumulate: bool, stream: Any) -> Any:
+        """Puts the gradients of weight and bias into their parameters; returns dx where it is needed."""
+        return linear_bwd(
+            dy,
+            ctx,
+            need_dx=need_dx,
+            accumulate=accumulate,
+            out_dw=self.weight.grad,
+            out_db=self.bias.grad,
+            stream=stream,
+        ).dx
+
+
+class MLP:
+    """Linear layers in a row; activation and dropout follow every one but the last.
+
+    Weights and biases are drawn from U(-1/√K, 1/√K) for K inputs, as in PyTorch's `nn.Linear`, by a generator of
+    the host, so that a seed gives the same model on every device.
+
+    Args:
+        dims: inputs, hidden sizes and outputs, at least two.
+        activation: a name of `lt.ACTIVATIONS`, or an `Activation`.
+        dtype: "float32", "float16" or "bfloat16". Below FP32 each parameter has an FP32 master copy.
+        dropout: probability after each hidden layer.
+        seed: of the initial values and of dropout.
+        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
+        compute: "float32" or "tf32".
+
+    Attributes:
+        layers: of `Linear`.
+        device: where the model lives.
+
+    Raises:
+        ArgumentError: an option that is not accepted.
+        MissingLibraryError: a GPU was asked for and what it needs is not installed.
+    """
+
+    def __init__(
+        self,
+        dims: Sequence[int],
+        activation: str | Activation = "relu",
+        *,
+        dtype: str = "float32",
+        dropout: float = 0.0,
+        seed: int = 0,
+        device: str = "auto",
+        compute: str = "float32",
+    ) -> None:
+        if len(dims) < 2 or min(dims) < 1:
+            raise ArgumentError(f"dims is {list(dims)}; accepted are at least two positive sizes")
+        keep_threshold(dropout)
+        self.dims = tuple(dims)
+        self.dtype = DType.parse("the model", dtype)
+        self.compute = Compute.parse(compute, self.dtype).value
+        self.device = ComputeDevice.parse(device)
+        hidden = Activation(activation) if isinstance(activation, str) else activation
+        generator = np.random.default_rng(seed)
+        self.layers = [self._layer(i, generator, hidden, dropout, seed) for i in range(len(dims) - 1)]
+
+    def parameters(self) -> list[Parameter]:
+        """Weights and biases, layer by layer."""
+        return [parameter for layer in self.layers for parameter in (layer.weight, layer.bias)]
+
+    def __call__(self, x: Any, *, stream: Any = None) -> Any:
+        """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout; nothing is kept."""
+        for layer in self.layers:
+            x = layer.infer(x, self.compute, stream)
+        return x
+
+    def forward(self, x: Any, step: Any = 0, *, stream: Any = None) -> tuple[Any, list[Any]]:
+        """Outputs and the layers' contexts.
+
+        Args:
+            x: (M, dims[0]).
+            step: what dropout's masks are drawn for: an int, or an array of one uint32 on the model's device.
+        """
+        contexts = []
+        for layer in self.layers:
+            with range_of(f"forward/{layer.name}"):
+                x, ctx = layer.forward(x, step, self.compute, stream)
+            contexts.append(ctx)
+        return x, contexts
+
+    def backward(self, dy: Any, contexts: Sequence[Any], *, accumulate: bool = False, stream: Any = None) -> None:
+        """Puts every parameter's gradient into `Parameter.grad`.
+
+        Args:
+            dy: (M, dims[-1]), the gradient with respect to the outputs.
+            contexts: from `forward`.
+            accumulate: add to the gradients instead of replacing them.
+        """
+        for i in reversed(range(len(self.layers))):
+            layer = self.layers[i]
+            with range_of(f"backward/{layer.name}"):
+                dy = layer.backward(dy, contexts[i], need_dx=i > 0, accumulate=accumulate, stream=stream)
+
+    def _layer(
+        self, index: int, generator: np.random.Generator, hidden: Activation, dropout: float, seed: int
+    ) -> Linear:
+        inputs, outputs = self.dims[index], self.dims[index + 1]
+        last = index == len(self.dims) - 2
+        name, bound = f"layer{index}", 1.0 / math.sqrt(inputs)
+        weight, bias = (
+            self._parameter(f"{name}.{part}", generator.uniform(-bound, bound, shape).astype(np.float32))
+            for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,)))
+        )
+        activation = Activation() if last else hidden
+        return Linear(name, weight, bias, activation, 0.0 if last else dropout, Philox(seed, index))
+
+    def _parameter(self, name: str, values: np.ndarray[Any, Any]) -> Parameter:
+        data = self.device.asarray(values.astype(self.dtype.numpy))
+        master = None if self.dtype is DType.FLOAT32 else self.device.asarray(values)
+        return Parameter(data, self.device.zeros_like(data), master, name)

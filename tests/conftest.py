@@ -1,0 +1,37 @@
+"""GPU tests skip where there is no GPU, and fail instead where LT_REQUIRE_GPU=1."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+from lt_runtime.gpu.devices import device_count
+
+EXAMPLES: Counter[str] = Counter()
+"""Examples that property tests have run, by what they are over; the terminal summary prints them."""
+
+
+@pytest.fixture(scope="session")
+def examples() -> Counter[str]:
+    return EXAMPLES
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.path.parts:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None or device_count() > 0:
+        return
+    if os.environ.get("LT_REQUIRE_GPU") == "1":
+        pytest.fail("LT_REQUIRE_GPU=1, but no GPU is usable: see `python -m lt_runtime doctor`")
+    pytest.skip("needs an NVIDIA GPU")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for subject, count in sorted(EXAMPLES.items()):
+        terminalreporter.write_line(f"hypothesis examples over {subject}: {count}")

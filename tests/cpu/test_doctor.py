@@ -1,0 +1,210 @@
+"""The doctor: what it concludes, how its probes read a machine, and that looking changes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cuda.bindings import driver as cuda_driver
+
+from lt_runtime.cli import doctor, probes
+from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
+
+DRIVER = Driver("580.95.05", (13, 0))
+H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * 2**30)
+CACHE = CacheDirectory("/cache", writable=True)
+NAMES = (*doctor.CUDA_REQUIREMENTS, *doctor.PACKAGES, "g++")
+LIBRARIES = tuple(Library(name, "13.0", f"/lib/{name}") for name in NAMES)
+
+
+def without(*names: str) -> tuple[Library, ...]:
+    return tuple(Library(lib.name, problem="not installed") if lib.name in names else lib for lib in LIBRARIES)
+
+
+def diagnose(driver=DRIVER, gpus=(H200,), libraries=LIBRARIES, cache=CACHE) -> list[doctor.Finding]:
+    return list(doctor.diagnose(driver, gpus, libraries, cache))
+
+
+def test_nothing_is_found_where_nothing_is_missing():
+    assert diagnose() == []
+
+
+def test_a_machine_without_a_gpu_needs_no_cuda():
+    assert diagnose(driver=None, gpus=(), libraries=without(*doctor.CUDA_REQUIREMENTS)) == []
+
+
+def test_a_driver_that_shows_no_gpu_needs_no_cuda():
+    assert diagnose(gpus=(), libraries=without(*doctor.CUDA_REQUIREMENTS)) == []
+
+
+def test_a_gpu_needs_the_cuda_libraries_and_one_command_brings_all_that_miss():
+    (finding,) = diagnose(libraries=without("cuBLASLt", "CuPy"))
+    assert finding.needed
+    assert finding.mend == f"{sys.executable} -m pip install 'nvidia-cublas>=13,<14' 'cupy-cuda13x>=14'"
+    assert "cuBLASLt" in finding.what
+    assert "NVRTC" not in finding.what
+
+
+@pytest.mark.parametrize(
+    ("driver", "told"),
+    [
+        (Driver(problem="no libcuda.so.1"), "libcuda"),
+        (replace(DRIVER, problem="cuInit returned CUDA_ERROR_UNKNOWN"), "CUDA_ERROR_UNKNOWN"),
+        (Driver("550.54.15", (12, 4)), "12.4"),
+    ],
+)
+def test_a_driver_that_cannot_be_used_is_told(driver: Driver, told: str):
+    (finding,) = diagnose(driver=driver)
+    assert finding.needed
+    assert told in finding.what
+    assert "580" in finding.mend
+
+
+def test_only_gpus_that_are_too_old():
+    pascal = replace(H200, compute_capability=(6, 1))
+    assert diagnose(gpus=(pascal, H200)) == []
+    (finding,) = diagnose(gpus=(pascal,))
+    assert finding.needed
+    assert "7.5" in finding.what
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only():
+    (finding,) = diagnose(cache=replace(CACHE, writable=False))
+    assert not finding.needed
+    assert "LT_RUNTIME_CACHE_DIR" in finding.mend
+
+
+def test_the_host_compiler_is_optional():
+    (finding,) = diagnose(libraries=without("g++"))
+    assert not finding.needed
+
+
+def test_a_package_of_the_core_is_needed_everywhere():
+    (finding,) = diagnose(driver=None, gpus=(), libraries=without("numpy"))
+    assert finding.needed
+    assert finding.mend.endswith("pip install numpy")
+
+
+def test_this_machine_is_described_alike_in_both_forms(capsys: pytest.CaptureFixture[str]):
+    status = doctor.run(as_json=True)
+    seen = json.loads(capsys.readouterr().out)
+    assert status == (0 if seen["ok"] else 1)
+    assert {library["name"] for library in seen["libraries"]} == set(NAMES)
+    assert doctor.run(as_json=False) == status
+    shown = capsys.readouterr().out
+    assert all(library["version"] in shown for library in seen["libraries"] if library["version"])
+
+
+def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setattr(probes, "driver", lambda: DRIVER)
+    monkeypatch.setattr(probes, "gpus", lambda: (H200,))
+    monkeypatch.setattr(probes, "cupy", lambda: Library("CuPy", problem="ImportError: [odd] text"))
+    assert doctor.run(as_json=False) == 1
+    shown = capsys.readouterr().out
+    for part in ("580.95.05", "CUDA up to 13.0", "NVIDIA H200", "9.0", "150.0 GiB", "[odd] text", "cupy-cuda13x>=14"):
+        assert part in shown
+
+
+def test_looking_writes_nothing(tmp_path: Path):
+    here = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "LT_RUNTIME_CACHE_DIR"} | here
+    code = "from lt_runtime.cli import doctor; doctor.run(as_json=True)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["cache"]["path"] == str(tmp_path / "cache" / "lt_runtime")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
+    (tmp_path / "cupy.py").write_text("raise ImportError('libcublas.so.13: cannot open')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert probes.cupy() == Library("CuPy", problem="RuntimeError: ImportError: libcublas.so.13: cannot open")
+
+
+def test_a_missing_package_is_reported():
+    assert probes.package("no-such-distribution", "no_such_module").problem == "not installed"
+
+
+def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
+    monkeypatch.setattr("lt_runtime.cublaslt.get_version", lambda: 120803)
+    monkeypatch.setattr(probes, "_load", lambda _: "/lib")
+    assert "12.8.3 is not of CUDA 13" in str(probes.cublaslt().problem)
+
+
+def test_no_driver(monkeypatch):
+    def cu_init(_flags: int) -> None:
+        raise RuntimeError("Failed to dlopen libcuda.so.1")
+
+    monkeypatch.setattr(cuda_driver, "cuInit", cu_init)
+    monkeypatch.setattr(probes, "nvidia_gpu_on_pci", lambda: False)
+    assert probes.driver() is None
+    assert probes.gpus() == ()
+    monkeypatch.setattr(probes, "nvidia_gpu_on_pci", lambda: True)
+    assert probes.driver() == Driver(problem="no libcuda.so.1")
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        ("CUDA_SUCCESS", None),
+        ("CUDA_ERROR_NO_DEVICE", None),
+        ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "cuInit returned CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+    ],
+)
+def test_driver(monkeypatch, status: str, problem: str | None):
+    monkeypatch.setattr(cuda_driver, "cuInit", lambda _: (getattr(cuda_driver.CUresult, status),))
+    monkeypatch.setattr(cuda_driver, "cuDriverGetVersion", lambda: (cuda_driver.CUresult.CUDA_SUCCESS, 13010))
+    monkeypatch.setattr(probes, "kernel_driver_version", lambda: "590.1")
+    assert probes.driver() == Driver("590.1", (13, 1), problem)
+
+
+def test_gpus(monkeypatch):
+    ok = cuda_driver.CUresult.CUDA_SUCCESS
+    major = cuda_driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    monkeypatch.setattr(cuda_driver, "cuInit", lambda _: (ok,))
+    monkeypatch.setattr(cuda_driver, "cuDeviceGetCount", lambda: (ok, 1))
+    monkeypatch.setattr(cuda_driver, "cuDeviceGet", lambda index: (ok, index))
+    monkeypatch.setattr(cuda_driver, "cuDeviceGetName", lambda *_: (ok, b"NVIDIA H200" + bytes(117)))
+    monkeypatch.setattr(cuda_driver, "cuDeviceGetAttribute", lambda name, _: (ok, 9 if name == major else 0))
+    monkeypatch.setattr(cuda_driver, "cuDeviceTotalMem", lambda _: (ok, H200.memory))
+    assert probes.gpus() == (H200,)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95  Release Build\n", "580.95"),
+        ("", None),
+    ],
+)
+def test_kernel_driver_version(tmp_path: Path, text: str, version: str | None):
+    (tmp_path / "version").write_text(text)
+    assert probes.kernel_driver_version(tmp_path / "version") == version
+    assert probes.kernel_driver_version(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize(
+    ("vendor", "device_class", "found"),
+    [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x8086", "0x030000", False)],
+)
+def test_nvidia_gpu_on_pci(tmp_path: Path, vendor: str, device_class: str, found: bool):
+    device = tmp_path / "0000:01:00.0"
+    device.mkdir()
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{device_class}\n")
+    assert probes.nvidia_gpu_on_pci(tmp_path) == found
+
+
+def test_cache_directory(tmp_path: Path, monkeypatch):
+    cache = tmp_path / "not" / "yet"
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache))
+    assert probes.cache_directory() == CacheDirectory(str(cache), writable=True)
+    assert list(tmp_path.iterdir()) == []
+    cache.mkdir(parents=True)
+    (cache / "kernel.cubin").write_bytes(bytes(100))
+    assert probes.cache_directory().size == 100
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache / "kernel.cubin"))
+    assert not probes.cache_directory().writable

@@ -1,0 +1,76 @@
+"""What is built holds what it must, the metadata agrees with the code, and README with both."""
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lt_runtime.cli import doctor
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = (ROOT / "README.md").read_text()
+KERNELS = {file.name for file in (ROOT / "cuda_src").iterdir()}
+
+
+def build(target: str, directory: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(directory)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = directory.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return zipfile.ZipFile(build("wheel", tmp_path_factory.mktemp("wheel")))
+
+
+def test_the_wheel_holds_the_package_with_the_kernels_inside_and_nothing_else(wheel: zipfile.ZipFile):
+    names = set(wheel.namelist())
+    assert KERNELS
+    assert {f"lt_runtime/cuda_src/{kernel}" for kernel in KERNELS} <= names
+    assert {"lt_runtime/__init__.py", "lt_runtime/py.typed"} <= names
+    assert {name.split("/")[0] for name in names} == {"lt_runtime", f"lt_runtime-{PROJECT['version']}.dist-info"}
+
+
+def test_the_wheel_holds_the_licence_and_the_command(wheel: zipfile.ZipFile):
+    info = f"lt_runtime-{PROJECT['version']}.dist-info"
+    assert "Apache License" in wheel.read(f"{info}/licenses/LICENSE").decode()
+    assert "lt_runtime = lt_runtime.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+
+
+def test_the_sdist_holds_what_the_wheel_is_built_from(tmp_path: Path):
+    with tarfile.open(build("sdist", tmp_path)) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    needed = {"pyproject.toml", "README.md", "LICENSE", "lt_runtime/__init__.py"}
+    assert needed | {f"cuda_src/{kernel}" for kernel in KERNELS} <= names
+
+
+def test_the_doctor_prescribes_what_the_extra_installs():
+    assert set(doctor.CUDA_REQUIREMENTS.values()) == set(PROJECT["optional-dependencies"]["cuda13"])
+
+
+def test_the_doctor_looks_for_packages_that_are_required():
+    assert set(doctor.PACKAGES) <= {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
+
+
+def test_readme_asks_for_the_pythons_that_the_metadata_names():
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert f"Python {named[0]} to {named[-1]}" in README
+
+
+def test_readme_asks_for_the_gpus_that_the_doctor_accepts():
+    major, minor = doctor.MIN_COMPUTE_CAPABILITY
+    assert f"compute capability {major}.{minor}" in README
+    assert f"driver {doctor.MIN_DRIVER}" in README
+
+
+def test_readme_examples_run():
+    examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", README, re.DOTALL)
+    assert len(examples) == 2
+    exec(compile("".join(examples), "README.md", "exec"), {})

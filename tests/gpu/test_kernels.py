@@ -1,0 +1,43 @@
+"""Kernels as the driver sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cupy as cp
+import pytest
+
+import lt_runtime as lt
+from lt_runtime.errors import DriverError
+from lt_runtime.gpu import compiler, kernels
+from lt_runtime.gpu.driver import call
+
+
+def test_a_failing_driver_call_names_itself_and_its_status() -> None:
+    with pytest.raises(DriverError, match=r"cuMemFree failed with CUDA_ERROR_INVALID_VALUE \(1\)"):
+        call("cuMemFree", 12345)
+
+
+def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
+    compiler._open_cache.cache_clear()
+    try:
+        first = compiler.compile_kernel("dropout.cu", (("SCALAR", "float"),), "sm_90")
+        monkeypatch.setattr(compiler, "_compile", None)
+        assert compiler.compile_kernel("dropout.cu", (("SCALAR", "float"),), "sm_90") == first
+    finally:
+        compiler._open_cache.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 10**6), (10**6, 1), (7, 300), (300, 7)])
+def test_tiles_fit_a_block(shape: tuple[int, int]) -> None:
+    x, y = kernels.tile(*shape)
+    assert 1 <= x * y <= kernels.THREADS
+
+
+@pytest.mark.parametrize("shape", [(1, 3_000_000), (3_000_000, 1), (600_000, 8)])
+def test_very_long_matrices(shape: tuple[int, int]) -> None:
+    x = cp.ones(shape, cp.float32)
+    y = lt.dropout(x, 0.5, lt.Philox(1))
+    assert abs(float(y.mean()) - 1.0) < 0.01
+    assert set(cp.unique(y).tolist()) == {0.0, 2.0}

@@ -1,0 +1,66 @@
+"""Training on the GPU follows the NumPy reference."""
+
+from __future__ import annotations
+
+import cupy as cp
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime import reference
+from lt_runtime.cli import demo
+
+
+def _curve(device: str, dtype: str, dropout: float, steps: int) -> np.ndarray:  # type: ignore[type-arg]
+    digits = demo.load_digits()
+    model = lt.MLP([64, 128, 64, 10], activation="gelu", dtype=dtype, dropout=dropout, seed=4, device=device)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=3e-3), batch_size=64)
+    losses = []
+    for i in range(steps):
+        batch = slice(64 * (i % 20), 64 * (i % 20) + 64)
+        x = model.device.asarray(digits.images[batch].astype(model.dtype.numpy))
+        losses.append(float(step(x, model.device.asarray(digits.labels[batch]))))
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_loss_curve_agrees_with_the_reference_in_fp32(dropout: float) -> None:
+    on_gpu, on_host = (_curve(device, "float32", dropout, 50) for device in ("cuda", "cpu"))
+    print(f"largest difference over 50 steps, dropout {dropout}: {np.abs(on_gpu - on_host).max():.2e}")
+    np.testing.assert_allclose(on_gpu, on_host, atol=1e-3, rtol=0)
+    assert on_gpu[-5:].mean() < 0.5 * on_gpu[0]
+
+
+def test_masks_of_a_model_are_the_references() -> None:
+    model = lt.MLP([64, 96, 72, 10], activation="none", dropout=0.3, seed=21, device="cuda")
+    steps = cp.asarray([17], dtype=cp.uint32)
+    _, contexts = model.forward(cp.ones((50, 64), cp.float32), steps)
+    for layer, ctx, following in zip(model.layers, contexts, contexts[1:], strict=False):
+        expected = reference.dropout_mask(following.x.shape, 0.3, lt.Philox(21, layer.rng.layer, 17))
+        np.testing.assert_array_equal(cp.asnumpy(following.x) != 0, expected)
+        assert ctx.dropout == 0.3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_demo_learns(dtype: str) -> None:
+    result = demo.train(demo.Settings(device="cuda", dtype=dtype))
+    print(f"demo {dtype}: accuracy {result.accuracy:.4f}, {result.samples_per_second:,.0f} samples per second")
+    assert result.accuracy >= 0.96
+    assert result.device.startswith("cuda:0")
+    assert [layer.name for layer in result.layers] == ["layer0", "layer1", "layer2", "loss", "optimizer"]
+
+
+def test_runs_are_bitwise_equal() -> None:
+    first, second = (_curve("cuda", "bfloat16", 0.2, 10) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_gradients_accumulate() -> None:
+    model = lt.MLP([16, 24, 8], activation="tanh", seed=1, device="cuda")
+    x, dy = cp.ones((10, 16), cp.float32), cp.ones((10, 8), cp.float32)
+    _, contexts = model.forward(x)
+    model.backward(dy, contexts)
+    once = [cp.asnumpy(p.grad) for p in model.parameters()]
+    model.backward(dy, contexts, accumulate=True)
+    for parameter, gradient in zip(model.parameters(), once, strict=True):
+        np.testing.assert_allclose(cp.asnumpy(parameter.grad), 2 * gradient, rtol=1e-6)
