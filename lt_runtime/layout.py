@@ -108,17 +108,25 @@ def _complaint(operand: str, shape: tuple[int, int], strides: tuple[int, int]) -
     )
 
 
-def may_overlap(address: int, layout: Layout, other_address: int, other: Layout, itemsize: int) -> bool:
+def may_overlap(
+    address: int, layout: Layout, other_address: int, other: Layout, itemsize: int, other_itemsize: int | None = None
+) -> bool:
     """Whether two matrices share an element.
 
     Exact for matrices that interleave with one leading dimension, as two column slices of one array do; for
     others it answers yes if their address ranges meet.
+
+    Args:
+        address, other_address: of their first elements.
+        itemsize, other_itemsize: bytes an element; the same for both if there is only one.
     """
+    other_itemsize = other_itemsize or itemsize
     start, end = address, address + layout.extent * itemsize
-    other_start, other_end = other_address, other_address + other.extent * itemsize
-    if end <= other_start or other_end <= start:
+    other_start, other_end = other_address, other_address + other.extent * other_itemsize
+    if layout.size == 0 or other.size == 0 or end <= other_start or other_end <= start:
         return False
-    if layout.order is other.order and layout.leading_dimension == other.leading_dimension:
+    same_pitch = layout.order is other.order and layout.leading_dimension == other.leading_dimension
+    if same_pitch and itemsize == other_itemsize:
         return _slices_meet(other_address - address, layout, other, itemsize)
     return True
 

@@ -118,7 +118,7 @@ class Philox:
             a captured graph advances it between replays.
 
     Raises:
-        ArgumentError: an int out of its range.
+        ArgumentError: no integer, or one out of its range.
     """
 
     seed: int = 0
@@ -133,8 +133,8 @@ class Philox:
 
 
 def _check_range(name: str, value: int, bits: int) -> None:
-    if not 0 <= value < 1 << bits:
-        raise ArgumentError(f"{name} is {value}; it must be in [0, 2**{bits})")
+    if not (hasattr(value, "__index__") and 0 <= value < 1 << bits):
+        raise ArgumentError(f"{name} is {value}; it must be an integer in [0, 2**{bits})")
 
 
 def keep_threshold(p: float) -> int:

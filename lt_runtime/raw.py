@@ -48,9 +48,9 @@ def forward_raw(
         stream: an int handle, a stream object, or None.
 
     Raises:
-        ArgumentError: an unknown activation.
+        ArgumentError: an unknown activation, or an address that is needed and 0.
         ShapeError: a negative size.
-        OperandError: an address that is absent, misaligned, no GPU address, on another GPU, or shared with Y or Z.
+        OperandError: an address that is misaligned, no GPU address, on another GPU, or shared with Y or Z.
         CaptureError, GpuError: as in `lt.linear_fwd`.
     """
     activation = Activation(act, leaky_slope)
@@ -159,15 +159,17 @@ _Operands = Mapping[str, tuple[int, Layout]]
 def _check(inputs: _Operands, outputs: _Operands, unread: _Operands | None = None) -> int:
     """The device that all addresses belong to."""
     operands = {**inputs, **outputs}
-    device: int | None = None
-    for name, (address, layout) in {**operands, **(unread or {})}.items():
+    everything = {**operands, **(unread or {})}
+    for name, (address, layout) in everything.items():
         if address == 0 and layout.size and name in operands:
             raise ArgumentError(f"{name} is 0; an address is needed for its {layout.rows}x{layout.cols} elements")
         if address < 0 or address % _ITEMSIZE:
             raise AlignmentError(f"{name} is {address:#x}; it must be a multiple of {_ITEMSIZE}, the size of FP32")
+    _check_overlap(inputs, outputs)
+    device: int | None = None
+    for name, (address, _) in everything.items():
         if address:
             device = _same_device(name, address, device)
-    _check_overlap(inputs, outputs)
     return device_of_address("A", 0) if device is None else device
 
 

@@ -21,7 +21,7 @@ class Schedule:
         final_factor: factor at and after `total_steps`.
 
     Raises:
-        ArgumentError: an unknown decay, negative steps, a decay that ends before the warm-up, or a factor
+        ArgumentError: an unknown decay, steps outside [0, 2**32), a decay that ends before the warm-up, or a factor
             outside [0, 1].
     """
 
@@ -33,8 +33,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.decay not in DECAYS:
             raise ArgumentError(f"decay is {self.decay!r}; accepted are {', '.join(DECAYS)}")
-        if self.warmup_steps < 0:
-            raise ArgumentError(f"warmup_steps is {self.warmup_steps}; it must not be negative")
+        for name in ("warmup_steps", "total_steps"):
+            if not 0 <= getattr(self, name) < 1 << 32:  # the optimizer counts in 32 bits
+                raise ArgumentError(f"{name} is {getattr(self, name)}; it must be in [0, 2**32)")
         if self.decay != "constant" and self.total_steps <= self.warmup_steps:
             raise ArgumentError(f"total_steps is {self.total_steps}; it must exceed warmup_steps ({self.warmup_steps})")
         if not 0.0 <= self.final_factor <= 1.0:

@@ -1,12 +1,13 @@
 """Operands read where they lie: address, shape, strides, type, device, and the library they came from."""
 
-from lt_runtime.arrays.checks import check_no_overlap, check_same, check_shape
+from lt_runtime.arrays.checks import check_device, check_no_overlap, check_same, check_shape
 from lt_runtime.arrays.libraries import Library, contiguous
 from lt_runtime.arrays.operand import Operand, device_of, device_of_address, is_host_array, on_host, read, read_step
 
 __all__ = [
     "Library",
     "Operand",
+    "check_device",
     "check_no_overlap",
     "check_same",
     "check_shape",

@@ -20,6 +20,12 @@ def check_same(first: Operand, *others: Operand) -> None:
     for other in others:
         if other.dtype != first.dtype:
             raise DTypeError(f"{other.name} is {other.dtype} but {first.name} is {first.dtype}; types must be equal")
+    check_device(first, *others)
+
+
+def check_device(first: Operand, *others: Operand) -> None:
+    """Raises `DeviceError` unless all operands live on the first one's device."""
+    for other in others:
         if other.device != first.device:
             raise DeviceError(
                 f"{other.name} is on GPU {other.device} but {first.name} on GPU {first.device}; one device is needed"
@@ -33,5 +39,5 @@ def _flat(operand: Operand) -> Layout:
 def check_no_overlap(out: Operand, *others: Operand) -> None:
     """Raises `OverlapError` if `out` shares memory with another operand."""
     for other in others:
-        if may_overlap(out.address, _flat(out), other.address, _flat(other), out.itemsize):
+        if may_overlap(out.address, _flat(out), other.address, _flat(other), out.itemsize, other.itemsize):
             raise OverlapError(f"{out.name} shares memory with {other.name}; it must not")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from lt_runtime.layout import Layout, layout_of, packed
 from lt_runtime.problem import DType, Spec
 
 _ACCEPTED: Final = "NumPy and CuPy arrays, PyTorch tensors, and objects with __dlpack__ or __cuda_array_interface__"
+_PROTOCOLS: Final = ("__dlpack_device__", "__cuda_array_interface__")
 _DEVICE_ORDINAL: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _CUPY: Final = CupyLibrary()
@@ -73,14 +74,12 @@ class Operand:
         """Layout and alignment, as a problem records them."""
         return Spec(self.layout, self.alignment)
 
-    @property
-    def vector_layout(self) -> Layout:
-        """How a vector lies, as one row; `ShapeError` or `LayoutError` unless it has one contiguous axis."""
+    def check_vector(self) -> None:
+        """Raises `ShapeError` or `LayoutError` unless it has one axis, and that is contiguous."""
         if len(self.shape) != 1:
             raise ShapeError(f"{self.name} has shape {self.shape}; accepted are vectors, one axis")
         if self.shape[0] > 1 and self.strides[0] != 1:
             raise LayoutError(f"{self.name} has stride {self.strides[0]}; a vector must be contiguous")
-        return layout_of(self.name, (1, self.shape[0]), (self.shape[0], 1))
 
     @property
     def flat_layout(self) -> Layout:
@@ -98,17 +97,27 @@ def is_host_array(array: Any) -> bool:
     return isinstance(array, np.ndarray)
 
 
-def on_host(operands: dict[str, Any]) -> bool:
-    """Whether all operands that are present are NumPy arrays.
+def on_host(operands: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> bool:
+    """Whether the operands are NumPy arrays.
+
+    Args:
+        operands: by name.
+        optional: those that may be None, by name.
 
     Raises:
-        DeviceError: some are and some are not.
+        OperandError: some are, and one is no array at all.
+        DeviceError: some are, and some live elsewhere.
     """
-    present = {name: array for name, array in operands.items() if array is not None}
+    present = {**operands, **{name: array for name, array in (optional or {}).items() if array is not None}}
     host = [name for name, array in present.items() if is_host_array(array)]
-    if host and len(host) < len(present):
-        others = ", ".join(name for name in present if name not in host)
-        raise DeviceError(f"{', '.join(host)} in host memory (NumPy) but {others} not; all must be on one device")
+    others = [name for name in present if name not in host]
+    if host and others:
+        for name in others:
+            if not any(hasattr(present[name], protocol) for protocol in _PROTOCOLS):
+                raise OperandError(f"{name} is a {type(present[name]).__name__}; accepted are {_ACCEPTED}")
+        raise DeviceError(
+            f"{', '.join(host)} in host memory (NumPy) but {', '.join(others)} not; all must be on one device"
+        )
     return bool(host)
 
 
@@ -175,7 +184,7 @@ def read(name: str, array: Any, stream: int) -> Operand:
 
 def _read_cupy(name: str, array: Any, library: Library) -> Operand:
     size = array.itemsize
-    strides = tuple(stride // size for stride in array.strides)
+    strides = _in_elements(name, array.strides, size)
     return Operand(name, array.data.ptr, array.shape, strides, array.dtype.name, size, array.device.id, library, array)
 
 
@@ -210,10 +219,7 @@ def _read_interface(name: str, array: Any, device: int, stream: int) -> Operand:
     dtype = _interface_dtype(name, array, interface["typestr"])
     shape = tuple(interface["shape"])
     byte_strides: Sequence[int] | None = interface.get("strides")
-    if byte_strides is None:
-        strides = _row_major_strides(shape)
-    else:
-        strides = tuple(stride // dtype.itemsize for stride in byte_strides)
+    strides = _row_major_strides(shape) if byte_strides is None else _in_elements(name, byte_strides, dtype.itemsize)
     producer = interface.get("stream")
     if producer is not None:
         with activated(device):
@@ -227,6 +233,12 @@ def _interface_dtype(name: str, array: Any, typestr: str) -> np.dtype[Any]:
     if typestr.startswith((">", "|V", "<V")):
         raise DTypeError(f"{name} has type string {typestr!r}; accepted are float32, float16 and bfloat16")
     return np.dtype(typestr)
+
+
+def _in_elements(name: str, byte_strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    if any(stride % itemsize for stride in byte_strides):
+        raise LayoutError(f"{name} has strides of {tuple(byte_strides)} bytes; they must be multiples of {itemsize}")
+    return tuple(stride // itemsize for stride in byte_strides)
 
 
 def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

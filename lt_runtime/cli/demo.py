@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lt_runtime import ranges, schedules
-from lt_runtime.errors import MissingLibraryError
+from lt_runtime.errors import ArgumentError, MissingLibraryError
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.profiling import LayerTime, RangeTimer
 from lt_runtime.training import MLP, TrainStep
@@ -90,8 +91,21 @@ def load_digits() -> Digits:
 def train(settings: Settings, on_step: Callable[[], None] = lambda: None) -> Result:
     """Trains and evaluates; `on_step` is called after every step."""
     digits = load_digits()
-    batches = len(digits.labels) // _BATCH
-    total = settings.epochs * batches
+    step = _make_step(settings, digits)
+    device = step.model.device
+    with device.current():
+        losses, seconds, timer = _train_epochs(settings, digits, step, on_step)
+        accuracy = _accuracy(step.model, digits)
+    speed = _samples_per_second(seconds, _batches(digits) * _BATCH)
+    return Result(device.description, settings.dtype, accuracy, speed, losses, timer.layers())
+
+
+def _batches(digits: Digits) -> int:
+    """Batches an epoch; the few samples that do not fill one are left out, others each time."""
+    return len(digits.labels) // _BATCH
+
+
+def _make_step(settings: Settings, digits: Digits) -> TrainStep:
     model = MLP(
         (digits.images.shape[1], *_HIDDEN, _CLASSES),
         dtype=settings.dtype,
@@ -99,38 +113,41 @@ def train(settings: Settings, on_step: Callable[[], None] = lambda: None) -> Res
         seed=settings.seed,
         device=settings.device,
     )
-    schedule = schedules.warmup_cosine(min(batches, total - 1), total)
+    epoch = _batches(digits)
+    total = settings.epochs * epoch
+    schedule = schedules.warmup_cosine(min(epoch, total - 1), total)
     optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
-    step = TrainStep(model, optimizer, batch_size=_BATCH)
-    device = model.device
-    images = device.asarray(digits.images.astype(model.dtype.numpy))
+    return TrainStep(model, optimizer, batch_size=_BATCH)
+
+
+def _train_epochs(
+    settings: Settings, digits: Digits, step: TrainStep, on_step: Callable[[], None]
+) -> tuple[list[float], list[float], RangeTimer]:
+    """Losses by step, seconds by epoch, and the last epoch's ranges."""
+    device, batches = step.model.device, _batches(digits)
+    images = device.asarray(digits.images.astype(step.model.dtype.numpy))
     labels = device.asarray(digits.labels)
     generator = np.random.default_rng(settings.seed)
-    timer = RangeTimer(None if device.ordinal is None else device.namespace)
+    timer = RangeTimer(device.ordinal)
     losses: list[float] = []
     seconds: list[float] = []
     for epoch in range(settings.epochs):
-        order = device.asarray(generator.permutation(len(digits.labels))[: batches * _BATCH].reshape(batches, _BATCH))
+        last = epoch == settings.epochs - 1
+        order = generator.permutation(len(digits.labels))[: batches * _BATCH].reshape(batches, _BATCH)
         start = time.perf_counter()
-        if epoch == settings.epochs - 1:
-            with ranges.listening(timer):
-                losses += _epoch(step, images, labels, order, device, on_step)
-        else:
-            losses += _epoch(step, images, labels, order, device, on_step)
+        with ranges.listening(timer) if last else contextlib.nullcontext():
+            losses += _epoch(step, images, labels, device.asarray(order), on_step)
         seconds.append(time.perf_counter() - start)
-    accuracy = _accuracy(model, digits)
-    speed = _samples_per_second(seconds, batches * _BATCH)
-    return Result(device.description, settings.dtype, accuracy, speed, losses, timer.layers())
+    return losses, seconds, timer
 
 
-def _epoch(
-    step: TrainStep, images: Any, labels: Any, order: Any, device: ComputeDevice, on_step: Callable[[], None]
-) -> list[float]:
+def _epoch(step: TrainStep, images: Any, labels: Any, order: Any, on_step: Callable[[], None]) -> list[float]:
     """One pass; the losses are read once at its end, so that no step waits for them."""
     losses = []
     for batch in order:
         losses.append(step(images[batch], labels[batch]))
         on_step()
+    device = step.model.device
     return [float(loss) for loss in device.to_host(device.namespace.stack(losses))]
 
 
@@ -148,12 +165,14 @@ def _accuracy(model: MLP, digits: Digits) -> float:
 def run(settings: Settings, json_file: Path | None) -> int:
     """The command: a progress bar, then the results; returns the exit status."""
     console = Console()
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ArgumentError(f"--json is {json_file}, but {json_file.parent} is no directory")
     device = ComputeDevice.parse(settings.device)
     if device.ordinal is None:
         console.print("No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`).")
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        steps = settings.epochs * (len(load_digits().labels) // _BATCH)
+        steps = settings.epochs * _batches(load_digits())
         task = progress.add_task("training", total=steps)
         result = train(settings, lambda: progress.advance(task))
     _print(console, result)

@@ -90,6 +90,8 @@ class MatrixLayout(_Descriptor):
     _types = attributes.MATRIX_LAYOUT
 
     def __init__(self, data_type: DataType, rows: int, cols: int, leading_dimension: int) -> None:
+        if rows < 0 or cols < 0:
+            raise ArgumentError(f"the shape is ({rows}, {cols}); neither may be negative")
         if leading_dimension < rows:
             raise ArgumentError(f"leading_dimension is {leading_dimension}; it must be at least rows ({rows})")
         super().__init__(data_type, rows, cols, leading_dimension)

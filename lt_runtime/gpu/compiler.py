@@ -38,7 +38,10 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
         return bytes(cached)
     cubin = _compile(source, code, options)
     if cache is not None:
-        cache[key] = cubin
+        try:
+            cache[key] = cubin
+        except OSError as error:  # the directory is there, but read-only or on a full disk
+            _warn_of_no_cache(error)
     return cubin
 
 
@@ -99,5 +102,10 @@ def _open_cache() -> Any:
     try:
         return FileStreamProgramCache(directory, max_size_bytes=256 << 20)
     except OSError as error:
-        warnings.warn(f"kernels are compiled anew in each process: cannot write to {directory} ({error})", stacklevel=2)
+        _warn_of_no_cache(error)
         return None
+
+
+def _warn_of_no_cache(error: OSError) -> None:
+    directory = cache_directory()
+    warnings.warn(f"kernels are compiled anew in each process: cannot write to {directory} ({error})", stacklevel=3)

@@ -29,7 +29,7 @@ def forward(
         check_same(x, w, *([bias] if bias else []))
         m, n, _ = problem_shape(x.shape, w.shape, bias.shape if bias else None)
         if bias:
-            bias.vector_layout  # noqa: B018 (raises unless contiguous)
+            bias.check_vector()
         dropout = place.dropout(options.dropout, options.rng)
         saved_as = Saved.NOTHING if options.inference else saved_for(options.activation, dropout is not None)
         y = place.output("out", out, (m, n), x, (x, w, bias))

@@ -11,14 +11,10 @@ from lt_runtime import reference
 from lt_runtime.arrays import check_shape
 from lt_runtime.errors import DTypeError
 from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Wanted, problem_shape
-from lt_runtime.ops._place import host_output
-from lt_runtime.problem import Compute, DType, Philox, Saved
+from lt_runtime.ops._place import host_dropout, host_output
+from lt_runtime.problem import Compute, DType, Saved
 
 Array = NDArray[Any]
-
-
-def _factors(shape: tuple[int, int], p: float, rng: Philox | None) -> NDArray[np.float64] | None:
-    return None if rng is None else reference.dropout_scale(shape, p, rng)
 
 
 def _check_types(dtype: DType, arrays: dict[str, Array | None]) -> None:
@@ -38,7 +34,7 @@ def forward(
     inputs = {"x": x, "w": w, "bias": bias}
     y = host_output("out", out, (m, n), dtype, inputs)
     z = host_output("out_z", out_z, (m, n), dtype, {**inputs, "out": out})
-    factors = _factors((m, n), options.dropout, options.rng)
+    factors = host_dropout((m, n), options.dropout, options.rng)
     with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
         exact_y, exact_z = reference.linear_fwd(x, w, bias, options.activation, factors)
         y[...], z[...] = exact_y.astype(dtype.numpy), exact_z.astype(dtype.numpy)
@@ -57,7 +53,7 @@ def backward(dy: Array, ctx: LinearContext, wanted: Wanted, outputs: Gradients, 
     check_shape("dy", dy.shape, (m, n), "y's shape")
     buffers = _buffers(dy, ctx, wanted, outputs, {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n)})
     with np.errstate(all="ignore"):
-        factors = _factors((m, n), ctx.dropout, ctx.rng)
+        factors = host_dropout((m, n), ctx.dropout, ctx.rng)
         exact = reference.linear_bwd(dy, ctx.x, ctx.w, ctx.saved, ctx.activation, factors)
         for name, buffer in buffers.items():
             value = getattr(exact, name)

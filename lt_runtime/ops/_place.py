@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lt_runtime import reference
 from lt_runtime.arrays import Operand, check_no_overlap, check_same, check_shape, device_of, read, read_step
-from lt_runtime.errors import ArgumentError, DTypeError, OverlapError
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, OperandError, OverlapError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.planning import DropoutState
 from lt_runtime.problem import DType, Philox, keep_threshold
@@ -75,9 +77,26 @@ def check_dropout(p: float, rng: Philox | None) -> Philox | None:
     keep_threshold(p)
     if p == 0:
         return None
-    if rng is None:
-        raise ArgumentError(f"dropout is {p} but rng is None; pass rng=lt.Philox(seed, layer, step)")
+    if not isinstance(rng, Philox):
+        raise ArgumentError(f"dropout is {p} but rng is {rng!r}; pass rng=lt.Philox(seed, layer, step)")
     return rng
+
+
+def host_dropout(shape: tuple[int, ...], p: float, rng: Philox | None) -> NDArray[np.float64] | None:
+    """The reference's factors for NumPy arrays; None without dropout.
+
+    Raises:
+        DeviceError: the step does not live in host memory.
+        DTypeError: it is an array, but not of one uint32.
+    """
+    if rng is None:
+        return None
+    step = rng.step
+    if not isinstance(step, (int, np.ndarray)):
+        raise DeviceError(f"step is a {type(step).__name__}; with NumPy arrays, accepted are an int or one uint32")
+    if not isinstance(step, int) and (step.dtype != np.uint32 or step.size != 1):
+        raise DTypeError(f"step is {step.dtype.name} of shape {step.shape}; accepted are an int or one uint32")
+    return reference.dropout_scale(shape, p, rng)
 
 
 def host_output(
@@ -90,13 +109,15 @@ def host_output(
     """The NumPy buffer for a result: the caller's, checked, or a new one.
 
     Raises:
-        ShapeError, DTypeError, OverlapError: the caller's does not serve.
+        ShapeError, DTypeError, OperandError, OverlapError: the caller's does not serve.
     """
     if out is None:
         return np.empty(shape, dtype.numpy)
     check_shape(name, out.shape, shape, "the result's shape")
     if out.dtype != dtype.numpy:
-        raise DTypeError(f"{name} is {out.dtype.name}; it must be {dtype.value}, as the operands are")
+        raise DTypeError(f"{name} is {out.dtype.name}; it must be {dtype.value}")
+    if not out.flags.writeable:
+        raise OperandError(f"{name} is read-only; it must be writeable")
     for other, array in inputs.items():
         if array is not None and np.shares_memory(out, array):
             raise OverlapError(f"{name} shares memory with {other}; it must not")

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays import on_host
-from lt_runtime.errors import ArgumentError, DTypeError, OperandError, ShapeError
+from lt_runtime.arrays import check_shape, on_host
+from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, OverlapError
 from lt_runtime.ops._adamw_gpu import GpuState
 from lt_runtime.problem import DType
 from lt_runtime.schedules import Schedule
@@ -20,6 +20,8 @@ from lt_runtime.schedules import Schedule
 @dataclass(slots=True, eq=False)
 class Parameter:
     """A tensor that is trained, and its gradient.
+
+    An optimizer keeps these very arrays: change them in place, do not replace them.
 
     Attributes:
         data: any shape, row-major without gaps; float32, float16 or bfloat16.
@@ -78,8 +80,8 @@ class AdamW:
             raise ArgumentError("parameters is empty; there is nothing to optimize")
         _check_hyper(lr, betas, eps, weight_decay)
         self._hyper = reference.AdamWHyper(lr, *betas, eps, weight_decay, schedule or Schedule())
-        arrays = {f"{p.name}.{part}": getattr(p, part) for p in self.parameters for part in ("data", "grad", "master")}
-        self._state: _State = _HostState(self.parameters) if on_host(arrays) else GpuState(self.parameters)
+        host = on_host(*(_by_name(self.parameters, parts) for parts in (("data", "grad"), ("master",))))
+        self._state: _State = _HostState(self.parameters) if host else GpuState(self.parameters)
         self.steps = self._state.steps
 
     def step(self, *, stream: Any = None) -> None:
@@ -92,6 +94,15 @@ class AdamW:
             GpuError: the driver or the compiler failed.
         """
         self._state.step(self._hyper, stream)
+
+
+def _by_name(parameters: Sequence[Parameter], parts: tuple[str, ...]) -> dict[str, Any]:
+    """Arrays of all parameters, by names that are theirs alone."""
+    return {
+        f"{parameter.name}.{part} (parameter {i})": getattr(parameter, part)
+        for i, parameter in enumerate(parameters)
+        for part in parts
+    }
 
 
 def _check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
@@ -116,12 +127,13 @@ class _HostState:
         """One update; there is no stream to run on."""
         self.steps += 1
         for parameter, moments in zip(self._parameters, self._moments, strict=True):
-            values = parameter.data if parameter.master is None else parameter.master
+            is_master = parameter.data.dtype != np.float32
+            values = parameter.master if is_master else parameter.data
             with np.errstate(all="ignore"):  # a gradient may be NaN or infinite, as it may on a GPU
                 values[...], moments[0][...], moments[1][...] = reference.adamw_update(
                     values, parameter.grad, moments[0], moments[1], hyper, int(self.steps[0])
                 )
-                if parameter.master is not None:
+                if is_master:
                     parameter.data[...] = values.astype(parameter.data.dtype)
 
 
@@ -129,13 +141,17 @@ def _prepare_on_host(parameter: Parameter) -> None:
     name, data, grad = parameter.name, parameter.data, parameter.grad
     dtype = DType.parse(f"{name}.data", data.dtype)
     DType.parse(f"{name}.grad", grad.dtype)
-    if grad.shape != data.shape:
-        raise ShapeError(f"{name}.grad has shape {grad.shape}; it must be {data.shape}, as {name}.data")
-    if not (data.flags.c_contiguous and grad.flags.c_contiguous):
-        raise OperandError(f"{name} has gaps between its elements; pass row-major arrays without gaps")
-    if dtype is DType.FLOAT32:
-        return
-    if parameter.master is None:
-        parameter.master = data.astype(np.float32)
-    if parameter.master.dtype != np.float32 or parameter.master.shape != data.shape:
-        raise DTypeError(f"{name}.master must be float32 of shape {data.shape}")
+    others = {f"{name}.grad": grad}
+    if dtype is not DType.FLOAT32:
+        if parameter.master is None:
+            parameter.master = data.astype(np.float32)
+        if parameter.master.dtype != np.float32:
+            raise DTypeError(f"{name}.master is {parameter.master.dtype.name}; it must be float32")
+        others[f"{name}.master"] = parameter.master
+    for each, array in {f"{name}.data": data, **others}.items():
+        check_shape(each, array.shape, data.shape, f"as {name}.data")
+        if not array.flags.c_contiguous:
+            raise LayoutError(f"{each} has strides of {array.strides} bytes; it must be row-major without gaps")
+    for other, array in others.items():
+        if np.shares_memory(data, array):
+            raise OverlapError(f"{name}.data shares memory with {other}; it must not")

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from lt_runtime import reference
 from lt_runtime.arrays import Operand, on_host
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.kernels import get_kernel
 from lt_runtime.gpu.params import SCALAR, DropoutParams, Matrix
 from lt_runtime.layout import Layout
-from lt_runtime.ops._place import Place, check_dropout, host_output
+from lt_runtime.ops._place import Place, check_dropout, host_dropout, host_output
 from lt_runtime.planning import DropoutState
 from lt_runtime.planning.launches import grid_for
 from lt_runtime.problem import DType, Philox
@@ -39,7 +38,7 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     philox = check_dropout(p, rng)
-    if on_host({"x": x, "out": out}):
+    if on_host({"x": x}, {"out": out}):
         return _on_host(x, p, philox, out)
     place = Place.of("x", x, stream)
     with activated(place.device):
@@ -54,10 +53,10 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
 
 def _on_host(x: np.ndarray[Any, Any], p: float, rng: Philox | None, out: Any) -> Any:
     dtype = DType.parse("x", x.dtype)
-    y = out if out is x else host_output("out", out, x.shape, dtype, {"x": x})
-    factors = 1.0 if rng is None else reference.dropout_scale(x.shape, p, rng)
+    y = host_output("out", out, x.shape, dtype, {} if out is x else {"x": x})
+    factors = host_dropout(x.shape, p, rng)
     with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
-        y[...] = (x.astype(np.float64) * factors).astype(dtype.numpy)
+        y[...] = (x.astype(np.float64) * (1.0 if factors is None else factors)).astype(dtype.numpy)
     return y
 
 

@@ -66,8 +66,8 @@ def linear_fwd(
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
     options = _options(activation, negative_slope, dropout, rng, compute, propagate_nan)
-    operands = {"x": x, "w": w, "bias": bias, "out": out, "out_z": out_z}
-    run = _linear_host.forward if on_host(operands) else _linear_gpu.forward
+    host = on_host({"x": x, "w": w}, {"bias": bias, "out": out, "out_z": out_z})
+    run = _linear_host.forward if host else _linear_gpu.forward
     return run(x, w, bias, options, out, out_z, stream)
 
 
@@ -85,7 +85,8 @@ def linear(
 ) -> Any:
     """y = act(x · wᵀ + bias), for inference: nothing is kept. Arguments and errors as in `linear_fwd`."""
     options = _options(activation, negative_slope, 0.0, None, compute, propagate_nan, inference=True)
-    run = _linear_host.forward if on_host({"x": x, "w": w, "bias": bias, "out": out}) else _linear_gpu.forward
+    host = on_host({"x": x, "w": w}, {"bias": bias, "out": out})
+    run = _linear_host.forward if host else _linear_gpu.forward
     return run(x, w, bias, options, out, None, stream)[0]
 
 
@@ -130,7 +131,7 @@ def linear_bwd(
         out_dz,
     )
     named = {f"out_{name}": array for name, array in outputs._asdict().items()}
-    host = on_host({"dy": dy, "x": ctx.x, **named})
+    host = on_host({"dy": dy, "x": ctx.x}, named)
     run = _linear_host.backward if host else _linear_gpu.backward
     return LinearGradients(*run(dy, ctx, wanted, outputs, stream)[:3])
 
@@ -145,6 +146,6 @@ def _options(
     *,
     inference: bool = False,
 ) -> Options:
-    if isinstance(activation, str):
+    if not isinstance(activation, Activation):
         activation = Activation(activation, negative_slope)
     return Options(activation, dropout, check_dropout(dropout, rng), compute, propagate_nan, inference)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays import Operand, check_same, check_shape, on_host
-from lt_runtime.errors import ArgumentError, DTypeError
+from lt_runtime.arrays import Operand, check_device, check_no_overlap, check_same, check_shape, on_host
+from lt_runtime.errors import ArgumentError, DTypeError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.kernels import THREADS, get_kernel
@@ -49,7 +49,8 @@ def mse_loss(
     Raises:
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    if on_host({"prediction": prediction, "target": target, "out_gradient": out_gradient, "out_loss": out_loss}):
+    outputs = {"out_gradient": out_gradient, "out_loss": out_loss}
+    if on_host({"prediction": prediction, "target": target}, outputs):
         return _mse_on_host(prediction, target, out_gradient, out_loss)
     place = Place.of("prediction", prediction, stream)
     with activated(place.device):
@@ -57,7 +58,7 @@ def mse_loss(
         check_same(predicted, wanted)
         check_shape("target", wanted.shape, predicted.shape, "the prediction's shape")
         gradient = _gradient(place, predicted, out_gradient, (wanted,))
-        loss = _loss_buffer(place, predicted, out_loss)
+        loss = _loss_buffer(place, predicted, out_loss, (predicted, wanted, gradient))
         _launch_mse(place, predicted, wanted, gradient, loss)
         return Loss(place.result(out_loss, loss, predicted), place.result(out_gradient, gradient, predicted))
 
@@ -83,15 +84,16 @@ def cross_entropy(
         ArgumentError: a label is out of range (NumPy arrays).
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    if on_host({"logits": logits, "labels": labels, "out_gradient": out_gradient, "out_loss": out_loss}):
+    outputs = {"out_gradient": out_gradient, "out_loss": out_loss}
+    if on_host({"logits": logits, "labels": labels}, outputs):
         return _cross_entropy_on_host(logits, labels, out_gradient, out_loss)
     place = Place.of("logits", logits, stream)
     with activated(place.device):
         scores, classes = place.read("logits", logits), place.read("labels", labels)
         _check_labels(classes.dtype, classes.shape, scores.shape)
-        check_same(scores, *([place.read("out_gradient", out_gradient)] if out_gradient is not None else []))
+        check_device(scores, classes)
         gradient = _gradient(place, scores, out_gradient, (classes,))
-        loss = _loss_buffer(place, scores, out_loss)
+        loss = _loss_buffer(place, scores, out_loss, (scores, classes, gradient))
         _launch_cross_entropy(place, scores, classes, gradient, loss)
         return Loss(place.result(out_loss, loss, scores), place.result(out_gradient, gradient, scores))
 
@@ -102,33 +104,42 @@ def _check_labels(dtype: str, shape: tuple[int, ...], logits_shape: tuple[int, .
     check_shape("labels", shape, logits_shape[:1], "one a row of logits")
 
 
+def _check_matrix(name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 2:
+        raise ShapeError(f"{name} has shape {shape}; accepted are matrices, two axes")
+
+
 def _mse_on_host(prediction: Any, target: Any, out_gradient: Any, out_loss: Any) -> Loss:
     dtype = DType.parse("prediction", prediction.dtype)
+    _check_matrix("prediction", prediction.shape)
     check_shape("target", target.shape, prediction.shape, "the prediction's shape")
     if target.dtype != prediction.dtype:
         raise DTypeError(f"target is {target.dtype.name} but prediction is {dtype.value}; types must be equal")
     with np.errstate(all="ignore"):
         value, gradient = reference.mse_loss(prediction, target)
-    return _host_result(value, gradient, dtype, prediction, {"target": target}, out_gradient, out_loss)
+    return _host_result(value, gradient, dtype, {"prediction": prediction, "target": target}, out_gradient, out_loss)
 
 
 def _cross_entropy_on_host(logits: Any, labels: Any, out_gradient: Any, out_loss: Any) -> Loss:
     dtype = DType.parse("logits", logits.dtype)
+    _check_matrix("logits", logits.shape)
     _check_labels(labels.dtype.name, labels.shape, logits.shape)
     wrong = labels[(labels < 0) | (labels >= logits.shape[1])]
     if wrong.size:
         raise ArgumentError(f"labels holds {int(wrong[0])}; accepted are 0 to {logits.shape[1] - 1}")
     with np.errstate(all="ignore"):
         value, gradient = reference.cross_entropy(logits, labels)
-    return _host_result(value, gradient, dtype, logits, {"labels": labels}, out_gradient, out_loss)
+    return _host_result(value, gradient, dtype, {"logits": logits, "labels": labels}, out_gradient, out_loss)
 
 
 def _host_result(
-    value: float, gradient: Any, dtype: DType, source: Any, others: dict[str, Any], out_gradient: Any, out_loss: Any
+    value: float, gradient: Any, dtype: DType, inputs: dict[str, Any], out_gradient: Any, out_loss: Any
 ) -> Loss:
-    inputs = others if out_gradient is source else {"the scores": source, **others}
-    buffer = host_output("out_gradient", out_gradient, source.shape, dtype, inputs)
-    loss = host_output("out_loss", out_loss, (), DType.FLOAT32, {})
+    """Puts both into their buffers; the gradient's may be the first of the inputs itself."""
+    source, *_ = inputs
+    others = {name: array for name, array in inputs.items() if name != source or array is not out_gradient}
+    buffer = host_output("out_gradient", out_gradient, gradient.shape, dtype, others)
+    loss = host_output("out_loss", out_loss, (), DType.FLOAT32, {**inputs, "out_gradient": buffer})
     buffer[...], loss[...] = gradient.astype(dtype.numpy), value
     return Loss(loss, buffer)
 
@@ -138,13 +149,15 @@ def _gradient(place: Place, like: Operand, out: Any, others: tuple[Operand, ...]
     return place.output("out_gradient", out, like.shape, like, inputs)
 
 
-def _loss_buffer(place: Place, like: Operand, out: Any) -> Operand:
+def _loss_buffer(place: Place, like: Operand, out: Any, others: tuple[Operand, ...]) -> Operand:
     if out is None:
         return place.read("out_loss", like.library.empty((), _FLOAT32, place.device, place.stream))
     operand = place.read("out_loss", out)
     check_shape("out_loss", operand.shape, (), "one number")
     if operand.dtype != "float32":
         raise DTypeError(f"out_loss is {operand.dtype}; it must be float32")
+    check_device(like, operand)
+    check_no_overlap(operand, *others)
     return operand
 
 
@@ -173,7 +186,7 @@ def _launch_mse(place: Place, predicted: Operand, wanted: Operand, gradient: Ope
 
 def _launch_cross_entropy(place: Place, scores: Operand, labels: Operand, gradient: Operand, loss: Operand) -> None:
     dtype, layout = DType.parse("logits", scores.dtype), scores.layout
-    labels.vector_layout  # noqa: B018 (raises unless contiguous)
+    labels.check_vector()
     if not layout.size:
         _store_nan(loss, place)
         return

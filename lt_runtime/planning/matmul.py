@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from lt_runtime import cublaslt as lt
+from lt_runtime import cublaslt
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call
@@ -14,25 +14,25 @@ from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
 _DATA_TYPES: Final = {
-    DType.FLOAT32: lt.DataType.R_32F,
-    DType.FLOAT16: lt.DataType.R_16F,
-    DType.BFLOAT16: lt.DataType.R_16BF,
+    DType.FLOAT32: cublaslt.DataType.R_32F,
+    DType.FLOAT16: cublaslt.DataType.R_16F,
+    DType.BFLOAT16: cublaslt.DataType.R_16BF,
 }
 _COMPUTE_TYPES: Final = {
-    Compute.FLOAT32: lt.ComputeType.F32,
-    Compute.TF32: lt.ComputeType.F32_FAST_TF32,
+    Compute.FLOAT32: cublaslt.ComputeType.F32,
+    Compute.TF32: cublaslt.ComputeType.F32_FAST_TF32,
 }
 _EPILOGUES: Final = {
-    "none": lt.Epilogue.DEFAULT,
-    "bias": lt.Epilogue.BIAS,
-    "relu": lt.Epilogue.RELU,
-    "relu_bias": lt.Epilogue.RELU_BIAS,
-    "gelu": lt.Epilogue.GELU,
-    "gelu_bias": lt.Epilogue.GELU_BIAS,
+    "none": cublaslt.Epilogue.DEFAULT,
+    "bias": cublaslt.Epilogue.BIAS,
+    "relu": cublaslt.Epilogue.RELU,
+    "relu_bias": cublaslt.Epilogue.RELU_BIAS,
+    "gelu": cublaslt.Epilogue.GELU,
+    "gelu_bias": cublaslt.Epilogue.GELU_BIAS,
 }
 _REQUESTED: Final = 8
 # Partial sums of a split K are kept in FP32; in the output type they would lose precision.
-_REDUCTIONS: Final = lt.ReductionScheme.NONE | lt.ReductionScheme.COMPUTE_TYPE
+_REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.COMPUTE_TYPE
 
 
 class MatmulPlan:
@@ -57,7 +57,7 @@ class MatmulPlan:
 
     def _prepare(self) -> None:
         problem = self.problem
-        self._handle = lt.handle(self._device)
+        self._handle = cublaslt.handle(self._device)
         first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         self._desc = self._describe(first.layout.order, second.layout.order)
         data_type = _DATA_TYPES[problem.dtype]
@@ -66,49 +66,49 @@ class MatmulPlan:
         self._d = _column_major(problem.d.layout, data_type)
         self.algorithm = self._choose(first, second)
 
-    def _describe(self, first: Order, second: Order) -> lt.MatmulDesc:
+    def _describe(self, first: Order, second: Order) -> cublaslt.MatmulDesc:
         problem, own = self.problem, self.problem.d.layout.order
-        desc = lt.MatmulDesc(_COMPUTE_TYPES[problem.compute], lt.DataType.R_32F)
-        desc.set(lt.MatmulDescAttribute.TRANSA, lt.Operation.N if first is own else lt.Operation.T)
-        desc.set(lt.MatmulDescAttribute.TRANSB, lt.Operation.N if second is own else lt.Operation.T)
-        desc.set(lt.MatmulDescAttribute.EPILOGUE, _EPILOGUES[problem.epilogue])
+        desc = cublaslt.MatmulDesc(_COMPUTE_TYPES[problem.compute], cublaslt.DataType.R_32F)
+        desc.set(cublaslt.MatmulDescAttribute.TRANSA, cublaslt.Operation.N if first is own else cublaslt.Operation.T)
+        desc.set(cublaslt.MatmulDescAttribute.TRANSB, cublaslt.Operation.N if second is own else cublaslt.Operation.T)
+        desc.set(cublaslt.MatmulDescAttribute.EPILOGUE, _EPILOGUES[problem.epilogue])
         if problem.epilogue.endswith("bias"):
             # The heuristic looks at the pointer's value; any aligned one stands for those that run will set.
-            desc.set(lt.MatmulDescAttribute.BIAS_POINTER, 256)
+            desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, 256)
         return desc
 
-    def _choose(self, first: Spec, second: Spec) -> lt.Algorithm:
-        attribute = lt.PreferenceAttribute
+    def _choose(self, first: Spec, second: Spec) -> cublaslt.Algorithm:
+        attribute = cublaslt.PreferenceAttribute
         d = self.problem.d
-        with lt.MatmulPreference() as preference:
+        with cublaslt.MatmulPreference() as preference:
             preference.set(attribute.MAX_WORKSPACE_BYTES, workspace_size(self._device))
             preference.set(attribute.REDUCTION_SCHEME_MASK, _REDUCTIONS)
             preference.set(attribute.MIN_ALIGNMENT_A_BYTES, first.alignment)
             preference.set(attribute.MIN_ALIGNMENT_B_BYTES, second.alignment)
             preference.set(attribute.MIN_ALIGNMENT_C_BYTES, d.alignment)
             preference.set(attribute.MIN_ALIGNMENT_D_BYTES, d.alignment)
-            candidates = lt.get_heuristics(
+            candidates = cublaslt.get_heuristics(
                 self._handle, self._desc, self._first, self._second, self._d, preference, _REQUESTED
             )
         for candidate in candidates:
-            if lt.is_known_bad(self._facts(candidate)) is None:
+            if cublaslt.is_known_bad(self._facts(candidate)) is None:
                 return candidate
         raise PlanError(f"cuBLASLt offers {len(candidates)} algorithms, none usable, for {self.problem}")
 
-    def _facts(self, algorithm: lt.Algorithm) -> lt.Candidate:
-        problem, config = self.problem, lt.AlgoConfigAttribute
+    def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:
+        problem, config = self.problem, cublaslt.AlgoConfigAttribute
         leading = max(spec.layout.leading_dimension for spec in (problem.a, problem.b, problem.d))
-        return lt.Candidate(
-            version=lt.get_version(),
+        return cublaslt.Candidate(
+            version=cublaslt.get_version(),
             capability=device_info(self._device).capability,
             m=problem.m,
             n=problem.n,
             k=problem.k,
             has_bias=problem.epilogue.endswith("bias"),
             largest_span=leading * problem.dtype.itemsize,
-            algo_id=lt.algo_config(algorithm, config.ID),
-            splitk=lt.algo_config(algorithm, config.SPLITK_NUM),
-            stages=lt.algo_config(algorithm, config.STAGES_ID),
+            algo_id=cublaslt.algo_config(algorithm, config.ID),
+            splitk=cublaslt.algo_config(algorithm, config.SPLITK_NUM),
+            stages=cublaslt.algo_config(algorithm, config.STAGES_ID),
         )
 
     def run(self, a: int, b: int, d: int, bias: int, stream: int, memory: StreamMemory) -> None:
@@ -124,8 +124,8 @@ class MatmulPlan:
         first, second = (b, a) if self._swapped else (a, b)
         with self._lock:  # the bias pointer is part of the shared descriptor until the call has returned
             if bias:
-                self._desc.set(lt.MatmulDescAttribute.BIAS_POINTER, bias)
-            lt.matmul(
+                self._desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, bias)
+            cublaslt.matmul(
                 self._handle,
                 self._desc,
                 1.0,
@@ -151,7 +151,7 @@ class MatmulPlan:
         call("cuMemsetD2D8Async", d, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)
 
 
-def _column_major(layout: Layout, data_type: lt.DataType) -> lt.MatrixLayout:
+def _column_major(layout: Layout, data_type: cublaslt.DataType) -> cublaslt.MatrixLayout:
     """The memory of `layout` as the column-major matrix that cuBLASLt sees."""
     rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
-    return lt.MatrixLayout(data_type, rows, cols, layout.leading_dimension)
+    return cublaslt.MatrixLayout(data_type, rows, cols, layout.leading_dimension)

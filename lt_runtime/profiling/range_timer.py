@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lt_runtime.arrays.libraries import cupy
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
@@ -45,12 +47,13 @@ class _HostClock:
 class _StreamClock:
     """Events on CuPy's current stream: the GPU's time between them, whatever the host does meanwhile."""
 
-    def __init__(self, cupy: Any) -> None:
-        self._cuda = cupy.cuda
+    def __init__(self, device: int) -> None:
+        self._cuda, self._device = cupy().cuda, device
 
     def now(self) -> Any:
-        event = self._cuda.Event()
-        event.record()
+        with self._cuda.Device(self._device):
+            event = self._cuda.Event()
+            event.record()
         return event
 
     def microseconds(self, start: Any, end: Any) -> float:
@@ -62,11 +65,11 @@ class RangeTimer:
     """A listener of `lt_runtime.ranges` that records when each range begins and ends.
 
     Args:
-        cupy: the module CuPy to time work on its current stream; None to time the host.
+        device: ordinal of the GPU whose work on CuPy's current stream is timed; None to time the host.
     """
 
-    def __init__(self, cupy: Any = None) -> None:
-        self._clock: _Clock = _HostClock() if cupy is None else _StreamClock(cupy)
+    def __init__(self, device: int | None = None) -> None:
+        self._clock: _Clock = _HostClock() if device is None else _StreamClock(device)
         self._open: list[Any] = []
         self._spans: list[tuple[str, Any, Any]] = []
 

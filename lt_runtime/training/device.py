@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,28 +53,21 @@ class ComputeDevice:
 
         return cupy()
 
+    def current(self) -> AbstractContextManager[Any]:
+        """Makes this CuPy's current device within a `with` block."""
+        return contextlib.nullcontext() if self.ordinal is None else self.namespace.cuda.Device(self.ordinal)
+
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
         """`array` on this device; a NumPy array is not copied for the host."""
-        if self.ordinal is None:
-            return array
-        module = self.namespace
-        with module.cuda.Device(self.ordinal):
-            return module.asarray(array)
+        with self.current():
+            return self.namespace.asarray(array)
 
     def zeros_like(self, array: Any) -> Any:
         """Zeros shaped and typed as `array`, which lives on this device."""
-        if self.ordinal is None:
-            return np.zeros_like(array)
-        module = self.namespace
-        with module.cuda.Device(self.ordinal):
-            return module.zeros_like(array)
+        with self.current():
+            return self.namespace.zeros_like(array)
 
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """`array` as NumPy's; waits for a GPU to have computed it."""
         host: np.ndarray[Any, Any] = array if self.ordinal is None else self.namespace.asnumpy(array)
         return host
-
-    def synchronize(self) -> None:
-        """Waits until everything given to the device's current stream is done."""
-        if self.ordinal is not None:
-            self.namespace.cuda.get_current_stream(self.ordinal).synchronize()

@@ -101,11 +101,12 @@ class MLP:
         if len(dims) < 2 or min(dims) < 1:
             raise ArgumentError(f"dims is {list(dims)}; accepted are at least two positive sizes")
         keep_threshold(dropout)
+        Philox(seed)  # refuses what is no 64-bit seed
         self.dims = tuple(dims)
         self.dtype = DType.parse("the model", dtype)
         self.compute = Compute.parse(compute, self.dtype).value
         self.device = ComputeDevice.parse(device)
-        hidden = Activation(activation) if isinstance(activation, str) else activation
+        hidden = activation if isinstance(activation, Activation) else Activation(activation)
         generator = np.random.default_rng(seed)
         self.layers = [self._layer(i, generator, hidden, dropout, seed) for i in range(len(dims) - 1)]
 
