@@ -6,6 +6,7 @@
 // column_sum_finish adds those in a fixed order; no floating-point atomics.
 
 #include "activations.cuh"
+#include "column_sum.cuh"
 #include "philox.cuh"
 #include "vector.cuh"
 
@@ -28,21 +29,6 @@ __device__ inline float derivative(float saved, float) { return ACTIVATION::deri
 #else
 __device__ inline float derivative(float saved, float slope) { return ACTIVATION::derivative(saved, slope); }
 #endif
-
-constexpr int kThreads = 256;
-
-// Adds up `sums` over the threads of a block that share threadIdx.x; the result is threadIdx.y 0's.
-__device__ inline void sum_over_rows(Octet& sums) {
-  __shared__ float shared[kOctet][kThreads];
-  const int width = blockDim.x;
-  const int self = threadIdx.y * width + threadIdx.x;
-  for (int i = 0; i < kOctet; ++i) shared[i][self] = sums.v[i];
-  __syncthreads();
-  if (threadIdx.y != 0) return;
-  for (int i = 0; i < kOctet; ++i) {
-    for (int y = 1; y < static_cast<int>(blockDim.y); ++y) sums.v[i] += shared[i][y * width + threadIdx.x];
-  }
-}
 
 }  // namespace lt
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lt_runtime import cublaslt, errors, raw, schedules
     from lt_runtime.arrays import contiguous
+    from lt_runtime.epilogue import Epilogue
     from lt_runtime.ops.adamw import AdamW, Parameter
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.loss import cross_entropy, mse_loss
+    from lt_runtime.ops.matmul import matmul
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import MLP, TrainStep
@@ -25,6 +27,7 @@ _HOMES = {
     "ACTIVATIONS": "lt_runtime.problem",
     "Activation": "lt_runtime.problem",
     "AdamW": "lt_runtime.ops.adamw",
+    "Epilogue": "lt_runtime.epilogue",
     "MLP": "lt_runtime.training",
     "Parameter": "lt_runtime.ops.adamw",
     "Philox": "lt_runtime.problem",
@@ -36,6 +39,7 @@ _HOMES = {
     "linear": "lt_runtime.ops.linear",
     "linear_bwd": "lt_runtime.ops.linear",
     "linear_fwd": "lt_runtime.ops.linear",
+    "matmul": "lt_runtime.ops.matmul",
     "mse_loss": "lt_runtime.ops.loss",
 }
 _MODULES = ("cublaslt", "errors", "raw", "schedules")
@@ -45,6 +49,7 @@ __all__ = [
     "MLP",
     "Activation",
     "AdamW",
+    "Epilogue",
     "Parameter",
     "Philox",
     "Schedule",
@@ -57,6 +62,7 @@ __all__ = [
     "linear",
     "linear_bwd",
     "linear_fwd",
+    "matmul",
     "mse_loss",
     "raw",
     "schedules",

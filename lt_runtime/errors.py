@@ -12,6 +12,7 @@
     │   ├── DeviceError                 it lives on another device than the others
     │   └── OverlapError                an output shares memory with an input
     ├── MissingLibraryError (ImportError)   a library that this call needs is not installed
+    ├── AbiError (RuntimeError)         the installed cuBLASLt contradicts the bindings
     ├── CaptureError (RuntimeError)     the call cannot be made while a stream is being captured
     └── GpuError (RuntimeError)         the driver, the compiler or cuBLASLt reported a failure
         ├── DriverError                 a CUDA driver call failed
@@ -63,6 +64,10 @@ class MissingLibraryError(LtError, ImportError):
     """A library that this call needs is not installed; the message says what to install."""
 
 
+class AbiError(LtError, RuntimeError):
+    """The installed cuBLASLt lays something out in another way than the bindings do; it cannot be used."""
+
+
 class CaptureError(LtError, RuntimeError):
     """The call cannot be made while a stream is being captured."""
 
@@ -90,8 +95,8 @@ class CompileError(GpuError):
 class CublasLtError(GpuError):
     """A cuBLASLt call failed; `status` is its `cublasStatus_t` as an int."""
 
-    def __init__(self, call: str, status: int, name: str) -> None:
-        super().__init__(f"{call} returned {name} ({status})")
+    def __init__(self, call: str, status: int, name: str, explanation: str) -> None:
+        super().__init__(f"{call} returned {name} ({status}): {explanation}")
         self.call, self.status, self.name = call, status, name
 
 

@@ -55,11 +55,6 @@ class Layout:
         return (self.rows - 1) * row_stride + (self.cols - 1) * col_stride + 1
 
     @property
-    def is_packed(self) -> bool:
-        """Row-major without gaps, so that element (i, j) is the (i·cols + j)-th in memory."""
-        return self.order is Order.ROW and (self.leading_dimension == self.cols or self.rows <= 1)
-
-    @property
     def transposed(self) -> Layout:
         """The layout of the transpose, which is the same memory."""
         other = Order.COLUMN if self.order is Order.ROW else Order.ROW
@@ -100,8 +95,42 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
     raise LayoutError(_complaint(operand, (rows, cols), (row_stride, col_stride)))
 
 
+def batch_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[Layout, int, int]:
+    """The layout of each matrix of a 2-D or 3-D array, their number, and the elements from one to the next.
+
+    The stride between the matrices may be anything but negative: 0 where all are the same one.
+
+    Raises:
+        ShapeError: neither two axes nor three.
+        LayoutError: see `layout_of`; or the matrices lie backwards.
+    """
+    if len(shape) == 2:
+        return layout_of(operand, shape, strides), 1, 0
+    if len(shape) != 3:
+        raise ShapeError(f"{operand} has shape {tuple(shape)}; accepted are a matrix (2 axes) or a batch of them (3)")
+    count, rows, cols = shape
+    layout = layout_of(operand, (rows, cols), strides[1:]) if count else packed(rows, cols)
+    stride = strides[0] if count > 1 else 0
+    if stride < 0:
+        raise LayoutError(f"{operand} has strides {tuple(strides)}; the first must not be negative")
+    return layout, count, stride
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of an array may share memory: an axis that does not step over the smaller ones."""
+    reach = 1
+    for stride, extent in sorted((s, e) for s, e in zip(strides, shape, strict=True) if e > 1):
+        if stride < reach:
+            return 0 not in shape
+        reach = stride * (extent - 1) + reach
+    return False
+
+
 def _complaint(operand: str, shape: tuple[int, int], strides: tuple[int, int]) -> str:
-    fault = "its rows overlap" if 1 in strides else "neither axis is contiguous"
+    if 1 not in strides:
+        fault = "neither axis is contiguous"
+    else:
+        fault = "it runs backwards" if min(strides) < 0 else "its rows overlap"
     return (
         f"{operand} of shape {shape} has strides {strides}: {fault}; "
         f"pass lt.contiguous({operand}) or a view with one unit stride"

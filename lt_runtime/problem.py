@@ -11,21 +11,23 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
+from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError
 from lt_runtime.layout import Layout
 
 
 class DType(enum.Enum):
-    """Element types of operands. Products are accumulated in FP32 whatever the type."""
+    """Element types of operands. Products are accumulated in FP32, those of FP64 in FP64."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
 
     @property
     def itemsize(self) -> int:
         """Bytes an element."""
-        return 4 if self is DType.FLOAT32 else 2
+        return self.numpy.itemsize
 
     @property
     def numpy(self) -> np.dtype[Any]:
@@ -33,39 +35,45 @@ class DType(enum.Enum):
         return _NUMPY_TYPES[self]
 
     @classmethod
-    def parse(cls, operand: str, dtype: object) -> DType:
-        """The member for a type's name or NumPy type; `DTypeError` naming `operand` if there is none."""
+    def parse(cls, operand: str, dtype: object, *, fp64: bool = False) -> DType:
+        """The member for a type's name or NumPy type; `DTypeError` naming `operand` if it is not accepted.
+
+        Args:
+            fp64: whether FP64, which only plain matrix products know, is.
+        """
         name = getattr(dtype, "name", None) or str(dtype)
-        try:
-            return cls(name)
-        except ValueError:
-            accepted = ", ".join(member.value for member in cls)
-            raise DTypeError(f"{operand} has type {name}; accepted are {accepted}") from None
+        accepted = {member.value: member for member in cls if fp64 or member is not cls.FLOAT64}
+        if name not in accepted:
+            raise DTypeError(f"{operand} has type {name}; accepted are {', '.join(accepted)}")
+        return accepted[name]
 
 
 _NUMPY_TYPES: Final[Mapping[DType, np.dtype[Any]]] = {
     DType.FLOAT32: np.dtype(np.float32),
     DType.FLOAT16: np.dtype(np.float16),
     DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    DType.FLOAT64: np.dtype(np.float64),
 }
 
 
 class Compute(enum.Enum):
-    """How FP32 products are formed: in full FP32, or on tensor cores with operands rounded to TF32."""
+    """How products are formed: in FP32, on tensor cores with FP32 operands rounded to TF32, or in FP64."""
 
     FLOAT32 = "float32"
     TF32 = "tf32"
+    FLOAT64 = "float64"
 
     @classmethod
     def parse(cls, compute: str, dtype: DType) -> Compute:
-        """The member named `compute`; `ArgumentError` if unknown, or TF32 with operands that are not FP32."""
-        try:
-            member = cls(compute)
-        except ValueError:
-            raise ArgumentError(f"compute is {compute!r}; accepted are 'float32' and 'tf32'") from None
-        if member is Compute.TF32 and dtype is not DType.FLOAT32:
+        """The member named `compute`; `ArgumentError` if it is unknown, or TF32 with operands that are not FP32.
+
+        FP64 operands are always computed in FP64, whichever of the two names is given.
+        """
+        if compute not in ("float32", "tf32"):
+            raise ArgumentError(f"compute is {compute!r}; accepted are 'float32' and 'tf32'")
+        if compute == "tf32" and dtype is not DType.FLOAT32:
             raise ArgumentError(f"compute='tf32' needs float32 operands, not {dtype.value}")
-        return member
+        return cls.FLOAT64 if dtype is DType.FLOAT64 else cls(compute)
 
 
 class Saved(enum.Enum):
@@ -157,29 +165,52 @@ def keep_scale(threshold: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How a matrix lies in memory: its layout, and the largest power of two (at most 256) dividing its address."""
+    """How a matrix, or a batch of them, lies in memory.
+
+    Attributes:
+        layout: of each matrix.
+        alignment: the largest power of two, at most 256, that divides the address.
+        batch_stride: elements from one matrix to the next; 0 if all are the same one.
+    """
 
     layout: Layout
     alignment: int = 256
+    batch_stride: int = 0
+
+    @property
+    def transposed(self) -> Spec:
+        """The transpose, which is the same memory."""
+        return Spec(self.layout.transposed, self.alignment, self.batch_stride)
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulProblem:
-    """One matrix product D[M,N] = α·A[M,K]·B[K,N] + β·D, with FP32 accumulation.
+    """A batch of matrix products D[M,N] = epilogue(α·A[M,K]·B[K,N] + β·C[M,N]).
 
     Attributes:
-        epilogue: what is applied to the product before it is stored: "none", "bias", "relu_bias" or "gelu_bias"
-            ("relu" and "gelu" without a bias); a bias has N elements.
-        accumulate: β is 1 rather than 0.
+        dtype: of A and B. d_dtype: of C, D, and what the epilogue reads and writes.
+        c: None where β is 0.
+        batch: number of products.
+        vector: alignment of the epilogue's bias or bias gradient.
+        aux: how the epilogue's auxiliary matrix lies. ReLU's is a mask in bits: its layout counts bits, and is as
+            large as D's contiguous axis asks.
+        device_scalars: α and β are addresses on the device, read when the product runs.
+        one_kernel: the library may not split K over a second kernel.
     """
 
     dtype: DType
+    d_dtype: DType
     compute: Compute
     a: Spec
     b: Spec
     d: Spec
-    epilogue: str = "none"
-    accumulate: bool = False
+    epilogue: Epilogue = Epilogue.NONE
+    c: Spec | None = None
+    batch: int = 1
+    vector: int = 256
+    aux: Spec | None = None
+    device_scalars: bool = False
+    one_kernel: bool = False
 
     @property
     def m(self) -> int:

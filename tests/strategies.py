@@ -8,7 +8,11 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, Philox
+
+TYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+"""What everything but plain matrix products takes."""
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 31, 37, 61, 67, 127, 131, 251, 257)
 _EIGHTS = tuple(range(8, 257, 8))
@@ -107,3 +111,86 @@ def lattice(generator: np.random.Generator, shape: tuple[int, ...], dtype: DType
     """
     values: NDArray[np.generic] = (generator.integers(-4, 5, shape) / 8.0).astype(dtype.numpy)
     return values
+
+
+matmul_types = st.sampled_from(
+    (
+        (DType.FLOAT32, "float32", DType.FLOAT32),
+        (DType.FLOAT32, "tf32", DType.FLOAT32),
+        (DType.FLOAT16, "float32", DType.FLOAT16),
+        (DType.FLOAT16, "float32", DType.FLOAT32),
+        (DType.BFLOAT16, "float32", DType.BFLOAT16),
+        (DType.BFLOAT16, "float32", DType.FLOAT32),
+        (DType.FLOAT64, "float32", DType.FLOAT64),
+    )
+)
+"""Type of the operands, compute type, type of the result."""
+
+
+@dataclass(frozen=True)
+class MatmulCase:
+    """One matrix product with an epilogue; `batches` are those of a, b and c, None for a plain matrix."""
+
+    m: int
+    n: int
+    k: int
+    batches: tuple[int | None, int | None, int | None]
+    dtype: DType
+    compute: str
+    d_dtype: DType
+    epilogue: Epilogue
+    alpha: float
+    beta: float
+    with_c: bool
+    in_place: bool
+    device_scalars: bool
+    a: Placement
+    b: Placement
+    c: Placement
+    d: Placement
+    bias_offset: int
+    data_seed: int
+
+
+_batches = st.sampled_from(
+    (
+        (None, None, None),
+        (None, None, None),
+        (3, 3, 3),
+        (2, None, 2),
+        (None, 2, 2),
+        (1, 3, 3),
+        (3, 1, 3),
+        (1, 1, 1),
+    )
+)
+
+
+@st.composite
+def matmul_cases(draw: st.DrawFn) -> MatmulCase:
+    dtype, compute, d_dtype = draw(matmul_types)
+    with_c = draw(st.booleans())
+    c, d = draw(placements), draw(placements)
+    epilogue = Epilogue.NONE if dtype is DType.FLOAT64 else draw(st.sampled_from(Epilogue))
+    alike = dtype is DType.FLOAT64 or epilogue.sums_operand
+    return MatmulCase(
+        m=draw(sizes),
+        n=draw(sizes),
+        k=draw(sizes),
+        batches=draw(_batches),
+        dtype=dtype,
+        compute=compute,
+        d_dtype=d_dtype,
+        epilogue=epilogue,
+        alpha=draw(st.sampled_from((1.0, 1.0, -0.5, 2.0, 0.75))),
+        beta=draw(st.sampled_from((0.0, 1.0, -0.5))) if with_c else 0.0,
+        with_c=with_c,
+        in_place=draw(st.booleans()),
+        device_scalars=draw(st.sampled_from((False, False, True))),
+        a=draw(placements),
+        b=draw(placements),
+        c=d if alike else c,
+        d=d,
+        bias_offset=draw(st.sampled_from((0, 0, 1, 3))),
+        data_seed=draw(st.integers(0, 2**32 - 1)),
+    )

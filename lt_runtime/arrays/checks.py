@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import DeviceError, DTypeError, OverlapError, ShapeError
-from lt_runtime.layout import Layout, may_overlap
+from lt_runtime.layout import may_overlap
 
 
 def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why: str) -> None:
@@ -32,12 +32,16 @@ def check_device(first: Operand, *others: Operand) -> None:
             )
 
 
-def _flat(operand: Operand) -> Layout:
-    return operand.layout if len(operand.shape) == 2 else operand.flat_layout
+def _meet(first: Operand, second: Operand) -> bool:
+    if len(first.shape) == len(second.shape) == 2:
+        return may_overlap(first.address, first.layout, second.address, second.layout, first.itemsize, second.itemsize)
+    # Vectors and batches are judged by their address ranges.
+    sizes = [operand.extent * operand.itemsize for operand in (first, second)]
+    return 0 not in sizes and first.address < second.address + sizes[1] and second.address < first.address + sizes[0]
 
 
 def check_no_overlap(out: Operand, *others: Operand) -> None:
     """Raises `OverlapError` if `out` shares memory with another operand."""
     for other in others:
-        if may_overlap(out.address, _flat(out), other.address, _flat(other), out.itemsize, other.itemsize):
+        if _meet(out, other):
             raise OverlapError(f"{out.name} shares memory with {other.name}; it must not")

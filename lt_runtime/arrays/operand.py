@@ -82,6 +82,17 @@ class Operand:
             raise LayoutError(f"{self.name} has stride {self.strides[0]}; a vector must be contiguous")
 
     @property
+    def extent(self) -> int:
+        """Elements from the first to the last, both included; 0 for an empty array."""
+        if 0 in self.shape:
+            return 0
+        return sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)) + 1
+
+    def check_packed(self) -> None:
+        """Raises `LayoutError` unless its elements are row-major without gaps."""
+        _ = self.flat_layout
+
+    @property
     def flat_layout(self) -> Layout:
         """How its elements lie, as one row; `LayoutError` unless they are row-major without gaps."""
         expected = 1

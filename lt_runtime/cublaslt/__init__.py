@@ -1,47 +1,203 @@
 """Bindings to cuBLASLt through ctypes, usable on their own.
 
-The library is found and loaded on first use. Every call's status is checked. Names are the header's
-(`cublasLt.h`) without their prefixes. What is bound so far is what a matrix product with an epilogue needs.
+The library, of CUDA 12 or 13, is found and loaded on first use: the installed one, or the file that the environment
+variable LT_RUNTIME_CUBLASLT names. It is then checked once that it stores every attribute in the width that the
+bindings do. Every call's status is checked; an error names the call, the status and the library's explanation. Names
+are the header's (`cublasLt.h`) without their prefixes; one that would begin with a digit keeps the prefix's last word:
+`ComputeType.COMPUTE_32F`. Attributes are set and read by `set` and `get`, and what the library would take without
+looking is refused by name. Descriptors and `Handle` are context managers.
+
+Every function of the header, of 13.0 up to 13.10:
+
+| function | here |
+| --- | --- |
+| cublasLtCreate | `Handle`, `handle` |
+| cublasLtDestroy | `Handle.close` |
+| cublasLtGetVersion | `get_version` |
+| cublasLtGetCudartVersion | `get_cudart_version` |
+| cublasLtGetProperty | `get_property` |
+| cublasLtGetStatusName | `get_status_name` |
+| cublasLtGetStatusString | `get_status_string` |
+| cublasLtHeuristicsCacheGetCapacity | `heuristics_cache_get_capacity` |
+| cublasLtHeuristicsCacheSetCapacity | `heuristics_cache_set_capacity` |
+| cublasLtDisableCpuInstructionsSetMask | `disable_cpu_instructions_set_mask`; no library up to 13.10 exports it |
+| cublasLtMatmulDescCreate | `MatmulDesc` |
+| cublasLtMatmulDescDestroy | `MatmulDesc.close` |
+| cublasLtMatmulDescSetAttribute | `MatmulDesc.set` |
+| cublasLtMatmulDescGetAttribute | `MatmulDesc.get` |
+| cublasLtMatrixLayoutCreate | `MatrixLayout` |
+| cublasLtGroupedMatrixLayoutCreate | `MatrixLayout.grouped`; since 13.2 |
+| cublasLtMatrixLayoutDestroy | `MatrixLayout.close` |
+| cublasLtMatrixLayoutSetAttribute | `MatrixLayout.set` |
+| cublasLtMatrixLayoutGetAttribute | `MatrixLayout.get` |
+| cublasLtMatmulPreferenceCreate | `MatmulPreference` |
+| cublasLtMatmulPreferenceDestroy | `MatmulPreference.close` |
+| cublasLtMatmulPreferenceSetAttribute | `MatmulPreference.set` |
+| cublasLtMatmulPreferenceGetAttribute | `MatmulPreference.get` |
+| cublasLtMatrixTransformDescCreate | `MatrixTransformDesc` |
+| cublasLtMatrixTransformDescDestroy | `MatrixTransformDesc.close` |
+| cublasLtMatrixTransformDescSetAttribute | `MatrixTransformDesc.set` |
+| cublasLtMatrixTransformDescGetAttribute | `MatrixTransformDesc.get` |
+| cublasLtEmulationDescCreate | `EmulationDesc`; since 13.1 |
+| cublasLtEmulationDescDestroy | `EmulationDesc.close` |
+| cublasLtEmulationDescSetAttribute | `EmulationDesc.set` |
+| cublasLtEmulationDescGetAttribute | `EmulationDesc.get` |
+| cublasLtMatmulAlgoGetHeuristic | `get_heuristics` |
+| cublasLtMatmulAlgoGetHeuristicForStream | `get_heuristics` with `stream=`; since 13.5 |
+| cublasLtMatmulAlgoGetIds | `algo_get_ids` |
+| cublasLtMatmulAlgoInit | `algo_init` |
+| cublasLtMatmulAlgoCheck | `algo_check` |
+| cublasLtMatmulAlgoCheckForStream | `algo_check` with `stream=`; since 13.5 |
+| cublasLtMatmulAlgoCapGetAttribute | `Algorithm.capability`, `Algorithm.capabilities` |
+| cublasLtMatmulAlgoConfigSetAttribute | `Algorithm.set` |
+| cublasLtMatmulAlgoConfigGetAttribute | `Algorithm.get` |
+| cublasLtMatmul | `matmul` |
+| cublasLtMatrixTransform | `matrix_transform` |
+| cublasLtLoggerSetCallback | `logger_set_callback` |
+| cublasLtLoggerSetFile | `logger_set_file`, which takes a file descriptor |
+| cublasLtLoggerOpenFile | `logger_open_file` |
+| cublasLtLoggerSetLevel | `logger_set_level` |
+| cublasLtLoggerSetMask | `logger_set_mask` |
+| cublasLtLoggerForceDisable | `logger_force_disable` |
+| cublasLtMatmulDescInit | not bound: writes into the caller's memory, of a size that changes between versions |
+| cublasLtMatrixLayoutInit | not bound: the same |
+| cublasLtGroupedMatrixLayoutInit | not bound: the same |
+| cublasLtMatmulPreferenceInit | not bound: the same |
+| cublasLtMatrixTransformDescInit | not bound: the same |
+| cublasLtEmulationDescInit | not bound: the same |
+| cublasLtMatmulDescInit_internal | not bound: what the inline function of that name calls, "do not use directly" |
+| cublasLtMatrixLayoutInit_internal | not bound: the same |
+| cublasLtGroupedMatrixLayoutInit_internal | not bound: the same |
+| cublasLtMatmulPreferenceInit_internal | not bound: the same |
+| cublasLtMatrixTransformDescInit_internal | not bound: the same |
+| cublasLtEmulationDescInit_internal | not bound: the same |
 """
 
-from lt_runtime.cublaslt.descriptors import MatmulDesc, MatmulPreference, MatrixLayout
-from lt_runtime.cublaslt.enums import (
+from lt_runtime.cublaslt.algorithms import Algorithm, algo_check, algo_get_ids, algo_init, get_heuristics
+from lt_runtime.cublaslt.attribute_ids import (
+    AlgoCapAttribute,
     AlgoConfigAttribute,
-    ComputeType,
-    DataType,
-    Epilogue,
+    EmulationDescAttribute,
     MatmulDescAttribute,
     MatrixLayoutAttribute,
-    Operation,
+    MatrixTransformDescAttribute,
     PreferenceAttribute,
+)
+from lt_runtime.cublaslt.descriptors import (
+    EmulationDesc,
+    MatmulDesc,
+    MatmulPreference,
+    MatrixLayout,
+    MatrixTransformDesc,
+)
+from lt_runtime.cublaslt.enums import (
+    BatchInvariance,
+    BatchMode,
+    ComputeType,
+    DataType,
+    EmulationMantissaControl,
+    EmulationSpecialValues,
+    EmulationStrategy,
+    Epilogue,
+    FillMode,
+    IntegerWidth,
+    LibraryProperty,
+    MatmulMatrixScale,
+    MatmulSearch,
+    NumericalImplFlags,
+    Operation,
+    Order,
+    PointerMode,
+    PointerModeMask,
     ReductionScheme,
     Status,
 )
+from lt_runtime.cublaslt.execute import matmul, matrix_transform
+from lt_runtime.cublaslt.handles import Handle, handle
+from lt_runtime.cublaslt.info import (
+    disable_cpu_instructions_set_mask,
+    get_cudart_version,
+    get_property,
+    get_status_name,
+    get_status_string,
+    heuristics_cache_get_capacity,
+    heuristics_cache_set_capacity,
+)
 from lt_runtime.cublaslt.known_bad import Candidate, is_known_bad
-from lt_runtime.cublaslt.library import get_version, handle, library_path
-from lt_runtime.cublaslt.matmul import Algorithm, algo_config, get_heuristics, matmul
+from lt_runtime.cublaslt.library import get_version, library_path
+from lt_runtime.cublaslt.logger import (
+    logger_force_disable,
+    logger_open_file,
+    logger_set_callback,
+    logger_set_file,
+    logger_set_level,
+    logger_set_mask,
+)
+from lt_runtime.cublaslt.shapes import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile
+from lt_runtime.cublaslt.validation import validate
 
 __all__ = [
+    "AlgoCapAttribute",
     "AlgoConfigAttribute",
     "Algorithm",
+    "BatchInvariance",
+    "BatchMode",
     "Candidate",
+    "ClusterShape",
     "ComputeType",
     "DataType",
+    "EmulationDesc",
+    "EmulationDescAttribute",
+    "EmulationMantissaControl",
+    "EmulationSpecialValues",
+    "EmulationStrategy",
     "Epilogue",
+    "FillMode",
+    "Handle",
+    "IntegerWidth",
+    "LibraryProperty",
     "MatmulDesc",
     "MatmulDescAttribute",
+    "MatmulInnerShape",
+    "MatmulMatrixScale",
     "MatmulPreference",
+    "MatmulSearch",
+    "MatmulStages",
+    "MatmulTile",
     "MatrixLayout",
     "MatrixLayoutAttribute",
+    "MatrixTransformDesc",
+    "MatrixTransformDescAttribute",
+    "NumericalImplFlags",
     "Operation",
+    "Order",
+    "PointerMode",
+    "PointerModeMask",
     "PreferenceAttribute",
     "ReductionScheme",
     "Status",
-    "algo_config",
+    "algo_check",
+    "algo_get_ids",
+    "algo_init",
+    "disable_cpu_instructions_set_mask",
+    "get_cudart_version",
     "get_heuristics",
+    "get_property",
+    "get_status_name",
+    "get_status_string",
     "get_version",
     "handle",
+    "heuristics_cache_get_capacity",
+    "heuristics_cache_set_capacity",
     "is_known_bad",
     "library_path",
+    "logger_force_disable",
+    "logger_open_file",
+    "logger_set_callback",
+    "logger_set_file",
+    "logger_set_level",
+    "logger_set_mask",
     "matmul",
+    "matrix_transform",
+    "validate",
 ]

@@ -59,11 +59,12 @@ def _options(source: str, macros: Macros, architecture: str) -> Any:
 
 
 def _compile(source: str, code: str, options: Any) -> bytes:
+    from cuda import pathfinder
     from cuda.core import Program
 
     try:
         return bytes(Program(code, "c++", options=options).compile("cubin").code)
-    except ImportError as error:
+    except pathfinder.DynamicLibNotFoundError as error:
         raise MissingLibraryError("NVRTC is not installed: pip install 'lt_runtime[cuda13]'") from error
     except Exception as error:  # cuda.core's own class is private; its text holds the log
         raise CompileError(source, str(error)) from error

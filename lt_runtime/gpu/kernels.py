@@ -18,7 +18,10 @@ from lt_runtime.gpu.params import (
     EpilogueBwdParams,
     EpilogueFwdParams,
     LossFinishParams,
+    MatmulBackwardParams,
+    MatmulForwardParams,
     MseParams,
+    OperandSumParams,
 )
 
 THREADS: Final = 256
@@ -30,6 +33,9 @@ _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
     "epilogue_bwd": ("epilogue_bwd.cu", EpilogueBwdParams),
     "column_sum_finish": ("column_sum.cu", ColumnSumParams),
     "dropout": ("dropout.cu", DropoutParams),
+    "matmul_forward": ("matmul_epilogue.cu", MatmulForwardParams),
+    "matmul_backward": ("matmul_epilogue.cu", MatmulBackwardParams),
+    "operand_sum": ("matmul_epilogue.cu", OperandSumParams),
     "mse_loss": ("loss.cu", MseParams),
     "cross_entropy": ("loss.cu", CrossEntropyParams),
     "loss_finish": ("loss.cu", LossFinishParams),
@@ -47,16 +53,19 @@ class Kernel:
         if size != ctypes.sizeof(params):
             raise GpuError(f"{entry} takes {size} bytes of parameters, {params.__name__} has {ctypes.sizeof(params)}")
 
-    def launch(self, grid: tuple[int, int], block: tuple[int, int], params: ctypes.Structure, stream: int) -> None:
+    def launch(
+        self, grid: tuple[int, int], block: tuple[int, int], params: ctypes.Structure, stream: int, batch: int = 1
+    ) -> None:
         """Puts the kernel on a stream. The driver copies `params` before this returns.
 
         Args:
             grid: blocks in x and y.
             block: threads in x and y.
+            batch: blocks in z.
         """
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         address = ctypes.addressof(arguments)
-        call("cuLaunchKernel", self._function, *grid, 1, *block, 1, 0, stream, address, 0)
+        call("cuLaunchKernel", self._function, *grid, batch, *block, 1, 0, stream, address, 0)
 
 
 @functools.cache

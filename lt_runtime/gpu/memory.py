@@ -38,6 +38,7 @@ class StreamMemory:
             threads sharing the stream do not interleave theirs.
         workspace: address, 256-byte aligned.
         workspace_size: its bytes.
+        zeros: address of a few zero bytes, which nothing ever writes: a β on the device.
     """
 
     def __init__(self, device: int, stream: int) -> None:
@@ -46,6 +47,8 @@ class StreamMemory:
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)
         self.workspace = self._allocate(self.workspace_size)
+        self.zeros = self._allocate(ALIGNMENT)
+        call("cuMemsetD8Async", self.zeros, 0, ALIGNMENT, stream)
 
     def scratch(self, size: int) -> int:
         """Address of `size` bytes, 256-byte aligned, good until the next call.

@@ -87,6 +87,72 @@ class ColumnSumParams(ctypes.Structure):
     )
 
 
+class Mask(ctypes.Structure):
+    """`lt::Mask`; strides are in bytes."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("line_stride", ctypes.c_int64),
+        ("batch_stride", ctypes.c_int64),
+        ("along_rows", ctypes.c_int),
+    )
+
+
+class Addend(ctypes.Structure):
+    """`lt::Addend`."""
+
+    _fields_ = (
+        ("c", Matrix),
+        ("batch_stride", ctypes.c_int64),
+        ("beta_pointer", ctypes.c_void_p),
+        ("beta", ctypes.c_float),
+    )
+
+
+class MatmulForwardParams(ctypes.Structure):
+    """`lt::MatmulForwardParams`."""
+
+    _fields_ = (
+        ("d", Matrix),
+        ("d_batch_stride", ctypes.c_int64),
+        ("addend", Addend),
+        ("bias", Matrix),
+        ("aux", Matrix),
+        ("aux_batch_stride", ctypes.c_int64),
+        ("mask", Mask),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+    )
+
+
+class MatmulBackwardParams(ctypes.Structure):
+    """`lt::MatmulBackwardParams`."""
+
+    _fields_ = (
+        ("d", Matrix),
+        ("d_batch_stride", ctypes.c_int64),
+        ("addend", Addend),
+        ("aux", Matrix),
+        ("aux_batch_stride", ctypes.c_int64),
+        ("mask", Mask),
+        ("bias_gradient", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+    )
+
+
+class OperandSumParams(ctypes.Structure):
+    """`lt::OperandSumParams`."""
+
+    _fields_ = (
+        ("operand", Matrix),
+        ("batch_stride", ctypes.c_int64),
+        ("sum", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+    )
+
+
 class DropoutParams(ctypes.Structure):
     """`lt::DropoutParams`."""
 

@@ -142,5 +142,5 @@ def _check(device: int, data: Operand, *others: Operand | None) -> None:
     for operand in (data, *present):
         if operand.device != device:
             raise DeviceError(f"{operand.name} is on GPU {operand.device}, the first parameter on GPU {device}")
-        operand.flat_layout  # noqa: B018 (raises where there are gaps)
+        operand.check_packed()
     check_no_overlap(data, *present)

@@ -9,13 +9,15 @@ from typing import TypeVar
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.streams import is_capturing
 from lt_runtime.planning.linear import BackwardPlan, ForwardPlan
-from lt_runtime.problem import BackwardProblem, ForwardProblem
+from lt_runtime.planning.product import ProductPlan
+from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
 
-_Problem = TypeVar("_Problem", ForwardProblem, BackwardProblem)
-_Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
+_Problem = TypeVar("_Problem", ForwardProblem, BackwardProblem, MatmulProblem)
+_Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan, ProductPlan)
 
 _forward: dict[tuple[ForwardProblem, int], ForwardPlan] = {}
 _backward: dict[tuple[BackwardProblem, int], BackwardPlan] = {}
+_products: dict[tuple[MatmulProblem, int], ProductPlan] = {}
 _lock = threading.RLock()
 
 
@@ -32,6 +34,11 @@ def forward_plan(problem: ForwardProblem, device: int, stream: int) -> ForwardPl
 def backward_plan(problem: BackwardProblem, device: int, stream: int) -> BackwardPlan:
     """As `forward_plan`, for backward."""
     return _look_up(_backward, BackwardPlan, problem, device, stream)
+
+
+def product_plan(problem: MatmulProblem, device: int, stream: int) -> ProductPlan:
+    """As `forward_plan`, for a single product."""
+    return _look_up(_products, ProductPlan, problem, device, stream)
 
 
 def _look_up(

@@ -17,7 +17,7 @@ from lt_runtime.gpu.params import (
 from lt_runtime.layout import Layout
 from lt_runtime.problem import Activation, BackwardProblem, DType, ForwardProblem, Philox, Saved, keep_scale
 
-_ACTIVATIONS: Final = {
+ACTIVATION_NAMES: Final = {
     "none": "lt::None",
     "relu": "lt::Relu",
     "leaky_relu": "lt::LeakyRelu",
@@ -27,6 +27,7 @@ _ACTIVATIONS: Final = {
     "gelu_erf": "lt::GeluErf",
     "silu": "lt::Silu",
 }
+"""The struct of `activations.cuh` for each activation."""
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
 _TARGET_BLOCKS: Final = 1024
 _MIN_ROWS_PER_BLOCK: Final = 32
@@ -64,7 +65,7 @@ def grid_for(layout: Layout) -> tuple[tuple[int, int], tuple[int, int]]:
 def _macros(dtype: DType, activation: Activation, dropout: bool) -> tuple[tuple[str, str], ...]:
     return (
         ("SCALAR", SCALAR[dtype]),
-        ("ACTIVATION", _ACTIVATIONS[activation.name]),
+        ("ACTIVATION", ACTIVATION_NAMES[activation.name]),
         ("DROPOUT", str(int(dropout))),
     )
 

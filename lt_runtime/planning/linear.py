@@ -7,6 +7,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import aligned, stream_memory
 from lt_runtime.gpu.params import Matrix
 from lt_runtime.layout import Layout, Order
+from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, backward_strategy, forward_strategies
@@ -41,9 +42,15 @@ class ForwardPlan:
     def _matmul_problem(self, strategy: ForwardStrategy) -> MatmulProblem:
         problem = self.problem
         target = problem.preactivation if strategy.keep_preactivation else None
-        w_transposed = Spec(problem.w.layout.transposed, problem.w.alignment)
         return MatmulProblem(
-            problem.dtype, problem.compute, problem.x, w_transposed, target or problem.y, strategy.epilogue
+            problem.dtype,
+            problem.dtype,
+            problem.compute,
+            problem.x,
+            problem.w.transposed,
+            target or problem.y,
+            strategy.epilogue,
+            vector=problem.bias or 256,
         )
 
     def run(
@@ -53,7 +60,8 @@ class ForwardPlan:
         memory = stream_memory(self.device, stream)
         kept = self.strategy.keep_preactivation
         product_bias = 0 if self.strategy.own_bias else bias
-        self._product.run(x, w, preactivation if kept else y, product_bias, stream, memory)
+        target = preactivation if kept else y
+        self._product.run(ProductCall(x, w, target, stream, vector=product_bias), memory)
         if self._pass is not None:
             own_bias = bias if self.strategy.own_bias else 0
             self._pass.run(preactivation, own_bias, y, in_place=not kept, dropout=dropout, stream=stream)
@@ -74,8 +82,7 @@ class BackwardPlan:
         has_rows = problem.dy.layout.size > 0
         self._pass = BackwardPass(problem, device) if self.strategy.own_pass and has_rows else None
         self._dx = self._product(problem.w, problem.dx, self._dz, accumulate=False)
-        dz_transposed = Spec(self._dz.layout.transposed, self._dz.alignment)
-        self._dw = self._product(problem.x, problem.dw, dz_transposed, accumulate=problem.accumulate)
+        self._dw = self._product(problem.x, problem.dw, self._dz.transposed, accumulate=problem.accumulate)
 
     def _dz_spec(self) -> Spec:
         problem = self.problem
@@ -92,7 +99,8 @@ class BackwardPlan:
         if d is None:
             return None
         problem = self.problem
-        return MatmulPlan(MatmulProblem(problem.dtype, problem.compute, a, b, d, accumulate=accumulate), self.device)
+        c = d if accumulate else None
+        return MatmulPlan(MatmulProblem(problem.dtype, problem.dtype, problem.compute, a, b, d, c=c), self.device)
 
     def run(
         self,
@@ -117,9 +125,10 @@ class BackwardPlan:
             elif self.problem.db and not self.problem.accumulate:
                 self._zero_bias_gradient(db, stream)
             if self._dx is not None:
-                self._dx.run(dz, w, dx, 0, stream, memory)
+                self._dx.run(ProductCall(dz, w, dx, stream), memory)
             if self._dw is not None:
-                self._dw.run(dz, x, dw, 0, stream, memory)
+                beta = 1.0 if self.problem.accumulate else 0.0
+                self._dw.run(ProductCall(dz, x, dw, stream, c=dw, beta=beta), memory)
 
     def _dz_bytes(self) -> int:
         in_scratch = self.strategy.needs_dz and self.problem.dz is None

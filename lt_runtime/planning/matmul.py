@@ -3,155 +3,264 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Final
 
 from lt_runtime import cublaslt
-from lt_runtime.errors import PlanError
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import CublasLtError, PlanError
 from lt_runtime.gpu.devices import device_info
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import call as driver_call
+from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.gpu.memory import StreamMemory, workspace_size
 from lt_runtime.layout import Layout, Order
+from lt_runtime.planning.call import ProductCall
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
 _DATA_TYPES: Final = {
     DType.FLOAT32: cublaslt.DataType.R_32F,
     DType.FLOAT16: cublaslt.DataType.R_16F,
     DType.BFLOAT16: cublaslt.DataType.R_16BF,
+    DType.FLOAT64: cublaslt.DataType.R_64F,
 }
 _COMPUTE_TYPES: Final = {
-    Compute.FLOAT32: cublaslt.ComputeType.F32,
-    Compute.TF32: cublaslt.ComputeType.F32_FAST_TF32,
-}
-_EPILOGUES: Final = {
-    "none": cublaslt.Epilogue.DEFAULT,
-    "bias": cublaslt.Epilogue.BIAS,
-    "relu": cublaslt.Epilogue.RELU,
-    "relu_bias": cublaslt.Epilogue.RELU_BIAS,
-    "gelu": cublaslt.Epilogue.GELU,
-    "gelu_bias": cublaslt.Epilogue.GELU_BIAS,
+    Compute.FLOAT32: cublaslt.ComputeType.COMPUTE_32F,
+    Compute.TF32: cublaslt.ComputeType.COMPUTE_32F_FAST_TF32,
+    Compute.FLOAT64: cublaslt.ComputeType.COMPUTE_64F,
 }
 _REQUESTED: Final = 8
+_MAX_KERNELS: Final = 2
 # Partial sums of a split K are kept in FP32; in the output type they would lose precision.
 _REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.COMPUTE_TYPE
+_ANY_ADDRESS: Final = 256  # the heuristic looks at pointers' values; any aligned one stands for those to come
 
 
 class MatmulPlan:
-    """D = α·A·B + β·D for one problem on one device, on cuBLASLt's first sound heuristic.
+    """One product on one device, by an algorithm of cuBLASLt's heuristic.
 
     cuBLASLt thinks in column-major matrices. A row-major D is its column-major transpose, and Dᵀ = Bᵀ·Aᵀ, so that
     the operands swap; an operand that lies the way D does is then read plainly, one that lies the other way by the
     transpose flag. Nothing is ever transposed in memory.
 
+    Args:
+        problem: what is to be computed.
+        device: ordinal of the GPU, which must be current.
+        rank: which of the candidates to use; None for the first that is kernels alone.
+
+    Attributes:
+        candidates: the algorithms that the heuristic offers and that are not known to be wrong, best first.
+
     Raises:
-        PlanError: the library has no usable algorithm.
+        PlanError: there is no such candidate.
     """
 
-    def __init__(self, problem: MatmulProblem, device: int) -> None:
+    def __init__(self, problem: MatmulProblem, device: int, rank: int | None = None) -> None:
         self.problem = problem
+        self.candidates: tuple[cublaslt.Algorithm, ...] = ()
         self._device = device
-        self._beta = 1.0 if problem.accumulate else 0.0
         self._swapped = problem.d.layout.order is Order.ROW
         self._lock = threading.Lock()
-        if problem.m and problem.n and problem.k:
-            self._prepare()
+        if problem.batch and problem.m and problem.n and problem.k:
+            self._prepare(rank)
 
-    def _prepare(self) -> None:
+    def _prepare(self, rank: int | None) -> None:
         problem = self.problem
         self._handle = cublaslt.handle(self._device)
         first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         self._desc = self._describe(first.layout.order, second.layout.order)
-        data_type = _DATA_TYPES[problem.dtype]
-        self._first = _column_major(first.layout, data_type)
-        self._second = _column_major(second.layout, data_type)
-        self._d = _column_major(problem.d.layout, data_type)
-        self.algorithm = self._choose(first, second)
+        operand, result = _DATA_TYPES[problem.dtype], _DATA_TYPES[problem.d_dtype]
+        self._first = _column_major(first, operand, problem.batch)
+        self._second = _column_major(second, operand, problem.batch)
+        self._c = _column_major(problem.c or problem.d, result, problem.batch)
+        self._d = _column_major(problem.d, result, problem.batch)
+        offered = self._heuristics(first, second)
+        self.candidates = tuple(each for each in offered if cublaslt.is_known_bad(self._facts(each)) is None)
+        if len(self.candidates) <= (rank or 0):
+            raise PlanError(f"cuBLASLt offers {len(offered)} algorithms, {len(self.candidates)} sound, for {problem}")
+        self.algorithm = self._first_lean() if rank is None else self.candidates[rank]
+
+    def _first_lean(self) -> cublaslt.Algorithm:
+        """The first candidate that runs as at most two kernels and nothing else.
+
+        With an epilogue some launch three, or a memset for the bias gradient; a pass of our own is cheaper than those.
+        """
+        if self.problem.epilogue is Epilogue.NONE:
+            return self.candidates[0]
+        for candidate in self.candidates:
+            if self._is_lean(candidate):
+                return candidate
+        raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is kernels alone for {self.problem}")
+
+    def _is_lean(self, algorithm: cublaslt.Algorithm) -> bool:
+        """Captures a launch, with addresses that nothing will look at."""
+        nowhere = ProductCall(_ANY_ADDRESS, _ANY_ADDRESS, _ANY_ADDRESS, stream=0, c=2 * _ANY_ADDRESS)
+        if self.problem.device_scalars:
+            nowhere = replace(nowhere, alpha=_ANY_ADDRESS, beta=_ANY_ADDRESS)
+        size = workspace_size(self._device)
+
+        def launch(stream: int) -> None:
+            self._launch(replace(nowhere, stream=stream), algorithm, _ANY_ADDRESS, size, nowhere.beta)
+
+        try:
+            nodes = rehearse(launch, self._device)
+        except CublasLtError:  # the heuristic offers some that it then refuses to launch
+            return False
+        return len(nodes) <= _MAX_KERNELS and set(nodes) == {"KERNEL"}
 
     def _describe(self, first: Order, second: Order) -> cublaslt.MatmulDesc:
         problem, own = self.problem, self.problem.d.layout.order
-        desc = cublaslt.MatmulDesc(_COMPUTE_TYPES[problem.compute], cublaslt.DataType.R_32F)
-        desc.set(cublaslt.MatmulDescAttribute.TRANSA, cublaslt.Operation.N if first is own else cublaslt.Operation.T)
-        desc.set(cublaslt.MatmulDescAttribute.TRANSB, cublaslt.Operation.N if second is own else cublaslt.Operation.T)
-        desc.set(cublaslt.MatmulDescAttribute.EPILOGUE, _EPILOGUES[problem.epilogue])
-        if problem.epilogue.endswith("bias"):
-            # The heuristic looks at the pointer's value; any aligned one stands for those that run will set.
-            desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, 256)
+        attribute, operation = cublaslt.MatmulDescAttribute, cublaslt.Operation
+        desc = cublaslt.MatmulDesc(_COMPUTE_TYPES[problem.compute], _scale_type(problem))
+        desc.set(attribute.TRANSA, operation.N if first is own else operation.T)
+        desc.set(attribute.TRANSB, operation.N if second is own else operation.T)
+        desc.set(attribute.EPILOGUE, _library_epilogue(problem.epilogue, self._swapped))
+        if problem.device_scalars:
+            desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
+        if problem.epilogue.has_bias or problem.epilogue.has_bias_gradient:
+            desc.set(attribute.BIAS_POINTER, _ANY_ADDRESS)
+            desc.set(attribute.BIAS_DATA_TYPE, _DATA_TYPES[problem.d_dtype])
+        if problem.aux is not None:
+            desc.set(attribute.EPILOGUE_AUX_POINTER, _ANY_ADDRESS)
+            desc.set(attribute.EPILOGUE_AUX_LD, problem.aux.layout.leading_dimension)
+            desc.set(attribute.EPILOGUE_AUX_BATCH_STRIDE, problem.aux.batch_stride)
         return desc
 
-    def _choose(self, first: Spec, second: Spec) -> cublaslt.Algorithm:
-        attribute = cublaslt.PreferenceAttribute
-        d = self.problem.d
+    def _heuristics(self, first: Spec, second: Spec) -> list[cublaslt.Algorithm]:
+        attribute, problem = cublaslt.PreferenceAttribute, self.problem
         with cublaslt.MatmulPreference() as preference:
             preference.set(attribute.MAX_WORKSPACE_BYTES, workspace_size(self._device))
-            preference.set(attribute.REDUCTION_SCHEME_MASK, _REDUCTIONS)
+            none = cublaslt.ReductionScheme.NONE
+            preference.set(attribute.REDUCTION_SCHEME_MASK, none if problem.one_kernel else _REDUCTIONS)
             preference.set(attribute.MIN_ALIGNMENT_A_BYTES, first.alignment)
             preference.set(attribute.MIN_ALIGNMENT_B_BYTES, second.alignment)
-            preference.set(attribute.MIN_ALIGNMENT_C_BYTES, d.alignment)
-            preference.set(attribute.MIN_ALIGNMENT_D_BYTES, d.alignment)
-            candidates = cublaslt.get_heuristics(
-                self._handle, self._desc, self._first, self._second, self._d, preference, _REQUESTED
+            preference.set(attribute.MIN_ALIGNMENT_C_BYTES, (problem.c or problem.d).alignment)
+            preference.set(attribute.MIN_ALIGNMENT_D_BYTES, problem.d.alignment)
+            return cublaslt.get_heuristics(
+                self._handle,
+                self._desc,
+                self._first,
+                self._second,
+                self._c,
+                self._d,
+                preference,
+                _REQUESTED,
             )
-        for candidate in candidates:
-            if cublaslt.is_known_bad(self._facts(candidate)) is None:
-                return candidate
-        raise PlanError(f"cuBLASLt offers {len(candidates)} algorithms, none usable, for {self.problem}")
 
     def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:
         problem, config = self.problem, cublaslt.AlgoConfigAttribute
-        leading = max(spec.layout.leading_dimension for spec in (problem.a, problem.b, problem.d))
+        specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]
+        specs += [(spec.layout, problem.d_dtype) for spec in (problem.c, problem.d) if spec is not None]
         return cublaslt.Candidate(
             version=cublaslt.get_version(),
             capability=device_info(self._device).capability,
-            m=problem.m,
-            n=problem.n,
+            m=problem.n if self._swapped else problem.m,
+            n=problem.m if self._swapped else problem.n,
             k=problem.k,
-            has_bias=problem.epilogue.endswith("bias"),
-            largest_span=leading * problem.dtype.itemsize,
-            algo_id=cublaslt.algo_config(algorithm, config.ID),
-            splitk=cublaslt.algo_config(algorithm, config.SPLITK_NUM),
-            stages=cublaslt.algo_config(algorithm, config.STAGES_ID),
+            epilogue=_library_epilogue(problem.epilogue, self._swapped),
+            largest_pitch=max(layout.leading_dimension * dtype.itemsize for layout, dtype in specs),
+            largest_span=max(layout.extent for layout, _ in specs),
+            vector_alignment=problem.vector,
+            algo_id=algorithm.get(config.ID),
+            splitk=algorithm.get(config.SPLITK_NUM),
+            stages=algorithm.get(config.STAGES_ID),
         )
 
-    def run(self, a: int, b: int, d: int, bias: int, stream: int, memory: StreamMemory) -> None:
-        """Puts the product on `stream`. Addresses are as the problem says; `bias` is 0 without one.
+    def run(self, call: ProductCall, memory: StreamMemory) -> None:
+        """Puts the product on the call's stream, with that stream's memory.
 
-        Any number of threads may call this at once, each with a stream and memory of its own.
+        Any number of threads may do this at once, each with a stream of its own.
         """
-        if not (self.problem.m and self.problem.n):
+        if not (self.problem.batch and self.problem.m and self.problem.n):
             return
         if self.problem.k == 0:
-            self._run_empty(d, stream)
+            self._run_empty(call)
             return
-        first, second = (b, a) if self._swapped else (a, b)
-        with self._lock:  # the bias pointer is part of the shared descriptor until the call has returned
-            if bias:
-                self._desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, bias)
-            cublaslt.matmul(
-                self._handle,
-                self._desc,
-                1.0,
-                first,
-                self._first,
-                second,
-                self._second,
-                self._beta,
-                d,
-                self._d,
-                self.algorithm,
-                memory.workspace,
-                memory.workspace_size,
-                stream,
+        beta = self._no_beta(memory) if self.problem.c is None else call.beta
+        attribute = cublaslt.MatmulDescAttribute
+        with self._lock:  # these pointers are part of the shared descriptor until the call has returned
+            if call.vector:
+                self._desc.set(attribute.BIAS_POINTER, call.vector)
+            if call.aux:
+                self._desc.set(attribute.EPILOGUE_AUX_POINTER, call.aux)
+            self._launch(call, self.algorithm, memory.workspace, memory.workspace_size, beta)
+
+    def _launch(self, call: ProductCall, algorithm: cublaslt.Algorithm, workspace: int, size: int, beta: float) -> None:
+        first, second = (call.b, call.a) if self._swapped else (call.a, call.b)
+        c = call.d if self.problem.c is None else call.c
+        cublaslt.matmul(
+            self._handle,
+            self._desc,
+            call.alpha,
+            first,
+            self._first,
+            second,
+            self._second,
+            beta,
+            c,
+            self._c,
+            call.d,
+            self._d,
+            algorithm,
+            workspace,
+            size,
+            call.stream,
+        )
+
+    def _no_beta(self, memory: StreamMemory) -> float:
+        """β where there is no C, which is then not looked at."""
+        return memory.zeros if self.problem.device_scalars else 0.0
+
+    def _run_empty(self, call: ProductCall) -> None:
+        """A sum over no terms is zero, which leaves β·C."""
+        problem = self.problem
+        if problem.c is None:
+            for batch in range(problem.batch):
+                _zero(call.d + batch * problem.d.batch_stride * problem.d_dtype.itemsize, problem, call.stream)
+        elif call.c != call.d or problem.device_scalars or call.beta != 1.0:
+            self._scale(problem.c, call)
+
+    def _scale(self, c: Spec, call: ProductCall) -> None:
+        problem, attribute = self.problem, cublaslt.MatrixTransformDescAttribute
+        kind = _DATA_TYPES[problem.d_dtype]
+        with (
+            cublaslt.MatrixTransformDesc(_scale_type(problem)) as desc,
+            _column_major(c, kind, problem.batch) as source,
+            _column_major(problem.d, kind, problem.batch) as target,
+        ):
+            zero: float = 0.0
+            if problem.device_scalars:
+                desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
+                zero = call.beta  # of a B that there is not
+            handle = cublaslt.handle(self._device)
+            cublaslt.matrix_transform(
+                handle, desc, call.beta, call.c, source, zero, 0, None, call.d, target, call.stream
             )
 
-    def _run_empty(self, d: int, stream: int) -> None:
-        """A sum over no terms is zero, which cuBLASLt leaves to the caller."""
-        if self.problem.accumulate:
-            return
-        layout, itemsize = self.problem.d.layout, self.problem.dtype.itemsize
-        lines, width = (layout.rows, layout.cols) if layout.order is Order.ROW else (layout.cols, layout.rows)
-        call("cuMemsetD2D8Async", d, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)
+
+def _zero(address: int, problem: MatmulProblem, stream: int) -> None:
+    layout, itemsize = problem.d.layout, problem.d_dtype.itemsize
+    lines, width = (layout.rows, layout.cols) if layout.order is Order.ROW else (layout.cols, layout.rows)
+    driver_call("cuMemsetD2D8Async", address, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)
 
 
-def _column_major(layout: Layout, data_type: cublaslt.DataType) -> cublaslt.MatrixLayout:
-    """The memory of `layout` as the column-major matrix that cuBLASLt sees."""
+def _scale_type(problem: MatmulProblem) -> cublaslt.DataType:
+    return cublaslt.DataType.R_64F if problem.compute is Compute.FLOAT64 else cublaslt.DataType.R_32F
+
+
+def _library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
+    """cuBLASLt's name for an epilogue: where the operands are swapped, the sums of A and B are too."""
+    if epilogue is Epilogue.NONE:
+        return cublaslt.Epilogue.DEFAULT
+    if epilogue.sums_operand and swapped:
+        return cublaslt.Epilogue.BGRADB if epilogue is Epilogue.BGRADA else cublaslt.Epilogue.BGRADA
+    return cublaslt.Epilogue[epilogue.name]
+
+
+def _column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublaslt.MatrixLayout:
+    """The memory of a matrix, or of a batch, as the column-major matrix that cuBLASLt sees."""
+    layout: Layout = spec.layout
     rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
-    return cublaslt.MatrixLayout(data_type, rows, cols, layout.leading_dimension)
+    stride = spec.batch_stride if batch > 1 else 0
+    return cublaslt.MatrixLayout(
+        data_type, rows, cols, layout.leading_dimension, batch_count=batch, batch_stride=stride
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order
 from lt_runtime.problem import Activation, BackwardProblem, ForwardProblem, Saved
 
@@ -20,13 +21,13 @@ class ForwardStrategy:
     """How forward is split.
 
     Attributes:
-        epilogue: what cuBLASLt applies to the product: "none", "bias", "relu", "relu_bias", "gelu", "gelu_bias".
+        epilogue: what cuBLASLt applies to the product.
         own_pass: whether our kernel follows, for what is left of bias, activation and dropout.
         own_bias: whether that pass adds the bias.
         keep_preactivation: whether the product goes to a matrix of its own, kept for backward, and not to the output.
     """
 
-    epilogue: str
+    epilogue: Epilogue
     own_pass: bool
     own_bias: bool
     keep_preactivation: bool
@@ -54,10 +55,11 @@ def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
         suffix = "_bias" if has_bias else ""
         fusable = name == "gelu" or (name == "relu" and not problem.propagate_nan)
         if fusable and not keep and not problem.dropout:
-            yield ForwardStrategy(name + suffix, own_pass=False, own_bias=False, keep_preactivation=False)
+            yield ForwardStrategy(Epilogue(name + suffix), own_pass=False, own_bias=False, keep_preactivation=False)
         own_pass = name != "none" or problem.dropout or keep
-        yield ForwardStrategy(suffix.removeprefix("_") or "none", own_pass, own_bias=False, keep_preactivation=keep)
-    yield ForwardStrategy("none", own_pass=True, own_bias=has_bias, keep_preactivation=keep)
+        plain = Epilogue.BIAS if has_bias else Epilogue.NONE
+        yield ForwardStrategy(plain, own_pass, own_bias=False, keep_preactivation=keep)
+    yield ForwardStrategy(Epilogue.NONE, own_pass=True, own_bias=has_bias, keep_preactivation=keep)
 
 
 def _can_fuse_bias(problem: ForwardProblem) -> bool:

@@ -19,7 +19,7 @@ PACKAGE = Path(lt_runtime.__file__).parent
 
 FLOORS = (
     {"errors", "paths"},
-    {"layout", "problem", "ranges", "schedules"},
+    {"epilogue", "layout", "problem", "ranges", "schedules"},
     {"arrays", "cublaslt", "gpu", "reference"},
     {"planning"},
     {"ops"},
@@ -27,7 +27,7 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-NEIGHBOURS = {("problem", "layout"), ("arrays", "gpu")}
+NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 """The only imports from one room to another of the same floor."""
 
 LIKE_A_USER = {"cli", "__main__"}

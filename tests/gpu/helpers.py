@@ -11,35 +11,45 @@ from numpy.typing import NDArray
 from lt_runtime.problem import DType
 from tests.strategies import Placement
 
-EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
+EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT64: 2.0**-52}
 """Half a unit in the last place, relative."""
 
 
 class Guarded:
-    """A matrix laid into a larger buffer whose other elements must not change."""
+    """A matrix, or a batch of them, laid into a larger buffer whose other elements must not change.
 
-    def __init__(self, values: NDArray[Any], placement: Placement) -> None:
-        rows, cols = values.shape
+    Args:
+        values: (rows, cols) or (batch, rows, cols).
+        multiple: the leading dimension is rounded up to a multiple of it.
+    """
+
+    def __init__(self, values: NDArray[Any], placement: Placement, multiple: int = 1) -> None:
+        *_, rows, cols = values.shape
         lines, width = (cols, rows) if placement.column_major else (rows, cols)
-        pitch = width + placement.gap
-        self._buffer = cp.full(placement.offset + lines * pitch + 1, np.nan, values.dtype)
-        start = placement.offset
-        block = self._buffer[start : start + lines * pitch].reshape(lines, pitch)[:, :width]
-        self.array = block.T if placement.column_major else block
+        pitch = -(-(width + placement.gap) // multiple) * multiple
+        stride = lines * pitch + multiple * placement.gap
+        batch = values.shape[0] if values.ndim == 3 else 1
+        self._buffer = cp.full(placement.offset + batch * stride + 1, np.nan, values.dtype)
+        shape, strides = (batch, lines, width), (stride, pitch, 1)
+        block = _strided(cp, self._buffer[placement.offset :], shape, strides)
+        marks = np.arange(placement.offset, self._buffer.size)
+        self._inside = np.zeros(self._buffer.size, bool)
+        self._inside[_strided(np, marks, shape, strides)] = True
+        batched = block.swapaxes(-1, -2) if placement.column_major else block
+        self.array = batched if values.ndim == 3 else batched[0]
         self.array[...] = cp.asarray(values)
-        self._written = self._mask(lines, width, pitch, start)
-
-    def _mask(self, lines: int, width: int, pitch: int, start: int) -> NDArray[np.bool_]:
-        inside = np.zeros(self._buffer.size, bool)
-        inside[start : start + lines * pitch].reshape(lines, pitch)[:, :width] = True
-        return inside
 
     def values(self) -> NDArray[np.float64]:
         """The matrix on the host; fails if anything around it was written."""
         host = cp.asnumpy(self._buffer).astype(np.float32)
-        assert np.isnan(host[~self._written]).all(), "memory outside the matrix was written"
+        assert np.isnan(host[~self._inside]).all(), "memory outside the matrix was written"
         result: NDArray[np.float64] = cp.asnumpy(cp.ascontiguousarray(self.array)).astype(np.float64)
         return result
+
+
+def _strided(module: Any, flat: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    byte_strides = tuple(stride * flat.itemsize for stride in strides)
+    return module.lib.stride_tricks.as_strided(flat, shape, byte_strides)
 
 
 def to_host(array: Any) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.gpu.helpers import EPSILON, Guarded, assert_close, to_host
-from tests.strategies import LinearCase, Placement, lattice, linear_cases
+from tests.strategies import TYPES, LinearCase, Placement, lattice, linear_cases
 
 Array = NDArray[Any]
 
@@ -138,7 +138,7 @@ def _case(**changes: Any) -> LinearCase:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_every_activation_type_and_dropout(activation: str, dtype: DType, dropout: float) -> None:
     case = _case(activation=lt.Activation(activation), dtype=dtype, dropout=dropout, rng=lt.Philox(2**40 + 3, 5, 7))

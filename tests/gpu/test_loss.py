@@ -14,10 +14,10 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import DType
 from tests.gpu.helpers import EPSILON, Guarded, assert_close
-from tests.strategies import Placement, placements, sizes
+from tests.strategies import TYPES, Placement, placements, sizes
 
 _seeds = st.integers(0, 2**32 - 1)
-_dtypes = st.sampled_from(list(DType))
+_dtypes = st.sampled_from(list(TYPES))
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,0 +1,1 @@
+"""What is measured, against whom, and how; `results/` holds what was seen."""

@@ -1,0 +1,161 @@
+// cuBLASLt's epilogues as a pass over a product that is already stored, for layouts and sizes that the library refuses
+// or gets wrong. Batches lie along the grid's z axis.
+// Compiled for one SCALAR type of D, for the ACTIVATION None, Relu or Gelu, and the OPERAND type that is summed.
+
+#include "activations.cuh"
+#include "column_sum.cuh"
+#include "vector.cuh"
+
+namespace lt {
+
+// One bit an element, the first in a byte's lowest bit.
+struct Mask {
+  unsigned char* data;  // may be absent
+  int64 line_stride;    // bytes from one row (column) to the next
+  int64 batch_stride;   // bytes
+  int along_rows;       // a byte's bits are consecutive rows rather than columns
+};
+
+// β·C, for a C that lies the other way than D, which the library does not take.
+struct Addend {
+  Matrix c;  // may be absent
+  int64 batch_stride;
+  const float* beta_pointer;  // overrides `beta`
+  float beta;
+};
+
+struct MatmulForwardParams {
+  Matrix d;  // the product, overwritten; columns are the contiguous axis
+  int64 d_batch_stride;
+  Addend addend;
+  Matrix bias;  // a zero stride along the axis that it does not vary with; may be absent
+  Matrix aux;   // where the pre-activation is kept; may be absent
+  int64 aux_batch_stride;
+  Mask mask;  // where ReLU's bits are kept
+  int64 rows;
+  int64 cols;
+};
+
+struct MatmulBackwardParams {
+  Matrix d;  // the product, overwritten
+  int64 d_batch_stride;
+  Addend addend;
+  Matrix aux;  // the pre-activation; absent where the mask is not
+  int64 aux_batch_stride;
+  Mask mask;
+  SCALAR* bias_gradient;  // (batch, cols) sums over the rows; may be absent
+  int64 rows;
+  int64 cols;
+};
+
+struct OperandSumParams {
+  Matrix operand;
+  int64 batch_stride;
+  SCALAR* sum;  // (batch, cols)
+  int64 rows;
+  int64 cols;
+};
+
+template <class T>
+__device__ inline Matrix batch_of(const Matrix& m, int64 stride) {
+  return Matrix{m.data ? static_cast<T*>(m.data) + blockIdx.z * stride : nullptr, m.row_stride, m.col_stride};
+}
+
+// The product, with β·C added where there is one.
+__device__ inline Octet load_product(const Matrix& d, const Addend& addend, int64 row, int64 col, int count) {
+  Octet z = load<SCALAR>(d, row, col, count);
+  if (addend.c.data) {
+    const float beta = addend.beta_pointer ? *addend.beta_pointer : addend.beta;
+    const Octet c = load<SCALAR>(batch_of<SCALAR>(addend.c, addend.batch_stride), row, col, count);
+    for (int i = 0; i < kOctet; ++i) z.v[i] += beta * c.v[i];
+  }
+  return z;
+}
+
+__device__ inline unsigned char pack_positive(const Octet& z) {
+  unsigned char bits = 0;
+  for (int i = 0; i < kOctet; ++i) bits |= static_cast<unsigned char>(z.v[i] > 0.0f) << i;
+  return bits;
+}
+
+__device__ inline bool mask_bit(const Mask& mask, int64 row, int64 col) {
+  const int64 line = mask.along_rows ? col : row, bit = mask.along_rows ? row : col;
+  const unsigned char byte = mask.data[blockIdx.z * mask.batch_stride + line * mask.line_stride + bit / 8];
+  return (byte >> (bit % 8)) & 1;
+}
+
+__device__ inline Octet slopes(const MatmulBackwardParams& p, const Matrix& aux, int64 row, int64 col, int count) {
+  Octet out{};
+  if (p.mask.data) {
+    for (int i = 0; i < count; ++i) out.v[i] = mask_bit(p.mask, row, col + i) ? 1.0f : 0.0f;
+    return out;
+  }
+  out = load<SCALAR>(aux, row, col, count);
+  for (int i = 0; i < kOctet; ++i) out.v[i] = ACTIVATION::derivative(out.v[i], 0.0f);
+  return out;
+}
+
+}  // namespace lt
+
+// D = act(D + β·C + bias), keeping the pre-activation or ReLU's bits.
+extern "C" __global__ void __launch_bounds__(256) matmul_forward(const lt::MatmulForwardParams p) {
+  using namespace lt;
+  const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
+  if (col >= p.cols) return;
+  const int count = octet_count(col, p.cols);
+  const Matrix d = batch_of<SCALAR>(p.d, p.d_batch_stride), aux = batch_of<SCALAR>(p.aux, p.aux_batch_stride);
+  for (int64 row = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y; row < p.rows;
+       row += static_cast<int64>(gridDim.y) * blockDim.y) {
+    Octet z = load_product(d, p.addend, row, col, count);
+    if (p.bias.data) {
+      const Octet bias = load<SCALAR>(p.bias, row, col, count);
+      for (int i = 0; i < kOctet; ++i) z.v[i] += bias.v[i];
+    }
+    if (aux.data) store<SCALAR>(aux, row, col, count, z);
+    if (p.mask.data) {
+      p.mask.data[blockIdx.z * p.mask.batch_stride + row * p.mask.line_stride + col / kOctet] = pack_positive(z);
+    }
+    for (int i = 0; i < kOctet; ++i) z.v[i] = ACTIVATION::forward(z.v[i], 0.0f);
+    store<SCALAR>(d, row, col, count, z);
+  }
+}
+
+// D = (D + β·C) · act'(aux). With a bias gradient the grid has one block in y, which sees every row.
+extern "C" __global__ void __launch_bounds__(256) matmul_backward(const lt::MatmulBackwardParams p) {
+  using namespace lt;
+  const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
+  // Threads beyond the last column stay for the barrier, with nothing to do.
+  const int count = col < p.cols ? octet_count(col, p.cols) : 0;
+  const Matrix d = batch_of<SCALAR>(p.d, p.d_batch_stride), aux = batch_of<SCALAR>(p.aux, p.aux_batch_stride);
+  Octet sums{};
+  for (int64 row = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y; count > 0 && row < p.rows;
+       row += static_cast<int64>(gridDim.y) * blockDim.y) {
+    Octet gradient = load_product(d, p.addend, row, col, count);
+    const Octet slope = slopes(p, aux, row, col, count);
+    for (int i = 0; i < kOctet; ++i) {
+      gradient.v[i] *= slope.v[i];
+      sums.v[i] += gradient.v[i];
+    }
+    store<SCALAR>(d, row, col, count, gradient);
+  }
+  if (!p.bias_gradient) return;
+  sum_over_rows(sums);
+  if (threadIdx.y == 0 && count > 0) {
+    store<SCALAR>(Matrix{p.bias_gradient, p.cols, 1}, blockIdx.z, col, count, sums);
+  }
+}
+
+// The sum of an operand over its rows; the grid has one block in y.
+extern "C" __global__ void __launch_bounds__(256) operand_sum(const lt::OperandSumParams p) {
+  using namespace lt;
+  const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
+  const int count = col < p.cols ? octet_count(col, p.cols) : 0;
+  const Matrix operand = batch_of<OPERAND>(p.operand, p.batch_stride);
+  Octet sums{};
+  for (int64 row = threadIdx.y; count > 0 && row < p.rows; row += blockDim.y) {
+    const Octet values = load<OPERAND>(operand, row, col, count);
+    for (int i = 0; i < kOctet; ++i) sums.v[i] += values.v[i];
+  }
+  sum_over_rows(sums);
+  if (threadIdx.y == 0 && count > 0) store<SCALAR>(Matrix{p.sum, p.cols, 1}, blockIdx.z, col, count, sums);
+}

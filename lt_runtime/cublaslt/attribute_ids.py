@@ -1,0 +1,142 @@
+"""Numbers of the attributes in `cublasLt.h`; `attributes` says how each is stored and what it may be."""
+
+from __future__ import annotations
+
+import enum
+
+
+class MatmulDescAttribute(enum.IntEnum):
+    """`cublasLtMatmulDescAttributes_t`, prefix CUBLASLT_MATMUL_DESC_."""
+
+    COMPUTE_TYPE = 0
+    SCALE_TYPE = 1
+    POINTER_MODE = 2
+    TRANSA = 3
+    TRANSB = 4
+    TRANSC = 5
+    FILL_MODE = 6
+    EPILOGUE = 7
+    BIAS_POINTER = 8
+    BIAS_BATCH_STRIDE = 10
+    EPILOGUE_AUX_POINTER = 11
+    EPILOGUE_AUX_LD = 12
+    EPILOGUE_AUX_BATCH_STRIDE = 13
+    ALPHA_VECTOR_BATCH_STRIDE = 14
+    SM_COUNT_TARGET = 15
+    A_SCALE_POINTER = 17
+    B_SCALE_POINTER = 18
+    C_SCALE_POINTER = 19
+    D_SCALE_POINTER = 20
+    AMAX_D_POINTER = 21
+    EPILOGUE_AUX_DATA_TYPE = 22
+    EPILOGUE_AUX_SCALE_POINTER = 23
+    EPILOGUE_AUX_AMAX_POINTER = 24
+    FAST_ACCUM = 25
+    BIAS_DATA_TYPE = 26
+    A_SCALE_MODE = 31
+    B_SCALE_MODE = 32
+    C_SCALE_MODE = 33
+    D_SCALE_MODE = 34
+    EPILOGUE_AUX_SCALE_MODE = 35
+    D_OUT_SCALE_POINTER = 36
+    D_OUT_SCALE_MODE = 37
+    EMULATION_DESCRIPTOR = 38
+    ALPHA_BATCH_STRIDE = 39
+    BETA_BATCH_STRIDE = 40
+    BATCH_INVARIANCE_FLAGS = 41
+
+
+class MatrixLayoutAttribute(enum.IntEnum):
+    """`cublasLtMatrixLayoutAttribute_t`, prefix CUBLASLT_MATRIX_LAYOUT_, or CUBLASLT_GROUPED_MATRIX_LAYOUT_."""
+
+    TYPE = 0
+    ORDER = 1
+    ROWS = 2
+    COLS = 3
+    LD = 4
+    BATCH_COUNT = 5
+    STRIDED_BATCH_OFFSET = 6
+    PLANE_OFFSET = 7
+    BATCH_MODE = 8
+    GROUPED_ROWS_ARRAY = 9
+    GROUPED_COLS_ARRAY = 10
+    GROUPED_LD_ARRAY = 11
+    GROUPED_ROWS_COLS_ARRAY_INTEGER_WIDTH = 12
+    GROUPED_LD_ARRAY_INTEGER_WIDTH = 13
+
+
+class MatrixTransformDescAttribute(enum.IntEnum):
+    """`cublasLtMatrixTransformDescAttributes_t`, prefix CUBLASLT_MATRIX_TRANSFORM_DESC_."""
+
+    SCALE_TYPE = 0
+    POINTER_MODE = 1
+    TRANSA = 2
+    TRANSB = 3
+
+
+class EmulationDescAttribute(enum.IntEnum):
+    """`cublasLtEmulationDescAttributes_t`, prefix CUBLASLT_EMULATION_DESC_."""
+
+    STRATEGY = 0
+    SPECIAL_VALUES_SUPPORT = 1
+    FIXEDPOINT_MANTISSA_CONTROL = 2
+    FIXEDPOINT_MAX_MANTISSA_BIT_COUNT = 3
+    FIXEDPOINT_MANTISSA_BIT_OFFSET = 4
+    FIXEDPOINT_MANTISSA_BIT_COUNT_POINTER = 5
+
+
+class PreferenceAttribute(enum.IntEnum):
+    """`cublasLtMatmulPreferenceAttributes_t`, prefix CUBLASLT_MATMUL_PREF_."""
+
+    SEARCH_MODE = 0
+    MAX_WORKSPACE_BYTES = 1
+    REDUCTION_SCHEME_MASK = 3
+    MIN_ALIGNMENT_A_BYTES = 5
+    MIN_ALIGNMENT_B_BYTES = 6
+    MIN_ALIGNMENT_C_BYTES = 7
+    MIN_ALIGNMENT_D_BYTES = 8
+    MAX_WAVES_COUNT = 9
+    IMPL_MASK = 12
+    GROUPED_AVERAGE_REDUCTION_DIM = 13
+    GROUPED_DESC_D_AVERAGE_ROWS = 14
+    GROUPED_DESC_D_AVERAGE_COLS = 15
+
+
+class AlgoCapAttribute(enum.IntEnum):
+    """`cublasLtMatmulAlgoCapAttributes_t`, prefix CUBLASLT_ALGO_CAP_."""
+
+    SPLITK_SUPPORT = 0
+    REDUCTION_SCHEME_MASK = 1
+    CTA_SWIZZLING_SUPPORT = 2
+    STRIDED_BATCH_SUPPORT = 3
+    OUT_OF_PLACE_RESULT_SUPPORT = 4
+    UPLO_SUPPORT = 5
+    TILE_IDS = 6
+    CUSTOM_OPTION_MAX = 7
+    CUSTOM_MEMORY_ORDER = 10
+    POINTER_MODE_MASK = 11
+    EPILOGUE_MASK = 12
+    STAGES_IDS = 13
+    LD_NEGATIVE = 14
+    NUMERICAL_IMPL_FLAGS = 15
+    MIN_ALIGNMENT_A_BYTES = 16
+    MIN_ALIGNMENT_B_BYTES = 17
+    MIN_ALIGNMENT_C_BYTES = 18
+    MIN_ALIGNMENT_D_BYTES = 19
+    POINTER_ARRAY_BATCH_SUPPORT = 21
+    FLOATING_POINT_EMULATION_SUPPORT = 22
+    POINTER_ARRAY_GROUPED_SUPPORT = 23
+
+
+class AlgoConfigAttribute(enum.IntEnum):
+    """`cublasLtMatmulAlgoConfigAttributes_t`, prefix CUBLASLT_ALGO_CONFIG_."""
+
+    ID = 0
+    TILE_ID = 1
+    SPLITK_NUM = 2
+    REDUCTION_SCHEME = 3
+    CTA_SWIZZLING = 4
+    CUSTOM_OPTION = 5
+    STAGES_ID = 6
+    INNER_SHAPE_ID = 7
+    CLUSTER_SHAPE_ID = 8

@@ -1,0 +1,84 @@
+"""Handles of the library: one for each device, kept for good, and ones that the caller closes."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+from typing import Final, Self
+
+from lt_runtime.cublaslt.library import call
+from lt_runtime.errors import ArgumentError
+
+_handles: Final[dict[int, int]] = {}
+_lock: Final = threading.Lock()
+
+
+class Handle:
+    """`cublasLtHandle_t` for the device that is current when it is made; to be closed with that device current.
+
+    Closing it synchronises the device, so that it must not happen while a stream is captured. For the same reason the
+    garbage collector closes none: one that is left open stays until the process ends, with a `ResourceWarning`.
+
+    Raises:
+        CublasLtError: the library could not be initialised; NOT_INITIALIZED is what it says without a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._value: int | None = None
+        self._value = _create()
+
+    @property
+    def value(self) -> int:
+        """The C pointer.
+
+        Raises:
+            ArgumentError: the handle is closed.
+        """
+        if self._value is None:
+            raise ArgumentError("this Handle is closed")
+        return self._value
+
+    def close(self) -> None:
+        """Destroys it; a second call does nothing."""
+        value, self._value = self._value, None
+        if value is not None:
+            call("cublasLtDestroy", value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._value is not None:
+            warnings.warn("a cuBLASLt Handle was never closed", ResourceWarning, source=self, stacklevel=2)
+
+
+def handle(device: int) -> int:
+    """The handle for a device, which must be current; made once and kept for the life of the process.
+
+    It is never destroyed: `cublasLtDestroy` synchronises the device.
+
+    Raises:
+        CublasLtError: the library could not be initialised.
+    """
+    known = _handles.get(device)
+    if known is not None:
+        return known
+    with _lock:
+        if device not in _handles:
+            _handles[device] = _create()
+        return _handles[device]
+
+
+def pointer(owner: Handle | int) -> int:
+    """The C pointer of a `Handle`, or of what `handle` returned."""
+    return owner if isinstance(owner, int) else owner.value
+
+
+def _create() -> int:
+    created = ctypes.c_void_p()
+    call("cublasLtCreate", ctypes.byref(created))
+    return created.value or 0

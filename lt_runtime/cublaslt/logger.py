@@ -1,0 +1,119 @@
+"""The library's logger, one for the process.
+
+Levels: 0 off, 1 errors, 2 performance trace, 3 performance hints, 4 heuristics trace, 5 API trace. The mask's bits are
+1 errors, 2 performance trace, 4 performance hints, 8 heuristics trace, 16 API trace.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Final
+
+from lt_runtime.cublaslt.library import call
+from lt_runtime.cublaslt.prototypes import LoggerCallback
+from lt_runtime.errors import ArgumentError
+
+Callback = Callable[[int, str, str], None]
+
+_MAX_LEVEL: Final = 5
+_MAX_MASK: Final = 31
+_callback: Callback | None = None
+
+
+def _pass_on(level: int, function: bytes, message: bytes) -> None:
+    callback = _callback
+    if callback is not None:
+        callback(level, function.decode(errors="replace"), message.decode(errors="replace"))
+
+
+_forward: Final = LoggerCallback(_pass_on)  # lives for good: another thread may be about to call it
+
+
+def logger_set_callback(callback: Callback | None) -> None:
+    """Has every message passed to `callback(level, function, message)`, beside where it goes anyway; None stops that.
+
+    It runs in the thread that logs, in the midst of the call that is logged: it must not call the library. An
+    exception that it raises is reported as unraisable, and the call goes on.
+    """
+    global _callback
+    if callback is None:
+        call("cublasLtLoggerSetCallback", None)
+        _callback = None
+        return
+    previous, _callback = _callback, callback
+    try:
+        call("cublasLtLoggerSetCallback", _forward)
+    except Exception:
+        _callback = previous
+        raise
+    atexit.unregister(_stop)
+    atexit.register(_stop)
+
+
+def _stop() -> None:
+    """The library must not call into an interpreter that has gone."""
+    logger_set_callback(None)
+
+
+def logger_set_level(level: int) -> None:
+    """Logs what is at a level or below it.
+
+    Raises:
+        ArgumentError: it is not 0 to 5; the library would take 6.
+    """
+    if not 0 <= level <= _MAX_LEVEL:
+        raise ArgumentError(f"level is {level}; accepted: 0 (off) to {_MAX_LEVEL} (API trace)")
+    call("cublasLtLoggerSetLevel", level)
+
+
+def logger_set_mask(mask: int) -> None:
+    """Logs what the bits of the mask name.
+
+    Raises:
+        ArgumentError: it has other bits.
+    """
+    if not 0 <= mask <= _MAX_MASK:
+        raise ArgumentError(f"mask is {mask}; accepted: 0 (off) to {_MAX_MASK}, the sum of 1, 2, 4, 8 and 16")
+    call("cublasLtLoggerSetMask", mask)
+
+
+def logger_open_file(path: str | os.PathLike[str]) -> None:
+    """Has the messages written to a file, which is made if need be.
+
+    Raises:
+        CublasLtError: it cannot be opened.
+    """
+    call("cublasLtLoggerOpenFile", os.fsencode(path))
+
+
+def logger_set_file(descriptor: int | None) -> None:
+    """Has the messages written to an open file descriptor, such as `sys.stderr.fileno()`; None stops that.
+
+    The descriptor is duplicated: the caller may close it. The duplicate stays open until the process ends, since
+    another thread may be writing to it and the library does not say when it is done.
+
+    Raises:
+        OSError: the descriptor is not open for writing.
+    """
+    call("cublasLtLoggerSetFile", None if descriptor is None else _stream(descriptor))
+
+
+def _stream(descriptor: int) -> int:
+    """A C stream, `FILE*`, on a duplicate of a file descriptor."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fdopen.restype, libc.fdopen.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_char_p)
+    duplicate = os.dup(descriptor)
+    stream = libc.fdopen(duplicate, b"a")
+    if not stream:
+        os.close(duplicate)
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return int(stream)
+
+
+def logger_force_disable() -> None:
+    """Turns logging off until the process ends."""
+    call("cublasLtLoggerForceDisable")

@@ -1,0 +1,73 @@
+"""What may be done to a matrix product before it is stored, by name. cuBLASLt's numbers for them live below."""
+
+from __future__ import annotations
+
+import enum
+
+from lt_runtime.errors import ArgumentError
+
+
+class Epilogue(enum.Enum):
+    """Epilogues of a product P = α·A·B + β·C, D being what is stored.
+
+    - NONE, BIAS, RELU, RELU_BIAS, GELU, GELU_BIAS: D = act(P + bias).
+    - The same with AUX also write what the derivative will need: ReLU a bit an element, GELU the pre-activation.
+    - DRELU, DGELU: D = P · act'(aux). With BGRAD also its sum over M, the bias gradient.
+    - BGRADA, BGRADB: D = P; the bias gradient is the sum of A or of B over K.
+    """
+
+    NONE = "none"
+    BIAS = "bias"
+    RELU = "relu"
+    RELU_BIAS = "relu_bias"
+    RELU_AUX = "relu_aux"
+    RELU_AUX_BIAS = "relu_aux_bias"
+    GELU = "gelu"
+    GELU_BIAS = "gelu_bias"
+    GELU_AUX = "gelu_aux"
+    GELU_AUX_BIAS = "gelu_aux_bias"
+    DRELU = "drelu"
+    DRELU_BGRAD = "drelu_bgrad"
+    DGELU = "dgelu"
+    DGELU_BGRAD = "dgelu_bgrad"
+    BGRADA = "bgrada"
+    BGRADB = "bgradb"
+
+    @classmethod
+    def parse(cls, name: str) -> Epilogue:
+        """The member called `name`; `ArgumentError` if there is none."""
+        try:
+            return cls(name)
+        except ValueError:
+            accepted = ", ".join(member.value for member in cls)
+            raise ArgumentError(f"epilogue is {name!r}; accepted are {accepted}") from None
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation that it applies or differentiates: "relu", "gelu" or "none"."""
+        return next((name for name in ("relu", "gelu") if name in self.value), "none")
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether it adds a bias."""
+        return self.value.endswith("bias")
+
+    @property
+    def is_derivative(self) -> bool:
+        """Whether it multiplies by an activation's derivative, reading the auxiliary input."""
+        return self.value.startswith(("drelu", "dgelu"))
+
+    @property
+    def has_aux_output(self) -> bool:
+        """Whether it writes what the derivative will need."""
+        return "_aux" in self.value
+
+    @property
+    def sums_operand(self) -> bool:
+        """Whether it sums A or B over K."""
+        return self in (Epilogue.BGRADA, Epilogue.BGRADB)
+
+    @property
+    def has_bias_gradient(self) -> bool:
+        """Whether it writes a bias gradient."""
+        return self.value.endswith("bgrad") or self.sums_operand

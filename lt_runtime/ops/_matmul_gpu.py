@@ -1,0 +1,200 @@
+"""Matrix products over arrays on a GPU: operands to problem to plan to launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lt_runtime.arrays import Operand, check_device, check_no_overlap, check_same, check_shape
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, OverlapError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.layout import Layout, Order, batch_of, overlaps_itself
+from lt_runtime.ops._matmul_types import MatmulOperands, MatmulOptions, MatmulShape, product_shape, result_type
+from lt_runtime.ops._place import Place
+from lt_runtime.planning import ProductCall, product_plan
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+
+_MASK_BITS = 128  # cuBLASLt's granularity of a ReLU mask's leading dimension
+_AUX_ELEMENTS = 8  # and of a GELU auxiliary matrix's
+
+
+def run(arrays: MatmulOperands, options: MatmulOptions, stream: Any) -> Any:
+    """See `matmul`."""
+    place = Place.of("a", arrays.a, stream)
+    with activated(place.device):
+        a, b = place.read("a", arrays.a), place.read("b", arrays.b)
+        check_same(a, b)
+        dtype = DType.parse("a", a.dtype, fp64=True)
+        compute = Compute.parse(options.compute, dtype)
+        d_dtype = result_type(dtype, options.dtype, options.epilogue)
+        shape = product_shape(a.shape, b.shape)
+        given = {
+            name: place.read(name, getattr(arrays, name))
+            for name in ("c", "bias", "aux", "bias_gradient", "out")
+            if getattr(arrays, name) is not None
+        }
+        check_device(a, *given.values())
+        d = given.get("out") or _new_output(place, a, shape, d_dtype)
+        _check_operands(given, d, options.epilogue, shape, d_dtype)
+        _check_overlaps(a, b, given, d)
+        on_device, alpha, beta = _scalars(place, options, dtype)
+        problem = _problem(a, b, d, given, options.epilogue, shape, (dtype, d_dtype, compute), on_device, options.beta)
+        plan = product_plan(problem, place.device, place.stream)
+        vector = given.get("bias") or given.get("bias_gradient")
+        addresses = {"c": given["c"].address if problem.c else 0, "vector": vector.address if vector else 0}
+        aux = given["aux"].address if "aux" in given else 0
+        plan.run(
+            ProductCall(a.address, b.address, d.address, place.stream, **addresses, aux=aux, alpha=alpha, beta=beta)
+        )
+        return place.result(arrays.out, d, a)
+
+
+def _new_output(place: Place, like: Operand, shape: MatmulShape, dtype: DType) -> Operand:
+    array = like.library.empty(shape.of(shape.m, shape.n), dtype.numpy, place.device, place.stream)
+    return place.read("out", array)
+
+
+def _check_operands(
+    given: dict[str, Operand], d: Operand, epilogue: Epilogue, shape: MatmulShape, dtype: DType
+) -> None:
+    full = shape.of(shape.m, shape.n)
+    check_shape("out", d.shape, full, "the product's shape")
+    if overlaps_itself(d.shape, d.strides):
+        raise OverlapError(f"out has strides {d.strides}: its elements share memory; they must not")
+    sums = shape.of(shape.m if epilogue is Epilogue.BGRADA else shape.n)
+    expected = {"c": full, "bias": (shape.n,), "bias_gradient": sums, "out": full}
+    for name, operand in given.items():
+        is_mask = name == "aux" and epilogue.activation == "relu"
+        kind = "uint8" if is_mask else dtype.value
+        if operand.dtype != kind:
+            raise DTypeError(f"{name} is {operand.dtype}; it must be {kind}")
+        if name in expected:
+            check_shape(name, operand.shape, expected[name], "as the product")
+    if "bias" in given:
+        given["bias"].check_vector()
+    if "bias_gradient" in given:
+        given["bias_gradient"].check_packed()
+    if "aux" in given:
+        _check_aux(given["aux"], d, epilogue, shape)
+
+
+def _check_aux(aux: Operand, d: Operand, epilogue: Epilogue, shape: MatmulShape) -> None:
+    order = _layout(d).order
+    if epilogue.activation == "gelu":
+        check_shape("aux", aux.shape, d.shape, "as the product")
+        layout = _layout(aux)
+        if layout.order is not order and layout.size > 1:
+            raise LayoutError(f"aux is {layout.order.value}-major and out {order.value}-major; orders must be equal")
+        if _lines(layout) > 1 and layout.leading_dimension % _AUX_ELEMENTS:
+            raise LayoutError(f"aux has leading dimension {layout.leading_dimension}; it must be a multiple of 8")
+        return
+    lines, bits = (shape.m, shape.n) if order is Order.ROW else (shape.n, shape.m)
+    check_shape("aux", aux.shape[:-1], shape.of(lines), "one row of bits a row (column) of the product")
+    if not lines * bits:
+        return
+    pitch = 8 * aux.strides[-2]
+    if aux.strides[-1] != 1 or 8 * aux.shape[-1] < bits or pitch < bits or pitch % _MASK_BITS:
+        raise LayoutError(
+            f"aux has shape {aux.shape} and strides {aux.strides}; its rows must hold {bits} bits without "
+            "gaps, and lie a multiple of 16 bytes apart"
+        )
+
+
+def _lines(layout: Layout) -> int:
+    """Rows of a row-major matrix, columns of a column-major one: a single one has no leading dimension to speak of."""
+    return layout.rows if layout.order is Order.ROW else layout.cols
+
+
+def _layout(operand: Operand) -> Layout:
+    return batch_of(operand.name, operand.shape, operand.strides)[0]
+
+
+def _check_overlaps(a: Operand, b: Operand, given: dict[str, Operand], d: Operand) -> None:
+    """D may be C itself; no other output shares memory with anything."""
+    c = given.get("c")
+    in_place = c is not None and (c.address, c.strides) == (d.address, d.strides)
+    inputs = [a, b, *(given[name] for name in ("bias", "aux", "bias_gradient") if name in given)]
+    check_no_overlap(d, *inputs, *([c] if c is not None and not in_place else []))
+    if "bias_gradient" in given:
+        others = [a, b, *(given[name] for name in ("aux", "c") if name in given)]
+        check_no_overlap(given["bias_gradient"], *others)
+
+
+def _scalars(place: Place, options: MatmulOptions, dtype: DType) -> tuple[bool, Any, Any]:
+    """Whether α and β are on the device, and their values or addresses."""
+    on_device = [not isinstance(value, (int, float)) for value in (options.alpha, options.beta)]
+    if on_device[0] != on_device[1]:
+        raise ArgumentError("alpha and beta must both be numbers, or both be arrays of one on the device")
+    if not on_device[0]:
+        return False, float(options.alpha), float(options.beta)
+    kind = "float64" if dtype is DType.FLOAT64 else "float32"
+    return (
+        True,
+        _scalar_address(place, "alpha", options.alpha, kind),
+        _scalar_address(place, "beta", options.beta, kind),
+    )
+
+
+def _scalar_address(place: Place, name: str, value: Any, kind: str) -> int:
+    operand = place.read(name, value)
+    if operand.dtype != kind or any(extent != 1 for extent in operand.shape):
+        raise DTypeError(f"{name} is {operand.dtype} of shape {operand.shape}; accepted are a number or one {kind}")
+    return operand.address
+
+
+def _problem(
+    a: Operand,
+    b: Operand,
+    d: Operand,
+    given: dict[str, Operand],
+    epilogue: Epilogue,
+    shape: MatmulShape,
+    types: tuple[DType, DType, Compute],
+    on_device: bool,
+    beta: Any,
+) -> MatmulProblem:
+    dtype, d_dtype, compute = types
+    vector = given.get("bias") or given.get("bias_gradient")
+    reads_c = "c" in given and (on_device or beta != 0)
+    if reads_c and (d_dtype is DType.FLOAT64 or epilogue.sums_operand):
+        _check_same_order(given["c"], d)
+    return MatmulProblem(
+        dtype,
+        d_dtype,
+        compute,
+        _spec(a),
+        _spec(b),
+        _spec(d),
+        epilogue,
+        c=_spec(given["c"]) if reads_c else None,
+        batch=1 if shape.batch is None else shape.batch,
+        vector=vector.alignment if vector else 256,
+        aux=_aux_spec(given.get("aux"), epilogue, shape, d),
+        device_scalars=on_device,
+    )
+
+
+def _check_same_order(c: Operand, d: Operand) -> None:
+    orders = [_layout(operand).order.value for operand in (c, d)]
+    if orders[0] != orders[1]:
+        raise LayoutError(
+            f"c is {orders[0]}-major and out {orders[1]}-major; with float64, bgrada and bgradb they must agree"
+        )
+
+
+def _spec(operand: Operand) -> Spec:
+    layout, _, stride = batch_of(operand.name, operand.shape, operand.strides)
+    return Spec(layout, operand.alignment, stride)
+
+
+def _aux_spec(aux: Operand | None, epilogue: Epilogue, shape: MatmulShape, d: Operand) -> Spec | None:
+    """GELU's auxiliary matrix as it lies; ReLU's mask as a matrix of bits."""
+    if aux is None:
+        return None
+    if epilogue.activation == "gelu":
+        spec = _spec(aux)
+        rounded = -(-spec.layout.leading_dimension // _AUX_ELEMENTS) * _AUX_ELEMENTS
+        return Spec(replace(spec.layout, leading_dimension=rounded), spec.alignment, spec.batch_stride)
+    stride = 8 * aux.strides[0] if len(aux.shape) == 3 and aux.shape[0] > 1 else 0
+    return Spec(Layout(shape.m, shape.n, _layout(d).order, 8 * aux.strides[-2]), aux.alignment, stride)

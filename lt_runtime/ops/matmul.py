@@ -1,0 +1,87 @@
+"""Matrix products with every epilogue of cuBLASLt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt_runtime.arrays import on_host
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import ArgumentError
+from lt_runtime.ops import _matmul_gpu, _matmul_host
+from lt_runtime.ops._matmul_types import MatmulOperands, MatmulOptions
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    c: Any = None,
+    *,
+    alpha: Any = 1.0,
+    beta: Any = None,
+    epilogue: str | Epilogue = "none",
+    bias: Any = None,
+    aux: Any = None,
+    bias_gradient: Any = None,
+    dtype: Any = None,
+    compute: str = "float32",
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """D = epilogue(α·A·B + β·C + bias), for one pair of matrices or a batch of them.
+
+    Operands are read where they lie: row- or column-major, with any leading dimension, transposed, or a batch with
+    any stride, 0 included. On a GPU this is one kernel of cuBLASLt's, and at most one more: where the library refuses
+    an epilogue, or is known to get it wrong, a pass of our own follows the plain product. Nothing is transposed,
+    copied or converted.
+
+    Args:
+        a: (M, K) or (batch, M, K), float32, float16, bfloat16 or float64.
+        b: (K, N) or (batch, K, N), same type. A matrix, or a batch of one, serves every product of the other's batch.
+        c: (M, N) or (batch, M, N), of D's type; may be `out` itself. With float64, "bgrada" and "bgradb" it must be
+            row- or column-major as D is.
+        alpha, beta: numbers, or both arrays of one float32 (float64 for float64) where the operands live, which a
+            captured graph reads at every replay. `beta` is 1 if there is a `c`, and 0 if there is none.
+        epilogue: a name of `Epilogue`, such as "gelu_aux_bias". Other than "none" not for float64.
+        bias: (N,), of D's type, for the epilogues that add one.
+        aux: for "relu_aux…" and "gelu_aux…" written, for "drelu…" and "dgelu…" read. GELU's is the pre-activation,
+            (M, N) of D's type and order, with a leading dimension that is a multiple of 8. ReLU's is a mask, one bit an
+            element along D's contiguous axis, the first in a byte's lowest bit: uint8 (M, bytes), or (N, bytes) for a
+            column-major D, 16 bytes or a multiple from one row to the next. A batch has one more axis in front.
+        bias_gradient: (N,) buffer of D's type for "…bgrad" and "bgradb", (M,) for "bgrada"; (batch, …) for a batch.
+        dtype: of D: that of `a`, or float32 for float16 and bfloat16.
+        compute: "float32", or "tf32" to round FP32 operands for the tensor cores; float64 has its own.
+        out: buffer for D, (M, N) or (batch, M, N), row- or column-major.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; CuPy's current stream if None.
+
+    Returns:
+        D, of the kind that a is: (batch, M, N) if a or b is a batch, else (M, N).
+
+    Raises:
+        ArgumentError: an unknown epilogue or compute type; an operand that the epilogue needs and does not get, or
+            gets and does not need; alpha on the device and beta not, or the other way round.
+        OperandError: shapes, types, devices or layouts that do not fit; outputs that share memory.
+        CaptureError: the stream is being captured and such a product has never run.
+        GpuError: the driver, the compiler or cuBLASLt failed.
+    """
+    chosen = epilogue if isinstance(epilogue, Epilogue) else Epilogue.parse(epilogue)
+    operands = MatmulOperands(a, b, c, bias, aux, bias_gradient, out)
+    _check_presence(chosen, operands)
+    beta = (0.0 if c is None else 1.0) if beta is None else beta
+    options = MatmulOptions(chosen, alpha, beta, dtype, compute)
+    optional = {name: value for name, value in operands._asdict().items() if name not in ("a", "b")}
+    run = _matmul_host.run if on_host({"a": a, "b": b}, optional) else _matmul_gpu.run
+    return run(operands, options, stream)
+
+
+def _check_presence(epilogue: Epilogue, operands: MatmulOperands) -> None:
+    needs = {
+        "bias": epilogue.has_bias,
+        "aux": epilogue.has_aux_output or epilogue.is_derivative,
+        "bias_gradient": epilogue.has_bias_gradient,
+    }
+    for name, needed in needs.items():
+        present = getattr(operands, name) is not None
+        if needed and not present:
+            raise ArgumentError(f"{name} is None; epilogue {epilogue.value!r} needs it")
+        if present and not needed:
+            raise ArgumentError(f"{name} is given; epilogue {epilogue.value!r} has none")

@@ -1,0 +1,94 @@
+"""A matrix product with an epilogue: the library's where it can be trusted with it, our own pass where it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.layout import Order
+from lt_runtime.planning.call import ProductCall
+from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.matmul_pass import MatmulPass, c_lies_across
+from lt_runtime.problem import MatmulProblem
+
+_VECTOR_ALIGNMENT = 16  # below it, a bias pointer faulted in one version of the library
+_AUX_ALIGNMENT = 16
+
+
+def library_may_fuse(problem: MatmulProblem) -> bool:
+    """Whether cuBLASLt may be asked for the problem's epilogue.
+
+    Its bias and bias gradient run along D's contiguous axis; ours always has N elements, so that only a row-major D
+    fits. Whether it supports the rest, its heuristic says.
+    """
+    epilogue, row_major = problem.epilogue, problem.d.layout.order is Order.ROW
+    if c_lies_across(problem):
+        return False
+    if epilogue is Epilogue.NONE:
+        return True
+    if problem.vector < _VECTOR_ALIGNMENT or (problem.aux is not None and problem.aux.alignment < _AUX_ALIGNMENT):
+        return False
+    if epilogue.sums_operand:
+        return problem.batch == 1 and _is_read_plainly(problem)
+    if epilogue.has_bias or epilogue.has_bias_gradient:
+        return row_major and (problem.batch == 1 or not epilogue.has_bias_gradient)
+    return True
+
+
+def _is_read_plainly(problem: MatmulProblem) -> bool:
+    """Whether the operand to be summed over K lies with its other axis contiguous, as the library asks."""
+    if problem.epilogue is Epilogue.BGRADA:
+        return problem.a.layout.order is Order.COLUMN
+    return problem.b.layout.order is Order.ROW
+
+
+class ProductPlan:
+    """One product with its epilogue on one device, ready to launch in at most two kernels.
+
+    Attributes:
+        fused: whether the library does the epilogue.
+
+    Raises:
+        PlanError: the library has no algorithm even for the plain product.
+    """
+
+    def __init__(self, problem: MatmulProblem, device: int) -> None:
+        self.problem, self.device = problem, device
+        self._pass: MatmulPass | None = None
+        self._product = self._fused() or self._split()
+
+    @property
+    def fused(self) -> bool:
+        """Whether the library does the epilogue."""
+        return self._pass is None
+
+    def _fused(self) -> MatmulPlan | None:
+        problem = self.problem
+        if not library_may_fuse(problem) or 0 in (problem.k, problem.d.layout.size):
+            return None
+        try:
+            return MatmulPlan(problem, self.device)
+        except PlanError:
+            if problem.epilogue is Epilogue.NONE:
+                raise
+            return None
+
+    def _split(self) -> MatmulPlan:
+        problem, across = self.problem, c_lies_across(self.problem)
+        has_pass = problem.epilogue is not Epilogue.NONE or across
+        if has_pass:
+            self._pass = MatmulPass(problem, self.device)
+        c = None if across else problem.c
+        plain = replace(problem, epilogue=Epilogue.NONE, c=c, aux=None, vector=256, one_kernel=has_pass)
+        return MatmulPlan(plain, self.device)
+
+    def run(self, call: ProductCall) -> None:
+        """Puts the product on the call's stream."""
+        memory = stream_memory(self.device, call.stream)
+        if self._pass is None:
+            self._product.run(call, memory)
+            return
+        self._product.run(replace(call, vector=0, aux=0), memory)
+        self._pass.run(call)

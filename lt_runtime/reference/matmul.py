@@ -1,0 +1,88 @@
+"""Matrix products with cuBLASLt's epilogues, in float64."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.problem import Activation
+from lt_runtime.reference.activations import activate, derivative
+
+Array = NDArray[np.float64]
+
+
+class MatmulResult(NamedTuple):
+    """D, the auxiliary output and the bias gradient; None where the epilogue has no such output.
+
+    The auxiliary output is the pre-activation (…, M, N); of ReLU's, the sign alone is of use (see `pack_mask`).
+    """
+
+    d: Array
+    aux: Array | None
+    bias_gradient: Array | None
+
+
+def matmul(
+    a: NDArray[Any],
+    b: NDArray[Any],
+    c: NDArray[Any] | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    epilogue: Epilogue = Epilogue.NONE,
+    bias: NDArray[Any] | None = None,
+    aux: NDArray[Any] | None = None,
+) -> MatmulResult:
+    """D = epilogue(α·A·B + β·C + bias).
+
+    Args:
+        a: (…, M, K). b: (…, K, N). c: (…, M, N); not looked at where β is 0.
+        bias: (N,) for the epilogues that add one.
+        aux: (…, M, N), the pre-activation for DGELU; for DRELU any array that is positive where it was.
+
+    Returns:
+        For an activation's derivative, D is the product times act'(aux), and the bias gradient (…, N) its sum over M;
+        for BGRADA and BGRADB it is the sum of A (…, M) or B (…, N) over K.
+    """
+    product = alpha * (a.astype(np.float64) @ b.astype(np.float64))
+    if c is not None and beta != 0:
+        product = product + beta * c.astype(np.float64)
+    if bias is not None:
+        product = product + bias.astype(np.float64)[..., None, :]
+    activation = Activation(epilogue.activation)
+    if epilogue.is_derivative:
+        assert aux is not None
+        d = product * derivative(aux, activation)
+        return MatmulResult(d, None, d.sum(axis=-2) if epilogue.has_bias_gradient else None)
+    return MatmulResult(
+        activate(product, activation), product if epilogue.has_aux_output else None, _operand_sum(a, b, epilogue)
+    )
+
+
+def _operand_sum(a: NDArray[Any], b: NDArray[Any], epilogue: Epilogue) -> Array | None:
+    if not epilogue.sums_operand:
+        return None
+    operand, axis = (a, -1) if epilogue is Epilogue.BGRADA else (b, -2)
+    return np.asarray(operand.astype(np.float64).sum(axis=axis))
+
+
+def pack_mask(positive: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """ReLU's auxiliary output: a bit an element, the first in a byte's lowest bit, rows padded to 16 bytes.
+
+    Args:
+        positive: (…, rows, elements), whether the pre-activation is positive.
+
+    Returns:
+        (…, rows, bytes) uint8.
+    """
+    bits = np.packbits(positive, axis=-1, bitorder="little")
+    padding = -bits.shape[-1] % 16
+    return np.ascontiguousarray(np.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, padding)]))
+
+
+def unpack_mask(mask: NDArray[np.uint8], elements: int) -> NDArray[np.bool_]:
+    """The inverse of `pack_mask`: (…, rows, elements) booleans."""
+    return np.unpackbits(mask, axis=-1, count=elements, bitorder="little").astype(np.bool_)

@@ -1,0 +1,115 @@
+"""What tests of NumPy operations share: scalar formulas, matrices in guarded buffers, a stand-in for a GPU array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+ULP: Mapping[str, float] = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Distance from 1 to the next number."""
+
+
+def sigmoid(z: float) -> float:
+    return 1.0 / (1.0 + math.exp(-z)) if z > -700 else 0.0
+
+
+FORMULAS: Mapping[str, Callable[[float, float], float]] = {
+    "none": lambda z, _: z,
+    "relu": lambda z, _: z if z > 0 else 0.0,
+    "leaky_relu": lambda z, slope: z if z > 0 else slope * z,
+    "sigmoid": lambda z, _: sigmoid(z),
+    "tanh": lambda z, _: math.tanh(z),
+    "gelu": lambda z, _: z / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+    "gelu_erf": lambda z, _: z / 2 * math.erfc(-z / math.sqrt(2)),
+    "silu": lambda z, _: z * sigmoid(z),
+}
+"""The activations, one number at a time."""
+
+
+def scalar_linear(
+    x: Array, w: Array, bias: Array | None, activation: str, slope: float = 0.01, factors: Array | None = None
+) -> tuple[Array, Array]:
+    """y and z of a layer by plain sums in double precision."""
+    x_rows, w_rows = (array.astype(np.float64).tolist() for array in (x, w))
+    offsets = [0.0] * len(w_rows) if bias is None else bias.astype(np.float64).tolist()
+    layer = list(zip(w_rows, offsets, strict=True))
+    z = [[math.fsum([*map(float.__mul__, row, weights), offset]) for weights, offset in layer] for row in x_rows]
+    y = [[FORMULAS[activation](value, slope) for value in row] for row in z]
+    shape = (len(x_rows), len(w_rows))
+    exact_y = np.array(y, np.float64).reshape(shape)
+    return (exact_y if factors is None else exact_y * factors), np.array(z, np.float64).reshape(shape)
+
+
+def numbers(seed: int, shape: Sequence[int], dtype: str = "float64") -> Array:
+    """Standard normal numbers."""
+    values: Array = np.random.default_rng(seed).standard_normal(tuple(shape))
+    return values.astype(DTYPES.get(dtype, np.dtype(np.float64)))
+
+
+def assert_rounded(actual: Array, exact: Array, dtype: str) -> None:
+    """Fails unless `actual` has the type and is `exact` rounded to it, up to one unit in the last place."""
+    assert actual.dtype == DTYPES[dtype]
+    assert actual.shape == exact.shape
+    tiny = 2.0**-24 if dtype == "float16" else 1e-13  # FP16's smallest number; what cancels in double precision
+    np.testing.assert_allclose(actual.astype(np.float64), exact, rtol=ULP[dtype], atol=tiny)
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a matrix lies in a buffer: order, gap after each line, elements before the first."""
+
+    column_major: bool = False
+    gap: int = 0
+    offset: int = 0
+
+
+PLACES: Mapping[str, Place] = {
+    "C": Place(),
+    "F": Place(column_major=True),
+    "sliced columns": Place(gap=3, offset=1),
+    "sliced rows of F": Place(column_major=True, gap=2, offset=5),
+}
+
+SENTINEL = 7.0
+
+
+class Guarded:
+    """A matrix within a larger buffer whose other elements hold a sentinel and must keep it."""
+
+    def __init__(self, values: Array, place: Place) -> None:
+        rows, cols = values.shape
+        lines, width = (cols, rows) if place.column_major else (rows, cols)
+        pitch = width + place.gap
+        self._buffer = np.full(place.offset + lines * pitch + 1, SENTINEL, values.dtype)
+        block = self._buffer[place.offset : place.offset + lines * pitch].reshape(lines, pitch)[:, :width]
+        self.array: Array = block.T if place.column_major else block
+        self.array[...] = values
+
+    def assert_untouched_around(self) -> None:
+        inside = np.zeros(self._buffer.shape, bool)
+        start = (self.array.__array_interface__["data"][0] - self._buffer.ctypes.data) // self._buffer.itemsize
+        strides = [stride // self._buffer.itemsize for stride in self.array.strides]
+        rows, cols = np.indices(self.array.shape)
+        inside[start + rows * strides[0] + cols * strides[1]] = True
+        assert (self._buffer[~inside] == self._buffer.dtype.type(SENTINEL)).all()
+
+
+class DeviceArray:
+    """Says that it is an array on a GPU, through `__cuda_array_interface__`; nothing may read its address."""
+
+    def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", address: int = 1 << 40, **more: Any) -> None:
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ |= more

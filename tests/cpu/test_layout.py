@@ -1,0 +1,191 @@
+"""Layouts against the strided views of NumPy that they describe."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lt_runtime.errors import LayoutError, ShapeError
+from lt_runtime.layout import Layout, Order, layout_of, may_overlap, packed
+from tests.cpu.helpers import Array
+
+BUFFER = np.arange(4096)
+MIDDLE = 2048
+
+axes = st.integers(0, 5)
+strides = st.one_of(st.integers(-12, 12), st.sampled_from((1, 2, 5)))
+
+
+def view(shape: tuple[int, int], steps: tuple[int, int], start: int = MIDDLE) -> Array:
+    """Elements of `BUFFER`, which holds its own indices."""
+    at: Any = BUFFER[start:]
+    return np.lib.stride_tricks.as_strided(at, shape, tuple(8 * step for step in steps))
+
+
+def elements(layout: Layout, start: int = MIDDLE) -> Array:
+    """What the layout's own strides reach."""
+    rows, cols = np.indices(layout.shape)
+    return start + rows * layout.strides[0] + cols * layout.strides[1]
+
+
+def is_matrix(matrix: Array) -> bool:
+    """Whether some order and leading dimension reach the same elements; tried out, all that come into question."""
+    rows, cols = matrix.shape
+    return any(
+        (elements(Layout(rows, cols, order, leading)) == matrix).all()
+        for order, width in ((Order.ROW, cols), (Order.COLUMN, rows))
+        for leading in range(max(width, 1), 13)
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(shape=st.tuples(axes, axes), steps=st.tuples(strides, strides))
+@example(shape=(1, 1), steps=(-7, 0))
+@example(shape=(1, 5), steps=(0, 1))
+@example(shape=(5, 1), steps=(1, -3))
+@example(shape=(5, 1), steps=(0, 1))
+@example(shape=(5, 1), steps=(3, 9))
+@example(shape=(1, 5), steps=(9, 3))
+@example(shape=(3, 4), steps=(3, 1))
+@example(shape=(3, 4), steps=(1, 3))
+@example(shape=(4, 4), steps=(1, 1))
+@example(shape=(2, 2), steps=(1, -2))
+@example(shape=(0, 3), steps=(5, 5))
+def test_layout_of(shape: tuple[int, int], steps: tuple[int, int]) -> None:
+    matrix = view(shape, steps)
+    if not is_matrix(matrix):
+        with pytest.raises(LayoutError, match=r"w of shape .* has strides .*; pass lt\.contiguous\(w\)"):
+            layout_of("w", shape, steps)
+        return
+    layout = layout_of("w", shape, steps)
+    assert layout.shape == shape
+    assert layout.leading_dimension >= max(1, layout.cols if layout.order is Order.ROW else layout.rows)
+    np.testing.assert_array_equal(elements(layout), matrix)
+    np.testing.assert_array_equal(elements(layout.transposed), matrix.T)
+    assert layout.transposed.transposed == layout
+    assert layout.extent == (int(matrix.max() - matrix.min()) + 1 if matrix.size else 0)
+    assert layout.size == matrix.size
+
+
+@settings(max_examples=100, deadline=None)
+@given(extent=st.integers(1, 5), step=st.integers(1, 9), odd=st.tuples(strides, strides))
+def test_the_stride_of_an_axis_of_size_one_has_no_meaning(extent: int, step: int, odd: tuple[int, int]) -> None:
+    first, second = (layout_of("x", (1, extent), (stride, step)) for stride in odd)
+    assert first == second
+    first, second = (layout_of("x", (extent, 1), (step, stride)) for stride in odd)
+    assert first == second
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.slices(9),
+    cols=st.slices(7),
+    order=st.sampled_from(("C", "F")),
+    transpose=st.booleans(),
+)
+def test_slices_of_an_array(rows: slice, cols: slice, order: Any, transpose: bool) -> None:
+    base = np.zeros((9, 7), np.float32, order=order)
+    base[...] = np.arange(63).reshape(9, 7)
+    matrix = base[rows, cols].T if transpose else base[rows, cols]
+    steps = (matrix.strides[0] // 4, matrix.strides[1] // 4)
+    try:
+        layout = layout_of("x", matrix.shape, steps)
+    except LayoutError:
+        at_length = [step for step, extent in zip(steps, matrix.shape, strict=True) if extent > 1]
+        assert 1 not in at_length or min(at_length) < 0
+        return
+    again = np.lib.stride_tricks.as_strided(matrix, layout.shape, tuple(4 * step for step in layout.strides))
+    np.testing.assert_array_equal(again, matrix)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+def test_matrices_only(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match=r"x has shape .*; accepted are matrices, two axes"):
+        layout_of("x", shape, tuple(1 for _ in shape))
+
+
+def test_complaints_say_what_is_wrong() -> None:
+    with pytest.raises(LayoutError, match=r"w of shape \(8, 8\) has strides \(4096, 3\): neither axis is contiguous"):
+        layout_of("w", (8, 8), (4096, 3))
+    with pytest.raises(LayoutError, match=r"has strides \(0, 1\): its rows overlap"):
+        layout_of("w", (8, 8), (0, 1))
+    with pytest.raises(LayoutError, match=r"has strides \(-8, 1\): it runs backwards"):
+        layout_of("w", (8, 8), (-8, 1))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0, 4), (3, 0), (1, 1)])
+def test_packed(shape: tuple[int, int]) -> None:
+    layout = packed(*shape)
+    np.testing.assert_array_equal(elements(layout, 0).reshape(-1), np.arange(shape[0] * shape[1]))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, order: Order | None = None, leading: int | None = None) -> Layout:
+    order = order or draw(st.sampled_from(Order))
+    leading = leading or draw(st.integers(1, 9))
+    lines, width = draw(st.integers(0, 5)), draw(st.integers(0, leading))
+    return Layout(lines, width, order, leading) if order is Order.ROW else Layout(width, lines, order, leading)
+
+
+def share(first: Layout, start: int, second: Layout, other_start: int) -> bool:
+    """NumPy's own answer, which is exact."""
+    one, other = (view(layout.shape, layout.strides, at) for layout, at in ((first, start), (second, other_start)))
+    return bool(np.shares_memory(one, other))
+
+
+@settings(max_examples=400, deadline=None)
+@given(first=layouts(), second=layouts(), distance=st.integers(-60, 60))
+def test_may_overlap_never_misses(first: Layout, second: Layout, distance: int) -> None:
+    start = 8 * MIDDLE
+    answer = may_overlap(start, first, start + 8 * distance, second, 8)
+    assert answer == may_overlap(start + 8 * distance, second, start, first, 8)
+    if share(first, MIDDLE, second, MIDDLE + distance):
+        assert answer
+    if not (first.size and second.size):
+        assert not answer
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    pair=st.tuples(st.sampled_from(Order), st.integers(1, 9)).flatmap(
+        lambda both: st.tuples(layouts(*both), layouts(*both))
+    ),
+    distance=st.integers(-60, 60),
+)
+def test_may_overlap_is_exact_for_one_leading_dimension(pair: tuple[Layout, Layout], distance: int) -> None:
+    first, second = pair
+    start = 8 * MIDDLE
+    answer = may_overlap(start, first, start + 8 * distance, second, 8)
+    assert answer == share(first, MIDDLE, second, MIDDLE + distance)
+
+
+@settings(max_examples=200, deadline=None)
+@given(first=layouts(), second=layouts(), distance=st.integers(-300, 300), sizes=st.sampled_from([(2, 8), (8, 2)]))
+def test_may_overlap_of_two_element_sizes(first: Layout, second: Layout, distance: int, sizes: tuple[int, int]) -> None:
+    memory = np.zeros(2048, np.uint8)
+    one, other = (
+        np.ndarray(layout.shape, f"V{size}", memory, at, [size * step for step in layout.strides])
+        for layout, at, size in zip((first, second), (1024, 1024 + distance), sizes, strict=True)
+    )
+    if np.shares_memory(one, other):
+        assert may_overlap(4096, first, 4096 + distance, second, *sizes)
+
+
+def test_column_slices_side_by_side_are_apart() -> None:
+    left, right = Layout(6, 4, Order.ROW, 9), Layout(6, 5, Order.ROW, 9)
+    assert not may_overlap(0, left, 16, right, 4)
+    assert may_overlap(0, left, 12, right, 4)
+    assert may_overlap(0, right, 16, left, 4)
+    assert not may_overlap(0, left, 4 * (5 * 9 + 4), right, 4)
+
+
+def test_orders_and_types_that_differ_are_judged_by_their_address_ranges() -> None:
+    rows, cols = Layout(2, 2, Order.ROW, 4), Layout(2, 2, Order.COLUMN, 4)
+    for other, itemsize in itertools.product((rows, cols), (4, 8)):
+        assert not may_overlap(0, rows, 24, other, 4, itemsize)
+        assert may_overlap(0, rows, 20, other, 4, itemsize)

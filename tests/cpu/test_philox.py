@@ -1,0 +1,129 @@
+"""Philox4x32-10 and the mask drawn from it, against published answers and a second implementation."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lt_runtime.problem import Philox, keep_scale, keep_threshold
+from lt_runtime.reference import dropout_mask, dropout_scale, philox4x32
+
+WORD = st.integers(0, 2**32 - 1)
+PROBABILITIES = (0.01, 0.1, 0.3, 0.5, 0.9)
+
+KNOWN_ANSWERS = [
+    # Random123, kat_vectors: counter, key, output
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def scalar_philox(counter: list[int], key: list[int]) -> list[int]:
+    """Ten rounds on Python integers: R = hi(M·c) ^ c ^ k and L = lo(M·c), the halves crossing over."""
+    (a, b, c, d), (k, j) = counter, key
+    for _ in range(10):
+        left, right = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b, c, d = (right >> 32) ^ b ^ k, right % 2**32, (left >> 32) ^ d ^ j, left % 2**32
+        k, j = (k + 0x9E3779B9) % 2**32, (j + 0xBB67AE85) % 2**32
+    return [a, b, c, d]
+
+
+def scalar_keeps(index: int, p: float, philox: Philox) -> bool:
+    """Whether dropout keeps the element with this row-major index."""
+    block, lane = divmod(index, 8)
+    words = scalar_philox(
+        [block % 2**32, block // 2**32, philox.layer, philox.step], [philox.seed % 2**32, philox.seed // 2**32]
+    )
+    bits = b"".join(word.to_bytes(4, "little") for word in words)
+    return int.from_bytes(bits[2 * lane : 2 * lane + 2], "little") < max(1, round((1 - p) * 65536))
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]) -> None:
+    assert philox4x32(np.array([counter], np.uint64), key).tolist() == [list(expected)]
+    assert scalar_philox(list(counter), list(key)) == list(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counters=st.lists(st.tuples(WORD, WORD, WORD, WORD), min_size=1, max_size=8), key=st.tuples(WORD, WORD))
+def test_counters_of_128_bits(counters: list[tuple[int, int, int, int]], key: tuple[int, int]) -> None:
+    result = philox4x32(np.array(counters, np.uint64), key)
+    assert result.dtype == np.uint32
+    assert result.tolist() == [scalar_philox(list(counter), list(key)) for counter in counters]
+
+
+def test_blocks_above_two_to_the_32_are_not_those_below() -> None:
+    low, high = philox4x32(np.array([[5, 0, 1, 2], [5, 1, 1, 2]], np.uint64), (3, 4))
+    assert (low != high).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 7), max_size=3).map(tuple),
+    p=st.floats(0, 1, exclude_max=True),
+    philox=st.builds(Philox, st.integers(0, 2**64 - 1), WORD, WORD),
+)
+def test_mask_is_the_contracts(shape: tuple[int, ...], p: float, philox: Philox) -> None:
+    mask = dropout_mask(shape, p, philox)
+    assert mask.shape == shape
+    expected = [scalar_keeps(i, p, philox) for i in range(math.prod(shape))]
+    assert mask.reshape(-1).tolist() == expected
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+def test_mask_of_a_long_row_is_that_of_a_matrix(p: float) -> None:
+    philox = Philox(2**63 + 5, 7, 2**31)
+    long = dropout_mask((3000,), p, philox)
+    assert (dropout_mask((30, 100), p, philox).reshape(-1) == long).all()
+    checked = (0, 7, 8, 1001, 2999)
+    assert [bool(long[i]) for i in checked] == [scalar_keeps(i, p, philox) for i in checked]
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+def test_expectation_is_one(p: float) -> None:
+    size = 1 << 20
+    kept = round((1 - p) * 65536) / 65536
+    factors = dropout_scale((size,), p, Philox(11, 3, 2)).reshape(-1, 8)
+    assert set(np.unique(factors)) == {0.0, float(np.float32(1 / kept))}
+    deviation = math.sqrt((1 - kept) / kept)  # of one factor
+    assert abs(factors.mean() - 1) < 5 * deviation / math.sqrt(size)
+    assert (abs(factors.mean(axis=0) - 1) < 5 * deviation / math.sqrt(size / 8)).all(), "a lane is biased"
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize("other", [Philox(2**32, 2, 3), Philox(1, 3, 3), Philox(1, 2, 4), Philox(1, 2, 3)])
+def test_masks_of_other_seeds_layers_and_steps_are_unrelated(p: float, other: Philox) -> None:
+    size = 1 << 16
+    first, second = (dropout_mask((size,), p, philox) for philox in (Philox(1, 2, 3), other))
+    agreement = float((first == second).mean())
+    if (other.seed, other.layer, other.step) == (1, 2, 3):
+        assert agreement == 1
+        return
+    kept = round((1 - p) * 65536) / 65536
+    chance = kept**2 + (1 - kept) ** 2
+    assert abs(agreement - chance) < 5 * math.sqrt(chance * (1 - chance) / size)
+
+
+def test_step_may_be_an_array() -> None:
+    step = np.array([41], np.uint32)
+    philox = Philox(1, 2, step)
+    assert (dropout_mask((64,), 0.5, philox) == dropout_mask((64,), 0.5, Philox(1, 2, 41))).all()
+    step += 1
+    assert (dropout_mask((64,), 0.5, philox) == dropout_mask((64,), 0.5, Philox(1, 2, 42))).all()
+
+
+@pytest.mark.parametrize(
+    ("p", "threshold"), [(0.0, 65536), (2.0**-16, 65535), (0.1, 58982), (0.5, 32768), (1 - 2.0**-16, 1), (1 - 1e-9, 1)]
+)
+def test_threshold_and_scale(p: float, threshold: int) -> None:
+    assert keep_threshold(p) == threshold
+    assert keep_scale(threshold) == np.float32(65536 / threshold)

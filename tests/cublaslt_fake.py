@@ -1,0 +1,104 @@
+"""Stands between the bindings and cuBLASLt: records the calls, makes one fail, does without a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from lt_runtime.cublaslt import handles, library
+
+FAILURE = 14  # INTERNAL_ERROR
+_TEXTS = ("cublasLtGetStatusName", "cublasLtGetStatusString")
+
+
+class Recorder:
+    """What `library.loaded` gives instead of the library: its functions, but for those that `stand_ins` replace.
+
+    Attributes:
+        calls: names of the functions called, in order, those that give a status' text left out.
+        fail_at: index of the call that is to fail, without being made.
+        created, destroyed: how often each address was handed out and taken back.
+    """
+
+    def __init__(self, stand_ins: Mapping[str, Callable[..., int]] | None = None) -> None:
+        self.calls: list[str] = []
+        self.fail_at: int | None = None
+        self.created: Counter[int] = Counter()
+        self.destroyed: Counter[int] = Counter()
+        self._stand_ins = dict(stand_ins or {})
+        self._real = library.loaded()
+        self.version, self.path = self._real.version, self._real.path
+
+    @classmethod
+    def install(
+        cls, monkeypatch: pytest.MonkeyPatch, stand_ins: Mapping[str, Callable[..., int]] | None = None
+    ) -> Recorder:
+        """Puts a recorder in the library's place, and no handles, for as long as the test runs."""
+        recorder = cls(stand_ins)
+        monkeypatch.setattr(library, "loaded", lambda: recorder)
+        monkeypatch.setattr(handles, "_handles", {})
+        return recorder
+
+    def function(self, name: str) -> Callable[..., Any]:
+        known = self._stand_ins.get(name) or self._real.function(name)
+        return known if name in _TEXTS else self._recorded(name, known)
+
+    def find(self, name: str) -> Callable[..., Any] | None:
+        return None if self._real.find(name) is None else self.function(name)
+
+    def _recorded(self, name: str, real: Callable[..., int]) -> Callable[..., int]:
+        def run(*arguments: Any) -> int:
+            index = len(self.calls)
+            self.calls.append(name)
+            if name.endswith("Destroy"):  # an attempt counts: whoever called must not try again
+                self.destroyed[getattr(arguments[0], "value", arguments[0])] += 1
+            if index == self.fail_at:
+                return FAILURE
+            status = real(*arguments)
+            if name.endswith("Create") and status == 0:
+                self.created[arguments[0]._obj.value] += 1
+            return status
+
+        return run
+
+    def forget(self) -> None:
+        """Starts anew, nothing failing."""
+        self.calls, self.fail_at = [], None
+        self.created.clear()
+        self.destroyed.clear()
+
+
+def creates(address: int) -> Callable[..., int]:
+    """A stand-in for cublasLtCreate, which gives one address after the other."""
+    addresses = iter(range(address, address + 1000))
+
+    def create(out: Any) -> int:
+        out._obj.value = next(addresses)
+        return 0
+
+    return create
+
+
+def succeeds(*_: Any) -> int:
+    """A stand-in that does nothing."""
+    return 0
+
+
+def offers(count: int, *, workspace_size: int = 0, states: Mapping[int, int] | None = None) -> Callable[..., int]:
+    """A stand-in for the heuristic: `count` algorithms, whose ids are 0, 1, ..."""
+
+    def query(*arguments: Any) -> int:
+        results, returned = arguments[8]._obj, arguments[9]._obj
+        given = min(count, arguments[7])
+        for index in range(given):
+            result = results[index]
+            result.algo[0] = index
+            result.workspace_size, result.waves_count = workspace_size, 1.0
+            result.state = (states or {}).get(index, 0)
+        returned.value = given
+        return 0
+
+    return query

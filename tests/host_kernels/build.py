@@ -1,0 +1,128 @@
+"""Builds kernel files into shared libraries for the CPU with g++; each is built once as long as its sources stay."""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import functools
+import hashlib
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lt_runtime.gpu.compiler import Macros, runtime_headers
+from lt_runtime.paths import kernel_sources
+
+HERE: Final = Path(__file__).resolve().parent
+SHIM: Final = HERE / "shim"
+COMPILER: Final = os.environ.get("CXX", "g++")
+
+_FLAGS: Final = (
+    *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # `#pragma unroll` is none of g++'s
+)
+_ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\(\d+\) )?(\w+)\(')
+
+
+class Sanitizer(enum.Enum):
+    """What the compiler builds into a library; its value holds the compiler's options."""
+
+    NONE = ()
+    ADDRESS = (
+        *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+        "-fsanitize-sections=shared_memory",
+    )
+    THREAD = ("-fsanitize=thread",)
+
+    @property
+    def runtime_library(self) -> str:
+        """What a program that loads such a library must have loaded before."""
+        name = {Sanitizer.ADDRESS: "libasan.so", Sanitizer.THREAD: "libtsan.so"}[self]
+        return _output_of(f"-print-file-name={name}").strip()
+
+
+BUILD_DIRECTORY: Final = "LT_HOST_BUILD_DIRECTORY"
+"""Variable that names where libraries are kept, rather than in pytest's cache."""
+
+SANITIZER: Final = Sanitizer[os.environ.get("LT_HOST_SANITIZER", "none").upper()]
+"""What this process's kernels are built with: LT_HOST_SANITIZER, "address" or "thread"."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel file and the definitions that it is compiled under.
+
+    Attributes:
+        source: a file of `cuda_src` or of this directory's `kernels`.
+    """
+
+    source: str
+    macros: Macros = ()
+
+    @property
+    def path(self) -> Path:
+        ours = kernel_sources() / self.source
+        return ours if ours.is_file() else HERE / "kernels" / self.source
+
+    @property
+    def entries(self) -> list[str]:
+        """Names of the file's kernels."""
+        return _ENTRY.findall(self.path.read_text())
+
+
+class Builder:
+    """Builds into one directory, which other processes may share."""
+
+    def __init__(self, directory: Path, sanitizer: Sanitizer = SANITIZER) -> None:
+        self._directory = directory
+        self._sanitizer = sanitizer
+
+    def library(self, variant: Variant) -> Path:
+        """The shared library with the kernels of `variant`."""
+        macros = {**dict(variant.macros), "KERNEL_FILE": f'"{variant.path.name}"'}
+        macros["ENTRIES"] = " ".join(f"EXPORT({entry})" for entry in variant.entries)
+        arguments = ["-shared", *(f"-D{name}={value}" for name, value in macros.items())]
+        return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime()])
+
+    def _runtime(self) -> list[Path]:
+        """What every library is linked with."""
+        blocks = "threads.cpp" if self._sanitizer is Sanitizer.THREAD else "fibers.cpp"
+        files = [SHIM / "launch.cpp", SHIM / blocks]
+        return [self._build(f"{file.stem}.o", ["-c"], [], [file]) for file in files]
+
+    def _build(self, name: str, arguments: Sequence[str], included: Sequence[Path], inputs: Sequence[Path]) -> Path:
+        headers = (SHIM, HERE / "kernels", kernel_sources())
+        command = [COMPILER, *_FLAGS, *self._sanitizer.value, *arguments, *(f"-I{path}" for path in headers)]
+        command += ["-isystem", runtime_headers()]
+        read = [*inputs, *included, *sorted(SHIM.glob("*.h")), *sorted(kernel_sources().glob("*.cuh"))]
+        key = _digest(command, read)
+        return _once(self._directory / f"{key}-{name}", [*command, *map(str, inputs)])
+
+
+def _digest(command: Sequence[str], files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(repr((_output_of("--version"), command)).encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _output_of(option: str) -> str:
+    return subprocess.run([COMPILER, option], check=True, capture_output=True, text=True).stdout
+
+
+def _once(target: Path, command: Sequence[str]) -> Path:
+    """Runs the command that writes `target`, unless it is there. The lock is for threads and processes alike."""
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            partial = target.with_suffix(f"{target.suffix}.partial")
+            done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+            partial.rename(target)
+    return target

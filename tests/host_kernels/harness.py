@@ -1,0 +1,107 @@
+"""Kernels on the CPU, found and launched as `lt_runtime.gpu.kernels` finds and launches them on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.kernels import THREADS
+from lt_runtime.paths import kernel_sources
+from tests.host_kernels.build import Builder, Variant
+
+FORWARD, REVERSE, SHUFFLED = 0, 1, 2
+"""Orders in which blocks and threads take their turns; larger ones are other shuffles."""
+
+Pair = tuple[int, int]
+
+
+class HostKernelError(Exception):
+    """A kernel broke a rule of CUDA's."""
+
+
+class HostKernel:
+    """A kernel built for the CPU."""
+
+    def __init__(self, library: ctypes.CDLL, entry: str) -> None:
+        self._run = library[f"run_{entry}"]
+        self._run.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 6)
+        self._run.restype = ctypes.c_char_p
+
+    def launch(
+        self,
+        grid: Pair,
+        block: Pair,
+        params: ctypes.Structure,
+        stream: int = 0,
+        batch: int = 1,
+        *,
+        order: int = FORWARD,
+    ) -> None:
+        """Runs the kernel to its end; `batch` is the grid's blocks in z.
+
+        Raises:
+            HostKernelError: threads of a block wait at different barriers, or the launch is too large.
+        """
+        if block[0] * block[1] > THREADS:
+            raise HostKernelError(f"a block of {block} exceeds the {THREADS} threads of __launch_bounds__")
+        error = self._run(ctypes.addressof(params), *grid, batch, *block, order)
+        if error is not None:
+            raise HostKernelError(error.decode())
+
+
+class HostKernels:
+    """Libraries of kernels; those announced are built in the background."""
+
+    def __init__(self, builder: Builder) -> None:
+        self._builder = builder
+        self._pool: Final = ThreadPoolExecutor(os.cpu_count())
+        self._paths: dict[Variant, Future[Path]] = {}
+        self._libraries: dict[Variant, ctypes.CDLL] = {}
+
+    def announce(self, variants: Iterable[Variant]) -> None:
+        """Starts to build what will be asked for."""
+        for variant in variants:
+            self._path(variant)
+
+    def library(self, variant: Variant) -> ctypes.CDLL:
+        """A file's kernels under the given definitions."""
+        if variant not in self._libraries:
+            self._libraries[variant] = ctypes.CDLL(str(self._path(variant).result()))
+        return self._libraries[variant]
+
+    def get(self, entry: str, macros: Macros = (), device: int = 0) -> HostKernel:
+        """Stands in for `lt_runtime.gpu.kernels.get_kernel`."""
+        return self.kernel(Variant(_sources()[entry], macros), entry)
+
+    def kernel(self, variant: Variant, entry: str) -> HostKernel:
+        """A kernel of a file, which may be one of the tests' own."""
+        return HostKernel(self.library(variant), entry)
+
+    def close(self) -> None:
+        """Ends the building of what nobody asked for."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _path(self, variant: Variant) -> Future[Path]:
+        if variant not in self._paths:
+            self._paths[variant] = self._pool.submit(self._builder.library, variant)
+        return self._paths[variant]
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    """The file of each kernel of `cuda_src`."""
+    files = sorted(file.name for file in kernel_sources().glob("*.cu"))
+    return {entry: file for file in files for entry in Variant(file).entries}
+
+
+def get_array(library: ctypes.CDLL, count: int) -> list[int]:
+    """The numbers that a library built with LAYOUT holds."""
+    function: Any = library["layout"]
+    function.restype = ctypes.POINTER(ctypes.c_size_t)
+    return list(function()[:count])

@@ -1,0 +1,42 @@
+// One kernel file as a shared library. KERNEL_FILE names it, ENTRIES holds EXPORT(...) for each of its kernels, LAYOUT
+// sizes and offsets that the tests ask for.
+#include <stddef.h>
+
+#include "shim.h"
+
+// Without a name, so that the libraries of several variants can be loaded together.
+namespace {
+#include KERNEL_FILE
+}
+
+template <class Params>
+struct Call {
+  void (*kernel)(Params);
+  const Params* params;
+};
+
+template <class Params>
+static const char* run(void (*kernel)(Params), const void* params, uint3 grid, uint3 block, unsigned order_seed) {
+  const Call<Params> call{kernel, static_cast<const Params*>(params)};
+  const auto thread = [](const void* context) {
+    const auto* c = static_cast<const Call<Params>*>(context);
+    c->kernel(*c->params);
+  };
+  return shim::run_grid(shim::Body{thread, &call}, grid, block, order_seed);
+}
+
+#define VISIBLE extern "C" __attribute__((visibility("default")))
+
+#define EXPORT(entry)                                                                                             \
+  VISIBLE const char* run_##entry(const void* params, unsigned grid_x, unsigned grid_y, unsigned grid_z,          \
+                                  unsigned block_x, unsigned block_y, unsigned order_seed) {                      \
+    return run(entry, params, uint3{grid_x, grid_y, grid_z}, uint3{block_x, block_y, 1}, order_seed);             \
+  }
+ENTRIES
+
+#ifdef LAYOUT
+VISIBLE const size_t* layout() {
+  static const size_t values[] = {LAYOUT};
+  return values;
+}
+#endif

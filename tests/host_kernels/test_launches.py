@@ -1,0 +1,158 @@
+"""The runtime's own launches of passes over a matrix, with the kernels on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lt_runtime.layout import packed
+from lt_runtime.planning import launches
+from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass
+from lt_runtime.problem import Activation, BackwardProblem, Compute, ForwardProblem, Saved, Spec
+from lt_runtime.reference import activate, derivative
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, vector
+from tests.host_kernels.cases import MORE, Drops, Shape, drops, seeds, shapes
+from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.variants import F32
+from tests.strategies import Placement, placements
+
+Array = NDArray[np.float64]
+GELU = Activation("gelu")
+UNUSED = Spec(packed(1, 1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu(host: HostKernels) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launches, "get_kernel", host.get)
+        yield
+
+
+@dataclass(frozen=True)
+class PassCase:
+    """A pass with GELU, forward or backward.
+
+    Attributes:
+        vector: whether there is a bias, or its gradient is wanted.
+        matrix: whether the pre-activation is kept, or dz is wanted.
+        flag: forward, whether the product is in y although the pre-activation is kept; backward, whether db is added
+            to what it holds.
+        places: y and z; dy and z.
+    """
+
+    shape: Shape
+    vector: bool
+    matrix: bool
+    flag: bool
+    drops: Drops | None
+    places: tuple[Placement, Placement]
+    seed: int
+
+    def factors(self) -> Array:
+        return np.ones(self.shape) if self.drops is None else self.drops.factors(self.shape)
+
+    def state(self) -> tuple[DropoutState | None, object]:
+        """What a launch needs of dropout, and what must be kept until then."""
+        return (None, None) if self.drops is None else self.drops.state()
+
+
+cases = st.builds(
+    PassCase,
+    # the longer ones are several parts to the backward pass
+    shape=st.one_of(shapes, st.tuples(st.sampled_from((64, 100, 333)), st.sampled_from((1, 10, 33)))),
+    vector=st.booleans(),
+    matrix=st.booleans(),
+    flag=st.booleans(),
+    drops=st.one_of(st.none(), drops),
+    places=st.tuples(placements, placements),
+    seed=seeds,
+)
+
+
+def run_forward(case: PassCase, source: Guarded, y: Guarded, z: Guarded, bias: Guarded) -> None:
+    problem = ForwardProblem(
+        F32,
+        Compute.FLOAT32,
+        GELU,
+        x=UNUSED,
+        w=UNUSED,
+        y=Spec(y.layout),
+        bias=16 if case.vector else None,
+        preactivation=Spec(z.layout) if case.matrix else None,
+        dropout=case.drops is not None,
+    )
+    state, _kept = case.state()
+    address = bias.address if case.vector else 0
+    ForwardPass(problem, 0).run(source.address, address, y.address, in_place=source is y, dropout=state, stream=0)
+
+
+@MORE
+@given(case=cases)
+def test_forward_pass(case: PassCase) -> None:
+    generator = np.random.default_rng(case.seed)
+    in_place = case.flag or not case.matrix
+    product = numbers(generator, case.shape, F32)
+    y, z = (Guarded(product, place) for place in case.places)
+    bias = vector(numbers(generator, case.shape[1:], F32), F32)
+    run_forward(case, y if in_place else z, y, z, bias)
+
+    added = bias.array.astype(np.float64) if case.vector else np.zeros((1, case.shape[1]))
+    sums, factors = product.astype(np.float64) + added, case.factors()
+    size = 1.0 + np.abs(product) + np.abs(added)
+    assert_close("y", y.values(), activate(sums, GELU) * factors, 10 * EPS32 * size * np.maximum(factors, 1.0))
+    assert_close("z", z.values(), product if in_place else sums, EPS32 * size)
+    bias.assert_unchanged()
+
+
+def run_backward(case: PassCase, dy: Guarded, saved: Guarded, dz: Guarded, db: Guarded) -> None:
+    problem = BackwardProblem(
+        F32,
+        Compute.FLOAT32,
+        GELU,
+        x=UNUSED,
+        w=UNUSED,
+        dy=Spec(dy.layout),
+        saved=Saved.PREACTIVATION,
+        saved_spec=Spec(saved.layout),
+        dx=None,
+        dw=None,
+        db=case.vector,
+        dropout=case.drops is not None,
+        accumulate=case.flag,
+    )
+    backward = BackwardPass(problem, 0)
+    partial = Guarded(np.full((1, max(backward.partial_bytes // 4, 1)), np.nan), FLAT, F32)
+    state, _kept = case.state()
+    backward.run(
+        dy.address, saved.address, dz.matrix if case.matrix else None, partial.address, db.address, state, stream=0
+    )
+    partial.values()
+
+
+@MORE
+@given(case=cases)
+def test_backward_pass(case: PassCase) -> None:
+    generator = np.random.default_rng(case.seed)
+    dy, saved = (Guarded(numbers(generator, case.shape, F32), place) for place in case.places)
+    dz, db = Guarded(np.zeros(case.shape), dtype=F32), vector(numbers(generator, case.shape[1:], F32), F32)
+    start = db.array[0].astype(np.float64) if case.flag else np.zeros(case.shape[1])
+    run_backward(case, dy, saved, dz, db)
+
+    factors = case.factors()
+    expected = dy.array.astype(np.float64) * derivative(saved.array, GELU) * factors
+    limit = 18 * EPS32 * np.abs(dy.array) * np.maximum(factors, 1.0) * (1.0 + np.abs(saved.array))
+    if case.matrix:
+        assert_close("dz", dz.values(), expected, limit)
+    else:
+        dz.assert_unchanged()
+    if case.vector:
+        additions = (case.shape[0] + 2) * EPS32 * (np.abs(expected).sum(axis=0) + np.abs(start))
+        assert_close("db", db.values()[0], start + expected.sum(axis=0), limit.sum(axis=0) + additions)
+    else:
+        db.assert_unchanged()

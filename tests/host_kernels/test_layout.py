@@ -1,0 +1,62 @@
+"""The structs of `cuda_src` lie in memory as `lt_runtime.gpu.params` says."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import re
+
+import pytest
+
+from lt_runtime.gpu import params
+from lt_runtime.gpu.kernels import _SOURCES
+from lt_runtime.paths import kernel_sources
+from tests.host_kernels.build import Variant
+from tests.host_kernels.harness import HostKernels, get_array
+
+STRUCTS = [
+    struct
+    for _, struct in inspect.getmembers(params, inspect.isclass)
+    if issubclass(struct, ctypes.Structure) and struct.__module__ == params.__name__
+]
+MACROS = (
+    ("SCALAR", "float"),
+    ("LABEL", "int"),
+    ("ACTIVATION", "lt::Relu"),
+    ("DROPOUT", "1"),
+    ("SAVED", "1"),
+    ("OPERAND", "float"),
+)
+
+
+def name_in_c(struct: type[ctypes.Structure]) -> str:
+    """The docstring begins with it."""
+    found = re.match(r"`(lt::\w+)`", struct.__doc__ or "")
+    assert found, f"the docstring of {struct.__name__} does not name the struct of cuda_src"
+    return found[1]
+
+
+def defining_file(struct: type[ctypes.Structure]) -> str:
+    """The first kernel file that defines the struct or includes the header that does."""
+    definition = f"struct {name_in_c(struct).removeprefix('lt::')} {{"
+    headers = [file.name for file in kernel_sources().glob("*.cuh") if definition in file.read_text()]
+    wanted = f'#include "{headers[0]}"' if headers else definition
+    return next(file.name for file in sorted(kernel_sources().glob("*.cu")) if wanted in file.read_text())
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+def test_structs_agree(host: HostKernels, struct: type[ctypes.Structure]) -> None:
+    fields = [name for name, *_ in struct._fields_]
+    c_name = name_in_c(struct)
+    members = [f"offsetof({c_name}, {field.rstrip('_')})" for field in fields]
+    layout = ", ".join([f"sizeof({c_name})", *members])
+    library = host.library(Variant(defining_file(struct), (*MACROS, ("LAYOUT", layout))))
+    expected = [ctypes.sizeof(struct), *(getattr(struct, field).offset for field in fields)]
+    assert get_array(library, len(expected)) == expected
+
+
+def test_every_kernel_is_known_to_the_runtime() -> None:
+    files = {file.name: Variant(file.name).entries for file in kernel_sources().glob("*.cu")}
+    assert {(entry, file) for file, entries in files.items() for entry in entries} == {
+        (entry, file) for entry, (file, _) in _SOURCES.items()
+    }

@@ -1,0 +1,264 @@
+"""cuBLASLt's epilogues as passes of our own, launched by the runtime, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.layout import Layout, Order
+from lt_runtime.planning import matmul_pass
+from lt_runtime.planning.call import ProductCall
+from lt_runtime.planning.matmul_pass import MatmulPass
+from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
+from lt_runtime.reference import activate, derivative
+from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
+from tests.host_kernels.cases import FEW, Shape, axes, seeds, shapes
+from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.variants import MATMUL_EPILOGUES, MatmulEpilogue
+from tests.strategies import Placement, placements
+
+Array = NDArray[np.float64]
+PITCH = 16  # bytes that a mask's rows lie a multiple of apart
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu(host: HostKernels) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul_pass, "get_kernel", host.get)
+        yield
+
+
+class Batch:
+    """Matrices stacked along the axis that is not contiguous, so that one guarded matrix holds them all."""
+
+    def __init__(self, values: NDArray[np.generic], placement: Placement, dtype: DType) -> None:
+        self.count, rows, cols = values.shape
+        self._column_major = placement.column_major
+        stacked = np.concatenate(list(values), axis=int(placement.column_major))
+        self.guarded = Guarded(stacked, placement, dtype)
+        lines, width = (cols, rows) if placement.column_major else (rows, cols)
+        pitch = width + placement.gap
+        order = Order.COLUMN if placement.column_major else Order.ROW
+        self.spec = Spec(Layout(rows, cols, order, pitch), batch_stride=lines * pitch)
+
+    @property
+    def address(self) -> int:
+        return self.guarded.address
+
+    def values(self) -> Array:
+        return np.stack(np.split(self.guarded.values(), self.count, axis=int(self._column_major)))
+
+
+class BitMask:
+    """ReLU's bits of a batch, in rows along the matrices' contiguous axis; bytes around and between are ones."""
+
+    def __init__(self, positive: NDArray[np.bool_], order: Order) -> None:
+        self._by_line = positive if order is Order.ROW else positive.swapaxes(1, 2)
+        batch, lines, bits = self._by_line.shape
+        pitch = -(-bits // 8 // PITCH) * PITCH + PITCH
+        self.bytes = np.full((batch, lines, pitch), 0xFF, np.uint8)
+        rows, cols = positive.shape[1:]
+        self.spec = Spec(Layout(rows, cols, order, 8 * pitch), batch_stride=8 * lines * pitch)
+
+    def fill(self) -> None:
+        """Writes the bits, as the library would."""
+        self.bytes[:] = self.expected()
+
+    def expected(self) -> NDArray[np.uint8]:
+        bits = np.packbits(self._by_line, axis=-1, bitorder="little")
+        filled = np.full_like(self.bytes, 0xFF)
+        filled[..., : bits.shape[-1]] = bits
+        return filled
+
+
+@dataclass(frozen=True)
+class MatmulCase:
+    batch: int
+    shape: Shape
+    k: int
+    keep: bool
+    bias: bool
+    beta: float  # of a C that lies across D; 0 where there is none
+    beta_in_memory: bool
+    d: Placement
+    operand: Placement
+    aux_gap: int
+    seed: int
+
+
+cases = st.builds(
+    MatmulCase,
+    batch=st.sampled_from((1, 1, 3)),
+    shape=shapes,
+    k=axes,
+    keep=st.booleans(),
+    bias=st.booleans(),
+    beta=st.sampled_from((0.0, 0.0, 1.0, -0.75)),
+    beta_in_memory=st.booleans(),
+    d=placements,
+    operand=placements,
+    aux_gap=st.sampled_from((0, 8)),
+    seed=seeds,
+)
+
+
+class Product:
+    """A product that is stored, with everything that an epilogue may want."""
+
+    def __init__(self, case: MatmulCase, variant: MatmulEpilogue) -> None:
+        self.case, self.variant = case, variant
+        self.generator = np.random.default_rng(case.seed)
+        self.d = self.batch((case.batch, *case.shape), variant.dtype, case.d)
+        across = replace(case.d, column_major=not case.d.column_major)
+        self.c = self.batch((case.batch, *case.shape), variant.dtype, across)
+        self.before = self.d.values() + case.beta * self.c.values()
+        self.size = 1.0 + np.abs(self.d.values()) + np.abs(self.c.values())
+        self.aux_place = Placement(case.d.column_major, case.aux_gap, 0)
+
+    def batch(self, shape: tuple[int, ...], dtype: DType, place: Placement) -> Batch:
+        return Batch(numbers(self.generator, shape, dtype), place, dtype)
+
+    def vector(self, count: int) -> Guarded:
+        return vector(numbers(self.generator, (count,), self.variant.dtype), self.variant.dtype)
+
+    def run(
+        self,
+        epilogue: Epilogue,
+        *,
+        a: Batch | None = None,
+        b: Batch | None = None,
+        of: Guarded | None = None,
+        aux: int = 0,
+        aux_spec: Spec | None = None,
+    ) -> None:
+        """Runs the pass; `of` is the bias or its gradient."""
+        (m, n), k = self.case.shape, self.case.k
+        a_spec = a.spec if a else Spec(Layout(m, k, Order.ROW, k))
+        b_spec = b.spec if b else Spec(Layout(k, n, Order.ROW, n))
+        beta = np.array([self.case.beta], np.float32)
+        problem = MatmulProblem(
+            self.variant.operand,
+            self.variant.dtype,
+            Compute.FLOAT32,
+            a_spec,
+            b_spec,
+            self.d.spec,
+            epilogue,
+            c=self.c.spec if self.case.beta else None,
+            batch=self.case.batch,
+            aux=aux_spec,
+            device_scalars=self.case.beta_in_memory,
+        )
+        call = ProductCall(
+            a=a.address if a else 0,
+            b=b.address if b else 0,
+            c=self.c.address,
+            d=self.d.address,
+            vector=of.address if of else 0,
+            aux=aux,
+            beta=beta.ctypes.data if self.case.beta_in_memory else self.case.beta,
+            stream=0,
+        )
+        MatmulPass(problem, 0).run(call)
+        self.c.guarded.assert_unchanged()
+
+    def positive(self, bias: Array) -> NDArray[np.bool_]:
+        """Whether D + β·C + bias is positive, with the kernel's roundings."""
+        d, c = (matrix.values().astype(np.float32) for matrix in (self.d, self.c))
+        sums = d + np.float32(self.case.beta) * c if self.case.beta else d
+        positive: NDArray[np.bool_] = sums + bias.astype(np.float32) > 0
+        return positive
+
+
+@pytest.mark.parametrize("variant", MATMUL_EPILOGUES, ids=str)
+@FEW
+@given(case=cases)
+def test_epilogues(variant: MatmulEpilogue, case: MatmulCase) -> None:
+    if variant.activation == "none":
+        plain = replace(case, beta=0.0)
+        check_operand_sum(Product(plain, variant), Epilogue.BGRADA if case.keep else Epilogue.BGRADB)
+        check_forward(Product(case, variant), Epilogue.BIAS if case.bias else Epilogue.NONE)
+        return
+    name = f"{variant.activation}{'_aux' if case.keep else ''}{'_bias' if case.bias else ''}"
+    check_forward(Product(case, variant), Epilogue(name))
+    check_backward(Product(case, variant), Epilogue(f"d{variant.activation}{'_bgrad' if case.bias else ''}"))
+
+
+def check_forward(product: Product, epilogue: Epilogue) -> None:
+    variant = product.variant
+    bias = product.vector(product.case.shape[1])
+    added = bias.array[0].astype(np.float64) if epilogue.has_bias else np.zeros(product.case.shape[1])
+    z = product.before + added
+    size = product.size + np.abs(added)
+    mask = BitMask(product.positive(added), product.d.spec.layout.order)
+    kept = Batch(np.zeros(z.shape), product.aux_place, variant.dtype)
+    is_mask = variant.activation == "relu"
+    address, spec = (mask.bytes.ctypes.data, mask.spec) if is_mask else (kept.address, kept.spec)
+    keeps = epilogue.has_aux_output
+    product.run(
+        epilogue,
+        of=bias if epilogue.has_bias else None,
+        aux=address if keeps else 0,
+        aux_spec=spec if keeps else None,
+    )
+    expected = activate(z, Activation(variant.activation))
+    assert_close("d", product.d.values(), expected, rounding(variant.dtype, expected) + 8 * EPS32 * size)
+    if keeps and is_mask:
+        assert np.array_equal(mask.bytes, mask.expected())
+    elif keeps:
+        assert_close("aux", kept.values(), z, rounding(variant.dtype, z) + 2 * EPS32 * size)
+    bias.assert_unchanged()
+
+
+def check_backward(product: Product, epilogue: Epilogue) -> None:
+    variant = product.variant
+    z = product.batch(product.before.shape, variant.dtype, product.aux_place)
+    values = z.values()
+    mask = BitMask(values > 0.0, product.d.spec.layout.order)
+    mask.fill()
+    is_mask = variant.activation == "relu"
+    gradient = product.vector(product.case.batch * product.case.shape[1])
+    product.run(
+        epilogue,
+        of=gradient if epilogue.has_bias_gradient else None,
+        aux=mask.bytes.ctypes.data if is_mask else z.address,
+        aux_spec=mask.spec if is_mask else z.spec,
+    )
+    expected = product.before * derivative(values, Activation(variant.activation))
+    limit = 16 * EPS32 * product.size * (1.0 + np.abs(values))
+    assert_close("d", product.d.values(), expected, rounding(variant.dtype, expected) + limit)
+    check_sums(gradient, expected, limit, written=epilogue.has_bias_gradient)
+    z.guarded.assert_unchanged()
+    assert np.array_equal(mask.bytes, mask.expected())
+
+
+def check_operand_sum(product: Product, epilogue: Epilogue) -> None:
+    case, variant = product.case, product.variant
+    (m, n), k = case.shape, case.k
+    a = product.batch((case.batch, m, k), variant.operand, case.operand)
+    b = product.batch((case.batch, k, n), variant.operand, case.operand)
+    of_a = epilogue is Epilogue.BGRADA
+    sums = product.vector(case.batch * (m if of_a else n))
+    product.run(epilogue, a=a, b=b, of=sums)
+    terms = a.values().swapaxes(1, 2) if of_a else b.values()
+    check_sums(sums, terms, np.zeros(terms.shape), written=True)
+    for operand in (a, b, product.d):
+        operand.guarded.assert_unchanged()
+
+
+def check_sums(sums: Guarded, terms: Array, limit: Array, *, written: bool) -> None:
+    """Sums over the rows of a batch of terms, each off by `limit` at most."""
+    if not written:
+        sums.assert_unchanged()
+        return
+    expected = terms.sum(axis=1)
+    tolerance = rounding(sums.dtype, expected) + limit.sum(axis=1)
+    tolerance = tolerance + terms.shape[1] * EPS32 * np.abs(terms).sum(axis=1)
+    assert_close("sums", sums.values().reshape(expected.shape), expected, tolerance)

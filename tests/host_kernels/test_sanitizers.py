@@ -1,0 +1,95 @@
+"""The tests of every kernel again, in a process of their own, with the kernels built with sanitizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.host_kernels.build import BUILD_DIRECTORY, HERE, Builder, Sanitizer
+from tests.host_kernels.probes import PROBE
+from tests.host_kernels.variants import F32, SANITIZED_BACKWARD, SANITIZED_FORWARD, SANITIZED_LOSSES, SANITIZED_MATMULS
+
+REPOSITORY = HERE.parent.parent
+LOSS_IDS = [f"{dtype}-{labels}" for dtype, labels in SANITIZED_LOSSES]
+SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are slow
+    *(f"test_epilogue_bwd.py::test_backward[{epilogue}]" for epilogue in SANITIZED_BACKWARD),
+    *(f"test_loss.py::test_mse[{loss}]" for loss in LOSS_IDS),
+    *(f"test_loss.py::test_labels_far_out_of_range[{place}-4294967297]" for place in ("apart", "in place")),
+    "test_adamw.py::test_updates",
+]
+TESTS = [
+    *SHARED_MEMORY_TESTS,
+    *(f"test_loss.py::test_cross_entropy[{loss}]" for loss in LOSS_IDS),
+    *(f"test_epilogue_fwd.py::test_forward[{epilogue}]" for epilogue in SANITIZED_FORWARD),
+    *(f"test_dropout.py::{test}[{F32}]" for test in ("test_masks_are_the_reference_s", "test_values")),
+    *(f"test_matmul_epilogue.py::test_epilogues[{epilogue}]" for epilogue in SANITIZED_MATMULS),
+    "test_dropout.py::test_factors_from_any_index_on",
+    "test_dropout.py::test_known_answers",
+    f"test_epilogue_bwd.py::test_column_sums[{F32}]",
+    "test_adamw.py::test_schedules",
+]
+
+
+def run_python(sanitizer: Sanitizer, directory: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": sanitizer.runtime_library,
+        "LT_HOST_SANITIZER": sanitizer.name.lower(),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        BUILD_DIRECTORY: str(directory),
+    }
+    command = [*without_randomization(sanitizer), sys.executable, *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+
+
+def without_randomization(sanitizer: Sanitizer) -> list[str]:
+    """ThreadSanitizer cannot do with addresses as random as some kernels make them."""
+    bits = int(Path("/proc/sys/vm/mmap_rnd_bits").read_text())
+    return ["setarch", "-R"] if sanitizer is Sanitizer.THREAD and bits > 28 else []
+
+
+def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
+    complaints = ("ERROR", "runtime error", "data race")
+    found = [complaint for complaint in complaints if complaint in done.stderr]
+    assert (done.returncode, found) == (0, []), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "tests"),
+    [(Sanitizer.ADDRESS, TESTS), (Sanitizer.THREAD, SHARED_MEMORY_TESTS)],
+    ids=["address and undefined behaviour", "threads"],
+)
+def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, tests: list[str]) -> None:
+    paths = [f"tests/host_kernels/{test}" for test in tests]
+    done = run_python(sanitizer, build_directory, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *paths])
+    assert_clean(done)
+    assert f"{len(tests)} passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "entry", "complaint"),
+    [
+        (Sanitizer.ADDRESS, "beyond_shared_memory", "AddressSanitizer: global-buffer-overflow"),
+        (Sanitizer.ADDRESS, "beyond_the_array", "AddressSanitizer: heap-buffer-overflow"),
+        (Sanitizer.ADDRESS, "misaligned_vector", "misaligned address"),
+        (Sanitizer.THREAD, "missing_barrier", "ThreadSanitizer: data race"),
+        (Sanitizer.THREAD, "divergent_barrier", "HostKernelError: divergent barrier"),
+    ],
+)
+def test_wrong_kernels_are_found(build_directory: Path, sanitizer: Sanitizer, entry: str, complaint: str) -> None:
+    library = Builder(build_directory, sanitizer).library(PROBE)
+    done = run_python(sanitizer, build_directory, ["-m", "tests.host_kernels.probes", str(library), entry])
+    assert done.returncode != 0
+    assert complaint in done.stderr
+
+
+@pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
+@pytest.mark.parametrize("entry", ["mirror", "early_return", "turns"])
+def test_right_kernels_pass(build_directory: Path, sanitizer: Sanitizer, entry: str) -> None:
+    library = Builder(build_directory, sanitizer).library(PROBE)
+    done = run_python(sanitizer, build_directory, ["-m", "tests.host_kernels.probes", str(library), entry])
+    assert_clean(done)
