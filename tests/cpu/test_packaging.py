@@ -72,5 +72,5 @@ def test_readme_asks_for_the_gpus_that_the_doctor_accepts():
 
 def test_readme_examples_run():
     examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     exec(compile("".join(examples), "README.md", "exec"), {})
