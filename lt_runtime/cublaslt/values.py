@@ -104,7 +104,7 @@ def member(kind: type[enum.IntEnum], *others: int) -> Accepted:
     values = frozenset((*map(int, kind), *others))
     names = [f"{name} ({int(value)})" for name, value in kind.__members__.items()]
     listed = ", ".join((*names, *map(str, others))) if len(names) <= 40 else f"{names[0]} to {names[-1]}"
-    return Accepted(values.__contains__, f"a {kind.__name__}: {listed}", kind)
+    return Accepted(values.__contains__, f"one of {kind.__name__}: {listed}", kind)
 
 
 def mask(kind: type[enum.IntFlag]) -> Accepted:

@@ -213,6 +213,18 @@ def test_pointers_that_are_not_set(launches: Launches, epilogue: Epilogue) -> No
     Product(attributes=attributes).launch()
 
 
+@pytest.mark.parametrize("which", range(5))
+def test_what_is_closed_between_two_launches(launches: Launches, which: int) -> None:
+    product = Product()
+    desc, layouts = product.desc(), product.layouts()
+    launch(desc, (1.0, 0.0), list(product.addresses), layouts)
+    closed: Any = [desc, *layouts][which]
+    closed.close()
+    with pytest.raises(ArgumentError, match=f"this {type(closed).__name__} is closed"):
+        launch(desc, (1.0, 0.0), list(product.addresses), layouts)
+    assert len(launches) == 1
+
+
 def test_arrays_of_pointers(launches: Launches) -> None:
     product = Product(batch={name: {"batch_count": 3} for name in "abcd"}, types=(DataType.R_16F,) * 4)
     desc, layouts = product.desc(), product.layouts()
