@@ -114,7 +114,8 @@ def test_looking_writes_nothing(tmp_path: Path):
     code = "from lt_runtime.cli import doctor; doctor.run(as_json=True)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["cache"]["path"] == str(tmp_path / "cache" / "lt_runtime")
-    assert list(tmp_path.iterdir()) == []
+    written = [path.name for path in tmp_path.iterdir()]
+    assert [name for name in written if name != ".nv"] == []  # that is the driver's own, where there is one
 
 
 def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
