@@ -169,7 +169,7 @@ ALGO_CAP: Final[Mapping[AlgoCapAttribute, Attribute]] = {
     _C.MIN_ALIGNMENT_D_BYTES: _BYTES,
     _C.POINTER_ARRAY_BATCH_SUPPORT: _FLAG,
     _C.FLOATING_POINT_EMULATION_SUPPORT: _FLAG,
-    _C.POINTER_ARRAY_GROUPED_SUPPORT: _FLAG,
+    _C.POINTER_ARRAY_GROUPED_SUPPORT: Attribute("i", nothing("it is read only"), 130200),
 }
 ARRAYS: Final = frozenset((_C.TILE_IDS, _C.STAGES_IDS))
 """The capabilities that are arrays."""

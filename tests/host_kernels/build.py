@@ -29,14 +29,23 @@ _ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([\
 
 
 class Sanitizer(enum.Enum):
-    """What the compiler builds into a library; its value holds the compiler's options."""
+    """What the compiler builds into a library."""
 
-    NONE = ()
-    ADDRESS = (
-        *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
-        "-fsanitize-sections=shared_memory",
-    )
-    THREAD = ("-fsanitize=thread",)
+    NONE = "none"
+    ADDRESS = "address"
+    THREAD = "thread"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The compiler's options."""
+        return {
+            Sanitizer.NONE: (),
+            Sanitizer.ADDRESS: (
+                *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+                "-fsanitize-sections=shared_memory",
+            ),
+            Sanitizer.THREAD: ("-fsanitize=thread",),
+        }[self]
 
     @property
     def runtime_library(self) -> str:
@@ -48,7 +57,7 @@ class Sanitizer(enum.Enum):
 BUILD_DIRECTORY: Final = "LT_HOST_BUILD_DIRECTORY"
 """Variable that names where libraries are kept, rather than in pytest's cache."""
 
-SANITIZER: Final = Sanitizer[os.environ.get("LT_HOST_SANITIZER", "none").upper()]
+SANITIZER: Final = Sanitizer(os.environ.get("LT_HOST_SANITIZER", "none"))
 """What this process's kernels are built with: LT_HOST_SANITIZER, "address" or "thread"."""
 
 
@@ -96,7 +105,7 @@ class Builder:
 
     def _build(self, name: str, arguments: Sequence[str], included: Sequence[Path], inputs: Sequence[Path]) -> Path:
         headers = (SHIM, HERE / "kernels", kernel_sources())
-        command = [COMPILER, *_FLAGS, *self._sanitizer.value, *arguments, *(f"-I{path}" for path in headers)]
+        command = [COMPILER, *_FLAGS, *self._sanitizer.options, *arguments, *(f"-I{path}" for path in headers)]
         command += ["-isystem", runtime_headers()]
         read = [*inputs, *included, *sorted(SHIM.glob("*.h")), *sorted(kernel_sources().glob("*.cuh"))]
         key = _digest(command, read)
@@ -112,7 +121,12 @@ def _digest(command: Sequence[str], files: Sequence[Path]) -> str:
 
 @functools.cache
 def _output_of(option: str) -> str:
-    return subprocess.run([COMPILER, option], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([COMPILER, option], check=True, capture_output=True, text=True, env=_own_environment()).stdout
+
+
+def _own_environment() -> dict[str, str]:
+    """Without the sanitizer that this process may have preloaded: some compilers crash under it."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
 def _once(target: Path, command: Sequence[str]) -> Path:
@@ -121,7 +135,8 @@ def _once(target: Path, command: Sequence[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             partial = target.with_suffix(f"{target.suffix}.partial")
-            done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True, check=False)
+            written = [*command, "-o", str(partial)]
+            done = subprocess.run(written, capture_output=True, text=True, check=False, env=_own_environment())
             if done.returncode != 0:
                 raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
             partial.rename(target)
