@@ -13,7 +13,6 @@ from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.matmul_pass import MatmulPass, c_lies_across
 from lt_runtime.problem import MatmulProblem
 
-_VECTOR_ALIGNMENT = 16  # below it, a bias pointer faulted in one version of the library
 _AUX_ALIGNMENT = 16
 
 
@@ -21,14 +20,14 @@ def library_may_fuse(problem: MatmulProblem) -> bool:
     """Whether cuBLASLt may be asked for the problem's epilogue.
 
     Its bias and bias gradient run along D's contiguous axis; ours always has N elements, so that only a row-major D
-    fits. Whether it supports the rest, its heuristic says.
+    fits. Whether it supports the rest, its heuristic says, and whether it gets it right, the known-bad table.
     """
     epilogue, row_major = problem.epilogue, problem.d.layout.order is Order.ROW
     if c_lies_across(problem):
         return False
     if epilogue is Epilogue.NONE:
         return True
-    if problem.vector < _VECTOR_ALIGNMENT or (problem.aux is not None and problem.aux.alignment < _AUX_ALIGNMENT):
+    if problem.aux is not None and problem.aux.alignment < _AUX_ALIGNMENT:
         return False
     if epilogue.sums_operand:
         return problem.batch == 1 and _is_read_plainly(problem)
@@ -47,9 +46,6 @@ def _is_read_plainly(problem: MatmulProblem) -> bool:
 class ProductPlan:
     """One product with its epilogue on one device, ready to launch in at most two kernels.
 
-    Attributes:
-        fused: whether the library does the epilogue.
-
     Raises:
         PlanError: the library has no algorithm even for the plain product.
     """
@@ -58,11 +54,6 @@ class ProductPlan:
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
         self._product = self._fused() or self._split()
-
-    @property
-    def fused(self) -> bool:
-        """Whether the library does the epilogue."""
-        return self._pass is None
 
     def _fused(self) -> MatmulPlan | None:
         problem = self.problem

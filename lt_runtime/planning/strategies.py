@@ -13,8 +13,6 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order
 from lt_runtime.problem import Activation, BackwardProblem, ForwardProblem, Saved
 
-_BIAS_ALIGNMENT = 16  # below it, a bias pointer faulted in one version of the library
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardStrategy:
@@ -63,11 +61,14 @@ def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
 
 
 def _can_fuse_bias(problem: ForwardProblem) -> bool:
-    """cuBLASLt's bias runs along the contiguous axis of the output; without inputs there is no product at all."""
+    """cuBLASLt's bias runs along the contiguous axis of the output; without inputs there is no product at all.
+
+    A bias that the library is known to get wrong, as one of too little alignment, the plan of the product refuses.
+    """
     target = problem.preactivation or problem.y
     if problem.x.layout.cols == 0:
         return False
-    return problem.bias is None or (target.layout.order is Order.ROW and problem.bias >= _BIAS_ALIGNMENT)
+    return problem.bias is None or target.layout.order is Order.ROW
 
 
 @dataclass(frozen=True, slots=True)
