@@ -11,6 +11,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import is_capturing
 
 ALIGNMENT: Final = 256
+MAX_TICKETS: Final = 4096
 _MIN_SCRATCH: Final = 1 << 20
 
 
@@ -39,6 +40,8 @@ class StreamMemory:
         workspace: address, 256-byte aligned.
         workspace_size: its bytes.
         zeros: address of a few zero bytes, which nothing ever writes: a β on the device.
+        tickets: address of `MAX_TICKETS` uint32 counters that are zero between kernels: a kernel counts its blocks
+            with them, and leaves them zero.
     """
 
     def __init__(self, device: int, stream: int) -> None:
@@ -47,8 +50,9 @@ class StreamMemory:
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)
         self.workspace = self._allocate(self.workspace_size)
-        self.zeros = self._allocate(ALIGNMENT)
-        call("cuMemsetD8Async", self.zeros, 0, ALIGNMENT, stream)
+        self.zeros = self._allocate(ALIGNMENT + 4 * MAX_TICKETS)
+        self.tickets = self.zeros + ALIGNMENT
+        call("cuMemsetD8Async", self.zeros, 0, ALIGNMENT + 4 * MAX_TICKETS, stream)
 
     def scratch(self, size: int) -> int:
         """Address of `size` bytes, 256-byte aligned, good until the next call.

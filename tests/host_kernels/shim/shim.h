@@ -29,6 +29,33 @@ inline unsigned atomicAdd(unsigned* address, unsigned value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 
+inline unsigned atomicInc(unsigned* address, unsigned limit) {
+  unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(address, &old, old >= limit ? 0 : old + 1, false, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
+
+// Loads and stores with a hint to the caches: streaming, and past L1.
+template <class T>
+inline T __ldcs(const T* p) {
+  return *p;
+}
+template <class T>
+inline T __ldcg(const T* p) {
+  return *p;
+}
+template <class T>
+inline void __stcs(T* p, T value) {
+  *p = value;
+}
+
+// Approximations of the special function unit.
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+
 inline float __int_as_float(int bits) {
   float value;
   memcpy(&value, &bits, sizeof(value));

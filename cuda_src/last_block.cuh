@@ -1,0 +1,22 @@
+// Which of several blocks is the last to get somewhere: what it then reads of the others' work is complete.
+#pragma once
+
+#include "vector.cuh"
+
+namespace lt {
+
+// Counts the calling block in, and says whether it completes `blocks` of them. Every thread of the block must call it, and
+// all get the same answer. What the blocks wrote to global memory before is visible to the last; it has to read that
+// past L1, with __ldcg. The counter is zero before the first and after the last, so that the next launch finds it so.
+__device__ inline bool is_last_block(uint32* ticket, uint32 blocks) {
+  __shared__ uint32 arrived;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0 && threadIdx.y == 0) arrived = atomicInc(ticket, blocks - 1);
+  __syncthreads();
+  const bool last = arrived == blocks - 1;
+  if (last) __threadfence();
+  return last;
+}
+
+}  // namespace lt
