@@ -1,6 +1,7 @@
 // AdamW over every parameter of a model in one launch. A block handles one chunk of one tensor, found in a table on
 // the device; the last block to finish advances the step. lt_runtime/reference/adamw.py holds the same update.
 
+#include "predecessor.cuh"
 #include "vector.cuh"
 
 namespace lt {
@@ -109,6 +110,7 @@ __device__ inline void finish(const AdamWParams& p, uint32 t) {
 
 extern "C" __global__ void __launch_bounds__(256) adamw(const lt::AdamWParams p) {
   using namespace lt;
+  wait_for_predecessor();
   __shared__ AdamWStep shared_step;
   const uint32 t = *p.step + 1;
   if (threadIdx.x == 0) shared_step = make_step(p, t);

@@ -1,24 +1,91 @@
-// Sums over a block's rows, always in the same order.
+// Sums over a matrix's rows, always in the same order: over a block's, then over the blocks'.
 #pragma once
 
+#include "last_block.cuh"
 #include "vector.cuh"
 
 namespace lt {
 
 constexpr int kThreads = 256;
 
-// Adds up `sums` over the threads of a block that share threadIdx.x; the result is threadIdx.y 0's. Every thread of the
-// block must call it.
-__device__ inline void sum_over_rows(Octet& sums) {
-  __shared__ float shared[kOctet][kThreads];
-  const int width = blockDim.x;
-  const int self = threadIdx.y * width + threadIdx.x;
-  for (int i = 0; i < kOctet; ++i) shared[i][self] = sums.v[i];
+// One for all uses of it in a kernel.
+__device__ inline float4* shared_octets() {
+  __shared__ float4 octets[kThreads * kOctet / 4];
+  return octets;
+}
+
+// Adds up `rows` elements of a column.
+__device__ inline float sum_column(const float* column, int stride, int rows) {
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int row = 0; row < rows; ++row) sum += column[row * stride];
+  return sum;
+}
+
+// Adds up octets over the threads of a block that share threadIdx.x, and calls `use(column, sum)` once for each of the
+// block's 8 · blockDim.x columns. Both sides of the block are powers of two. Every thread of the block must call it.
+template <class Use>
+__device__ inline void sum_over_block(const Octet& octet, Use use) {
+  constexpr int kSlice = 8;
+  float4* shared = shared_octets();
+  float* sums = &shared->x;
+  const int self = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+  const int width = blockDim.x * kOctet;
+  int rows = blockDim.y;
+  __syncthreads();  // an earlier use is over
+  shared[2 * self] = float4{octet.v[0], octet.v[1], octet.v[2], octet.v[3]};
+  shared[2 * self + 1] = float4{octet.v[4], octet.v[5], octet.v[6], octet.v[7]};
   __syncthreads();
-  if (threadIdx.y != 0) return;
-  for (int i = 0; i < kOctet; ++i) {
-    for (int y = 1; y < static_cast<int>(blockDim.y); ++y) sums.v[i] += shared[i][y * width + threadIdx.x];
+  if (rows > kSlice) {
+    // As many threads as there are add eight rows of a column each; the sum takes the place of the first, which no other
+    // thread reads.
+    rows /= kSlice;
+    sums[self] = sum_column(sums + self, rows * width, kSlice);
+    __syncthreads();
   }
+  for (int column = self; column < width; column += threads) use(column, sum_column(sums + column, width, rows));
+}
+
+// Where a sum over rows goes. The blocks of a grid's column hold a part of the rows each.
+template <class T>
+struct ColumnSum {
+  T* sum;           // (cols); absent where it is not wanted
+  float* partial;   // (gridDim.y, 8 · blockDim.x · gridDim.x), only for more than one part
+  uint32* tickets;  // one a column of the grid, zero; only for more than one part
+  int accumulate;   // add to what `sum` holds
+};
+
+template <class T>
+__device__ inline void store_sum(const ColumnSum<T>& c, int64 col, int64 cols, float sum) {
+  if (col < cols) c.sum[col] = from_float<T>(c.accumulate ? to_float(c.sum[col]) + sum : sum);
+}
+
+// Adds up what the threads of a grid's column have summed. The block that is last there adds the parts, in their order.
+template <class T>
+__device__ inline void sum_over_grid(const ColumnSum<T>& c, const Octet& octet, int64 cols) {
+  const int width = blockDim.x * kOctet;
+  const int64 pitch = static_cast<int64>(width) * gridDim.x, first = static_cast<int64>(width) * blockIdx.x;
+  if (gridDim.y == 1) {
+    sum_over_block(octet, [&](int column, float sum) { store_sum(c, first + column, cols, sum); });
+    return;
+  }
+  float* own = c.partial + blockIdx.y * pitch + first;
+  sum_over_block(octet, [&](int column, float sum) { own[column] = sum; });
+  if (!is_last_block(c.tickets + blockIdx.x, gridDim.y)) return;
+  Octet total{};
+#pragma unroll 4
+  for (int part = threadIdx.y; part < static_cast<int>(gridDim.y); part += blockDim.y) {
+    const float* p = c.partial + part * pitch + first + threadIdx.x * kOctet;
+#pragma unroll
+    for (int i = 0; i < kOctet; i += 4) {
+      const float4 quarter = __ldcg(reinterpret_cast<const float4*>(p + i));
+      total.v[i] += quarter.x;
+      total.v[i + 1] += quarter.y;
+      total.v[i + 2] += quarter.z;
+      total.v[i + 3] += quarter.w;
+    }
+  }
+  sum_over_block(total, [&](int column, float sum) { store_sum(c, first + column, cols, sum); });
 }
 
 }  // namespace lt

@@ -1,31 +1,36 @@
-// y = mask · scale · x. Backward is the same pass over dy. Compiled for one SCALAR type.
+// y = mask · scale · x. Backward is the same pass over dy. Compiled for one SCALAR type, ALIGNED (see sweep.cuh)
+// and BLOCKS, a multiprocessor's.
 
 #include "philox.cuh"
-#include "vector.cuh"
+#include "sweep.cuh"
 
 namespace lt {
 
 struct DropoutParams {
   Matrix in;
   Matrix out;  // may be `in`
-  int64 rows;
+  uint32 rows;
   int64 cols;
   Dropout dropout;
 };
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(256) dropout(const lt::DropoutParams p) {
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) dropout(const lt::DropoutParams p) {
   using namespace lt;
-  const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
-  if (col >= p.cols) return;
-  const int count = octet_count(col, p.cols);
+  const Sweep sweep(p.cols);
+  Reader<SCALAR> in(p.in, sweep);
+  Cursor<SCALAR> out(p.out, sweep);
+  uint64 index = sweep.index(p.cols);
+  const uint64 index_step = sweep.step * static_cast<uint64>(p.cols);
+  wait_for_predecessor();
+  if (sweep.count == 0) return;
   const uint32 step = dropout_step(p.dropout);
-  for (int64 row = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y; row < p.rows;
-       row += static_cast<int64>(gridDim.y) * blockDim.y) {
-    Octet x = load<SCALAR>(p.in, row, col, count);
-    const Octet factors = dropout_factors(p.dropout, step, static_cast<uint64>(row * p.cols + col));
-    for (int i = 0; i < kOctet; ++i) x.v[i] *= factors.v[i];
-    store<SCALAR>(p.out, row, col, count, x);
+  in.start(sweep.row < p.rows);
+  for (uint32 row = sweep.row; row < p.rows; row += sweep.step) {
+    Octet x = Access<SCALAR>::unpack(in.take(row + sweep.step < p.rows));
+    apply_dropout<ALIGNED>(x, p.dropout, step, index);
+    index += index_step;
+    out.store(x);
   }
 }

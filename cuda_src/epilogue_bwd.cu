@@ -1,25 +1,25 @@
-// dz = dropout'(dy) · act'(saved) and the bias gradient's partial sums, in one pass over a matrix.
-// Compiled for one SCALAR type, one ACTIVATION, what SAVED holds (0 nothing, 1 pre-activation, 2 output), and
-// DROPOUT 0 or 1.
+// dz = dropout'(dy) · act'(saved) and the bias gradient, the sum of dz over its rows, in one pass over a matrix.
+// Compiled for one SCALAR type, one ACTIVATION, what SAVED holds (0 nothing, 1 pre-activation, 2 output), DROPOUT 0 or 1,
+// how DZ is written (0 not at all, 1 as it comes, 2 transposed), ALIGNED (see sweep.cuh) and BLOCKS, a
+// multiprocessor's.
 //
-// The bias gradient is deterministic: each block sums its rows in a fixed order into `partial`, and
-// column_sum_finish adds those in a fixed order; no floating-point atomics.
+// The bias gradient is deterministic: no floating-point atomics.
 
 #include "activations.cuh"
 #include "column_sum.cuh"
 #include "philox.cuh"
-#include "vector.cuh"
+#include "sweep.cuh"
+#include "transpose.cuh"
 
 namespace lt {
 
 struct EpilogueBwdParams {
   Matrix dy;
-  Matrix saved;    // absent where SAVED is 0
-  Matrix dz;       // absent where only the bias gradient is wanted
-  float* partial;  // (gridDim.y, cols) sums over each block's rows; absent without a bias gradient
-  int64 rows;
+  Matrix saved;  // absent where SAVED is 0
+  Matrix dz;     // absent where DZ is 0; its columns are contiguous where DZ is 2
+  ColumnSum<SCALAR> db;
+  uint32 rows;
   int64 cols;
-  int64 rows_per_block;
   Dropout dropout;
   float slope;
 };
@@ -32,32 +32,44 @@ __device__ inline float derivative(float saved, float slope) { return ACTIVATION
 
 }  // namespace lt
 
-// A thread handles eight columns of a row, blockDim.x of them side by side; a block takes rows_per_block rows.
-extern "C" __global__ void __launch_bounds__(256) epilogue_bwd(const lt::EpilogueBwdParams p) {
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_bwd(const lt::EpilogueBwdParams p) {
   using namespace lt;
-  const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
-  // Threads beyond the last column stay for the barrier, with nothing to do.
-  const int count = col < p.cols ? octet_count(col, p.cols) : 0;
+  const Sweep sweep(p.cols);
+  Reader<SCALAR> dy_at(p.dy, sweep), saved_at(p.saved, sweep);
+#if DZ == 1
+  Cursor<SCALAR> dz(p.dz, sweep);
+#elif DZ == 2
+  TransposedWriter<SCALAR> dz(p.dz, p.rows, p.cols);
+#endif
+  uint64 index = sweep.index(p.cols);
+  const uint64 index_step = sweep.step * static_cast<uint64>(p.cols);
+  wait_for_predecessor();
   const uint32 step = DROPOUT ? dropout_step(p.dropout) : 0;
-  const int64 first = blockIdx.y * p.rows_per_block;
-  const int64 last = first + p.rows_per_block < p.rows ? first + p.rows_per_block : p.rows;
   Octet sums{};
-  for (int64 row = first + threadIdx.y; count > 0 && row < last; row += blockDim.y) {
-    Octet gradient = load<SCALAR>(p.dy, row, col, count);
-    if (DROPOUT) {
-      const Octet factors = dropout_factors(p.dropout, step, static_cast<uint64>(row * p.cols + col));
-      for (int i = 0; i < kOctet; ++i) gradient.v[i] *= factors.v[i];
-    }
+  // Threads beyond the last column or row stay for the barriers of the sum and of the transposition.
+  const uint32 rows = sweep.count ? p.rows : 0;
+  const uint32 end = DZ == 2 ? block_rows(p.rows) : rows;
+  dy_at.start(sweep.row < rows);
+  if (SAVED) saved_at.start(sweep.row < rows);
+  for (uint32 row = sweep.row; row < end; row += sweep.step) {
+    const bool more = row + sweep.step < rows;
+    Octet gradient = Access<SCALAR>::unpack(dy_at.take(more));
 #if SAVED
-    const Octet saved = load<SCALAR>(p.saved, row, col, count);
+    const Octet saved = Access<SCALAR>::unpack(saved_at.take(more));
+#endif
+    if (DROPOUT) apply_dropout<ALIGNED>(gradient, p.dropout, step, index);
+    index += index_step;
+#if SAVED
+#pragma unroll
     for (int i = 0; i < kOctet; ++i) gradient.v[i] *= derivative(saved.v[i], p.slope);
 #endif
-    for (int i = 0; i < kOctet; ++i) sums.v[i] += gradient.v[i];
-    if (p.dz.data) store<SCALAR>(p.dz, row, col, count, gradient);
+    if (DZ != 2 || row < rows) {
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) sums.v[i] += gradient.v[i];
+    }
+#if DZ
+    dz.store(gradient);
+#endif
   }
-  if (!p.partial) return;
-  sum_over_rows(sums);
-  if (threadIdx.y == 0 && count > 0) {
-    store<float>(Matrix{p.partial, p.cols, 1}, blockIdx.y, col, count, sums);
-  }
+  if (p.db.sum) sum_over_grid(p.db, sums, p.cols);
 }

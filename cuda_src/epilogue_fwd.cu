@@ -1,18 +1,19 @@
 // y = dropout(act(z + bias)) in one pass over a matrix, in place or not.
-// Compiled for one SCALAR type, one ACTIVATION, and DROPOUT 0 or 1.
+// Compiled for one SCALAR type, one ACTIVATION, DROPOUT 0 or 1, KEEP 0 or 1 (the pre-activation is written), ALIGNED (see
+// sweep.cuh) and BLOCKS, a multiprocessor's.
 
 #include "activations.cuh"
 #include "philox.cuh"
-#include "vector.cuh"
+#include "sweep.cuh"
 
 namespace lt {
 
 struct EpilogueFwdParams {
   Matrix in;             // the matrix product
-  Matrix preactivation;  // where z + bias is kept for backward; may be absent
+  Matrix preactivation;  // where z + bias is kept for backward; only with KEEP; may be `in`
   Matrix out;            // may be `in`
   const SCALAR* bias;    // one element a column; may be absent
-  int64 rows;
+  uint32 rows;
   int64 cols;
   Dropout dropout;
   float slope;
@@ -20,25 +21,33 @@ struct EpilogueFwdParams {
 
 }  // namespace lt
 
-// A thread handles eight columns of a row, blockDim.x of them side by side; rows are strided over the grid.
-extern "C" __global__ void __launch_bounds__(256) epilogue_fwd(const lt::EpilogueFwdParams p) {
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt::EpilogueFwdParams p) {
   using namespace lt;
-  const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
-  if (col >= p.cols) return;
-  const int count = octet_count(col, p.cols);
+  const Sweep sweep(p.cols);
+  Reader<SCALAR> in(p.in, sweep);
+  Cursor<SCALAR> out(p.out, sweep);
+#if KEEP
+  Cursor<SCALAR> kept(p.preactivation, sweep);
+#endif
+  uint64 index = sweep.index(p.cols);
+  const uint64 index_step = sweep.step * static_cast<uint64>(p.cols);
+  wait_for_predecessor();
+  if (sweep.count == 0) return;
   const uint32 step = DROPOUT ? dropout_step(p.dropout) : 0;
   Octet bias{};
-  if (p.bias) bias = load<SCALAR>(Matrix{const_cast<SCALAR*>(p.bias), 0, 1}, 0, col, count);
-  for (int64 row = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y; row < p.rows;
-       row += static_cast<int64>(gridDim.y) * blockDim.y) {
-    Octet z = load<SCALAR>(p.in, row, col, count);
+  if (p.bias) bias = load<SCALAR>(Matrix{const_cast<SCALAR*>(p.bias), 0, 1}, 0, sweep.col, sweep.count);
+  in.start(sweep.row < p.rows);
+  for (uint32 row = sweep.row; row < p.rows; row += sweep.step) {
+    Octet z = Access<SCALAR>::unpack(in.take(row + sweep.step < p.rows));
+#pragma unroll
     for (int i = 0; i < kOctet; ++i) z.v[i] += bias.v[i];
-    if (p.preactivation.data) store<SCALAR>(p.preactivation, row, col, count, z);
+#if KEEP
+    kept.store(z);
+#endif
+#pragma unroll
     for (int i = 0; i < kOctet; ++i) z.v[i] = ACTIVATION::forward(z.v[i], p.slope);
-    if (DROPOUT) {
-      const Octet factors = dropout_factors(p.dropout, step, static_cast<uint64>(row * p.cols + col));
-      for (int i = 0; i < kOctet; ++i) z.v[i] *= factors.v[i];
-    }
-    store<SCALAR>(p.out, row, col, count, z);
+    if (DROPOUT) apply_dropout<ALIGNED>(z, p.dropout, step, index);
+    index += index_step;
+    out.store(z);
   }
 }

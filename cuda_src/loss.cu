@@ -3,6 +3,7 @@
 
 #include <math_constants.h>
 
+#include "predecessor.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
 
@@ -54,6 +55,7 @@ __device__ inline void write_softmax_gradient(const CrossEntropyParams& p, int64
 
 extern "C" __global__ void __launch_bounds__(256) mse_loss(const lt::MseParams p) {
   using namespace lt;
+  wait_for_predecessor();
   __shared__ float scratch[kBlock];
   float sum = 0.0f;
   const int64 size = p.rows * p.cols;
@@ -75,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(256) mse_loss(const lt::MseParams p
 // The 1 block a multiprocessor keeps NVRTC 13.0 from spilling a register for occupancy; more fit all the same.
 extern "C" __global__ void __launch_bounds__(256, 1) cross_entropy(const lt::CrossEntropyParams p) {
   using namespace lt;
+  wait_for_predecessor();
   __shared__ float scratch[kBlock];
   for (int64 row = blockIdx.x; row < p.rows; row += gridDim.x) {
     float max = -CUDART_INF_F;
@@ -96,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) cross_entropy(const lt::Cro
 
 extern "C" __global__ void __launch_bounds__(256) loss_finish(const lt::LossFinishParams p) {
   using namespace lt;
+  wait_for_predecessor();
   __shared__ float scratch[kBlock];
   float sum = 0.0f;
   for (int64 i = threadIdx.x; i < p.parts; i += kBlock) sum += p.partial[i];

@@ -4,6 +4,7 @@
 
 #include "activations.cuh"
 #include "column_sum.cuh"
+#include "predecessor.cuh"
 #include "vector.cuh"
 
 namespace lt {
@@ -95,12 +96,21 @@ __device__ inline Octet slopes(const MatmulBackwardParams& p, const Matrix& aux,
   return out;
 }
 
+// The block's sums, into row blockIdx.z of (batch, cols). Every thread of the block must call it.
+__device__ inline void store_sums(SCALAR* sums, int64 cols, const Octet& octet) {
+  const int64 first = static_cast<int64>(blockIdx.x) * blockDim.x * kOctet;
+  sum_over_block(octet, [&](int column, float sum) {
+    if (first + column < cols) sums[blockIdx.z * cols + first + column] = from_float<SCALAR>(sum);
+  });
+}
+
 }  // namespace lt
 
 // D = act(D + β·C + bias), keeping the pre-activation or ReLU's bits.
 // One block a multiprocessor is asked for, and more fit: without the 1, NVRTC 13.0 spills a register for occupancy.
 extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::MatmulForwardParams p) {
   using namespace lt;
+  wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
   if (col >= p.cols) return;
   const int count = octet_count(col, p.cols);
@@ -124,9 +134,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::Ma
 // D = (D + β·C) · act'(aux). With a bias gradient the grid has one block in y, which sees every row.
 extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::MatmulBackwardParams p) {
   using namespace lt;
+  wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
   // Threads beyond the last column stay for the barrier, with nothing to do.
-  const int count = col < p.cols ? octet_count(col, p.cols) : 0;
+  const int count = octet_count(col, p.cols);
   const Matrix d = batch_of<SCALAR>(p.d, p.d_batch_stride), aux = batch_of<SCALAR>(p.aux, p.aux_batch_stride);
   Octet sums{};
   for (int64 row = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y; count > 0 && row < p.rows;
@@ -140,23 +151,20 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::M
     store<SCALAR>(d, row, col, count, gradient);
   }
   if (!p.bias_gradient) return;
-  sum_over_rows(sums);
-  if (threadIdx.y == 0 && count > 0) {
-    store<SCALAR>(Matrix{p.bias_gradient, p.cols, 1}, blockIdx.z, col, count, sums);
-  }
+  store_sums(p.bias_gradient, p.cols, sums);
 }
 
 // The sum of an operand over its rows; the grid has one block in y.
 extern "C" __global__ void __launch_bounds__(256) operand_sum(const lt::OperandSumParams p) {
   using namespace lt;
+  wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
-  const int count = col < p.cols ? octet_count(col, p.cols) : 0;
+  const int count = octet_count(col, p.cols);
   const Matrix operand = batch_of<OPERAND>(p.operand, p.batch_stride);
   Octet sums{};
   for (int64 row = threadIdx.y; count > 0 && row < p.rows; row += blockDim.y) {
     const Octet values = load<OPERAND>(operand, row, col, count);
     for (int i = 0; i < kOctet; ++i) sums.v[i] += values.v[i];
   }
-  sum_over_rows(sums);
-  if (threadIdx.y == 0 && count > 0) store<SCALAR>(Matrix{p.sum, p.cols, 1}, blockIdx.z, col, count, sums);
+  store_sums(p.sum, p.cols, sums);
 }

@@ -6,13 +6,15 @@
 
 namespace lt {
 
+constexpr int kRounds = 10;
+
 // Dropout as the host passes it. `step_pointer` overrides `step`, so that a captured graph can advance it.
 struct Dropout {
-  uint64 seed;
+  uint32 keys[kRounds][2];  // the seed's, one a round: read from constant memory, they cost neither registers nor additions
   const uint32* step_pointer;
   uint32 step;
   uint32 layer;
-  uint32 threshold;
+  uint32 limit;  // 65536 times the number of lanes' values that are kept, less 1
   float scale;
 };
 
@@ -20,13 +22,17 @@ struct Words {
   uint32 w[4];
 };
 
+__device__ inline Words philox_round(const Words& c, uint32 k0, uint32 k1) {
+  const uint64 p0 = 0xD2511F53ull * c.w[0];
+  const uint64 p1 = 0xCD9E8D57ull * c.w[2];
+  return Words{{static_cast<uint32>(p1 >> 32) ^ c.w[1] ^ k0, static_cast<uint32>(p1),
+                static_cast<uint32>(p0 >> 32) ^ c.w[3] ^ k1, static_cast<uint32>(p0)}};
+}
+
 __device__ inline Words philox4x32(Words c, uint32 k0, uint32 k1) {
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint64 p0 = 0xD2511F53ull * c.w[0];
-    const uint64 p1 = 0xCD9E8D57ull * c.w[2];
-    c = Words{{static_cast<uint32>(p1 >> 32) ^ c.w[1] ^ k0, static_cast<uint32>(p1),
-               static_cast<uint32>(p0 >> 32) ^ c.w[3] ^ k1, static_cast<uint32>(p0)}};
+  for (int round = 0; round < kRounds; ++round) {
+    c = philox_round(c, k0, k1);
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
@@ -36,8 +42,10 @@ __device__ inline Words philox4x32(Words c, uint32 k0, uint32 k1) {
 __device__ inline uint32 dropout_step(const Dropout& d) { return d.step_pointer ? *d.step_pointer : d.step; }
 
 __device__ inline Words dropout_words(const Dropout& d, uint32 step, uint64 block) {
-  const Words counter{{static_cast<uint32>(block), static_cast<uint32>(block >> 32), d.layer, step}};
-  return philox4x32(counter, static_cast<uint32>(d.seed), static_cast<uint32>(d.seed >> 32));
+  Words c{{static_cast<uint32>(block), static_cast<uint32>(block >> 32), d.layer, step}};
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) c = philox_round(c, d.keys[round][0], d.keys[round][1]);
+  return c;
 }
 
 // Drops the first `lanes` (0 to 7) of eight words' sixteen 16-bit lanes. A barrel shifter: every index is known at compile
@@ -57,10 +65,11 @@ __device__ inline void drop_lanes(uint32 (&w)[8], int lanes) {
   }
 }
 
-// Factors of the eight elements from row-major index `index` on. Where the row length is no multiple of eight they
+// Multiplies the eight elements from row-major index `index` on by their factors. Unless eight divides that (kWhole), they
 // straddle two calls' lanes.
-__device__ inline Octet dropout_factors(const Dropout& d, uint32 step, uint64 index) {
-  const int shift = static_cast<int>(index & 7);
+template <bool kWhole>
+__device__ inline void apply_dropout(Octet& octet, const Dropout& d, uint32 step, uint64 index) {
+  const int shift = kWhole ? 0 : static_cast<int>(index & 7);
   const Words first = dropout_words(d, step, index >> 3);
   uint32 w[8] = {first.w[0], first.w[1], first.w[2], first.w[3]};
   if (shift != 0) {
@@ -69,13 +78,12 @@ __device__ inline Octet dropout_factors(const Dropout& d, uint32 step, uint64 in
     for (int i = 0; i < 4; ++i) w[4 + i] = second.w[i];
     drop_lanes(w, shift);
   }
-  Octet out;
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
-    const uint32 lane = (w[i / 2] >> (16 * (i % 2))) & 0xFFFFu;
-    out.v[i] = lane < d.threshold ? d.scale : 0.0f;
+    // The lane in the upper half; what is below does not reach the comparison with a limit whose lower half is all ones.
+    const uint32 lane = i % 2 ? w[i / 2] : w[i / 2] << 16;
+    octet.v[i] *= lane <= d.limit ? d.scale : 0.0f;
   }
-  return out;
 }
 
 }  // namespace lt

@@ -42,63 +42,129 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// Two elements, which convert in one instruction.
 template <class T>
-struct alignas(16) Packet {
-  static constexpr int kCount = 16 / sizeof(T);
-  T v[kCount];
+struct Pair;
+template <>
+struct Pair<float> {
+  using Type = float2;
+  static __device__ float2 unpack(float2 x) { return x; }
+  static __device__ float2 pack(float2 x) { return x; }
 };
+template <>
+struct Pair<__half> {
+  using Type = __half2;
+  static __device__ float2 unpack(__half2 x) { return __half22float2(x); }
+  static __device__ __half2 pack(float2 x) { return __float22half2_rn(x); }
+};
+template <>
+struct Pair<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+  static __device__ float2 unpack(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+  static __device__ __nv_bfloat162 pack(float2 x) { return __float22bfloat162_rn(x); }
+};
+
+// Eight elements as they lie in memory, to be moved 16 bytes at a time.
+template <class T>
+struct alignas(16) Packed {
+  typename Pair<T>::Type pairs[kOctet / 2];
+};
+
+template <class T>
+__device__ inline Octet unpack(const Packed<T>& packed) {
+  Octet out;
+#pragma unroll
+  for (int i = 0; i < kOctet / 2; ++i) {
+    const float2 pair = Pair<T>::unpack(packed.pairs[i]);
+    out.v[2 * i] = pair.x;
+    out.v[2 * i + 1] = pair.y;
+  }
+  return out;
+}
+
+template <class T>
+__device__ inline Packed<T> pack(const Octet& octet) {
+  Packed<T> out;
+#pragma unroll
+  for (int i = 0; i < kOctet / 2; ++i) out.pairs[i] = Pair<T>::pack(float2{octet.v[2 * i], octet.v[2 * i + 1]});
+  return out;
+}
+
+template <class T>
+__device__ inline Packed<T> load_packed(const T* p) {
+  Packed<T> out;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(out) / sizeof(uint4)); ++i) {
+    const uint4 word = reinterpret_cast<const uint4*>(p)[i];
+    memcpy(reinterpret_cast<char*>(&out) + i * sizeof(word), &word, sizeof(word));
+  }
+  return out;
+}
+
+// Results are streamed past the caches' older contents. Operands are not: on an H200 the same hint on loads costs 3 %.
+template <class T>
+__device__ inline void store_packed(T* p, const Packed<T>& packed) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(packed) / sizeof(uint4)); ++i) {
+    uint4 word;
+    memcpy(&word, reinterpret_cast<const char*>(&packed) + i * sizeof(word), sizeof(word));
+    __stcs(reinterpret_cast<uint4*>(p) + i, word);
+  }
+}
 
 template <class T>
 __device__ inline T* element(const Matrix& m, int64 row, int64 col) {
   return static_cast<T*>(m.data) + row * m.row_stride + col * m.col_stride;
 }
 
-// 16-byte accesses need a whole octet, contiguous and aligned; anything else goes element by element.
-__device__ inline bool is_vector(const void* p, int64 stride, int count) {
-  return stride == 1 && count == kOctet && (reinterpret_cast<uint64>(p) & 15) == 0;
-}
+// How a pass moves eight elements of a row: whole and on 16 bytes, or as many of them as there are, one by one.
+template <class T>
+struct Aligned {
+  using Raw = Packed<T>;
+  static __device__ Raw load(const T* p, int64, int) { return load_packed(p); }
+  static __device__ Octet unpack(const Raw& raw) { return lt::unpack<T>(raw); }
+  static __device__ void store(T* p, int64, int, const Octet& octet) { store_packed(p, pack<T>(octet)); }
+};
 
 template <class T>
-__device__ inline Octet load(const Matrix& m, int64 row, int64 col, int count) {
-  const T* p = element<const T>(m, row, col);
-  Octet out;
-  if (is_vector(p, m.col_stride, count)) {
-    constexpr int n = Packet<T>::kCount;
+struct Scattered {
+  using Raw = Octet;
+  static __device__ Raw load(const T* p, int64 stride, int count) {
+    Octet out;
 #pragma unroll
-    for (int i = 0; i < kOctet / n; ++i) {
-      const Packet<T> packet = reinterpret_cast<const Packet<T>*>(p)[i];
-#pragma unroll
-      for (int j = 0; j < n; ++j) out.v[i * n + j] = to_float(packet.v[j]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) out.v[i] = i < count ? to_float(p[i * m.col_stride]) : 0.0f;
+    for (int i = 0; i < kOctet; ++i) out.v[i] = i < count ? to_float(p[i * stride]) : 0.0f;
+    return out;
   }
-  return out;
+  static __device__ Octet unpack(const Raw& raw) { return raw; }
+  static __device__ void store(T* p, int64 stride, int count, const Octet& octet) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      if (i < count) p[i * stride] = from_float<T>(octet.v[i]);
+    }
+  }
+};
+
+// The same, decided for each octet: for kernels that are seldom used.
+template <class T>
+__device__ inline Octet load(const Matrix& m, int64 row, int64 col, int count) {
+  const T* p = element<T>(m, row, col);
+  if (m.col_stride == 1 && count == kOctet && reinterpret_cast<uint64>(p) % 16 == 0) return unpack<T>(load_packed(p));
+  return Scattered<T>::load(p, m.col_stride, count);
 }
 
 template <class T>
 __device__ inline void store(const Matrix& m, int64 row, int64 col, int count, const Octet& octet) {
   T* p = element<T>(m, row, col);
-  if (is_vector(p, m.col_stride, count)) {
-    constexpr int n = Packet<T>::kCount;
-#pragma unroll
-    for (int i = 0; i < kOctet / n; ++i) {
-      Packet<T> packet;
-#pragma unroll
-      for (int j = 0; j < n; ++j) packet.v[j] = from_float<T>(octet.v[i * n + j]);
-      reinterpret_cast<Packet<T>*>(p)[i] = packet;
-    }
+  if (m.col_stride == 1 && count == kOctet && reinterpret_cast<uint64>(p) % 16 == 0) {
+    store_packed(p, pack<T>(octet));
   } else {
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) {
-      if (i < count) p[i * m.col_stride] = from_float<T>(octet.v[i]);
-    }
+    Scattered<T>::store(p, m.col_stride, count, octet);
   }
 }
 
 // How many of the eight columns from `col` on exist.
 __device__ inline int octet_count(int64 col, int64 cols) {
+  if (col >= cols) return 0;
   return cols - col < kOctet ? static_cast<int>(cols - col) : kOctet;
 }
 

@@ -20,11 +20,17 @@ def call(name: str, *arguments: Any) -> Any:
         status, *results = getattr(driver, name)(*arguments)
     except RuntimeError as error:  # cuda.bindings found no libcuda
         raise MissingLibraryError(f"no NVIDIA driver on this machine ({error})") from error
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise DriverError(name, int(status), status.name, _explanation(status))
+    check(name, status)
     if len(results) > 1:
         return tuple(results)
     return results[0] if results else None
+
+
+def check(name: str, status: int) -> None:
+    """Raises `DriverError` unless the driver function `name` returned success."""
+    if status != driver.CUresult.CUDA_SUCCESS:
+        result = driver.CUresult(status)
+        raise DriverError(name, int(result), result.name, _explanation(result))
 
 
 def _explanation(status: driver.CUresult) -> str:

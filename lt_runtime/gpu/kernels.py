@@ -10,9 +10,9 @@ from lt_runtime.errors import GpuError
 from lt_runtime.gpu.compiler import Macros, compile_kernel
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.launch import launch
 from lt_runtime.gpu.params import (
     AdamWParams,
-    ColumnSumParams,
     CrossEntropyParams,
     DropoutParams,
     EpilogueBwdParams,
@@ -27,11 +27,11 @@ from lt_runtime.gpu.params import (
 THREADS: Final = 256
 OCTET: Final = 8
 MAX_GRID_Y: Final = 65535
+_OVERLAP_CAPABILITY: Final = 90
 
 _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
     "epilogue_fwd": ("epilogue_fwd.cu", EpilogueFwdParams),
     "epilogue_bwd": ("epilogue_bwd.cu", EpilogueBwdParams),
-    "column_sum_finish": ("column_sum.cu", ColumnSumParams),
     "dropout": ("dropout.cu", DropoutParams),
     "matmul_forward": ("matmul_epilogue.cu", MatmulForwardParams),
     "matmul_backward": ("matmul_epilogue.cu", MatmulBackwardParams),
@@ -46,9 +46,10 @@ _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
 class Kernel:
     """A kernel loaded on one device; it keeps its module alive."""
 
-    def __init__(self, entry: str, module: Any, params: type[ctypes.Structure]) -> None:
+    def __init__(self, entry: str, module: Any, params: type[ctypes.Structure], *, overlaps: bool) -> None:
         self._module = module
-        self._function = call("cuModuleGetFunction", module, entry.encode())
+        self._function = int(call("cuModuleGetFunction", module, entry.encode()))
+        self._overlaps = overlaps
         _, size = call("cuFuncGetParamInfo", self._function, 0)
         if size != ctypes.sizeof(params):
             raise GpuError(f"{entry} takes {size} bytes of parameters, {params.__name__} has {ctypes.sizeof(params)}")
@@ -63,9 +64,7 @@ class Kernel:
             block: threads in x and y.
             batch: blocks in z.
         """
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        address = ctypes.addressof(arguments)
-        call("cuLaunchKernel", self._function, *grid, batch, *block, 1, 0, stream, address, 0)
+        launch(self._function, (*grid, batch), (*block, 1), params, stream, overlaps=self._overlaps)
 
 
 @functools.cache
@@ -76,7 +75,8 @@ def get_kernel(entry: str, macros: Macros, device: int) -> Kernel:
         CompileError, MissingLibraryError: see `compile_kernel`.
     """
     source, params = _SOURCES[entry]
-    return Kernel(entry, _load_module(source, macros, device), params)
+    overlaps = device_info(device).capability >= _OVERLAP_CAPABILITY
+    return Kernel(entry, _load_module(source, macros, device), params, overlaps=overlaps)
 
 
 @functools.cache
@@ -87,10 +87,11 @@ def _load_module(source: str, macros: Macros, device: int) -> Any:
 def tile(rows: int, cols: int) -> tuple[int, int]:
     """Threads of a block in x (eight columns each) and y (rows): as wide as the matrix asks, up to a warp."""
     octets = -(-cols // OCTET)
-    x = min(32, _next_power_of_two(octets))
-    y = min(THREADS // x, _next_power_of_two(rows))
-    return min(THREADS // y, _next_power_of_two(octets)), y
+    x = min(32, next_power_of_two(octets))
+    y = min(THREADS // x, next_power_of_two(rows))
+    return min(THREADS // y, next_power_of_two(octets)), y
 
 
-def _next_power_of_two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

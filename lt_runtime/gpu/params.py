@@ -31,16 +31,31 @@ class Matrix(ctypes.Structure):
         return cls(address, *layout.strides)
 
 
+ROUNDS: Final = 10
+"""Of Philox4x32."""
+
+
 class Dropout(ctypes.Structure):
     """`lt::Dropout`."""
 
     _fields_ = (
-        ("seed", ctypes.c_uint64),
+        ("keys", (ctypes.c_uint32 * 2) * ROUNDS),
         ("step_pointer", ctypes.c_void_p),
         ("step", ctypes.c_uint32),
         ("layer", ctypes.c_uint32),
-        ("threshold", ctypes.c_uint32),
+        ("limit", ctypes.c_uint32),
         ("scale", ctypes.c_float),
+    )
+
+
+class ColumnSum(ctypes.Structure):
+    """`lt::ColumnSum<SCALAR>`."""
+
+    _fields_ = (
+        ("sum", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("tickets", ctypes.c_void_p),
+        ("accumulate", ctypes.c_int),
     )
 
 
@@ -52,7 +67,7 @@ class EpilogueFwdParams(ctypes.Structure):
         ("preactivation", Matrix),
         ("out", Matrix),
         ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
+        ("rows", ctypes.c_uint32),
         ("cols", ctypes.c_int64),
         ("dropout", Dropout),
         ("slope", ctypes.c_float),
@@ -66,24 +81,11 @@ class EpilogueBwdParams(ctypes.Structure):
         ("dy", Matrix),
         ("saved", Matrix),
         ("dz", Matrix),
-        ("partial", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
+        ("db", ColumnSum),
+        ("rows", ctypes.c_uint32),
         ("cols", ctypes.c_int64),
-        ("rows_per_block", ctypes.c_int64),
         ("dropout", Dropout),
         ("slope", ctypes.c_float),
-    )
-
-
-class ColumnSumParams(ctypes.Structure):
-    """`lt::ColumnSumParams`."""
-
-    _fields_ = (
-        ("partial", ctypes.c_void_p),
-        ("sum", ctypes.c_void_p),
-        ("cols", ctypes.c_int64),
-        ("parts", ctypes.c_int64),
-        ("accumulate", ctypes.c_int),
     )
 
 
@@ -159,7 +161,7 @@ class DropoutParams(ctypes.Structure):
     _fields_ = (
         ("in_", Matrix),
         ("out", Matrix),
-        ("rows", ctypes.c_int64),
+        ("rows", ctypes.c_uint32),
         ("cols", ctypes.c_int64),
         ("dropout", Dropout),
     )

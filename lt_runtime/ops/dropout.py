@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Final
 
 import numpy as np
 
 from lt_runtime.arrays import Operand, on_host
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.kernels import get_kernel
+from lt_runtime.gpu.kernels import OCTET, get_kernel
 from lt_runtime.gpu.params import SCALAR, DropoutParams, Matrix
-from lt_runtime.layout import Layout
+from lt_runtime.layout import Order, packed
 from lt_runtime.ops._place import Place, check_dropout, host_dropout, host_output
 from lt_runtime.planning import DropoutState
-from lt_runtime.planning.launches import grid_for
-from lt_runtime.problem import DType, Philox
+from lt_runtime.planning.tiling import access_macros, are_aligned, sweep, wave_of
+from lt_runtime.problem import DType, Philox, Spec
+
+_ROW: Final = 2048  # elements: a block's
+_BLOCKS: Final = 6  # that a multiprocessor shall hold
+_WAVES: Final = 4
 
 
 def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, stream: Any = None) -> Any:
@@ -60,21 +65,33 @@ def _on_host(x: np.ndarray[Any, Any], p: float, rng: Philox | None, out: Any) ->
     return y
 
 
-def _layout(operand: Operand) -> Layout:
+def _spec(operand: Operand) -> Spec:
     """A matrix as it lies; anything else as one row."""
-    return operand.layout if len(operand.shape) == 2 else operand.flat_layout
+    layout = operand.layout if len(operand.shape) == 2 else operand.flat_layout
+    return Spec(layout, operand.alignment)
+
+
+def _folded(spec: Spec) -> Spec:
+    """Row-major elements without gaps, as a matrix of rows that suit the kernel, or else one: its index is the same."""
+    size = spec.layout.size
+    cols = math.gcd(size, _ROW)
+    return Spec(packed(size // cols, cols) if cols >= OCTET else packed(1, size), spec.alignment)
 
 
 def _launch(source: Operand, target: Operand, state: DropoutState, place: Place) -> None:
-    layout, target_layout = _layout(source), _layout(target)
-    if not layout.size:
+    specs = [_spec(source), _spec(target)]
+    if not specs[0].layout.size:
         return
+    if all(spec.layout.order is Order.ROW and spec.layout.extent == spec.layout.size for spec in specs):
+        specs = [_folded(spec) for spec in specs]
+    dtype, layout = DType.parse("x", source.dtype), specs[0].layout
     params = DropoutParams(
         in_=Matrix.at(source.address, layout),
-        out=Matrix.at(target.address, target_layout),
+        out=Matrix.at(target.address, specs[1].layout),
         rows=layout.rows,
         cols=layout.cols,
         dropout=state.block(),
     )
-    kernel = get_kernel("dropout", (("SCALAR", SCALAR[DType.parse("x", source.dtype)]),), place.device)
-    kernel.launch(*grid_for(layout), params, place.stream)
+    macros = ("SCALAR", SCALAR[dtype]), *access_macros(are_aligned(dtype, *specs), _BLOCKS)
+    wave = None if dtype is DType.FLOAT32 else _WAVES * wave_of(place.device, _BLOCKS)
+    get_kernel("dropout", macros, place.device).launch(*sweep(layout, wave), params, place.stream)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
-from lt_runtime.gpu.kernels import MAX_GRID_Y, OCTET, THREADS, Kernel, get_kernel, tile
-from lt_runtime.gpu.params import (
-    SCALAR,
-    ColumnSumParams,
-    Dropout,
-    EpilogueBwdParams,
-    EpilogueFwdParams,
-    Matrix,
-)
-from lt_runtime.layout import Layout
-from lt_runtime.problem import Activation, BackwardProblem, DType, ForwardProblem, Philox, Saved, keep_scale
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.kernels import OCTET, get_kernel
+from lt_runtime.gpu.params import ROUNDS, SCALAR, ColumnSum, Dropout, EpilogueBwdParams, EpilogueFwdParams, Matrix
+from lt_runtime.layout import Order
+from lt_runtime.planning.tiling import access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
+from lt_runtime.problem import Activation, BackwardProblem, DType, ForwardProblem, Philox, Saved, Spec, keep_scale
 
 ACTIVATION_NAMES: Final = {
     "none": "lt::None",
@@ -29,8 +25,17 @@ ACTIVATION_NAMES: Final = {
 }
 """The struct of `activations.cuh` for each activation."""
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
-_TARGET_BLOCKS: Final = 1024
-_MIN_ROWS_PER_BLOCK: Final = 32
+# Blocks that a multiprocessor shall hold, which bounds a thread's registers. Measured on an H200: with fewer blocks
+# memory's latency shows, with more the compiler moves the loads that were to be early to the end of the loop.
+_FORWARD_BLOCKS: Final = 5
+_BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
+
+
+@functools.lru_cache(maxsize=1024)
+def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
+    """The key of each of Philox's rounds."""
+    low, high, word = seed & 0xFFFFFFFF, seed >> 32, 0xFFFFFFFF
+    return tuple(((low + i * 0x9E3779B9) & word, (high + i * 0xBB67AE85) & word) for i in range(ROUNDS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +53,11 @@ class DropoutState:
     def block(self) -> Dropout:
         """The kernels' argument block."""
         step = 0 if self.step_address else self.philox.step
-        scale = keep_scale(self.threshold)
-        return Dropout(self.philox.seed, self.step_address, step, self.philox.layer, self.threshold, scale)
+        limit, scale = (self.threshold << 16) - 1, keep_scale(self.threshold)
+        return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)
 
 
-def _no_dropout() -> Dropout:
-    return Dropout(0, 0, 0, 0, 65536, 1.0)
-
-
-def grid_for(layout: Layout) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Grid and block of an elementwise pass over a matrix."""
-    x, y = tile(layout.rows, layout.cols)
-    return (-(-layout.cols // (OCTET * x)), min(-(-layout.rows // y), MAX_GRID_Y)), (x, y)
-
-
-def _macros(dtype: DType, activation: Activation, dropout: bool) -> tuple[tuple[str, str], ...]:
+def _macros(dtype: DType, activation: Activation, dropout: bool) -> Macros:
     return (
         ("SCALAR", SCALAR[dtype]),
         ("ACTIVATION", ACTIVATION_NAMES[activation.name]),
@@ -71,87 +66,109 @@ def _macros(dtype: DType, activation: Activation, dropout: bool) -> tuple[tuple[
 
 
 class ForwardPass:
-    """y = dropout(act(z + bias)) over one matrix, keeping z + bias where the problem asks for it."""
+    """y = dropout(act(z + bias)) over one matrix.
 
-    def __init__(self, problem: ForwardProblem, device: int) -> None:
+    Args:
+        in_place: the product is where y will be; otherwise where the problem's pre-activation is kept.
+        adds_bias: the product has no bias yet. What is kept gets it as well.
+    """
+
+    def __init__(self, problem: ForwardProblem, device: int, *, in_place: bool, adds_bias: bool) -> None:
         self._problem = problem
-        self._kernel = get_kernel("epilogue_fwd", _macros(problem.dtype, problem.activation, problem.dropout), device)
-        self._grid, self._block = grid_for(problem.y.layout)
+        self._source = problem.y if in_place or problem.preactivation is None else problem.preactivation
+        self._keeps, self._adds_bias = adds_bias and not in_place, adds_bias
+        aligned = are_aligned(problem.dtype, self._source, problem.y)
+        macros = (
+            *_macros(problem.dtype, problem.activation, problem.dropout),
+            ("KEEP", str(int(self._keeps))),
+            *access_macros(aligned, _FORWARD_BLOCKS - self._keeps),
+        )
+        self._kernel = get_kernel("epilogue_fwd", macros, device)
+        # Drawing random numbers takes a 16-bit pass longer than memory does; blocks then had better start only once.
+        busy = problem.dropout and problem.dtype is not DType.FLOAT32
+        self._tiling = sweep(problem.y.layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
 
-    def run(self, z: int, bias: int, y: int, *, in_place: bool, dropout: DropoutState | None, stream: int) -> None:
+    def run(self, z: int, bias: int, y: int, *, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`.
 
         Args:
-            z: address of the product: y's if `in_place`, otherwise the kept pre-activation's, where z + bias is
-                written if there is a bias to add.
-            bias: address, 0 if the product has it already.
+            z: address of the product.
+            bias: address; looked at only if the pass adds it.
         """
-        y_layout = self._problem.y.layout
-        output = Matrix.at(y, y_layout)
-        kept = self._problem.preactivation
-        source = output if in_place or kept is None else Matrix.at(z, kept.layout)
+        layout = self._problem.y.layout
+        source = Matrix.at(z, self._source.layout)
         params = EpilogueFwdParams(
             in_=source,
-            preactivation=source if bias and not in_place else Matrix(),
-            out=output,
-            bias=bias,
-            rows=y_layout.rows,
-            cols=y_layout.cols,
-            dropout=dropout.block() if dropout else _no_dropout(),
+            preactivation=source if self._keeps else Matrix(),
+            out=Matrix.at(y, layout),
+            bias=bias if self._adds_bias else 0,
+            rows=layout.rows,
+            cols=layout.cols,
+            dropout=dropout.block() if dropout else Dropout(),
             slope=self._problem.activation.negative_slope,
         )
-        self._kernel.launch(self._grid, self._block, params, stream)
+        self._kernel.launch(*self._tiling, params, stream)
 
 
 class BackwardPass:
-    """dz = dropout'(dy) · act'(saved), the bias gradient, or both, over one matrix."""
+    """dz = dropout'(dy) · act'(saved), the bias gradient, or both, over one matrix.
 
-    def __init__(self, problem: BackwardProblem, device: int) -> None:
-        self._problem = problem
-        layout = problem.dy.layout
-        macros = _macros(problem.dtype, problem.activation, problem.dropout)
-        self._kernel = get_kernel("epilogue_bwd", (*macros, ("SAVED", str(_SAVED[problem.saved]))), device)
-        self._finish: Kernel | None = None
-        if problem.db:
-            self._finish = get_kernel("column_sum_finish", (("SCALAR", SCALAR[problem.dtype]),), device)
-        self._block = tile(layout.rows, layout.cols)
-        columns = -(-layout.cols // (OCTET * self._block[0]))
-        # Enough blocks to fill any GPU, few enough that the partial sums stay a small part of the traffic. A function
-        # of the shape alone, so that the sum's order, and with it the bits, are the same on every GPU.
-        parts = max(1, min(_TARGET_BLOCKS // columns, layout.rows // _MIN_ROWS_PER_BLOCK))
-        self._rows_per_block = -(-layout.rows // parts)
-        self._grid = (columns, -(-layout.rows // self._rows_per_block))
+    Args:
+        dz: how it is to lie in memory; None where only the bias gradient is wanted.
+    """
+
+    def __init__(self, problem: BackwardProblem, dz: Spec | None, device: int) -> None:
+        self._problem, self._dz = problem, dz
+        transposes = dz is not None and (problem.dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
+        aligned = are_aligned(problem.dtype, problem.dy, problem.saved_spec, None if transposes else dz)
+        if dz is not None and transposes:
+            aligned = aligned and moves_vectors(dz, problem.dtype)
+        blocks = _BACKWARD_BLOCKS[problem.dtype]
+        macros = (
+            *_macros(problem.dtype, problem.activation, problem.dropout),
+            ("SAVED", str(_SAVED[problem.saved])),
+            ("DZ", str(0 if dz is None else 1 + transposes)),
+            *access_macros(aligned, blocks),
+        )
+        self._kernel = get_kernel("epilogue_bwd", macros, device)
+        wave = wave_of(device, blocks)
+        sums = problem.db or transposes
+        self._tiling = (
+            reduction(problem.dy.layout, wave, transposes=transposes) if sums else sweep(problem.dy.layout, wave)
+        )
 
     @property
     def partial_bytes(self) -> int:
         """Bytes of scratch memory for the bias gradient's partial sums."""
-        return 4 * self._grid[1] * self._problem.dy.layout.cols if self._problem.db else 0
+        (columns, parts), (x, _) = self._tiling
+        return 4 * parts * columns * x * OCTET if self._problem.db and parts > 1 else 0
 
     def run(
         self,
         dy: int,
         saved: int,
-        dz: Matrix | None,
-        partial: int,
+        dz: int,
         db: int,
+        partial: int,
+        tickets: int,
         dropout: DropoutState | None,
         stream: int,
     ) -> None:
-        """Puts the pass on `stream`; `dz` is None where only the bias gradient is wanted."""
+        """Puts the pass on `stream`.
+
+        Args:
+            partial: address of `partial_bytes`.
+            tickets: address of a zero uint32 for each block in x, which are zero again afterwards.
+        """
         problem, layout = self._problem, self._problem.dy.layout
-        saved_spec = problem.saved_spec
         params = EpilogueBwdParams(
             dy=Matrix.at(dy, layout),
-            saved=Matrix.at(saved, saved_spec.layout) if saved_spec else Matrix(),
-            dz=dz or Matrix(),
-            partial=partial if problem.db else 0,
+            saved=Matrix.at(saved, problem.saved_spec.layout) if problem.saved_spec else Matrix(),
+            dz=Matrix.at(dz, self._dz.layout) if self._dz else Matrix(),
+            db=ColumnSum(db, partial, tickets, int(problem.accumulate)) if problem.db else ColumnSum(),
             rows=layout.rows,
             cols=layout.cols,
-            rows_per_block=self._rows_per_block,
-            dropout=dropout.block() if dropout else _no_dropout(),
+            dropout=dropout.block() if dropout else Dropout(),
             slope=problem.activation.negative_slope,
         )
-        self._kernel.launch(self._grid, self._block, params, stream)
-        if self._finish is not None:
-            total = ColumnSumParams(partial, db, layout.cols, self._grid[1], int(problem.accumulate))
-            self._finish.launch((-(-layout.cols // THREADS), 1), (THREADS, 1), total, stream)
+        self._kernel.launch(*self._tiling, params, stream)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import aligned, stream_memory
-from lt_runtime.gpu.params import Matrix
 from lt_runtime.layout import Layout, Order
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass
@@ -27,7 +26,12 @@ class ForwardPlan:
         self.problem = problem
         self.device = device
         self.strategy, self._product = self._settle()
-        self._pass = ForwardPass(problem, device) if self.strategy.own_pass and problem.y.layout.size else None
+        self._pass = self._own_pass() if self.strategy.own_pass and problem.y.layout.size else None
+
+    def _own_pass(self) -> ForwardPass:
+        strategy = self.strategy
+        in_place, adds_bias = not strategy.keep_preactivation, strategy.own_bias
+        return ForwardPass(self.problem, self.device, in_place=in_place, adds_bias=adds_bias)
 
     def _settle(self) -> tuple[ForwardStrategy, MatmulPlan]:
         """The first strategy whose product cuBLASLt supports."""
@@ -63,8 +67,7 @@ class ForwardPlan:
         target = preactivation if kept else y
         self._product.run(ProductCall(x, w, target, stream, vector=product_bias), memory)
         if self._pass is not None:
-            own_bias = bias if self.strategy.own_bias else 0
-            self._pass.run(preactivation, own_bias, y, in_place=not kept, dropout=dropout, stream=stream)
+            self._pass.run(target, bias, y, dropout=dropout, stream=stream)
 
 
 class BackwardPlan:
@@ -80,7 +83,9 @@ class BackwardPlan:
         self.strategy: BackwardStrategy = backward_strategy(problem)
         self._dz = self._dz_spec()
         has_rows = problem.dy.layout.size > 0
-        self._pass = BackwardPass(problem, device) if self.strategy.own_pass and has_rows else None
+        self._pass: BackwardPass | None = None
+        if self.strategy.own_pass and has_rows:
+            self._pass = BackwardPass(problem, self._dz if self.strategy.needs_dz else None, device)
         self._dx = self._product(problem.w, problem.dx, self._dz, accumulate=False)
         self._dw = self._product(problem.x, problem.dw, self._dz.transposed, accumulate=problem.accumulate)
 
@@ -120,8 +125,7 @@ class BackwardPlan:
         with memory.lock:
             dz, partial = self._scratch(dy, dz, memory.scratch(self._scratch_bytes()))
             if self._pass is not None:
-                target = Matrix.at(dz, self._dz.layout) if self.strategy.needs_dz else None
-                self._pass.run(dy, saved, target, partial, db, dropout, stream)
+                self._pass.run(dy, saved, dz, db, partial, memory.tickets, dropout, stream)
             elif self.problem.db and not self.problem.accumulate:
                 self._zero_bias_gradient(db, stream)
             if self._dx is not None:

@@ -17,7 +17,8 @@ from lt_runtime.gpu.params import (
 )
 from lt_runtime.layout import Layout, Order
 from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.launches import ACTIVATION_NAMES, grid_for
+from lt_runtime.planning.launches import ACTIVATION_NAMES
+from lt_runtime.planning.tiling import grid_for
 from lt_runtime.problem import MatmulProblem, Spec
 
 _BITS = 8

@@ -15,10 +15,17 @@ from cuda import pathfinder
 
 from lt_runtime.errors import CompileError, GpuError, MissingLibraryError
 from lt_runtime.gpu import compiler
+from lt_runtime.gpu.compiler import Macros
 from lt_runtime.paths import CACHE_VARIABLE, cache_directory, kernel_sources
 
 ROOT = Path(__file__).parents[2]
-DROPOUT = ("dropout.cu", (("SCALAR", "float"),), "sm_90")
+
+
+def dropout_macros(kind: str) -> Macros:
+    return ("SCALAR", kind), ("ALIGNED", "1"), ("BLOCKS", "1")
+
+
+DROPOUT = ("dropout.cu", dropout_macros("float"), "sm_90")
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +88,8 @@ def test_without_the_variable_it_is_the_users(monkeypatch: pytest.MonkeyPatch, t
 def test_definitions_and_architecture_tell_kernels_apart(compiled: list[str]) -> None:
     variants = [
         DROPOUT,
-        ("dropout.cu", (("SCALAR", "__half"),), "sm_90"),
-        ("dropout.cu", (("SCALAR", "float"),), "sm_80"),
+        ("dropout.cu", dropout_macros("__half"), "sm_90"),
+        ("dropout.cu", dropout_macros("float"), "sm_80"),
     ]
     assert len({compiler.compile_kernel(*variant) for variant in variants}) == 3
     assert len(compiled) == 3
@@ -100,7 +107,7 @@ def test_an_edited_source_or_header_is_compiled_anew(
     monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
     first = compiler.compile_kernel(*DROPOUT)
     text = (sources / edited).read_text()
-    for old, new in (("0xD2511F53ull", "0xD2511F55ull"), ("x.v[i] *=", "x.v[i] +=")):
+    for old, new in (("0xD2511F53ull", "0xD2511F55ull"), ("out.store(x)", "out.store(Octet{})")):
         text = text.replace(old, new)
     (sources / edited).write_text(text)
     compiler._included_files.cache_clear()
@@ -135,7 +142,7 @@ def test_a_cache_that_cannot_be_written_to_costs_a_warning(monkeypatch: pytest.M
 
 def test_a_compile_error_carries_the_log(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CompileError, match=r"NVRTC could not compile dropout\.cu") as caught:
-        compiler.compile_kernel("dropout.cu", (("SCALAR", "quadruple"),), "sm_90")
+        compiler.compile_kernel("dropout.cu", dropout_macros("quadruple"), "sm_90")
     assert caught.value.kernel == "dropout.cu"
     assert 'identifier "quadruple" is undefined' in caught.value.log
     assert caught.value.log in str(caught.value)
@@ -152,7 +159,7 @@ def test_dead_code_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_an_architecture_that_does_not_exist() -> None:
     with pytest.raises(CompileError, match=r"dropout\.cu"):
-        compiler.compile_kernel("dropout.cu", (("SCALAR", "float"),), "sm_12345")
+        compiler.compile_kernel("dropout.cu", dropout_macros("float"), "sm_12345")
 
 
 WITHOUT_NVRTC = """

@@ -13,8 +13,11 @@ from cuda.core import Program
 
 from lt_runtime.gpu import compiler, kernels
 from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.params import SCALAR
 from lt_runtime.paths import kernel_sources
+from lt_runtime.planning import launches
 from lt_runtime.planning.launches import ACTIVATION_NAMES
+from lt_runtime.planning.tiling import access_macros
 
 F32, F16, BF16 = "float", "__half", "__nv_bfloat16"
 ENTRIES: dict[str, dict[str, type[ctypes.Structure]]] = {}
@@ -34,17 +37,26 @@ class Variant:
         return "-".join([self.source, *(value.removeprefix("lt::") for _, value in self.macros)])
 
 
-def scalar(source: str, kind: str) -> Variant:
-    return Variant(source, (("SCALAR", kind),))
+def dropping(kind: str, aligned: bool) -> Variant:
+    return Variant("dropout.cu", (("SCALAR", kind), *access_macros(aligned, 6)))
 
 
-def forward(kind: str, activation: str, dropout: int) -> Variant:
-    macros = (("SCALAR", kind), ("ACTIVATION", ACTIVATION_NAMES[activation]), ("DROPOUT", str(dropout)))
+def _epilogue(kind: str, activation: str, dropout: int) -> Macros:
+    return (("SCALAR", kind), ("ACTIVATION", ACTIVATION_NAMES[activation]), ("DROPOUT", str(dropout)))
+
+
+def forward(kind: str, activation: str, dropout: int, keep: int = 0, aligned: bool = True) -> Variant:
+    blocks = launches._FORWARD_BLOCKS - keep
+    macros = (*_epilogue(kind, activation, dropout), ("KEEP", str(keep)), *access_macros(aligned, blocks))
     return Variant("epilogue_fwd.cu", macros)
 
 
-def backward(kind: str, activation: str, dropout: int, saved: int) -> Variant:
-    return Variant("epilogue_bwd.cu", (*forward(kind, activation, dropout).macros, ("SAVED", str(saved))))
+def backward(kind: str, activation: str, dropout: int, saved: int, dz: int = 1, aligned: bool = True) -> Variant:
+    blocks = {SCALAR[dtype]: blocks for dtype, blocks in launches._BACKWARD_BLOCKS.items()}[kind]
+    written = (("SAVED", str(saved)), ("DZ", str(dz)))
+    return Variant(
+        "epilogue_bwd.cu", (*_epilogue(kind, activation, dropout), *written, *access_macros(aligned, blocks))
+    )
 
 
 def loss(kind: str, label: str) -> Variant:
@@ -58,25 +70,29 @@ def product(kind: str, operand: str, activation: str) -> Variant:
 
 HEAVIEST = [
     Variant("adamw.cu"),
-    scalar("column_sum.cu", BF16),
-    scalar("dropout.cu", F32),
+    dropping(F32, aligned=True),
     loss(BF16, "long long"),
-    forward(F32, "gelu_erf", 1),
-    backward(BF16, "gelu", 1, 1),
+    forward(F32, "gelu_erf", 1, keep=1),
+    backward(BF16, "gelu", 1, 1, dz=2),
     product(BF16, F16, "gelu"),
 ]
 """One of each source."""
 
 OTHERS = [
-    scalar("column_sum.cu", F32),
-    scalar("dropout.cu", F16),
+    dropping(F16, aligned=True),
+    dropping(F32, aligned=False),
+    dropping(BF16, aligned=False),
     loss(F32, "int"),
     forward(F16, "none", 0),
-    forward(BF16, "silu", 0),
+    forward(BF16, "silu", 0, keep=1),
+    forward(BF16, "gelu_erf", 1, keep=1),
+    *(forward(kind, "gelu_erf", 1, keep=1, aligned=False) for kind in (F32, BF16)),
     *(forward(F32, name, 1) for name in ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu")),
     backward(F32, "none", 1, 0),
     backward(F16, "none", 0, 0),
     *(backward(F32, name, 1, 1) for name in ("relu", "leaky_relu", "gelu_erf", "silu")),
+    *(backward(kind, "gelu_erf", 1, 1, dz) for kind in (F32, F16) for dz in (0, 1, 2)),
+    *(backward(kind, "gelu_erf", 1, 1, dz, aligned=False) for kind in (F32, BF16) for dz in (0, 1, 2)),
     *(backward(BF16, name, 0, 2) for name in ("relu", "sigmoid", "tanh")),
     product(F32, F32, "none"),
     product(F32, BF16, "relu"),

@@ -14,8 +14,9 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.gpu.compiler import runtime_headers
 from lt_runtime.paths import kernel_sources
-from lt_runtime.problem import DType, Philox
-from tests.gpu.helpers import Guarded
+from lt_runtime.problem import DType, Philox, keep_threshold
+from lt_runtime.reference.philox import philox4x32
+from tests.gpu.helpers import Guarded, to_host
 from tests.strategies import TYPES, Placement, generators, placements, sizes
 
 KNOWN_ANSWERS = [
@@ -66,11 +67,53 @@ def test_mask_is_the_references(
     np.testing.assert_array_equal(out.values(), expected)
 
 
-@pytest.mark.parametrize("shape", [(1000,), (3, 5, 7), (0,), (0, 4), ()])
+@pytest.mark.parametrize(
+    "shape", [(1000,), (1,), (2049,), (4096,), (1_000_003,), (7, 293), (3, 5, 7), (0,), (0, 4), ()]
+)
 def test_any_shape(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     on_gpu = lt.dropout(cp.asarray(x), 0.4, lt.Philox(9))
     np.testing.assert_array_equal(cp.asnumpy(on_gpu), lt.dropout(np.asarray(x), 0.4, lt.Philox(9)))
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("shape", [(64, 96), (333, 77), (5, 2048), (1, 9)])
+@pytest.mark.parametrize("place", [(0, 1), (1, 1), (8, 0), (1, 0)], ids=str)
+def test_gaps_and_offsets_do_not_reach_the_mask(dtype: DType, shape: tuple[int, int], place: tuple[int, int]) -> None:
+    gap, offset = place
+    x = (np.random.default_rng(1).standard_normal(shape) + 3.0).astype(dtype.numpy)
+    padded = Guarded(x, Placement(column_major=False, gap=gap, offset=offset))
+    flat = lt.dropout(cp.asarray(x), 0.3, lt.Philox(5, 6, 7))
+    apart = lt.dropout(padded.array, 0.3, lt.Philox(5, 6, 7))
+    np.testing.assert_array_equal(to_host(apart), to_host(flat))
+    lt.dropout(padded.array, 0.3, lt.Philox(5, 6, 7), out=padded.array)
+    np.testing.assert_array_equal(padded.values(), to_host(flat))
+
+
+@pytest.mark.parametrize("size", [2**31 + 3 * 2048, 2**31 + 7])
+def test_more_elements_than_31_bits_count(size: int) -> None:
+    if cp.cuda.runtime.memGetInfo()[0] < 3 * size:
+        pytest.skip("needs 6 GB of memory on the GPU")
+    bits, one, two = cp.full(size, 0x3F80, cp.uint16), 0x3F80, 0x4000  # of BF16
+    x, rng, p = bits.view(DType.BFLOAT16.numpy), lt.Philox(2**60 + 5, 2, 3), 0.5
+    assert (bits[-8:] == one).all()
+    lt.dropout(x, p, rng, out=x)
+    for start in (0, 2**31 - 4096, 2**31, size // 8 * 8 - 4096):
+        actual = cp.asnumpy(bits[start : start + 4096 + 7])
+        expected = np.where(_keeps(start, actual.size, p, rng), two, 0)
+        np.testing.assert_array_equal(actual, expected)
+    del x, bits
+    cp.get_default_memory_pool().free_all_blocks()
+
+
+def _keeps(start: int, count: int, p: float, rng: Philox) -> Any:
+    """Which of the elements from row-major index `start` on, a multiple of eight, are kept."""
+    blocks = np.arange(start // 8, (start + count + 7) // 8, dtype=np.uint64)
+    layer, step = (np.full_like(blocks, number) for number in (rng.layer, rng.step))
+    counters = np.stack([blocks & np.uint64(0xFFFFFFFF), blocks >> np.uint64(32), layer, step], axis=1)
+    words = philox4x32(counters, (rng.seed & 0xFFFFFFFF, rng.seed >> 32))
+    lanes = np.stack([words & 0xFFFF, words >> 16], axis=2).reshape(-1)
+    return lanes[:count] < keep_threshold(p)
 
 
 def test_in_place_and_without_dropout() -> None:

@@ -22,9 +22,10 @@ def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
     compiler._open_cache.cache_clear()
     try:
-        first = compiler.compile_kernel("dropout.cu", (("SCALAR", "float"),), "sm_90")
+        dropout = ("dropout.cu", (("SCALAR", "float"), ("ALIGNED", "1"), ("BLOCKS", "1")), "sm_90")
+        first = compiler.compile_kernel(*dropout)
         monkeypatch.setattr(compiler, "_compile", None)
-        assert compiler.compile_kernel("dropout.cu", (("SCALAR", "float"),), "sm_90") == first
+        assert compiler.compile_kernel(*dropout) == first
     finally:
         compiler._open_cache.cache_clear()
 
@@ -35,7 +36,7 @@ def test_tiles_fit_a_block(shape: tuple[int, int]) -> None:
     assert 1 <= x * y <= kernels.THREADS
 
 
-@pytest.mark.parametrize("shape", [(1, 3_000_000), (3_000_000, 1), (600_000, 8)])
+@pytest.mark.parametrize("shape", [(1, 3_000_000), (3_000_000, 1), (600_000, 8), (1, 3_000_001)])
 def test_very_long_matrices(shape: tuple[int, int]) -> None:
     x = cp.ones(shape, cp.float32)
     y = lt.dropout(x, 0.5, lt.Philox(1))

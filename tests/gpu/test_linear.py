@@ -21,6 +21,8 @@ Array = NDArray[Any]
 
 _TINY = 1e-6  # FP32 arithmetic of the activations, and FP16's subnormal step
 _TF32 = 2.0**-11
+_FLAT = Placement(column_major=False, gap=0, offset=0)
+_SHIFTED = Placement(column_major=False, gap=1, offset=1)
 
 
 class Data:
@@ -81,12 +83,14 @@ def _check_forward(case: LinearCase, data: Data) -> tuple[Any, Guarded]:
     return ctx, out
 
 
-def _check_backward(case: LinearCase, data: Data, ctx: Any) -> None:
-    m, k = case.m, case.k
+def _check_backward(case: LinearCase, data: Data, ctx: Any, dz_place: Placement | None = None) -> None:
+    """Checks the gradients, and the one before the activation too if it is to be written."""
+    m, n, k = case.m, case.n, case.k
     need_dx, need_dw, need_db = case.need
     dy = Guarded(data.dy, case.dy)
     dx = Guarded(np.zeros((m, k), case.dtype.numpy), case.dx)
     dw, db = Guarded(data.dw, case.dw), cp.asarray(data.db)
+    dz = Guarded(np.zeros((m, n), case.dtype.numpy), dz_place) if dz_place else None
     result = lt.linear_bwd(
         dy.array,
         ctx,
@@ -97,8 +101,11 @@ def _check_backward(case: LinearCase, data: Data, ctx: Any) -> None:
         out_dx=dx.array,
         out_dw=dw.array,
         out_db=db,
+        out_dz=dz.array if dz else None,
     )
     exact, dz_tolerance = data.gradients, _dz_tolerance(case, data)
+    if dz is not None:
+        assert_close("dz", dz.values(), exact.dz, dz_tolerance + 2 * EPSILON[case.dtype] * np.abs(exact.dz))
     assert (result.dx is None, result.dw is None) == (not need_dx, not need_dw)
     assert (result.db is None) == (not (need_db and case.bias))
     if need_dx:
@@ -128,11 +135,10 @@ def test_linear_agrees_with_reference(case: LinearCase, examples: Counter[str]) 
 
 
 def _case(**changes: Any) -> LinearCase:
-    flat = Placement(column_major=False, gap=0, offset=0)
     standard: dict[str, Any] = {
         "m": 64, "n": 48, "k": 40, "dtype": DType.FLOAT32, "compute": "float32", "activation": lt.Activation(),
         "bias": True, "dropout": 0.0, "rng": lt.Philox(), "accumulate": False, "need": (True, True, True),
-        "keep_z": False, "x": flat, "w": flat, "y": flat, "dy": flat, "dx": flat, "dw": flat, "data_seed": 0,
+        "keep_z": False, "x": _FLAT, "w": _FLAT, "y": _FLAT, "dy": _FLAT, "dx": _FLAT, "dw": _FLAT, "data_seed": 0,
     }  # fmt: skip
     return LinearCase(**{**standard, **changes})
 
@@ -145,6 +151,55 @@ def test_every_activation_type_and_dropout(activation: str, dtype: DType, dropou
     data = Data(case)
     ctx, _ = _check_forward(case, data)
     _check_backward(case, data, ctx)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize(("m", "n"), [(64, 96), (33, 77), (40, 1), (1, 264), (2048, 264)])
+@pytest.mark.parametrize("dy", [_FLAT, _SHIFTED], ids=["flat", "shifted"])
+@pytest.mark.parametrize(
+    "dz", [Placement(True, 0, 0), Placement(True, 8, 8), Placement(True, 3, 1), _SHIFTED],
+    ids=["transposed", "transposed, gaps", "transposed, shifted", "shifted"],
+)  # fmt: skip
+def test_dz_lies_as_it_is_wanted(dtype: DType, m: int, n: int, dy: Placement, dz: Placement) -> None:
+    gelu, rng = lt.Activation("gelu"), lt.Philox(2**50 + 1, 4, 9)
+    case = _case(m=m, n=n, dtype=dtype, activation=gelu, dropout=0.2, rng=rng, accumulate=True, dy=dy)
+    data = Data(case)
+    ctx, _ = _check_forward(case, data)
+    _check_backward(case, data, ctx, dz)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("activation", ["tanh", "silu"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("n", "place"), [(77, _FLAT), (77, _SHIFTED), (80, _SHIFTED)])
+def test_rows_off_16_bytes(dtype: DType, activation: str, accumulate: bool, n: int, place: Placement) -> None:
+    case = _case(
+        **dict.fromkeys(("x", "w", "y", "dy", "dx", "dw"), place),
+        n=n,
+        dtype=dtype,
+        activation=lt.Activation(activation),
+        dropout=0.3,
+        rng=lt.Philox(17, 1, 2),
+        accumulate=accumulate,
+        keep_z=True,
+    )
+    data = Data(case)
+    ctx, _ = _check_forward(case, data)
+    _check_backward(case, data, ctx)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("need", [(False, False, True), (True, True, True)], ids=["db", "all"])
+@pytest.mark.parametrize(("m", "n"), [(100_000, 24), (513, 40), (512, 3000), (3001, 515)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_bias_gradients_over_many_rows(
+    dtype: DType, need: tuple[bool, bool, bool], m: int, n: int, accumulate: bool
+) -> None:
+    case = _case(m=m, n=n, k=8, dtype=dtype, activation=lt.Activation("gelu"), need=need, accumulate=accumulate)
+    data = Data(case)
+    ctx, _ = _check_forward(case, data)
+    for _ in range(2):  # the counters of the blocks are as they were
+        _check_backward(case, data, ctx)
 
 
 @pytest.mark.parametrize("empty", ["m", "n", "k"])
@@ -205,12 +260,11 @@ def test_propagate_nan() -> None:
     assert cp.isnan(lt.linear(x, w, activation="relu", propagate_nan=True)).all()
 
 
-def test_runs_are_bitwise_equal() -> None:
+@pytest.mark.parametrize(("m", "n", "k"), [(300, 100, 200), (100_000, 24, 8)])
+def test_runs_are_bitwise_equal(m: int, n: int, k: int) -> None:
     generator = np.random.default_rng(2)
-    x, w, dy = (
-        cp.asarray(generator.standard_normal(s).astype(np.float32)) for s in ((300, 200), (100, 200), (300, 100))
-    )
-    bias = cp.asarray(generator.standard_normal(100).astype(np.float32))
+    x, w, dy = (cp.asarray(generator.standard_normal(s).astype(np.float32)) for s in ((m, k), (n, k), (m, n)))
+    bias = cp.asarray(generator.standard_normal(n).astype(np.float32))
 
     def run() -> list[bytes]:
         y, ctx = lt.linear_fwd(x, w, bias, activation="silu", dropout=0.2, rng=lt.Philox(3))

@@ -1,4 +1,4 @@
-"""What the property tests draw: shapes, tilings, dropout, orders of execution."""
+"""What the property tests draw: shapes, placements that suit a kernel, tilings, dropout, orders of execution."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from lt_runtime.gpu.kernels import OCTET
 from lt_runtime.gpu.params import Dropout
-from lt_runtime.layout import packed
-from lt_runtime.planning.launches import DropoutState, grid_for
-from lt_runtime.problem import Philox, keep_threshold
+from lt_runtime.planning.launches import DropoutState
+from lt_runtime.planning.tiling import Tiling
+from lt_runtime.problem import DType, Philox, keep_threshold
 from lt_runtime.reference import dropout_scale
 from tests.host_kernels.build import SANITIZER, Sanitizer
-from tests.strategies import generators
+from tests.strategies import Placement, generators
 
 Shape = tuple[int, int]
 Pair = tuple[int, int]
@@ -27,7 +27,8 @@ _PHASES = (Phase.explicit,) if SANITIZER is Sanitizer.THREAD else tuple(Phase)
 FEW: Final = settings(max_examples=30, deadline=None, phases=_PHASES)
 MORE: Final = settings(max_examples=30 if SANITIZER is Sanitizer.ADDRESS else 100, deadline=None, phases=_PHASES)
 
-NO_DROPOUT: Final = Dropout(threshold=65536, scale=1.0)
+NO_DROPOUT: Final = Dropout()
+VECTOR_BYTES: Final = 16
 
 axes = st.one_of(st.just(1), st.integers(1, 40), st.sampled_from((8, 16, 64, 65, 96, 131)))
 shapes = st.tuples(axes, st.one_of(axes, st.sampled_from((257, 264))))
@@ -35,29 +36,45 @@ orders = st.integers(0, 5)
 seeds = st.integers(0, 2**32 - 1)
 
 
+def suit_shape(shape: Shape, *, aligned: bool) -> Shape:
+    """The shape, with rows of whole octets if it has to be aligned."""
+    rows, cols = shape
+    return (rows, -(-cols // OCTET) * OCTET) if aligned else shape
+
+
+def suit_place(
+    place: Placement, shape: Shape, dtype: DType, *, aligned: bool, column_major: bool | None = None
+) -> Placement:
+    """The placement in the given order, with lines that begin on 16 bytes if it has to be aligned.
+
+    Args:
+        column_major: None leaves the order as it is, or row-major where aligned.
+    """
+    order = place.column_major and not aligned if column_major is None else column_major
+    if not aligned:
+        return Placement(order, place.gap, place.offset)
+    step, width = VECTOR_BYTES // dtype.itemsize, shape[0] if order else shape[1]
+    return Placement(order, -width % step + step * place.gap, step * place.offset)
+
+
 @dataclass(frozen=True)
-class Tiling:
-    """A block's threads in x and y, and the grid's blocks in y; None leaves all of it to the runtime."""
+class Blocks:
+    """A block's threads in x and y, both powers of two, and the grid's blocks in y."""
 
     block: Pair
     blocks_y: int
 
-    def grid(self, shape: Shape) -> tuple[Pair, Pair]:
+    def tiling(self, shape: Shape) -> Tiling:
         """Grid and block that cover a matrix."""
-        return (columns_of_blocks(shape[1], self.block), self.blocks_y), self.block
+        return Tiling((-(-shape[1] // (OCTET * self.block[0])), self.blocks_y), self.block)
 
 
-blocks = st.sampled_from(((1, 1), (1, 7), (3, 5), (32, 8), (2, 128), (16, 16), (256, 1), (5, 51)))
-tilings = st.one_of(st.none(), st.builds(Tiling, blocks, st.integers(1, 4)))
-
-
-def columns_of_blocks(cols: int, block: Pair) -> int:
-    return -(-cols // (OCTET * block[0]))
-
-
-def launch_shape(shape: Shape, tiling: Tiling | None) -> tuple[Pair, Pair]:
-    """Grid and block."""
-    return grid_for(packed(*shape)) if tiling is None else tiling.grid(shape)
+_TALL = ((1, 8), (2, 128), (4, 16), (8, 32), (16, 16), (32, 8), (1, 256))
+tall_blocks = st.builds(Blocks, st.sampled_from(_TALL), st.integers(1, 5))
+"""For kernels that transpose: eight rows of threads at least."""
+blocks = st.one_of(
+    tall_blocks, st.builds(Blocks, st.sampled_from(((1, 1), (8, 1), (2, 4), (64, 2), (256, 1))), st.integers(1, 5))
+)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,29 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.params import Dropout, DropoutParams
-from lt_runtime.problem import DType, Philox, keep_scale, keep_threshold
+from lt_runtime.layout import packed
+from lt_runtime.planning.launches import DropoutState
+from lt_runtime.planning.tiling import sweep
+from lt_runtime.problem import Philox, keep_scale, keep_threshold
 from lt_runtime.reference import dropout_mask
 from lt_runtime.reference.philox import philox4x32
 from tests.host_kernels.arrays import Guarded, assert_close, numbers, rounding
 from tests.host_kernels.build import Variant
-from tests.host_kernels.cases import MORE, Drops, Shape, Tiling, drops, launch_shape, orders, seeds, shapes, tilings
+from tests.host_kernels.cases import (
+    MORE,
+    Blocks,
+    Drops,
+    Shape,
+    blocks,
+    drops,
+    orders,
+    seeds,
+    shapes,
+    suit_place,
+    suit_shape,
+)
 from tests.host_kernels.harness import HostKernels
-from tests.host_kernels.variants import TYPES, scalar_macros
+from tests.host_kernels.variants import DROPPING, Dropping
 from tests.strategies import Placement, generators, placements
 
 PROBE = Variant("dropout_probe.cu")
@@ -65,15 +80,18 @@ def test_words_are_the_reference_s(host: HostKernels, seed: int) -> None:
     assert np.array_equal(words_of(host, counters, np.tile(key, (5, 1))), expected)
 
 
+@pytest.mark.parametrize(("entry", "multiple"), [("dropout_probe", 1), ("whole_dropout_probe", 8)])
 @MORE
 @given(philox=generators, indices=st.lists(st.integers(0, 2**64 - 16), min_size=1, max_size=8))
-def test_factors_from_any_index_on(host: HostKernels, philox: Philox, indices: list[int]) -> None:
+def test_factors_from_any_index_on(
+    host: HostKernels, entry: str, multiple: int, philox: Philox, indices: list[int]
+) -> None:
     threshold = keep_threshold(0.5)
+    indices = [index // multiple * multiple for index in indices]
     starts = np.array(indices, np.uint64)
     factors = np.full((len(indices), 8), np.nan, np.float32)
-    block = Dropout(philox.seed, 0, philox.step, philox.layer, threshold, keep_scale(threshold))
-    params = DropoutProbeParams(block, starts.ctypes.data, factors.ctypes.data)
-    host.kernel(PROBE, "dropout_probe").launch((len(indices), 1), (1, 1), params)
+    params = DropoutProbeParams(DropoutState(threshold, philox).block(), starts.ctypes.data, factors.ctypes.data)
+    host.kernel(PROBE, entry).launch((len(indices), 1), (1, 1), params)
     expected = [[lane_of(philox, index + i) < threshold for i in range(8)] for index in indices]
     assert np.array_equal(factors, np.where(expected, keep_scale(threshold), 0.0))
 
@@ -86,53 +104,67 @@ def lane_of(philox: Philox, index: int) -> int:
 
 
 def run_dropout(
-    host: HostKernels,
-    x: Guarded,
-    out: Guarded,
-    case: Drops,
-    tiling: Tiling | None,
-    order: int,
+    host: HostKernels, variant: Dropping, x: Guarded, out: Guarded, case: Drops, blocks: Blocks | None, order: int
 ) -> None:
     state, step = case.state()
     rows, cols = x.array.shape
     params = DropoutParams(x.matrix, out.matrix, rows, cols, state.block())
-    grid, block = launch_shape((rows, cols), tiling)
-    host.get("dropout", scalar_macros(x.dtype)).launch(grid, block, params, order=order)
+    tiling = blocks.tiling((rows, cols)) if blocks else sweep(packed(rows, cols), None)
+    host.get("dropout", variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.philox.step
 
 
+@pytest.mark.parametrize("variant", DROPPING, ids=str)
 @MORE
-@pytest.mark.parametrize("dtype", TYPES)
-@given(shape=shapes, case=drops, tiling=tilings, order=orders, place=placements)
+@given(shape=shapes, case=drops, blocks=st.one_of(st.none(), blocks), order=orders, place=placements)
 def test_masks_are_the_reference_s(
-    host: HostKernels, dtype: DType, shape: Shape, case: Drops, tiling: Tiling | None, order: int, place: Placement
+    host: HostKernels,
+    variant: Dropping,
+    shape: Shape,
+    case: Drops,
+    blocks: Blocks | None,
+    order: int,
+    place: Placement,
 ) -> None:
-    ones, out = Guarded(np.ones(shape), place, dtype), Guarded(np.full(shape, 7.0), place, dtype)
-    run_dropout(host, ones, out, case, tiling, order)
-    scale = np.array(keep_scale(keep_threshold(case.p))).astype(dtype.numpy)
+    shape = suit_shape(shape, aligned=variant.aligned)
+    place = suit_place(place, shape, variant.dtype, aligned=variant.aligned)
+    ones, out = (Guarded(np.full(shape, value), place, variant.dtype) for value in (1.0, 7.0))
+    run_dropout(host, variant, ones, out, case, blocks, order)
+    scale = np.array(keep_scale(keep_threshold(case.p))).astype(variant.dtype.numpy)
     expected = np.where(dropout_mask(shape, case.p, case.philox), scale, np.zeros_like(scale))
     assert np.array_equal(out.values(), expected.astype(np.float64))
     ones.assert_unchanged()
 
 
+@pytest.mark.parametrize("variant", DROPPING, ids=str)
 @MORE
-@pytest.mark.parametrize("dtype", TYPES)
-@given(data=st.data(), shape=shapes, case=drops, tiling=tilings, seed=seeds, in_place=st.booleans())
+@given(
+    shape=shapes,
+    case=drops,
+    blocks=st.one_of(st.none(), blocks),
+    order=orders,
+    places=st.tuples(placements, placements),
+    in_place=st.booleans(),
+    seed=seeds,
+)
 def test_values(
     host: HostKernels,
-    dtype: DType,
-    data: st.DataObject,
+    variant: Dropping,
     shape: Shape,
     case: Drops,
-    tiling: Tiling | None,
-    seed: int,
+    blocks: Blocks | None,
+    order: int,
+    places: tuple[Placement, Placement],
     in_place: bool,
+    seed: int,
 ) -> None:
-    x: NDArray[Any] = numbers(np.random.default_rng(seed), shape, dtype)
-    source = Guarded(x, data.draw(placements))
-    out = source if in_place else Guarded(np.zeros(shape), data.draw(placements), dtype)
-    run_dropout(host, source, out, case, tiling, data.draw(orders))
+    shape = suit_shape(shape, aligned=variant.aligned)
+    x: NDArray[Any] = numbers(np.random.default_rng(seed), shape, variant.dtype)
+    at, apart = (suit_place(place, shape, variant.dtype, aligned=variant.aligned) for place in places)
+    source = Guarded(x, at)
+    out = source if in_place else Guarded(np.zeros(shape), apart, variant.dtype)
+    run_dropout(host, variant, source, out, case, blocks, order)
     expected = x.astype(np.float64) * case.factors(shape)
-    assert_close("y", out.values(), expected, 2 * rounding(dtype, expected))
+    assert_close("y", out.values(), expected, 2 * rounding(variant.dtype, expected))
     if not in_place:
         source.assert_unchanged()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,63 +10,92 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.gpu.kernels import THREADS, tile
-from lt_runtime.gpu.params import ColumnSumParams, EpilogueBwdParams, Matrix
+from lt_runtime.gpu.kernels import OCTET
+from lt_runtime.gpu.params import ColumnSum, EpilogueBwdParams, Matrix
+from lt_runtime.layout import packed
+from lt_runtime.planning.launches import DropoutState
+from lt_runtime.planning.tiling import Tiling, reduction
 from lt_runtime.problem import Activation, DType, Philox, Saved, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import (
     FEW,
-    MORE,
     NO_DROPOUT,
+    Blocks,
     Drops,
-    Pair,
     Shape,
-    axes,
     blocks,
-    columns_of_blocks,
     drops,
     orders,
     seeds,
     shapes,
+    suit_place,
+    suit_shape,
+    tall_blocks,
 )
 from tests.host_kernels.harness import REVERSE, HostKernels
-from tests.host_kernels.variants import BACKWARD_EPILOGUES, F32, TYPES, Epilogue, scalar_macros
+from tests.host_kernels.variants import BACKWARD_EPILOGUES, F32, Backward
 from tests.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-SPECIAL = np.array([[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, 300.0, -300.0, 1e30, -1e30]], np.float32)
+WAVE = 6  # blocks, of a small GPU
+# sixteen columns, which both ways to load take
+SPECIAL = np.array(
+    [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 16.0, -16.0, 1e15, 1e30, -1e30, 3e38, -3e38]],
+    np.float32,
+)
 
 
 @dataclass(frozen=True)
 class BackwardCase:
     shape: Shape
-    wanted: str  # "dz", "db" or "both"
+    sums: bool  # the bias gradient is wanted; always where dz is not
+    accumulate: bool  # to what it holds
+    sum_offset: int
     in_place: bool  # dz over dy
     slope: float
     drops: Drops
-    block: Pair | None  # None leaves it to the runtime
-    rows_per_block: int
+    blocks: Blocks | None  # None leaves them to the runtime
+    tall_blocks: Blocks  # instead, where the variant transposes
     order: int
     dy: Placement
     saved: Placement
     dz: Placement
     seed: int
 
-    @property
-    def parts(self) -> int:
-        return -(-self.shape[0] // self.rows_per_block)
+    def suited(self, variant: Backward) -> BackwardCase:
+        """The nearest case that the variant takes."""
+        shape, dtype, aligned = suit_shape(self.shape, aligned=variant.aligned), variant.dtype, variant.aligned
+        dy, saved = (suit_place(place, shape, dtype, aligned=aligned) for place in (self.dy, self.saved))
+        dz = suit_place(self.dz, shape, dtype, aligned=aligned, column_major=True if variant.transposes else None)
+        return replace(
+            self,
+            shape=shape,
+            sums=self.sums or variant.dz == 0,
+            in_place=self.in_place and variant.dz == 1,
+            blocks=self.tall_blocks if self.blocks and variant.transposes else self.blocks,
+            dy=dy,
+            saved=saved,
+            dz=dz,
+        )
+
+    def tiling(self, variant: Backward) -> Tiling:
+        if self.blocks:
+            return self.blocks.tiling(self.shape)
+        return reduction(packed(*self.shape), WAVE, transposes=variant.transposes)
 
 
 cases = st.builds(
     BackwardCase,
     shape=shapes,
-    wanted=st.sampled_from(("dz", "db", "both", "both")),
+    sums=st.sampled_from((True, True, False)),
+    accumulate=st.booleans(),
+    sum_offset=st.integers(0, 3),
     in_place=st.booleans(),
     slope=st.sampled_from((0.01, 0.25, 1.5, -0.5)),
     drops=drops,
-    block=st.one_of(st.none(), blocks),
-    rows_per_block=axes,
+    blocks=st.one_of(st.none(), blocks),
+    tall_blocks=tall_blocks,
     order=orders,
     dy=placements,
     saved=placements,
@@ -80,45 +109,62 @@ class Operands:
     dy: Guarded
     saved: Guarded
     dz: Guarded | None
-    partial: Guarded | None
+    db: Guarded
+    partial: Guarded
+    tickets: Guarded
 
     @classmethod
-    def of(cls, case: BackwardCase, variant: Epilogue) -> Operands:
-        generator = np.random.default_rng(case.seed)
-        dy = Guarded(numbers(generator, case.shape, variant.dtype), case.dy)
-        z = numbers(generator, case.shape, variant.dtype)
+    def of(cls, case: BackwardCase, variant: Backward) -> Operands:
+        generator, dtype = np.random.default_rng(case.seed), variant.dtype
+        dy = Guarded(numbers(generator, case.shape, dtype), case.dy)
+        z = numbers(generator, case.shape, dtype)
         if variant.saved is Saved.OUTPUT:
             z = activate(z, Activation(variant.activation))
-        apart = Guarded(np.zeros(case.shape), case.dz, variant.dtype)
-        partial = Guarded(np.full((case.parts, case.shape[1]), np.nan), dtype=F32)
+        apart = Guarded(np.zeros(case.shape), case.dz, dtype)
+        start = numbers(generator, case.shape[1:], dtype)
+        (columns, parts), (x, _) = case.tiling(variant)
         return cls(
             dy=dy,
-            saved=Guarded(z, case.saved, variant.dtype),
-            dz=None if case.wanted == "db" else dy if case.in_place else apart,
-            partial=None if case.wanted == "dz" else partial,
+            saved=Guarded(z, case.saved, dtype),
+            dz=None if variant.dz == 0 else dy if case.in_place else apart,
+            db=vector(start if case.accumulate else np.full(case.shape[1], np.nan), dtype, case.sum_offset),
+            partial=Guarded(np.full((parts, columns * x * OCTET), np.nan), dtype=F32),
+            tickets=vector(np.zeros(columns), F32),
         )
 
+    @property
+    def written(self) -> list[Guarded]:
+        """Operands that hold results."""
+        return [self.db] if self.dz is None else [self.db, self.dz]
 
-def launch(host: HostKernels, variant: Epilogue, case: BackwardCase, operands: Operands, order: int) -> None:
+    def column_sum(self, case: BackwardCase, parts: int) -> ColumnSum:
+        """Where the bias gradient goes; scratch memory only for several parts."""
+        if not case.sums:
+            return ColumnSum()
+        scratch = (self.partial.address, self.tickets.address) if parts > 1 else (0, 0)
+        return ColumnSum(self.db.address, *scratch, int(case.accumulate))
+
+
+def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: Operands, order: int) -> None:
     state, step = case.drops.state()
+    tiling = case.tiling(variant)
     params = EpilogueBwdParams(
         dy=operands.dy.matrix,
         saved=Matrix() if variant.saved is Saved.NOTHING else operands.saved.matrix,
         dz=operands.dz.matrix if operands.dz else Matrix(),
-        partial=operands.partial.address if operands.partial else 0,
+        db=operands.column_sum(case, tiling.grid[1]),
         rows=case.shape[0],
         cols=case.shape[1],
-        rows_per_block=case.rows_per_block,
         dropout=state.block() if variant.dropout else NO_DROPOUT,
         slope=case.slope,
     )
-    block = case.block or tile(*case.shape)
-    grid = (columns_of_blocks(case.shape[1], block), case.parts)
-    host.get("epilogue_bwd", variant.macros).launch(grid, block, params, order=order)
+    host.get("epilogue_bwd", variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.drops.philox.step
+    operands.partial.values()
+    operands.tickets.assert_unchanged()  # zero again
 
 
-def expected_slopes(variant: Epilogue, saved: Array, slope: float) -> Array:
+def expected_slopes(variant: Backward, saved: Array, slope: float) -> Array:
     """act' from what was saved."""
     if variant.saved is Saved.NOTHING:
         return np.ones_like(saved)
@@ -132,7 +178,7 @@ def expected_slopes(variant: Epilogue, saved: Array, slope: float) -> Array:
     return from_output[variant.activation]
 
 
-def expected_gradient(variant: Epilogue, case: BackwardCase, dy: Array, saved: Array) -> tuple[Array, Array]:
+def expected_gradient(variant: Backward, case: BackwardCase, dy: Array, saved: Array) -> tuple[Array, Array]:
     """dz before it is rounded, and how far off it may be."""
     dz = dy * expected_slopes(variant, saved, case.slope)
     size = np.abs(dy) * max(1.0, abs(case.slope)) * (1.0 + np.abs(saved))
@@ -142,95 +188,77 @@ def expected_gradient(variant: Epilogue, case: BackwardCase, dy: Array, saved: A
     return dz, 16 * EPS32 * size
 
 
-def by_part(values: Array, rows_per_block: int) -> Array:
-    """Sums over the rows of each block."""
-    starts = np.arange(0, len(values), rows_per_block)
-    return np.add.reduceat(values, starts, axis=0)
+EXAMPLE = BackwardCase(
+    shape=(20, 130),
+    sums=True,
+    accumulate=True,
+    sum_offset=0,
+    in_place=False,
+    slope=0.25,
+    drops=Drops(0.5, Philox(1), step_in_memory=True),
+    blocks=Blocks((4, 8), 2),
+    tall_blocks=Blocks((4, 8), 2),
+    order=0,
+    dy=FLAT,
+    saved=FLAT,
+    dz=FLAT,
+    seed=0,
+)
+"""Blocks of the grid's column wait for each other, and go over several rows."""
 
 
 @pytest.mark.parametrize("variant", BACKWARD_EPILOGUES, ids=str)
 @FEW
-@example(
-    case=BackwardCase(
-        shape=(20, 130),
-        wanted="both",
-        in_place=False,
-        slope=0.25,
-        drops=Drops(0.5, Philox(1), step_in_memory=True),
-        block=None,
-        rows_per_block=16,
-        order=0,
-        dy=FLAT,
-        saved=FLAT,
-        dz=FLAT,
-        seed=0,
-    )
-)
-@given(case=cases)
-def test_backward(host: HostKernels, variant: Epilogue, case: BackwardCase) -> None:
+@example(drawn=EXAMPLE)
+@given(drawn=cases)
+def test_backward(host: HostKernels, variant: Backward, drawn: BackwardCase) -> None:
+    case = drawn.suited(variant)
     operands = Operands.of(case, variant)
     dy, saved = (operand.array.astype(np.float64) for operand in (operands.dy, operands.saved))
+    start = operands.db.array[0].astype(np.float64) if case.accumulate else np.zeros(case.shape[1])
     launch(host, variant, case, operands, case.order)
     expected, tolerance = expected_gradient(variant, case, dy, saved)
     if operands.dz is not None:
         assert_close("dz", operands.dz.values(), expected, rounding(variant.dtype, expected) + tolerance)
-    if operands.partial is not None:
+    if case.sums:
+        total = start + expected.sum(axis=0)
         # each addition may be off by half a unit of a sum that is at most the sum of magnitudes
-        additions = case.rows_per_block * EPS32 * by_part(np.abs(expected), case.rows_per_block)
-        limit = by_part(tolerance, case.rows_per_block) + additions
-        assert_close("partial", operands.partial.values(), by_part(expected, case.rows_per_block), limit)
+        additions = (case.shape[0] + 2) * EPS32 * (np.abs(start) + np.abs(expected).sum(axis=0))
+        limit = rounding(variant.dtype, total) + tolerance.sum(axis=0) + additions
+        assert_close("db", operands.db.values()[0], total, limit)
+    else:
+        operands.db.assert_unchanged()
     operands.saved.assert_unchanged()
     if operands.dz is not operands.dy:
         operands.dy.assert_unchanged()
 
 
+@pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.activation == "gelu"], ids=str)
 @FEW
-@given(case=cases)
-def test_the_order_of_execution_does_not_reach_the_bits(host: HostKernels, case: BackwardCase) -> None:
-    variant = Epilogue(F32, "gelu", dropout=True, saved=Saved.PREACTIVATION)
+@example(drawn=EXAMPLE)
+@given(drawn=cases)
+def test_the_order_of_execution_does_not_reach_the_bits(
+    host: HostKernels, variant: Backward, drawn: BackwardCase
+) -> None:
+    case = drawn.suited(variant)
     runs = []
     for order in (0, REVERSE, 2 + case.order):
         operands = Operands.of(case, variant)
         launch(host, variant, case, operands, order)
-        written = [operand for operand in (operands.dz, operands.partial) if operand is not None]
-        runs.append(b"".join(operand.array.tobytes() for operand in written))
+        runs.append(b"".join(operand.array.tobytes() for operand in operands.written))
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.saved is Saved.PREACTIVATION], ids=str)
-def test_special_values(host: HostKernels, variant: Epilogue) -> None:
+@pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.saved is Saved.PREACTIVATION and v.dz], ids=str)
+def test_special_values(host: HostKernels, variant: Backward) -> None:
     saved = Guarded(SPECIAL.clip(-3e4, 3e4) if variant.dtype is DType.FLOAT16 else SPECIAL, dtype=variant.dtype)
-    dy, dz = (Guarded(np.full(SPECIAL.shape, value), dtype=variant.dtype) for value in (1.0, 0.0))
+    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
+    dy = Guarded(np.ones(SPECIAL.shape), dtype=variant.dtype)
+    dz = Guarded(np.zeros(SPECIAL.shape), place, dtype=variant.dtype)
     cols = SPECIAL.shape[1]
-    params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, 0, 1, cols, 1, NO_DROPOUT, 0.25)
-    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 1), params)
-    expected = derivative(saved.array, Activation(variant.activation, 0.25))
+    keeps_all = DropoutState(65536, Philox()).block()
+    params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), 1, cols, keeps_all, 0.25)
+    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 8), params)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = derivative(saved.array, Activation(variant.activation, 0.25))
     assert_close("dz", dz.values(), expected, rounding(variant.dtype, expected) + 16 * EPS32)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@MORE
-@given(
-    parts=axes,
-    cols=st.one_of(axes, st.sampled_from((255, 256, 257, 600))),
-    accumulate=st.booleans(),
-    offset=st.integers(0, 3),
-    order=orders,
-    seed=seeds,
-)
-def test_column_sums(
-    host: HostKernels, dtype: DType, parts: int, cols: int, accumulate: bool, offset: int, order: int, seed: int
-) -> None:
-    generator = np.random.default_rng(seed)
-    partial = Guarded(numbers(generator, (parts, cols), F32))
-    total = vector(numbers(generator, (cols,), dtype) if accumulate else np.full(cols, np.nan), dtype, offset)
-    before = total.array[0].astype(np.float64) if accumulate else np.zeros(cols)
-    params = ColumnSumParams(partial.address, total.address, cols, parts, int(accumulate))
-    grid = (-(-cols // THREADS), 1)
-    host.get("column_sum_finish", scalar_macros(dtype)).launch(grid, (THREADS, 1), params, order=order)
-
-    terms = np.vstack([before, partial.array.astype(np.float64)])
-    expected, magnitude = terms.sum(axis=0), np.abs(terms).sum(axis=0)
-    tolerance = rounding(dtype, expected) + 2 * parts * EPS32 * magnitude
-    assert_close("sum", total.values()[0], expected, tolerance)
-    partial.assert_unchanged()

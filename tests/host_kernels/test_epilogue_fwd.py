@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,27 +12,34 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.params import EpilogueFwdParams, Matrix
-from lt_runtime.problem import ACTIVATIONS, Activation, DType, keep_scale, keep_threshold
+from lt_runtime.layout import packed
+from lt_runtime.planning.tiling import sweep
+from lt_runtime.problem import Activation, keep_scale, keep_threshold
 from lt_runtime.reference import activate
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import (
     FEW,
     NO_DROPOUT,
+    Blocks,
     Drops,
     Shape,
-    Tiling,
+    blocks,
     drops,
-    launch_shape,
     orders,
     seeds,
     shapes,
-    tilings,
+    suit_place,
+    suit_shape,
 )
-from tests.host_kernels.harness import HostKernels
-from tests.host_kernels.variants import F32, FORWARD_EPILOGUES, Epilogue
+from tests.host_kernels.harness import REVERSE, HostKernels
+from tests.host_kernels.variants import F32, FORWARD_EPILOGUES, Forward
 from tests.strategies import Placement, placements
 
-SPECIAL = np.array([[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, 300.0, -300.0, 1e30]], np.float32)
+# sixteen columns, which both ways to load take
+SPECIAL = np.array(
+    [[np.nan, 0.0, -0.0, 40.0, -40.0, 1e-30, -1e-30, 300.0, -300.0, 1e15, -1e15, 1e30, -1e30, 3e38, -3e38, np.inf]],
+    np.float32,
+)
 
 
 @dataclass(frozen=True)
@@ -40,16 +47,25 @@ class ForwardCase:
     shape: Shape
     bias: bool
     bias_offset: int
-    kept: str  # the pre-activation: "absent", "apart", or "in place" of the product
+    kept_in_place: bool  # the pre-activation over the product
     in_place: bool  # y over the product
     slope: float
     drops: Drops
-    tiling: Tiling | None
+    blocks: Blocks | None  # None leaves them to the runtime
     order: int
     product: Placement
     preactivation: Placement
     y: Placement
     seed: int
+
+    def suited(self, variant: Forward) -> ForwardCase:
+        """The nearest case that the variant takes."""
+        shape = suit_shape(self.shape, aligned=variant.aligned)
+        product, preactivation, y = (
+            suit_place(place, shape, variant.dtype, aligned=variant.aligned)
+            for place in (self.product, self.preactivation, self.y)
+        )
+        return replace(self, shape=shape, product=product, preactivation=preactivation, y=y)
 
 
 cases = st.builds(
@@ -57,11 +73,11 @@ cases = st.builds(
     shape=shapes,
     bias=st.booleans(),
     bias_offset=st.sampled_from((0, 0, 1, 3)),
-    kept=st.sampled_from(("absent", "apart", "in place")),
+    kept_in_place=st.booleans(),
     in_place=st.booleans(),
     slope=st.sampled_from((0.01, 0.25, 1.5, -0.5)),
     drops=drops,
-    tiling=tilings,
+    blocks=st.one_of(st.none(), blocks),
     order=orders,
     product=placements,
     preactivation=placements,
@@ -78,17 +94,19 @@ class Operands:
     y: Guarded
 
     @classmethod
-    def of(cls, case: ForwardCase, dtype: DType) -> Operands:
-        generator = np.random.default_rng(case.seed)
+    def of(cls, case: ForwardCase, variant: Forward) -> Operands:
+        generator, dtype = np.random.default_rng(case.seed), variant.dtype
         product = Guarded(numbers(generator, case.shape, dtype), case.product)
         empty = np.zeros(case.shape)
-        kept = {"absent": None, "in place": product}.get(case.kept, Guarded(empty, case.preactivation, dtype))
-        over_product = case.in_place and case.kept != "in place"
+        kept = None
+        if variant.keeps:
+            kept = product if case.kept_in_place else Guarded(empty, case.preactivation, dtype)
+        over_product = case.in_place and kept is not product
         bias = vector(numbers(generator, case.shape[1:], dtype), dtype, case.bias_offset)
         return cls(product, bias, kept, product if over_product else Guarded(empty, case.y, dtype))
 
 
-def launch(host: HostKernels, variant: Epilogue, case: ForwardCase, operands: Operands) -> None:
+def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Operands, order: int) -> None:
     state, step = case.drops.state()
     params = EpilogueFwdParams(
         in_=operands.product.matrix,
@@ -100,20 +118,20 @@ def launch(host: HostKernels, variant: Epilogue, case: ForwardCase, operands: Op
         dropout=state.block() if variant.dropout else NO_DROPOUT,
         slope=case.slope,
     )
-    grid, block = launch_shape(case.shape, case.tiling)
-    host.get("epilogue_fwd", variant.macros).launch(grid, block, params, order=case.order)
+    tiling = case.blocks.tiling(case.shape) if case.blocks else sweep(packed(*case.shape), None)
+    host.get("epilogue_fwd", variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.drops.philox.step
 
 
 @pytest.mark.parametrize("variant", FORWARD_EPILOGUES, ids=str)
 @FEW
-@given(case=cases)
-def test_forward(host: HostKernels, variant: Epilogue, case: ForwardCase) -> None:
-    dtype = variant.dtype
-    operands = Operands.of(case, dtype)
+@given(drawn=cases)
+def test_forward(host: HostKernels, variant: Forward, drawn: ForwardCase) -> None:
+    dtype, case = variant.dtype, drawn.suited(variant)
+    operands = Operands.of(case, variant)
     product: NDArray[Any] = operands.product.array.astype(np.float64)
     bias = operands.bias.array.astype(np.float64) if case.bias else np.zeros((1, case.shape[1]))
-    launch(host, variant, case, operands)
+    launch(host, variant, case, operands, case.order)
 
     z = product + bias
     size = 1.0 + np.abs(product) + np.abs(bias)
@@ -130,11 +148,28 @@ def test_forward(host: HostKernels, variant: Epilogue, case: ForwardCase) -> Non
         operands.product.assert_unchanged()
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_special_values(host: HostKernels, name: str) -> None:
+@pytest.mark.parametrize("variant", [v for v in FORWARD_EPILOGUES if v.keeps], ids=str)
+@FEW
+@given(drawn=cases)
+def test_the_order_of_execution_does_not_reach_the_bits(
+    host: HostKernels, variant: Forward, drawn: ForwardCase
+) -> None:
+    case = drawn.suited(variant)
+    runs = []
+    for order in (0, REVERSE, 2 + case.order):
+        operands = Operands.of(case, variant)
+        launch(host, variant, case, operands, order)
+        written = [operand for operand in (operands.y, operands.preactivation) if operand is not None]
+        runs.append(b"".join(operand.array.tobytes() for operand in written))
+    assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("variant", [v for v in FORWARD_EPILOGUES if v.dtype is F32 and not v.dropout], ids=str)
+def test_special_values(host: HostKernels, variant: Forward) -> None:
     x, y = Guarded(SPECIAL), Guarded(np.zeros_like(SPECIAL))
     cols = SPECIAL.shape[1]
     params = EpilogueFwdParams(x.matrix, Matrix(), y.matrix, 0, 1, cols, NO_DROPOUT, 0.25)
-    host.get("epilogue_fwd", Epilogue(F32, name, dropout=False).macros).launch((1, 1), (2, 1), params)
-    expected = activate(SPECIAL, Activation(name, 0.25))
-    assert_close(name, y.values(), expected, 8 * EPS32 * np.abs(SPECIAL) + 1e-37)
+    host.get("epilogue_fwd", variant.macros).launch((1, 1), (2, 1), params)
+    with np.errstate(over="ignore"):
+        expected = activate(SPECIAL, Activation(variant.activation, 0.25))
+    assert_close(str(variant), y.values(), expected, 8 * EPS32 * np.abs(SPECIAL) + 1e-37)

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
 from lt_runtime.layout import packed
-from lt_runtime.planning import launches
+from lt_runtime.planning import launches, tiling
 from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass
 from lt_runtime.problem import Activation, BackwardProblem, Compute, ForwardProblem, Saved, Spec
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, vector
-from tests.host_kernels.cases import MORE, Drops, Shape, drops, seeds, shapes
-from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.cases import MORE, Drops, Shape, drops, seeds, shapes, suit_place, suit_shape
+from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.host_kernels.variants import F32
 from tests.strategies import Placement, placements
 
 Array = NDArray[np.float64]
 GELU = Activation("gelu")
 UNUSED = Spec(packed(1, 1))
+SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
+"""So small that a few rows are several parts."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu(host: HostKernels) -> Iterator[None]:
+    def get(entry: str, macros: Macros, device: int) -> HostKernel:
+        # the CPU's kernels are the same whatever a multiprocessor shall hold
+        return host.get(entry, tuple((name, "1" if name == "BLOCKS" else value) for name, value in macros), device)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "get_kernel", host.get)
+        patch.setattr(launches, "get_kernel", get)
+        patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
         yield
+
+
+def spec_of(matrix: Guarded) -> Spec:
+    """The matrix as the runtime's problems record it."""
+    return Spec(matrix.layout, min(ALIGNMENT, matrix.address & -matrix.address))
 
 
 @dataclass(frozen=True)
@@ -43,16 +58,27 @@ class PassCase:
         matrix: whether the pre-activation is kept, or dz is wanted.
         flag: forward, whether the product is in y although the pre-activation is kept; backward, whether db is added
             to what it holds.
-        places: y and z; dy and z.
+        aligned: whether what is read, and y, are row-major and lie on 16 bytes.
+        places: y and z, and nothing; dy, z and dz.
     """
 
     shape: Shape
     vector: bool
     matrix: bool
     flag: bool
+    aligned: bool
     drops: Drops | None
-    places: tuple[Placement, Placement]
+    places: tuple[Placement, Placement, Placement]
     seed: int
+
+    def suited(self) -> PassCase:
+        """The nearest case that is aligned if it says so."""
+        shape = suit_shape(self.shape, aligned=self.aligned)
+        y, z, dz = self.places
+        first, second = (suit_place(place, shape, F32, aligned=self.aligned) for place in (y, z))
+        # any order, so that aligned operands meet a transposed dz
+        third = suit_place(dz, shape, F32, aligned=self.aligned, column_major=dz.column_major)
+        return replace(self, shape=shape, places=(first, second, third))
 
     def factors(self) -> Array:
         return np.ones(self.shape) if self.drops is None else self.drops.factors(self.shape)
@@ -64,13 +90,18 @@ class PassCase:
 
 cases = st.builds(
     PassCase,
-    # the longer ones are several parts to the backward pass
-    shape=st.one_of(shapes, st.tuples(st.sampled_from((64, 100, 333)), st.sampled_from((1, 10, 33)))),
+    # the longer ones are several parts to the backward pass, the wide ones have more columns of blocks than a wave
+    shape=st.one_of(
+        shapes,
+        st.tuples(st.sampled_from((64, 100, 333, 521, 700)), st.sampled_from((1, 10, 33))),
+        st.tuples(st.integers(1, 9), st.sampled_from((1600, 2000))),
+    ),
     vector=st.booleans(),
     matrix=st.booleans(),
     flag=st.booleans(),
+    aligned=st.booleans(),
     drops=st.one_of(st.none(), drops),
-    places=st.tuples(placements, placements),
+    places=st.tuples(placements, placements, placements),
     seed=seeds,
 )
 
@@ -82,23 +113,25 @@ def run_forward(case: PassCase, source: Guarded, y: Guarded, z: Guarded, bias: G
         GELU,
         x=UNUSED,
         w=UNUSED,
-        y=Spec(y.layout),
+        y=spec_of(y),
         bias=16 if case.vector else None,
-        preactivation=Spec(z.layout) if case.matrix else None,
+        preactivation=spec_of(z) if case.matrix else None,
         dropout=case.drops is not None,
     )
     state, _kept = case.state()
     address = bias.address if case.vector else 0
-    ForwardPass(problem, 0).run(source.address, address, y.address, in_place=source is y, dropout=state, stream=0)
+    forward = ForwardPass(problem, 0, in_place=source is y, adds_bias=case.vector)
+    forward.run(source.address, address, y.address, dropout=state, stream=0)
 
 
 @MORE
-@given(case=cases)
-def test_forward_pass(case: PassCase) -> None:
+@given(drawn=cases)
+def test_forward_pass(drawn: PassCase) -> None:
+    case = drawn.suited()
     generator = np.random.default_rng(case.seed)
     in_place = case.flag or not case.matrix
     product = numbers(generator, case.shape, F32)
-    y, z = (Guarded(product, place) for place in case.places)
+    y, z, _ = (Guarded(product, place) for place in case.places)
     bias = vector(numbers(generator, case.shape[1:], F32), F32)
     run_forward(case, y if in_place else z, y, z, bias)
 
@@ -117,30 +150,45 @@ def run_backward(case: PassCase, dy: Guarded, saved: Guarded, dz: Guarded, db: G
         GELU,
         x=UNUSED,
         w=UNUSED,
-        dy=Spec(dy.layout),
+        dy=spec_of(dy),
         saved=Saved.PREACTIVATION,
-        saved_spec=Spec(saved.layout),
+        saved_spec=spec_of(saved),
         dx=None,
         dw=None,
         db=case.vector,
         dropout=case.drops is not None,
         accumulate=case.flag,
     )
-    backward = BackwardPass(problem, 0)
+    backward = BackwardPass(problem, spec_of(dz) if case.matrix else None, 0)
     partial = Guarded(np.full((1, max(backward.partial_bytes // 4, 1)), np.nan), FLAT, F32)
+    tickets = vector(np.zeros(MAX_TICKETS), F32)
     state, _kept = case.state()
     backward.run(
-        dy.address, saved.address, dz.matrix if case.matrix else None, partial.address, db.address, state, stream=0
+        dy.address, saved.address, dz.address, db.address, partial.address, tickets.address, dropout=state, stream=0
     )
     partial.values()
+    tickets.assert_unchanged()  # zero again
 
 
 @MORE
-@given(case=cases)
-def test_backward_pass(case: PassCase) -> None:
+@example(
+    drawn=PassCase(
+        shape=(700, 40),
+        vector=True,
+        matrix=True,
+        flag=True,
+        aligned=True,
+        drops=None,
+        places=(FLAT, FLAT, Placement(column_major=True, gap=1, offset=1)),
+        seed=0,
+    )
+)
+@given(drawn=cases)
+def test_backward_pass(drawn: PassCase) -> None:
+    case = drawn.suited()
     generator = np.random.default_rng(case.seed)
-    dy, saved = (Guarded(numbers(generator, case.shape, F32), place) for place in case.places)
-    dz, db = Guarded(np.zeros(case.shape), dtype=F32), vector(numbers(generator, case.shape[1:], F32), F32)
+    dy, saved = (Guarded(numbers(generator, case.shape, F32), place) for place in case.places[:2])
+    dz, db = Guarded(np.zeros(case.shape), case.places[2], F32), vector(numbers(generator, case.shape[1:], F32), F32)
     start = db.array[0].astype(np.float64) if case.flag else np.zeros(case.shape[1])
     run_backward(case, dy, saved, dz, db)
 

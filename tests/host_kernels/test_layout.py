@@ -24,21 +24,25 @@ MACROS = (
     ("LABEL", "int"),
     ("ACTIVATION", "lt::Relu"),
     ("DROPOUT", "1"),
+    ("KEEP", "1"),
     ("SAVED", "1"),
+    ("DZ", "2"),
+    ("ALIGNED", "1"),
+    ("BLOCKS", "1"),
     ("OPERAND", "float"),
 )
 
 
 def name_in_c(struct: type[ctypes.Structure]) -> str:
     """The docstring begins with it."""
-    found = re.match(r"`(lt::\w+)`", struct.__doc__ or "")
+    found = re.match(r"`(lt::\w+(?:<SCALAR>)?)`", struct.__doc__ or "")
     assert found, f"the docstring of {struct.__name__} does not name the struct of cuda_src"
     return found[1]
 
 
 def defining_file(struct: type[ctypes.Structure]) -> str:
     """The first kernel file that defines the struct or includes the header that does."""
-    definition = f"struct {name_in_c(struct).removeprefix('lt::')} {{"
+    definition = f"struct {name_in_c(struct).removeprefix('lt::').removesuffix('<SCALAR>')} {{"
     headers = [file.name for file in kernel_sources().glob("*.cuh") if definition in file.read_text()]
     wanted = f'#include "{headers[0]}"' if headers else definition
     return next(file.name for file in sorted(kernel_sources().glob("*.cu")) if wanted in file.read_text())

@@ -11,7 +11,13 @@ import pytest
 
 from tests.host_kernels.build import BUILD_DIRECTORY, HERE, Builder, Sanitizer
 from tests.host_kernels.probes import PROBE
-from tests.host_kernels.variants import F32, SANITIZED_BACKWARD, SANITIZED_FORWARD, SANITIZED_LOSSES, SANITIZED_MATMULS
+from tests.host_kernels.variants import (
+    SANITIZED_BACKWARD,
+    SANITIZED_DROPPING,
+    SANITIZED_FORWARD,
+    SANITIZED_LOSSES,
+    SANITIZED_MATMULS,
+)
 
 REPOSITORY = HERE.parent.parent
 LOSS_IDS = [f"{dtype}-{labels}" for dtype, labels in SANITIZED_LOSSES]
@@ -25,11 +31,18 @@ TESTS = [
     *SHARED_MEMORY_TESTS,
     *(f"test_loss.py::test_cross_entropy[{loss}]" for loss in LOSS_IDS),
     *(f"test_epilogue_fwd.py::test_forward[{epilogue}]" for epilogue in SANITIZED_FORWARD),
-    *(f"test_dropout.py::{test}[{F32}]" for test in ("test_masks_are_the_reference_s", "test_values")),
+    *(
+        f"test_dropout.py::{test}[{dropping}]"
+        for test in ("test_masks_are_the_reference_s", "test_values")
+        for dropping in SANITIZED_DROPPING
+    ),
     *(f"test_matmul_epilogue.py::test_epilogues[{epilogue}]" for epilogue in SANITIZED_MATMULS),
-    "test_dropout.py::test_factors_from_any_index_on",
+    *(
+        f"test_dropout.py::test_factors_from_any_index_on[{probe}]"
+        for probe in ("dropout_probe-1", "whole_dropout_probe-8")
+    ),
     "test_dropout.py::test_known_answers",
-    f"test_epilogue_bwd.py::test_column_sums[{F32}]",
+    *(f"test_launches.py::{test}" for test in ("test_forward_pass", "test_backward_pass")),  # alignment is judged there
     "test_adamw.py::test_schedules",
 ]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.params import SCALAR
 from lt_runtime.planning.launches import ACTIVATION_NAMES
+from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.host_kernels.build import Variant
 
@@ -19,26 +21,88 @@ _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 
 
 @dataclass(frozen=True)
-class Epilogue:
-    """A variant of epilogue_fwd, or of epilogue_bwd where it says what is saved."""
+class Forward:
+    """A variant of epilogue_fwd.
+
+    Attributes:
+        aligned: every row of every operand is whole octets on 16 bytes.
+        keeps: the pre-activation is written.
+    """
 
     dtype: DType
     activation: str
     dropout: bool
-    saved: Saved | None = None
+    aligned: bool
+    keeps: bool = False
 
     @property
     def macros(self) -> Macros:
-        common = (
-            ("SCALAR", SCALAR[self.dtype]),
-            ("ACTIVATION", ACTIVATION_NAMES[self.activation]),
-            ("DROPOUT", str(int(self.dropout))),
-        )
-        return common if self.saved is None else (*common, ("SAVED", _SAVED[self.saved]))
+        """In the runtime's order."""
+        return (*_epilogue_macros(self), ("KEEP", str(int(self.keeps))), *access_macros(self.aligned, 1))
 
     def __str__(self) -> str:
-        parts = [self.dtype.value, self.activation, "dropout" if self.dropout else "keep"]
-        return "-".join(parts if self.saved is None else [*parts, self.saved.value])
+        return "-".join([*_epilogue_names(self), *(["kept"] if self.keeps else [])])
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A variant of epilogue_bwd.
+
+    Attributes:
+        dz: 0 where it is not written, 1 as it comes, 2 transposed.
+    """
+
+    dtype: DType
+    activation: str
+    dropout: bool
+    aligned: bool
+    saved: Saved
+    dz: int = 1
+
+    @property
+    def macros(self) -> Macros:
+        """In the runtime's order."""
+        written = (("SAVED", _SAVED[self.saved]), ("DZ", str(self.dz)))
+        return (*_epilogue_macros(self), *written, *access_macros(self.aligned, 1))
+
+    @property
+    def transposes(self) -> bool:
+        return self.dz == 2
+
+    def __str__(self) -> str:
+        return "-".join([*_epilogue_names(self), self.saved.value, ("sum", "dz", "transposed")[self.dz]])
+
+
+@dataclass(frozen=True)
+class Dropping:
+    """A variant of dropout.cu."""
+
+    dtype: DType
+    aligned: bool
+
+    @property
+    def macros(self) -> Macros:
+        return (*scalar_macros(self.dtype), *access_macros(self.aligned, 1))
+
+    def __str__(self) -> str:
+        return f"{self.dtype.value}-{_access_name(self.aligned)}"
+
+
+def _epilogue_macros(epilogue: Forward | Backward) -> Macros:
+    return (
+        ("SCALAR", SCALAR[epilogue.dtype]),
+        ("ACTIVATION", ACTIVATION_NAMES[epilogue.activation]),
+        ("DROPOUT", str(int(epilogue.dropout))),
+    )
+
+
+def _epilogue_names(epilogue: Forward | Backward) -> list[str]:
+    dropout = "dropout" if epilogue.dropout else "whole"
+    return [epilogue.dtype.value, epilogue.activation, dropout, _access_name(epilogue.aligned)]
+
+
+def _access_name(aligned: bool) -> str:
+    return "aligned" if aligned else "scattered"
 
 
 def scalar_macros(dtype: DType) -> Macros:
@@ -55,22 +119,36 @@ def _saved_modes(activation: str) -> tuple[Saved, ...]:
     return (Saved.PREACTIVATION, Saved.OUTPUT) if activation in _FROM_OUTPUT else (Saved.PREACTIVATION,)
 
 
+# Half of them aligned, in turn: each with and without dropout.
 FORWARD_EPILOGUES: Final = (
-    *(Epilogue(F32, name, dropout) for name in ACTIVATIONS for dropout in (False, True)),
-    *(Epilogue(F16, "gelu", True), Epilogue(F16, "leaky_relu", False)),
-    *(Epilogue(BF16, "relu", True), Epilogue(BF16, "silu", False)),
+    *(
+        Forward(F32, name, dropout, (index + dropout) % 2 == 0)
+        for (index, name), dropout in itertools.product(enumerate(ACTIVATIONS), (False, True))
+    ),
+    *(Forward(F32, "gelu", dropout=True, aligned=aligned, keeps=True) for aligned in (False, True)),
+    Forward(F16, "gelu", dropout=True, aligned=True),
+    Forward(F16, "leaky_relu", dropout=False, aligned=False, keeps=True),
+    Forward(BF16, "relu", dropout=True, aligned=False),
+    Forward(BF16, "silu", dropout=False, aligned=True, keeps=True),
 )
 
+_SAVING: Final = [(name, saved) for name in ACTIVATIONS for saved in _saved_modes(name)]
 BACKWARD_EPILOGUES: Final = (
     *(
-        Epilogue(F32, name, dropout, saved)
-        for name in ACTIVATIONS
-        for saved in _saved_modes(name)
-        for dropout in (False, True)
+        Backward(F32, name, dropout, (index + dropout) % 2 == 0, saved)
+        for (index, (name, saved)), dropout in itertools.product(enumerate(_SAVING), (False, True))
     ),
-    *(Epilogue(F16, "gelu", False, Saved.PREACTIVATION), Epilogue(F16, "tanh", True, Saved.OUTPUT)),
-    *(Epilogue(BF16, "relu", False, Saved.OUTPUT), Epilogue(BF16, "none", True, Saved.NOTHING)),
+    *(
+        Backward(F32, "gelu", dropout=True, aligned=aligned, saved=Saved.PREACTIVATION, dz=dz)
+        for aligned, dz in itertools.product((False, True), (0, 2))
+    ),
+    Backward(F16, "gelu", dropout=False, aligned=True, saved=Saved.PREACTIVATION, dz=2),
+    Backward(F16, "tanh", dropout=True, aligned=False, saved=Saved.OUTPUT),
+    Backward(BF16, "relu", dropout=False, aligned=False, saved=Saved.OUTPUT, dz=2),
+    Backward(BF16, "none", dropout=True, aligned=True, saved=Saved.NOTHING),
 )
+
+DROPPING: Final = tuple(Dropping(dtype, aligned) for dtype in TYPES for aligned in (False, True))
 
 LOSSES: Final = ((F32, "int32"), (F32, "int64"), (F16, "int64"), (BF16, "int32"))
 
@@ -100,11 +178,18 @@ MATMUL_EPILOGUES: Final = (
     *(MatmulEpilogue(F16, F16, "gelu"), MatmulEpilogue(BF16, BF16, "relu"), MatmulEpilogue(F32, BF16, "none")),
 )
 
-SANITIZED_FORWARD: Final = (Epilogue(F32, "gelu", dropout=True), Epilogue(BF16, "silu", dropout=False))
-SANITIZED_BACKWARD: Final = (
-    Epilogue(F32, "gelu", dropout=True, saved=Saved.PREACTIVATION),
-    Epilogue(F16, "tanh", dropout=True, saved=Saved.OUTPUT),
+SANITIZED_FORWARD: Final = (
+    Forward(F32, "gelu", dropout=True, aligned=False, keeps=True),
+    Forward(BF16, "silu", dropout=False, aligned=True, keeps=True),
 )
+SANITIZED_BACKWARD: Final = (
+    Backward(F32, "gelu", dropout=True, aligned=False, saved=Saved.PREACTIVATION, dz=0),
+    Backward(F32, "gelu", dropout=True, aligned=True, saved=Saved.PREACTIVATION, dz=2),
+    Backward(F16, "tanh", dropout=True, aligned=False, saved=Saved.OUTPUT),
+    Backward(BF16, "relu", dropout=False, aligned=False, saved=Saved.OUTPUT, dz=2),
+    Backward(BF16, "none", dropout=True, aligned=True, saved=Saved.NOTHING),
+)
+SANITIZED_DROPPING: Final = (Dropping(F32, aligned=False), Dropping(F16, aligned=True))
 SANITIZED_LOSSES: Final = ((F32, "int64"),)
 SANITIZED_MATMULS: Final = (MatmulEpilogue(F32, F32, "relu"),)
 SANITIZED: Final = (
@@ -112,7 +197,7 @@ SANITIZED: Final = (
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
     *(Variant("loss.cu", loss_macros(dtype, labels)) for dtype, labels in SANITIZED_LOSSES),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in SANITIZED_MATMULS),
-    *(Variant(file, scalar_macros(F32)) for file in ("dropout.cu", "column_sum.cu")),
+    *(Variant("dropout.cu", dropping.macros) for dropping in SANITIZED_DROPPING),
     Variant("adamw.cu"),
     Variant("dropout_probe.cu"),
 )
@@ -121,9 +206,8 @@ SANITIZED: Final = (
 ALL: Final = (
     Variant("dropout_probe.cu"),
     Variant("shim_probe.cu"),
-    *(Variant("dropout.cu", scalar_macros(dtype)) for dtype in TYPES),
+    *(Variant("dropout.cu", dropping.macros) for dropping in DROPPING),
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in FORWARD_EPILOGUES),
-    *(Variant("column_sum.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in BACKWARD_EPILOGUES),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
     *(Variant("loss.cu", loss_macros(dtype, labels)) for dtype, labels in LOSSES),

@@ -3,6 +3,17 @@
 #include "philox.cuh"
 #include "vector.cuh"
 
+namespace {
+
+template <bool kWhole>
+__device__ lt::Octet factors_from(const lt::Dropout& d, lt::uint64 index) {
+  lt::Octet ones{{1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f}};
+  lt::apply_dropout<kWhole>(ones, d, lt::dropout_step(d), index);
+  return ones;
+}
+
+}  // namespace
+
 struct PhiloxProbeParams {
   const lt::Words* counters;
   const lt::uint32* keys;  // two a counter
@@ -20,5 +31,10 @@ extern "C" __global__ void philox_probe(const PhiloxProbeParams p) {
 }
 
 extern "C" __global__ void dropout_probe(const DropoutProbeParams p) {
-  p.factors[blockIdx.x] = lt::dropout_factors(p.dropout, lt::dropout_step(p.dropout), p.indices[blockIdx.x]);
+  p.factors[blockIdx.x] = factors_from<false>(p.dropout, p.indices[blockIdx.x]);
+}
+
+// Every index is a multiple of eight.
+extern "C" __global__ void whole_dropout_probe(const DropoutProbeParams p) {
+  p.factors[blockIdx.x] = factors_from<true>(p.dropout, p.indices[blockIdx.x]);
 }

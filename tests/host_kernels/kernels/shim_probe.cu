@@ -75,6 +75,5 @@ extern "C" __global__ void beyond_shared_memory(const ShimProbeParams p) {
 extern "C" __global__ void beyond_the_array(const ShimProbeParams p) { p.out[thread_of_grid() + 1] = 1.0f; }
 
 extern "C" __global__ void misaligned_vector(const ShimProbeParams p) {
-  const auto* packet = reinterpret_cast<const lt::Packet<float>*>(p.out + 1);
-  p.out[thread_of_grid()] = packet->v[0];
+  p.out[thread_of_grid()] = lt::load_packed(p.out + 1).pairs[0].x;
 }

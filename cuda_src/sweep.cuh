@@ -1,0 +1,80 @@
+// An elementwise pass over a matrix: which elements a thread handles, and how it moves them.
+// Compiled for ALIGNED 1, where every row of every operand is whole octets on 16 bytes, or 0 for any layout.
+#pragma once
+
+#include "predecessor.cuh"
+#include "vector.cuh"
+
+namespace lt {
+
+#if ALIGNED
+template <class T>
+using Access = Aligned<T>;
+#else
+template <class T>
+using Access = Scattered<T>;
+#endif
+
+// A thread's octets: one in a row, blockDim.x of them side by side, in every `step`th row from `row` on. The blocks of a
+// grid sweep over the rows together, so that what is read at one time lies close together, as DRAM likes it.
+struct Sweep {
+  uint32 row;
+  uint32 step;
+  int64 col;
+  int count;  // elements of the octet that exist; none beyond the last column
+
+  __device__ explicit Sweep(int64 cols)
+      : row(blockIdx.y * blockDim.y + threadIdx.y),
+        step(gridDim.y * blockDim.y),
+        col((static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet),
+        count(octet_count(col, cols)) {}
+
+  // Of the current octet's first element, row-major.
+  __device__ uint64 index(int64 cols) const { return row * static_cast<uint64>(cols) + static_cast<uint64>(col); }
+};
+
+// A pointer to a sweep's current octet of a matrix. It advances: computing each address anew costs as much as the
+// arithmetic on what is there.
+template <class T>
+struct Cursor {
+  using Raw = typename Access<T>::Raw;
+
+  T* at;
+  int64 step;
+  int64 col_stride;
+  int count;
+
+  __device__ Cursor(const Matrix& m, const Sweep& s)
+      : at(element<T>(m, s.row, s.col)), step(s.step * m.row_stride), col_stride(m.col_stride), count(s.count) {}
+
+  __device__ Raw load() {
+    const Raw raw = Access<T>::load(at, col_stride, count);
+    at += step;
+    return raw;
+  }
+
+  __device__ void store(const Octet& octet) {
+    Access<T>::store(at, col_stride, count, octet);
+    at += step;
+  }
+};
+
+// A cursor that loads one row ahead, so that the next load is under way while an octet is worked on. More rows ahead need
+// registers that are better spent on more threads.
+template <class T>
+struct Reader {
+  Cursor<T> cursor;
+  typename Cursor<T>::Raw next{};
+
+  __device__ Reader(const Matrix& m, const Sweep& s) : cursor(m, s) {}
+  __device__ void start(bool any) {
+    if (any) next = cursor.load();
+  }
+  __device__ typename Cursor<T>::Raw take(bool more) {
+    const typename Cursor<T>::Raw raw = next;
+    if (more) next = cursor.load();
+    return raw;
+  }
+};
+
+}  // namespace lt

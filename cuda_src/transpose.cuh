@@ -1,0 +1,70 @@
+// Writing a sweep's octets transposed, through shared memory.
+#pragma once
+
+#include "sweep.cuh"
+
+namespace lt {
+
+// The rows that all threads of a block go through together: at least `rows`.
+__device__ inline uint32 block_rows(uint32 rows) { return (rows + blockDim.y - 1) / blockDim.y * blockDim.y; }
+
+// Stores the octets of a sweep into a matrix whose columns are contiguous. A block's octets, 8 · blockDim.x columns of
+// blockDim.y rows, are laid down in shared memory, and each thread takes up eight rows of a column: 16 bytes or more, as
+// lines of memory are written. blockDim.y is a power of two, at least eight.
+template <class T>
+class TransposedWriter {
+ public:
+  __device__ TransposedWriter(const Matrix& m, uint32 rows, int64 cols)
+      : matrix_(m), rows_(rows), block_row_(blockIdx.y * blockDim.y) {
+    const int self = threadIdx.y * blockDim.x + threadIdx.x, octets = blockDim.y / kOctet;
+    row_ = self % octets * kOctet;
+    column_ = self / octets;
+    col_ = static_cast<int64>(blockIdx.x) * blockDim.x * kOctet + column_;
+    exists_ = col_ < cols;
+  }
+
+  // Every thread of the block must call it, also one whose octet does not exist.
+  __device__ void store(const Octet& octet) {
+    T* tile = shared_tile();
+    const int pitch = blockDim.y + kPad;
+    __syncthreads();  // the tile before this one has been taken up
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) tile[(threadIdx.x * kOctet + i) * pitch + threadIdx.y] = from_float<T>(octet.v[i]);
+    __syncthreads();
+    const uint32 row = block_row_ + row_;
+    if (exists_ && row < rows_) take_up(tile + column_ * pitch + row_, row);
+    block_row_ += gridDim.y * blockDim.y;
+  }
+
+ private:
+  static constexpr int kPad = 4 / sizeof(T);  // one word: neighbouring columns begin in different banks
+  static constexpr int kMaxThreads = 256, kMaxColumns = 256;
+
+  static __device__ T* shared_tile() {
+    __shared__ T tile[kMaxThreads * kOctet + kMaxColumns * kPad];
+    return tile;
+  }
+
+  __device__ void take_up(const T* tile, uint32 row) const {
+    Octet octet;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) octet.v[i] = to_float(tile[i]);
+    const Matrix transposed{matrix_.data, matrix_.col_stride, matrix_.row_stride};
+    const int count = octet_count(row, rows_);
+    if (count == kOctet) {
+      Access<T>::store(element<T>(transposed, col_, row), transposed.col_stride, count, octet);
+    } else {
+      Scattered<T>::store(element<T>(transposed, col_, row), transposed.col_stride, count, octet);
+    }
+  }
+
+  Matrix matrix_;
+  uint32 rows_;
+  uint32 block_row_;
+  int row_;     // of the thread's eight rows, in the tile
+  int column_;  // likewise
+  int64 col_;
+  bool exists_;
+};
+
+}  // namespace lt

@@ -1,0 +1,126 @@
+"""How passes are laid out: which matrices the fast path takes, and grids that leave nothing out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_runtime.errors import ShapeError
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.kernels import MAX_GRID_Y, OCTET, THREADS
+from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import tiling
+from lt_runtime.planning.tiling import Tiling, access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
+from lt_runtime.problem import DType, Spec
+
+WAVE = 528  # four blocks on each of 132 multiprocessors
+ROW, COLUMN = Order.ROW, Order.COLUMN
+LAST_ROW = 2**32 - MAX_GRID_Y * THREADS
+
+extents = st.one_of(st.integers(1, 70), st.integers(1, 10**5), st.sampled_from((128, 512, 513, 2**20, 2**31)))
+waves = st.integers(1, 2000)
+
+
+def assert_covers(rows: int, cols: int, done: Tiling) -> None:
+    """Fails unless the blocks reach every column just once, and no more of them are stacked than rows ask for."""
+    (columns, parts), (x, y) = done
+    assert x & (x - 1) == y & (y - 1) == 0, "sides are powers of two"
+    assert x * y <= THREADS
+    assert (columns - 1) * x * OCTET < cols <= columns * x * OCTET
+    assert 1 <= parts <= MAX_GRID_Y
+    assert (parts - 1) * y < rows, "every block has a row"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "alignment", "expected"),
+    [
+        ("float32", Layout(3, 8, ROW, 8), 256, True),
+        ("float32", Layout(3, 8, ROW, 12), 16, True),
+        ("float16", Layout(3, 8, ROW, 12), 16, False),
+        ("bfloat16", Layout(3, 8, ROW, 16), 16, True),
+        ("bfloat16", Layout(3, 8, ROW, 16), 8, False),
+        ("float32", Layout(3, 8, ROW, 9), 256, False),
+        ("float32", Layout(1, 8, ROW, 9), 256, True),
+        ("float32", Layout(3, 12, ROW, 12), 256, False),
+        ("float32", Layout(8, 8, COLUMN, 8), 256, False),
+    ],
+)
+def test_the_fast_path_takes_rows_of_whole_octets(dtype: str, layout: Layout, alignment: int, expected: bool) -> None:
+    kind, good = DType(dtype), Spec(packed(3, 8))
+    spec = Spec(layout, alignment)
+    assert are_aligned(kind, spec) == expected
+    assert are_aligned(kind, good, None, spec) == expected
+    assert are_aligned(kind, good, None)
+
+
+@pytest.mark.parametrize(
+    ("layout", "alignment", "expected"),
+    [
+        (Layout(5, 7, COLUMN, 8), 16, True),
+        (Layout(5, 7, COLUMN, 5), 16, False),
+        (Layout(5, 1, COLUMN, 5), 16, True),
+        (Layout(5, 7, COLUMN, 8), 8, False),
+        (Layout(5, 7, ROW, 8), 16, True),
+    ],
+)
+def test_lines_on_16_bytes(layout: Layout, alignment: int, expected: bool) -> None:
+    assert moves_vectors(Spec(layout, alignment), DType.FLOAT16) == expected
+
+
+def test_the_slow_path_takes_what_registers_it_needs() -> None:
+    assert dict(access_macros(True, 5)) == {"ALIGNED": "1", "BLOCKS": "5"}
+    assert dict(access_macros(False, 5)) == {"ALIGNED": "0", "BLOCKS": "1"}
+
+
+def test_a_wave_is_what_all_multiprocessors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=132, memory=0))
+    assert wave_of(0, 4) == WAVE
+
+
+@given(rows=extents, cols=extents, wave=st.one_of(st.none(), waves))
+def test_a_sweep_covers_the_matrix(rows: int, cols: int, wave: int | None) -> None:
+    done = sweep(packed(rows, cols), wave)
+    assert_covers(rows, cols, done)
+    (columns, parts), (_, y) = done
+    if wave is None:
+        stacked = -(-rows // y)
+        assert parts == min(-(-stacked // 2), MAX_GRID_Y), "two octets a thread"
+    else:
+        assert columns * parts <= max(wave, columns)
+
+
+@given(rows=extents, cols=extents, wave=waves, transposes=st.booleans())
+def test_a_reduction_covers_the_matrix_in_one_wave(rows: int, cols: int, wave: int, transposes: bool) -> None:
+    done = reduction(packed(rows, cols), wave, transposes=transposes)
+    assert_covers(rows, cols, done)
+    (columns, parts), (_, y) = done
+    assert columns * parts <= max(wave, columns)
+    assert not transposes or y >= OCTET
+    assert parts == 1 or columns <= MAX_TICKETS, "a counter for each column of blocks"
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(1, 1), (100, 128), (128, 128), (512, 128)])
+def test_a_small_matrix_is_summed_in_strips(rows: int, threads: int) -> None:
+    assert reduction(packed(rows, 1000), WAVE, transposes=False) == Tiling((63, 1), (2, threads))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(513, 1000), (512, 16 * WAVE + 1)])
+def test_a_large_one_is_not(rows: int, cols: int) -> None:
+    assert reduction(packed(rows, cols), WAVE, transposes=False).block != (2, 128)
+
+
+@pytest.mark.parametrize(("rows", "wave", "parts"), [(100_000, WAVE, WAVE), (100_000, 10, 10), (600, WAVE, 10)])
+def test_rows_are_shared_out_to_a_wave(rows: int, wave: int, parts: int) -> None:
+    done = reduction(packed(rows, 24), wave, transposes=False)
+    assert done == Tiling((1, parts), (4, 64))
+
+
+def test_rows_that_32_bits_count_up_to() -> None:
+    assert_covers(LAST_ROW, 8, sweep(packed(LAST_ROW, 8), None))
+    assert_covers(LAST_ROW, 8, reduction(packed(LAST_ROW, 8), WAVE, transposes=True))
+    with pytest.raises(ShapeError, match=f"{LAST_ROW + 1} rows; at most {LAST_ROW}"):
+        sweep(packed(LAST_ROW + 1, 8), None)
+    with pytest.raises(ShapeError, match=f"{LAST_ROW + 1} rows"):
+        reduction(packed(LAST_ROW + 1, 8), WAVE, transposes=False)
