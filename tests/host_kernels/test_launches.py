@@ -58,27 +58,32 @@ class PassCase:
         matrix: whether the pre-activation is kept, or dz is wanted.
         flag: forward, whether the product is in y although the pre-activation is kept; backward, whether db is added
             to what it holds.
-        aligned: whether what is read, and y, are row-major and lie on 16 bytes.
         places: y and z, and nothing; dy, z and dz.
+        aligned: whether each of them has lines on 16 bytes; if any has, rows are whole octets.
     """
 
     shape: Shape
     vector: bool
     matrix: bool
     flag: bool
-    aligned: bool
     drops: Drops | None
     places: tuple[Placement, Placement, Placement]
+    aligned: tuple[bool, bool, bool]
     seed: int
 
     def suited(self) -> PassCase:
-        """The nearest case that is aligned if it says so."""
-        shape = suit_shape(self.shape, aligned=self.aligned)
-        y, z, dz = self.places
-        first, second = (suit_place(place, shape, F32, aligned=self.aligned) for place in (y, z))
-        # any order, so that aligned operands meet a transposed dz
-        third = suit_place(dz, shape, F32, aligned=self.aligned, column_major=dz.column_major)
-        return replace(self, shape=shape, places=(first, second, third))
+        """The nearest case that is aligned as it says."""
+        shape = suit_shape(self.shape, aligned=any(self.aligned))
+        orders = (
+            None,
+            None,
+            self.places[2].column_major,
+        )  # dz in any order, so that aligned operands meet a transposed one
+        y, z, dz = (
+            suit_place(place, shape, F32, aligned=aligned, column_major=order)
+            for place, aligned, order in zip(self.places, self.aligned, orders, strict=True)
+        )
+        return replace(self, shape=shape, places=(y, z, dz))
 
     def factors(self) -> Array:
         return np.ones(self.shape) if self.drops is None else self.drops.factors(self.shape)
@@ -99,9 +104,12 @@ cases = st.builds(
     vector=st.booleans(),
     matrix=st.booleans(),
     flag=st.booleans(),
-    aligned=st.booleans(),
     drops=st.one_of(st.none(), drops),
     places=st.tuples(placements, placements, placements),
+    aligned=st.one_of(
+        st.tuples(st.just(True), st.just(True), st.booleans()),
+        st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    ),
     seed=seeds,
 )
 
@@ -177,9 +185,9 @@ def run_backward(case: PassCase, dy: Guarded, saved: Guarded, dz: Guarded, db: G
         vector=True,
         matrix=True,
         flag=True,
-        aligned=True,
         drops=None,
         places=(FLAT, FLAT, Placement(column_major=True, gap=1, offset=1)),
+        aligned=(True, True, False),
         seed=0,
     )
 )
