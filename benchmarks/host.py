@@ -6,35 +6,34 @@ rounds within one run; each figure is a median over the rounds, its spread their
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import cupy as cp
 import numpy as np
 
 import lt_runtime as lt
-from lt_runtime import cublaslt
-from lt_runtime.gpu.devices import device_info
+from benchmarks import report
+from benchmarks.report import Row
+from benchmarks.timing import take_turns
 from lt_runtime.layout import packed
 from lt_runtime.planning import ProductCall, product_plan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
 M, N, K = 64, 64, 64
-CALLS = 500
-ROUNDS = 41
-RESULT = Path(__file__).parent / "results" / "h200" / "matmul_host.json"
+CALLS: Final = 500
+ROUNDS: Final = 41
+RESULT: Final = report.RESULTS / "matmul_host.json"
+
+Calls = dict[str, Callable[[], object]]
 
 
-def contenders() -> dict[str, Callable[[], object]]:
-    """The same FP32 product, by everyone who is installed; outputs given where the interface takes them."""
+def contenders() -> tuple[Calls, dict[str, str]]:
+    """The same FP32 product by everyone who is installed, outputs given where they can be; and why others are not."""
     generator = np.random.default_rng(0)
     a, b = (cp.asarray(generator.standard_normal(s).astype(np.float32)) for s in ((M, K), (K, N)))
     d = cp.empty((M, N), cp.float32)
@@ -42,16 +41,21 @@ def contenders() -> dict[str, Callable[[], object]]:
     problem = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
     plan = product_plan(problem, 0, 0)
     launch = ProductCall(a.data.ptr, b.data.ptr, d.data.ptr, stream=0)
-    return {
+    calls: Calls = {
         "lt_matmul_out": lambda: lt.matmul(a, b, out=d),
         "lt_plan_run": lambda: plan.run(launch),
         "cupy_matmul_out": lambda: cp.matmul(a, b, out=d),
-        **_torch(a, b, d),
-        **_nvmath(a, b),
     }
+    left_out = {}
+    for library, add in {"torch": _torch, "nvmath": _nvmath}.items():
+        try:
+            calls |= add(a, b, d)
+        except ImportError as error:
+            left_out[library] = str(error)
+    return calls, left_out
 
 
-def _torch(a: Any, b: Any, d: Any) -> dict[str, Callable[[], object]]:
+def _torch(a: Any, b: Any, d: Any) -> Calls:
     import torch
 
     x, w, out = torch.from_dlpack(a), torch.from_dlpack(b.T), torch.from_dlpack(d)
@@ -62,7 +66,7 @@ def _torch(a: Any, b: Any, d: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-def _nvmath(a: Any, b: Any) -> dict[str, Callable[[], object]]:
+def _nvmath(a: Any, b: Any, _: Any) -> Calls:
     from nvmath.linalg.advanced import Matmul
 
     product = Matmul(a, b)
@@ -70,62 +74,23 @@ def _nvmath(a: Any, b: Any) -> dict[str, Callable[[], object]]:
     return {"nvmath_execute": product.execute}
 
 
-def measure(calls: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Microseconds a call, by contender, one figure a round."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(-2, ROUNDS):  # two rounds to warm up
-        for name, call in calls.items():
-            cp.cuda.Device().synchronize()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            elapsed = time.perf_counter() - start
-            if round_ >= 0:
-                times[name].append(elapsed / CALLS * 1e6)
-    return times
+def microseconds(call: Callable[[], object]) -> float:
+    """Host time of one of `CALLS` calls in a row."""
+    cp.cuda.Device().synchronize()
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    return (time.perf_counter() - start) / CALLS * 1e6
 
 
 def main(file: Path) -> None:
     """Measures, prints a table, and writes the result."""
-    times = measure(contenders())
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    quartiles = {name: statistics.quantiles(values, n=4) for name, values in times.items()}
-    row = {
-        "case": f"matmul {M}x{N}x{K} float32, host time of a call",
-        "us": medians,
-        "spread": {name: high - low for name, (low, _, high) in quartiles.items()},
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"machine": _machine(), "commit": _commit(), "rows": [row]}, indent=2) + "\n")
-    for name, median in sorted(medians.items(), key=lambda item: item[1]):
-        ratio = median / medians["lt_matmul_out"]
-        print(f"{name:18} {median:7.2f} µs ± {row['spread'][name]:.2f}   {ratio:5.2f} x lt_matmul_out")
-
-
-def _machine() -> dict[str, Any]:
-    import nvmath
-    import torch
-
-    info = device_info(0)
-    return {
-        "gpu": info.name,
-        "cpu": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "cublaslt": cublaslt.get_version(),
-        "cupy": cp.__version__,
-        "torch": torch.__version__,
-        "nvmath": nvmath.__version__,
-    }
-
-
-def _commit() -> str:
-    """$GIT_COMMIT, for a copy without its history, or what git says."""
-    if "GIT_COMMIT" in os.environ:
-        return os.environ["GIT_COMMIT"]
-    try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    calls, left_out = contenders()
+    timings = take_turns({name: partial(microseconds, call) for name, call in calls.items()}, ROUNDS)
+    case = f"matmul {M}x{N}x{K} float32, host time of a call"
+    row = Row(case, timings, "lt_matmul_out", setting={"rounds": ROUNDS}, left_out=left_out)
+    report.write(file, [row])
+    report.console().print(report.table([row]))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,41 @@
-// AdamW over every parameter of a model in one launch. A block handles one chunk of one tensor, found in a table on
-// the device; the last block to finish advances the step. lt_runtime/reference/adamw.py holds the same update.
+// AdamW over every parameter of a model in one launch. A block handles one chunk of one tensor, a thread eight elements of
+// it. lt_runtime/reference/adamw.py holds the same update.
+// Compiled for one MOMENT type (float or __nv_bfloat16), AMSGRAD (0 or 1), and STOCHASTIC (0 or 1: whether there are BF16
+// parameters without a master copy).
 
+#include "optimizer_state.cuh"
 #include "predecessor.cuh"
-#include "vector.cuh"
+#include "quads.cuh"
+#include "rounding.cuh"
 
 namespace lt {
 
-// One tensor. `parameter` is in lower precision where `master` is present, and is then only written.
-struct AdamWTensor {
-  void* parameter;
-  float* master;
+// Every array begins at the chunk's first element.
+struct alignas(16) AdamWChunk {
+  void* value;  // read and written: FP32, or BF16 where there is no master copy
+  void* copy;   // written only: the value in lower precision; may be absent
   const void* gradient;
-  float* m;
-  float* v;
-  int64 size;
-  int parameter_type;  // 0 FP32, 1 FP16, 2 BF16
-  int gradient_type;
-};
-
-struct AdamWChunk {
-  int64 start;  // first element
-  int tensor;
-  int reserved;
+  void* m;
+  void* v;
+  void* v_max;  // AMSGRAD only
+  uint64 octet;  // elements of the tensor before the chunk, divided by eight
+  uint32 tensor;
+  uint32 count;
+  float lr_scale;
+  float weight_decay;
+  unsigned char value_type;  // kFloat32, kFloat16 or kBfloat16
+  unsigned char copy_type;
+  unsigned char gradient_type;
+  unsigned char aligned;  // whether every array is, to 16 bytes
+  uint32 reserved;
 };
 
 struct AdamWParams {
-  const AdamWTensor* tensors;
   const AdamWChunk* chunks;
-  uint32* step;    // updates done so far
-  uint32* ticket;  // blocks finished in this launch; zero between launches
-  int64 chunk_size;
+  OptimizerState* state;
+  float* scale;         // loss scaling; may be absent
+  int* growth_tracker;  // updates since the scale changed
+  uint64 seed;
   float lr;
   float log_beta1;  // logarithms, so that 1 - βᵗ keeps its precision in FP32
   float log_beta2;
@@ -38,87 +44,194 @@ struct AdamWParams {
   float one_minus_beta1;
   float one_minus_beta2;
   float eps;
-  float weight_decay;
   int decay;  // 0 constant, 1 linear, 2 cosine
   uint32 warmup_steps;
   uint32 total_steps;
   float final_factor;
+  float max_norm;      // 0 does not clip
+  int skip_nonfinite;  // whether an update with a NaN or infinite gradient is left out
+  float growth_factor;
+  float backoff_factor;
+  int growth_interval;
 };
 
-struct AdamWStep {
-  float lr;
-  float correction1;  // 1 / (1 - β₁ᵗ)
-  float correction2;  // 1 / √(1 - β₂ᵗ)
+// What one thread reads for its block: the first words of OptimizerState, and the loss scale.
+struct Progress {
+  uint32 steps;
+  uint32 skipped;
+  uint32 nonfinite;
+  float norm;
+  float scale;
 };
+
+// What it makes of that.
+struct AdamWStep {
+  uint32 number;  // of this update, from 1
+  bool skipped;
+  float lr;
+  float correction1;      // 1 / (1 - β₁ᵗ)
+  float correction2;      // 1 / √(1 - β₂ᵗ)
+  float gradient_factor;  // clipping over loss scale
+};
+
+// sin(π/2 · x) for x in [0, 1], exactly 0 at 0: the Taylor series. cosf would need a stack for arguments of any size.
+__device__ inline float quarter_sine(float x) {
+  const float y = 1.57079632679f * x, z = y * y;
+  const float series = 1.0f + z * (-1.66666667e-1f + z * (8.33333333e-3f + z * (-1.98412698e-4f +
+                       z * (2.75573192e-6f - z * 2.50521084e-8f))));
+  return y * series;
+}
 
 __device__ inline float schedule_factor(const AdamWParams& p, uint32 t) {
-  if (t <= p.warmup_steps) return static_cast<float>(t) / static_cast<float>(p.warmup_steps);
+  if (t <= p.warmup_steps) return __fdividef(static_cast<float>(t), static_cast<float>(p.warmup_steps));
   if (p.decay == 0) return 1.0f;
-  const float done = static_cast<float>(t - p.warmup_steps) / static_cast<float>(p.total_steps - p.warmup_steps);
-  const float progress = fminf(done, 1.0f);
-  const float remaining = p.decay == 1 ? 1.0f - progress : 0.5f * (1.0f + cosf(3.14159265358979f * progress));
-  return p.final_factor + (1.0f - p.final_factor) * remaining;
+  const float span = static_cast<float>(p.total_steps - p.warmup_steps);
+  const float left = t < p.total_steps ? __fdividef(static_cast<float>(p.total_steps - t), span) : 0.0f;
+  const float sine = quarter_sine(left);
+  // half a cosine, (1 + cos(π·(1 - left))) / 2, is the sine's square
+  return p.final_factor + (1.0f - p.final_factor) * (p.decay == 1 ? left : sine * sine);
 }
 
-__device__ inline AdamWStep make_step(const AdamWParams& p, uint32 t) {
+// As torch.nn.utils.clip_grad_norm_. NaN is handed on.
+__device__ inline float clip_factor(const AdamWParams& p, float norm) {
+  if (p.max_norm == 0.0f) return 1.0f;
+  const float factor = p.max_norm / (norm + 1e-6f);
+  return factor > 1.0f ? 1.0f : factor;
+}
+
+__device__ inline Progress read_progress(const AdamWParams& p) {
+  const OptimizerState& state = *p.state;
+  return Progress{state.steps, state.skipped, state.nonfinite, state.norm, p.scale ? *p.scale : 1.0f};
+}
+
+__device__ inline AdamWStep make_step(const AdamWParams& p, const Progress& now) {
+  const uint32 t = now.steps + 1;
   const float time = static_cast<float>(t);
-  return AdamWStep{p.lr * schedule_factor(p, t), 1.0f / -expm1f(time * p.log_beta1),
-                   rsqrtf(-expm1f(time * p.log_beta2))};
+  return AdamWStep{t,
+                   p.skip_nonfinite && now.nonfinite != 0,
+                   p.lr * schedule_factor(p, t),
+                   __fdividef(1.0f, -expm1f(time * p.log_beta1)),
+                   rsqrtf(-expm1f(time * p.log_beta2)),
+                   clip_factor(p, now.norm) / now.scale};
 }
 
-__device__ inline float load_as_float(const void* data, int type, int64 i) {
-  if (type == 1) return to_float(static_cast<const __half*>(data)[i]);
-  if (type == 2) return to_float(static_cast<const __nv_bfloat16*>(data)[i]);
-  return static_cast<const float*>(data)[i];
+// As torch.amp.GradScaler, which leaves out growth beyond FP32 too. Here the scale does not fall out of its normal numbers
+// either, so that its inverse is finite.
+__device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
+  const int successes = now.nonfinite == 0 ? *p.growth_tracker + 1 : 0;
+  const bool grows = successes == p.growth_interval;
+  if (now.nonfinite != 0) *p.scale = fmaxf(now.scale * p.backoff_factor, 1.17549435e-38f);
+  if (grows && now.scale * p.growth_factor <= 3.40282347e38f) *p.scale = now.scale * p.growth_factor;
+  *p.growth_tracker = grows ? 0 : successes;
 }
 
-__device__ inline void store_as_type(void* data, int type, int64 i, float value) {
-  if (type == 1) {
-    static_cast<__half*>(data)[i] = from_float<__half>(value);
-  } else if (type == 2) {
-    static_cast<__nv_bfloat16*>(data)[i] = from_float<__nv_bfloat16>(value);
+// Counts the block in once it has read the state; the last one writes what the next step will read. That need not wait for
+// any update.
+__device__ inline void advance(const AdamWParams& p, const Progress& now, bool skipped) {
+  __threadfence();
+  if (atomicInc(&p.state->update_ticket, gridDim.x - 1) != gridDim.x - 1) return;
+  if (skipped) {
+    p.state->skipped = now.skipped + 1;
   } else {
-    static_cast<float*>(data)[i] = value;
+    p.state->steps = now.steps + 1;
+  }
+  p.state->nonfinite = 0;
+  if (p.scale) update_scale(p, now);
+}
+
+constexpr int kMoment = kTypeOf<MOMENT>;
+
+struct Tensors {
+  Bits value, m, v, v_max, gradient;
+};
+
+__device__ inline int value_type(const AdamWChunk& chunk) { return STOCHASTIC ? chunk.value_type : kFloat32; }
+
+// The gradient comes last: finding out its type then holds up no other load.
+__device__ inline Tensors load_tensors(const AdamWChunk& chunk, const Quads& at) {
+  Tensors out;
+  out.value = load_bits(chunk.value, value_type(chunk), at);
+  out.m = load_bits(chunk.m, kMoment, at);
+  out.v = load_bits(chunk.v, kMoment, at);
+  if (AMSGRAD) out.v_max = load_bits(chunk.v_max, kMoment, at);
+  out.gradient = load_bits(chunk.gradient, chunk.gradient_type, at);
+  return out;
+}
+
+// √x of the special function unit, which has no instruction for it but for 1/√x. Right for 0 and infinity too.
+__device__ inline float fast_sqrt(float x) { return __fdividef(1.0f, rsqrtf(x)); }
+
+struct Octets {
+  Octet value, m, v, v_max;
+};
+
+__device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, const AdamWStep& s, const Tensors& old) {
+  Octets out{unpack(old.value, value_type(chunk)), unpack(old.m, kMoment), unpack(old.v, kMoment), {}};
+  if (AMSGRAD) out.v_max = unpack(old.v_max, kMoment);
+  const Octet gradient = unpack(old.gradient, chunk.gradient_type);
+  const float lr = s.lr * chunk.lr_scale, kept = 1.0f - lr * chunk.weight_decay, rate = lr * s.correction1;
+#pragma unroll
+  for (int k = 0; k < kOctet; ++k) {
+    const float g = gradient.v[k] * s.gradient_factor;
+    const float m = p.beta1 * out.m.v[k] + p.one_minus_beta1 * g;
+    const float v = p.beta2 * out.v.v[k] + p.one_minus_beta2 * g * g;
+    // not fmaxf, which would lose a NaN
+    const float largest = AMSGRAD && out.v_max.v[k] > v ? out.v_max.v[k] : v;
+    const float denominator = fast_sqrt(largest) * s.correction2 + p.eps;
+    out.value.v[k] = out.value.v[k] * kept - __fdividef(rate * m, denominator);
+    out.m.v[k] = m;
+    out.v.v[k] = v;
+    out.v_max.v[k] = largest;
+  }
+  return out;
+}
+
+// BF16 moments are rounded stochastically: to nearest, β₂ = 0.999 would never move v.
+__device__ inline void store_moments(const AdamWChunk& chunk, const Quads& at, const RoundingBits& random,
+                                     const Octets& result) {
+  if (kMoment == kFloat32) {
+    store_bits(chunk.m, kMoment, at, pack(result.m, kMoment));
+    store_bits(chunk.v, kMoment, at, pack(result.v, kMoment));
+    if (AMSGRAD) store_bits(chunk.v_max, kMoment, at, pack(result.v_max, kMoment));
+  } else {
+    store_bits(chunk.m, kMoment, at, pack_randomly(result.m, rounding_words(random, Rounded::kFirstMoment)));
+    const Words words = rounding_words(random, Rounded::kSecondMoment);
+    store_bits(chunk.v, kMoment, at, pack_randomly(result.v, words));
+    if (AMSGRAD) store_bits(chunk.v_max, kMoment, at, pack_randomly(result.v_max, words));
   }
 }
 
-__device__ inline void update(const AdamWParams& p, const AdamWTensor& t, const AdamWStep& s, int64 i) {
-  const float g = load_as_float(t.gradient, t.gradient_type, i);
-  float* value = t.master ? t.master + i : static_cast<float*>(t.parameter) + i;
-  const float m = p.beta1 * t.m[i] + p.one_minus_beta1 * g;
-  const float v = p.beta2 * t.v[i] + p.one_minus_beta2 * g * g;
-  const float denominator = sqrtf(v) * s.correction2 + p.eps;
-  const float next = *value * (1.0f - s.lr * p.weight_decay) - s.lr * (m * s.correction1) / denominator;
-  t.m[i] = m;
-  t.v[i] = v;
-  *value = next;
-  if (t.master) store_as_type(t.parameter, t.parameter_type, i, next);
-}
-
-// The block that finishes last advances the step: every other has read it by then.
-__device__ inline void finish(const AdamWParams& p, uint32 t) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  if (atomicAdd(p.ticket, 1u) + 1 == gridDim.x) {
-    *p.ticket = 0;
-    *p.step = t;
+__device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, const RoundingBits& random,
+                                   const Octet& value) {
+  if (value_type(chunk) == kFloat32) {
+    store_bits(chunk.value, kFloat32, at, pack(value, kFloat32));
+    if (chunk.copy) store_bits(chunk.copy, chunk.copy_type, at, pack(value, chunk.copy_type));
+  } else {
+    store_bits(chunk.value, kBfloat16, at, pack_randomly(value, rounding_words(random, Rounded::kParameter)));
   }
 }
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(256) adamw(const lt::AdamWParams p) {
+extern "C" __global__ void __launch_bounds__(256, 4) adamw(const lt::AdamWParams p) {
   using namespace lt;
+  __shared__ AdamWChunk chunk;  // what is needed after the loads is kept here rather than in registers
+  __shared__ Progress now;
+  __shared__ AdamWStep step;
+  const AdamWChunk own_chunk = p.chunks[blockIdx.x];  // the table never changes
   wait_for_predecessor();
-  __shared__ AdamWStep shared_step;
-  const uint32 t = *p.step + 1;
-  if (threadIdx.x == 0) shared_step = make_step(p, t);
+  if (threadIdx.x == 0) {
+    chunk = own_chunk;
+    now = read_progress(p);
+  }
+  const Quads at = quads_of_thread(own_chunk.count, own_chunk.aligned);
+  const Tensors old = load_tensors(own_chunk, at);
+  if (threadIdx.x == 0) step = make_step(p, now);  // while the loads are on their way
   __syncthreads();
-  const AdamWStep step = shared_step;
-  const AdamWChunk chunk = p.chunks[blockIdx.x];
-  const AdamWTensor tensor = p.tensors[chunk.tensor];
-  const int64 end = chunk.start + p.chunk_size < tensor.size ? chunk.start + p.chunk_size : tensor.size;
-  for (int64 i = chunk.start + threadIdx.x; i < end; i += blockDim.x) update(p, tensor, step, i);
-  finish(p, t);
+  if (threadIdx.x == 0) advance(p, now, step.skipped);
+  if (step.skipped) return;
+  const Octets result = update(p, chunk, step, old);
+  const RoundingBits random{p.seed, chunk.octet + threadIdx.x, chunk.tensor, step.number};
+  store_value(chunk, at, random, result.value);
+  store_moments(chunk, at, random, result);
 }

@@ -1,33 +1,38 @@
-// Sums and maxima over a block of kBlock threads, always in the same order.
+// Sums over the threads of a block and over the blocks of a grid, always in the same order.
+// Blocks are whole warps in x.
 #pragma once
+
+#include "last_block.cuh"
 
 namespace lt {
 
-constexpr int kBlock = 256;
+constexpr int kWarp = 32;
+constexpr int kMaxWarps = 32;
 
-struct Sum {
-  static __device__ float combine(float a, float b) { return a + b; }
-};
-
-struct Max {
-  // Unlike fmaxf, hands NaN on.
-  static __device__ float combine(float a, float b) { return a > b || a != a ? a : b; }
-};
-
-// Every thread gets the result. `scratch` has kBlock elements and may be reused afterwards.
-template <class Op>
-__device__ inline float reduce_block(float value, float* scratch) {
-  scratch[threadIdx.x] = value;
+// The sum over a block; every thread gets it. `scratch` has an element a warp and may be reused afterwards.
+__device__ inline float sum_over_block(float value, float* scratch) {
+#pragma unroll 1
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, step);
+  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = value;
   __syncthreads();
-  for (int width = kBlock / 2; width > 0; width /= 2) {
-    if (static_cast<int>(threadIdx.x) < width) {
-      scratch[threadIdx.x] = Op::combine(scratch[threadIdx.x], scratch[threadIdx.x + width]);
-    }
-    __syncthreads();
-  }
-  const float result = scratch[0];
+  float sum = 0.0f;
+#pragma unroll 1
+  for (uint32 warp = 0; warp < blockDim.x / kWarp; ++warp) sum += scratch[warp];
   __syncthreads();
-  return result;
+  return sum;
+}
+
+// The sum over a grid in x. The last block to get here has it in `value`, in every thread, and it alone is told so.
+// `partial` has an element a block; `ticket` is that of `is_last_block`.
+__device__ inline bool sum_over_grid(float& value, float* partial, uint32* ticket, float* scratch) {
+  value = sum_over_block(value, scratch);
+  if (threadIdx.x == 0) partial[blockIdx.x] = value;
+  if (!is_last_block(ticket, gridDim.x)) return false;
+  value = 0.0f;
+#pragma unroll 1
+  for (uint32 block = threadIdx.x; block < gridDim.x; block += blockDim.x) value += __ldcg(partial + block);
+  value = sum_over_block(value, scratch);
+  return true;
 }
 
 }  // namespace lt

@@ -42,6 +42,13 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// Sixteen bytes.
+template <class T>
+struct alignas(16) Packet {
+  static constexpr int kCount = 16 / sizeof(T);
+  T v[kCount];
+};
+
 // Two elements, which convert in one instruction.
 template <class T>
 struct Pair;

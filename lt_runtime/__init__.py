@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lt_runtime import cublaslt, errors, raw, schedules
     from lt_runtime.arrays import contiguous
     from lt_runtime.epilogue import Epilogue
+    from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.ops.adamw import AdamW, Parameter
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
@@ -28,6 +29,7 @@ _HOMES = {
     "Activation": "lt_runtime.problem",
     "AdamW": "lt_runtime.ops.adamw",
     "Epilogue": "lt_runtime.epilogue",
+    "GradScaler": "lt_runtime.grad_scaler",
     "MLP": "lt_runtime.training",
     "Parameter": "lt_runtime.ops.adamw",
     "Philox": "lt_runtime.problem",
@@ -50,6 +52,7 @@ __all__ = [
     "Activation",
     "AdamW",
     "Epilogue",
+    "GradScaler",
     "Parameter",
     "Philox",
     "Schedule",

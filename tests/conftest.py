@@ -6,6 +6,7 @@ import os
 from collections import Counter
 
 import pytest
+from hypothesis import settings
 
 # The reference's products are small: on a machine of many cores their threads would only wait for each other.
 # NumPy reads the variable when it is loaded, which the imports below do.
@@ -26,6 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.path.parts:
             item.add_marker(pytest.mark.gpu)
+        if "LT_TEST_EXAMPLES" in os.environ:
+            _limit_examples(item, int(os.environ["LT_TEST_EXAMPLES"]))
+
+
+def _limit_examples(item: pytest.Item, count: int) -> None:
+    """Makes a property test run fewer examples than its own settings say, which win over any profile."""
+    test = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None:
+        test._hypothesis_internal_use_settings = settings(own, max_examples=min(count, own.max_examples))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -37,5 +48,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    _summarise_registers(terminalreporter)
     for subject, count in sorted(EXAMPLES.items()):
         terminalreporter.write_line(f"hypothesis examples over {subject}: {count}")
+
+
+def _summarise_registers(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the compile matrix found, if its tests ran; the reports bring it from other processes too."""
+    from tests.compile_matrix import USAGE_PROPERTY, Usage, summary
+
+    reports = (report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, []))
+    found = [Usage(*value) for report in reports for name, value in report.user_properties if name == USAGE_PROPERTY]
+    if found:
+        terminalreporter.write_line("registers a thread, the most of any variant (in bold where something spills):")
+        terminalreporter.write(summary(found))

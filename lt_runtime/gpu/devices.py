@@ -46,6 +46,21 @@ def device_count() -> int:
 
 
 @functools.cache
+def shared_memory(ordinal: int) -> tuple[int, int]:
+    """Bytes of shared memory that a block of one GPU can have at most, and that a multiprocessor has."""
+    _initialise()
+    device = call("cuDeviceGet", ordinal)
+    block, multiprocessor = (
+        call("cuDeviceGetAttribute", attribute, device)
+        for attribute in (
+            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+        )
+    )
+    return int(block), int(multiprocessor)
+
+
+@functools.cache
 def device_info(ordinal: int) -> DeviceInfo:
     """Properties of one GPU."""
     _initialise()

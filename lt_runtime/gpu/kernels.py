@@ -6,6 +6,8 @@ import ctypes
 import functools
 from typing import Any, Final
 
+from cuda.bindings import driver
+
 from lt_runtime.errors import GpuError
 from lt_runtime.gpu.compiler import Macros, compile_kernel
 from lt_runtime.gpu.devices import device_info
@@ -13,11 +15,12 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.launch import launch
 from lt_runtime.gpu.params import (
     AdamWParams,
+    CountLabelsParams,
     CrossEntropyParams,
     DropoutParams,
     EpilogueBwdParams,
     EpilogueFwdParams,
-    LossFinishParams,
+    GradientNormParams,
     MatmulBackwardParams,
     MatmulForwardParams,
     MseParams,
@@ -28,6 +31,8 @@ THREADS: Final = 256
 OCTET: Final = 8
 MAX_GRID_Y: Final = 65535
 _OVERLAP_CAPABILITY: Final = 90
+_SHARED_WITHOUT_ASKING: Final = 32 << 10  # bytes; the limit is 48 KiB, less what the kernel declares
+_ATTRIBUTE: Final = driver.CUfunction_attribute
 
 _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
     "epilogue_fwd": ("epilogue_fwd.cu", EpilogueFwdParams),
@@ -36,9 +41,10 @@ _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
     "matmul_forward": ("matmul_epilogue.cu", MatmulForwardParams),
     "matmul_backward": ("matmul_epilogue.cu", MatmulBackwardParams),
     "operand_sum": ("matmul_epilogue.cu", OperandSumParams),
-    "mse_loss": ("loss.cu", MseParams),
-    "cross_entropy": ("loss.cu", CrossEntropyParams),
-    "loss_finish": ("loss.cu", LossFinishParams),
+    "mse_loss": ("mse.cu", MseParams),
+    "cross_entropy": ("cross_entropy.cu", CrossEntropyParams),
+    "count_labels": ("cross_entropy.cu", CountLabelsParams),
+    "gradient_norm": ("gradient_norm.cu", GradientNormParams),
     "adamw": ("adamw.cu", AdamWParams),
 }
 
@@ -50,12 +56,19 @@ class Kernel:
         self._module = module
         self._function = int(call("cuModuleGetFunction", module, entry.encode()))
         self._overlaps = overlaps
+        self._shared = _SHARED_WITHOUT_ASKING
         _, size = call("cuFuncGetParamInfo", self._function, 0)
         if size != ctypes.sizeof(params):
             raise GpuError(f"{entry} takes {size} bytes of parameters, {params.__name__} has {ctypes.sizeof(params)}")
 
     def launch(
-        self, grid: tuple[int, int], block: tuple[int, int], params: ctypes.Structure, stream: int, batch: int = 1
+        self,
+        grid: tuple[int, int],
+        block: tuple[int, int],
+        params: ctypes.Structure,
+        stream: int,
+        batch: int = 1,
+        shared: int = 0,
     ) -> None:
         """Puts the kernel on a stream. The driver copies `params` before this returns.
 
@@ -63,8 +76,17 @@ class Kernel:
             grid: blocks in x and y.
             block: threads in x and y.
             batch: blocks in z.
+            shared: bytes of a block's dynamic shared memory.
         """
-        launch(self._function, (*grid, batch), (*block, 1), params, stream, overlaps=self._overlaps)
+        if shared > self._shared:
+            self._allow_shared(shared)
+        launch(self._function, (*grid, batch), (*block, 1), params, stream, shared=shared, overlaps=self._overlaps)
+
+    def _allow_shared(self, size: int) -> None:
+        """Lets a block have `size` bytes, and as many blocks as can have them share a multiprocessor."""
+        call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
+        call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+        self._shared = size
 
 
 @functools.cache

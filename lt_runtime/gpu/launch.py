@@ -48,18 +48,20 @@ def launch(
     params: ctypes.Structure,
     stream: int,
     *,
+    shared: int,
     overlaps: bool,
 ) -> None:
     """Puts a kernel that takes one struct on a stream.
 
     Args:
         function: handle of the kernel.
+        shared: bytes of a block's dynamic shared memory.
         overlaps: the kernel may start before the one before it on the stream has ended; it waits for that by itself.
 
     Raises:
         GpuError: the driver refused.
     """
     attributes = ctypes.addressof(_OVERLAP) if overlaps else None
-    config = _Config(grid, block, 0, stream, attributes, int(overlaps))
+    config = _Config(grid, block, shared, stream, attributes, int(overlaps))
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     check("cuLaunchKernelEx", _driver()(ctypes.addressof(config), function, ctypes.addressof(arguments), None))

@@ -174,10 +174,14 @@ class MseParams(ctypes.Structure):
         ("prediction", Matrix),
         ("target", Matrix),
         ("gradient", Matrix),
+        ("grad_scale", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
+        ("loss", ctypes.c_void_p),
+        ("ticket", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("cols", ctypes.c_int64),
         ("gradient_scale", ctypes.c_float),
+        ("size", ctypes.c_float),
     )
 
 
@@ -186,56 +190,86 @@ class CrossEntropyParams(ctypes.Structure):
 
     _fields_ = (
         ("logits", Matrix),
-        ("labels", ctypes.c_void_p),
         ("gradient", Matrix),
-        ("partial", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("gradient_scale", ctypes.c_float),
-    )
-
-
-class LossFinishParams(ctypes.Structure):
-    """`lt::LossFinishParams`."""
-
-    _fields_ = (
+        ("labels", ctypes.c_void_p),
+        ("counted", ctypes.c_void_p),
+        ("grad_scale", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
         ("loss", ctypes.c_void_p),
-        ("parts", ctypes.c_int64),
-        ("scale", ctypes.c_float),
+        ("ticket", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("ignore_index", ctypes.c_int64),
+        ("gradient_scale", ctypes.c_float),
+        ("smoothing", ctypes.c_float),
+        ("wide_labels", ctypes.c_int),
+        ("ignores", ctypes.c_int),
+        ("lanes", ctypes.c_uint32),
+        ("held", ctypes.c_uint32),
     )
 
 
-class AdamWTensor(ctypes.Structure):
-    """`lt::AdamWTensor`, a row of the optimizer's table on the device."""
+class CountLabelsParams(ctypes.Structure):
+    """`lt::CountLabelsParams`."""
 
     _fields_ = (
-        ("parameter", ctypes.c_void_p),
-        ("master", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("m", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-        ("parameter_type", ctypes.c_int),
-        ("gradient_type", ctypes.c_int),
+        ("labels", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("counted", ctypes.c_void_p),
+        ("ticket", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("ignore_index", ctypes.c_int64),
+        ("wide_labels", ctypes.c_int),
+    )
+
+
+class OptimizerState(ctypes.Structure):
+    """`lt::OptimizerState`, what an optimizer keeps on the device."""
+
+    _fields_ = (
+        ("steps", ctypes.c_uint32),
+        ("skipped", ctypes.c_uint32),
+        ("nonfinite", ctypes.c_uint32),
+        ("norm", ctypes.c_float),
+        ("update_ticket", ctypes.c_uint32),
+        ("norm_ticket", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
+        ("reserved1", ctypes.c_uint32),
     )
 
 
 class AdamWChunk(ctypes.Structure):
-    """`lt::AdamWChunk`, what one block handles."""
+    """`lt::AdamWChunk`, a row of the optimizer's table on the device: what one block updates."""
 
-    _fields_ = (("start", ctypes.c_int64), ("tensor", ctypes.c_int), ("reserved", ctypes.c_int))
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("copy", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("v_max", ctypes.c_void_p),
+        ("octet", ctypes.c_uint64),
+        ("tensor", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("lr_scale", ctypes.c_float),
+        ("weight_decay", ctypes.c_float),
+        ("value_type", ctypes.c_uint8),
+        ("copy_type", ctypes.c_uint8),
+        ("gradient_type", ctypes.c_uint8),
+        ("aligned", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint32),
+    )
 
 
 class AdamWParams(ctypes.Structure):
     """`lt::AdamWParams`."""
 
     _fields_ = (
-        ("tensors", ctypes.c_void_p),
         ("chunks", ctypes.c_void_p),
-        ("step", ctypes.c_void_p),
-        ("ticket", ctypes.c_void_p),
-        ("chunk_size", ctypes.c_int64),
+        ("state", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("growth_tracker", ctypes.c_void_p),
+        ("seed", ctypes.c_uint64),
         ("lr", ctypes.c_float),
         ("log_beta1", ctypes.c_float),
         ("log_beta2", ctypes.c_float),
@@ -244,9 +278,36 @@ class AdamWParams(ctypes.Structure):
         ("one_minus_beta1", ctypes.c_float),
         ("one_minus_beta2", ctypes.c_float),
         ("eps", ctypes.c_float),
-        ("weight_decay", ctypes.c_float),
         ("decay", ctypes.c_int),
         ("warmup_steps", ctypes.c_uint32),
         ("total_steps", ctypes.c_uint32),
         ("final_factor", ctypes.c_float),
+        ("max_norm", ctypes.c_float),
+        ("skip_nonfinite", ctypes.c_int),
+        ("growth_factor", ctypes.c_float),
+        ("backoff_factor", ctypes.c_float),
+        ("growth_interval", ctypes.c_int),
+    )
+
+
+class GradientChunk(ctypes.Structure):
+    """`lt::GradientChunk`, a row of the table of gradients on the device: what one block reads."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("count", ctypes.c_uint32),
+        ("type", ctypes.c_uint8),
+        ("aligned", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint8 * 2),
+    )
+
+
+class GradientNormParams(ctypes.Structure):
+    """`lt::GradientNormParams`."""
+
+    _fields_ = (
+        ("chunks", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
     )

@@ -1,134 +1,184 @@
-"""AdamW's state on a GPU: moments, the table of tensors, the step."""
+"""AdamW's state on a GPU: moments, the tables of tensors, the step, and launches ready to go."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lt_runtime.arrays import Operand, check_no_overlap, check_shape
 from lt_runtime.arrays.libraries import CupyLibrary
 from lt_runtime.errors import DeviceError, DTypeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.kernels import THREADS, get_kernel
-from lt_runtime.gpu.params import AdamWChunk, AdamWParams, AdamWTensor
+from lt_runtime.gpu.kernels import THREADS, Kernel, get_kernel
+from lt_runtime.gpu.params import SCALAR, AdamWParams, GradientNormParams, OptimizerState
 from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.ops._adamw_table import Tensor, norm_table, update_table
+from lt_runtime.ops._adamw_types import Options, Parameter
 from lt_runtime.ops._place import Place
 from lt_runtime.problem import DType
-from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import DECAYS
 
-_CHUNK: Final = 4096  # elements a block updates
-_TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
+_WORDS: Final = [name for name, *_ in OptimizerState._fields_]  # each of 32 bits
 
 
-class _Parameter(Protocol):
-    data: Any
-    grad: Any
-    master: Any
-    name: str
+class _Launch(NamedTuple):
+    kernel: Kernel
+    blocks: int
+    params: AdamWParams | GradientNormParams
 
 
 class GpuState:
-    """Moments, master copies, the step and the kernel's table of parameters on one GPU."""
+    """Moments, master copies, the step, the scale and the kernels' tables on one GPU; see `State`."""
 
-    def __init__(self, parameters: Sequence[_Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], options: Options) -> None:
         first = parameters[0]
-        place = Place.of(f"{first.name}.data", first.data, None)
-        self._device = place.device
-        self._kept: list[Any] = []  # arrays whose addresses are in the table
-        with activated(self._device):
-            rows = [self._row(parameter, place) for parameter in parameters]
-            sizes = [row.size for row in rows]
-            chunks = [
-                AdamWChunk(start, tensor, 0) for tensor, size in enumerate(sizes) for start in range(0, size, _CHUNK)
-            ]
-            self._tensors, self._chunks = self._upload(rows, place), self._upload(chunks, place)
-            self._blocks = len(chunks)
-            self.steps = self._zeros((1,), np.dtype(np.uint32), place)
-            self._ticket = self._zeros((1,), np.dtype(np.uint32), place)
-            call("cuStreamSynchronize", place.stream)  # later steps may come on any stream
-            self._kernel = get_kernel("adamw", (), self._device)
+        self._place = Place.of(f"{first.name}.data", first.data, None)
+        self._options = options
+        self._kept: list[Any] = []  # arrays whose addresses the kernels have
+        with activated(self._place.device):
+            words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
+            tensors = [self._tensor(parameter) for parameter in parameters]
+            self._scale = None if options.scaler is None else self._scale_arrays(options.scaler.init_scale)
+            norms = [self._norm(tensors, words)] if options.judges_gradients else []
+            self._launches = [*norms, self._update(tensors, words)]
+            call("cuStreamSynchronize", self._place.stream)  # later steps may come on any stream
+        if options.scaler is not None and self._scale is not None:
+            options.scaler.bind(*self._scale)
+        self.steps, self.skipped_steps = (_word(words, name) for name in ("steps", "skipped"))
+        norm = _word(words, "norm").view(np.float32).reshape(())
+        self.grad_norm = norm if options.judges_gradients else None
 
-    def step(self, hyper: AdamWHyper, stream: Any) -> None:
-        """One update of all parameters, in one launch."""
-        if not self._blocks:
-            return
-        schedule = hyper.schedule
-        params = AdamWParams(
-            tensors=self._tensors,
-            chunks=self._chunks,
-            step=self.steps.data.ptr,
-            ticket=self._ticket.data.ptr,
-            chunk_size=_CHUNK,
-            lr=hyper.lr,
-            log_beta1=_log(hyper.beta1),
-            log_beta2=_log(hyper.beta2),
-            beta1=hyper.beta1,
-            beta2=hyper.beta2,
-            one_minus_beta1=1.0 - hyper.beta1,
-            one_minus_beta2=1.0 - hyper.beta2,
-            eps=hyper.eps,
-            weight_decay=hyper.weight_decay,
-            decay=DECAYS.index(schedule.decay),
-            warmup_steps=schedule.warmup_steps,
-            total_steps=schedule.total_steps,
-            final_factor=schedule.final_factor,
+    def step(self, stream: Any) -> None:
+        """See `State`: one launch, or two."""
+        device = self._place.device
+        with activated(device):
+            handle = stream_handle(stream, device)
+            for launch in self._launches:
+                launch.kernel.launch((launch.blocks, 1), (THREADS, 1), launch.params, handle)
+
+    def _update(self, tensors: Sequence[Tensor], words: Any) -> _Launch:
+        table, options = update_table(tensors), self._options
+        in_place = any(tensor.value[1] is not DType.FLOAT32 for tensor in tensors)
+        macros = (
+            ("MOMENT", SCALAR[options.moments]),
+            ("AMSGRAD", str(int(options.amsgrad))),
+            ("STOCHASTIC", str(int(in_place))),
         )
-        with activated(self._device):
-            self._kernel.launch((self._blocks, 1), (THREADS, 1), params, stream_handle(stream, self._device))
+        params = adamw_params(options, self._upload(table), words.data.ptr)
+        if self._scale is not None:
+            params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
+        return _Launch(get_kernel("adamw", macros, self._place.device), len(table), params)
 
-    def _row(self, parameter: _Parameter, place: Place) -> AdamWTensor:
-        name = parameter.name
+    def _norm(self, tensors: Sequence[Tensor], words: Any) -> _Launch:
+        table = norm_table(tensors)
+        params = GradientNormParams(
+            chunks=self._upload(table),
+            partial=self._zeros((len(table),), np.dtype(np.float32)).data.ptr,
+            state=words.data.ptr,
+            scale=0 if self._scale is None else self._scale[0].data.ptr,
+        )
+        return _Launch(get_kernel("gradient_norm", (), self._place.device), len(table), params)
+
+    def _tensor(self, parameter: Parameter) -> Tensor:
+        name, place, options = parameter.name, self._place, self._options
         data, grad = place.read(f"{name}.data", parameter.data), place.read(f"{name}.grad", parameter.grad)
         check_shape(f"{name}.grad", grad.shape, data.shape, f"as {name}.data")
-        dtype = DType.parse(data.name, data.dtype)
-        master = self._master(parameter, data, dtype, place)
-        _check(self._device, data, grad, master)
-        m, v = (self._zeros(data.shape, DType.FLOAT32.numpy, place).data.ptr for _ in range(2))
+        master = self._master(parameter, data)
+        _check(place.device, data, grad, master)
         self._kept += [parameter.data, parameter.grad, parameter.master]
-        return AdamWTensor(
-            parameter=data.address,
-            master=master.address if master else 0,
-            gradient=grad.address,
-            m=m,
-            v=v,
+        moments = [
+            (self._zeros(data.shape, options.moments.numpy).data.ptr, options.moments)
+            for _ in range(3 if options.amsgrad else 2)
+        ]
+        return Tensor(
             size=math.prod(data.shape),
-            parameter_type=_TYPES[dtype],
-            gradient_type=_TYPES[DType.parse(grad.name, grad.dtype)],
+            value=_typed(data if master is None else master),
+            copy=None if master is None else _typed(data),
+            gradient=_typed(grad),
+            m=moments[0],
+            v=moments[1],
+            v_max=moments[2] if options.amsgrad else None,
+            lr_scale=parameter.lr_scale,
+            weight_decay=options.weight_decay_of(parameter),
         )
 
-    def _master(self, parameter: _Parameter, data: Operand, dtype: DType, place: Place) -> Operand | None:
-        if dtype is DType.FLOAT32:
+    def _master(self, parameter: Parameter, data: Operand) -> Operand | None:
+        if not self._options.has_master(parameter, DType.parse(data.name, data.dtype)):
             return None
         if parameter.master is None:
             parameter.master = _in_fp32(parameter.data)
-        master = place.read(f"{parameter.name}.master", parameter.master)
+        master = self._place.read(f"{parameter.name}.master", parameter.master)
         check_shape(master.name, master.shape, data.shape, f"as {data.name}")
         if master.dtype != "float32":
             raise DTypeError(f"{master.name} is {master.dtype}; it must be float32")
         return master
 
-    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place) -> Any:
-        array = CupyLibrary().empty(shape, dtype, self._device, place.stream)
+    def _scale_arrays(self, init_scale: float) -> tuple[Any, Any]:
+        scale, tracker = (self._zeros((), np.dtype(dtype)) for dtype in (np.float32, np.int32))
+        bits = int(np.float32(init_scale).view(np.uint32))
+        call("cuMemsetD32Async", scale.data.ptr, bits, 1, self._place.stream)
+        return scale, tracker
+
+    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        array = CupyLibrary().empty(shape, dtype, self._place.device, self._place.stream)
         if array.nbytes:
-            call("cuMemsetD8Async", array.data.ptr, 0, array.nbytes, place.stream)
+            call("cuMemsetD8Async", array.data.ptr, 0, array.nbytes, self._place.stream)
         self._kept.append(array)
         return array
 
-    def _upload(self, rows: Sequence[Any], place: Place) -> int:
-        content = b"".join(bytes(row) for row in rows)
-        array = self._zeros((len(content),), np.dtype(np.uint8), place)
-        if content:
-            call("cuMemcpyHtoDAsync", array.data.ptr, content, len(content), place.stream)
+    def _upload(self, table: NDArray[Any]) -> int:
+        array = self._zeros((table.nbytes,), np.dtype(np.uint8))
+        call("cuMemcpyHtoDAsync", array.data.ptr, table.ctypes.data, table.nbytes, self._place.stream)
         return int(array.data.ptr)
+
+
+def adamw_params(options: Options, chunks: int, state: int) -> AdamWParams:
+    """The update's argument block without a scaler's arrays.
+
+    Args:
+        chunks, state: addresses of the table and of an `OptimizerState`.
+    """
+    hyper, schedule, scaler = options.hyper, options.hyper.schedule, options.scaler
+    return AdamWParams(
+        chunks=chunks,
+        state=state,
+        seed=options.seed,
+        lr=hyper.lr,
+        log_beta1=_log(hyper.beta1),
+        log_beta2=_log(hyper.beta2),
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        one_minus_beta1=1.0 - hyper.beta1,
+        one_minus_beta2=1.0 - hyper.beta2,
+        eps=hyper.eps,
+        decay=DECAYS.index(schedule.decay),
+        warmup_steps=schedule.warmup_steps,
+        total_steps=schedule.total_steps,
+        final_factor=schedule.final_factor,
+        max_norm=options.max_norm or 0.0,
+        skip_nonfinite=options.skip_nonfinite,
+        growth_factor=scaler.growth_factor if scaler else 0.0,
+        backoff_factor=scaler.backoff_factor if scaler else 0.0,
+        growth_interval=scaler.growth_interval if scaler else 0,
+    )
 
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
+
+
+def _word(words: Any, name: str) -> Any:
+    index = _WORDS.index(name)
+    return words[index : index + 1]
+
+
+def _typed(operand: Operand) -> tuple[int, DType]:
+    return operand.address, DType.parse(operand.name, operand.dtype)
 
 
 def _in_fp32(array: Any) -> Any:

@@ -4,51 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from lt_runtime import reference
-from lt_runtime.arrays import check_shape, on_host
-from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, OverlapError
+from lt_runtime.arrays import on_host
+from lt_runtime.errors import ArgumentError
+from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.ops._adamw_gpu import GpuState
-from lt_runtime.problem import DType
+from lt_runtime.ops._adamw_host import HostState
+from lt_runtime.ops._adamw_types import Options, Parameter, State
+from lt_runtime.problem import DType, Philox
+from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import Schedule
 
-
-@dataclass(slots=True, eq=False)
-class Parameter:
-    """A tensor that is trained, and its gradient.
-
-    An optimizer keeps these very arrays: change them in place, do not replace them.
-
-    Attributes:
-        data: any shape, row-major without gaps; float32, float16 or bfloat16.
-        grad: same shape; any of the three types.
-        master: FP32 values that `data` is the rounding of. The optimizer makes one from `data` where that is not
-            FP32 and none is given.
-        name: for errors and reports.
-    """
-
-    data: Any
-    grad: Any
-    master: Any = None
-    name: str = "parameter"
-
-
-class _State(Protocol):
-    steps: Any
-
-    def step(self, hyper: reference.AdamWHyper, stream: Any) -> None: ...
+__all__ = ["AdamW", "Parameter"]
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) as PyTorch defines it, with moments and arithmetic in FP32.
+    """AdamW (Loshchilov and Hutter, 2019) as PyTorch defines it, with arithmetic in FP32.
 
     θ ← θ·(1 - lr·λ) - lr · m̂ / (√v̂ + ε), where lr is multiplied by the schedule's factor. On a GPU one kernel
     updates every parameter, finds the step, the bias corrections and the learning rate by itself, and advances the
-    step, so that a captured graph can be replayed.
+    step, so that a captured graph can be replayed. With `max_norm`, `skip_nonfinite` or `scaler` a second kernel reads
+    the gradients before it. Nothing is read back to the host.
+
+    A NaN or infinite gradient makes its own element NaN, and with `max_norm` every element, as arithmetic has it;
+    with `skip_nonfinite` or `scaler` the whole update is left out instead: parameters, moments and `steps` stay.
 
     Args:
         parameters: at least one; all NumPy arrays, or all on one GPU.
@@ -57,12 +37,26 @@ class AdamW:
         eps: added to the denominator.
         weight_decay: λ.
         schedule: factor on the learning rate by step; constant if None.
+        amsgrad: divide by the largest v̂ so far instead of the present one.
+        max_norm: clip the gradients to this norm over all parameters together, as PyTorch's `clip_grad_norm_`; infinity
+            only measures the norm. None does neither.
+        skip_nonfinite: leave out an update in which any gradient is NaN or infinite.
+        scaler: divides the gradients by its scale, skips as `skip_nonfinite` does, and moves the scale. It serves one
+            optimizer.
+        moments: "float32", or "bfloat16", which is rounded stochastically: to nearest, small changes would be lost.
+        stochastic_rounding: update BF16 parameters that have no master copy in place, rounded stochastically, rather
+            than making master copies of them.
+        seed: of the random numbers that stochastic rounding draws; 64 bits.
 
     Attributes:
         steps: array of one uint32, the number of updates done, living where the parameters live.
+        skipped_steps: likewise, the number of updates left out.
+        grad_norm: FP32 array of shape (), the norm of the unscaled gradients in the last step, before clipping. None
+            without `max_norm`, `skip_nonfinite` and `scaler`.
+        scaler: as given.
 
     Raises:
-        ArgumentError: no parameters, or a hyperparameter out of its range.
+        ArgumentError: no parameters, or an option out of its range.
         OperandError: a parameter whose arrays do not fit together, or with gaps between its elements.
     """
 
@@ -74,15 +68,33 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         schedule: Schedule | None = None,
+        *,
+        amsgrad: bool = False,
+        max_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        scaler: GradScaler | None = None,
+        moments: str = "float32",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
-        self.parameters = tuple(parameters)
-        if not self.parameters:
-            raise ArgumentError("parameters is empty; there is nothing to optimize")
+        self.parameters, self.scaler = tuple(parameters), scaler
+        _check_parameters(self.parameters)
         _check_hyper(lr, betas, eps, weight_decay)
-        self._hyper = reference.AdamWHyper(lr, *betas, eps, weight_decay, schedule or Schedule())
+        _check_options(max_norm, scaler, moments, seed)
+        options = Options(
+            AdamWHyper(lr, *betas, eps, weight_decay, schedule or Schedule()),
+            amsgrad,
+            max_norm,
+            skip_nonfinite or scaler is not None,
+            scaler,
+            DType(moments),
+            stochastic_rounding,
+            seed,
+        )
         host = on_host(*(_by_name(self.parameters, parts) for parts in (("data", "grad"), ("master",))))
-        self._state: _State = _HostState(self.parameters) if host else GpuState(self.parameters)
-        self.steps = self._state.steps
+        self._state: State = (HostState if host else GpuState)(self.parameters, options)
+        self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
+        self.grad_norm = self._state.grad_norm
 
     def step(self, *, stream: Any = None) -> None:
         """Updates every parameter from its gradient.
@@ -93,7 +105,7 @@ class AdamW:
         Raises:
             GpuError: the driver or the compiler failed.
         """
-        self._state.step(self._hyper, stream)
+        self._state.step(stream)
 
 
 def _by_name(parameters: Sequence[Parameter], parts: tuple[str, ...]) -> dict[str, Any]:
@@ -105,53 +117,32 @@ def _by_name(parameters: Sequence[Parameter], parts: tuple[str, ...]) -> dict[st
     }
 
 
+def _check_parameters(parameters: tuple[Parameter, ...]) -> None:
+    if not parameters:
+        raise ArgumentError("parameters is empty; there is nothing to optimize")
+    for parameter in parameters:
+        _check_not_negative(f"{parameter.name}.lr_scale", parameter.lr_scale)
+        if parameter.weight_decay is not None:
+            _check_not_negative(f"{parameter.name}.weight_decay", parameter.weight_decay)
+
+
 def _check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ArgumentError(f"{name} is {value}; it must be finite and not negative")
+        _check_not_negative(name, value)
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ArgumentError(f"betas is {betas}; accepted are two numbers in [0, 1)")
 
 
-class _HostState:
-    """Moments, master copies and the step of NumPy parameters."""
-
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self.steps = np.zeros(1, np.uint32)
-        self._parameters = parameters
-        for parameter in parameters:
-            _prepare_on_host(parameter)
-        self._moments = [[np.zeros(p.data.shape, np.float32) for _ in range(2)] for p in parameters]
-
-    def step(self, hyper: reference.AdamWHyper, stream: Any) -> None:
-        """One update; there is no stream to run on."""
-        self.steps += 1
-        for parameter, moments in zip(self._parameters, self._moments, strict=True):
-            is_master = parameter.data.dtype != np.float32
-            values = parameter.master if is_master else parameter.data
-            with np.errstate(all="ignore"):  # a gradient may be NaN or infinite, as it may on a GPU
-                values[...], moments[0][...], moments[1][...] = reference.adamw_update(
-                    values, parameter.grad, moments[0], moments[1], hyper, int(self.steps[0])
-                )
-                if is_master:
-                    parameter.data[...] = values.astype(parameter.data.dtype)
+def _check_not_negative(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ArgumentError(f"{name} is {value}; it must be finite and not negative")
 
 
-def _prepare_on_host(parameter: Parameter) -> None:
-    name, data, grad = parameter.name, parameter.data, parameter.grad
-    dtype = DType.parse(f"{name}.data", data.dtype)
-    DType.parse(f"{name}.grad", grad.dtype)
-    others = {f"{name}.grad": grad}
-    if dtype is not DType.FLOAT32:
-        if parameter.master is None:
-            parameter.master = data.astype(np.float32)
-        if parameter.master.dtype != np.float32:
-            raise DTypeError(f"{name}.master is {parameter.master.dtype.name}; it must be float32")
-        others[f"{name}.master"] = parameter.master
-    for each, array in {f"{name}.data": data, **others}.items():
-        check_shape(each, array.shape, data.shape, f"as {name}.data")
-        if not array.flags.c_contiguous:
-            raise LayoutError(f"{each} has strides of {array.strides} bytes; it must be row-major without gaps")
-    for other, array in others.items():
-        if np.shares_memory(data, array):
-            raise OverlapError(f"{name}.data shares memory with {other}; it must not")
+def _check_options(max_norm: float | None, scaler: GradScaler | None, moments: str, seed: int) -> None:
+    if max_norm is not None and not max_norm > 0:
+        raise ArgumentError(f"max_norm is {max_norm}; it must be positive, or None")
+    if scaler is not None and scaler.is_bound:
+        raise ArgumentError("scaler already serves an optimizer; make one for each")
+    if moments not in (DType.FLOAT32.value, DType.BFLOAT16.value):
+        raise ArgumentError(f"moments is {moments!r}; accepted are 'float32' and 'bfloat16'")
+    Philox(seed)  # refuses what is no 64-bit seed

@@ -5,27 +5,36 @@ the callers round them once, to the operands' type.
 """
 
 from lt_runtime.reference.activations import activate, derivative
-from lt_runtime.reference.adamw import AdamWHyper, adamw_update, learning_rate_factor
+from lt_runtime.reference.adamw import AdamWHyper, AdamWTensor, adamw_update, learning_rate_factor
+from lt_runtime.reference.gradients import clip_factor, gradient_norm, next_scale
 from lt_runtime.reference.linear import linear_bwd, linear_fwd
 from lt_runtime.reference.loss import cross_entropy, mse_loss
 from lt_runtime.reference.matmul import MatmulResult, matmul, pack_mask, unpack_mask
 from lt_runtime.reference.philox import dropout_mask, dropout_scale, philox4x32
+from lt_runtime.reference.rounding import RoundedTensor, round_stochastically, rounding_lanes
 
 __all__ = [
     "AdamWHyper",
+    "AdamWTensor",
     "MatmulResult",
+    "RoundedTensor",
     "activate",
     "adamw_update",
+    "clip_factor",
     "cross_entropy",
     "derivative",
     "dropout_mask",
     "dropout_scale",
+    "gradient_norm",
     "learning_rate_factor",
     "linear_bwd",
     "linear_fwd",
     "matmul",
     "mse_loss",
+    "next_scale",
     "pack_mask",
     "philox4x32",
+    "round_stochastically",
+    "rounding_lanes",
     "unpack_mask",
 ]

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from lt_runtime.schedules import Schedule
 
-Float32 = NDArray[np.float32]
-
 
 @dataclass(frozen=True, slots=True)
 class AdamWHyper:
@@ -45,23 +43,49 @@ def learning_rate_factor(schedule: Schedule, step: int) -> float:
     return schedule.final_factor + (1.0 - schedule.final_factor) * remaining
 
 
+@dataclass(frozen=True, slots=True)
+class AdamWTensor:
+    """One tensor in an optimizer, of one shape throughout.
+
+    Attributes:
+        value: FP32, the master copy where the model's are in lower precision; BF16 where there is none.
+        m, v: first and second moments, FP32 or BF16.
+        v_max: largest v so far; None without AMSGrad.
+    """
+
+    value: NDArray[Any]
+    m: NDArray[Any]
+    v: NDArray[Any]
+    v_max: NDArray[Any] | None = None
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Those that there are."""
+        arrays = (self.value, self.m, self.v)
+        return arrays if self.v_max is None else (*arrays, self.v_max)
+
+
 def adamw_update(
-    parameter: NDArray[Any], gradient: NDArray[Any], m: Float32, v: Float32, hyper: AdamWHyper, step: int
-) -> tuple[Float32, Float32, Float32]:
+    old: AdamWTensor, gradient: NDArray[Any], hyper: AdamWHyper, step: int, gradient_factor: float = 1.0
+) -> AdamWTensor:
     """The `step`-th update (from 1) of one tensor.
 
+    AMSGrad (Reddi, Kale, Kumar, 2018) as PyTorch has it: the largest v is taken before the bias correction.
+
     Args:
-        parameter: FP32 values, the master copy where the model's are in lower precision.
-        m, v: first and second moments.
+        gradient_factor: what the gradient is multiplied by first.
 
     Returns:
-        New parameter, m and v, each rounded once to FP32.
+        The new tensor, each array rounded once to FP32.
     """
-    p, g = parameter.astype(np.float64), gradient.astype(np.float64)
+    value, m, v = (array.astype(np.float64) for array in (old.value, old.m, old.v))
+    g = gradient.astype(np.float64) * gradient_factor
     lr = hyper.lr * learning_rate_factor(hyper.schedule, step)
-    m64 = hyper.beta1 * m.astype(np.float64) + (1.0 - hyper.beta1) * g
-    v64 = hyper.beta2 * v.astype(np.float64) + (1.0 - hyper.beta2) * g * g
-    m_hat = m64 / (1.0 - hyper.beta1**step)
-    v_hat = v64 / (1.0 - hyper.beta2**step)
-    p = p * (1.0 - lr * hyper.weight_decay) - lr * m_hat / (np.sqrt(v_hat) + hyper.eps)
-    return p.astype(np.float32), m64.astype(np.float32), v64.astype(np.float32)
+    m = hyper.beta1 * m + (1.0 - hyper.beta1) * g
+    v = hyper.beta2 * v + (1.0 - hyper.beta2) * g * g
+    largest = v if old.v_max is None else np.maximum(old.v_max.astype(np.float64), v)
+    m_hat = m / (1.0 - hyper.beta1**step)
+    v_hat = largest / (1.0 - hyper.beta2**step)
+    value = value * (1.0 - lr * hyper.weight_decay) - lr * m_hat / (np.sqrt(v_hat) + hyper.eps)
+    new = [array.astype(np.float32) for array in (value, m, v, largest)]
+    return AdamWTensor(*(new[:3] if old.v_max is None else new))

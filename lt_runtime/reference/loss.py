@@ -21,24 +21,41 @@ def mse_loss(prediction: NDArray[Any], target: NDArray[Any]) -> tuple[float, Arr
     return float(np.mean(difference**2)), difference * (2.0 / difference.size)
 
 
-def cross_entropy(logits: NDArray[Any], labels: NDArray[Any]) -> tuple[float, Array]:
-    """Mean over rows of -log softmax(logits)[label], and its gradient (softmax - onehot) / M.
+def cross_entropy(
+    logits: NDArray[Any], labels: NDArray[Any], *, label_smoothing: float = 0.0, ignore_index: int | None = None
+) -> tuple[float, Array]:
+    """Mean over rows of -Σ target · log softmax(logits), and its gradient (softmax - target) / rows.
+
+    The target is 1 - ε at the label plus ε / C everywhere, with ε the label smoothing.
 
     Args:
         logits: (M, C).
         labels: (M,) integers in [0, C). A label outside makes the loss NaN and its row of the gradient NaN.
+        label_smoothing: ε, in [0, 1].
+        ignore_index: rows with this label are left out of the mean, and have gradient 0. The mean over no rows is NaN.
     """
-    rows, classes = logits.shape
-    shifted = logits.astype(np.float64)
+    counts = np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
+    rows = int(counts.sum())
+    gradient = np.zeros(logits.shape)
     if rows == 0:
-        return float("nan"), shifted
-    shifted = shifted - shifted.max(axis=1, keepdims=True)
+        return float("nan"), gradient
+    losses, gradient[counts] = _of_rows(logits[counts].astype(np.float64), labels[counts], label_smoothing)
+    return float(losses.mean()), gradient / rows
+
+
+def _of_rows(logits: Array, labels: NDArray[Any], smoothing: float) -> tuple[Array, Array]:
+    """Loss of each row, and its gradient."""
+    rows, classes = logits.shape
+    shifted = logits - logits.max(axis=1, keepdims=True)
     exponentials = np.exp(shifted)
     sums = exponentials.sum(axis=1, keepdims=True)
     valid = (labels >= 0) & (labels < classes)
-    picked = np.where(valid, labels, 0)
-    losses = np.where(valid, np.log(sums[:, 0]) - shifted[np.arange(rows), picked], np.nan)
+    label = np.arange(rows), np.where(valid, labels, 0)
+    losses = np.log(sums[:, 0]) - (1.0 - smoothing) * shifted[label]
     gradient = exponentials / sums
-    gradient[np.arange(rows), picked] -= 1.0
-    gradient[~valid] = np.nan
-    return float(losses.mean()), gradient / rows
+    gradient[label] -= 1.0 - smoothing
+    if smoothing > 0:
+        losses -= smoothing / classes * shifted.sum(axis=1)
+        gradient -= smoothing / classes
+    losses[~valid], gradient[~valid] = np.nan, np.nan
+    return losses, gradient

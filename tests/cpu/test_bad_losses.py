@@ -27,6 +27,10 @@ COMMON: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"out_loss": ones(1)}, ShapeError, r"out_loss has shape \(1,\); it must be \(\)"),
     ({"out_loss": np.zeros(())}, DTypeError, "out_loss is float64; it must be float32"),
     ({"out_loss": 0.0}, OperandError, "out_loss is a float"),
+    ({"grad_scale": np.ones(())}, DTypeError, "grad_scale is float64; it must be float32"),
+    ({"grad_scale": ones(1, 1)}, ShapeError, r"grad_scale has shape \(1, 1\); accepted are \(\) and \(1,\)"),
+    ({"grad_scale": DeviceArray(())}, DeviceError, "but grad_scale not; all must be on one device"),
+    ({"grad_scale": "2"}, OperandError, "grad_scale is a str"),
 ]
 CROSS_ENTROPY: list[tuple[dict[str, Any], type[LtError], str]] = [
     *COMMON,
@@ -39,7 +43,16 @@ CROSS_ENTROPY: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"labels": ones(M)}, DTypeError, "labels has type float32; accepted are int32"),
     ({"labels": np.array([0, 4, 1])}, ArgumentError, "labels holds 4; accepted are 0 to 3"),
     ({"labels": np.array([0, -1, 1])}, ArgumentError, "labels holds -1; accepted are 0 to 3"),
+    ({"labels": np.array([0, -100, 1]), "ignore_index": None}, ArgumentError, "labels holds -100"),
+    ({"labels": np.array([0, -100, 1]), "ignore_index": -1}, ArgumentError, "labels holds -100"),
     ({"labels": [0, 3, 1]}, OperandError, "labels is a list"),
+    ({"label_smoothing": -0.1}, ArgumentError, "label_smoothing is -0.1; accepted are numbers from 0 to 1"),
+    ({"label_smoothing": 1.5}, ArgumentError, "label_smoothing is 1.5"),
+    ({"label_smoothing": float("nan")}, ArgumentError, "label_smoothing is nan"),
+    ({"label_smoothing": "0"}, ArgumentError, "label_smoothing is '0'"),
+    ({"ignore_index": 1.0}, ArgumentError, "ignore_index is 1.0; accepted are None and integers of 64 bits"),
+    ({"ignore_index": 2**63}, ArgumentError, "ignore_index is 9223372036854775808"),
+    ({"ignore_index": True}, ArgumentError, "ignore_index is True"),
     ({"labels": DeviceArray((M,), "<i4")}, DeviceError, "logits, out_gradient, out_loss in host .* but labels not"),
 ]
 MSE: list[tuple[dict[str, Any], type[LtError], str]] = [
@@ -94,5 +107,10 @@ def test_buffers_over_operands() -> None:
     labels = np.zeros(M, np.int32)
     with pytest.raises(OverlapError, match="out_loss shares memory with labels"):
         lt.cross_entropy(prediction, labels, out_loss=labels.view(np.float32)[:1].reshape(()))
+    scale = gradient[0, :1]
+    with pytest.raises(OverlapError, match="out_gradient shares memory with grad_scale"):
+        lt.cross_entropy(prediction, LABELS, grad_scale=scale, out_gradient=gradient)
+    with pytest.raises(OverlapError, match="out_loss shares memory with grad_scale"):
+        lt.cross_entropy(prediction, LABELS, grad_scale=scale, out_loss=scale.reshape(()))
     for array in (buffer, target, gradient):
         assert (array == 1).all()

@@ -157,6 +157,15 @@ def test_dead_code_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         compiler.compile_kernel("dead.cu", (), "sm_90")
 
 
+def test_subnormal_numbers_are_flushed_where_that_is_said_and_nowhere_else() -> None:
+    flushing = {
+        file.name
+        for file in kernel_sources().glob("*.cu")
+        if b"--ftz=true" in compiler._options(file.name, (), "sm_90").as_bytes("nvrtc")
+    }
+    assert flushing == {"cross_entropy.cu"}
+
+
 def test_an_architecture_that_does_not_exist() -> None:
     with pytest.raises(CompileError, match=r"dropout\.cu"):
         compiler.compile_kernel("dropout.cu", dropout_macros("float"), "sm_12345")

@@ -19,7 +19,7 @@ PACKAGE = Path(lt_runtime.__file__).parent
 
 FLOORS = (
     {"errors", "paths"},
-    {"epilogue", "layout", "problem", "ranges", "schedules"},
+    {"epilogue", "grad_scaler", "layout", "problem", "ranges", "schedules"},
     {"arrays", "cublaslt", "gpu", "reference"},
     {"planning"},
     {"ops"},

@@ -1,151 +1,127 @@
-"""Every kernel compiles for every architecture without spilling registers, and takes the struct that ctypes has."""
+"""Every kernel variant compiles for every architecture into registers alone, and takes the struct that ctypes has."""
 
 from __future__ import annotations
 
 import ctypes
-import io
-import re
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable
+from dataclasses import astuple, replace
+from pathlib import Path
 
 import pytest
-from cuda.bindings import nvrtc
-from cuda.core import Program
 
-from lt_runtime.gpu import compiler, kernels
-from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu import kernels
 from lt_runtime.gpu.params import SCALAR
 from lt_runtime.paths import kernel_sources
-from lt_runtime.planning import launches
 from lt_runtime.planning.launches import ACTIVATION_NAMES
-from lt_runtime.planning.tiling import access_macros
+from tests import compile_matrix
+from tests.compile_matrix import (
+    ARCHITECTURES,
+    MAIN,
+    USAGE_PROPERTY,
+    VARIANTS,
+    Usage,
+    Variant,
+    details,
+    document,
+    everywhere,
+    over,
+    sampled,
+    summary,
+)
 
-F32, F16, BF16 = "float", "__half", "__nv_bfloat16"
 ENTRIES: dict[str, dict[str, type[ctypes.Structure]]] = {}
 """Kernels of a source, with the structs that they take."""
 for _entry, (_source, _params) in kernels._SOURCES.items():
     ENTRIES.setdefault(_source, {})[_entry] = _params
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A source with its definitions."""
-
-    source: str
-    macros: Macros = ()
-
-    def __str__(self) -> str:
-        return "-".join([self.source, *(value.removeprefix("lt::") for _, value in self.macros)])
-
-
-def dropping(kind: str, aligned: bool) -> Variant:
-    return Variant("dropout.cu", (("SCALAR", kind), *access_macros(aligned, 6)))
-
-
-def _epilogue(kind: str, activation: str, dropout: int) -> Macros:
-    return (("SCALAR", kind), ("ACTIVATION", ACTIVATION_NAMES[activation]), ("DROPOUT", str(dropout)))
-
-
-def forward(kind: str, activation: str, dropout: int, keep: int = 0, aligned: bool = True) -> Variant:
-    blocks = launches._FORWARD_BLOCKS - keep
-    macros = (*_epilogue(kind, activation, dropout), ("KEEP", str(keep)), *access_macros(aligned, blocks))
-    return Variant("epilogue_fwd.cu", macros)
-
-
-def backward(kind: str, activation: str, dropout: int, saved: int, dz: int = 1, aligned: bool = True) -> Variant:
-    blocks = {SCALAR[dtype]: blocks for dtype, blocks in launches._BACKWARD_BLOCKS.items()}[kind]
-    written = (("SAVED", str(saved)), ("DZ", str(dz)))
-    return Variant(
-        "epilogue_bwd.cu", (*_epilogue(kind, activation, dropout), *written, *access_macros(aligned, blocks))
-    )
-
-
-def loss(kind: str, label: str) -> Variant:
-    return Variant("loss.cu", (("SCALAR", kind), ("LABEL", label)))
-
-
-def product(kind: str, operand: str, activation: str) -> Variant:
-    macros = (("SCALAR", kind), ("OPERAND", operand), ("ACTIVATION", ACTIVATION_NAMES[activation]))
-    return Variant("matmul_epilogue.cu", macros)
-
-
-HEAVIEST = [
-    Variant("adamw.cu"),
-    dropping(F32, aligned=True),
-    loss(BF16, "long long"),
-    forward(F32, "gelu_erf", 1, keep=1),
-    backward(BF16, "gelu", 1, 1, dz=2),
-    product(BF16, F16, "gelu"),
-]
-"""One of each source."""
-
-OTHERS = [
-    dropping(F16, aligned=True),
-    dropping(F32, aligned=False),
-    dropping(BF16, aligned=False),
-    loss(F32, "int"),
-    forward(F16, "none", 0),
-    forward(BF16, "silu", 0, keep=1),
-    forward(BF16, "gelu_erf", 1, keep=1),
-    *(forward(kind, "gelu_erf", 1, keep=1, aligned=False) for kind in (F32, BF16)),
-    *(forward(F32, name, 1) for name in ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu")),
-    backward(F32, "none", 1, 0),
-    backward(F16, "none", 0, 0),
-    *(backward(F32, name, 1, 1) for name in ("relu", "leaky_relu", "gelu_erf", "silu")),
-    *(backward(kind, "gelu_erf", 1, 1, dz) for kind in (F32, F16) for dz in (0, 1, 2)),
-    *(backward(kind, "gelu_erf", 1, 1, dz, aligned=False) for kind in (F32, BF16) for dz in (0, 1, 2)),
-    *(backward(BF16, name, 0, 2) for name in ("relu", "sigmoid", "tanh")),
-    product(F32, F32, "none"),
-    product(F32, BF16, "relu"),
-]
-ON_EVERY_ARCHITECTURE = [
-    (variant, architecture) for variant in HEAVIEST for architecture in ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
-]
-CASES = [*ON_EVERY_ARCHITECTURE, *((variant, "sm_90") for variant in OTHERS)]
-
-
-def report(variant: Variant, architecture: str) -> str:
-    """What ptxas says of a variant under the package's own options."""
-    options = replace(compiler._options(variant.source, variant.macros, architecture), ptxas_options=["-v"])
-    code, log = (kernel_sources() / variant.source).read_text(), io.StringIO()
-    Program(code, "c++", options=options).compile("cubin", logs=log)
-    return log.getvalue()
-
-
-def ptx(variant: Variant) -> str:
-    """The intermediate code, for which `Program` would ask the driver's version."""
-    options = compiler._options(variant.source, variant.macros, "sm_90").as_bytes("nvrtc")
-    code = (kernel_sources() / variant.source).read_bytes()
-    status, program = nvrtc.nvrtcCreateProgram(code, variant.source.encode(), 0, [], [])
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    assert nvrtc.nvrtcCompileProgram(program, len(options), options)[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    text: bytes = b" " * size
-    nvrtc.nvrtcGetPTX(program, text)
-    nvrtc.nvrtcDestroyProgram(program)
-    return text.decode()
-
-
 def test_every_source_is_among_the_variants() -> None:
     files = {file.name for file in kernel_sources().glob("*.cu")}
-    assert {variant.source for variant in HEAVIEST} == set(ENTRIES) == files
+    assert {variant.source for variant in VARIANTS} == set(ENTRIES) == files
 
 
-@pytest.mark.parametrize(("variant", "architecture"), CASES, ids=str)
-def test_nothing_spills(variant: Variant, architecture: str) -> None:
-    log = report(variant, architecture)
-    reported = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", log)
-    assert {entry for entry, _ in reported} == set(ENTRIES[variant.source])
-    assert {target for _, target in reported} == {architecture}
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert len(spills) >= len(reported)
-    assert set(spills) == {("0", "0")}, log
+def test_every_type_and_activation_is_among_the_variants() -> None:
+    values = {value for variant in VARIANTS for _, value in variant.macros}
+    assert set(SCALAR.values()) | set(ACTIVATION_NAMES.values()) <= values
 
 
-@pytest.mark.parametrize("variant", HEAVIEST, ids=str)
-def test_structs_are_as_large_as_the_kernels_have_them(variant: Variant) -> None:
-    sizes = dict(re.findall(r"\.entry (\w+)\(\s*\.param \.align \d+ \.b8 \w+\[(\d+)\]\s*\)", ptx(variant)))
-    expected = {entry: str(ctypes.sizeof(params)) for entry, params in ENTRIES[variant.source].items()}
-    assert sizes == expected
+def test_no_variant_is_compiled_twice() -> None:
+    assert len(set(VARIANTS)) == len(VARIANTS) == len(set(map(str, VARIANTS)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_registers_suffice(variant: Variant, record_property: Callable[[str, object], None]) -> None:
+    kernels_of_it, architectures = ENTRIES[variant.source], sampled(variant)
+    found = everywhere([variant], architectures)
+    for usage in found:
+        record_property(USAGE_PROPERTY, astuple(usage))
+    compiled = [(usage.architecture, usage.kernel) for usage in found]
+    assert sorted(compiled) == sorted(itertools.product(architectures, kernels_of_it))
+    assert [fault for usage in found for fault in usage.faults] == []
+    sizes = {entry: ctypes.sizeof(params) for entry, params in kernels_of_it.items()}
+    assert {usage.kernel: usage.parameters for usage in found} == sizes, "the struct that ctypes has"
+
+
+def test_every_source_meets_every_architecture_and_every_variant_the_first() -> None:
+    met = {(variant.source, each) for variant in VARIANTS for each in sampled(variant)}
+    assert met == set(itertools.product(ENTRIES, ARCHITECTURES))
+    assert all(MAIN in sampled(variant) for variant in VARIANTS)
+
+
+def test_a_command_that_finds_faults_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compile_matrix, "everywhere", lambda _: _usages())
+    assert compile_matrix.main(tmp_path / "registers.md") == 1
+    assert "a of a.cu-__half for sm_75 spills registers\n" in capsys.readouterr().out
+    monkeypatch.setattr(compile_matrix, "everywhere", lambda _: _usages()[: len(ARCHITECTURES)])
+    assert compile_matrix.main(tmp_path / "registers.md") == 0
+    assert "sm_120" in (tmp_path / "registers.md").read_text()
+
+
+FAULTS = {
+    "stack": "float t[64]; for (int i = 0; i < 64; ++i) t[in[i] & 63] = x[i]; x[0] = t[in[0] & 63];",
+    "FP64": "x[0] = static_cast<float>(sqrt(static_cast<double>(x[0])));",
+    "spills": """float t[300];
+        for (int i = 0; i < 300; ++i) t[i] = x[i];
+        __syncthreads();
+        for (int i = 0; i < 300; ++i) x[i] = t[299 - i];""",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = f'extern "C" __global__ void faulty(const int* in, float* x) {{ {FAULTS[fault]} }}\n'
+    (tmp_path / "faulty.cu").write_text(code)
+    monkeypatch.setattr(compile_matrix, "kernel_sources", lambda: tmp_path)
+    assert all(fault in " ".join(usage.faults) for usage in everywhere([Variant("faulty.cu")]))
+
+
+def test_over_is_every_combination() -> None:
+    names = [str(variant) for variant in over("a.cu", SCALAR=["float", "__half"], DROPOUT="01")]
+    assert names == ["a.cu-float-0", "a.cu-float-1", "a.cu-__half-0", "a.cu-__half-1"]
+    assert over("a.cu") == [Variant("a.cu")]
+
+
+def _usages() -> list[Usage]:
+    usage = Usage("a.cu-float", "a", "", 10, spills=0, stack=0, shared=64, parameters=8, double=False)
+    plain = [replace(usage, architecture=each) for each in ARCHITECTURES]
+    spilling = [replace(each, variant="a.cu-__half", registers=255, spills=16) for each in plain[:1]]
+    return [*plain, *spilling, *(replace(each, variant="a.cu-__half", registers=9) for each in plain[1:])]
+
+
+def test_the_summary_has_the_most_registers_and_marks_spills() -> None:
+    heading, _, row = summary(_usages()).splitlines()
+    assert [cell.strip() for cell in heading.split("|")[1:-1]] == ["kernel", *ARCHITECTURES]
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["a", "**255**", *["10"] * (len(ARCHITECTURES) - 1)]
+
+
+def test_the_details_have_a_row_for_each_variant() -> None:
+    _, _, half, single = details(_usages()).splitlines()
+    assert [cell.strip() for cell in half.split("|")[1:-1]] == ["a", "a.cu-__half", "255", *["9"] * 6, "16", "64"]
+    assert [cell.strip() for cell in single.split("|")[1:-1]][-2:] == ["0", "64"]
+    assert details(_usages()) in document(_usages())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 10**6), (10**6, 1), (7, 300), (300, 7), (65536, 8), (3, 1025)])

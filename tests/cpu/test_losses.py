@@ -19,11 +19,11 @@ M, C = 5, 4
 LABELS = np.array([0, 3, 1, 2, 3])
 
 
-def expected_cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
+def expected_cross_entropy(logits: Array, labels: Array, smoothing: float = 0.0) -> tuple[float, Array]:
     """By SciPy's log-softmax."""
     log_softmax = special.log_softmax(logits.astype(np.float64), axis=1)
-    onehot = np.eye(logits.shape[1])[labels]
-    return -float((log_softmax * onehot).sum(axis=1).mean()), (np.exp(log_softmax) - onehot) / len(labels)
+    target = (1 - smoothing) * np.eye(logits.shape[1])[labels] + smoothing / logits.shape[1]
+    return -float((log_softmax * target).sum(axis=1).mean()), (np.exp(log_softmax) - target) / len(labels)
 
 
 def run(name: str, scores: Array, **more: Any) -> tuple[Any, float, Array]:
@@ -78,6 +78,47 @@ def test_types_of_labels(kind: type[np.signedinteger[Any]]) -> None:
     result = lt.cross_entropy(logits, LABELS.astype(kind))
     assert float(result.loss) == pytest.approx(value, rel=1e-6)
     assert_rounded(result.gradient, exact, "float32")
+
+
+@pytest.mark.parametrize("smoothing", [0, 0.1, 1.0])
+def test_label_smoothing(smoothing: float) -> None:
+    logits = numbers(8, (M, C), "float32")
+    value, exact = expected_cross_entropy(logits, LABELS, smoothing)
+    result = lt.cross_entropy(logits, LABELS, label_smoothing=smoothing)
+    assert float(result.loss) == pytest.approx(value, rel=1e-6)
+    assert_rounded(result.gradient, exact, "float32")
+
+
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_rows_with_the_ignored_label_do_not_count(ignored: int) -> None:
+    logits, labels = numbers(8, (M, C), "float32"), np.where(LABELS == 3, ignored, LABELS)
+    counts = labels != ignored
+    value, exact = expected_cross_entropy(logits[counts], labels[counts], 0.2)
+    logits[~counts] = np.nan
+    result = lt.cross_entropy(logits, labels, label_smoothing=0.2, ignore_index=ignored)
+    assert float(result.loss) == pytest.approx(value, rel=1e-6)
+    assert_rounded(result.gradient[counts], exact, "float32")
+    assert (result.gradient[~counts] == 0).all()
+
+
+def test_where_all_is_ignored_the_loss_is_nan_and_the_gradient_zero() -> None:
+    result = lt.cross_entropy(numbers(8, (2, C), "float32"), np.full(2, -100))
+    assert math.isnan(float(result.loss))
+    assert (result.gradient == 0).all()
+
+
+@pytest.mark.parametrize("name", ["mse", "cross_entropy"])
+@pytest.mark.parametrize("scale", [4, 0.5, np.full((), 1024, np.float32), np.full(1, 0.25, np.float32)])
+def test_the_scale_is_the_gradient_s_alone(name: str, scale: Any) -> None:
+    result, value, exact = run(name, numbers(8, (M, C), "float32"), grad_scale=scale)
+    assert float(result.loss) == pytest.approx(value, rel=1e-6)
+    assert_rounded(result.gradient, exact * float(np.reshape(scale, ())), "float32")
+
+
+def test_a_scale_keeps_small_gradients() -> None:
+    logits, labels = np.array([[30, 0]] * 2, np.float16), np.array([0, 0])
+    assert (lt.cross_entropy(logits, labels).gradient == 0).all()
+    assert (lt.cross_entropy(logits, labels, grad_scale=2.0**40).gradient[:, 1] > 0).all()
 
 
 @settings(max_examples=50, deadline=None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import cupy as cp
@@ -11,106 +13,310 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime import reference
+from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.problem import DType
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
 from tests.strategies import TYPES
 
+F32, F16, BF16 = TYPES
 SHAPES = [(1,), (7,), (64, 33), (4096,), (4097,), (3, 5, 7), (0,), (10000,)]
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "amsgrad": {"amsgrad": True},
+    "clipping": {"max_norm": 0.5},
+    "skipping": {"skip_nonfinite": True},
+    "BF16 moments": {"moments": "bfloat16"},
+    "in place": {"stochastic_rounding": True, "seed": 3},
+    "everything": {
+        "amsgrad": True,
+        "max_norm": 1.0,
+        "moments": "bfloat16",
+        "stochastic_rounding": True,
+        "seed": 1 << 40,
+    },
+}
 
 
-def _parameters(data: DType, grad: DType, seed: int) -> list[lt.Parameter]:
+def _parameters(data: DType, grad: DType, seed: int, *, host: bool = False, master: bool = True) -> list[lt.Parameter]:
     generator = np.random.default_rng(seed)
+    to_place = np.copy if host else cp.asarray
     result = []
     for i, shape in enumerate(SHAPES):
         values, gradient = (generator.standard_normal(shape).astype(np.float32) for _ in range(2))
-        master = None if data is DType.FLOAT32 else cp.asarray(values)
-        parameter = lt.Parameter(
-            cp.asarray(values.astype(data.numpy)), cp.asarray(gradient.astype(grad.numpy)), master, f"p{i}"
-        )
-        result.append(parameter)
+        exact = to_place(values) if master and data is not F32 else None
+        arrays = (to_place(values.astype(data.numpy)), to_place(gradient.astype(grad.numpy)), exact)
+        result.append(lt.Parameter(*arrays, f"p{i}", lr_scale=1 / (1 + i % 3), weight_decay=0.2 if i % 2 else None))
     return result
 
 
-@pytest.mark.parametrize("data", list(TYPES))
-@pytest.mark.parametrize("grad", list(TYPES))
+def _exact(parameter: lt.Parameter) -> np.ndarray[Any, Any]:
+    """What is trained, on the host."""
+    array = parameter.data if parameter.master is None else parameter.master
+    return array if isinstance(array, np.ndarray) else cp.asnumpy(array)
+
+
+def _bytes(parameters: list[lt.Parameter]) -> list[bytes]:
+    arrays = [array for p in parameters for array in (p.data, p.master) if array is not None]
+    return [cp.asnumpy(array).tobytes() for array in arrays]
+
+
+@pytest.mark.parametrize("data", TYPES)
+@pytest.mark.parametrize("grad", TYPES)
 @pytest.mark.parametrize("schedule", [constant(), warmup(3), warmup_linear(2, 6, 0.1), warmup_cosine(2, 6)])
 def test_agrees_with_reference(data: DType, grad: DType, schedule: Schedule) -> None:
-    parameters = _parameters(data, grad, 3)
-    hyper = reference.AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, schedule)
-    optimizer = lt.AdamW(parameters, lr=1e-2, weight_decay=0.1, schedule=schedule)
-    values = [cp.asnumpy(p.data if p.master is None else p.master) for p in parameters]
-    moments = [[np.zeros_like(v) for _ in range(2)] for v in values]
-    for step in range(1, 9):
+    ours, expected = _parameters(data, grad, 3), _parameters(data, grad, 3, host=True)
+    optimizer, twin = (lt.AdamW(p, lr=1e-2, weight_decay=0.1, schedule=schedule) for p in (ours, expected))
+    for _ in range(8):
         optimizer.step()
-        for i, parameter in enumerate(parameters):
-            values[i], *moments[i] = reference.adamw_update(
-                values[i], cp.asnumpy(parameter.grad), *moments[i], hyper, step
-            )
-    for value, parameter in zip(values, parameters, strict=True):
-        exact = parameter.data if parameter.master is None else parameter.master
-        np.testing.assert_allclose(cp.asnumpy(exact), value, rtol=2e-6, atol=2e-7)
-        if parameter.master is not None:
-            np.testing.assert_array_equal(cp.asnumpy(parameter.data), cp.asnumpy(exact).astype(data.numpy))
+        twin.step()
+    for found, wanted in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(_exact(found), _exact(wanted), rtol=2e-6, atol=2e-7)
+        if found.master is not None:
+            np.testing.assert_array_equal(cp.asnumpy(found.data), _exact(found).astype(data.numpy))
     assert int(optimizer.steps[0]) == 8
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
-def test_agrees_with_pytorch() -> None:
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("data", "grad"), [(F32, F32), (F16, F32), (BF16, BF16)])
+def test_options_agree_with_reference(data: DType, grad: DType, options: dict[str, Any]) -> None:
+    in_place = "stochastic_rounding" in options
+    ours, expected = (_parameters(data, grad, 4, host=host, master=not in_place) for host in (False, True))
+    optimizer, twin = (lt.AdamW(p, lr=1e-2, weight_decay=0.1, **options) for p in (ours, expected))
+    for _ in range(3):
+        optimizer.step()
+        twin.step()
+    coarse = in_place and data is BF16
+    slack = 2e-4 if "moments" in options else 2e-7
+    for found, wanted in zip(ours, expected, strict=True):
+        assert (found.master is None) == (wanted.master is None)
+        a, b = (_exact(p).astype(np.float64) for p in (found, wanted))
+        # where FP32 and float64 fall on different sides of a random number, BF16 differs by one unit
+        tolerance = 2.0**-7 * np.abs(b) + 1e-3 if coarse else 2e-6 * np.abs(b) + slack
+        assert (np.abs(a - b) <= tolerance).all()
+        if a.size > 1000:
+            close = a == b if coarse else np.abs(a - b) <= 2e-6 * np.abs(b) + 2e-7
+            assert close.mean() > 0.99
+    if optimizer.grad_norm is not None:
+        assert float(optimizer.grad_norm) == pytest.approx(float(twin.grad_norm), rel=1e-6)
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5, 50.0])
+def test_agrees_with_pytorch(amsgrad: bool, max_norm: float | None) -> None:
     import torch
 
     generator = np.random.default_rng(5)
-    start = generator.standard_normal((257, 33)).astype(np.float32)
-    tensor = torch.nn.Parameter(torch.tensor(start, device="cuda"))
-    peer = torch.optim.AdamW([tensor], lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05, fused=True)
-    parameter = lt.Parameter(cp.asarray(start), cp.zeros_like(cp.asarray(start)))
-    ours = lt.AdamW([parameter], lr=3e-3, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05)
-    for _ in range(20):
-        gradient = generator.standard_normal(start.shape).astype(np.float32)
-        tensor.grad = torch.tensor(gradient, device="cuda")
-        parameter.grad[...] = cp.asarray(gradient)
+    starts = [generator.standard_normal(shape).astype(np.float32) for shape in ((257, 33), (1000,), (3,))]
+    tensors = [torch.nn.Parameter(torch.tensor(start, device="cuda")) for start in starts]
+    settings: dict[str, Any] = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05, "amsgrad": amsgrad}
+    peer = torch.optim.AdamW(tensors, fused=True, capturable=True, **settings)
+    ours = [lt.Parameter(cp.asarray(start), cp.zeros(start.shape, cp.float32)) for start in starts]
+    optimizer = lt.AdamW(ours, max_norm=max_norm, **settings)
+    for step in range(20):
+        for tensor, parameter in zip(tensors, ours, strict=True):
+            gradient = generator.standard_normal(tuple(tensor.shape)).astype(np.float32) / (1 + step)
+            tensor.grad = torch.tensor(gradient, device="cuda")
+            parameter.grad[...] = cp.asarray(gradient)
+        if max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(tensors, max_norm)
         peer.step()
-        ours.step()
+        optimizer.step()
+        if max_norm is not None:
+            assert float(optimizer.grad_norm) == pytest.approx(float(norm), rel=1e-6)
+    for tensor, parameter in zip(tensors, ours, strict=True):
+        np.testing.assert_allclose(cp.asnumpy(parameter.data), tensor.detach().cpu().numpy(), rtol=1e-5, atol=1e-6)
+
+
+@NEEDS_TORCH
+def test_the_scaler_moves_as_pytorch_s() -> None:
+    import torch
+
+    tensor = torch.nn.Parameter(torch.ones(300, device="cuda"))
+    peer = torch.optim.AdamW([tensor], lr=1e-2, fused=True)
+    their_scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=3)
+    their_scaler.scale(torch.ones((), device="cuda"))  # makes its scale
+    parameter = lt.Parameter(cp.ones(300, cp.float32), cp.zeros(300, cp.float32))
+    scaler = lt.GradScaler(256.0, growth_interval=3)
+    optimizer = lt.AdamW([parameter], lr=1e-2, scaler=scaler)
+    for step in range(20):
+        gradient = np.random.default_rng(step).standard_normal(300).astype(np.float32) * their_scaler.get_scale()
+        if step in (4, 5, 13):
+            gradient[step] = math.inf if step % 2 else math.nan
+        tensor.grad, parameter.grad[...] = torch.tensor(gradient, device="cuda"), cp.asarray(gradient)
+        their_scaler.step(peer)
+        their_scaler.update()
+        optimizer.step()
+        assert float(scaler.scale) == their_scaler.get_scale()
     np.testing.assert_allclose(cp.asnumpy(parameter.data), tensor.detach().cpu().numpy(), rtol=1e-5, atol=1e-6)
+    assert (int(optimizer.steps[0]), int(optimizer.skipped_steps[0])) == (17, 3)
 
 
 def test_makes_master_copies() -> None:
-    parameter = lt.Parameter(cp.ones(10, DType.BFLOAT16.numpy), cp.ones(10, cp.float32))
+    parameter = lt.Parameter(cp.ones(10, BF16.numpy), cp.ones(10, cp.float32))
     lt.AdamW([parameter], lr=1e-4).step()
     assert parameter.master.dtype == cp.float32
     assert (parameter.master < 1).all()
 
 
-def test_runs_are_bitwise_equal() -> None:
-    def run() -> list[bytes]:
-        parameters = _parameters(DType.FLOAT32, DType.BFLOAT16, 11)
-        optimizer = lt.AdamW(parameters)
-        for _ in range(5):
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_hundred_runs_are_bitwise_equal(options: dict[str, Any]) -> None:
+    generator = np.random.default_rng(11)
+    start, gradient = (generator.standard_normal(300_001).astype(np.float32) for _ in range(2))
+
+    def run() -> tuple[list[bytes], bytes]:
+        parameters = [
+            lt.Parameter(cp.asarray(start[:100_000].astype(BF16.numpy)), cp.asarray(gradient[:100_000])),
+            lt.Parameter(cp.asarray(start), cp.asarray(gradient.astype(BF16.numpy))),
+        ]
+        optimizer = lt.AdamW(parameters, **options)
+        for _ in range(2):
             optimizer.step()
-        return [cp.asnumpy(p.data).tobytes() for p in parameters]
+        norm = b"" if optimizer.grad_norm is None else cp.asnumpy(optimizer.grad_norm).tobytes()
+        return _bytes(parameters), norm
 
-    assert run() == run()
+    first = run()
+    assert all(run() == first for _ in range(99))
 
 
-def test_step_advances_when_a_graph_is_replayed() -> None:
-    def train(replay: bool) -> tuple[Any, int]:
-        parameter = lt.Parameter(cp.ones(5000, cp.float32), cp.full(5000, 0.5, cp.float32))
-        optimizer = lt.AdamW([parameter], schedule=warmup_cosine(3, 10))
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_skipped_update_changes_nothing(bad: float, scaled: bool) -> None:
+    parameters = _parameters(BF16, BF16, 7)
+    optimizer = lt.AdamW(parameters, skip_nonfinite=True, scaler=lt.GradScaler(4.0) if scaled else None)
+    optimizer.step()
+    before = _bytes(parameters)
+    parameters[4].grad[4096] = bad
+    optimizer.step()
+    assert _bytes(parameters) == before
+    assert (int(optimizer.steps[0]), int(optimizer.skipped_steps[0])) == (1, 1)
+    assert not math.isfinite(float(optimizer.grad_norm))
+    if scaled:
+        assert float(optimizer.scaler.scale) == 2.0
+    parameters[4].grad[4096] = 0
+    optimizer.step()
+    assert _bytes(parameters) != before
+    assert (int(optimizer.steps[0]), int(optimizer.skipped_steps[0])) == (2, 1)
+
+
+def test_a_nan_gradient_reaches_its_own_element_only() -> None:
+    gradient = np.ones(1000, np.float32)
+    gradient[[17, 900]] = math.nan, math.inf
+    parameter = lt.Parameter(cp.ones(1000, cp.float32), cp.asarray(gradient))
+    lt.AdamW([parameter]).step()
+    np.testing.assert_array_equal(np.isfinite(cp.asnumpy(parameter.data)), np.isfinite(gradient))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_views_that_are_not_aligned(dtype: DType, options: dict[str, Any]) -> None:
+    generator = np.random.default_rng(13)
+    values, gradient = (generator.standard_normal(9001).astype(np.float32) for _ in range(2))
+
+    def run(offsets: tuple[int, int, int]) -> list[bytes]:
+        arrays = []
+        for offset, source, kind in zip(offsets, (values, gradient, values), (dtype, BF16, F32), strict=True):
+            buffer = cp.zeros(9001 + offset, kind.numpy)
+            buffer[offset:] = cp.asarray(source.astype(kind.numpy))
+            arrays.append(buffer[offset:])
+        data, grad, master = arrays
+        in_place = dtype is F32 or "stochastic_rounding" in options
+        parameters = [lt.Parameter(data, grad, None if in_place else master)]
+        optimizer = lt.AdamW(parameters, **options)
+        for _ in range(2):
+            optimizer.step()
+        return _bytes(parameters)
+
+    aligned = run((0, 0, 0))
+    if "max_norm" not in options:  # whose sum is taken in another order
+        assert aligned == run((0, 3, 0))
+    assert aligned == run((1, 0, 0)) == run((0, 0, 5)) == run((7, 0, 3))
+
+
+def test_a_table_of_thousands_of_tensors() -> None:
+    parameters = [lt.Parameter(cp.full(i % 5, 1.0, cp.float32), cp.ones(i % 5, cp.float32)) for i in range(3000)]
+    lt.AdamW(parameters, lr=0.1, weight_decay=0.0, max_norm=math.inf).step()
+    joined = cp.concatenate([parameter.data for parameter in parameters])
+    np.testing.assert_allclose(cp.asnumpy(joined), 0.9, rtol=1e-6)
+
+
+def test_nothing_but_empty_tensors() -> None:
+    optimizer = lt.AdamW([lt.Parameter(cp.empty(0, cp.float32), cp.empty(0, cp.float32))], max_norm=1.0)
+    optimizer.step()
+    assert int(optimizer.steps[0]) == 1
+    assert float(optimizer.grad_norm) == 0.0
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_capture_holds_kernels_alone(options: dict[str, Any]) -> None:
+    optimizer = lt.AdamW(_parameters(BF16, BF16, 17), **options)
+    judged = {"max_norm", "skip_nonfinite"} & set(options)
+    nodes = rehearse(lambda stream: optimizer.step(stream=stream), cp.cuda.runtime.getDevice())
+    assert nodes == ["KERNEL", "KERNEL"][: 2 if judged else 1]
+    assert int(optimizer.steps[0]) == 0, "nothing has run"
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_replayed_graph_does_what_calls_do(scaled: bool, options: dict[str, Any]) -> None:
+    def train(replay: bool) -> tuple[Any, ...]:
+        parameter = lt.Parameter(cp.ones(5000, BF16.numpy), cp.full(5000, 0.5, cp.float32))
+        scaler = lt.GradScaler(64.0, growth_interval=2) if scaled else None
+        optimizer = lt.AdamW([parameter], schedule=warmup_cosine(3, 10), scaler=scaler, **options)
         stream = cp.cuda.Stream(non_blocking=True)
         cp.cuda.get_current_stream().synchronize()
         with stream:
+            stream.begin_capture()
             optimizer.step()
-            if replay:
-                stream.begin_capture()
-                optimizer.step()
-                graph = stream.end_capture()
-                for _ in range(4):
+            graph = stream.end_capture()
+            for step in range(6):
+                parameter.grad[7] = math.inf if scaled and step == 2 else 0.25
+                if replay:
                     graph.launch(stream)
-            else:
-                for _ in range(4):
+                else:
                     optimizer.step()
         stream.synchronize()
-        return cp.asnumpy(parameter.data), int(optimizer.steps[0])
+        counters = (int(optimizer.steps[0]), int(optimizer.skipped_steps[0]))
+        return (*_bytes([parameter]), *counters, float(scaler.scale) if scaler else None)
 
-    (eager, eager_steps), (replayed, replayed_steps) = train(False), train(True)
-    np.testing.assert_array_equal(eager, replayed)
-    assert eager_steps == replayed_steps == 5
+    eager, replayed = train(False), train(True)
+    assert eager == replayed
+    assert replayed[-3:-1] == ((5, 1) if scaled else (6, 0))
+    assert replayed[-1] == (128.0 if scaled else None)
+
+
+@pytest.fixture
+def large_memory() -> Iterator[None]:
+    cp.get_default_memory_pool().free_all_blocks()
+    if cp.cuda.runtime.memGetInfo()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    yield
+    cp.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.usefixtures("large_memory")
+def test_over_two_thousand_million_elements() -> None:
+    size, width = (1 << 31) + 4099, 5000
+    data, grad = cp.full(size, 1.0, BF16.numpy), cp.full(size, 2.0**-10, BF16.numpy)
+    generator = np.random.default_rng(19)
+    places = [slice(start, start + width) for start in (0, (1 << 31) - 20_000, size - width)]
+    values, gradients = ([generator.standard_normal(width).astype(BF16.numpy) for _ in places] for _ in range(2))
+    for place, value, gradient in zip(places, values, gradients, strict=True):
+        data[place], grad[place] = cp.asarray(value), cp.asarray(gradient)
+    parameter = lt.Parameter(data, grad)
+    optimizer = lt.AdamW([parameter], lr=1e-2, max_norm=math.inf)
+    optimizer.step()
+    hyper = reference.AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.01, constant())
+    zeros = np.zeros(width, np.float32)
+    for place, value, gradient in zip(places, values, gradients, strict=True):
+        start = reference.AdamWTensor(value.astype(np.float32), zeros, zeros)
+        expected = reference.adamw_update(start, gradient, hyper, 1)
+        np.testing.assert_allclose(cp.asnumpy(parameter.master[place]), expected.value, rtol=2e-6, atol=2e-7)
+        np.testing.assert_array_equal(cp.asnumpy(data[place]), cp.asnumpy(parameter.master[place]).astype(BF16.numpy))
+    rest = parameter.master[1 << 20 : (1 << 31) - (1 << 20)]
+    assert float(rest.min()) == float(rest.max()) == pytest.approx(1 - 1e-2 - 1e-4, rel=1e-6)
+    squares = sum(float(np.square(g.astype(np.float64)).sum()) for g in gradients)
+    norm = math.sqrt((size - len(places) * width) * 2.0**-20 + squares)
+    assert float(optimizer.grad_norm) == pytest.approx(norm, rel=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cupy as cp
@@ -9,45 +10,170 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import lt_runtime as lt
 from lt_runtime import reference
+from lt_runtime.errors import DTypeError, OverlapError, ShapeError
+from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.problem import DType
 from tests.gpu.helpers import EPSILON, Guarded, assert_close
 from tests.strategies import TYPES, Placement, placements, sizes
 
 _seeds = st.integers(0, 2**32 - 1)
 _dtypes = st.sampled_from(list(TYPES))
+_FLAT = Placement(column_major=False, gap=0, offset=0)
+_classes = st.one_of(sizes, st.sampled_from((2, 7, 9, 33, 511, 1000, 1025, 2048, 2049, 5000)))
 
 
-@settings(max_examples=150, deadline=None)
-@given(rows=sizes, classes=sizes, dtype=_dtypes, at=placements, out=placements, seed=_seeds, wide=st.booleans())
+def check_cross_entropy(
+    logits: NDArray[Any],
+    labels: NDArray[Any],
+    at: Placement = _FLAT,
+    out: Placement | None = _FLAT,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = -100,
+    scale: float = 1.0,
+) -> None:
+    """Against the reference; written over the logits if there is no placement for the gradient."""
+    dtype = DType.parse("logits", logits.dtype)
+    source = Guarded(logits, at)
+    gradient = source if out is None else Guarded(np.zeros_like(logits), out)
+    loss, returned = lt.cross_entropy(
+        source.array,
+        cp.asarray(labels),
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        grad_scale=cp.full((), scale, cp.float32),
+        out_gradient=gradient.array,
+    )
+    expected, exact = reference.cross_entropy(
+        logits, labels, label_smoothing=label_smoothing, ignore_index=ignore_index
+    )
+    assert returned is gradient.array
+    assert loss.shape == ()
+    assert loss.dtype == cp.float32
+    assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+    tolerance = 2 * EPSILON[dtype] * np.abs(exact) + 2e-6 / len(labels)
+    assert_close("gradient", gradient.values(), exact * scale, tolerance * scale + 2.0**-24)  # FP16's smallest number
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=sizes,
+    classes=_classes,
+    dtype=_dtypes,
+    at=placements,
+    out=st.one_of(st.none(), placements),
+    smoothing=st.sampled_from((0.0, 0.1, 1.0)),
+    ignore_index=st.sampled_from((None, -100, 0)),
+    scale=st.sampled_from((1.0, 1024.0)),
+    wide=st.booleans(),
+    seed=_seeds,
+)
 def test_cross_entropy(
-    rows: int, classes: int, dtype: DType, at: Placement, out: Placement, seed: int, wide: bool
+    rows: int,
+    classes: int,
+    dtype: DType,
+    at: Placement,
+    out: Placement | None,
+    smoothing: float,
+    ignore_index: int | None,
+    scale: float,
+    wide: bool,
+    seed: int,
 ) -> None:
     generator = np.random.default_rng(seed)
     logits = (5 * generator.standard_normal((rows, classes))).astype(dtype.numpy)
     labels = generator.integers(0, classes, rows).astype(np.int64 if wide else np.int32)
-    gradient = Guarded(np.zeros((rows, classes), dtype.numpy), out)
-    loss, returned = lt.cross_entropy(Guarded(logits, at).array, cp.asarray(labels), out_gradient=gradient.array)
-    expected, exact = reference.cross_entropy(logits, labels)
-    assert returned is gradient.array
-    assert loss.shape == ()
-    assert loss.dtype == cp.float32
-    assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert_close("gradient", gradient.values(), exact, 2 * EPSILON[dtype] * np.abs(exact) + 1e-7)
+    if ignore_index is not None:
+        labels[generator.random(rows) < 0.3] = ignore_index
+    check_cross_entropy(logits, labels, at, out, smoothing, ignore_index, scale)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("classes", [50304, 50257])
+@pytest.mark.parametrize("place", [_FLAT, Placement(False, 3, 1), Placement(True, 0, 0), None], ids=str)
+def test_a_vocabulary(dtype: DType, classes: int, place: Placement | None) -> None:
+    generator = np.random.default_rng(classes)
+    logits = (3 * generator.standard_normal((40, classes))).astype(dtype.numpy)
+    labels = generator.integers(0, classes, 40)
+    labels[[3, 39]] = -100
+    check_cross_entropy(logits, labels, place or _FLAT, place, 0.1)
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(20000, 10), (5000, 300), (5000, 3000)])
+def test_many_rows(rows: int, classes: int) -> None:
+    """So many that blocks go from row to row, and that the ignored are counted beforehand."""
+    generator = np.random.default_rng(rows)
+    logits = generator.standard_normal((rows, classes)).astype(np.float32)
+    labels = generator.integers(0, classes, rows)
+    labels[generator.random(rows) < 0.5] = -100
+    check_cross_entropy(logits, labels)
+
+
+def test_more_than_two_to_the_31_logits() -> None:
+    rows, classes = 43000, 50304
+    assert rows * classes > 2**31
+    logits = cp.zeros((rows, classes), cp.float16)
+    labels = cp.arange(rows) % classes
+    loss, gradient = lt.cross_entropy(logits, labels, grad_scale=float(rows), out_gradient=logits)
+    assert float(loss) == pytest.approx(math.log(classes), rel=1e-5)
+    for row in (0, rows // 2, rows - 1):
+        assert float(gradient[row, row]) == pytest.approx(1 / classes - 1, rel=1e-3)
+        assert float(gradient[row, -1]) == pytest.approx(1 / classes, rel=2e-3)
 
 
 @settings(max_examples=150, deadline=None)
-@given(rows=sizes, cols=sizes, dtype=_dtypes, at=placements, other=placements, out=placements, seed=_seeds)
-def test_mse(rows: int, cols: int, dtype: DType, at: Placement, other: Placement, out: Placement, seed: int) -> None:
+@given(
+    rows=sizes,
+    cols=sizes,
+    dtype=_dtypes,
+    at=placements,
+    other=placements,
+    out=placements,
+    alike=st.booleans(),
+    seed=_seeds,
+)
+def test_mse(
+    rows: int, cols: int, dtype: DType, at: Placement, other: Placement, out: Placement, alike: bool, seed: int
+) -> None:
+    other, out = (at, at) if alike else (other, out)
     generator = np.random.default_rng(seed)
     prediction, target = (generator.standard_normal((rows, cols)).astype(dtype.numpy) for _ in range(2))
     gradient = Guarded(np.zeros((rows, cols), dtype.numpy), out)
-    loss, _ = lt.mse_loss(Guarded(prediction, at).array, Guarded(target, other).array, out_gradient=gradient.array)
+    scale = cp.full((1,), 8.0, cp.float32)
+    loss, _ = lt.mse_loss(
+        Guarded(prediction, at).array, Guarded(target, other).array, grad_scale=scale, out_gradient=gradient.array
+    )
     expected, exact = reference.mse_loss(prediction, target)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
-    assert_close("gradient", gradient.values(), exact, 2 * EPSILON[dtype] * np.abs(exact) + 1e-7)
+    assert_close("gradient", gradient.values(), 8 * exact, 16 * EPSILON[dtype] * np.abs(exact) + 1e-6)
+
+
+def test_mse_of_large_matrices() -> None:
+    prediction, target = cp.full((3000, 3001), 2.5, cp.float16), cp.full((3000, 3001), 1.0, cp.float16)
+    loss, gradient = lt.mse_loss(prediction, target, grad_scale=float(prediction.size))
+    assert float(loss) == pytest.approx(2.25, rel=1e-6)
+    assert cp.unique(gradient).tolist() == [3.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("ignored", [(), (0, 5), range(64)], ids=["none", "two", "all"])
+def test_as_pytorch(dtype: str, label_smoothing: float, ignored: Any) -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(64, 1000, device="cuda", generator=generator).to(getattr(torch, dtype)).requires_grad_()
+    labels = torch.randint(0, 1000, (64,), device="cuda", generator=generator)
+    labels[list(ignored)] = -100
+    expected = torch.nn.functional.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing)
+    expected.backward()
+    loss, gradient = lt.cross_entropy(logits.detach(), labels, label_smoothing=label_smoothing)
+    assert isinstance(loss, torch.Tensor)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5, nan_ok=True)
+    wanted = torch.nan_to_num(logits.grad.float(), nan=0.0)  # where all is ignored
+    torch.testing.assert_close(gradient.float(), wanted, rtol=2.0**-7, atol=1e-7)
 
 
 def test_labels_out_of_range_make_the_loss_nan() -> None:
@@ -57,14 +183,15 @@ def test_labels_out_of_range_make_the_loss_nan() -> None:
     assert cp.isnan(gradient).all(axis=1).tolist() == [False, True, True]
 
 
-def test_gradient_over_the_logits() -> None:
-    logits = cp.asarray(np.random.default_rng(0).standard_normal((37, 11)).astype(np.float32))
-    labels = cp.zeros(37, cp.int64)
-    expected = lt.cross_entropy(logits, labels).gradient
+@pytest.mark.parametrize("classes", [11, 1000, 50304])
+def test_gradient_over_the_logits(classes: int) -> None:
+    logits = cp.asarray(np.random.default_rng(0).standard_normal((37, classes)).astype(np.float32))
+    labels = cp.arange(37) % classes
+    expected_loss, expected = lt.cross_entropy(logits, labels)
     loss, gradient = lt.cross_entropy(logits, labels, out_gradient=logits)
     assert gradient is logits
     assert (logits == expected).all()
-    assert np.isfinite(float(loss))
+    assert float(loss) == float(expected_loss)
 
 
 @pytest.mark.parametrize("loss", [lt.mse_loss, lt.cross_entropy])
@@ -76,10 +203,69 @@ def test_nothing_to_average_is_nan(loss: Any) -> None:
     assert gradient.shape == (0, 4)
 
 
-def test_runs_are_bitwise_equal() -> None:
+@pytest.mark.parametrize("shape", [(20000, 10), (1000, 77), (300, 50304)])
+def test_runs_are_bitwise_equal(shape: tuple[int, int]) -> None:
     generator = np.random.default_rng(1)
-    logits = cp.asarray(generator.standard_normal((1000, 77)).astype(np.float32))
-    labels = cp.asarray(generator.integers(0, 77, 1000))
-    runs = {cp.asnumpy(lt.cross_entropy(logits, labels).loss).tobytes() for _ in range(10)}
-    runs_mse = {cp.asnumpy(lt.mse_loss(logits, logits * 2).loss).tobytes() for _ in range(10)}
-    assert len(runs) == len(runs_mse) == 1
+    logits = cp.asarray(generator.standard_normal(shape).astype(np.float32))
+    labels = cp.asarray(generator.integers(-1, shape[1], shape[0]))
+    first = lt.cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.1)
+    first_mse = lt.mse_loss(logits, logits * 2)
+    for _ in range(100):
+        again = lt.cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.1)
+        again_mse = lt.mse_loss(logits, logits * 2)
+        assert float(again.loss) == float(first.loss)
+        assert float(again_mse.loss) == float(first_mse.loss)
+        assert bool((again.gradient == first.gradient).all())
+        assert bool((again_mse.gradient == first_mse.gradient).all())
+
+
+def test_replay_reads_logits_labels_and_scale_anew() -> None:
+    stream = cp.cuda.Stream(non_blocking=True)
+    logits, labels = cp.zeros((2000, 50), cp.float32), cp.zeros(2000, cp.int64)
+    scale, loss, gradient = cp.ones((), cp.float32), cp.empty((), cp.float32), cp.empty_like(logits)
+    cp.cuda.get_current_stream().synchronize()
+
+    def run(handle: Any) -> None:
+        lt.cross_entropy(logits, labels, grad_scale=scale, out_loss=loss, out_gradient=gradient, stream=handle)
+
+    run(stream)  # that stream's own memory is made outside the capture
+    assert captured_nodes(run, stream.ptr) == ["KERNEL", "KERNEL"]
+    stream.begin_capture()
+    run(stream)
+    graph = stream.end_capture()
+    for step in range(3):
+        with stream:
+            logits[...] = cp.random.default_rng(step).standard_normal(logits.shape, cp.float32)
+            labels[...] = cp.arange(2000) % 50
+            labels[: 500 * step] = -100
+            scale[...] = 2.0**step
+        graph.launch(stream)
+        stream.synchronize()
+        expected, exact = reference.cross_entropy(cp.asnumpy(logits), cp.asnumpy(labels), ignore_index=-100)
+        assert float(loss) == pytest.approx(expected, rel=1e-5)
+        np.testing.assert_allclose(cp.asnumpy(gradient), exact * 2.0**step, rtol=1e-5, atol=1e-8)
+
+
+def test_few_rows_take_one_launch() -> None:
+    stream = cp.cuda.Stream(non_blocking=True)
+    logits, labels = cp.zeros((256, 10), cp.float32), cp.zeros(256, cp.int64)
+    target, gradient, loss = cp.ones_like(logits), cp.empty_like(logits), cp.empty((), cp.float32)
+    cp.cuda.get_current_stream().synchronize()
+    for run in (
+        lambda handle: lt.cross_entropy(logits, labels, out_gradient=gradient, out_loss=loss, stream=handle),
+        lambda handle: lt.mse_loss(logits, target, out_gradient=gradient, out_loss=loss, stream=handle),
+    ):
+        run(stream)
+        assert captured_nodes(run, stream.ptr) == ["KERNEL"]
+
+
+@pytest.mark.parametrize(("shape", "dtype", "error"), [((), "float64", DTypeError), ((2,), "float32", ShapeError)])
+def test_what_is_no_scale_is_refused(shape: tuple[int, ...], dtype: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match="grad_scale"):
+        lt.cross_entropy(cp.zeros((2, 3), cp.float32), cp.zeros(2, cp.int32), grad_scale=cp.ones(shape, dtype))
+
+
+def test_a_gradient_over_its_scale_is_refused() -> None:
+    gradient = cp.zeros((2, 3), cp.float32)
+    with pytest.raises(OverlapError, match="out_gradient shares memory with grad_scale"):
+        lt.mse_loss(gradient + 1, gradient + 2, grad_scale=gradient[0, :1], out_gradient=gradient)

@@ -25,7 +25,8 @@ _FLAGS: Final = (
     *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # `#pragma unroll` is none of g++'s
 )
-_ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([\w, ]+\) )?(\w+)\(')
+_ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\d+)[\w, ]*\) )?(\w+)\(')
+_MAX_THREADS: Final = 1024
 
 
 class Sanitizer(enum.Enum):
@@ -80,7 +81,12 @@ class Variant:
     @property
     def entries(self) -> list[str]:
         """Names of the file's kernels."""
-        return _ENTRY.findall(self.path.read_text())
+        return list(self.max_threads)
+
+    @property
+    def max_threads(self) -> dict[str, int]:
+        """Threads that a block of each of the file's kernels may have, by `__launch_bounds__`."""
+        return {entry: int(bound or _MAX_THREADS) for bound, entry in _ENTRY.findall(self.path.read_text())}
 
 
 class Builder:
@@ -100,7 +106,7 @@ class Builder:
     def _runtime(self) -> list[Path]:
         """What every library is linked with."""
         blocks = "threads.cpp" if self._sanitizer is Sanitizer.THREAD else "fibers.cpp"
-        files = [SHIM / "launch.cpp", SHIM / blocks]
+        files = [SHIM / "launch.cpp", SHIM / "warp.cpp", SHIM / blocks]
         return [self._build(f"{file.stem}.o", ["-c"], [], [file]) for file in files]
 
     def _build(self, name: str, arguments: Sequence[str], included: Sequence[Path], inputs: Sequence[Path]) -> Path:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.kernels import THREADS
 from lt_runtime.paths import kernel_sources
 from tests.host_kernels.build import Builder, Variant
 
 FORWARD, REVERSE, SHUFFLED = 0, 1, 2
-"""Orders in which blocks and threads take their turns; larger ones are other shuffles."""
+"""Orders in which blocks, warps and lanes take their turns; larger ones are other shuffles."""
 
 Pair = tuple[int, int]
 
@@ -26,11 +25,12 @@ class HostKernelError(Exception):
 
 
 class HostKernel:
-    """A kernel built for the CPU."""
+    """A kernel built for the CPU; its blocks have at most `max_threads` threads."""
 
-    def __init__(self, library: ctypes.CDLL, entry: str) -> None:
+    def __init__(self, library: ctypes.CDLL, entry: str, max_threads: int) -> None:
+        self._max_threads = max_threads
         self._run = library[f"run_{entry}"]
-        self._run.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 6)
+        self._run.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7)
         self._run.restype = ctypes.c_char_p
 
     def launch(
@@ -40,17 +40,19 @@ class HostKernel:
         params: ctypes.Structure,
         stream: int = 0,
         batch: int = 1,
+        shared: int = 0,
         *,
         order: int = FORWARD,
     ) -> None:
-        """Runs the kernel to its end; `batch` is the grid's blocks in z.
+        """Runs the kernel to its end; `batch` is the grid's blocks in z, `shared` a block's bytes besides.
 
         Raises:
-            HostKernelError: threads of a block wait at different barriers, or the launch is too large.
+            HostKernelError: threads of a block wait at different barriers, or those of a warp for different exchanges,
+                or the launch is too large.
         """
-        if block[0] * block[1] > THREADS:
-            raise HostKernelError(f"a block of {block} exceeds the {THREADS} threads of __launch_bounds__")
-        error = self._run(ctypes.addressof(params), *grid, batch, *block, order)
+        if block[0] * block[1] > self._max_threads:
+            raise HostKernelError(f"a block of {block} exceeds the {self._max_threads} threads that the kernel allows")
+        error = self._run(ctypes.addressof(params), *grid, batch, *block, shared, order)
         if error is not None:
             raise HostKernelError(error.decode())
 
@@ -81,7 +83,7 @@ class HostKernels:
 
     def kernel(self, variant: Variant, entry: str) -> HostKernel:
         """A kernel of a file, which may be one of the tests' own."""
-        return HostKernel(self.library(variant), entry)
+        return HostKernel(self.library(variant), entry, variant.max_threads[entry])
 
     def close(self) -> None:
         """Ends the building of what nobody asked for."""

@@ -30,7 +30,7 @@ def run_probe(
 
 
 def main(library: str, entry: str) -> Any:
-    return run_probe(HostKernel(ctypes.CDLL(library), entry))
+    return run_probe(HostKernel(ctypes.CDLL(library), entry, PROBE.max_threads[entry]), block=(64, 1))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lt_runtime.planning.tiling import sweep
 from lt_runtime.problem import Philox, keep_scale, keep_threshold
 from lt_runtime.reference import dropout_mask
 from lt_runtime.reference.philox import philox4x32
-from tests.host_kernels.arrays import Guarded, assert_close, numbers, rounding
+from tests.host_kernels.arrays import FLAT, Guarded, assert_close, numbers, rounding
 from tests.host_kernels.build import Variant
 from tests.host_kernels.cases import (
     MORE,
@@ -168,3 +168,16 @@ def test_values(
     assert_close("y", out.values(), expected, 2 * rounding(variant.dtype, expected))
     if not in_place:
         source.assert_unchanged()
+
+
+@pytest.mark.parametrize("shape", [(1, 2640), (2640, 1), (30, 88), (88, 30), (330, 8)])
+def test_a_mask_depends_on_the_row_major_index_alone(host: HostKernels, shape: Shape) -> None:
+    case = Drops(0.3, Philox(0x0123456789ABCDEF, 11, 13), step_in_memory=False)
+    expected = dropout_mask((2640,), case.p, case.philox)
+    for variant in DROPPING:
+        for tiling in (None, Blocks((1, 8), 1), Blocks((32, 8), 3), Blocks((4, 64), 2)):
+            if variant.aligned and shape[1] % 8:
+                continue
+            ones, out = (Guarded(np.full(shape, value), FLAT, variant.dtype) for value in (1.0, 7.0))
+            run_dropout(host, variant, ones, out, case, tiling, order=0)
+            assert np.array_equal(out.values().reshape(-1) != 0, expected)

@@ -30,6 +30,9 @@ MACROS = (
     ("ALIGNED", "1"),
     ("BLOCKS", "1"),
     ("OPERAND", "float"),
+    ("MOMENT", "float"),
+    ("AMSGRAD", "1"),
+    ("STOCHASTIC", "1"),
 )
 
 
@@ -42,10 +45,10 @@ def name_in_c(struct: type[ctypes.Structure]) -> str:
 
 def defining_file(struct: type[ctypes.Structure]) -> str:
     """The first kernel file that defines the struct or includes the header that does."""
-    definition = f"struct {name_in_c(struct).removeprefix('lt::').removesuffix('<SCALAR>')} {{"
-    headers = [file.name for file in kernel_sources().glob("*.cuh") if definition in file.read_text()]
+    definition = rf"struct (alignas\(\d+\) )?{name_in_c(struct).removeprefix('lt::').removesuffix('<SCALAR>')} {{"
+    headers = [file.name for file in kernel_sources().glob("*.cuh") if re.search(definition, file.read_text())]
     wanted = f'#include "{headers[0]}"' if headers else definition
-    return next(file.name for file in sorted(kernel_sources().glob("*.cu")) if wanted in file.read_text())
+    return next(file.name for file in sorted(kernel_sources().glob("*.cu")) if re.search(wanted, file.read_text()))
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)

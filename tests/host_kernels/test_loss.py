@@ -1,8 +1,10 @@
-"""Losses and their gradients against float64."""
+"""Losses and their gradients against float64, launched as the runtime launches them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,181 +13,351 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.kernels import THREADS
-from lt_runtime.gpu.params import CrossEntropyParams, LossFinishParams, Matrix, MseParams
+from lt_runtime.planning import losses
+from lt_runtime.planning.losses import CrossEntropyPass, GradScale, Labels, MsePass
 from lt_runtime.problem import DType
 from lt_runtime.reference import cross_entropy, mse_loss
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding
+from tests.host_kernels.build import SANITIZER, Sanitizer
 from tests.host_kernels.cases import FEW, MORE, Shape, axes, orders, seeds
-from tests.host_kernels.harness import HostKernels
-from tests.host_kernels.variants import F32, LOSSES, loss_macros
+from tests.host_kernels.harness import HostKernel, HostKernels
+from tests.host_kernels.variants import BF16, F16, F32, TYPES
 from tests.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-BLOCK = (THREADS, 1)
+
+MUCH_SHARED_MEMORY = (227 << 10, 228 << 10)
+LITTLE_SHARED_MEMORY = (48 << 10, 30 << 10)
+"""Room for one or two octets of each thread."""
+
+
+class Runner:
+    """Stands in for the GPU that the launches know: its kernels run here, in a given order."""
+
+    def __init__(self, host: HostKernels) -> None:
+        self._host = host
+        self.order = 0
+        self.shared_memory = MUCH_SHARED_MEMORY
+        self.launched: list[str] = []
+
+    def get_kernel(self, entry: str, macros: Any, device: int) -> Any:
+        kernel = self._host.get(entry, macros)
+        return _Launcher(self, entry, kernel)
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    runner: Runner
+    entry: str
+    kernel: HostKernel
+
+    def launch(self, *arguments: Any, **more: Any) -> None:
+        self.runner.launched.append(self.entry)
+        self.kernel.launch(*arguments, **more, order=self.runner.order)
+
+
+@pytest.fixture(scope="module")
+def runner(host: HostKernels) -> Iterator[Runner]:
+    made = Runner(host)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "get_kernel", made.get_kernel)
+        patch.setattr(losses, "shared_memory", lambda _: made.shared_memory)
+        yield made
+
+
+@dataclass
+class Memory:
+    """Guarded memory of a launch: the loss, scratch and the ticket, which must be zero again afterwards."""
+
+    scratch: Guarded
+    loss: Guarded = field(default_factory=lambda: Guarded(np.full((1, 1), 7.0, np.float32)))
+    ticket: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(1, np.uint32))
+
+    @classmethod
+    def of(cls, size: int) -> Memory:
+        return cls(Guarded(np.full((1, size // 4), np.nan, np.float32)))
+
+    def read(self) -> float:
+        assert self.ticket[0] == 0
+        self.scratch.values()
+        return float(self.loss.values()[0, 0])
+
+
+def scale_of(factor: float, on_device: bool) -> tuple[GradScale, NDArray[np.float32]]:
+    """The scale, and its memory, to be kept until it is used."""
+    array = np.array([factor], np.float32)
+    return GradScale(0.5, array.ctypes.data) if on_device else GradScale(0.5 * factor), array
 
 
 @dataclass(frozen=True)
 class LossCase:
+    """A launch.
+
+    Attributes:
+        in_place: whether the gradient is written over the prediction.
+        little_memory: whether not all of a row fits into shared memory.
+        scale: twice what the gradient is multiplied by.
+        scale_on_device: whether half of it, or all, is in memory.
+    """
+
     shape: Shape
-    gradient: str  # "absent", "apart", or "in place" of the prediction
-    grid: int
-    order: int
-    prediction: Placement
-    target: Placement
-    gradient_place: Placement
-    seed: int
+    in_place: bool = False
+    order: int = 0
+    prediction: Placement = FLAT
+    target: Placement = FLAT
+    gradient: Placement = FLAT
+    little_memory: bool = False
+    scale: float = 2.0
+    scale_on_device: bool = False
+    seed: int = 0
+
+    def gradient_of(self, prediction: Guarded, dtype: DType) -> Guarded:
+        return prediction if self.in_place else Guarded(np.zeros(self.shape), self.gradient, dtype)
 
 
+columns = st.one_of(
+    axes,
+    # a thread alone, lanes of a warp, a warp, a block, with and without a rest
+    st.sampled_from((1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 100, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025)),
+    st.sampled_from((2047, 2048, 2056, 2057, 4000, 10000)),
+)
 cases = st.builds(
     LossCase,
-    # a block reduces over 256 threads, so a row (or all elements) may be fewer, as many, or more
-    shape=st.tuples(st.integers(1, 6), st.one_of(axes, st.sampled_from((255, 256, 257, 515)))),
-    gradient=st.sampled_from(("absent", "apart", "in place")),
-    grid=st.integers(1, 5),
+    shape=st.tuples(st.one_of(st.integers(1, 6), axes), columns).filter(lambda shape: shape[0] * shape[1] < 60000),
+    in_place=st.booleans(),
     order=orders,
     prediction=placements,
     target=placements,
-    gradient_place=placements,
+    gradient=placements,
+    little_memory=st.booleans(),
+    scale=st.sampled_from((2.0, 1.0, 1024.0)),
+    scale_on_device=st.booleans(),
     seed=seeds,
 )
 
 
-def place_gradient(case: LossCase, prediction: Guarded, dtype: DType) -> Guarded | None:
-    apart = Guarded(np.zeros(case.shape), case.gradient_place, dtype)
-    return {"absent": None, "apart": apart, "in place": prediction}[case.gradient]
-
-
-def total(host: HostKernels, macros: Macros, partial: Guarded, scale: float, order: int = 0) -> float:
-    """What loss_finish makes of partial sums."""
-    loss = Guarded(np.full((1, 1), 7.0, np.float32))
-    params = LossFinishParams(partial.address, loss.address, partial.array.size, scale)
-    host.get("loss_finish", macros).launch((1, 1), BLOCK, params, order=order)
-    return float(loss.values()[0, 0])
-
-
-@pytest.mark.parametrize(("dtype", "labels"), LOSSES, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @FEW
-@example(case=LossCase((3, 200), "apart", 2, 0, FLAT, FLAT, FLAT, 0))
+@example(case=LossCase((3, 200)))
 @given(case=cases)
-def test_mse(host: HostKernels, dtype: DType, labels: str, case: LossCase) -> None:
+def test_mse(runner: Runner, dtype: DType, case: LossCase) -> None:
     generator = np.random.default_rng(case.seed)
     prediction = Guarded(numbers(generator, case.shape, dtype), case.prediction)
     target = Guarded(numbers(generator, case.shape, dtype), case.target)
-    gradient = place_gradient(case, prediction, dtype)
-    size = case.shape[0] * case.shape[1]
+    gradient = case.gradient_of(prediction, dtype)
+    size, factor = case.shape[0] * case.shape[1], case.scale / 2
     expected, expected_gradient = mse_loss(prediction.array, target.array)
     magnitude = np.abs(prediction.array.astype(np.float64)) + np.abs(target.array.astype(np.float64))
-    partial = Guarded(np.full((1, case.grid), np.nan, np.float32))
-    params = MseParams(
-        prediction.matrix,
-        target.matrix,
-        gradient.matrix if gradient else Matrix(),
-        partial.address,
-        *case.shape,
-        2.0 / size,
+    loss_pass = MsePass(dtype, prediction.layout, target.layout, gradient.layout, 0)
+    memory = Memory.of(loss_pass.scratch_bytes)
+    scale, _kept = scale_of(case.scale, case.scale_on_device)
+    runner.order = case.order
+    loss_pass.run(
+        (prediction.address, target.address, gradient.address),
+        memory.loss.address,
+        scale,
+        memory.scratch.address,
+        memory.ticket.ctypes.data,
+        0,
     )
-    host.get("mse_loss", loss_macros(dtype, labels)).launch((case.grid, 1), BLOCK, params, order=case.order)
 
-    assert np.isfinite(partial.values()).all()
-    loss = total(host, loss_macros(dtype, labels), partial, 1.0 / size, case.order)
-    assert abs(loss - expected) <= (size / THREADS + 20) * EPS32 * float(np.mean(magnitude**2))
-    if gradient is not None:
-        tolerance = rounding(dtype, expected_gradient) + 4 * EPS32 * magnitude * 2.0 / size
-        assert_close("gradient", gradient.values(), expected_gradient, tolerance)
+    assert abs(memory.read() - expected) <= 60 * EPS32 * float(np.mean(magnitude**2))
+    exact = expected_gradient * factor
+    assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 4 * EPS32 * magnitude * factor / size)
     target.assert_unchanged()
-    if gradient is not prediction:
+    if not case.in_place:
         prediction.assert_unchanged()
 
 
 def run_cross_entropy(
-    host: HostKernels, logits: Guarded, labels: NDArray[Any], gradient: Guarded | None, grid: int, order: int
-) -> tuple[Array, float]:
-    """Losses of the rows, and the loss."""
-    macros = loss_macros(logits.dtype, labels.dtype.name)
-    rows, cols = logits.array.shape
-    partial = Guarded(np.full((1, rows), 7.0, np.float32))
-    params = CrossEntropyParams(
-        logits.matrix,
-        labels.ctypes.data,
-        gradient.matrix if gradient else Matrix(),
-        partial.address,
-        rows,
-        cols,
-        1.0 / rows,
+    runner: Runner,
+    logits: Guarded,
+    labels: NDArray[Any],
+    gradient: Guarded,
+    *,
+    smoothing: float = 0.0,
+    ignore_index: int | None = None,
+    scale: GradScale | None = None,
+    order: int = 0,
+    little_memory: bool = False,
+) -> float:
+    """The loss."""
+    runner.order, runner.launched = order, []
+    runner.shared_memory = LITTLE_SHARED_MEMORY if little_memory else MUCH_SHARED_MEMORY
+    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, 0)
+    memory = Memory.of(loss_pass.scratch_bytes)
+    loss_pass.run(
+        logits=logits.address,
+        gradient=gradient.address,
+        loss=memory.loss.address,
+        labels=Labels(labels.ctypes.data, labels.dtype == np.int64, ignore_index),
+        smoothing=smoothing,
+        scale=scale or GradScale(),
+        scratch=memory.scratch.address,
+        ticket=memory.ticket.ctypes.data,
+        stream=0,
     )
-    host.get("cross_entropy", macros).launch((grid, 1), BLOCK, params, order=order)
-    return partial.values()[0], total(host, macros, partial, 1.0 / rows, order)
+    return memory.read()
 
 
-@pytest.mark.parametrize(("dtype", "label_type"), LOSSES, ids=str)
-@FEW
-@given(data=st.data(), case=cases)
-def test_cross_entropy(host: HostKernels, dtype: DType, label_type: str, data: st.DataObject, case: LossCase) -> None:
+def draw_labels(data: st.DataObject, case: LossCase) -> tuple[NDArray[Any], int | None]:
+    """Labels, most of them in range, and the one to ignore."""
     rows, cols = case.shape
-    logits = Guarded(numbers(np.random.default_rng(case.seed), case.shape, dtype), case.prediction)
-    # now and then a label out of range, next to it or far
-    label = st.one_of(st.integers(0, cols - 1), st.sampled_from((0, cols - 1, 0, cols - 1, -1, cols, -(2**31))))
-    labels = np.array(data.draw(st.lists(label, min_size=rows, max_size=rows)), label_type)
-    gradient = place_gradient(case, logits, dtype)
-    expected, expected_gradient = cross_entropy(logits.array, labels)
-    each = [cross_entropy(logits.array[row : row + 1], labels[row : row + 1])[0] for row in range(rows)]
-    largest = np.abs(logits.array.astype(np.float64)).max(axis=1)
-    losses, loss = run_cross_entropy(host, logits, labels, gradient, case.grid, case.order)
+    generator = np.random.default_rng(case.seed + 1)
+    ignore_index = data.draw(st.sampled_from((None, -100, cols - 1, -(2**31))))
+    labels = generator.integers(0, cols, rows).astype(data.draw(st.sampled_from((np.int32, np.int64))))
+    if ignore_index is not None:
+        labels[generator.random(rows) < data.draw(st.sampled_from((0.1, 0.9, 1.1)))] = ignore_index
+    if data.draw(st.integers(0, 3)) == 0:
+        labels[generator.integers(0, rows)] = data.draw(st.sampled_from((-1, cols, -(2**31), 2**31 - 1)))
+    return labels, ignore_index
 
-    # rounding of logit - max is as large as the largest logit's, and exp makes a relative error of it
-    limits = EPS32 * (cols / THREADS + 24 + 8 * largest)
-    assert_close("row loss", losses, np.array(each), limits)
-    assert_close("loss", np.array([loss]), np.array([expected]), float(limits.max()) + 32 * EPS32)
-    if gradient is not None:
-        tolerance = rounding(dtype, expected_gradient) + limits[:, None] / rows
-        assert_close("gradient", gradient.values(), expected_gradient, tolerance)
-    if gradient is not logits:
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@MORE
+@given(data=st.data(), case=cases)
+def test_cross_entropy(runner: Runner, dtype: DType, data: st.DataObject, case: LossCase) -> None:
+    labels, ignore_index = draw_labels(data, case)
+    check_cross_entropy(runner, dtype, case, labels, data.draw(st.sampled_from((0.0, 0.0, 0.1, 1.0))), ignore_index)
+
+
+def check_cross_entropy(
+    runner: Runner, dtype: DType, case: LossCase, labels: NDArray[Any], smoothing: float, ignore_index: int | None
+) -> None:
+    logits = Guarded(numbers(np.random.default_rng(case.seed), case.shape, dtype), case.prediction)
+    gradient = case.gradient_of(logits, dtype)
+    values = logits.array.astype(np.float64)
+    expected, exact = cross_entropy(values, labels, label_smoothing=smoothing, ignore_index=ignore_index)
+    scale, _kept = scale_of(case.scale, case.scale_on_device)
+    loss = run_cross_entropy(
+        runner,
+        logits,
+        labels,
+        gradient,
+        smoothing=smoothing,
+        ignore_index=ignore_index,
+        scale=scale,
+        order=case.order,
+        little_memory=case.little_memory,
+    )
+
+    # exp makes an absolute error of the difference's rounding a relative one
+    limits = EPS32 * (64 + 2 * np.abs(values).max(axis=1))
+    assert_close("loss", np.array([loss]), np.array([expected]), float(limits.max()) + 8 * EPS32 * abs(expected))
+    rows, factor = max(int((labels != ignore_index).sum()), 1), case.scale / 2
+    probabilities = np.exp(values - values.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    targets = np.abs(probabilities - exact * rows)
+    tolerance = (limits[:, None] * probabilities + 4 * EPS32 * targets) * factor / rows
+    assert_close("gradient", gradient.values(), exact * factor, tolerance + rounding(dtype, exact * factor))
+    if not case.in_place:
         logits.assert_unchanged()
+
+
+@pytest.mark.parametrize("little_memory", [False, True], ids=["held", "read again"])
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize(("dtype", "classes"), [(BF16, 50304), (F16, 50257), (F32, 30000)], ids=str)
+def test_many_classes(runner: Runner, dtype: DType, classes: int, offset: int, little_memory: bool) -> None:
+    place = Placement(column_major=False, gap=0, offset=offset)
+    case = LossCase((2, classes), False, 2, place, FLAT, place, little_memory)
+    check_cross_entropy(runner, dtype, case, np.array([classes - 1, 777]), 0.1, None)
+
+
+@pytest.mark.parametrize("classes", [40, 3000])
+def test_a_block_goes_from_row_to_row(runner: Runner, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shared memory, over which a row is reduced, serves the next row too."""
+    monkeypatch.setattr(losses, "_MAX_BLOCKS", 1)
+    rows = 3 if classes > 2048 else 200
+    check_cross_entropy(runner, F32, LossCase((rows, classes), in_place=True), np.arange(rows) % 3, 0.1, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 300, 1024, 1025, 5000])
+def test_the_ignored_are_counted(runner: Runner, rows: int) -> None:
+    """In every block, or by a launch of its own where there are many."""
+    labels = np.random.default_rng(rows).integers(-1, 3, rows)
+    logits, gradient = Guarded(np.zeros((rows, 3), np.float32)), Guarded(np.zeros((rows, 3), np.float32))
+    loss = run_cross_entropy(runner, logits, labels, gradient, ignore_index=-1, order=rows % 3)
+    assert runner.launched == ["count_labels"] * (rows > 1024) + ["cross_entropy"]
+    counted = int((labels >= 0).sum())
+    assert loss == pytest.approx(math.log(3), rel=1e-6)
+    assert (gradient.values()[labels == -1] == 0).all()
+    np.testing.assert_allclose(gradient.values()[labels != -1].max(axis=1), 1 / 3 / counted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("classes", [3, 100, 5000])
+def test_what_is_ignored_is_not_read(runner: Runner, classes: int) -> None:
+    values = np.ones((3, classes), np.float32)
+    values[1] = np.nan
+    gradient = Guarded(np.full_like(values, 7.0))
+    loss = run_cross_entropy(runner, Guarded(values), np.array([0, 9, 2]), gradient, ignore_index=9)
+    assert loss == pytest.approx(math.log(classes), rel=1e-6)
+    assert (gradient.values()[1] == 0).all()
+    assert np.isfinite(gradient.values()).all()
+
+
+def test_all_ignored(runner: Runner) -> None:
+    gradient = Guarded(np.full((3, 40), 7.0, np.float32))
+    loss = run_cross_entropy(
+        runner, Guarded(np.ones((3, 40), np.float32)), np.full(3, -100), gradient, ignore_index=-100
+    )
+    assert math.isnan(loss)
+    assert (gradient.values() == 0).all()
 
 
 @pytest.mark.parametrize("far", [2**31 - 1, -(2**31), 2**32 + 1, -(2**63), 2**63 - 1])
 @pytest.mark.parametrize("place", ["apart", "in place"])
-def test_labels_far_out_of_range(host: HostKernels, far: int, place: str) -> None:
+def test_labels_far_out_of_range(runner: Runner, far: int, place: str) -> None:
     labels = np.array([1, far, 0], np.int64)
-    logits = Guarded(np.eye(3, 4, dtype=np.float32))
-    gradient = logits if place == "in place" else Guarded(np.zeros((3, 4), np.float32))
-    losses, loss = run_cross_entropy(host, logits, labels, gradient, grid=2, order=0)
-    assert np.isnan(losses).tolist() == [False, True, False]
-    assert np.isnan(loss)
+    logits = Guarded(np.eye(3, 20, dtype=np.float32))
+    gradient = logits if place == "in place" else Guarded(np.zeros((3, 20), np.float32))
+    assert math.isnan(run_cross_entropy(runner, logits, labels, gradient))
     assert np.isnan(gradient.values()).all(axis=1).tolist() == [False, True, False]
     assert np.isfinite(gradient.values()[[0, 2]]).all()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("col", [0, 3, 299])
-def test_logits_that_are_not_finite(host: HostKernels, special: float, col: int) -> None:
+@pytest.mark.parametrize("col", [0, 3, 299, slice(None)])
+def test_logits_that_are_not_finite(runner: Runner, special: float, col: Any, smoothing: float) -> None:
     values = np.zeros((1, 300), np.float32)
     values[0, col] = special
-    logits, gradient = Guarded(values), Guarded(np.zeros_like(values))
+    gradient = Guarded(np.zeros_like(values))
     with np.errstate(invalid="ignore"):
-        expected, expected_gradient = cross_entropy(values, np.array([3]))
-    _, loss = run_cross_entropy(host, logits, np.array([3], np.int64), gradient, grid=1, order=0)
+        expected, exact = cross_entropy(values, np.array([3]), label_smoothing=smoothing)
+    loss = run_cross_entropy(runner, Guarded(values), np.array([3], np.int64), gradient, smoothing=smoothing)
     assert_close("loss", np.array([loss]), np.array([expected]), 64 * EPS32)
-    assert_close("gradient", gradient.values(), expected_gradient, 64 * EPS32)
+    assert_close("gradient", gradient.values(), exact, 64 * EPS32)
 
 
-def test_logits_far_apart_do_not_overflow(host: HostKernels) -> None:
-    values = np.array([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38]], np.float32)
-    labels = np.array([0, 2], np.int32)
-    losses, _ = run_cross_entropy(host, Guarded(values), labels, None, grid=2, order=0)
-    # the second row's maximum leaves nothing of log 3, which is right in FP32
-    assert losses[0] == 0.0
-    assert losses[1] == 0.0
+def test_logits_far_apart_do_not_overflow(runner: Runner) -> None:
+    values = np.array([[3e38, -3e38, 0.0], [-3e38, -3e38, -3e38], [1e4, -1e4, 1e4 - 1]], np.float32)
+    gradient = Guarded(np.zeros_like(values))
+    for row, (label, expected) in enumerate([(0, 0.0), (2, 0.0), (2, 1 + math.log(1 + math.exp(-1)))]):
+        # the second row's maximum leaves nothing of log 3, which is right in FP32
+        loss = run_cross_entropy(runner, Guarded(values[row : row + 1]), np.array([label]), Guarded(values[:1]))
+        assert loss == pytest.approx(expected, abs=1e-3)
+    run_cross_entropy(runner, Guarded(values), np.array([0, 2, 2]), gradient)
+    np.testing.assert_allclose(gradient.values(), cross_entropy(values, np.array([0, 2, 2]))[1], atol=1e-6)
 
 
-@MORE
-@given(parts=st.one_of(axes, st.sampled_from((255, 256, 257, 3000))), scale=st.floats(1e-3, 10.0), seed=seeds)
-def test_finish(host: HostKernels, parts: int, scale: float, seed: int) -> None:
-    values = np.abs(numbers(np.random.default_rng(seed), (1, parts), F32))
-    partial = Guarded(values)
-    loss = total(host, loss_macros(F32, "int32"), partial, scale, order=seed % 3)
-    expected = float(values.astype(np.float64).sum()) * scale
-    assert abs(loss - expected) <= (parts / THREADS + 12) * EPS32 * expected
-    partial.assert_unchanged()
+@pytest.mark.parametrize("classes", [2, 33, 1000, 3000])
+def test_uniform_logits_cost_the_logarithm_of_their_number(runner: Runner, classes: int) -> None:
+    values, labels = np.full((5, classes), 2.5, np.float32), np.arange(5) % classes
+    for smoothing in (0.0, 0.3):
+        loss = run_cross_entropy(runner, Guarded(values), labels, Guarded(values), smoothing=smoothing)
+        assert loss == pytest.approx(math.log(classes), rel=1e-6)
+
+
+@pytest.mark.skipif(SANITIZER is Sanitizer.THREAD, reason="too many threads")
+@pytest.mark.parametrize("shape", [(50, 10), (7, 1000), (5, 5000)])
+def test_bits_depend_on_neither_order_nor_memory(runner: Runner, shape: Shape) -> None:
+    values = numbers(np.random.default_rng(0), shape, F32)
+    labels, results = np.arange(shape[0]) % shape[1], set()
+    for order in range(5):
+        for little_memory in (False, True):
+            gradient = Guarded(np.zeros(shape, np.float32))
+            loss = run_cross_entropy(
+                runner, Guarded(values), labels, gradient, smoothing=0.1, order=order, little_memory=little_memory
+            )
+            results.add((loss, gradient.values().tobytes()))
+    assert len(results) == 1

@@ -12,6 +12,9 @@ import pytest
 from tests.host_kernels.build import BUILD_DIRECTORY, HERE, Builder, Sanitizer
 from tests.host_kernels.probes import PROBE
 from tests.host_kernels.variants import (
+    BF16,
+    F32,
+    SANITIZED_ADAMW,
     SANITIZED_BACKWARD,
     SANITIZED_DROPPING,
     SANITIZED_FORWARD,
@@ -20,16 +23,21 @@ from tests.host_kernels.variants import (
 )
 
 REPOSITORY = HERE.parent.parent
-LOSS_IDS = [f"{dtype}-{labels}" for dtype, labels in SANITIZED_LOSSES]
 SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are slow
     *(f"test_epilogue_bwd.py::test_backward[{epilogue}]" for epilogue in SANITIZED_BACKWARD),
-    *(f"test_loss.py::test_mse[{loss}]" for loss in LOSS_IDS),
+    f"test_loss.py::test_mse[{F32}]",
     *(f"test_loss.py::test_labels_far_out_of_range[{place}-4294967297]" for place in ("apart", "in place")),
-    "test_adamw.py::test_updates",
+    *(f"test_loss.py::test_a_block_goes_from_row_to_row[{classes}]" for classes in (40, 3000)),
+    "test_loss.py::test_the_ignored_are_counted[300]",
+    *(f"test_adamw.py::test_updates[{variant}]" for variant in SANITIZED_ADAMW),
+    "test_adamw.py::test_scaling_clipping_and_skipping",
+    "test_gradient_norm.py::test_norms",
 ]
 TESTS = [
     *SHARED_MEMORY_TESTS,
-    *(f"test_loss.py::test_cross_entropy[{loss}]" for loss in LOSS_IDS),
+    *(f"test_loss.py::test_cross_entropy[{dtype}]" for dtype in SANITIZED_LOSSES),
+    *(f"test_loss.py::test_many_classes[{BF16}-50304-1-{memory}]" for memory in ("held", "read again")),
+    "test_loss.py::test_the_ignored_are_counted[5000]",
     *(f"test_epilogue_fwd.py::test_forward[{epilogue}]" for epilogue in SANITIZED_FORWARD),
     *(
         f"test_dropout.py::{test}[{dropping}]"
@@ -90,7 +98,10 @@ def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, tests: list[s
         (Sanitizer.ADDRESS, "beyond_the_array", "AddressSanitizer: heap-buffer-overflow"),
         (Sanitizer.ADDRESS, "misaligned_vector", "misaligned address"),
         (Sanitizer.THREAD, "missing_barrier", "ThreadSanitizer: data race"),
-        (Sanitizer.THREAD, "divergent_barrier", "HostKernelError: divergent barrier"),
+        (Sanitizer.THREAD, "divergent_barrier", "divergent barrier: thread"),
+        (Sanitizer.THREAD, "barrier_of_warps_alone", "ThreadSanitizer: data race"),
+        (Sanitizer.THREAD, "divergent_shuffle", "divergent exchange in a warp: thread"),
+        (Sanitizer.THREAD, "shuffle_by_some_lanes", "divergent exchange in a warp: thread"),
     ],
 )
 def test_wrong_kernels_are_found(build_directory: Path, sanitizer: Sanitizer, entry: str, complaint: str) -> None:
@@ -101,7 +112,7 @@ def test_wrong_kernels_are_found(build_directory: Path, sanitizer: Sanitizer, en
 
 
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
-@pytest.mark.parametrize("entry", ["mirror", "early_return", "turns"])
+@pytest.mark.parametrize("entry", ["mirror", "early_return", "turns", "warp_sum", "segments", "warp_barrier"])
 def test_right_kernels_pass(build_directory: Path, sanitizer: Sanitizer, entry: str) -> None:
     library = Builder(build_directory, sanitizer).library(PROBE)
     done = run_python(sanitizer, build_directory, ["-m", "tests.host_kernels.probes", str(library), entry])

@@ -46,7 +46,7 @@ def test_a_missing_barrier_shows_as_nan(host: HostKernels, order: int) -> None:
 @pytest.mark.parametrize("order", range(5))
 def test_a_divergent_barrier_is_an_error(host: HostKernels, order: int) -> None:
     with pytest.raises(
-        HostKernelError, match=r"divergent barrier in block \(0, 0, 0\): thread .* waits at shim_probe.cu"
+        HostKernelError, match=r"block \(0, 0, 0\): divergent barrier: thread .* waits at shim_probe.cu"
     ):
         run_probe(host.kernel(PROBE, "divergent_barrier"), order=order)
     # and the next kernel runs as if nothing had been
@@ -65,7 +65,79 @@ def test_shared_memory_is_poisoned_in_every_block(host: HostKernels) -> None:
     assert (out[0] == 5.0).all()
 
 
-@pytest.mark.parametrize("block", [(257, 1), (0, 1), (1, 0)])
-def test_impossible_launches_are_errors(host: HostKernels, block: tuple[int, int]) -> None:
-    with pytest.raises(HostKernelError, match="block"):
-        run_probe(host.kernel(PROBE, "indices"), block=block)
+@pytest.mark.parametrize(("entry", "threads"), [("at_most_256_threads", 256), ("indices", 1024)])
+def test_impossible_launches_are_errors(host: HostKernels, entry: str, threads: int) -> None:
+    kernel = host.kernel(PROBE, entry)
+    run_probe(kernel, block=(threads // 4, 4))
+    for block in ((threads + 1, 1), (0, 1), (1, 0)):
+        with pytest.raises(HostKernelError, match="block"):
+            run_probe(kernel, block=block)
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_warps_exchange_among_themselves(host: HostKernels, order: int) -> None:
+    """Warps count threads with x fastest; the last has few of them."""
+    out, _ = run_probe(host.kernel(PROBE, "warp_sum"), block=(8, 12), grid=(2, 1), order=order)
+    sums = np.arange(2 * 96.0).reshape(2, 3, 32).sum(axis=2)
+    assert np.array_equal(out, np.repeat(sums, 32, axis=1))
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_shuffles_in_segments(host: HostKernels, order: int) -> None:
+    lanes = np.arange(64) % 32
+    segment = lanes // 8 * 8
+    down = np.where(lanes % 8 < 6, lanes + 2, lanes)
+    out, _ = run_probe(host.kernel(PROBE, "segments"), block=(64, 1), order=order)
+    assert np.array_equal(out[0], 10000 * (lanes ^ 3) + 100 * down + segment + 5)
+    out, _ = run_probe(host.kernel(PROBE, "beyond_the_segment"), block=(64, 1), order=order)
+    assert np.array_equal(out[0], np.where(lanes & 8, lanes ^ 8, lanes))
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_parts_of_a_warp_exchange_by_themselves(host: HostKernels, order: int) -> None:
+    out, _ = run_probe(host.kernel(PROBE, "parted_halves"), block=(32, 1), order=order)
+    assert np.array_equal(out[0, :16], [5.0] * 16)
+    assert np.array_equal(out[0, 16:29], np.arange(19.0, 32.0))
+
+
+def test_a_barrier_of_warps(host: HostKernels) -> None:
+    for order in range(5):
+        out, _ = run_probe(host.kernel(PROBE, "warp_barrier"), block=(64, 1), order=order)
+        assert np.array_equal(out[0], np.arange(64) ^ 15)
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_a_barrier_of_warps_is_none_of_the_block(host: HostKernels, order: int) -> None:
+    out, _ = run_probe(host.kernel(PROBE, "barrier_of_warps_alone"), block=(64, 1), order=order)
+    assert np.isnan(out).sum() == 32, "the first warp to run reads what the other has not written"
+
+
+@pytest.mark.parametrize(
+    ("entry", "poisoned"),
+    [
+        ("shuffle_of_returned_lanes", [4, 5, 6, 7]),
+        ("shuffle_outside_the_mask", [7]),
+        ("shuffle_of_no_width", range(16)),
+    ],
+)
+def test_lanes_that_cannot_be_read_give_nan(host: HostKernels, entry: str, poisoned: list[int]) -> None:
+    out, _ = run_probe(host.kernel(PROBE, entry))
+    assert np.flatnonzero(np.isnan(out[0])).tolist() == list(poisoned)
+
+
+@pytest.mark.parametrize("order", range(5))
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        ("divergent_shuffle", r"thread .* waits at shim_probe.cu:\d+ for lanes 0xFFFFFFFF, thread .* waits at .*"),
+        ("shuffle_by_some_lanes", r"thread .* waits at .* for lanes 0xFFFFFFFF, thread \(3, 0, 0\) waits at .*:\d+$"),
+        ("shuffle_with_different_masks", "thread .* for lanes 0x0000000F, thread .* for lanes 0x0000FFFF"),
+        ("shuffle_without_itself", r"thread \(1, 0, 0\) waits at .* for lanes 0x00000001, not its own"),
+    ],
+)
+def test_a_divergent_exchange_is_an_error(host: HostKernels, entry: str, complaint: str, order: int) -> None:
+    with pytest.raises(HostKernelError, match=rf"block \(0, 0, 0\): divergent exchange in a warp: {complaint}"):
+        run_probe(host.kernel(PROBE, entry), order=order)
+    # and the next kernel runs as if nothing had been
+    out, _ = run_probe(host.kernel(PROBE, "warp_sum"), block=(32, 1), order=order)
+    assert np.array_equal(out[0], [496.0] * 32)

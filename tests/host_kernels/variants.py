@@ -15,7 +15,6 @@ from tests.host_kernels.build import Variant
 
 TYPES: Final = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 F32, F16, BF16 = TYPES
-_LABELS: Final = {"int32": "int", "int64": "long long"}
 _SAVED: Final = {Saved.NOTHING: "0", Saved.PREACTIVATION: "1", Saved.OUTPUT: "2"}
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 
@@ -109,10 +108,6 @@ def scalar_macros(dtype: DType) -> Macros:
     return (("SCALAR", SCALAR[dtype]),)
 
 
-def loss_macros(dtype: DType, labels: str) -> Macros:
-    return (("SCALAR", SCALAR[dtype]), ("LABEL", _LABELS[labels]))
-
-
 def _saved_modes(activation: str) -> tuple[Saved, ...]:
     if activation == "none":
         return (Saved.NOTHING,)
@@ -150,8 +145,6 @@ BACKWARD_EPILOGUES: Final = (
 
 DROPPING: Final = tuple(Dropping(dtype, aligned) for dtype in TYPES for aligned in (False, True))
 
-LOSSES: Final = ((F32, "int32"), (F32, "int64"), (F16, "int64"), (BF16, "int32"))
-
 
 @dataclass(frozen=True)
 class MatmulEpilogue:
@@ -178,6 +171,39 @@ MATMUL_EPILOGUES: Final = (
     *(MatmulEpilogue(F16, F16, "gelu"), MatmulEpilogue(BF16, BF16, "relu"), MatmulEpilogue(F32, BF16, "none")),
 )
 
+
+@dataclass(frozen=True)
+class AdamWVariant:
+    """A variant of adamw.cu: the moments' type, AMSGrad, and whether BF16 parameters may lack a master copy."""
+
+    moments: DType
+    amsgrad: bool
+    stochastic: bool
+
+    @property
+    def macros(self) -> Macros:
+        return (
+            ("MOMENT", SCALAR[self.moments]),
+            ("AMSGRAD", str(int(self.amsgrad))),
+            ("STOCHASTIC", str(int(self.stochastic))),
+        )
+
+    def __str__(self) -> str:
+        options = (("amsgrad", self.amsgrad), ("stochastic", self.stochastic))
+        return "-".join([self.moments.value, *(name for name, given in options if given)])
+
+
+PLAIN_ADAMW: Final = AdamWVariant(F32, amsgrad=False, stochastic=False)
+FULL_ADAMW: Final = AdamWVariant(BF16, amsgrad=True, stochastic=True)
+ADAMW: Final = (
+    PLAIN_ADAMW,
+    AdamWVariant(F32, amsgrad=True, stochastic=False),
+    AdamWVariant(F32, amsgrad=False, stochastic=True),
+    AdamWVariant(BF16, amsgrad=False, stochastic=False),
+    FULL_ADAMW,
+)
+SANITIZED_ADAMW: Final = (PLAIN_ADAMW, FULL_ADAMW)
+
 SANITIZED_FORWARD: Final = (
     Forward(F32, "gelu", dropout=True, aligned=False, keeps=True),
     Forward(BF16, "silu", dropout=False, aligned=True, keeps=True),
@@ -190,15 +216,17 @@ SANITIZED_BACKWARD: Final = (
     Backward(BF16, "none", dropout=True, aligned=True, saved=Saved.NOTHING),
 )
 SANITIZED_DROPPING: Final = (Dropping(F32, aligned=False), Dropping(F16, aligned=True))
-SANITIZED_LOSSES: Final = ((F32, "int64"),)
+SANITIZED_LOSSES: Final = (F32, BF16)
 SANITIZED_MATMULS: Final = (MatmulEpilogue(F32, F32, "relu"),)
 SANITIZED: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in SANITIZED_FORWARD),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
-    *(Variant("loss.cu", loss_macros(dtype, labels)) for dtype, labels in SANITIZED_LOSSES),
+    *(Variant("cross_entropy.cu", scalar_macros(dtype)) for dtype in SANITIZED_LOSSES),
+    Variant("mse.cu", scalar_macros(F32)),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in SANITIZED_MATMULS),
     *(Variant("dropout.cu", dropping.macros) for dropping in SANITIZED_DROPPING),
-    Variant("adamw.cu"),
+    *(Variant("adamw.cu", variant.macros) for variant in SANITIZED_ADAMW),
+    Variant("gradient_norm.cu"),
     Variant("dropout_probe.cu"),
 )
 """What is built with sanitizers: every kernel, and between them both ways to load and store."""
@@ -210,6 +238,7 @@ ALL: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in FORWARD_EPILOGUES),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in BACKWARD_EPILOGUES),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
-    *(Variant("loss.cu", loss_macros(dtype, labels)) for dtype, labels in LOSSES),
-    Variant("adamw.cu"),
+    *(Variant(file, scalar_macros(dtype)) for file in ("cross_entropy.cu", "mse.cu") for dtype in TYPES),
+    *(Variant("adamw.cu", variant.macros) for variant in ADAMW),
+    Variant("gradient_norm.cu"),
 )

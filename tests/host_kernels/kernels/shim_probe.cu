@@ -77,3 +77,97 @@ extern "C" __global__ void beyond_the_array(const ShimProbeParams p) { p.out[thr
 extern "C" __global__ void misaligned_vector(const ShimProbeParams p) {
   p.out[thread_of_grid()] = lt::load_packed(p.out + 1).pairs[0].x;
 }
+
+extern "C" __global__ void __launch_bounds__(256) at_most_256_threads(const ShimProbeParams p) {
+  p.out[thread_of_grid()] = static_cast<float>(threadIdx.x);
+}
+
+namespace {
+
+__device__ unsigned lane() { return (threadIdx.y * blockDim.x + threadIdx.x) % 32; }
+
+}  // namespace
+
+// Each thread's sum over its warp.
+extern "C" __global__ void warp_sum(const ShimProbeParams p) {
+  float sum = static_cast<float>(thread_of_grid());
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
+  p.out[thread_of_grid()] = sum;
+}
+
+// Every kind of shuffle in segments of eight lanes: 10000 xor + 100 down + from.
+extern "C" __global__ void segments(const ShimProbeParams p) {
+  const unsigned across = __shfl_xor_sync(0xFFFFFFFF, lane(), 3, 8);
+  const int down = __shfl_down_sync(0xFFFFFFFF, static_cast<int>(lane()), 2, 8);
+  const float from = __shfl_sync(0xFFFFFFFF, static_cast<float>(lane()), 13, 8);  // the sixth of the segment
+  p.out[thread_of_grid()] = static_cast<float>(10000 * across + 100 * down) + from;
+}
+
+// Beyond its own segment a lane keeps what it has.
+extern "C" __global__ void beyond_the_segment(const ShimProbeParams p) {
+  p.out[thread_of_grid()] = static_cast<float>(__shfl_xor_sync(0xFFFFFFFF, lane(), 8, 8));
+}
+
+// Halves of a warp that part, each with a mask of its own.
+extern "C" __global__ void parted_halves(const ShimProbeParams p) {
+  float value = static_cast<float>(lane());
+  if (lane() < 16) {
+    value = __shfl_sync(0x0000FFFF, value, 5);
+  } else {
+    for (int i = 0; i < 3; ++i) value = __shfl_down_sync(0xFFFF0000, value, 1);
+  }
+  p.out[thread_of_grid()] = value;
+}
+
+// Lanes that have returned are not waited for; to read them is wrong.
+extern "C" __global__ void shuffle_of_returned_lanes(const ShimProbeParams p) {
+  if (threadIdx.x >= 12) return;
+  p.out[thread_of_grid()] = __shfl_xor_sync(0xFFFFFFFF, 1.0f, 8);
+}
+
+extern "C" __global__ void shuffle_outside_the_mask(const ShimProbeParams p) {
+  if (lane() < 8) p.out[thread_of_grid()] = __shfl_sync(0x000000FF, 1.0f, lane() + 1);
+}
+
+extern "C" __global__ void shuffle_of_no_width(const ShimProbeParams p) {
+  p.out[thread_of_grid()] = __shfl_sync(0xFFFFFFFF, 1.0f, 0, 12);
+}
+
+// Lanes hand values on through shared memory.
+extern "C" __global__ void warp_barrier(const ShimProbeParams p) {
+  __shared__ float shared[256];
+  shared[threadIdx.x] = static_cast<float>(threadIdx.x);
+  __syncwarp();
+  p.out[thread_of_grid()] = shared[threadIdx.x ^ 15];
+}
+
+// Right within a warp, but read by the next one.
+extern "C" __global__ void barrier_of_warps_alone(const ShimProbeParams p) {
+  __shared__ float shared[256];
+  shared[threadIdx.x] = static_cast<float>(threadIdx.x);
+  __syncwarp();
+  p.out[thread_of_grid()] = shared[blockDim.x - 1 - threadIdx.x];
+}
+
+extern "C" __global__ void divergent_shuffle(const ShimProbeParams p) {
+  float value = 1.0f;
+  if (threadIdx.x < 3) {
+    value = __shfl_sync(0xFFFFFFFF, value, 0);
+  } else {
+    value = __shfl_sync(0xFFFFFFFF, value, 0);
+  }
+  p.out[thread_of_grid()] = value;
+}
+
+extern "C" __global__ void shuffle_by_some_lanes(const ShimProbeParams p) {
+  if (threadIdx.x < 3) p.out[thread_of_grid()] = __shfl_sync(0xFFFFFFFF, 1.0f, 0);
+  __syncthreads();
+}
+
+extern "C" __global__ void shuffle_with_different_masks(const ShimProbeParams p) {
+  p.out[thread_of_grid()] = __shfl_sync(threadIdx.x < 3 ? 0x0000000F : 0x0000FFFF, 1.0f, 0);
+}
+
+extern "C" __global__ void shuffle_without_itself(const ShimProbeParams p) {
+  p.out[thread_of_grid()] = __shfl_sync(0x00000001, 1.0f, 0);
+}

@@ -1,6 +1,7 @@
 // Running one block. fibers.cpp and threads.cpp hold the two ways to do it.
 #pragma once
 
+#include <array>
 #include <random>
 #include <string>
 #include <vector>
@@ -9,7 +10,7 @@
 
 namespace shim {
 
-// The order in which blocks, and threads between two barriers, take their turns.
+// The order in which blocks, warps between two barriers, and lanes between two exchanges take their turns.
 class Order {
  public:
   // 0 is forward, 1 reverse; anything else seeds a shuffle that differs every time.
@@ -38,5 +39,44 @@ struct Place {
 //
 // Threads that have returned count as arrived, as they do since compute capability 7.0.
 std::string check_barrier(const std::vector<Place>& waiting);
+
+// "thread (1, 0, 0) waits at loss.cu:12"
+std::string describe(const Place& place);
+
+// A thread as its warp sees it.
+struct Lane {
+  enum State { kRunning, kExchanging, kAtBarrier, kReturned };
+
+  State state = kReturned;  // as lanes beyond the block's last thread are
+  Place place{};            // where it waits
+  unsigned mask = 0;        // of the exchange: whom it waits for, whose bits it reads, what it hands over
+  unsigned source = 0;
+  unsigned bits = 0;  // then what it has read
+
+  void exchange(Place at, unsigned mask_, unsigned source_, unsigned bits_);
+  void wait_at_barrier(Place at);
+};
+
+// The lanes of a warp and the exchanges between them.
+struct Warp {
+  std::array<Lane, kWarp> lanes;
+
+  // Lets those go on whose exchange is complete: all lanes of its mask that have not returned are there, at the same
+  // place and with the same mask. Says whether there were any.
+  bool settle();
+
+  // Complains where nobody can go on any more and not all wait at a barrier, or returns the empty string.
+  std::string check() const;
+
+  // Lets those go on that wait at a barrier.
+  void open_barrier();
+
+ private:
+  unsigned in_state(Lane::State state) const;
+  unsigned together_with(const Lane& lane) const;
+  void complete(unsigned group);
+};
+
+unsigned warps_of_block();
 
 }  // namespace shim

@@ -16,21 +16,22 @@ struct Call {
 };
 
 template <class Params>
-static const char* run(void (*kernel)(Params), const void* params, uint3 grid, uint3 block, unsigned order_seed) {
+static const char* run(void (*kernel)(Params), const void* params, uint3 grid, uint3 block, unsigned shared,
+                       unsigned order_seed) {
   const Call<Params> call{kernel, static_cast<const Params*>(params)};
   const auto thread = [](const void* context) {
     const auto* c = static_cast<const Call<Params>*>(context);
     c->kernel(*c->params);
   };
-  return shim::run_grid(shim::Body{thread, &call}, grid, block, order_seed);
+  return shim::run_grid(shim::Body{thread, &call}, grid, block, shared, order_seed);
 }
 
 #define VISIBLE extern "C" __attribute__((visibility("default")))
 
 #define EXPORT(entry)                                                                                             \
   VISIBLE const char* run_##entry(const void* params, unsigned grid_x, unsigned grid_y, unsigned grid_z,          \
-                                  unsigned block_x, unsigned block_y, unsigned order_seed) {                      \
-    return run(entry, params, uint3{grid_x, grid_y, grid_z}, uint3{block_x, block_y, 1}, order_seed);             \
+                                  unsigned block_x, unsigned block_y, unsigned shared, unsigned order_seed) {     \
+    return run(entry, params, uint3{grid_x, grid_y, grid_z}, uint3{block_x, block_y, 1}, shared, order_seed);     \
   }
 ENTRIES
 

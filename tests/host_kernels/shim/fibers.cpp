@@ -1,4 +1,5 @@
-// A block's threads as fibers: one runs until it meets a barrier or returns, then the next.
+// A block's threads as fibers: one runs until it meets a barrier or an exchange or returns, then the next of
+// its warp. A warp runs as far as it can before the next, so that they are out of step wherever no barrier holds them.
 #include <ucontext.h>
 
 #include <cstddef>
@@ -21,11 +22,10 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStack]};
   void* fake_stack = nullptr;
-  Place place{};
-  bool returned = false;
 };
 
 std::vector<Fiber> fibers;  // kept from block to block, for their stacks
+std::vector<Warp> warps;
 Fiber scheduler{{}, nullptr};
 Fiber* current = nullptr;
 Body current_body{};
@@ -39,13 +39,15 @@ void leave(void** fake_stack, const void* stack, std::size_t size) {
 void arrive(void* fake_stack, const void** stack, std::size_t* size) {
   __sanitizer_finish_switch_fiber(fake_stack, stack, size);
 }
-// A fiber given up at a barrier leaves marks on its stack.
+// A fiber given up while it waits leaves marks on its stack.
 void clean(Fiber& fiber) { __asan_unpoison_memory_region(fiber.stack.get(), kStack); }
 #else
 void leave(void**, const void*, std::size_t) {}
 void arrive(void*, const void**, std::size_t*) {}
 void clean(Fiber&) {}
 #endif
+
+Lane& lane_of(unsigned thread) { return warps[thread / kWarp].lanes[thread % kWarp]; }
 
 void enter(Fiber& fiber) {
   current = &fiber;
@@ -54,18 +56,24 @@ void enter(Fiber& fiber) {
   arrive(scheduler.fake_stack, nullptr, nullptr);
 }
 
+// Gives the turn back to the scheduler, and returns with the next one.
+void wait() {
+  Fiber& self = *current;
+  leave(&self.fake_stack, scheduler_stack, scheduler_stack_size);
+  swapcontext(&self.context, &scheduler.context);
+  arrive(self.fake_stack, &scheduler_stack, &scheduler_stack_size);
+}
+
 void fiber_main() {
   arrive(nullptr, &scheduler_stack, &scheduler_stack_size);
   current_body();
-  current->returned = true;
+  lane_of(thread_index()).state = Lane::kReturned;
   leave(nullptr, scheduler_stack, scheduler_stack_size);
   setcontext(&scheduler.context);
 }
 
-void prepare(Fiber& fiber, unsigned index) {
+void prepare(Fiber& fiber) {
   clean(fiber);
-  fiber.returned = false;
-  fiber.place = Place{index, nullptr, 0};
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.get();
   fiber.context.uc_stack.ss_size = kStack;
@@ -73,34 +81,63 @@ void prepare(Fiber& fiber, unsigned index) {
   makecontext(&fiber.context, fiber_main, 0);
 }
 
+// Runs a warp until all its threads wait at a barrier or have returned, its lanes in a new order for each exchange.
+std::string run_warp(unsigned index, Order& order) {
+  Warp& warp = warps[index];
+  do {
+    for (const unsigned i : order.of(kWarp)) {
+      if (warp.lanes[i].state != Lane::kRunning) continue;
+      threadIdx = thread_at(index * kWarp + i);
+      enter(fibers[index * kWarp + i]);
+    }
+  } while (warp.settle());
+  return warp.check();
+}
+
+// Lets the threads go on that wait at a barrier, and says whether there were any.
+bool open_barrier(std::string& error) {
+  std::vector<Place> waiting;
+  for (Warp& warp : warps) {
+    for (const Lane& lane : warp.lanes) {
+      if (lane.state == Lane::kAtBarrier) waiting.push_back(lane.place);
+    }
+    warp.open_barrier();
+  }
+  error = check_barrier(waiting);
+  return !waiting.empty();
+}
+
 }  // namespace
 
 void sync_threads(const char* file, int line) {
-  Fiber& self = *current;
-  self.place.file = file;
-  self.place.line = line;
-  leave(&self.fake_stack, scheduler_stack, scheduler_stack_size);
-  swapcontext(&self.context, &scheduler.context);
-  arrive(self.fake_stack, &scheduler_stack, &scheduler_stack_size);
+  const unsigned thread = thread_index();
+  lane_of(thread).wait_at_barrier(Place{thread, file, line});
+  wait();
+}
+
+unsigned exchange(const char* file, int line, unsigned mask, unsigned source, unsigned bits) {
+  const unsigned thread = thread_index();
+  lane_of(thread).exchange(Place{thread, file, line}, mask, source, bits);
+  wait();
+  return lane_of(thread).bits;
 }
 
 std::string run_block(Body body, Order& order) {
   const unsigned threads = blockDim.x * blockDim.y;
   if (fibers.size() < threads) fibers = std::vector<Fiber>(threads);
-  for (unsigned i = 0; i < threads; ++i) prepare(fibers[i], i);
+  warps.assign(warps_of_block(), Warp{});
+  for (unsigned i = 0; i < threads; ++i) {
+    prepare(fibers[i]);
+    lane_of(i).state = Lane::kRunning;
+  }
   current_body = body;
   std::string error;
-  std::vector<Place> waiting;
   do {
-    waiting.clear();
-    for (const unsigned i : order.of(threads)) {
-      if (fibers[i].returned) continue;
-      threadIdx = thread_at(i);
-      enter(fibers[i]);
-      if (!fibers[i].returned) waiting.push_back(fibers[i].place);
+    for (const unsigned i : order.of(static_cast<unsigned>(warps.size()))) {
+      error = run_warp(i, order);
+      if (!error.empty()) return error;
     }
-    error = check_barrier(waiting);
-  } while (error.empty() && !waiting.empty());
+  } while (open_barrier(error) && error.empty());
   return error;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <numeric>
 
 uint3 blockIdx, blockDim, gridDim;
@@ -17,9 +18,12 @@ namespace {
 
 constexpr unsigned kMaxThreads = 1024;
 
+std::unique_ptr<char[]> dynamic;  // just as large as asked for, so that AddressSanitizer sees its end
+
 // All ones is NaN in every floating-point type. Byte by byte and unchecked: under AddressSanitizer the section holds
 // red zones too.
-__attribute__((no_sanitize("address", "thread"))) void poison_shared_memory() {
+__attribute__((no_sanitize("address", "thread"))) void poison_shared_memory(unsigned dynamic_size) {
+  std::memset(dynamic.get(), 0xFF, dynamic_size);
   for (volatile char* p = __start_shared_memory; p != __stop_shared_memory; ++p) *p = static_cast<char>(0xFF);
 }
 
@@ -27,13 +31,13 @@ std::string name(uint3 index) {
   return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
 }
 
-std::string place(const Place& p) {
-  const char* slash = std::strrchr(p.file, '/');
-  return "thread " + name(thread_at(p.thread)) + " waits at " + (slash ? slash + 1 : p.file) + ":" +
-         std::to_string(p.line);
-}
-
 }  // namespace
+
+std::string describe(const Place& place) {
+  const char* slash = std::strrchr(place.file, '/');
+  return "thread " + name(thread_at(place.thread)) + " waits at " + (slash ? slash + 1 : place.file) + ":" +
+         std::to_string(place.line);
+}
 
 std::vector<unsigned> Order::of(unsigned count) {
   std::vector<unsigned> indices(count);
@@ -49,24 +53,30 @@ std::string check_barrier(const std::vector<Place>& waiting) {
   for (const Place& other : waiting) {
     const Place& first = waiting.front();
     if (other.line != first.line || std::strcmp(other.file, first.file) != 0) {
-      return "divergent barrier in block " + name(blockIdx) + ": " + place(first) + ", " + place(other);
+      return "divergent barrier: " + describe(first) + ", " + describe(other);
     }
   }
   return "";
 }
 
-const char* run_grid(Body body, uint3 grid, uint3 block, unsigned order_seed) {
+void* dynamic_shared() { return dynamic.get(); }
+
+const char* run_grid(Body body, uint3 grid, uint3 block, unsigned shared, unsigned order_seed) {
   static std::string error;
   gridDim = grid;
   blockDim = block;
   const unsigned threads = block.x * block.y, blocks = grid.x * grid.y * grid.z;
   if (threads == 0 || threads > kMaxThreads || blocks == 0) return "invalid grid or block";
+  dynamic.reset(new char[shared]);
   Order order(order_seed);
   for (const unsigned i : order.of(blocks)) {
     blockIdx = uint3{i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
-    poison_shared_memory();
+    poison_shared_memory(shared);
     error = run_block(body, order);
-    if (!error.empty()) return error.c_str();
+    if (!error.empty()) {
+      error = "block " + name(blockIdx) + ": " + error;
+      return error.c_str();
+    }
   }
   return nullptr;
 }

@@ -23,9 +23,22 @@ struct Body {
   void operator()() const { run(context); }
 };
 
-// Runs a grid. Says what is wrong, or null; the text is good until the next call.
-const char* run_grid(Body body, uint3 grid, uint3 block, unsigned order_seed);
+// Runs a grid whose blocks have `shared` bytes besides what their kernel declares. Says what is wrong, or null; the text
+// is good until the next call.
+const char* run_grid(Body body, uint3 grid, uint3 block, unsigned shared, unsigned order_seed);
+
+// The current block's `shared` bytes, aligned to 16.
+void* dynamic_shared();
 
 void sync_threads(const char* file, int line);
+
+constexpr unsigned kWarp = 32;
+
+// A thread's place among the threads of its block, x fastest.
+inline unsigned thread_index() { return threadIdx.y * blockDim.x + threadIdx.x; }
+
+// Waits for the lanes of its warp that `mask` names, and reads the 32 bits that lane `source` hands over. All ones, a
+// NaN, come from a lane that has returned, that `mask` does not name, or that no warp has.
+unsigned exchange(const char* file, int line, unsigned mask, unsigned source, unsigned bits);
 
 }  // namespace shim

@@ -18,9 +18,55 @@
 #define __launch_bounds__(...)
 // Blocks run one after another, so one copy is enough. The section lets each block find the memory poisoned.
 #define __shared__ static __attribute__((section("shared_memory")))
+#define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(shim::dynamic_shared())
 
-// A barrier is known by its place in the source: threads of a block must all wait at the same one.
+// A barrier is known by its place in the source: threads of a block must all wait at the same one. So must the lanes of
+// a warp that exchange values.
 #define __syncthreads() shim::sync_threads(__FILE__, __LINE__)
+#define __syncwarp (shim::WarpBarrier{__FILE__, __LINE__})
+#define __shfl_sync(...) shim::shuffle<shim::From>(__FILE__, __LINE__, __VA_ARGS__)
+#define __shfl_down_sync(...) shim::shuffle<shim::Down>(__FILE__, __LINE__, __VA_ARGS__)
+#define __shfl_xor_sync(...) shim::shuffle<shim::Xor>(__FILE__, __LINE__, __VA_ARGS__)
+
+namespace shim {
+
+struct WarpBarrier {
+  const char* file;
+  int line;
+
+  void operator()(unsigned mask = 0xFFFFFFFF) const { exchange(file, line, mask, thread_index() % kWarp, 0); }
+};
+
+// Which lane each shuffle reads, the warp being cut into segments of `width` lanes.
+struct From {
+  static unsigned source(unsigned lane, unsigned from, unsigned width) {
+    return (lane & ~(width - 1)) | (from & (width - 1));
+  }
+};
+struct Down {
+  static unsigned source(unsigned lane, unsigned delta, unsigned width) {
+    return delta <= (lane | (width - 1)) - lane ? lane + delta : lane;
+  }
+};
+struct Xor {
+  static unsigned source(unsigned lane, unsigned bits, unsigned width) {
+    return (lane ^ bits) <= (lane | (width - 1)) ? lane ^ bits : lane;
+  }
+};
+
+// CUDA leaves a width that is no power of two up to 32 undefined: no lane is read.
+template <class Shuffle, class T>
+inline T shuffle(const char* file, int line, unsigned mask, T value, unsigned operand, unsigned width = kWarp) {
+  static_assert(sizeof(T) == sizeof(unsigned), "float, int and unsigned");
+  const bool defined = width != 0 && width <= kWarp && (width & (width - 1)) == 0;
+  unsigned bits;
+  memcpy(&bits, &value, sizeof(bits));
+  bits = exchange(file, line, mask, defined ? Shuffle::source(thread_index() % kWarp, operand, width) : kWarp, bits);
+  memcpy(&value, &bits, sizeof(bits));
+  return value;
+}
+
+}  // namespace shim
 
 // No block runs while another does, and threads of one block synchronize at barriers alone.
 inline void __threadfence() {}
@@ -61,6 +107,8 @@ inline float __int_as_float(int bits) {
   memcpy(&value, &bits, sizeof(value));
   return value;
 }
+
+inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
 
 namespace shim {
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }

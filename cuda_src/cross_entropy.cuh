@@ -1,0 +1,162 @@
+// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type.
+#pragma once
+
+#include <math_constants.h>
+
+#include "reduce.cuh"
+#include "vector.cuh"
+
+// Shared memory of a size that the launch decides; the host's shim has a definition of its own.
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#endif
+
+namespace lt {
+
+struct CrossEntropyParams {
+  Matrix logits;
+  Matrix gradient;  // may be `logits`
+  const void* labels;
+  const float* counted;     // rows that are not ignored, from count_labels; absent where each block counts them itself
+  const float* grad_scale;  // on the device; may be absent
+  float* partial;           // one a block
+  float* loss;
+  uint32* ticket;
+  int64 rows;
+  int64 cols;
+  int64 ignore_index;
+  float gradient_scale;  // what scales the gradient
+  float smoothing;
+  int wide_labels;  // int64 rather than int32
+  int ignores;      // whether rows labelled ignore_index are left out
+  uint32 lanes;     // threads that share a row: a power of two up to a warp, or the block
+  uint32 held;      // octets that each thread has shared memory for
+};
+
+// The i-th number of a word.
+template <class T>
+__device__ inline float unpack(uint32 word, int i);
+template <>
+__device__ inline float unpack<float>(uint32 word, int) {
+  return __uint_as_float(word);
+}
+template <>
+__device__ inline float unpack<__nv_bfloat16>(uint32 word, int i) {
+  return __uint_as_float(i == 0 ? word << 16 : word & 0xFFFF0000);
+}
+template <>
+__device__ inline float unpack<__half>(uint32 word, int i) {
+  return __half2float(reinterpret_cast<const __half*>(&word)[i]);
+}
+
+// Eight logits as they lie in memory. In words, since the compiler would give each half a register of its own.
+struct Raw {
+  static constexpr int kPerWord = sizeof(uint32) / sizeof(SCALAR);
+  static constexpr int kPackets = kOctet * sizeof(SCALAR) / sizeof(uint4);
+
+  uint4 packets[kPackets];
+
+  __device__ float operator[](int i) const {
+    const uint4& packet = packets[i / kPerWord / 4];
+    const int word = i / kPerWord % 4;
+    return unpack<SCALAR>(word == 0 ? packet.x : word == 1 ? packet.y : word == 2 ? packet.z : packet.w, i % kPerWord);
+  }
+};
+
+__device__ inline Raw load_octet(const SCALAR* p) {
+  Raw raw;
+#pragma unroll
+  for (int i = 0; i < Raw::kPackets; ++i) raw.packets[i] = reinterpret_cast<const uint4*>(p)[i];
+  return raw;
+}
+
+// Eight logits that count for nothing.
+__device__ inline Raw nothing() {
+  Packet<SCALAR> packet;
+#pragma unroll
+  for (int i = 0; i < Packet<SCALAR>::kCount; ++i) packet.v[i] = from_float<SCALAR>(-CUDART_INF_F);
+  Raw raw;
+#pragma unroll
+  for (int i = 0; i < Raw::kPackets; ++i) memcpy(&raw.packets[i], &packet, sizeof(packet));
+  return raw;
+}
+
+// Leaves L2 to logits that will be read again.
+__device__ inline void store_octet(SCALAR* p, const Octet& octet) {
+  constexpr int n = Packet<SCALAR>::kCount;
+#pragma unroll
+  for (int i = 0; i < Raw::kPackets; ++i) {
+    Packet<SCALAR> packet;
+#pragma unroll
+    for (int j = 0; j < n; ++j) packet.v[j] = from_float<SCALAR>(octet.v[i * n + j]);
+    uint4 bits;
+    memcpy(&bits, &packet, sizeof(bits));
+    __stcs(reinterpret_cast<uint4*>(p) + i, bits);
+  }
+}
+
+// This thread's part of the shared memory: its slots lie a block apart, so that a warp's accesses do not collide.
+struct Held {
+  uint4* memory;
+  uint32 slots;
+
+  __device__ uint4* packet(uint32 slot, int i) const {
+    return memory + (slot * Raw::kPackets + i) * blockDim.x + threadIdx.x;
+  }
+  __device__ void put(uint32 slot, const Raw& raw) const {
+#pragma unroll
+    for (int i = 0; i < Raw::kPackets; ++i) *packet(slot, i) = raw.packets[i];
+  }
+  __device__ Raw get(uint32 slot) const {
+    Raw raw;
+#pragma unroll
+    for (int i = 0; i < Raw::kPackets; ++i) raw.packets[i] = *packet(slot, i);
+    return raw;
+  }
+};
+
+// The threads that share a row.
+struct Group {
+  uint32 lanes;
+  uint32 lane;   // this thread's place among them
+  uint32 peers;  // those of its warp, as a mask
+
+  __device__ explicit Group(uint32 lanes_) : lanes(lanes_), lane(threadIdx.x % lanes_), peers(0xFFFFFFFF) {
+    if (lanes < kWarp) peers = ((1u << lanes) - 1) << (threadIdx.x % kWarp - lane);
+  }
+};
+
+// A row of logits and its gradient: octets that both can be accessed by, and single elements before and after them. All
+// are single where logits and gradient do not lie alike, or across memory.
+struct Row {
+  const SCALAR* logits;
+  SCALAR* gradient;
+  uint32 octets;  // enough for more memory than there is
+  uint32 head;    // singles before the first octet
+
+  __device__ Row(const CrossEntropyParams& p, int64 row)
+      : logits(element<const SCALAR>(p.logits, row, 0)),
+        gradient(element<SCALAR>(p.gradient, row, 0)),
+        octets(0),
+        head(0) {
+    const uint32 offset = reinterpret_cast<uint64>(logits) & 15;
+    const bool alike = offset == (reinterpret_cast<uint64>(gradient) & 15);
+    if (!alike || p.logits.col_stride != 1 || p.gradient.col_stride != 1) return;
+    head = ((16 - offset) & 15) / static_cast<uint32>(sizeof(SCALAR));
+    if (p.cols >= head) octets = static_cast<uint32>((p.cols - head) / kOctet);
+  }
+
+  // The octet that a column belongs to, or one that there is not.
+  __device__ uint32 octet_of(int64 col) const {
+    return col >= head && col < head + octet_cols() ? static_cast<uint32>((col - head) / kOctet) : octets;
+  }
+  __device__ int64 octet_col(uint32 octet) const { return head + static_cast<int64>(octet) * kOctet; }
+  __device__ int64 octet_cols() const { return static_cast<int64>(octets) * kOctet; }
+  __device__ int64 single_col(int64 single) const { return single < head ? single : single + octet_cols(); }
+  __device__ SCALAR logit(const CrossEntropyParams& p, int64 col) const { return logits[col * p.logits.col_stride]; }
+  __device__ void set_gradient(const CrossEntropyParams& p, int64 col, float value) const {
+    gradient[col * p.gradient.col_stride] = from_float<SCALAR>(value);
+  }
+};
+
+}  // namespace lt

@@ -1,0 +1,213 @@
+"""Launches of the losses: grids, argument blocks, and how threads share the rows of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lt_runtime.gpu.devices import shared_memory
+from lt_runtime.gpu.kernels import OCTET, THREADS, get_kernel
+from lt_runtime.gpu.params import SCALAR, CountLabelsParams, CrossEntropyParams, Matrix, MseParams
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.problem import DType
+
+# What may be tuned; cross_entropy.cu has the rest: its launch bounds, and what a thread waits for at once. The order of
+# sums, and with it the bits, follow from all of it but the memory, so it is the same for every GPU.
+_ROW_THREADS: Final = 320  # of a block of cross_entropy: whole warps, no more than its __launch_bounds__
+_OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
+_WARP_OCTETS: Final = 256  # longer rows are a whole block's
+_COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
+_MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once
+_MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up
+_BLOCKS_PER_MULTIPROCESSOR: Final = 2  # that share its memory among them when rows are long
+_RESERVED_SHARED: Final = 2048  # bytes a block: the kernel's own, and the driver's
+_COUNTED_IN_BLOCKS: Final = 1024  # labels; more are counted by a launch of their own, not by every block again
+
+
+@dataclass(frozen=True, slots=True)
+class GradScale:
+    """What the gradient, not the loss, is multiplied by: a number, and one FP32 at `address` if that is not 0."""
+
+    number: float = 1.0
+    address: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Class labels on the device: int64 or int32, and which of them leaves its row out, if one does."""
+
+    address: int
+    wide: bool
+    ignore_index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSharing:
+    """How the threads of cross_entropy's grid share the rows.
+
+    Attributes:
+        lanes: threads that share a row.
+        blocks: of the grid.
+        octets: that the longest share of a row has.
+    """
+
+    lanes: int
+    blocks: int
+    octets: int
+
+    @classmethod
+    def of(cls, logits: Layout) -> RowSharing:
+        """A function of the shape and order alone."""
+        octets = logits.cols // OCTET
+        if logits.order is Order.COLUMN:
+            lanes = _COLUMN_LANES
+        elif octets > _WARP_OCTETS:
+            lanes = _ROW_THREADS
+        else:
+            lanes = min(32, _next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
+        blocks = min(-(-logits.rows * lanes // _ROW_THREADS), _MAX_BLOCKS)
+        return cls(lanes, blocks, -(-octets // lanes))
+
+    def held_octets(self, itemsize: int, device: int) -> int:
+        """How many of a thread's octets fit into shared memory, its block's share of it."""
+        of_block, of_multiprocessor = shared_memory(device)
+        room = min(of_block, of_multiprocessor // _BLOCKS_PER_MULTIPROCESSOR) - _RESERVED_SHARED
+        return min(self.octets, room // _held_bytes(itemsize))
+
+
+class CrossEntropyPass:
+    """Softmax cross-entropy of the rows of one matrix, and its gradient."""
+
+    def __init__(self, dtype: DType, logits: Layout, gradient: Layout, device: int) -> None:
+        self._logits, self._gradient = logits, gradient
+        self._sharing = RowSharing.of(logits)
+        contiguous = logits.order is Order.ROW
+        self._held = self._sharing.held_octets(dtype.itemsize, device) if contiguous else 0
+        self._shared = self._held * _held_bytes(dtype.itemsize)
+        macros = (("SCALAR", SCALAR[dtype]),)
+        self._kernel = get_kernel("cross_entropy", macros, device)
+        self._count = get_kernel("count_labels", macros, device)
+        self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch memory: partial sums, and before them the number of rows that are not ignored."""
+        return 4 * (1 + max(self._sharing.blocks, self._count_blocks))
+
+    def run(
+        self,
+        *,
+        logits: int,
+        gradient: int,
+        loss: int,
+        labels: Labels,
+        smoothing: float,
+        scale: GradScale,
+        scratch: int,
+        ticket: int,
+        stream: int,
+    ) -> None:
+        """Puts the pass on `stream`.
+
+        Args:
+            logits, gradient, loss, scratch: addresses.
+            ticket: address of a counter that is zero, and is so again afterwards.
+        """
+        counted = self._count_labels(labels, scratch, ticket, stream)
+        params = CrossEntropyParams(
+            logits=Matrix.at(logits, self._logits),
+            gradient=Matrix.at(gradient, self._gradient),
+            labels=labels.address,
+            counted=counted,
+            grad_scale=scale.address,
+            partial=scratch + 4,
+            loss=loss,
+            ticket=ticket,
+            rows=self._logits.rows,
+            cols=self._logits.cols,
+            ignore_index=labels.ignore_index or 0,
+            gradient_scale=scale.number,
+            smoothing=smoothing,
+            wide_labels=labels.wide,
+            ignores=labels.ignore_index is not None,
+            lanes=self._sharing.lanes,
+            held=self._held,
+        )
+        self._kernel.launch((self._sharing.blocks, 1), (_ROW_THREADS, 1), params, stream, shared=self._shared)
+
+    def _count_labels(self, labels: Labels, counted: int, ticket: int, stream: int) -> int:
+        """Has the labels counted if that is worth a launch; the count's address, or 0."""
+        rows = self._logits.rows
+        if labels.ignore_index is None or rows <= _COUNTED_IN_BLOCKS:
+            return 0
+        params = CountLabelsParams(
+            labels=labels.address,
+            partial=counted + 4,
+            counted=counted,
+            ticket=ticket,
+            rows=rows,
+            ignore_index=labels.ignore_index,
+            wide_labels=labels.wide,
+        )
+        self._count.launch((self._count_blocks, 1), (THREADS, 1), params, stream)
+        return counted
+
+
+class MsePass:
+    """Mean squared error of one matrix against another, and its gradient."""
+
+    def __init__(self, dtype: DType, prediction: Layout, target: Layout, gradient: Layout, device: int) -> None:
+        self._layouts = flattened((prediction, target, gradient))
+        octets = self._layouts[0].rows * -(-self._layouts[0].cols // OCTET)
+        self._blocks = min(-(-octets // (_MSE_OCTETS * THREADS)), _MAX_BLOCKS)
+        self._kernel = get_kernel("mse_loss", (("SCALAR", SCALAR[dtype]),), device)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch memory for the blocks' partial sums."""
+        return 4 * self._blocks
+
+    def run(
+        self, addresses: tuple[int, int, int], loss: int, scale: GradScale, scratch: int, ticket: int, stream: int
+    ) -> None:
+        """Puts the pass on `stream`.
+
+        Args:
+            addresses: of prediction, target and gradient.
+            ticket: address of a counter that is zero, and is so again afterwards.
+        """
+        prediction, target, gradient = map(Matrix.at, addresses, self._layouts)
+        size = self._layouts[0].size
+        params = MseParams(
+            prediction=prediction,
+            target=target,
+            gradient=gradient,
+            grad_scale=scale.address,
+            partial=scratch,
+            loss=loss,
+            ticket=ticket,
+            rows=self._layouts[0].rows,
+            cols=self._layouts[0].cols,
+            gradient_scale=2.0 / size * scale.number,
+            size=size,
+        )
+        self._kernel.launch((self._blocks, 1), (THREADS, 1), params, stream)
+
+
+def flattened(layouts: Sequence[Layout]) -> Sequence[Layout]:
+    """The layouts of matrices whose elements are handled alike and in any order, as few and long rows as possible."""
+    if all(layout.order is Order.COLUMN for layout in layouts):
+        layouts = [layout.transposed for layout in layouts]
+    if all(layout.order is Order.ROW and layout.leading_dimension == layout.cols for layout in layouts):
+        layouts = [packed(1, layout.size) for layout in layouts]
+    return layouts
+
+
+def _held_bytes(itemsize: int) -> int:
+    """Bytes of shared memory for an octet of each thread."""
+    return _ROW_THREADS * OCTET * itemsize
+
+
+def _next_power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

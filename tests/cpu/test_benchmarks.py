@@ -1,0 +1,223 @@
+"""What of the benchmarks needs no GPU: statistics, the order of turns, cases and their bytes, results and tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda.core import Program, ProgramOptions
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from benchmarks import kernels, report
+from benchmarks.cases import GPT2, KERNELS, AdamWStep, CrossEntropy, Dropout, EpilogueBackward, EpilogueForward, Target
+from benchmarks.report import Row
+from benchmarks.timing import WARM_UP, Timing, buffer_sets, repetitions, summarise, take_turns
+from lt_runtime.problem import DType
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_figure_is_the_median_and_the_distance_of_the_quartiles() -> None:
+    assert summarise([5.0]) == Timing(5.0, 0.0)
+    assert summarise([1.0, 2.0, 3.0, 4.0, 100.0]) == Timing(3.0, 2.0)
+    assert summarise([2.0, 1.0]) == Timing(1.5, 0.5)
+
+
+def test_contenders_take_turns_in_alternating_order() -> None:
+    order: list[str] = []
+    ticks: list[None] = []
+
+    def turn(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    turns = {name: lambda name=name: turn(name) for name in "abc"}
+    timings = take_turns(turns, rounds=3, advance=lambda: ticks.append(None))
+    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert rounds == ["abc", "cba", "abc", "cba", "abc"]
+    assert len(ticks) == WARM_UP + 3
+    assert timings["b"] == summarise([8.0, 11.0, 14.0]), "rounds that warm up do not count"
+    assert timings["a"] == summarise([7.0, 12.0, 13.0])
+
+
+@given(st.integers(1, 1 << 36), st.integers(1, 1 << 28))
+def test_what_repetitions_go_round_exceeds_the_cache(size: int, cache: int) -> None:
+    sets = buffer_sets(size, cache)
+    assert 2 <= sets <= 200
+    assert sets * size >= 4 * cache or sets == 200
+    assert sets == 2 or (sets - 1) * size < 4 * cache
+
+
+@given(st.integers(1, 1 << 36), st.integers(1, 200))
+def test_a_replay_is_long_enough_and_every_set_is_used_as_often(size: int, sets: int) -> None:
+    count = repetitions(size, sets)
+    assert count % sets == 0
+    assert count < 200 + sets
+    assert count >= 200 or count * max(size / 4.8e6, 1.5) >= 2000
+
+
+def test_bytes_are_those_counted_by_hand() -> None:
+    elements = 8192 * 3072
+    assert EpilogueBackward(8192, 3072).bytes == EpilogueBackward(8192, 3072, 0.1).bytes == 6 * elements
+    assert EpilogueForward(8192, 3072, 0.1).bytes == 4 * elements
+    assert Dropout(DType.BFLOAT16, 8192, 8192).bytes == 2 * 4 * 2**26
+    assert Dropout(DType.FLOAT32, 8192, 8192).bytes == 2 * 8 * 2**26
+    assert CrossEntropy(8192, 50304).bytes == 4 * 8192 * 50304
+    sizes = {DType.FLOAT32: 28, DType.BFLOAT16: 28}
+    for dtype, size in sizes.items():
+        assert AdamWStep("three", ((3,),), dtype).bytes == 3 * size
+    assert AdamWStep("three", ((3,),), DType.BFLOAT16, 1.0).bytes == 3 * 30
+    assert AdamWStep("three", ((3,),), DType.FLOAT32, 1.0).bytes == 3 * 32
+
+
+def test_models_have_as_many_parameters_as_they_say() -> None:
+    assert len(GPT2) == 148
+    sizes = {case.model: case.size for case in KERNELS if isinstance(case, AdamWStep)}
+    assert sizes == {"GPT-2 124M": 124_439_808, "12 k parameters": 12_480}
+
+
+def test_cases_have_names_of_their_own_and_can_be_chosen() -> None:
+    names = [case.name for case in KERNELS]
+    assert len(set(names)) == len(names)
+    assert kernels.chosen("") == list(KERNELS)
+    assert kernels.chosen("ADAMW.*gpt") == [case for case in KERNELS if "GPT-2" in case.name]
+    assert kernels.chosen("nothing of the kind") == []
+
+
+ROW = Row(
+    "a case",
+    {"lt": Timing(10.0, 0.5), "torch": Timing(15.0, 1.0)},
+    "lt",
+    bytes=36_000_000,
+    copy_gb_s=4000.0,
+    target=Target(0.85, {"torch": 1.5}),
+    setting={"repetitions": 20},
+)
+
+
+def test_fractions_and_ratios() -> None:
+    assert ROW.fraction_of_copy == pytest.approx(0.9)
+    assert ROW.ratio == {"torch": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "met"),
+    [
+        ({}, True),
+        ({"target": Target(0.91)}, False),
+        ({"target": Target(0.85, {"torch": 1.51})}, False),
+        ({"target": Target(ratio={"torch": 1.5})}, True),
+        ({"target": Target()}, None),
+        ({"copy_gb_s": None}, None),
+        ({"timings": {"lt": Timing(1.0, 0.0)}}, None),
+        ({"timings": {"torch": Timing(1.0, 0.0)}}, None),
+        ({"timings": {}}, None),
+    ],
+)
+def test_a_target_is_met_missed_or_not_measured(change: dict[str, Any], met: bool | None) -> None:
+    assert replace(ROW, **change).met is met
+
+
+def test_a_row_as_json() -> None:
+    assert ROW.as_json() == {
+        "case": "a case",
+        "us": {"lt": 10.0, "torch": 15.0},
+        "spread": {"lt": 0.5, "torch": 1.0},
+        "repetitions": 20,
+        "bytes": 36_000_000,
+        "fraction_of_copy": 0.9,
+        "ratio": {"torch": 1.5},
+        "target": {"fraction_of_copy": 0.85, "ratio": {"torch": 1.5}},
+        "met": True,
+    }
+
+
+def test_a_row_has_only_what_it_has() -> None:
+    host = Row("host time", {"lt": Timing(7.123456, 0.0)}, "lt", left_out={"torch": "No module named 'torch'"})
+    assert host.as_json() == {
+        "case": "host time",
+        "us": {"lt": 7.1235},
+        "spread": {"lt": 0.0},
+        "left_out": {"torch": "No module named 'torch'"},
+    }
+
+
+def test_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+    report.write(tmp_path / "new" / "suite.json", [ROW], copy_gb_s=4000.0)
+    written = json.loads((tmp_path / "new" / "suite.json").read_text())
+    assert written == {"machine": {"gpu": "a GPU"}, "commit": "abc", "copy_gb_s": 4000.0, "rows": [ROW.as_json()]}
+
+
+def test_the_commit_is_git_s_where_none_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("GIT_COMMIT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert report.commit() == "unknown"
+
+
+@pytest.mark.parametrize("file", sorted(report.RESULTS.glob("*.json")), ids=lambda file: file.name)
+def test_results_that_are_kept_have_the_common_form(file: Path) -> None:
+    kept = json.loads(file.read_text())
+    assert {"machine", "commit", "rows"} <= set(kept)
+    assert {"gpu", "cublaslt", "cupy", "torch", "python"} <= set(kept["machine"])
+    for row in kept["rows"]:
+        assert set(row["us"]) == set(row["spread"])
+        assert all(value > 0 for value in row["us"].values())
+
+
+def printed(*rows: Row) -> str:
+    console = Console(width=150)
+    with console.capture() as capture:
+        console.print(report.table(rows))
+    return capture.get()
+
+
+def test_a_table() -> None:
+    lines = [line.split() for line in printed(ROW).splitlines()]
+    assert lines[1][:8] == ["a", "case", "lt", "10.00", "0.50", "90.0", "%", "met:"]
+    assert lines[2] == ["torch", "15.00", "1.00", "1.50"]
+
+
+def test_a_table_says_what_was_missed_or_left_out() -> None:
+    assert "MISSED: ≥ 95.0 % of copy" in printed(replace(ROW, target=Target(0.95)))
+    left_out = replace(ROW, timings={"lt": ROW.timings["lt"]}, left_out={"torch": "ImportError: [no] module"})
+    assert "not measured: ≥ 85.0 % of copy, torch ≥ 1.5×" in printed(left_out)
+    assert "ImportError: [no] module" in printed(left_out)
+    assert "left out" in printed(replace(ROW, timings={}, left_out={"lt": "GpuError: none"}))
+
+
+def test_reading_the_cases_loads_no_gpu_library() -> None:
+    code = "import sys, benchmarks.kernels; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {"cupy", "torch"}.isdisjoint(done.stdout.split())
+
+
+def test_without_a_gpu_the_suite_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        kernels.main([])
+
+
+def test_every_copy_compiles() -> None:
+    from benchmarks.copying import NAMES, SOURCE
+
+    program = Program(SOURCE, "c++", options=ProgramOptions(arch="sm_90", std="c++17"))
+    compiled = program.compile("cubin", name_expressions=tuple(NAMES.values()))
+    assert set(compiled.symbol_mapping) == set(NAMES.values())
+
+
+def test_the_random_numbers_compile() -> None:
+    from benchmarks.buffers import _DRAW
+
+    code = (
+        f'extern "C" __global__ void draw(unsigned long long seed, long long i, float* out) {{{_DRAW} *out = value;}}'
+    )
+    assert Program(code, "c++", options=ProgramOptions(arch="sm_90", std="c++17")).compile("cubin").code

@@ -1,0 +1,42 @@
+"""How the launches of losses divide their work."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import losses
+from lt_runtime.planning.losses import RowSharing, flattened
+
+
+@given(rows=st.integers(1, 10**6), cols=st.integers(1, 10**6), order=st.sampled_from(Order))
+def test_every_row_has_threads(rows: int, cols: int, order: Order) -> None:
+    sharing = RowSharing.of(Layout(rows, cols, order, max(rows, cols)))
+    threads = losses._ROW_THREADS
+    assert sharing.lanes == threads or (sharing.lanes <= 32 and sharing.lanes & (sharing.lanes - 1) == 0)
+    assert threads % sharing.lanes == 0 == threads % 32
+    assert 1 <= sharing.blocks <= losses._MAX_BLOCKS
+    assert sharing.octets * sharing.lanes >= cols // 8
+
+
+@pytest.mark.parametrize(("itemsize", "held"), [(2, 20), (4, 11)])
+def test_rows_are_held_as_far_as_two_blocks_have_memory(
+    itemsize: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50,304 classes on an H200: the whole row of a 16-bit type, half of one in FP32."""
+    monkeypatch.setattr(losses, "shared_memory", lambda _: (227 << 10, 228 << 10))
+    sharing = RowSharing.of(packed(8192, 50304))
+    assert sharing.octets == 20
+    assert sharing.held_octets(itemsize, 0) == held
+
+
+def test_matrices_without_gaps_are_one_row() -> None:
+    whole, gaps = packed(5, 6), Layout(5, 6, Order.ROW, 7)
+    column = Layout(6, 5, Order.COLUMN, 6)
+    assert flattened([whole, whole]) == [packed(1, 30)] * 2
+    assert flattened([column, column]) == [packed(1, 30)] * 2
+    assert flattened([whole, gaps]) == [whole, gaps]
+    assert flattened([Layout(6, 5, Order.COLUMN, 8), column]) == [Layout(5, 6, Order.ROW, 8), packed(5, 6)]
+    assert flattened([packed(6, 5), column]) == [packed(6, 5), column]

@@ -1,0 +1,47 @@
+"""The passes around a product, without one: a layer of no inputs is its bias, and cuBLASLt has no part in it.
+
+So initcheck can follow every byte, which it cannot through the library's own kernels.
+"""
+
+from __future__ import annotations
+
+import cupy as cp
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime import reference
+from lt_runtime.problem import ACTIVATIONS, DType, Saved
+from lt_runtime.reference import dropout_scale
+from tests.gpu.helpers import EPSILON, assert_close, to_host
+from tests.strategies import TYPES
+
+RNG = lt.Philox(2**40 + 3, 5, 7)
+_SLOPE = 1.2  # the largest of any derivative here
+_TINY = 1e-6
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [(5, 3), (64, 96), (129, 777)])
+def test_a_layer_without_inputs(dtype: DType, activation: str, dropout: float, shape: tuple[int, int]) -> None:
+    m, n = shape
+    generator = np.random.default_rng(m)
+    bias, dy = (generator.standard_normal(s, np.float32).astype(dtype.numpy) for s in ((n,), shape))
+    x, w, act = np.zeros((m, 0), dtype.numpy), np.zeros((n, 0), dtype.numpy), lt.Activation(activation)
+    factors = dropout_scale(shape, dropout, RNG) if dropout else np.ones(shape)
+    expected, z = reference.linear_fwd(x, w, bias, act, factors)
+    exact = reference.linear_bwd(dy, x, w, z, act, factors)
+
+    y, context = lt.linear_fwd(*map(cp.asarray, (x, w, bias)), activation=act, dropout=dropout, rng=RNG)
+    dz = cp.empty(shape, dtype.numpy)
+    db = lt.linear_bwd(cp.asarray(dy), context, need_dx=False, need_dw=False, out_dz=dz).db
+
+    assert (context.saved_as is Saved.NOTHING) == (activation == "none")
+    epsilon = 4 * EPSILON[dtype]
+    assert_close("y", to_host(y), expected, epsilon * (np.abs(expected) + _SLOPE * np.abs(z) * factors) + _TINY)
+    tolerance = np.abs(dy.astype(np.float64)) * factors * (epsilon * (_SLOPE + np.abs(z)) + _TINY) + _TINY * 1e-2
+    assert_close("dz", to_host(dz), exact.dz, tolerance)
+    rounding = epsilon * np.abs(exact.db) + 2.0**-20 * np.abs(exact.dz).sum(axis=0)
+    assert_close("db", to_host(db), exact.db, tolerance.sum(axis=0) + rounding + _TINY)

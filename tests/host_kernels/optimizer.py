@@ -1,0 +1,171 @@
+"""Tensors in guarded buffers, and an optimizer that launches its kernels on them as `GpuState` does on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.gpu.kernels import THREADS
+from lt_runtime.gpu.params import GradientNormParams, OptimizerState
+from lt_runtime.grad_scaler import GradScaler
+from lt_runtime.ops._adamw_gpu import adamw_params
+from lt_runtime.ops._adamw_table import Tensor, norm_table, update_table
+from lt_runtime.ops._adamw_types import Options
+from lt_runtime.problem import DType
+from lt_runtime.reference import AdamWHyper, AdamWTensor
+from lt_runtime.schedules import constant
+from tests.host_kernels.arrays import Guarded, numbers, vector
+from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.variants import BF16, F32, TYPES, AdamWVariant
+
+HYPER: Final = AdamWHyper(1e-2, 0.9, 0.999, 1e-8, 0.1, constant())
+OPTIONS: Final = Options(
+    HYPER,
+    amsgrad=False,
+    max_norm=None,
+    skip_nonfinite=False,
+    scaler=None,
+    moments=F32,
+    stochastic_rounding=False,
+    seed=0,
+)
+
+
+@dataclass(frozen=True)
+class TensorCase:
+    """A parameter's size, types and places; below FP32 it has a master copy, or is BF16 and `in_place`."""
+
+    size: int
+    dtype: DType = F32
+    gradient_dtype: DType = F32
+    in_place: bool = False
+    offsets: tuple[int, int, int] = (0, 0, 0)  # elements before the parameter, the gradient, and all others
+    lr_scale: float = 1.0
+    weight_decay: float = 0.1
+
+
+sizes = st.one_of(st.integers(0, 40), st.sampled_from((255, 256, 260, 700, 2048, 2049, 2500)))
+offsets = st.one_of(st.just((0, 0, 0)), st.just((0, 0, 0)), st.tuples(*(st.sampled_from((0, 1, 3, 4, 8)),) * 3))
+
+
+def tensors(in_place: bool) -> st.SearchStrategy[TensorCase]:
+    """Any tensor; `in_place` says whether BF16 may go without a master copy."""
+    return st.builds(
+        TensorCase,
+        size=sizes,
+        dtype=st.sampled_from(TYPES),
+        gradient_dtype=st.sampled_from(TYPES),
+        in_place=st.booleans() if in_place else st.just(False),
+        offsets=offsets,
+        lr_scale=st.sampled_from((1.0, 1.0, 0.25, 0.0)),
+        weight_decay=st.sampled_from((0.1, 0.0, 0.5)),
+    )
+
+
+class HostTensor:
+    """One parameter's arrays."""
+
+    def __init__(self, case: TensorCase, variant: AdamWVariant, generator: np.random.Generator) -> None:
+        def draw(dtype: DType, offset: int) -> Guarded:
+            return vector(numbers(generator, (case.size,), dtype), dtype, offset)
+
+        self.case = case
+        data, _, other = case.offsets
+        self.parameter = draw(case.dtype, data)
+        no_master = case.dtype is F32 or (case.dtype is BF16 and case.in_place)
+        self.master = None if no_master else draw(F32, other)
+        self.m, self.v = draw(variant.moments, other), draw(variant.moments, other)
+        self.v_max = draw(variant.moments, other) if variant.amsgrad else None
+        for second in filter(None, (self.v, self.v_max)):
+            second.array[...] = np.abs(second.array)
+        self.set_gradient(numbers(generator, (case.size,), case.gradient_dtype))
+
+    def set_gradient(self, values: NDArray[Any]) -> None:
+        self.gradient = vector(values, self.case.gradient_dtype, self.case.offsets[1])
+
+    @property
+    def updated(self) -> list[Guarded]:
+        """Value, m, v, and the largest v with AMSGrad."""
+        return [x for x in (self.master or self.parameter, self.m, self.v, self.v_max) if x is not None]
+
+    @property
+    def written(self) -> list[Guarded]:
+        """All that an update may write."""
+        return [*self.updated, self.parameter]
+
+    @property
+    def state(self) -> AdamWTensor:
+        """As the reference takes it, copied."""
+        return AdamWTensor(*(x.array.copy() for x in self.updated))
+
+    def hyper(self, hyper: AdamWHyper) -> AdamWHyper:
+        """The tensor's own."""
+        return replace(hyper, lr=hyper.lr * self.case.lr_scale, weight_decay=self.case.weight_decay)
+
+    def row(self) -> Tensor:
+        """As the kernels' tables are made from it."""
+
+        def typed(array: Guarded) -> tuple[int, DType]:
+            return array.address, array.dtype
+
+        return Tensor(
+            self.case.size,
+            value=typed(self.updated[0]),
+            copy=typed(self.parameter) if self.master else None,
+            gradient=typed(self.gradient),
+            m=typed(self.m),
+            v=typed(self.v),
+            v_max=typed(self.v_max) if self.v_max else None,
+            lr_scale=self.case.lr_scale,
+            weight_decay=self.case.weight_decay,
+        )
+
+
+class HostOptimizer:
+    """The two kernels with what they keep.
+
+    Attributes:
+        state: as on the device. scale, growth_tracker: of a scaler.
+    """
+
+    def __init__(self, host: HostKernels, variant: AdamWVariant, options: Options, first: int = 0) -> None:
+        self._update = host.get("adamw", variant.macros)
+        self._norm = host.get("gradient_norm")
+        self._options = replace(options, moments=variant.moments, amsgrad=variant.amsgrad)
+        self.state = np.zeros(1, np.dtype(OptimizerState))
+        self.state["steps"] = first
+        scaler = options.scaler or GradScaler()
+        self.scale = np.array([scaler.init_scale], np.float32)
+        self.growth_tracker = np.zeros(1, np.int32)
+
+    def measure(self, tensors: Sequence[HostTensor], order: int = 0) -> None:
+        """Launches gradient_norm."""
+        table = norm_table([tensor.row() for tensor in tensors])
+        partial = Guarded(np.full((1, table.size), np.nan, np.float32))
+        scale = self.scale.ctypes.data if self._options.scaler else 0
+        params = GradientNormParams(table.ctypes.data, partial.address, self.state.ctypes.data, scale)
+        self._norm.launch((table.size, 1), (THREADS, 1), params, order=order)
+        partial.values()
+        assert self.state["norm_ticket"] == 0
+
+    def update(self, tensors: Sequence[HostTensor], order: int = 0, octet: int = 0) -> None:
+        """Launches adamw; `octet` is added to where the tensors' elements are counted from."""
+        table = update_table([tensor.row() for tensor in tensors])
+        table["octet"] += np.uint64(octet)
+        params = adamw_params(self._options, table.ctypes.data, self.state.ctypes.data)
+        if self._options.scaler:
+            params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
+        self._update.launch((table.size, 1), (THREADS, 1), params, order=order)
+        assert self.state["update_ticket"] == self.state["nonfinite"] == 0
+
+
+def rounded(values: NDArray[np.float32], dtype: DType, lanes: NDArray[np.uint16]) -> NDArray[np.float64]:
+    """What is stored of FP32 values: themselves, or BF16 with the given lanes."""
+    stored = values if dtype is F32 else reference.round_stochastically(values, lanes.reshape(values.shape))
+    return stored.astype(np.float64)

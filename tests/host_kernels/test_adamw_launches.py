@@ -1,0 +1,176 @@
+"""The state that AdamW keeps on a GPU, with the kernels and the memory on the CPU, against the NumPy one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_runtime.arrays import Operand
+from lt_runtime.arrays.libraries import CupyLibrary
+from lt_runtime.errors import DTypeError, OverlapError, ShapeError
+from lt_runtime.grad_scaler import GradScaler
+from lt_runtime.ops import _adamw_gpu
+from lt_runtime.ops._adamw_gpu import GpuState
+from lt_runtime.ops._adamw_host import HostState
+from lt_runtime.ops._adamw_types import Options, Parameter
+from lt_runtime.problem import DType
+from tests.host_kernels.arrays import numbers
+from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.optimizer import HYPER, OPTIONS
+from tests.host_kernels.variants import BF16, F16, F32
+
+SHAPES = [(3, 5), (300,), (0,), (2049,), ()]
+
+
+class DeviceArray(np.ndarray[Any, Any]):
+    """Says where it lies as CuPy's arrays do."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class HostPlace:
+    """Stands in for `Place`."""
+
+    device = stream = 0
+
+    @classmethod
+    def of(cls, name: str, array: Any, stream: Any) -> HostPlace:
+        return cls()
+
+    def read(self, name: str, array: Any) -> Operand:
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        address = array.ctypes.data
+        return Operand(name, address, array.shape, strides, array.dtype.name, array.itemsize, 0, CupyLibrary(), array)
+
+
+class HostLibrary:
+    """Stands in for `CupyLibrary`."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> DeviceArray:
+        return np.full(shape, np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0], dtype).view(DeviceArray)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Stands in for the driver."""
+    if name == "cuMemsetD8Async":
+        ctypes.memset(*arguments[:3])
+    elif name == "cuMemsetD32Async":
+        address, value, count, _ = arguments
+        (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
+    elif name == "cuMemcpyHtoDAsync":
+        ctypes.memmove(*arguments[:3])
+    else:
+        assert name == "cuStreamSynchronize"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_the_cpu(host: HostKernels) -> Iterator[None]:
+    stand_ins = {
+        "Place": HostPlace,
+        "CupyLibrary": HostLibrary,
+        "call": call,
+        "get_kernel": host.get,
+        "activated": lambda device: contextlib.nullcontext(),
+        "stream_handle": lambda stream, device: 0,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in stand_ins.items():
+            patch.setattr(_adamw_gpu, name, stand_in)
+        yield
+
+
+def parameters(dtype: DType, gradient_dtype: DType) -> list[Parameter]:
+    generator = np.random.default_rng(6)
+    return [
+        Parameter(
+            numbers(generator, (math.prod(shape),), dtype).reshape(shape),
+            np.zeros(shape, gradient_dtype.numpy),
+            name=f"p{i}",
+            lr_scale=1 / (1 + i % 3),
+            weight_decay=0.2 if i % 2 else None,
+        )
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def exact(parameter: Parameter) -> np.ndarray[Any, Any]:
+    array = parameter.data if parameter.master is None else parameter.master
+    return array.astype(np.float64)
+
+
+ALL_OPTIONS = {
+    "plain": OPTIONS,
+    "amsgrad": replace(OPTIONS, amsgrad=True),
+    "clipping": replace(OPTIONS, max_norm=0.5),
+    "skipping": replace(OPTIONS, skip_nonfinite=True),
+    "scaling": replace(OPTIONS, skip_nonfinite=True, max_norm=math.inf, scaler=GradScaler(64.0, growth_interval=2)),
+    "BF16 moments": replace(OPTIONS, moments=BF16),
+    "everything": replace(OPTIONS, amsgrad=True, moments=BF16, stochastic_rounding=True, seed=1 << 40, max_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS.values(), ids=ALL_OPTIONS)
+@pytest.mark.parametrize(("dtype", "gradient_dtype"), [(F32, F32), (F16, BF16), (BF16, F16)])
+def test_does_what_the_numpy_state_does(options: Options, dtype: DType, gradient_dtype: DType) -> None:
+    ours, theirs = parameters(dtype, gradient_dtype), parameters(dtype, gradient_dtype)
+    twin_options = replace(options, scaler=copy.copy(options.scaler))
+    options = replace(options, scaler=copy.copy(options.scaler))
+    state, twin = GpuState(ours, options), HostState(theirs, twin_options)
+    generator = np.random.default_rng(7)
+    for step in range(5):
+        for found, wanted in zip(ours, theirs, strict=True):
+            found.grad[...] = wanted.grad[...] = generator.standard_normal(wanted.grad.shape)
+        if options.skip_nonfinite and step == 2:
+            ours[3].grad[2048] = theirs[3].grad[2048] = math.inf
+        state.step(None)
+        twin.step(None)
+        assert (state.steps[0], state.skipped_steps[0]) == (twin.steps[0], twin.skipped_steps[0])
+        assert (state.grad_norm is None) == (twin.grad_norm is None)
+        if twin.grad_norm is not None:
+            assert float(state.grad_norm) == pytest.approx(float(twin.grad_norm), rel=1e-6)
+        if options.scaler is not None and twin_options.scaler is not None:
+            assert float(options.scaler.scale) == float(twin_options.scaler.scale)
+            assert int(options.scaler.growth_tracker) == int(twin_options.scaler.growth_tracker)
+    coarse = options.stochastic_rounding and dtype is BF16
+    rtol, atol = (2.0**-7, 1e-3) if coarse else (2e-6, 2e-4 if options.moments is BF16 else 2e-7)
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert (found.master is None) == (wanted.master is None)
+        np.testing.assert_allclose(exact(found), exact(wanted), rtol, atol)
+        if found.data.size > 1000:  # the random numbers are the same
+            close = np.isclose(exact(found), exact(wanted), 2e-6, 2e-7)
+            assert close.mean() > 0.99
+
+
+def test_a_graph_s_arguments_never_change() -> None:
+    state = GpuState(parameters(F32, F32), replace(OPTIONS, max_norm=1.0))
+    before = [bytes(launch.params) for launch in state._launches]
+    for _ in range(3):
+        state.step(None)
+    assert [bytes(launch.params) for launch in state._launches] == before
+
+
+def test_what_does_not_fit_is_refused_and_leaves_the_scaler_free() -> None:
+    def ones(size: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+        return np.ones(size, dtype)
+
+    both, scaler = ones(4), GradScaler()
+    bad = {
+        ShapeError: Parameter(ones(4), ones(5), name="b"),
+        DTypeError: Parameter(ones(4, np.float16), ones(4), ones(4, np.float16), "b"),
+        OverlapError: Parameter(both, both, name="b"),
+    }
+    for error, parameter in bad.items():
+        with pytest.raises(error, match=r"b\."):
+            GpuState([parameter], replace(OPTIONS, hyper=HYPER, scaler=scaler, skip_nonfinite=True))
+        assert not scaler.is_bound

@@ -1,0 +1,114 @@
+"""The norm of all gradients against float64, and what it says of NaN, infinity and overflow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lt_runtime import reference
+from lt_runtime.grad_scaler import GradScaler
+from lt_runtime.problem import DType
+from tests.host_kernels.arrays import EPS32
+from tests.host_kernels.cases import FEW, orders, seeds
+from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.optimizer import OPTIONS, HostOptimizer, HostTensor, TensorCase
+from tests.host_kernels.variants import BF16, F16, F32, PLAIN_ADAMW, TYPES
+
+
+@dataclass(frozen=True)
+class NormCase:
+    tensors: list[tuple[int, DType, int]]  # size, type, elements before the first
+    scale: float | None
+    order: int
+    seed: int
+
+
+sizes = st.one_of(st.integers(0, 40), st.sampled_from((255, 1024, 5000, 16384, 16385, 40000)))
+cases = st.builds(
+    NormCase,
+    tensors=st.lists(
+        st.tuples(sizes, st.sampled_from(TYPES), st.sampled_from((0, 0, 1, 4, 8))), min_size=1, max_size=4
+    ),
+    scale=st.sampled_from((None, 1.0, 65536.0, 3.0, 2.0**-20)),
+    order=orders,
+    seed=seeds,
+)
+
+
+def measured(
+    host: HostKernels, gradients: list[np.ndarray], offsets: list[int], scale: float | None = None, order: int = 0
+) -> tuple[float, int]:
+    """The kernel's norm, and how many threads met a gradient that is not finite."""
+    tensors = []
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        dtype = DType.parse("gradient", gradient.dtype)
+        case = TensorCase(gradient.size, gradient_dtype=dtype, offsets=(0, offset, 0))
+        tensors.append(HostTensor(case, PLAIN_ADAMW, np.random.default_rng(0)))
+        tensors[-1].set_gradient(gradient)
+    scaler = None if scale is None else GradScaler(scale)
+    optimizer = HostOptimizer(host, PLAIN_ADAMW, replace(OPTIONS, scaler=scaler))
+    optimizer.measure(tensors, order)
+    for tensor in tensors:
+        tensor.gradient.assert_unchanged()
+    return float(optimizer.state["norm"][0]), int(optimizer.state["nonfinite"][0])
+
+
+@FEW
+@example(case=NormCase([(16500, F32, 0), (70, BF16, 1), (0, F16, 0), (2049, F16, 0)], 4.0, 0, 0))
+@given(case=cases)
+def test_norms(host: HostKernels, case: NormCase) -> None:
+    generator = np.random.default_rng(case.seed)
+    gradients = [generator.standard_normal(size).astype(dtype.numpy) for size, dtype, _ in case.tensors]
+    offsets = [offset for *_, offset in case.tensors]
+    norm, nonfinite = measured(host, gradients, offsets, case.scale, case.order)
+    expected, _ = reference.gradient_norm(gradients, case.scale or 1.0)
+    assert norm == pytest.approx(expected, rel=8 * EPS32)
+    assert nonfinite == 0
+
+
+def test_order_changes_no_bit(host: HostKernels) -> None:
+    generator = np.random.default_rng(3)
+    gradients = [generator.standard_normal(size).astype(np.float32) for size in (40000, 17, 9000)]
+    norms = {measured(host, gradients, [0, 1, 0], order=order) for order in range(5)}
+    assert len(norms) == 1
+
+
+def test_a_long_sum_keeps_its_precision(host: HostKernels) -> None:
+    # one number among many small ones that a plain FP32 sum would lose one by one
+    gradient = np.full(200_000, 1e-4, np.float32)
+    gradient[0] = 1.0
+    norm, _ = measured(host, [gradient], [0])
+    expected, _ = reference.gradient_norm([gradient])
+    assert norm == pytest.approx(expected, rel=4 * EPS32)
+
+
+@pytest.mark.parametrize("place", [0, 7, 4096, 16383, 16390, 16392])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_element_is_seen(host: HostKernels, bad: float, dtype: DType, place: int) -> None:
+    gradient = np.ones(16393, dtype.numpy)
+    gradient[place] = bad
+    norm, nonfinite = measured(host, [np.ones(5, np.float32), gradient], [0, 0])
+    assert nonfinite == 1
+    assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_an_overflown_sum_is_not_a_bad_element(host: HostKernels, offset: int) -> None:
+    gradient = np.full(3000, 3e38, np.float32)
+    assert measured(host, [gradient], [offset]) == (math.inf, 0)
+    norm, nonfinite = measured(host, [gradient], [offset], scale=2.0**100)
+    assert nonfinite == 0
+    assert norm == pytest.approx(3e38 * 2.0**-100 * math.sqrt(3000), rel=8 * EPS32)
+
+
+def test_the_largest_numbers_are_finite(host: HostKernels) -> None:
+    for dtype, largest in ((F32, np.finfo(np.float32).max), (F16, 65504.0), (BF16, 3.3895313892515355e38)):
+        gradient = np.array([largest, -largest], dtype.numpy)
+        assert np.isfinite(gradient.astype(np.float64)).all()
+        assert measured(host, [gradient], [0])[1] == 0

@@ -1,0 +1,160 @@
+"""The GPU tests of our kernels under compute-sanitizer: `python3 -m tests.sanitize [--tool NAME] [PYTEST ARGUMENT]...`.
+
+Each tool runs in a process of its own, all at the same time, and first has to find the fault of a kernel made for it
+(tests/faulty_kernels.py). Property tests run a few examples, tests marked `large` none. Whatever a tool finds in one of
+our kernels is a failure; faults of other libraries' kernels are counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lt_runtime.gpu.kernels import _SOURCES
+
+ROOT: Final = Path(__file__).parents[1]
+TOOLS: Final = ("memcheck", "racecheck", "initcheck")
+WITH_PRODUCTS: Final = ("linear", "matmul")
+ALONE: Final = ("adamw", "dropout", "loss", "masks", "passes")
+SANITIZER: Final = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+KERNELS: Final = frozenset(_SOURCES)
+FAULTY: Final = "faulty_kernel"
+
+_SUMMARY: Final = re.compile(
+    r"^=+ (?:ERROR|RACECHECK) SUMMARY: (?:\d+ hazards? displayed \()?(\d+) error", re.MULTILINE
+)
+_PLACE: Final = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(?:\S+:\d+:)?(?:void )?(\w+)")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one tool said of one process.
+
+    Attributes:
+        status: the process's own exit status.
+        errors: by the tool's count; None if it came to no summary.
+        places: kernels that reports name, with the number of reports.
+    """
+
+    tool: str
+    status: int
+    errors: int | None
+    places: Counter[str]
+
+    @property
+    def ours(self) -> int:
+        """Reports that name one of our kernels."""
+        return sum(count for kernel, count in self.places.items() if kernel in KERNELS)
+
+    @property
+    def clean(self) -> bool:
+        """Whether the process passed and nothing speaks against our kernels: reports without a place do."""
+        foreign = sum(self.places.values()) - self.ours
+        return self.status == 0 and self.errors is not None and not self.ours and (not self.errors or foreign > 0)
+
+
+def read(tool: str, status: int, output: str) -> Verdict:
+    """The verdict in a tool's output."""
+    found = _SUMMARY.search(output)
+    return Verdict(tool, status, int(found[1]) if found else None, Counter(_PLACE.findall(_reports(output))))
+
+
+def _reports(output: str) -> str:
+    """The lines that say where something was found: reports' second lines, and racecheck's first."""
+    lines = (line for line in output.splitlines() if line.startswith("="))
+    return "\n".join(line for line in lines if re.match(r"=+ +(at |and \w+ access at |(Error|Warning): Race )", line))
+
+
+def command(tool: str, log: Path) -> list[str]:
+    """How a tool is called.
+
+    Memcheck and racecheck look at our kernels alone. Initcheck has to see who writes what: it looks at all of them.
+    """
+    names = () if tool == "initcheck" else (*sorted(KERNELS), FAULTY)
+    only = [argument for name in names for argument in ("--kernel-regex", f"kns={name}")]
+    # Tests make the driver fail on purpose, and backtraces of Python say nothing.
+    quiet = ["--report-api-errors", "no", "--show-backtrace", "no", "--print-limit", "10000", "--log-file", str(log)]
+    return [SANITIZER, "--tool", tool, "--target-processes", "application-only", *quiet, *only, sys.executable]
+
+
+def selection(tool: str) -> list[str]:
+    """The tests for a tool, as arguments of pytest.
+
+    Initcheck gets none with products: it may not see what cuBLASLt's kernels write.
+    """
+    names = ALONE if tool == "initcheck" else (*ALONE, *WITH_PRODUCTS)
+    left_out = ["pytorch", "thread", "allocated", "candidate"]  # about peers, the host, memory, and cuBLASLt alone
+    if tool == "initcheck":
+        left_out += ["layer_s", "linear"]
+    expression = " and ".join(f"not {word}" for word in left_out)
+    return ["-m", "not large", "-k", expression, *(f"tests/gpu/test_{name}.py" for name in names)]
+
+
+def supervise(tool: str, arguments: Sequence[str], examples: int, directory: Path) -> tuple[Verdict, str]:
+    """Runs Python with some arguments under a tool; the output is its own and then the tool's."""
+    log = directory / f"{tool}-{len(list(directory.iterdir()))}.log"
+    environment = os.environ | {"LT_REQUIRE_GPU": "1", "LT_TEST_EXAMPLES": str(examples)}
+    done = subprocess.run([*command(tool, log), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    said = log.read_text() if log.exists() else ""
+    return read(tool, done.returncode, said), done.stdout + done.stderr + said
+
+
+def examine(tool: str, arguments: Sequence[str], examples: int, directory: Path) -> tuple[Verdict | None, str]:
+    """The verdict over the tests; None if the tool did not even find the fault made for it."""
+    probe, output = supervise(tool, ["-m", "tests.faulty_kernels", tool], examples, directory)
+    if not probe.places[FAULTY]:
+        return None, output
+    return supervise(tool, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], examples, directory)
+
+
+def line(tool: str, verdict: Verdict | None) -> str:
+    """A row of the table."""
+    if verdict is None:
+        return f"{tool:10} FAILED   does not find the fault that was made for it"
+    others = sum(verdict.places.values()) - verdict.ours
+    found = "no summary" if verdict.errors is None else f"{verdict.errors} errors"
+    word = "clean " if verdict.clean else "FAILED"
+    return (
+        f"{tool:10} {word}   tests ended with {verdict.status}, {found}: "
+        f"{verdict.ours} reports of our kernels, {others} of others'"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table, and all output of what failed; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="tests.sanitize", description=__doc__)
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all of them")
+    parser.add_argument("--examples", type=int, default=8, metavar="N", help="of a property test; default: %(default)s")
+    options, rest = parser.parse_known_args(argv)
+    tools = options.tool or TOOLS
+    if not Path(SANITIZER).exists():
+        sys.exit("compute-sanitizer is not installed; it is part of the CUDA toolkit")
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(tools)) as pool:
+        places = {tool: Path(scratch, tool) for tool in tools}
+        for place in places.values():
+            place.mkdir()
+        jobs = {
+            tool: pool.submit(examine, tool, rest or selection(tool), options.examples, places[tool]) for tool in tools
+        }
+        results = {tool: job.result() for tool, job in jobs.items()}
+    failed = [tool for tool, (verdict, _) in results.items() if verdict is None or not verdict.clean]
+    for tool in failed:
+        print(f"=== {tool}\n{results[tool][1]}")
+    for tool, (verdict, _) in results.items():
+        print(line(tool, verdict))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
