@@ -20,7 +20,7 @@ SIZE: Final = 1 << 30  # bytes of each buffer, twenty times the L2 cache
 SOURCE: Final = r"""
 // A thread has kLoads 16-byte loads in flight, a block's width apart.
 template <int kLoads, bool kStreaming>
-__global__ void copy(const uint4* __restrict__ in, uint4* __restrict__ out, long long size) {
+__global__ void __launch_bounds__(1024) copy(const uint4* __restrict__ in, uint4* __restrict__ out, long long size) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x * kLoads;
   long long at = static_cast<long long>(blockIdx.x) * blockDim.x * kLoads + threadIdx.x;
   for (; at < size; at += step) {
