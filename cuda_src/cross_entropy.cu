@@ -1,6 +1,6 @@
 // Softmax cross-entropy and its gradient. Each row is read once, kept in shared memory as far as that goes, and its
 // gradient written once. What does not fit is read again, for the most part from L2.
-// Compiled for one SCALAR type.
+// Compiled for one SCALAR type, and ROW_THREADS of a block.
 
 #include "cross_entropy.cuh"
 #include "predecessor.cuh"
@@ -50,6 +50,40 @@ struct Softmax {
   }
 };
 
+// Takes in the first `count` of some octets; the others are `nothing()`.
+template <int kCount>
+__device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total) {
+  float max = softmax.max;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) max = fmaxf(max, raw[k][i]);  // passes over NaN, which the sum keeps
+  }
+  softmax.raise_max(max);
+  const float base = softmax.base();
+  float sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) sum += __expf(raw[k][i] - base);
+  }
+  softmax.sum += sum;
+  if (!with_total) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if (k >= static_cast<int>(count)) break;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) total += raw[k][i];
+  }
+  softmax.total += total;
+}
+
+// How many of `octets` a thread has that takes every `lanes`-th of them from `first` on.
+__device__ inline uint32 octets_from(uint32 first, uint32 octets, uint32 lanes) {
+  return first < octets ? (octets - first + lanes - 1) / lanes : 0;
+}
+
 __device__ inline void read_octets(Softmax& softmax, const Row& row, const Group& group, const Held& held,
                                    bool with_total) {
   uint32 slot = 0;
@@ -61,31 +95,11 @@ __device__ inline void read_octets(Softmax& softmax, const Row& row, const Group
       const uint32 octet = first + k * group.lanes;
       raw[k] = octet < row.octets ? load_octet(row.logits + row.octet_col(octet)) : nothing();
     }
-    float max = softmax.max;
 #pragma unroll
     for (int k = 0; k < kOctetsInFlight; ++k) {
       if (slot + k < held.slots) held.put(slot + k, raw[k]);
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) max = fmaxf(max, raw[k][i]);  // passes over NaN, which the sum keeps
     }
-    softmax.raise_max(max);
-    const float base = softmax.base();
-    float sum = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) sum += __expf(raw[k][i] - base);
-    }
-    softmax.sum += sum;
-    if (!with_total) continue;
-    float total = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-      if (first + k * group.lanes >= row.octets) break;
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) total += raw[k][i];
-    }
-    softmax.total += total;
+    take_in(softmax, raw, octets_from(first, row.octets, group.lanes), with_total);
   }
 }
 
@@ -192,24 +206,116 @@ __device__ inline void clear(const CrossEntropyParams& p, const Row& row, const 
   }
 }
 
-// Writes the gradient of a row and returns its loss. A label out of range makes both NaN.
+// What a row's label asks for. A label out of range makes loss and gradient NaN.
+struct Target {
+  int64 label;
+  bool valid;
+  float picked;  // the label's logit
+  float certainty;
+  float share;  // of the smoothed target that each class has
+
+  __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label_)
+      : label(label_),
+        valid(label >= 0 && label < p.cols),
+        picked(valid ? to_float(row.logit(p, label)) : CUDART_NAN_F),
+        certainty(1.0f - p.smoothing),
+        share(p.smoothing / static_cast<float>(p.cols)) {}
+
+  __device__ Slope slope(const Softmax& softmax, float scale) const {
+    return {softmax.max, valid ? scale / softmax.sum : CUDART_NAN_F, -share * scale, -certainty * scale};
+  }
+  __device__ float loss(const Softmax& softmax) const {
+    const float loss = softmax.max + logf(softmax.sum) - certainty * picked;
+    return share > 0.0f ? loss - share * softmax.total : loss;
+  }
+};
+
+// Writes the gradient of a row and returns its loss.
 __device__ inline float do_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
                                const Held& held, float scale) {
-  const bool valid = label >= 0 && label < p.cols, smooth = p.smoothing > 0.0f;
-  const float picked = valid ? to_float(row.logit(p, label)) : CUDART_NAN_F;
+  const Target target(p, row, label);
   Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
-  read_octets(softmax, row, group, held, smooth);
+  read_octets(softmax, row, group, held, target.share > 0.0f);
   read_singles(softmax, p, row, group);
   softmax = reduce_row(softmax, group);
-
-  const float certainty = 1.0f - p.smoothing, share = p.smoothing / static_cast<float>(p.cols);
-  const Slope slope{softmax.max, valid ? scale / softmax.sum : CUDART_NAN_F, -share * scale, -certainty * scale};
+  const Slope slope = target.slope(softmax, scale);
   // The label's element of an octet is mended by the thread that has written the octet.
   const bool writes_label = write_octets(row, group, held, slope, row.octet_of(label));
-  if (writes_label) row.set_gradient(p, label, slope.of(picked) + slope.at_label);
+  if (writes_label) row.set_gradient(p, label, slope.of(target.picked) + slope.at_label);
   write_singles(p, row, group, slope, label);
-  const float loss = softmax.max + logf(softmax.sum) - certainty * picked;
-  return smooth ? loss - share * softmax.total : loss;
+  return target.loss(softmax);
+}
+
+// Starts to copy a batch of a row's octets into shared memory; of no row, nothing.
+__device__ inline void fetch_batch(const Row& row, bool exists, const Group& group, const Held& held, uint32 batch) {
+#pragma unroll
+  for (int k = 0; k < kOctetsInFlight; ++k) {
+    const uint32 slot = batch * kOctetsInFlight + k, octet = group.lane + slot * group.lanes;
+    if (exists && octet < row.octets) held.fetch(slot, row.logits + row.octet_col(octet));
+  }
+  end_batch();
+}
+
+// As read_octets and write_octets, of octets that are on their way into shared memory, or there.
+__device__ inline void read_fetched(Softmax& softmax, const Row& row, const Group& group, const Held& held,
+                                    uint32 batches, bool with_total) {
+#pragma unroll 1
+  for (uint32 batch = 0; batch < batches; ++batch) {
+    wait_for_all_but(batches - 1 - batch);
+    const uint32 slot = batch * kOctetsInFlight, first = group.lane + slot * group.lanes;
+    Raw raw[kOctetsInFlight];
+#pragma unroll
+    for (int k = 0; k < kOctetsInFlight; ++k) {
+      raw[k] = first + k * group.lanes < row.octets ? held.get(slot + k) : nothing();
+    }
+    take_in(softmax, raw, octets_from(first, row.octets, group.lanes), with_total);
+  }
+}
+
+__device__ inline bool write_fetched(const Row& row, const Group& group, const Held& held, const Slope& slope,
+                                     uint32 wanted, uint32 batch) {
+  bool found = false;
+#pragma unroll
+  for (int k = 0; k < kOctetsInFlight; ++k) {
+    const uint32 slot = batch * kOctetsInFlight + k, octet = group.lane + slot * group.lanes;
+    if (octet >= row.octets) break;
+    const Raw raw = held.get(slot);
+    Octet gradient;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) gradient.v[i] = slope.of(raw[i]);
+    store_octet(row.gradient + row.octet_col(octet), gradient);
+    found |= octet == wanted;
+  }
+  return found;
+}
+
+// Writes the gradient of a row that is on its way, fetching the row after it into the places that become free, and returns
+// its loss. Memory is read while it is written, without a pause between rows.
+__device__ inline float stream_row(const CrossEntropyParams& p, const Row& row, int64 label, const Row& next,
+                                   bool has_next, const Group& group, const Held& held, float scale) {
+  const uint32 batches = (held.slots + kOctetsInFlight - 1) / kOctetsInFlight;
+  if (p.ignores && label == p.ignore_index) {
+    wait_for_all_but<0>();
+    clear(p, row, group);
+    for (uint32 batch = 0; batch < batches; ++batch) fetch_batch(next, has_next, group, held, batch);
+    return 0.0f;
+  }
+  const Target target(p, row, label);
+  Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
+  read_fetched(softmax, row, group, held, batches, target.share > 0.0f);
+  read_singles(softmax, p, row, group);
+  softmax = reduce_row(softmax, group);
+  const Slope slope = target.slope(softmax, scale);
+  const uint32 wanted = row.octet_of(label);
+  bool writes_label = false;
+#pragma unroll 1
+  for (uint32 batch = 0; batch < batches; ++batch) {
+    writes_label |= write_fetched(row, group, held, slope, wanted, batch);
+    fetch_batch(next, has_next, group, held, batch);
+  }
+  if (writes_label) row.set_gradient(p, label, slope.of(target.picked) + slope.at_label);
+  write_singles(p, row, group, slope, label);
+  return target.loss(softmax);
 }
 
 __device__ inline int64 label_at(const void* labels, int wide, int64 row) {
@@ -232,17 +338,28 @@ __device__ inline float averaged_rows(const CrossEntropyParams& p, float* scratc
   return sum_over_block(count, scratch);
 }
 
-}  // namespace lt
+// The calling thread's part of the sum of all losses: rows of which a block has one at a time, held as a whole.
+__device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float scale) {
+  const uint32 batches = (held.slots + kOctetsInFlight - 1) / kOctetsInFlight;
+  float loss = 0.0f;
+  Row row(p, blockIdx.x);  // there are no more blocks than rows
+  int64 label = label_at(p.labels, p.wide_labels, blockIdx.x);
+  for (uint32 batch = 0; batch < batches; ++batch) fetch_batch(row, true, group, held, batch);
+#pragma unroll 1
+  for (int64 index = blockIdx.x; index < p.rows; index += gridDim.x) {
+    const int64 next_index = index + gridDim.x;
+    const bool has_next = next_index < p.rows;
+    const Row next(p, next_index);
+    const int64 next_label = has_next ? label_at(p.labels, p.wide_labels, next_index) : 0;  // known when it is needed
+    const float loss_of_row = stream_row(p, row, label, next, has_next, group, held, scale);
+    if (group.lane == 0) loss += loss_of_row;
+    row = next;
+    label = next_label;
+  }
+  return loss;
+}
 
-extern "C" __global__ void __launch_bounds__(320, 2) cross_entropy(const lt::CrossEntropyParams p) {
-  using namespace lt;
-  DYNAMIC_SHARED(uint4, memory);
-  __shared__ float scratch[kMaxWarps];
-  wait_for_predecessor();
-  const float averaged = averaged_rows(p, scratch);
-  const float scale = (p.grad_scale ? p.gradient_scale * *p.grad_scale : p.gradient_scale) / averaged;
-  const Group group(p.lanes);
-  const Held held{memory, p.held};
+__device__ inline float do_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float scale) {
   const uint32 rows_per_block = blockDim.x / p.lanes;
   float loss = 0.0f;
 #pragma unroll 1
@@ -257,6 +374,21 @@ extern "C" __global__ void __launch_bounds__(320, 2) cross_entropy(const lt::Cro
       if (group.lane == 0) loss += loss_of_row;
     }
   }
+  return loss;
+}
+
+}  // namespace lt
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2) cross_entropy(const lt::CrossEntropyParams p) {
+  using namespace lt;
+  DYNAMIC_SHARED(uint4, memory);
+  __shared__ float scratch[kMaxWarps];
+  wait_for_predecessor();
+  const float averaged = averaged_rows(p, scratch);
+  const float scale = (p.grad_scale ? p.gradient_scale * *p.grad_scale : p.gradient_scale) / averaged;
+  const Group group(p.lanes);
+  const Held held{memory, p.held};
+  float loss = p.streams ? stream_rows(p, group, held, scale) : do_rows(p, group, held, scale);
   if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / averaged;
 }
 

@@ -31,6 +31,7 @@ struct CrossEntropyParams {
   int ignores;      // whether rows labelled ignore_index are left out
   uint32 lanes;     // threads that share a row: a power of two up to a warp, or the block
   uint32 held;      // octets that each thread has shared memory for
+  int streams;      // the rows lie alike, on 16 bytes, and are held as a whole: see stream_rows
 };
 
 // The i-th number of a word.
@@ -81,7 +82,6 @@ __device__ inline Raw nothing() {
   return raw;
 }
 
-// Leaves L2 to logits that will be read again.
 __device__ inline void store_octet(SCALAR* p, const Octet& octet) {
   constexpr int n = Packet<SCALAR>::kCount;
 #pragma unroll
@@ -91,7 +91,47 @@ __device__ inline void store_octet(SCALAR* p, const Octet& octet) {
     for (int j = 0; j < n; ++j) packet.v[j] = from_float<SCALAR>(octet.v[i * n + j]);
     uint4 bits;
     memcpy(&bits, &packet, sizeof(bits));
-    __stcs(reinterpret_cast<uint4*>(p) + i, bits);
+    reinterpret_cast<uint4*>(p)[i] = bits;
+  }
+}
+
+// Copies 16 bytes into shared memory. They are there for the thread that copies once it has waited for their batch.
+__device__ inline void copy_async(uint4* to, const uint4* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+#else
+  *to = *from;
+#endif
+}
+
+__device__ inline void end_batch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int kLeft>
+__device__ inline void wait_for_all_but() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+
+// Waits until no more than the last `left` batches are under way; for many, a little longer.
+__device__ inline void wait_for_all_but(uint32 left) {
+  if (left >= 6) {
+    wait_for_all_but<6>();
+  } else if (left >= 4) {
+    wait_for_all_but<4>();
+  } else if (left == 3) {
+    wait_for_all_but<3>();
+  } else if (left == 2) {
+    wait_for_all_but<2>();
+  } else if (left == 1) {
+    wait_for_all_but<1>();
+  } else {
+    wait_for_all_but<0>();
   }
 }
 
@@ -106,6 +146,10 @@ struct Held {
   __device__ void put(uint32 slot, const Raw& raw) const {
 #pragma unroll
     for (int i = 0; i < Raw::kPackets; ++i) *packet(slot, i) = raw.packets[i];
+  }
+  __device__ void fetch(uint32 slot, const SCALAR* from) const {
+#pragma unroll
+    for (int i = 0; i < Raw::kPackets; ++i) copy_async(packet(slot, i), reinterpret_cast<const uint4*>(from) + i);
   }
   __device__ Raw get(uint32 slot) const {
     Raw raw;

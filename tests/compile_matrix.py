@@ -27,6 +27,7 @@ from lt_runtime.gpu.params import SCALAR
 from lt_runtime.ops import dropout
 from lt_runtime.paths import kernel_sources
 from lt_runtime.planning.launches import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
+from lt_runtime.planning.losses import _ROW_THREADS
 from lt_runtime.planning.strategies import saved_for
 from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, Saved
@@ -130,7 +131,7 @@ VARIANTS: Final = (
     ),
     *_epilogue_bwd(),
     *_epilogue_fwd(),
-    *over("cross_entropy.cu", SCALAR=SCALAR.values()),
+    *over("cross_entropy.cu", SCALAR=SCALAR.values(), ROW_THREADS=[str(_ROW_THREADS)]),
     *over("mse.cu", SCALAR=SCALAR.values()),
     *_matmul_epilogue(),
 )

@@ -206,6 +206,7 @@ class CrossEntropyParams(ctypes.Structure):
         ("ignores", ctypes.c_int),
         ("lanes", ctypes.c_uint32),
         ("held", ctypes.c_uint32),
+        ("streams", ctypes.c_int),
     )
 
 

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lt_runtime.gpu.devices import shared_memory
+from lt_runtime.gpu.devices import device_info, shared_memory
 from lt_runtime.gpu.kernels import OCTET, THREADS, get_kernel
 from lt_runtime.gpu.params import SCALAR, CountLabelsParams, CrossEntropyParams, Matrix, MseParams
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
 
 # What may be tuned; cross_entropy.cu has the rest: its launch bounds, and what a thread waits for at once. The order of
-# sums, and with it the bits, follow from all of it but the memory, so it is the same for every GPU.
+# sums, and with it the bits, follow from all of it but the memory. The loss's last bits also depend on the number of
+# multiprocessors where long rows are streamed.
 _ROW_THREADS: Final = 320  # of a block of cross_entropy: whole warps, no more than its __launch_bounds__
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
 _WARP_OCTETS: Final = 256  # longer rows are a whole block's
@@ -22,6 +23,7 @@ _MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up
 _BLOCKS_PER_MULTIPROCESSOR: Final = 2  # that share its memory among them when rows are long
 _RESERVED_SHARED: Final = 2048  # bytes a block: the kernel's own, and the driver's
+_VECTOR_BYTES: Final = 16
 _COUNTED_IN_BLOCKS: Final = 1024  # labels; more are counted by a launch of their own, not by every block again
 
 
@@ -85,15 +87,27 @@ class CrossEntropyPass:
         contiguous = logits.order is Order.ROW
         self._held = self._sharing.held_octets(dtype.itemsize, device) if contiguous else 0
         self._shared = self._held * _held_bytes(dtype.itemsize)
-        macros = (("SCALAR", SCALAR[dtype]),)
+        macros = (("SCALAR", SCALAR[dtype]), ("ROW_THREADS", str(_ROW_THREADS)))
+        self._streams = self._can_stream(dtype)
+        self._blocks = self._sharing.blocks
+        if self._streams:
+            processors = device_info(device).multiprocessors
+            self._blocks = min(logits.rows, processors * _BLOCKS_PER_MULTIPROCESSOR)
         self._kernel = get_kernel("cross_entropy", macros, device)
         self._count = get_kernel("count_labels", macros, device)
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
 
+    def _can_stream(self, dtype: DType) -> bool:
+        """Whether rows are a block's, held as a whole, and begin on 16 bytes if the first ones do."""
+        layouts = (self._logits, self._gradient)
+        straight = all(layout.order is Order.ROW for layout in layouts)
+        even = all(layout.leading_dimension * dtype.itemsize % _VECTOR_BYTES == 0 for layout in layouts)
+        return straight and even and self._sharing.lanes == _ROW_THREADS and self._held == self._sharing.octets
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch memory: partial sums, and before them the number of rows that are not ignored."""
-        return 4 * (1 + max(self._sharing.blocks, self._count_blocks))
+        return 4 * (1 + max(self._blocks, self._count_blocks))
 
     def run(
         self,
@@ -133,8 +147,9 @@ class CrossEntropyPass:
             ignores=labels.ignore_index is not None,
             lanes=self._sharing.lanes,
             held=self._held,
+            streams=self._streams and (logits | gradient) % _VECTOR_BYTES == 0,
         )
-        self._kernel.launch((self._sharing.blocks, 1), (_ROW_THREADS, 1), params, stream, shared=self._shared)
+        self._kernel.launch((self._blocks, 1), (_ROW_THREADS, 1), params, stream, shared=self._shared)
 
     def _count_labels(self, labels: Labels, counted: int, ticket: int, stream: int) -> int:
         """Has the labels counted if that is worth a launch; the count's address, or 0."""

@@ -25,7 +25,7 @@ _FLAGS: Final = (
     *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # `#pragma unroll` is none of g++'s
 )
-_ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\d+)[\w, ]*\) )?(\w+)\(')
+_ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[\w, ]*\) )?(\w+)\(')
 _MAX_THREADS: Final = 1024
 
 
@@ -81,12 +81,17 @@ class Variant:
     @property
     def entries(self) -> list[str]:
         """Names of the file's kernels."""
-        return list(self.max_threads)
+        return [entry for _, entry in self._found]
+
+    @property
+    def _found(self) -> list[tuple[str, str]]:
+        return _ENTRY.findall(self.path.read_text())
 
     @property
     def max_threads(self) -> dict[str, int]:
         """Threads that a block of each of the file's kernels may have, by `__launch_bounds__`."""
-        return {entry: int(bound or _MAX_THREADS) for bound, entry in _ENTRY.findall(self.path.read_text())}
+        macros = dict(self.macros)
+        return {entry: int(macros.get(bound, bound) or _MAX_THREADS) for bound, entry in self._found}
 
 
 class Builder:

@@ -33,6 +33,7 @@ MACROS = (
     ("MOMENT", "float"),
     ("AMSGRAD", "1"),
     ("STOCHASTIC", "1"),
+    ("ROW_THREADS", "320"),
 )
 
 

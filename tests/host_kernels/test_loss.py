@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.planning import losses
 from lt_runtime.planning.losses import CrossEntropyPass, GradScale, Labels, MsePass
 from lt_runtime.problem import DType
@@ -62,6 +63,7 @@ def runner(host: HostKernels) -> Iterator[Runner]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses, "get_kernel", made.get_kernel)
         patch.setattr(losses, "shared_memory", lambda _: made.shared_memory)
+        patch.setattr(losses, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=1, memory=0))
         yield made
 
 

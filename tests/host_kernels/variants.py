@@ -8,6 +8,7 @@ from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.params import SCALAR
+from lt_runtime.planning import losses
 from lt_runtime.planning.launches import ACTIVATION_NAMES
 from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
@@ -106,6 +107,11 @@ def _access_name(aligned: bool) -> str:
 
 def scalar_macros(dtype: DType) -> Macros:
     return (("SCALAR", SCALAR[dtype]),)
+
+
+def row_macros(dtype: DType) -> Macros:
+    """Of cross_entropy.cu."""
+    return (*scalar_macros(dtype), ("ROW_THREADS", str(losses._ROW_THREADS)))
 
 
 def _saved_modes(activation: str) -> tuple[Saved, ...]:
@@ -221,7 +227,7 @@ SANITIZED_MATMULS: Final = (MatmulEpilogue(F32, F32, "relu"),)
 SANITIZED: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in SANITIZED_FORWARD),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
-    *(Variant("cross_entropy.cu", scalar_macros(dtype)) for dtype in SANITIZED_LOSSES),
+    *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in SANITIZED_LOSSES),
     Variant("mse.cu", scalar_macros(F32)),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in SANITIZED_MATMULS),
     *(Variant("dropout.cu", dropping.macros) for dropping in SANITIZED_DROPPING),
@@ -238,7 +244,8 @@ ALL: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in FORWARD_EPILOGUES),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in BACKWARD_EPILOGUES),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
-    *(Variant(file, scalar_macros(dtype)) for file in ("cross_entropy.cu", "mse.cu") for dtype in TYPES),
+    *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in TYPES),
+    *(Variant("mse.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("adamw.cu", variant.macros) for variant in ADAMW),
     Variant("gradient_norm.cu"),
 )
