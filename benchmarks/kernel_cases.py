@@ -27,7 +27,13 @@ def _epilogue_backward(case: cases.EpilogueBackward, sets: int) -> Builders:
     }
     if case.dropout:
         return {**both, "lt_without_dropout": partial(kernel_lt.epilogue_backward, case, 0.0, made)}
-    return {**both, "torch_without_bias_gradient": _torch("gelu_backward", made)}
+    variant = partial(kernel_lt.epilogue_backward, case, 0.0, made)
+    return {
+        **both,
+        "torch_without_bias_gradient": _torch("gelu_backward", made),
+        "lt_without_bias_gradient": partial(variant, db=False),
+        "lt_transposed": partial(variant, transposed=True),
+    }
 
 
 def _epilogue_forward(case: cases.EpilogueForward, sets: int) -> Builders:

@@ -33,9 +33,12 @@ def _state(p: float) -> DropoutState | None:
     return DropoutState(keep_threshold(p), _RNG) if p else None
 
 
-def epilogue_backward(case: cases.EpilogueBackward, dropout: float, buffers: Sets) -> Contender:
-    """dz and db from dy and the pre-activation."""
+def epilogue_backward(
+    case: cases.EpilogueBackward, dropout: float, buffers: Sets, *, db: bool = True, transposed: bool = False
+) -> Contender:
+    """dz and db from dy and the pre-activation; dz transposed, through shared memory, on request."""
     spec = Spec(packed(case.rows, case.cols))
+    dz_spec = Spec(packed(case.cols, case.rows)).transposed if transposed else spec
     problem = BackwardProblem(
         dtype=DType.BFLOAT16,
         compute=Compute.FLOAT32,
@@ -47,17 +50,17 @@ def epilogue_backward(case: cases.EpilogueBackward, dropout: float, buffers: Set
         saved_spec=spec,
         dx=None,
         dw=None,
-        db=True,
-        dz=spec,
+        db=db,
+        dz=dz_spec,
         dropout=dropout > 0,
     )
-    backward, state = BackwardPass(problem, spec, 0), _state(dropout)
-    partial, db = cp.empty(backward.partial_bytes, cp.uint8), cp.empty(case.cols, DType.BFLOAT16.numpy)
+    backward, state = BackwardPass(problem, dz_spec, 0), _state(dropout)
+    partial, sums = cp.empty(backward.partial_bytes, cp.uint8), cp.empty(case.cols, DType.BFLOAT16.numpy)
     tickets = cp.zeros(MAX_TICKETS, cp.uint32)
 
     def run(i: int, stream: int) -> None:
         dy, z, dz = (each.data.ptr for each in buffers[i])
-        backward.run(dy, z, dz, db.data.ptr, partial.data.ptr, tickets.data.ptr, state, stream)
+        backward.run(dy, z, dz, sums.data.ptr, partial.data.ptr, tickets.data.ptr, state, stream)
 
     return Contender(run, capture)
 

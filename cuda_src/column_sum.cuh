@@ -23,7 +23,8 @@ __device__ inline float sum_column(const float* column, int stride, int rows) {
 }
 
 // Adds up octets over the threads of a block that share threadIdx.x, and calls `use(column, sum)` once for each of the
-// block's 8 · blockDim.x columns. Both sides of the block are powers of two. Every thread of the block must call it.
+// block's 8 · blockDim.x columns. Both sides of the block are powers of two. Every thread of the block must call it, and
+// between two uses there must be a barrier.
 template <class Use>
 __device__ inline void sum_over_block(const Octet& octet, Use use) {
   constexpr int kSlice = 8;
@@ -32,7 +33,6 @@ __device__ inline void sum_over_block(const Octet& octet, Use use) {
   const int self = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
   const int width = blockDim.x * kOctet;
   int rows = blockDim.y;
-  __syncthreads();  // an earlier use is over
   shared[2 * self] = float4{octet.v[0], octet.v[1], octet.v[2], octet.v[3]};
   shared[2 * self + 1] = float4{octet.v[4], octet.v[5], octet.v[6], octet.v[7]};
   __syncthreads();

@@ -53,14 +53,15 @@ __device__ inline unsigned short half_of(const Bits& bits, int k) {
   return static_cast<unsigned short>(bits.w[k / 2] >> (16 * (k % 2)));
 }
 
+// Without hints to the caches: on an H200 streaming ones cost an update 4 % of its bandwidth.
 template <class Word>
 __device__ inline Word load_word(const void* data, uint32 i) {
-  return __ldcs(static_cast<const Word*>(data) + i);
+  return static_cast<const Word*>(data)[i];
 }
 
 template <class Word>
 __device__ inline void store_word(void* data, uint32 i, const Word& word) {
-  __stcs(static_cast<Word*>(data) + i, word);
+  static_cast<Word*>(data)[i] = word;
 }
 
 __device__ inline Bits load_bits(const void* data, int type, const Quads& at) {

@@ -83,18 +83,10 @@ inline unsigned atomicInc(unsigned* address, unsigned limit) {
   return old;
 }
 
-// Loads and stores with a hint to the caches: streaming, and past L1.
-template <class T>
-inline T __ldcs(const T* p) {
-  return *p;
-}
+// A load past L1.
 template <class T>
 inline T __ldcg(const T* p) {
   return *p;
-}
-template <class T>
-inline void __stcs(T* p, T value) {
-  *p = value;
 }
 
 // Approximations of the special function unit.
