@@ -91,8 +91,8 @@ def command(tool: str, log: Path) -> list[str]:
 def selection(tool: str) -> list[str]:
     """The tests for a tool, as arguments of pytest.
 
-    Memcheck alone gets those with products: initcheck may not see what cuBLASLt's kernels write, and racecheck 13.0 dies
-    of a hardware exception of its own in them.
+    Memcheck alone gets those with products: initcheck may not see what cuBLASLt's kernels write, and racecheck dies
+    of a hardware exception of its own in them (13.0).
     """
     names = (*ALONE, *WITH_PRODUCTS) if tool == "memcheck" else ALONE
     left_out = ["pytorch", "thread", "allocated", "candidate"]  # about peers, the host, memory, and cuBLASLt alone
