@@ -2,6 +2,7 @@
 // gradient written once. What does not fit is read again, for the most part from L2.
 // Compiled for one SCALAR type, and ROW_THREADS of a block.
 
+#include "approx.cuh"
 #include "cross_entropy.cuh"
 #include "predecessor.cuh"
 
@@ -22,6 +23,11 @@ struct CountLabelsParams {
   int wide_labels;
 };
 
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Subtracting first costs an instruction more than one multiply-add would, and holds for logits of any size.
+__device__ inline float exponential(float logit, float max) { return exp2_approx((logit - max) * kLog2E); }
+
 // What logits come to.
 struct Softmax {
   float max;
@@ -30,12 +36,12 @@ struct Softmax {
 
   __device__ void raise_max(float to) {
     if (!(to > max)) return;
-    sum *= __expf(max - to);
+    sum *= exponential(max, to);
     max = to;
   }
 
   // What to subtract before exp: nothing as long as all logits are -inf.
-  __device__ float base() const { return max == -CUDART_INF_F ? 0.0f : max; }
+  __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
 
   __device__ void merge(Softmax other) {
     raise_max(other.max);
@@ -53,19 +59,19 @@ struct Softmax {
 // Takes in the first `count` of some octets; the others are `nothing()`.
 template <int kCount>
 __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total) {
-  float max = softmax.max;
+  float max = raw[0][0];
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) max = fmaxf(max, raw[k][i]);  // passes over NaN, which the sum keeps
   }
   softmax.raise_max(max);
-  const float base = softmax.base();
+  const float base = softmax.finite_max();
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) sum += __expf(raw[k][i] - base);
+    for (int i = 0; i < kOctet; ++i) sum += exponential(raw[k][i], base);
   }
   softmax.sum += sum;
   if (!with_total) return;
@@ -109,7 +115,7 @@ __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& 
 #pragma unroll 1
   for (int64 first = group.lane; first < singles; first += kSinglesInFlight * group.lanes) {
     float logits[kSinglesInFlight];
-    float max = softmax.max;
+    float max = -CUDART_INF_F;
 #pragma unroll
     for (int k = 0; k < kSinglesInFlight; ++k) {
       const int64 single = first + k * group.lanes;
@@ -119,10 +125,10 @@ __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& 
       max = fmaxf(max, logits[k]);
     }
     softmax.raise_max(max);
-    const float base = softmax.base();
+    const float base = softmax.finite_max();
     float sum = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kSinglesInFlight; ++k) sum += __expf(logits[k] - base);
+    for (int k = 0; k < kSinglesInFlight; ++k) sum += exponential(logits[k], base);
     softmax.sum += sum;
   }
 }
@@ -152,7 +158,7 @@ struct Slope {
   float shift;
   float at_label;
 
-  __device__ float of(float logit) const { return __expf(logit - max) * scale + shift; }
+  __device__ float of(float logit) const { return exponential(logit, max) * scale + shift; }
 };
 
 // Says whether the octet `wanted` is among those that this thread has written.
@@ -259,34 +265,33 @@ __device__ inline void fetch_batch(const Row& row, bool exists, const Group& gro
 // As read_octets and write_octets, of octets that are on their way into shared memory, or there.
 __device__ inline void read_fetched(Softmax& softmax, const Row& row, const Group& group, const Held& held,
                                     uint32 batches, bool with_total) {
+  const uint32 own = octets_from(group.lane, row.octets, group.lanes);
 #pragma unroll 1
   for (uint32 batch = 0; batch < batches; ++batch) {
     wait_for_all_but(batches - 1 - batch);
-    const uint32 slot = batch * kOctetsInFlight, first = group.lane + slot * group.lanes;
+    const uint32 slot = batch * kOctetsInFlight, count = own > slot ? own - slot : 0;
+    if (count == 0) break;
     Raw raw[kOctetsInFlight];
 #pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-      raw[k] = first + k * group.lanes < row.octets ? held.get(slot + k) : nothing();
-    }
-    take_in(softmax, raw, octets_from(first, row.octets, group.lanes), with_total);
+    for (int k = 0; k < kOctetsInFlight; ++k) raw[k] = k < static_cast<int>(count) ? held.get(slot + k) : nothing();
+    take_in(softmax, raw, count, with_total);
   }
 }
 
-__device__ inline bool write_fetched(const Row& row, const Group& group, const Held& held, const Slope& slope,
-                                     uint32 wanted, uint32 batch) {
-  bool found = false;
+// Says whether the octet `wanted`, counted among the thread's own, is in the batch.
+__device__ inline bool write_fetched(SCALAR* gradient, const Group& group, const Held& held, const Slope& slope,
+                                     uint32 wanted, uint32 own, uint32 batch) {
+  const uint32 slot = batch * kOctetsInFlight;
 #pragma unroll
   for (int k = 0; k < kOctetsInFlight; ++k) {
-    const uint32 slot = batch * kOctetsInFlight + k, octet = group.lane + slot * group.lanes;
-    if (octet >= row.octets) break;
-    const Raw raw = held.get(slot);
-    Octet gradient;
+    if (slot + k >= own) break;
+    const Raw raw = held.get(slot + k);
+    Octet octet;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) gradient.v[i] = slope.of(raw[i]);
-    store_octet(row.gradient + row.octet_col(octet), gradient);
-    found |= octet == wanted;
+    for (int i = 0; i < kOctet; ++i) octet.v[i] = slope.of(raw[i]);
+    store_octet(gradient + (slot + k) * group.lanes * kOctet, octet);
   }
-  return found;
+  return wanted - slot < static_cast<uint32>(kOctetsInFlight);
 }
 
 // Writes the gradient of a row that is on its way, fetching the row after it into the places that become free, and returns
@@ -306,11 +311,14 @@ __device__ inline float stream_row(const CrossEntropyParams& p, const Row& row, 
   read_singles(softmax, p, row, group);
   softmax = reduce_row(softmax, group);
   const Slope slope = target.slope(softmax, scale);
-  const uint32 wanted = row.octet_of(label);
+  const uint32 own = octets_from(group.lane, row.octets, group.lanes), octet = row.octet_of(label);
+  const bool is_own = octet < row.octets && octet % group.lanes == group.lane;
+  const uint32 wanted = is_own ? octet / group.lanes : 0xFFFFFFFF;
+  SCALAR* gradient = row.gradient + row.octet_col(group.lane);
   bool writes_label = false;
 #pragma unroll 1
   for (uint32 batch = 0; batch < batches; ++batch) {
-    writes_label |= write_fetched(row, group, held, slope, wanted, batch);
+    writes_label |= write_fetched(gradient, group, held, slope, wanted, own, batch);
     fetch_batch(next, has_next, group, held, batch);
   }
   if (writes_label) row.set_gradient(p, label, slope.of(target.picked) + slope.at_label);

@@ -82,16 +82,14 @@ __device__ inline Raw nothing() {
   return raw;
 }
 
+// Streams past logits that L2 may still be asked for. Not an assignment, which the compiler takes apart into words here.
 __device__ inline void store_octet(SCALAR* p, const Octet& octet) {
-  constexpr int n = Packet<SCALAR>::kCount;
+  const Packed<SCALAR> packed = pack<SCALAR>(octet);
 #pragma unroll
   for (int i = 0; i < Raw::kPackets; ++i) {
-    Packet<SCALAR> packet;
-#pragma unroll
-    for (int j = 0; j < n; ++j) packet.v[j] = from_float<SCALAR>(octet.v[i * n + j]);
-    uint4 bits;
-    memcpy(&bits, &packet, sizeof(bits));
-    reinterpret_cast<uint4*>(p)[i] = bits;
+    uint4 word;
+    memcpy(&word, reinterpret_cast<const char*>(&packed) + i * sizeof(word), sizeof(word));
+    __stcs(reinterpret_cast<uint4*>(p) + i, word);
   }
 }
 

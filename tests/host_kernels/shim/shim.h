@@ -83,7 +83,11 @@ inline unsigned atomicInc(unsigned* address, unsigned limit) {
   return old;
 }
 
-// A load past L1.
+// A store with a hint to the caches, and a load past L1.
+template <class T>
+inline void __stcs(T* p, T value) {
+  *p = value;
+}
 template <class T>
 inline T __ldcg(const T* p) {
   return *p;
