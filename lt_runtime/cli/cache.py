@@ -49,15 +49,16 @@ def _list(_: argparse.Namespace) -> Json:
 
 
 def _summary(file: CacheFile) -> Json:
-    summary: Json = {"name": file.path.name, "fault": file.fault}
-    if file.document is None:
-        return summary
     document, ours = file.document, cache_files.machine()
-    differs = cache_files.nearest(ours, document.fingerprint).differences(document.fingerprint) if ours else None
-    return summary | {
-        "fingerprint": asdict(document.fingerprint),
-        "products": len(document.products.raw),
-        "layers": len(document.layers.raw),
+    differs = None
+    if document is not None and ours:
+        differs = cache_files.nearest(ours, document.fingerprint).differences(document.fingerprint)
+    return {
+        "name": file.path.name,
+        "fault": file.fault,
+        "fingerprint": None if document is None else asdict(document.fingerprint),
+        "products": None if document is None else len(document.products.raw),
+        "layers": None if document is None else len(document.layers.raw),
         "fits": None if differs is None else not differs,
         "differs": differs,
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from lt_runtime import cublaslt
+from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.devices import device_count
 from lt_runtime.planning.document import Document, UnusableError
@@ -132,7 +133,7 @@ def _outdated(file: CacheFile) -> str | None:
     version, ours = file.document.fingerprint.cublaslt, _installed_version()
     if ours is None or version == ours:
         return None
-    return f"of cuBLASLt {version}; {ours} is installed"
+    return f"of cuBLASLt {version_text(version)}; {version_text(ours)} is installed"
 
 
 def _installed_version() -> int | None:

@@ -29,7 +29,7 @@ def show_list(data: Json, console: Console) -> None:
 
 
 def _row(file: Json) -> tuple[str, ...]:
-    if "fingerprint" not in file:
+    if file["fingerprint"] is None:
         return file["name"], "", "", "", file["fault"]
     return file["name"], file["fingerprint"]["driver"], str(file["products"]), str(file["layers"]), _fit(file)
 
@@ -52,12 +52,12 @@ def show_entries(data: Json, console: Console) -> None:
 
 def _facts(found: Json) -> Iterator[tuple[str, str]]:
     """Names and values of one entry's lines."""
-    yield "key", found["key"]
+    yield from [("damaged", found["fault"])] if "fault" in found else _entry_facts(found["entry"])
     yield "file", found["file"]
-    if "fault" in found:
-        yield "damaged", found["fault"]
-        return
-    entry = found["entry"]
+    yield "key", found["key"]
+
+
+def _entry_facts(entry: Json) -> Iterator[tuple[str, str]]:
     yield from _product_facts(entry) if "algorithm" in entry else _layer_facts(entry)
     yield "measured", f"{entry['when']}, effort {entry['effort']}"
     for each in entry["rejected"]:

@@ -129,14 +129,16 @@ class PlanStore:
     def _get(self, section: Section[Entry], key: str, validate: Validate[Entry] | None) -> Entry | None:
         with self._lock:
             entry = self._find(section, key)
-            if entry is None or entry.barred is not None:
-                return None
-            reason = validate(key, entry) if validate is not None else None
-            if reason is None:
-                return entry
+        if entry is None or entry.barred is not None:
+            return None
+        # Without the lock: what is called may wait for a thread that waits for this store.
+        reason = validate(key, entry) if validate is not None else None
+        if reason is None:
+            return entry
+        with self._lock:
             section.add(key, replace(entry, barred=reason))
             self._save()
-            return None
+        return None
 
     def _find(self, section: Section[Entry], key: str) -> Entry | None:
         """The entry in memory; where that is none or barred, the file may have got another since."""

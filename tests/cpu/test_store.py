@@ -159,6 +159,18 @@ def test_a_layer_is_validated_too(path: Path) -> None:
     assert len(seen) == 1
 
 
+def test_a_validation_may_wait_for_another_thread(path: Path, filled: ProductEntry) -> None:
+    store = PlanStore(path, H200)
+
+    def validate(key: str, _: ProductEntry) -> str | None:
+        other = threading.Thread(target=store.product, args=(key,), daemon=True)
+        other.start()
+        other.join(timeout=10)
+        return "the other thread waits" if other.is_alive() else None
+
+    assert store.product(KEY, validate) == filled
+
+
 CONTENTS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "truncated": (lambda content: content[: len(content) // 2], "is damaged", "damaged"),
     "empty": (lambda _: b"", "is damaged", "damaged"),

@@ -21,8 +21,7 @@ from lt_runtime.planning.entries import (
     signed,
     verified,
 )
-from lt_runtime.planning.fingerprint import Fingerprint
-from tests.plan_entries import DATE, H200, LATER, algorithm, layer, product
+from tests.plan_entries import DATE, H200, LATER, layer, product
 
 
 @pytest.mark.parametrize("entry", [product(), layer(), product(rejected=(), refused=(), barred="known to be wrong")])
@@ -247,24 +246,3 @@ def test_damaged_entries_are_named_and_the_rest_can_be_used() -> None:
     assert document.damaged() == {}
     assert len(document.products.raw) == len(document.layers.raw) == 2
     assert document.products.get("product 0") is not None
-
-
-def test_the_name_of_a_file_says_what_it_is_for() -> None:
-    assert H200.file_name.startswith("nvidia-h200-sm90-132-cublaslt130100-")
-    assert H200.file_name.endswith(".json")
-    others = [
-        replace(H200, **change)
-        for change in ({"gpu": "NVIDIA H100"}, {"driver": "570.1"}, {"kernels": "f"}, {"multiprocessors": 16})
-    ]
-    assert len({each.file_name for each in (H200, *others)}) == 5
-    assert Fingerprint("Tesla T4/(x)", 75, 40, 130100, "580", "0").file_name.startswith("tesla-t4-x-sm75-40-")
-
-
-def test_in_what_fingerprints_differ() -> None:
-    assert H200.differences(H200) == []
-    other = replace(H200, driver="570.86", cublaslt=130200)
-    assert H200.differences(other) == ["cublaslt 130200 instead of 130100", "driver 570.86 instead of 580.95.05"]
-
-
-def test_algorithms_of_these_tests_differ() -> None:
-    assert algorithm() != algorithm()
