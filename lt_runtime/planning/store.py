@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
-import filelock
-
 from lt_runtime.errors import ArgumentError
 from lt_runtime.paths import cache_directory
 from lt_runtime.planning.document import Document, Section, UnusableError
@@ -215,6 +213,8 @@ class PlanStore:
 
         A lock that could not be had in time is not waited for again until it is free.
         """
+        import filelock  # here, because a process that only reads has no use for it
+
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(f"{self.path}.lock")
