@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.problem import ACTIVATIONS, Activation, DType, Philox
+from lt_runtime.layout import Layout, Order
+from lt_runtime.problem import (
+    ACTIVATIONS,
+    Activation,
+    BackwardProblem,
+    Compute,
+    DType,
+    ForwardProblem,
+    MatmulProblem,
+    Philox,
+    Saved,
+    Spec,
+)
 
 TYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 """What everything but plain matrix products takes."""
@@ -194,3 +206,66 @@ def matmul_cases(draw: st.DrawFn) -> MatmulCase:
         bias_offset=draw(st.sampled_from((0, 0, 1, 3))),
         data_seed=draw(st.integers(0, 2**32 - 1)),
     )
+
+
+_counts = st.integers(0, 2**31)
+_specs = st.builds(
+    Spec,
+    st.builds(Layout, _counts, _counts, st.sampled_from(Order), _counts),
+    st.sampled_from((1, 2, 4, 8, 16, 256)),
+    _counts,
+)
+_some = st.none() | _specs
+_slopes = st.floats(allow_nan=False, allow_infinity=False)
+_types, _computes = st.sampled_from(DType), st.sampled_from(Compute)
+_any_activation = st.builds(Activation, st.sampled_from(ACTIVATIONS), _slopes)
+
+problems = st.one_of(
+    st.builds(
+        MatmulProblem,
+        dtype=_types,
+        d_dtype=_types,
+        compute=_computes,
+        a=_specs,
+        b=_specs,
+        d=_specs,
+        epilogue=st.sampled_from(Epilogue),
+        c=_some,
+        batch=_counts,
+        vector=_counts,
+        aux=_some,
+        device_scalars=st.booleans(),
+        one_kernel=st.booleans(),
+    ),
+    st.builds(
+        ForwardProblem,
+        dtype=_types,
+        compute=_computes,
+        activation=_any_activation,
+        x=_specs,
+        w=_specs,
+        y=_specs,
+        bias=st.none() | _counts,
+        preactivation=_some,
+        dropout=st.booleans(),
+        propagate_nan=st.booleans(),
+    ),
+    st.builds(
+        BackwardProblem,
+        dtype=_types,
+        compute=_computes,
+        activation=_any_activation,
+        x=_specs,
+        w=_specs,
+        dy=_specs,
+        saved=st.sampled_from(Saved),
+        saved_spec=_some,
+        dx=_some,
+        dw=_some,
+        db=st.booleans(),
+        dz=_some,
+        dropout=st.booleans(),
+        accumulate=st.booleans(),
+    ),
+)
+"""Problems as data, sensible or not."""

@@ -1,4 +1,4 @@
-"""The command line: `python -m lt_runtime demo|doctor`."""
+"""The command line: `python -m lt_runtime cache|demo|doctor`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lt_runtime", description="Linear layers, run and trained fast.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_cache(commands.add_parser("cache", help="look into the cache of measured plans, and carry it elsewhere"))
     _add_demo(commands.add_parser("demo", help="train a classifier of handwritten digits"))
     _add_doctor(commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it"))
     return parser
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="the files, and which of them fit this machine")
+    show = actions.add_parser("show", help="what was decided for problems, and what was rejected")
+    show.add_argument("pattern", metavar="KEY-OR-PATTERN", help="such as 8192x3072x768, or '*bfloat16 gelu*'")
+    actions.add_parser("verify", help="check every file; exits with 1 if one is damaged")
+    merge = actions.add_parser("merge", help="add the plans of files from equal machines")
+    merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    export = actions.add_parser("export", help="write this machine's plans to a file")
+    export.add_argument("target", type=Path, metavar="FILE")
+    export.add_argument("--file", metavar="NAME", help="another file of the cache, as `cache list` names it")
+    prune = actions.add_parser("prune", help="remove what this installation will never read again")
+    prune.add_argument("--yes", action="store_true", help="do it; without this it only says what it would remove")
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_cache)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +72,12 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    from lt_runtime.cli import cache
+
+    return cache.run(arguments)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from lt_runtime import paths
+from lt_runtime.gpu.driver_version import kernel_driver_version
 
 NOT_INSTALLED: Final = "not installed"
 
@@ -196,12 +197,6 @@ def driver() -> Driver | None:
         return Driver(kernel_driver_version(), (version // 1000, version % 1000 // 10), problem)
     except Exception as error:
         return Driver(problem=_explain(error))
-
-
-def kernel_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The driver's own version, such as 580.95.05; unknown under WSL, which has no such file."""
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read_text()) if file.exists() else None
-    return found[0] if found else None
 
 
 def nvidia_gpu_on_pci(devices: Path = Path("/sys/bus/pci/devices")) -> bool:

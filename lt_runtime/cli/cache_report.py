@@ -1,0 +1,127 @@
+"""What the cache commands print for people, from the same data that `--json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from lt_runtime.planning.records import Json
+
+
+def show_list(data: Json, console: Console) -> None:
+    """Prints what `cache list` found."""
+    _print(console, f"Plans in {data['directory']}")
+    if not data["files"]:
+        _print(console, "None yet: nothing has been measured, or nothing kept.")
+        return
+    right = [Column(heading, justify="right") for heading in ("Products", "Layers")]
+    table = Table(Column("File", overflow="fold"), "Driver", *right, Column("Fits this machine", ratio=1), box=SIMPLE)
+    for file in data["files"]:
+        table.add_row(*(escape(cell) for cell in _row(file)))
+    console.print(table)
+    if data["set_aside"]:
+        _print(console, f"Set aside, not used: {', '.join(data['set_aside'])}")
+
+
+def _row(file: Json) -> tuple[str, ...]:
+    if file["fingerprint"] is None:
+        return file["name"], "", "", "", file["fault"]
+    return file["name"], file["fingerprint"]["driver"], str(file["products"]), str(file["layers"]), _fit(file)
+
+
+def _fit(file: Json) -> str:
+    if file["fault"] is not None:
+        return str(file["fault"])
+    if file["fits"] is None:
+        return "unknown: no GPU here"
+    return "yes" if file["fits"] else f"no: {', '.join(file['differs'])}"
+
+
+def show_entries(data: Json, console: Console) -> None:
+    """Prints what `cache show` found."""
+    for found in data["entries"]:
+        console.print(f"[bold]{escape(found['problem'])}[/]", highlight=False, soft_wrap=True)
+        for name, text in _facts(found):
+            _print(console, f"  {name:<10}{text}")
+
+
+def _facts(found: Json) -> Iterator[tuple[str, str]]:
+    """Names and values of one entry's lines."""
+    yield from [("damaged", found["fault"])] if "fault" in found else _entry_facts(found["entry"])
+    yield "file", found["file"]
+    yield "key", found["key"]
+
+
+def _entry_facts(entry: Json) -> Iterator[tuple[str, str]]:
+    yield from _product_facts(entry) if "algorithm" in entry else _layer_facts(entry)
+    yield "measured", f"{entry['when']}, effort {entry['effort']}"
+    for each in entry["rejected"]:
+        yield "rejected", f"{each['reason']} ({_named(each.get('config') or each.get('strategy') or {})})"
+    if entry["barred"] is not None:
+        yield "barred", entry["barred"]
+
+
+def _product_facts(entry: Json) -> Iterator[tuple[str, str]]:
+    yield "algorithm", _named(entry["config"])
+    gain = f"{entry['first_us'] / entry['us']:.2f} times as fast as the heuristic's first" if entry["us"] else ""
+    yield "time", f"{entry['us']:.2f} µs, spread {entry['spread']:.2f} µs; best of {entry['candidates']}, {gain}"
+    if entry["refused"]:
+        yield "refused", ", ".join(entry["refused"])
+
+
+def _layer_facts(entry: Json) -> Iterator[tuple[str, str]]:
+    yield "strategy", _named(entry["strategy"])
+    yield "time", f"{entry['us']:.2f} µs"
+    for other in entry["alternatives"]:
+        yield "slower", f"{other['us']:.2f} µs ({_named(other['strategy'])})"
+
+
+def _named(values: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def show_verdict(data: Json, console: Console) -> None:
+    """Prints what `cache verify` found."""
+    for file in data["files"]:
+        faults = file["faults"]
+        _print(console, f"{file['name']}: {'sound' if not faults else ''}".rstrip())
+        for fault in faults:
+            _print(console, f"  {fault}")
+    verdict = "[green]Nothing is damaged.[/]" if data["ok"] else "[red]Damaged:[/] see above; it will not be used."
+    console.print(verdict, highlight=False, soft_wrap=True)
+
+
+def show_merged(data: Json, console: Console) -> None:
+    """Prints what `cache merge` did."""
+    for each in data["merged"]:
+        _print(console, f"{each['file']}: {each['changed']} entries new or better, merged into {each['into']}")
+        for key, fault in each["damaged"].items():
+            _print(console, f"  left out: {key} ({fault})")
+
+
+def show_exported(data: Json, console: Console) -> None:
+    """Prints what `cache export` wrote."""
+    _print(console, f"{data['target']}: {data['products']} products and {data['layers']} layers from {data['file']}")
+    for key, fault in data["damaged"].items():
+        _print(console, f"  left out: {key} ({fault})")
+
+
+def show_pruned(data: Json, console: Console) -> None:
+    """Prints what `cache prune` removed or would."""
+    if not data["files"]:
+        _print(console, f"Nothing to remove in {data['directory']}.")
+        return
+    _print(console, f"{'Removed from' if data['removed'] else 'To be removed from'} {data['directory']}:")
+    for file in data["files"]:
+        _print(console, f"  {file['name']} ({file['reason']})")
+    if not data["removed"]:
+        _print(console, "Pass --yes to do it.")
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,58 @@
+"""Entries of the plan cache as tests make them up: no two algorithms are alike."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from lt_runtime.layout import packed
+from lt_runtime.planning.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy
+from lt_runtime.planning.fingerprint import Fingerprint
+from lt_runtime.planning.keys import problem_key
+from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, MatmulProblem, Spec
+
+H200 = Fingerprint("NVIDIA H200", 90, 132, 130100, "580.95.05", "0123456789abcdef")
+DATE = "2026-01-31T12:00:00Z"
+LATER = "2026-02-01T00:00:00Z"
+
+_counter = itertools.count(1)
+
+
+def algorithm() -> bytes:
+    return next(_counter).to_bytes(64, "little")
+
+
+def product(**changes: Any) -> ProductEntry:
+    values: dict[str, Any] = {
+        "algorithm": algorithm(),
+        "config": {"id": 66, "tile": 20, "splitk": 1},
+        "us": 52.5,
+        "first_us": 60.0,
+        "spread": 0.25,
+        "candidates": 14,
+        "rejected": (RejectedAlgorithm(algorithm(), {"id": 21}, "slow: 3.1 times the best"),),
+        "refused": ("dgelu_bgrad",),
+        "when": DATE,
+    }
+    return ProductEntry(**(values | changes))
+
+
+def layer(**changes: Any) -> LayerEntry:
+    values: dict[str, Any] = {
+        "strategy": {"epilogue": "gelu_aux_bias", "own_pass": False, "saved": None},
+        "us": 110.0,
+        "alternatives": (Alternative({"epilogue": "none", "own_pass": True, "saved": None}, 121.0),),
+        "rejected": (RejectedStrategy({"epilogue": "relu"}, "not supported"),),
+        "when": DATE,
+    }
+    return LayerEntry(**(values | changes))
+
+
+def product_key(m: int, n: int = 3072, k: int = 768) -> str:
+    bf16, operands = DType.BFLOAT16, (Spec(packed(m, k)), Spec(packed(k, n)), Spec(packed(m, n)))
+    return problem_key(MatmulProblem(bf16, bf16, Compute.FLOAT32, *operands))
+
+
+def layer_key(m: int, n: int = 3072, k: int = 768) -> str:
+    x, w, y = Spec(packed(m, k)), Spec(packed(n, k)), Spec(packed(m, n))
+    return problem_key(ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x, w, y, bias=256))
