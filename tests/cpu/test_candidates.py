@@ -1,0 +1,317 @@
+"""Candidates for a product, found with a library that answers as the tests say."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lt_runtime import cublaslt
+from lt_runtime.cublaslt import (
+    AlgoCapAttribute,
+    AlgoConfigAttribute,
+    Algorithm,
+    MatmulTile,
+    PreferenceAttribute,
+    ReductionScheme,
+    Status,
+)
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.layout import packed
+from lt_runtime.planning import guesses
+from lt_runtime.planning.candidates import MOST, MOST_DEEP, configuration, deep_candidates, heuristic_candidates
+from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from tests.cublaslt_fake import Recorder, creates
+
+WORKSPACE = 32 << 20
+ID, TILE, SPLITK, SCHEME = (
+    AlgoConfigAttribute.ID,
+    AlgoConfigAttribute.TILE_ID,
+    AlgoConfigAttribute.SPLITK_NUM,
+    AlgoConfigAttribute.REDUCTION_SCHEME,
+)
+TILES = (MatmulTile.TILE_64x64, MatmulTile.TILE_128x128, MatmulTile.TILE_128x256, 5000)
+STAGES = (35, 36)
+
+
+def a_problem(**changes: Any) -> MatmulProblem:
+    specs = [Spec(packed(*shape)) for shape in ((512, 769), (769, 1024), (512, 1024))]
+    return MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, *specs, **changes)
+
+
+class FakeLibrary:
+    """A heuristic, ids, capabilities and a check.
+
+    Attributes:
+        offered: ids by workspace limit and reduction mask; others offer nothing.
+        asked: those pairs, in the order of the queries.
+        ids: what AlgoGetIds lists.
+        refuses: whether the check refuses an algorithm.
+        workspace: bytes that an algorithm needs.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.offered: dict[tuple[int, int], list[int]] = {}
+        self.asked: list[tuple[int, int]] = []
+        self.ids: list[int] = []
+        self.refuses: Callable[[Algorithm], bool] = lambda _: False
+        self.workspace: Callable[[Algorithm], int] = lambda _: 0
+        self.capabilities = {
+            AlgoCapAttribute.TILE_IDS: struct.pack("4I", *TILES),
+            AlgoCapAttribute.STAGES_IDS: struct.pack("2I", *STAGES),
+            AlgoCapAttribute.SPLITK_SUPPORT: struct.pack("i", 1),
+            AlgoCapAttribute.REDUCTION_SCHEME_MASK: struct.pack("I", 2),
+            AlgoCapAttribute.CTA_SWIZZLING_SUPPORT: struct.pack("I", 1),
+            AlgoCapAttribute.CUSTOM_OPTION_MAX: struct.pack("i", 1),
+        }
+        stand_ins = {
+            "cublasLtCreate": creates(0x7000),
+            "cublasLtMatmulAlgoGetHeuristic": self._query,
+            "cublasLtMatmulAlgoGetIds": self._list,
+            "cublasLtMatmulAlgoInit": self._init,
+            "cublasLtMatmulAlgoCapGetAttribute": self._capability,
+            "cublasLtMatmulAlgoCheck": self._check,
+        }
+        self.recorder = Recorder.install(monkeypatch, stand_ins)
+        self.recorder.version = 130100
+
+    def _query(self, *arguments: Any) -> int:
+        limit, mask = ctypes.c_uint64(), ctypes.c_uint32()
+        get, written = self.recorder._real.function("cublasLtMatmulPreferenceGetAttribute"), ctypes.c_size_t()
+        for attribute, cell in (
+            (PreferenceAttribute.MAX_WORKSPACE_BYTES, limit),
+            (PreferenceAttribute.REDUCTION_SCHEME_MASK, mask),
+        ):
+            get(arguments[6], attribute, ctypes.byref(cell), ctypes.sizeof(cell), ctypes.byref(written))
+        asked = limit.value, mask.value
+        self.asked.append(asked)
+        ids = self.offered.get(asked, [])
+        for result, number in zip(arguments[8]._obj, ids, strict=False):
+            result.algo[0] = number
+        arguments[9]._obj.value = len(ids)
+        return 0
+
+    def _list(self, *arguments: Any) -> int:
+        arguments[8]._obj[: len(self.ids)] = self.ids
+        arguments[9]._obj.value = len(self.ids)
+        return 0
+
+    def _init(self, *arguments: Any) -> int:
+        if arguments[7] not in self.ids:
+            return int(Status.NOT_SUPPORTED)
+        arguments[8][0] = arguments[7]
+        return 0
+
+    def _capability(self, _: Any, attribute: int, buffer: Any, size: int, written: Any) -> int:
+        value = self.capabilities[AlgoCapAttribute(attribute)]
+        written._obj.value = len(value)
+        if size:
+            ctypes.memmove(buffer, value, len(value))
+        return 0
+
+    def _check(self, *arguments: Any) -> int:
+        algorithm, result = Algorithm(bytes(arguments[6])), arguments[7]._obj
+        if self.refuses(algorithm):
+            return int(Status.NOT_SUPPORTED)
+        result.waves_count, result.workspace_size = waves(algorithm), self.workspace(algorithm)
+        return 0
+
+
+def waves(algorithm: Algorithm) -> float:
+    """Of D of 1024×512 in the library's eyes, one block to a multiprocessor."""
+    rows, cols = guesses.tile_shape(algorithm.get(TILE)) or (1024, 512)
+    return float(-(-1024 // rows) * -(-512 // cols) * max(1, algorithm.get(SPLITK)) / 132)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    info = DeviceInfo(0, "pretended", 90, 132, 1 << 36)
+    monkeypatch.setattr("lt_runtime.planning.matmul.device_info", lambda _: info)
+    monkeypatch.setattr("lt_runtime.planning.matmul.workspace_size", lambda _: WORKSPACE)
+    return FakeLibrary(monkeypatch)
+
+
+def ids(algorithms: list[Algorithm]) -> list[int]:
+    return [algorithm.get(ID) for algorithm in algorithms]
+
+
+BOTH, NONE = 2, 0
+
+
+def test_queries_differ_in_workspace_and_reductions(library: FakeLibrary) -> None:
+    library.offered = {(WORKSPACE, BOTH): [1, 2]}
+    heuristic_candidates(MatmulPlan(a_problem(), 0), WORKSPACE)
+    first, *others = library.asked
+    assert first == (WORKSPACE, BOTH)
+    assert others == [(limit, mask) for limit in (WORKSPACE, 4 << 20, 0) for mask in (BOTH, NONE)]
+
+
+def test_one_kernel_asks_for_no_reduction(library: FakeLibrary) -> None:
+    library.offered = {(WORKSPACE, NONE): [1]}
+    heuristic_candidates(MatmulPlan(a_problem(one_kernel=True), 0), WORKSPACE)
+    assert {mask for _, mask in library.asked} == {NONE}
+
+
+def test_the_plans_own_is_first_and_no_algorithm_comes_twice(library: FakeLibrary) -> None:
+    library.offered = {(WORKSPACE, BOTH): [3, 1, 2], (0, NONE): [2, 5], (4 << 20, BOTH): [1, 4]}
+    plan = MatmulPlan(a_problem(), 0, rank=1)
+    assert ids(heuristic_candidates(plan, WORKSPACE)) == [1, 3, 2, 4, 5]
+
+
+def test_no_more_than_the_most(library: FakeLibrary) -> None:
+    library.offered = {
+        (WORKSPACE, BOTH): list(range(8)),
+        (4 << 20, BOTH): list(range(20, 28)),
+        (0, NONE): list(range(40, 48)),
+    }
+    found = heuristic_candidates(MatmulPlan(a_problem(), 0), WORKSPACE)
+    assert ids(found) == [*range(8), *range(20, 28)]
+    assert len(found) == MOST
+    assert (0, NONE) not in library.asked
+
+
+def known_bad(number: int) -> Algorithm:
+    """The split of K that drops its tail: 769 = 12·64 + 1 is in 12 parts of 64."""
+    bad = Algorithm(number.to_bytes(8, "little") + bytes(56)).set(SPLITK, 12)
+    return bad.set(AlgoConfigAttribute.STAGES_ID, 35)
+
+
+def test_what_is_known_to_be_wrong_is_never_a_candidate(library: FakeLibrary) -> None:
+    library.offered = {(WORKSPACE, BOTH): [66, 1]}
+    query = library._query
+
+    def with_bad(*arguments: Any) -> int:
+        status = query(*arguments)
+        for result in arguments[8]._obj:
+            if result.algo[0] == 66:
+                result.algo[:] = struct.unpack("8Q", known_bad(66).blob)
+        return status
+
+    library.recorder._stand_ins["cublasLtMatmulAlgoGetHeuristic"] = with_bad
+    assert ids(heuristic_candidates(MatmulPlan(a_problem(), 0), WORKSPACE)) == [1]
+
+
+def test_a_plan_of_a_given_algorithm_asks_no_heuristic(library: FakeLibrary) -> None:
+    library.workspace = lambda _: 4096
+    given = Algorithm((21).to_bytes(8, "little") + bytes(56)).set(TILE, MatmulTile.TILE_128x64)
+    plan = MatmulPlan(a_problem(), 0, algorithm=given.blob)
+    assert (plan.algorithm.blob, plan.algorithm.workspace_size) == (given.blob, 4096)
+    assert plan.algorithm.waves_count == pytest.approx(waves(given))
+    assert library.asked == []
+    assert not hasattr(MatmulPlan(a_problem_without_terms(), 0, algorithm=given.blob), "algorithm")
+
+
+def a_problem_without_terms() -> MatmulProblem:
+    specs = [Spec(packed(*shape)) for shape in ((5, 0), (0, 6), (5, 6))]
+    return MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
+
+
+def test_what_speaks_against_a_given_algorithm(library: FakeLibrary) -> None:
+    plain = Algorithm((21).to_bytes(8, "little") + bytes(56))
+    with pytest.raises(PlanError, match=r"known to be wrong.*drops the tail of K"):
+        MatmulPlan(a_problem(), 0, algorithm=known_bad(66).blob)
+    split = plain.set(SPLITK, 2).set(SCHEME, ReductionScheme.COMPUTE_TYPE)
+    assert MatmulPlan(a_problem(), 0, algorithm=split.blob).algorithm.blob == split.blob
+    with pytest.raises(PlanError, match=r"sums the parts of a split K as .*COMPUTE_TYPE"):
+        MatmulPlan(a_problem(one_kernel=True), 0, algorithm=split.blob)
+    narrow = plain.set(SPLITK, 2).set(SCHEME, ReductionScheme.OUTPUT_TYPE)
+    with pytest.raises(PlanError, match=r"sums the parts of a split K as .*OUTPUT_TYPE"):
+        MatmulPlan(a_problem(), 0, algorithm=narrow.blob)
+    library.workspace = lambda _: WORKSPACE + 1
+    with pytest.raises(PlanError, match=f"needs {WORKSPACE + 1} bytes of workspace; there are {WORKSPACE}"):
+        MatmulPlan(a_problem(), 0, algorithm=plain.blob)
+    library.refuses = lambda _: True
+    with pytest.raises(PlanError, match="cuBLASLt refuses the algorithm"):
+        MatmulPlan(a_problem(), 0, algorithm=plain.blob)
+
+
+def deep(library: FakeLibrary, problem: MatmulProblem | None = None) -> list[Algorithm]:
+    plan = MatmulPlan(problem or a_problem(), 0)
+    return deep_candidates(plan, heuristic_candidates(plan, WORKSPACE))
+
+
+def test_deep_candidates_are_configurations_of_all_ids(library: FakeLibrary) -> None:
+    library.offered = {(WORKSPACE, BOTH): [1, 2]}
+    library.ids = [7, 2]
+    found = deep(library)
+    assert ids(found[:2]) == [1, 2]  # no configuration of 1: it is not listed
+    assert ids(found[2:6]) == [2, 7, 2, 7]
+    assert set(ids(found[2:])) == {2, 7}
+    configurations = [configuration(each) for each in found]
+    assert all(configurations.count(each) == 1 for each in configurations)
+    tiles = {each["TILE_ID"] for each in configurations[2:]}
+    assert tiles == set(TILES) - {5000}  # whose shape is not known
+    varied = {name for name in configurations[0] if len({each[name] for each in configurations[2:]}) > 1}
+    assert varied == {each.name for each in AlgoConfigAttribute}
+
+
+def test_deep_candidates_respect_what_an_algorithm_can_do(library: FakeLibrary) -> None:
+    library.offered, library.ids = {(WORKSPACE, BOTH): [1]}, [1]
+    library.capabilities[AlgoCapAttribute.SPLITK_SUPPORT] = struct.pack("i", 0)
+    library.capabilities[AlgoCapAttribute.CTA_SWIZZLING_SUPPORT] = struct.pack("I", 0)
+    library.capabilities[AlgoCapAttribute.CUSTOM_OPTION_MAX] = struct.pack("i", 0)
+    library.capabilities[AlgoCapAttribute.STAGES_IDS] = b""
+    library.capabilities[AlgoCapAttribute.TILE_IDS] = b""
+    for each in map(configuration, deep(library)[1:]):
+        assert (each["SPLITK_NUM"], each["CTA_SWIZZLING"], each["CUSTOM_OPTION"], each["STAGES_ID"]) == (0, 0, 0, 0)
+        assert each["TILE_ID"] == MatmulTile.UNDEFINED
+
+
+def test_deep_candidates_are_checked(library: FakeLibrary) -> None:
+    library.offered, library.ids = {(WORKSPACE, BOTH): [1]}, [66, 70]
+    library.refuses = lambda algorithm: algorithm.get(TILE) == MatmulTile.TILE_64x64
+    found = deep(library)
+    assert all(each.get(TILE) != MatmulTile.TILE_64x64 for each in found)
+    assert any(each.get(SPLITK) > 1 for each in found)
+    library.offered = {(WORKSPACE, NONE): [1]}
+    assert all(each.get(SPLITK) <= 1 for each in deep(library, a_problem(one_kernel=True)))
+
+
+def test_known_bad_splits_are_not_guessed(library: FakeLibrary) -> None:
+    library.offered, library.ids = {(WORKSPACE, BOTH): [1]}, [66]
+    specs = [Spec(packed(*shape)) for shape in ((512, 129), (129, 1024), (512, 1024))]
+    problem = MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, *specs)
+    found = [each for each in deep(library, problem) if each.get(AlgoConfigAttribute.STAGES_ID) == 35]
+    assert 2 not in {each.get(SPLITK) for each in found}  # 129 div 2 is one stage of 64
+    assert 3 in {each.get(SPLITK) for each in found}
+
+
+def test_deep_candidates_are_capped(library: FakeLibrary) -> None:
+    library.offered, library.ids = {(WORKSPACE, BOTH): [1]}, list(range(2, 14))
+    found = deep(library)
+    assert len(found) == MOST_DEEP
+    assert set(ids(found)) == set(range(1, 14))
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (((1024, 1024), 512, (128, 128), 1.0), ((1024, 1024), 512, (64, 64), 1.0)),  # loads less
+        (((1024, 1024), 512, (128, 128), 1.0), ((1024, 1024), 512, (128, 128), 1.1)),  # a second wave, nearly empty
+        (((1024, 1024), 512, (64, 64), 0.8), ((1024, 1024), 512, (128, 128), 0.2)),  # most of the GPU idle
+        (((10, 512), 512, (16, 128)), ((10, 512), 512, (128, 128))),  # hangs over the edge
+        (((512, 512), 16384, (64, 64), 0.9, 4), ((512, 512), 16384, (64, 64), 0.3, 1)),  # fills the GPU
+        (((512, 512), 256, (64, 64), 0.5, 1), ((512, 512), 256, (64, 64), 0.9, 4)),  # too short to be worth it
+    ],
+)
+def test_estimates(better: Any, worse: Any) -> None:
+    assert guesses.estimate(*better) < guesses.estimate(*worse)
+
+
+def test_shapes_of_tiles() -> None:
+    assert guesses.tile_shape(MatmulTile.TILE_128x64) == (128, 64)
+    assert guesses.tile_shape(MatmulTile.UNDEFINED) is None
+    assert guesses.tile_shape(5000) is None
+    assert sum(guesses.tile_shape(tile) is None for tile in MatmulTile) == 1
+
+
+def test_configurations_are_by_name() -> None:
+    found = configuration(Algorithm(bytes(64)).set(SPLITK, 3))
+    assert found["SPLITK_NUM"] == 3
+    assert list(found) == [attribute.name for attribute in cublaslt.AlgoConfigAttribute]
+    assert {type(value) for value in found.values()} == {int}
