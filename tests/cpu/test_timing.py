@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,69 +12,12 @@ from hypothesis import strategies as st
 
 from lt_runtime.planning import timing
 from lt_runtime.planning.timing import Timing, buffer_sets, fastest, take_times
+from tests.fake_clock import FakeClock
 
 FOREVER = float("inf")
-STREAM = 7
 
 
-class Clock:
-    """Work takes as long as the contenders say; a replay as long as all its launches.
-
-    Attributes:
-        now: seconds that have passed.
-        launched: the names and numbers of all launches.
-        alone: how many launches were waited for one by one.
-        open: graphs that are not freed.
-    """
-
-    def __init__(self, noise: Iterator[float] | None = None) -> None:
-        self.now = 0.0
-        self.launched: list[tuple[str, int]] = []
-        self.alone: list[str] = []
-        self.open = 0
-        self.rounds: list[list[str]] = []
-        self._spent = 0.0
-        self._noise = noise or itertools.repeat(1.0)
-
-    def contender(self, name: str, us: float, first_us: float | None = None) -> Callable[[int, int], None]:
-        costs = itertools.chain([us if first_us is None else first_us], itertools.repeat(us))
-
-        def launch(number: int, stream: int) -> None:
-            assert stream == STREAM
-            self.launched.append((name, number))
-            self._spent += next(costs)
-
-        return launch
-
-    def contenders(self, **us: float) -> dict[str, Callable[[int, int], None]]:
-        return {name: self.contender(name, cost) for name, cost in us.items()}
-
-    def _run(self, run: Callable[[int], object]) -> float:
-        self._spent = 0.0
-        run(STREAM)
-        return self._spent
-
-    def once(self, run: Callable[[int], object]) -> float:
-        us = self._run(run)
-        self.alone.append(self.launched[-1][0])
-        self.now += us / 1e6
-        return us
-
-    @contextlib.contextmanager
-    def capture(self, run: Callable[[int], object]) -> Iterator[tuple[str, float]]:
-        us = self._run(run)
-        self.open += 1
-        yield self.launched[-1][0], us
-        self.open -= 1
-
-    def replay(self, graphs: Sequence[tuple[str, float]]) -> list[float]:
-        self.rounds.append([name for name, _ in graphs])
-        times = [us * next(self._noise) for _, us in graphs]
-        self.now += sum(times) / 1e6
-        return times
-
-
-def times(clock: Clock, contenders: dict[str, Any], sets: int = 1, deadline: float = FOREVER) -> dict[str, Timing]:
+def times(clock: FakeClock, contenders: dict[str, Any], sets: int = 1, deadline: float = FOREVER) -> dict[str, Timing]:
     assert not clock.open
     measured = take_times(contenders, clock, sets, deadline)  # type: ignore[arg-type]
     assert not clock.open
@@ -84,7 +25,7 @@ def times(clock: Clock, contenders: dict[str, Any], sets: int = 1, deadline: flo
 
 
 def test_medians_and_spreads_are_of_one_launch() -> None:
-    clock = Clock(iter([1.0, 1.1, 0.9, 1.2, 1.0, 1.05, 0.95]))
+    clock = FakeClock(iter([1.0, 1.1, 0.9, 1.2, 1.0, 1.05, 0.95]))
     measured = times(clock, clock.contenders(only=20.0))
     assert measured["only"].median_us == pytest.approx(20.0)
     assert measured["only"].spread_us == pytest.approx(20.0 * (1.075 - 0.975))
@@ -92,13 +33,13 @@ def test_medians_and_spreads_are_of_one_launch() -> None:
 
 
 def test_contenders_take_turns_back_and_forth() -> None:
-    clock = Clock()
+    clock = FakeClock()
     times(clock, clock.contenders(a=10.0, b=11.0, c=12.0))
     assert clock.rounds == [list("abc"), list("cba")] * 3 + [list("abc")]
 
 
 def test_one_far_behind_is_launched_alone_and_dropped() -> None:
-    clock = Clock()
+    clock = FakeClock()
     measured = times(clock, clock.contenders(a=10.0, slow=31.0, b=29.0))
     assert measured["slow"] == Timing(31.0, 0.0, dropped=True)
     assert not measured["b"].dropped
@@ -107,14 +48,14 @@ def test_one_far_behind_is_launched_alone_and_dropped() -> None:
 
 
 def test_the_first_may_be_the_one_far_behind() -> None:
-    clock = Clock()
+    clock = FakeClock()
     measured = times(clock, clock.contenders(a=100.0, b=10.0))
     assert measured["a"].dropped
     assert fastest(measured, "a") == "b"
 
 
 def test_one_that_runs_for_seconds_is_launched_once() -> None:
-    clock = Clock()
+    clock = FakeClock()
     measured = times(clock, clock.contenders(a=10.0, endless=3e6, b=9.0))
     assert measured["endless"].dropped
     assert clock.alone.count("endless") == 1
@@ -122,21 +63,21 @@ def test_one_that_runs_for_seconds_is_launched_once() -> None:
 
 
 def test_loading_a_kernel_counts_against_nobody() -> None:
-    clock = Clock()
+    clock = FakeClock()
     contenders = {"a": clock.contender("a", 10.0), "b": clock.contender("b", 10.0, first_us=2e5)}
     assert not times(clock, contenders)["b"].dropped
 
 
 @pytest.mark.parametrize(("us", "sets", "launches"), [(4.0, 1, 50), (100.0, 1, 4), (5e3, 1, 1), (100.0, 3, 6)])
 def test_a_graph_holds_some_launches_of_every_set(us: float, sets: int, launches: int) -> None:
-    clock = Clock()
+    clock = FakeClock()
     times(clock, clock.contenders(only=us), sets)
     captured = clock.launched[2:]
     assert [number for _, number in captured] == [index % sets for index in range(launches)]
 
 
 def test_when_time_is_up_what_was_not_tried_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = FakeClock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     measured = times(clock, clock.contenders(a=1e5, b=1e5, c=1e5), deadline=0.3)
     assert list(measured) == ["a", "b"]
@@ -144,13 +85,13 @@ def test_when_time_is_up_what_was_not_tried_is_left_out(monkeypatch: pytest.Monk
 
 
 def test_at_least_the_first_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = FakeClock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     assert list(times(clock, clock.contenders(a=1.0, b=1.0), deadline=-1.0)) == ["a"]
 
 
 def test_what_a_contender_raises_comes_through_and_graphs_are_freed() -> None:
-    clock = Clock()
+    clock = FakeClock()
     calls = itertools.count()
 
     def breaks(number: int, stream: int) -> None:

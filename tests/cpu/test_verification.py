@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning import verification
 from lt_runtime.planning.trial import EDGES, LATTICE, NORMAL, ONES, Trial
 from lt_runtime.planning.verification import KINDS, disagreement, expected_outputs, verify
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from tests.trial_products import compute, encode, operands, right
 
 M, N, K = 24, 40, 72
 FLOAT_TYPES = [
@@ -48,47 +48,9 @@ def a_problem(
     return MatmulProblem(*types, compute, a, b, d, epilogue, c=d if with_c else None, batch=batch, aux=aux)
 
 
-def encode(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    rounded = values.astype(dtype.numpy)
-    return rounded.view(f"uint{8 * dtype.itemsize}")
-
-
-def operands(trial: Trial) -> tuple[NDArray[Any], NDArray[Any]]:
-    return trial.read("a"), trial.read("b")
-
-
-def compute(trial: Trial, a: NDArray[Any], b: NDArray[Any]) -> None:
-    """What a right algorithm does, in float64 and rounded once."""
-    problem, buffers = trial.problem, trial._buffers
-    result = reference.matmul(
-        a,
-        b,
-        trial.read("c") if problem.c else None,
-        beta=1.0,
-        epilogue=problem.epilogue,
-        bias=trial.read("vector")[0, 0] if problem.epilogue.has_bias else None,
-        aux=trial.read("aux") if problem.epilogue.is_derivative else None,
-    )
-    buffers["d"].bits[...] = encode(result.d, problem.d_dtype)
-    if result.bias_gradient is not None:
-        buffers["vector"].bits[...] = encode(result.bias_gradient.reshape(1, 1, -1), problem.d_dtype)
-    if result.aux is not None and trial.has_mask:
-        flipped = problem.d.layout.order is Order.COLUMN
-        positive = result.aux > 0
-        lines = positive.swapaxes(-1, -2) if flipped else positive
-        mask = buffers["aux"].bits
-        mask[...] = reference.pack_mask(lines)[..., : mask.shape[-1]]
-    elif result.aux is not None:
-        buffers["aux"].bits[...] = encode(result.aux, problem.d_dtype)
-
-
 def judge(problem: MatmulProblem, launch: Callable[[Trial], None]) -> str | None:
     trial = Trial(np, problem)
     return verify({"it": lambda: launch(trial)}, trial).get("it")
-
-
-def right(trial: Trial) -> None:
-    compute(trial, *operands(trial))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
