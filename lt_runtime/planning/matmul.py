@@ -13,29 +13,18 @@ from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.gpu.memory import StreamMemory, workspace_size
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import Order
 from lt_runtime.planning.call import ProductCall
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.planning.library_terms import (
+    DATA_TYPES,
+    Types,
+    column_major,
+    library_epilogue,
+    library_types,
+    scale_type,
+)
+from lt_runtime.problem import MatmulProblem, Spec
 
-_DATA_TYPES: Final = {
-    DType.FLOAT32: cublaslt.DataType.R_32F,
-    DType.FLOAT16: cublaslt.DataType.R_16F,
-    DType.BFLOAT16: cublaslt.DataType.R_16BF,
-    DType.FLOAT64: cublaslt.DataType.R_64F,
-}
-_COMPUTE_TYPES: Final = {
-    Compute.FLOAT32: cublaslt.ComputeType.COMPUTE_32F,
-    Compute.TF32: cublaslt.ComputeType.COMPUTE_32F_FAST_TF32,
-    Compute.FLOAT64: cublaslt.ComputeType.COMPUTE_64F,
-}
-_Types = tuple[
-    cublaslt.ComputeType,
-    cublaslt.DataType,
-    cublaslt.DataType,
-    cublaslt.DataType,
-    cublaslt.DataType,
-    cublaslt.DataType,
-]
 _REQUESTED: Final = 8
 _MAX_KERNELS: Final = 2
 # Partial sums of a split K are kept in FP32; in the output type they would lose precision.
@@ -82,11 +71,11 @@ class MatmulPlan:
         self.handle = cublaslt.handle(self._device)
         first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         self._desc = self._describe(first.layout.order, second.layout.order)
-        operand, result = _DATA_TYPES[problem.dtype], _DATA_TYPES[problem.d_dtype]
-        self._first = _column_major(first, operand, problem.batch)
-        self._second = _column_major(second, operand, problem.batch)
-        self._c = _column_major(problem.c or problem.d, result, problem.batch)
-        self._d = _column_major(problem.d, result, problem.batch)
+        _, _, operand, _, result, _ = self.types
+        self._first = column_major(first, operand, problem.batch)
+        self._second = column_major(second, operand, problem.batch)
+        self._c = column_major(problem.c or problem.d, result, problem.batch)
+        self._d = column_major(problem.d, result, problem.batch)
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
         self.candidates = tuple(self.query(workspace_size(self._device), self.reductions))
@@ -132,10 +121,9 @@ class MatmulPlan:
         return cublaslt.ReductionScheme.NONE if self.problem.one_kernel else _REDUCTIONS
 
     @property
-    def types(self) -> _Types:
+    def types(self) -> Types:
         """What the library's algorithms are listed by: compute type, scale type, types of A, B, C and D."""
-        operand, result = _DATA_TYPES[self.problem.dtype], _DATA_TYPES[self.problem.d_dtype]
-        return _COMPUTE_TYPES[self.problem.compute], _scale_type(self.problem), operand, operand, result, result
+        return library_types(self.problem)
 
     @property
     def library_shape(self) -> tuple[int, int]:
@@ -145,15 +133,15 @@ class MatmulPlan:
     def _describe(self, first: Order, second: Order) -> cublaslt.MatmulDesc:
         problem, own = self.problem, self.problem.d.layout.order
         attribute, operation = cublaslt.MatmulDescAttribute, cublaslt.Operation
-        desc = cublaslt.MatmulDesc(_COMPUTE_TYPES[problem.compute], _scale_type(problem))
+        desc = cublaslt.MatmulDesc(*self.types[:2])
         desc.set(attribute.TRANSA, operation.N if first is own else operation.T)
         desc.set(attribute.TRANSB, operation.N if second is own else operation.T)
-        desc.set(attribute.EPILOGUE, _library_epilogue(problem.epilogue, self._swapped))
+        desc.set(attribute.EPILOGUE, library_epilogue(problem.epilogue, self._swapped))
         if problem.device_scalars:
             desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
         if problem.epilogue.has_bias or problem.epilogue.has_bias_gradient:
             desc.set(attribute.BIAS_POINTER, _ANY_ADDRESS)
-            desc.set(attribute.BIAS_DATA_TYPE, _DATA_TYPES[problem.d_dtype])
+            desc.set(attribute.BIAS_DATA_TYPE, DATA_TYPES[problem.d_dtype])
         if problem.aux is not None:
             desc.set(attribute.EPILOGUE_AUX_POINTER, _ANY_ADDRESS)
             desc.set(attribute.EPILOGUE_AUX_LD, problem.aux.layout.leading_dimension)
@@ -213,7 +201,7 @@ class MatmulPlan:
             m=m,
             n=n,
             k=problem.k,
-            epilogue=_library_epilogue(problem.epilogue, self._swapped),
+            epilogue=library_epilogue(problem.epilogue, self._swapped),
             largest_pitch=max(layout.leading_dimension * dtype.itemsize for layout, dtype in specs),
             largest_span=max(layout.extent for layout, _ in specs),
             vector_alignment=problem.vector,
@@ -278,11 +266,11 @@ class MatmulPlan:
 
     def _scale(self, c: Spec, call: ProductCall) -> None:
         problem, attribute = self.problem, cublaslt.MatrixTransformDescAttribute
-        kind = _DATA_TYPES[problem.d_dtype]
+        kind = DATA_TYPES[problem.d_dtype]
         with (
-            cublaslt.MatrixTransformDesc(_scale_type(problem)) as desc,
-            _column_major(c, kind, problem.batch) as source,
-            _column_major(problem.d, kind, problem.batch) as target,
+            cublaslt.MatrixTransformDesc(scale_type(problem)) as desc,
+            column_major(c, kind, problem.batch) as source,
+            column_major(problem.d, kind, problem.batch) as target,
         ):
             zero: float = 0.0
             if problem.device_scalars:
@@ -298,26 +286,3 @@ def _zero(address: int, problem: MatmulProblem, stream: int) -> None:
     layout, itemsize = problem.d.layout, problem.d_dtype.itemsize
     lines, width = (layout.rows, layout.cols) if layout.order is Order.ROW else (layout.cols, layout.rows)
     driver_call("cuMemsetD2D8Async", address, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)
-
-
-def _scale_type(problem: MatmulProblem) -> cublaslt.DataType:
-    return cublaslt.DataType.R_64F if problem.compute is Compute.FLOAT64 else cublaslt.DataType.R_32F
-
-
-def _library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
-    """cuBLASLt's name for an epilogue: where the operands are swapped, the sums of A and B are too."""
-    if epilogue is Epilogue.NONE:
-        return cublaslt.Epilogue.DEFAULT
-    if epilogue.sums_operand and swapped:
-        return cublaslt.Epilogue.BGRADB if epilogue is Epilogue.BGRADA else cublaslt.Epilogue.BGRADA
-    return cublaslt.Epilogue[epilogue.name]
-
-
-def _column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublaslt.MatrixLayout:
-    """The memory of a matrix, or of a batch, as the column-major matrix that cuBLASLt sees."""
-    layout: Layout = spec.layout
-    rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
-    stride = spec.batch_stride if batch > 1 else 0
-    return cublaslt.MatrixLayout(
-        data_type, rows, cols, layout.leading_dimension, batch_count=batch, batch_stride=stride
-    )

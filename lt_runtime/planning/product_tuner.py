@@ -148,23 +148,34 @@ def _own_memory(device: int, clock: Clock) -> Iterator[Any]:
 
 
 def _compete(xp: Any, field: Field, clock: Clock, budget_s: float) -> dict[str, Timing]:
-    """Times the candidates, verifies those that are not far behind, and rejects all others."""
+    """Times the candidates, verifies those that are not far behind, and rejects all others.
+
+    Where one is wrong the rest compete again: they may have been far behind that one alone.
+    """
     memory = stream_memory(field.device, clock.stream)
     trials = _trials(xp, field)
     calls = [trial.call(clock.stream) for trial in trials]
     launches = {name: launcher(plan, calls, memory) for name, plan in field.plans.items()}
-    if not launches:
-        return {}
-    timings = take_times(launches, clock, len(trials), time.monotonic() + budget_s)
-    for name in launches:
+    timings: dict[str, Timing] = {}
+    while field.plans:
+        contenders = {name: launches[name] for name in field.plans}
+        timings |= take_times(contenders, clock, len(trials), time.monotonic() + budget_s)
+        near = [name for name in contenders if name in timings and not timings[name].dropped]
+        faults = verify({name: partial(_run_afresh, launches[name], memory, clock.stream) for name in near}, trials[0])
+        for name, reason in faults.items():
+            field.reject(name, reason)
+        if not faults:
+            break
+    _reject_slow(field, timings)
+    return timings
+
+
+def _reject_slow(field: Field, timings: Mapping[str, Timing]) -> None:
+    for name in list(field.plans):
         if name not in timings:
             field.reject(name, "not measured: time was up")
         elif timings[name].dropped:
             field.reject(name, f"far behind: {timings[name].median_us:.1f} µs")
-    runs = {name: partial(_run_afresh, launches[name], memory, clock.stream) for name in field.plans}
-    for name, reason in verify(runs, trials[0]).items():
-        field.reject(name, reason)
-    return timings
 
 
 def _trials(xp: Any, field: Field) -> list[Trial]:

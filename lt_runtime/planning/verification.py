@@ -22,7 +22,8 @@ KINDS: Final = (LATTICE, EDGES, ONES)
 exact, which an operand or a partial sum kept in too narrow a type shows; and all ones, which must give K."""
 _SLAB: Final = 1 << 22
 
-_HALF_UNIT: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT64: 2.0**-53}
+# In the last place, relative. Half of it is what rounding to the nearest takes, which the library does not promise.
+_UNIT: Final = {DType.FLOAT32: 2.0**-23, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7, DType.FLOAT64: 2.0**-52}
 _LEAST_NORMAL: Final = {DType.FLOAT16: 2.0**-14, DType.FLOAT64: 2.0**-1022}
 _LARGEST: Final = {DType.FLOAT16: 65504.0, DType.FLOAT64: math.inf}
 # The library's GELU is good to five digits, and its derivative, where 1 - tanh² cancels, to less.
@@ -96,33 +97,36 @@ def expected_outputs(trial: Trial, data: Data) -> Iterator[Expected]:
     """What the product makes of the trial's operands, some rows at a time: float64 arrays take room."""
     problem = trial.problem
     b = trial.read("b")
+    b_norms = ((b * b).sum(axis=-2) ** 0.5)[:, None, :]
     sums = _ColumnSums()
     step = max(1, _SLAB // (problem.batch * problem.n))
     for start in range(0, problem.m, step):
         rows = slice(start, min(start + step, problem.m))
-        product, error = _product(trial, rows, b, data)
+        product, error = _product(trial, rows, b, b_norms, accumulation_error(problem, data))
         values, rounding, approximation = _through_epilogue(trial, rows, product, error)
         yield _expect(problem, "d", rows, values, rounding + approximation)
         if "aux" in trial.outputs:
             yield _expect_aux(trial, rows, product, error)
-        sums.add(values, rounding + _HALF_UNIT[problem.d_dtype] * abs(values), approximation)
+        if "vector" in trial.outputs:
+            sums.add(values, rounding + _UNIT[problem.d_dtype] * abs(values), approximation)
     if "vector" in trial.outputs:
         yield _expect(problem, "vector", slice(0, 1), *_operand_sums(trial, b) or sums.results())
 
 
-def _product(trial: Trial, rows: slice, b: Any, data: Data) -> tuple[Any, Any]:
-    """A·B + C + bias in float64, and how far off an accumulation in the problem's precision may be."""
+def _product(trial: Trial, rows: slice, b: Any, b_norms: Any, relative: float) -> tuple[Any, Any]:
+    """A·B + C + bias in float64, and how far off it may be in the problem's precision.
+
+    The norms' product is, by Cauchy and Schwarz, no less than the sum of the products' magnitudes, and much cheaper.
+    """
     problem, a = trial.problem, trial.read("a", rows)
     product = a @ b
-    relative = accumulation_error(problem, data)
-    # By Cauchy and Schwarz no less than the sum of the products' magnitudes, which no second product is spent on.
-    error = relative * ((a * a).sum(axis=-1) ** 0.5)[..., None] * ((b * b).sum(axis=-2) ** 0.5)[:, None, :]
+    error = relative * ((a * a).sum(axis=-1, keepdims=True) ** 0.5) * b_norms
     if problem.c is not None:
         product = product + trial.read("c", rows)
     if problem.epilogue.has_bias:
         product = product + trial.read("vector")
     if relative:  # C and the bias are rounded in as well
-        error = error + 4 * _HALF_UNIT[_accumulator(problem)] * abs(product)
+        error = error + 2 * _UNIT[_accumulator(problem)] * abs(product)
     return product, error
 
 
@@ -135,9 +139,8 @@ def accumulation_error(problem: MatmulProblem, data: Data) -> float:
     """
     if problem.k <= data.exact_to:
         return 0.0
-    unit = _HALF_UNIT[_accumulator(problem)]
     operands = 2.0**-9 if problem.compute is Compute.TF32 else 0.0
-    return operands + 4 * unit * (8 + math.sqrt(problem.k))
+    return operands + 2 * _UNIT[_accumulator(problem)] * (8 + math.sqrt(problem.k))
 
 
 def _accumulator(problem: MatmulProblem) -> DType:
@@ -161,7 +164,7 @@ def _expect(problem: MatmulProblem, output: str, rows: slice, values: Any, error
     """With the rounding to D's type; what lies beyond its range is not judged, nor what is subnormal below."""
     dtype = problem.d_dtype
     largest, least = _LARGEST.get(dtype, 2.0**127), _LEAST_NORMAL.get(dtype, 2.0**-126)
-    limits = error + _HALF_UNIT[dtype] * abs(values) + least
+    limits = error + _UNIT[dtype] * abs(values) + least
     limits[abs(values) + limits > largest] = math.inf
     return Expected(output, rows, values, limits)
 

@@ -136,6 +136,14 @@ def test_a_wrong_one_is_rejected_and_the_next_is_chosen(gpu: FakeGpu) -> None:
     assert reasons(verdict)[2].startswith("wrong: d[0, 3, 5] is ")
 
 
+def test_being_far_behind_a_wrong_one_is_no_reason(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {2: 1.0, 3: 8.0, 4: 50.0}, {2: corrupt}
+    verdict = tune()
+    assert (verdict.config["ID"], verdict.us, verdict.first_us) == (3, 8.0, 10.0)
+    assert set(reasons(verdict)) == {2, 4}
+    assert reasons(verdict)[4] == "far behind: 50.0 µs"
+
+
 def test_a_wrong_first_is_rejected_too(gpu: FakeGpu) -> None:
     gpu.us, gpu.faults = {2: 30.0, 3: 20.0}, {1: corrupt}
     verdict = tune()

@@ -248,25 +248,31 @@ def test_a_capture_in_another_thread_stays_whole() -> None:
     x = cp.zeros(1000, cp.float32)
     cp.cuda.Device().synchronize()
     errors: list[BaseException] = []
+    tuned, captured = threading.Event(), threading.Event()
 
     def elsewhere() -> None:
         try:
             tune(PROBLEMS["fp32 bias"])
         except BaseException as error:
             errors.append(error)
+        tuned.set()
+        captured.wait()  # the thread's end destroys CuPy's handles, which waits for the device
 
     thread = threading.Thread(target=elsewhere)
     with stream:
-        stream.begin_capture()  # the strictest mode: no thread may allocate
+        x += 1  # loads the kernel
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)  # the strictest: no thread may allocate
         x += 1
         thread.start()
-        thread.join()
+        tuned.wait()
         x += 1
         graph = stream.end_capture()
+        captured.set()
         graph.launch(stream)
+    thread.join()
     stream.synchronize()
     assert not errors, errors
-    assert (x == 2).all()
+    assert (x == 3).all()
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
