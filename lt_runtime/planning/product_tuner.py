@@ -153,15 +153,18 @@ def _compete(xp: Any, field: Field, clock: Clock, budget_s: float) -> dict[str, 
     Where one is wrong the rest compete again: they may have been far behind that one alone.
     """
     memory = stream_memory(field.device, clock.stream)
-    trials = _trials(xp, field)
+    first = Trial(xp, field.problem)
+    trials = [first, *(Trial(xp, field.problem) for _ in range(1, buffer_sets(first.size, field.device)))]
     calls = [trial.call(clock.stream) for trial in trials]
     launches = {name: launcher(plan, calls, memory) for name, plan in field.plans.items()}
     timings: dict[str, Timing] = {}
     while field.plans:
+        for seed, trial in enumerate(trials):
+            trial.fill(NORMAL, np.random.default_rng(seed))
         contenders = {name: launches[name] for name in field.plans}
         timings |= take_times(contenders, clock, len(trials), time.monotonic() + budget_s)
         near = [name for name in contenders if name in timings and not timings[name].dropped]
-        faults = verify({name: partial(_run_afresh, launches[name], memory, clock.stream) for name in near}, trials[0])
+        faults = verify({name: partial(_run_afresh, launches[name], memory, clock.stream) for name in near}, first)
         for name, reason in faults.items():
             field.reject(name, reason)
         if not faults:
@@ -176,15 +179,6 @@ def _reject_slow(field: Field, timings: Mapping[str, Timing]) -> None:
             field.reject(name, "not measured: time was up")
         elif timings[name].dropped:
             field.reject(name, f"far behind: {timings[name].median_us:.1f} µs")
-
-
-def _trials(xp: Any, field: Field) -> list[Trial]:
-    """Operands to rotate through, filled."""
-    first = Trial(xp, field.problem)
-    trials = [first, *(Trial(xp, field.problem) for _ in range(1, buffer_sets(first.size, field.device)))]
-    for seed, trial in enumerate(trials):
-        trial.fill(NORMAL, np.random.default_rng(seed))
-    return trials
 
 
 def launcher(plan: MatmulPlan, calls: Sequence[ProductCall], memory: StreamMemory) -> Launch:
