@@ -78,6 +78,14 @@ def device_info(ordinal: int) -> DeviceInfo:
 
 
 @functools.cache
+def cache_size(ordinal: int) -> int:
+    """Bytes of a GPU's L2 cache."""
+    _initialise()
+    attribute = _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+    return int(call("cuDeviceGetAttribute", attribute, call("cuDeviceGet", ordinal)))
+
+
+@functools.cache
 def _primary_context(ordinal: int) -> driver.CUcontext:
     # Retained for the life of the process: it is the context that every other library uses as well.
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))

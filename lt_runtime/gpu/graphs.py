@@ -1,32 +1,47 @@
-"""What a call puts on a stream, seen by capturing it."""
+"""Graphs: what a call puts on a stream, seen by capturing it, and work captured once to be launched again and again."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
+from typing import Self
 
 from cuda.bindings import driver
 
 from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import private_stream
 
 _lock = threading.Lock()
 _PREFIX = "CU_GRAPH_NODE_TYPE_"
 
 
-@functools.cache
-def _private_stream(device: int) -> int:
-    return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-
-
 def rehearse(run: Callable[[int], object], device: int) -> list[str]:
     """`captured_nodes` on a stream that is used for nothing else; `device` is current."""
     with _lock:
-        return captured_nodes(run, _private_stream(device))
+        return captured_nodes(run, private_stream(device, "rehearsal"))
 
 
 def captured_nodes(run: Callable[[int], object], stream: int) -> list[str]:
     """Types of the nodes that `run(stream)` would launch, such as "KERNEL" or "MEMSET". Nothing is executed.
+
+    Args:
+        run: see `Graph`.
+        stream: see `Graph`.
+
+    Raises:
+        Whatever `run` raises; the capture is ended all the same.
+    """
+    graph = _capture(run, stream)
+    try:
+        _, count = call("cuGraphGetNodes", graph, 0)
+        nodes, _ = call("cuGraphGetNodes", graph, count)
+        return [call("cuGraphNodeGetType", node).name.removeprefix(_PREFIX) for node in nodes]
+    finally:
+        call("cuGraphDestroy", graph)
+
+
+class Graph:
+    """Work captured from a stream, to be launched any number of times; a context manager that frees it.
 
     The capture is this thread's own business: other threads' calls are not restricted meanwhile.
 
@@ -37,16 +52,34 @@ def captured_nodes(run: Callable[[int], object], stream: int) -> list[str]:
     Raises:
         Whatever `run` raises; the capture is ended all the same.
     """
+
+    def __init__(self, run: Callable[[int], object], stream: int) -> None:
+        graph = _capture(run, stream)
+        try:
+            self._executable = call("cuGraphInstantiate", graph, 0)
+        finally:
+            call("cuGraphDestroy", graph)
+
+    def launch(self, stream: int) -> None:
+        """Puts the work on `stream`."""
+        call("cuGraphLaunch", self._executable, stream)
+
+    def close(self) -> None:
+        """Frees it; what has been launched is finished all the same."""
+        call("cuGraphExecDestroy", self._executable)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
     call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     try:
         run(stream)
     except BaseException:
         driver.cuStreamEndCapture(stream)  # its status can only repeat what is being raised
         raise
-    graph = call("cuStreamEndCapture", stream)
-    try:
-        _, count = call("cuGraphGetNodes", graph, 0)
-        nodes, _ = call("cuGraphGetNodes", graph, count)
-        return [call("cuGraphNodeGetType", node).name.removeprefix(_PREFIX) for node in nodes]
-    finally:
-        call("cuGraphDestroy", graph)
+    return call("cuStreamEndCapture", stream)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from cuda.bindings import driver
 
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, CaptureError, DriverError
 from lt_runtime.gpu.driver import call
 
 
@@ -34,10 +37,50 @@ def stream_handle(stream: Any, device: int) -> int:
     return int((protocol() if callable(protocol) else protocol)[1])
 
 
+@functools.cache
+def private_stream(device: int, purpose: str) -> int:
+    """The handle of a stream of the current device that is used for one purpose alone, made at the first call.
+
+    It neither waits for the default stream nor is waited for.
+    """
+    return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+
 def is_capturing(stream: int) -> bool:
     """Whether a graph is being captured from the stream."""
     status = call("cuStreamIsCapturing", stream)
     return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+@contextlib.contextmanager
+def beside_captures(device: int) -> Iterator[None]:
+    """Lets the calling thread allocate, wait and load kernels while graphs are captured from streams of others.
+
+    Such calls would otherwise fail, and take the capture with them.
+
+    Raises:
+        CaptureError: CuPy's current stream is being captured, or one that the default stream waits for.
+    """
+    for stream in {0, stream_handle(None, device)}:
+        if _holds_capture(stream):
+            raise CaptureError(
+                f"stream {stream:#x} is being captured, or one that it waits for; measure before the capture"
+            )
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    previous = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", previous)
+
+
+def _holds_capture(stream: int) -> bool:
+    try:
+        return is_capturing(stream)
+    except DriverError as error:  # the default stream's answer while a blocking stream is captured, which stays whole
+        if error.status == int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT):
+            return True
+        raise
 
 
 def order_after(stream: int, producer: int) -> None:

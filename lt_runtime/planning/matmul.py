@@ -13,21 +13,18 @@ from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.gpu.memory import StreamMemory, workspace_size
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import Order
 from lt_runtime.planning.call import ProductCall
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.planning.library_terms import (
+    DATA_TYPES,
+    Types,
+    column_major,
+    library_epilogue,
+    library_types,
+    scale_type,
+)
+from lt_runtime.problem import MatmulProblem, Spec
 
-_DATA_TYPES: Final = {
-    DType.FLOAT32: cublaslt.DataType.R_32F,
-    DType.FLOAT16: cublaslt.DataType.R_16F,
-    DType.BFLOAT16: cublaslt.DataType.R_16BF,
-    DType.FLOAT64: cublaslt.DataType.R_64F,
-}
-_COMPUTE_TYPES: Final = {
-    Compute.FLOAT32: cublaslt.ComputeType.COMPUTE_32F,
-    Compute.TF32: cublaslt.ComputeType.COMPUTE_32F_FAST_TF32,
-    Compute.FLOAT64: cublaslt.ComputeType.COMPUTE_64F,
-}
 _REQUESTED: Final = 8
 _MAX_KERNELS: Final = 2
 # Partial sums of a split K are kept in FP32; in the output type they would lose precision.
@@ -36,7 +33,7 @@ _ANY_ADDRESS: Final = 256  # the heuristic looks at pointers' values; any aligne
 
 
 class MatmulPlan:
-    """One product on one device, by an algorithm of cuBLASLt's heuristic.
+    """One product on one device, by an algorithm of cuBLASLt's heuristic or a given one.
 
     cuBLASLt thinks in column-major matrices. A row-major D is its column-major transpose, and Dᵀ = Bᵀ·Aᵀ, so that
     the operands swap; an operand that lies the way D does is then read plainly, one that lies the other way by the
@@ -46,38 +43,45 @@ class MatmulPlan:
         problem: what is to be computed.
         device: ordinal of the GPU, which must be current.
         rank: which of the candidates to use; None for the first that is kernels alone.
+        algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
+            The heuristic is then not asked.
 
     Attributes:
         candidates: the algorithms that the heuristic offers and that are not known to be wrong, best first.
+        algorithm: the one that is used; there is none where nothing is to be multiplied.
 
     Raises:
-        PlanError: there is no such candidate.
+        PlanError: there is no such candidate, or something speaks against the given algorithm.
     """
 
-    def __init__(self, problem: MatmulProblem, device: int, rank: int | None = None) -> None:
+    def __init__(
+        self, problem: MatmulProblem, device: int, rank: int | None = None, *, algorithm: bytes | None = None
+    ) -> None:
         self.problem = problem
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
         self._device = device
         self._swapped = problem.d.layout.order is Order.ROW
         self._lock = threading.Lock()
         if problem.batch and problem.m and problem.n and problem.k:
-            self._prepare(rank)
+            self._prepare()
+            self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
 
-    def _prepare(self, rank: int | None) -> None:
+    def _prepare(self) -> None:
         problem = self.problem
-        self._handle = cublaslt.handle(self._device)
+        self.handle = cublaslt.handle(self._device)
         first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         self._desc = self._describe(first.layout.order, second.layout.order)
-        operand, result = _DATA_TYPES[problem.dtype], _DATA_TYPES[problem.d_dtype]
-        self._first = _column_major(first, operand, problem.batch)
-        self._second = _column_major(second, operand, problem.batch)
-        self._c = _column_major(problem.c or problem.d, result, problem.batch)
-        self._d = _column_major(problem.d, result, problem.batch)
-        offered = self._heuristics(first, second)
-        self.candidates = tuple(each for each in offered if cublaslt.is_known_bad(self._facts(each)) is None)
+        _, _, operand, _, result, _ = self.types
+        self._first = column_major(first, operand, problem.batch)
+        self._second = column_major(second, operand, problem.batch)
+        self._c = column_major(problem.c or problem.d, result, problem.batch)
+        self._d = column_major(problem.d, result, problem.batch)
+
+    def _choose(self, rank: int | None) -> cublaslt.Algorithm:
+        self.candidates = tuple(self.query(workspace_size(self._device), self.reductions))
         if len(self.candidates) <= (rank or 0):
-            raise PlanError(f"cuBLASLt offers {len(offered)} algorithms, {len(self.candidates)} sound, for {problem}")
-        self.algorithm = self._first_lean() if rank is None else self.candidates[rank]
+            raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")
+        return self._first_lean() if rank is None else self.candidates[rank]
 
     def _first_lean(self) -> cublaslt.Algorithm:
         """The first candidate that runs as at most two kernels and nothing else.
@@ -87,12 +91,15 @@ class MatmulPlan:
         if self.problem.epilogue is Epilogue.NONE:
             return self.candidates[0]
         for candidate in self.candidates:
-            if self._is_lean(candidate):
+            if self.is_lean(candidate):
                 return candidate
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is kernels alone for {self.problem}")
 
-    def _is_lean(self, algorithm: cublaslt.Algorithm) -> bool:
-        """Captures a launch, with addresses that nothing will look at."""
+    def is_lean(self, algorithm: cublaslt.Algorithm) -> bool:
+        """Whether a launch succeeds, and is at most two kernels and nothing else; one if the problem says so.
+
+        Captures a launch, with addresses that nothing will look at.
+        """
         nowhere = ProductCall(_ANY_ADDRESS, _ANY_ADDRESS, _ANY_ADDRESS, stream=0, c=2 * _ANY_ADDRESS)
         if self.problem.device_scalars:
             nowhere = replace(nowhere, alpha=_ANY_ADDRESS, beta=_ANY_ADDRESS)
@@ -105,58 +112,96 @@ class MatmulPlan:
             nodes = rehearse(launch, self._device)
         except CublasLtError:  # the heuristic offers some that it then refuses to launch
             return False
-        return len(nodes) <= _MAX_KERNELS and set(nodes) == {"KERNEL"}
+        most = 1 if self.problem.one_kernel else _MAX_KERNELS
+        return len(nodes) <= most and set(nodes) == {"KERNEL"}
+
+    @property
+    def reductions(self) -> cublaslt.ReductionScheme:
+        """How an algorithm may sum the parts of a split K."""
+        return cublaslt.ReductionScheme.NONE if self.problem.one_kernel else _REDUCTIONS
+
+    @property
+    def types(self) -> Types:
+        """What the library's algorithms are listed by: compute type, scale type, types of A, B, C and D."""
+        return library_types(self.problem)
+
+    @property
+    def library_shape(self) -> tuple[int, int]:
+        """Rows and columns of D as the library sees it."""
+        return (self.problem.n, self.problem.m) if self._swapped else (self.problem.m, self.problem.n)
 
     def _describe(self, first: Order, second: Order) -> cublaslt.MatmulDesc:
         problem, own = self.problem, self.problem.d.layout.order
         attribute, operation = cublaslt.MatmulDescAttribute, cublaslt.Operation
-        desc = cublaslt.MatmulDesc(_COMPUTE_TYPES[problem.compute], _scale_type(problem))
+        desc = cublaslt.MatmulDesc(*self.types[:2])
         desc.set(attribute.TRANSA, operation.N if first is own else operation.T)
         desc.set(attribute.TRANSB, operation.N if second is own else operation.T)
-        desc.set(attribute.EPILOGUE, _library_epilogue(problem.epilogue, self._swapped))
+        desc.set(attribute.EPILOGUE, library_epilogue(problem.epilogue, self._swapped))
         if problem.device_scalars:
             desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
         if problem.epilogue.has_bias or problem.epilogue.has_bias_gradient:
             desc.set(attribute.BIAS_POINTER, _ANY_ADDRESS)
-            desc.set(attribute.BIAS_DATA_TYPE, _DATA_TYPES[problem.d_dtype])
+            desc.set(attribute.BIAS_DATA_TYPE, DATA_TYPES[problem.d_dtype])
         if problem.aux is not None:
             desc.set(attribute.EPILOGUE_AUX_POINTER, _ANY_ADDRESS)
             desc.set(attribute.EPILOGUE_AUX_LD, problem.aux.layout.leading_dimension)
             desc.set(attribute.EPILOGUE_AUX_BATCH_STRIDE, problem.aux.batch_stride)
         return desc
 
-    def _heuristics(self, first: Spec, second: Spec) -> list[cublaslt.Algorithm]:
+    def query(self, workspace: int, reductions: cublaslt.ReductionScheme) -> list[cublaslt.Algorithm]:
+        """Algorithms that the heuristic offers, best first; those known to be wrong are left out.
+
+        Args:
+            workspace: bytes that they may use.
+            reductions: how they may sum the parts of a split K.
+        """
         attribute, problem = cublaslt.PreferenceAttribute, self.problem
+        first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         with cublaslt.MatmulPreference() as preference:
-            preference.set(attribute.MAX_WORKSPACE_BYTES, workspace_size(self._device))
-            none = cublaslt.ReductionScheme.NONE
-            preference.set(attribute.REDUCTION_SCHEME_MASK, none if problem.one_kernel else _REDUCTIONS)
+            preference.set(attribute.MAX_WORKSPACE_BYTES, workspace)
+            preference.set(attribute.REDUCTION_SCHEME_MASK, reductions)
             preference.set(attribute.MIN_ALIGNMENT_A_BYTES, first.alignment)
             preference.set(attribute.MIN_ALIGNMENT_B_BYTES, second.alignment)
             preference.set(attribute.MIN_ALIGNMENT_C_BYTES, (problem.c or problem.d).alignment)
             preference.set(attribute.MIN_ALIGNMENT_D_BYTES, problem.d.alignment)
-            return cublaslt.get_heuristics(
-                self._handle,
-                self._desc,
-                self._first,
-                self._second,
-                self._c,
-                self._d,
-                preference,
-                _REQUESTED,
-            )
+            operands = (self._first, self._second, self._c, self._d)
+            offered = cublaslt.get_heuristics(self.handle, self._desc, *operands, preference, _REQUESTED)
+        return [each for each in offered if cublaslt.is_known_bad(self._facts(each)) is None]
+
+    def check(self, algorithm: cublaslt.Algorithm) -> cublaslt.Algorithm:
+        """The algorithm with what it needs, if nothing speaks against it; only `is_lean` knows if a launch succeeds.
+
+        Raises:
+            PlanError: the library refuses it, it is known to be wrong, it needs too much workspace, or it sums the
+                parts of a split K in a way that is not allowed.
+        """
+        operands = (self._first, self._second, self._c, self._d)
+        try:
+            checked = cublaslt.algo_check(self.handle, self._desc, *operands, algorithm)
+        except CublasLtError as error:
+            raise PlanError(f"cuBLASLt refuses the algorithm for {self.problem}: {error}") from error
+        effect, most = cublaslt.is_known_bad(self._facts(checked)), workspace_size(self._device)
+        if effect is not None:
+            raise PlanError(f"the algorithm is known to be wrong for {self.problem}: {effect}")
+        if checked.workspace_size > most:
+            raise PlanError(f"the algorithm needs {checked.workspace_size} bytes of workspace; there are {most}")
+        config = cublaslt.AlgoConfigAttribute
+        scheme = cublaslt.ReductionScheme(checked.get(config.REDUCTION_SCHEME))
+        if checked.get(config.SPLITK_NUM) > 1 and scheme & ~self.reductions:
+            raise PlanError(f"the algorithm sums the parts of a split K as {scheme!r}, which {self.problem} rules out")
+        return checked
 
     def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:
-        problem, config = self.problem, cublaslt.AlgoConfigAttribute
+        problem, config, (m, n) = self.problem, cublaslt.AlgoConfigAttribute, self.library_shape
         specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]
         specs += [(spec.layout, problem.d_dtype) for spec in (problem.c, problem.d) if spec is not None]
         return cublaslt.Candidate(
             version=cublaslt.get_version(),
             capability=device_info(self._device).capability,
-            m=problem.n if self._swapped else problem.m,
-            n=problem.m if self._swapped else problem.n,
+            m=m,
+            n=n,
             k=problem.k,
-            epilogue=_library_epilogue(problem.epilogue, self._swapped),
+            epilogue=library_epilogue(problem.epilogue, self._swapped),
             largest_pitch=max(layout.leading_dimension * dtype.itemsize for layout, dtype in specs),
             largest_span=max(layout.extent for layout, _ in specs),
             vector_alignment=problem.vector,
@@ -188,7 +233,7 @@ class MatmulPlan:
         first, second = (call.b, call.a) if self._swapped else (call.a, call.b)
         c = call.d if self.problem.c is None else call.c
         cublaslt.matmul(
-            self._handle,
+            self.handle,
             self._desc,
             call.alpha,
             first,
@@ -221,11 +266,11 @@ class MatmulPlan:
 
     def _scale(self, c: Spec, call: ProductCall) -> None:
         problem, attribute = self.problem, cublaslt.MatrixTransformDescAttribute
-        kind = _DATA_TYPES[problem.d_dtype]
+        kind = DATA_TYPES[problem.d_dtype]
         with (
-            cublaslt.MatrixTransformDesc(_scale_type(problem)) as desc,
-            _column_major(c, kind, problem.batch) as source,
-            _column_major(problem.d, kind, problem.batch) as target,
+            cublaslt.MatrixTransformDesc(scale_type(problem)) as desc,
+            column_major(c, kind, problem.batch) as source,
+            column_major(problem.d, kind, problem.batch) as target,
         ):
             zero: float = 0.0
             if problem.device_scalars:
@@ -241,26 +286,3 @@ def _zero(address: int, problem: MatmulProblem, stream: int) -> None:
     layout, itemsize = problem.d.layout, problem.d_dtype.itemsize
     lines, width = (layout.rows, layout.cols) if layout.order is Order.ROW else (layout.cols, layout.rows)
     driver_call("cuMemsetD2D8Async", address, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)
-
-
-def _scale_type(problem: MatmulProblem) -> cublaslt.DataType:
-    return cublaslt.DataType.R_64F if problem.compute is Compute.FLOAT64 else cublaslt.DataType.R_32F
-
-
-def _library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
-    """cuBLASLt's name for an epilogue: where the operands are swapped, the sums of A and B are too."""
-    if epilogue is Epilogue.NONE:
-        return cublaslt.Epilogue.DEFAULT
-    if epilogue.sums_operand and swapped:
-        return cublaslt.Epilogue.BGRADB if epilogue is Epilogue.BGRADA else cublaslt.Epilogue.BGRADA
-    return cublaslt.Epilogue[epilogue.name]
-
-
-def _column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublaslt.MatrixLayout:
-    """The memory of a matrix, or of a batch, as the column-major matrix that cuBLASLt sees."""
-    layout: Layout = spec.layout
-    rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
-    stride = spec.batch_stride if batch > 1 else 0
-    return cublaslt.MatrixLayout(
-        data_type, rows, cols, layout.leading_dimension, batch_count=batch, batch_stride=stride
-    )

@@ -1,0 +1,226 @@
+"""The tuner from end to end, with a library, a clock and operands that need no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_runtime.cublaslt import AlgoConfigAttribute
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import ArgumentError, PlanError
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import product_tuner
+from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
+from lt_runtime.planning.timing import Launch
+from lt_runtime.planning.trial import Trial
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from tests.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
+from tests.fake_clock import FakeClock
+from tests.trial_products import right
+
+Fault = Callable[[Trial], None]
+
+
+def a_problem(m: int = 16, n: int = 24, k: int = 40, **changes: Any) -> MatmulProblem:
+    specs = [Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n))]
+    return MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs, **changes)
+
+
+class FakeGpu(FakeLibrary):
+    """Runs products over NumPy.
+
+    Attributes:
+        us: what an algorithm costs, by its id; 10.0 where nothing is said.
+        faults: what an algorithm does to a trial after the right thing, by its id.
+        nodes: types of those that a launch consists of, by its id; one kernel where nothing is said.
+        trials: operands of the last tuning.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.us: dict[int, float] = {}
+        self.faults: dict[int, Fault] = {}
+        self.nodes: dict[int, list[str]] = {}
+        self.trials: list[Trial] = []
+        self.clock = FakeClock()
+        memory = SimpleNamespace(workspace=0x1000, workspace_size=WORKSPACE)
+        monkeypatch.setattr(product_tuner, "timing_session", self._session)
+        monkeypatch.setattr(product_tuner, "_own_memory", self._memory)
+        monkeypatch.setattr(product_tuner, "stream_memory", lambda device, stream: memory)
+        monkeypatch.setattr(product_tuner, "workspace_size", lambda _: WORKSPACE)
+        monkeypatch.setattr(product_tuner, "buffer_sets", lambda size, device: 2)
+        monkeypatch.setattr(product_tuner, "call", lambda *_: None)
+        monkeypatch.setattr(product_tuner, "launcher", self._launcher)
+        monkeypatch.setattr(product_tuner, "Trial", self._trial)
+        monkeypatch.setattr(MatmulPlan, "is_lean", self._is_lean)
+
+    def _trial(self, xp: Any, problem: MatmulProblem) -> Trial:
+        self.trials.append(Trial(xp, problem))
+        return self.trials[-1]
+
+    @contextlib.contextmanager
+    def _session(self, _: int) -> Iterator[FakeClock]:
+        self.trials.clear()
+        yield self.clock
+
+    @contextlib.contextmanager
+    def _memory(self, *_: Any) -> Iterator[Any]:
+        yield np
+
+    def _is_lean(self, algorithm: Any) -> bool:
+        nodes = self.nodes.get(algorithm.get(AlgoConfigAttribute.ID), ["KERNEL"])
+        return len(nodes) <= 2 and set(nodes) == {"KERNEL"}
+
+    def _launcher(self, plan: MatmulPlan, calls: list[Any], _: Any) -> Launch:
+        number = plan.algorithm.get(AlgoConfigAttribute.ID)
+        pay = self.clock.contender(str(number), self.us.get(number, 10.0))
+
+        def launch(index: int, stream: int) -> None:
+            pay(index, stream)
+            trial = self.trials[index]
+            assert calls[index].d == trial._buffers["d"].address
+            right(trial)
+            self.faults.get(number, lambda _: None)(trial)
+
+        return launch
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    made = FakeGpu(monkeypatch)
+    made.offered = {(WORKSPACE, BOTH): [1, 2, 3], (0, NONE): [4]}
+    return made
+
+
+def tune(problem: MatmulProblem | None = None, **options: Any) -> ProductVerdict:
+    verdict = tune_product(problem or a_problem(), 0, **options)
+    assert verdict is not None
+    return verdict
+
+
+def reasons(verdict: ProductVerdict) -> dict[int, str]:
+    return {each.config["ID"]: each.reason for each in verdict.rejected}
+
+
+def test_the_fastest_is_chosen(gpu: FakeGpu) -> None:
+    gpu.us = {3: 8.0, 4: 7.0}
+    verdict = tune()
+    assert verdict.config["ID"] == verdict.algorithm[0] == 4
+    assert (verdict.us, verdict.first_us, verdict.spread) == (7.0, 10.0, 0.0)
+    assert verdict.candidates == 4
+    assert verdict.rejected == ()
+    assert MatmulPlan(a_problem(), 0, algorithm=verdict.algorithm).algorithm.blob == verdict.algorithm
+
+
+def test_the_first_stays_where_nobody_gains_enough(gpu: FakeGpu) -> None:
+    gpu.us = {3: 9.95}
+    assert tune().config["ID"] == 1
+
+
+def corrupt(trial: Trial) -> None:
+    trial._buffers["d"].bits[0, 3, 5] += 16
+
+
+def test_a_wrong_one_is_rejected_and_the_next_is_chosen(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {2: 5.0, 3: 8.0}, {2: corrupt}
+    verdict = tune()
+    assert verdict.config["ID"] == 3
+    assert list(reasons(verdict)) == [2]
+    assert reasons(verdict)[2].startswith("wrong: d[0, 3, 5] is ")
+
+
+def test_being_far_behind_a_wrong_one_is_no_reason(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {2: 1.0, 3: 8.0, 4: 50.0}, {2: corrupt}
+    verdict = tune()
+    assert (verdict.config["ID"], verdict.us, verdict.first_us) == (3, 8.0, 10.0)
+    assert set(reasons(verdict)) == {2, 4}
+    assert reasons(verdict)[4] == "far behind: 50.0 µs"
+
+
+def test_a_wrong_first_is_rejected_too(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {2: 30.0, 3: 20.0}, {1: corrupt}
+    verdict = tune()
+    assert (verdict.config["ID"], verdict.us, verdict.first_us) == (4, 10.0, 10.0)
+    assert list(reasons(verdict)) == [1]
+
+
+def test_one_that_is_not_twice_the_same_is_rejected(gpu: FakeGpu) -> None:
+    steps = iter(range(10**6))
+
+    def wander(trial: Trial) -> None:
+        trial._buffers["vector"].bits[0, 0, 5] ^= next(steps) % 2
+
+    gpu.us, gpu.faults = {2: 5.0}, {2: wander}
+    problem = a_problem(epilogue=Epilogue.BGRADB)
+    assert reasons(tune(problem))[2].startswith("two runs differ, with ")
+
+
+def test_a_slow_one_is_rejected(gpu: FakeGpu) -> None:
+    gpu.us = {2: 500.0}
+    verdict = tune()
+    assert reasons(verdict) == {2: "far behind: 500.0 µs"}
+    assert verdict.candidates == 3
+
+
+def test_one_that_cannot_be_launched_is_rejected(gpu: FakeGpu) -> None:
+    gpu.us = {2: 1.0, 3: 1.0}
+    gpu.nodes = {2: ["MEMSET", "KERNEL"], 3: ["KERNEL"] * 3}
+    verdict = tune()
+    assert verdict.config["ID"] == 1
+    assert set(reasons(verdict)) == {2, 3}
+    assert not any(name in ("2", "3") for name, _ in gpu.clock.launched)
+
+
+def test_one_that_the_check_refuses_is_rejected(gpu: FakeGpu) -> None:
+    gpu.refuses = lambda algorithm: algorithm.get(AlgoConfigAttribute.ID) == 3
+    assert "cuBLASLt refuses the algorithm" in reasons(tune())[3]
+
+
+def test_when_time_is_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.us = {1: 1.1e6}
+    monkeypatch.setattr("time.monotonic", lambda: gpu.clock.now)
+    verdict = tune()
+    assert set(reasons(verdict)) == {2, 3, 4}
+    assert reasons(verdict)[4] == "not measured: time was up"
+    assert verdict.config["ID"] == 1
+
+
+def test_where_none_is_right(gpu: FakeGpu) -> None:
+    gpu.faults = dict.fromkeys(range(1, 5), corrupt)
+    with pytest.raises(PlanError, match=r"none of cuBLASLt's algorithms is of use for .*: wrong: d"):
+        tune()
+
+
+def test_deep_looks_further(gpu: FakeGpu) -> None:
+    gpu.ids, gpu.us = [9], {9: 5.0}
+    assert tune().config["ID"] == 1
+    assert tune(effort="deep").config["ID"] == 9
+
+
+def test_every_buffer_set_is_used(gpu: FakeGpu) -> None:
+    tune()
+    assert len(gpu.trials) == 2
+    assert {number for _, number in gpu.clock.launched} == {0, 1}
+
+
+@pytest.mark.parametrize("empty", ["m", "n", "k"])
+def test_nothing_to_choose_where_nothing_is_multiplied(empty: str) -> None:
+    assert tune_product(a_problem(**{empty: 0}), 0) is None
+    specs = [Spec(packed(2, 2))] * 3
+    assert tune_product(MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs, batch=0), 0) is None
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ArgumentError, match="effort is 'deepest'; accepted are 'default', 'deep'"):
+        tune_product(a_problem(), 0, effort="deepest")
+    flipped = Spec(Layout(16, 24, Order.COLUMN, 16))
+    problem = replace(a_problem(epilogue=Epilogue.BIAS), d=flipped)
+    with pytest.raises(PlanError, match="cuBLASLt is not to be asked for MatmulProblem"):
+        tune_product(problem, 0)

@@ -1,0 +1,248 @@
+"""Verification of a product's results, over NumPy: what is right passes, every planted fault is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import verification
+from lt_runtime.planning.trial import EDGES, LATTICE, NORMAL, ONES, Trial
+from lt_runtime.planning.verification import KINDS, disagreement, expected_outputs, verify
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from tests.trial_products import compute, encode, operands, right
+
+M, N, K = 24, 40, 72
+FLOAT_TYPES = [
+    (DType.FLOAT32, DType.FLOAT32),
+    (DType.BFLOAT16, DType.BFLOAT16),
+    (DType.BFLOAT16, DType.FLOAT32),
+    (DType.FLOAT16, DType.FLOAT16),
+]
+
+
+def a_problem(
+    epilogue: Epilogue = Epilogue.NONE,
+    types: tuple[DType, DType] = FLOAT_TYPES[0],
+    *,
+    order: Order = Order.ROW,
+    gap: int = 0,
+    batch: int = 1,
+    with_c: bool = False,
+    compute: Compute = Compute.FLOAT32,
+    k: int = K,
+) -> MatmulProblem:
+    leading = (N if order is Order.ROW else M) + gap
+    stride = leading * (M if order is Order.ROW else N) + gap if batch > 1 else 0
+    d = Spec(Layout(M, N, order, leading), alignment=16 if gap else 256, batch_stride=stride)
+    aux = None
+    if epilogue.has_aux_output or epilogue.is_derivative:
+        width = 128 if epilogue.activation == "relu" else -(-leading // 8) * 8
+        aux = Spec(Layout(M, N, order, width))
+    a, b = Spec(packed(M, k), batch_stride=M * k), Spec(packed(k, N))
+    return MatmulProblem(*types, compute, a, b, d, epilogue, c=d if with_c else None, batch=batch, aux=aux)
+
+
+def judge(problem: MatmulProblem, launch: Callable[[Trial], None]) -> str | None:
+    trial = Trial(np, problem)
+    return verify({"it": lambda: launch(trial)}, trial).get("it")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("types", FLOAT_TYPES)
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("epilogue", Epilogue)
+def test_right_results_pass(epilogue: Epilogue, order: Order, types: tuple[DType, DType]) -> None:
+    assert judge(a_problem(epilogue, types, order=order, gap=8), right) is None
+
+
+def test_batches_and_c_and_float64() -> None:
+    assert judge(a_problem(batch=3, gap=8, with_c=True), right) is None
+    double = a_problem(types=(DType.FLOAT64, DType.FLOAT64), compute=Compute.FLOAT64)
+    assert judge(double, right) is None
+    in_single = judge(double, lambda trial: compute(trial, *(each.astype(np.float32) for each in operands(trial))))
+    assert in_single is not None
+
+
+def test_results_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_SLAB", 5 * N)
+    problem = a_problem(Epilogue.DGELU_BGRAD)
+    assert judge(problem, right) is None
+    trial = Trial(np, problem)
+    trial.fill(LATTICE, np.random.default_rng(0))
+    assert [part.rows.start for part in expected_outputs(trial, LATTICE)] == [0, 5, 10, 15, 20, 0]
+
+    def off_in_the_last_slab(trial: Trial) -> None:
+        right(trial)
+        trial._buffers["d"].bits[0, M - 1, 7] ^= 1 << 30
+
+    fault = judge(problem, off_in_the_last_slab)
+    assert fault is not None
+    assert fault.startswith(f"wrong: d[0, {M - 1}, 7] is ")
+
+
+@pytest.mark.parametrize("types", FLOAT_TYPES)
+@pytest.mark.parametrize("output", ["d", "aux", "vector"])
+def test_one_element_that_is_off(output: str, types: tuple[DType, DType]) -> None:
+    """By three units in its last place: where a sum is exact, one or two are let pass, by how large the number is."""
+    epilogue = {"d": Epilogue.BIAS, "aux": Epilogue.GELU_AUX_BIAS, "vector": Epilogue.DRELU_BGRAD}[output]
+
+    def launch(trial: Trial) -> None:
+        right(trial)
+        bits = trial._buffers[output].bits
+        at = (0, bits.shape[1] - 1, 3)
+        bits[at] += 3 if output != "vector" else 1 << (8 * bits.itemsize - 6)
+
+    fault = judge(a_problem(epilogue, types), launch)
+    assert fault is not None
+    assert f"{output}[0, " in fault
+
+
+def test_one_bit_of_a_mask() -> None:
+    def launch(trial: Trial) -> None:
+        right(trial)
+        trial._buffers["aux"].bits[0, 5, 2] ^= 1 << 3
+
+    fault = judge(a_problem(Epilogue.RELU_AUX), launch)
+    assert fault is not None
+    assert fault.startswith("wrong: aux[0, 5, 19] is ")
+
+
+def test_an_element_that_is_not_written() -> None:
+    def launch(trial: Trial) -> None:
+        before = trial._buffers["d"].bits[0, 4, 9].copy()
+        right(trial)
+        trial._buffers["d"].bits[0, 4, 9] = before
+
+    fault = judge(a_problem(), launch)
+    assert fault is not None
+    assert fault.startswith("wrong: d[0, 4, 9] is nan and not ")
+    assert "1 of 960 elements there are off" in fault
+
+
+@pytest.mark.parametrize("at", [7, 8 + N, -1], ids=["before", "between the rows", "behind"])
+def test_memory_that_is_not_the_results(at: int) -> None:
+    def launch(trial: Trial) -> None:
+        right(trial)
+        trial._buffers["d"].flat[at] = 0
+
+    fault = judge(a_problem(gap=8, types=FLOAT_TYPES[1]), launch)
+    assert fault == f"wrong: it writes outside of D, with {LATTICE.name}"
+
+
+@pytest.mark.parametrize("types", FLOAT_TYPES)
+def test_a_dropped_tail(types: tuple[DType, DType]) -> None:
+    def launch(trial: Trial) -> None:
+        a, b = operands(trial)
+        compute(trial, a[..., : K - 1], b[..., : K - 1, :])
+
+    assert judge(a_problem(types=types), launch) is not None
+
+
+def test_two_runs_that_differ() -> None:
+    runs: list[int] = []
+
+    def launch(trial: Trial) -> None:
+        right(trial)
+        runs.append(0)
+        if len(runs) == 4:  # the second with data whose sums are not exact: both are within the limits
+            trial._buffers["d"].bits[0, 0, 0] ^= 1
+
+    assert judge(a_problem(), launch) == f"two runs differ, with {EDGES.name}"
+
+
+def test_a_wrong_one_does_not_take_the_others_along() -> None:
+    trial = Trial(np, a_problem())
+
+    def wrong() -> None:
+        right(trial)
+        trial._buffers["d"].bits[0, 0, 0] = 0x7FC00000
+
+    faults = verify({"wrong": wrong, "right": lambda: right(trial), "idle": lambda: None}, trial)
+    assert list(faults) == ["wrong", "idle"]
+
+
+def truncated(values: NDArray[Any]) -> NDArray[Any]:
+    """TF32: 10 bits, the rest cut off."""
+    bits = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+    return bits.view(np.float32).astype(np.float64)
+
+
+def test_tf32_passes_only_where_it_is_asked_for() -> None:
+    def launch(trial: Trial) -> None:
+        a, b = operands(trial)
+        compute(trial, truncated(a), truncated(b))
+
+    assert judge(a_problem(compute=Compute.TF32), launch) is None
+    fault = judge(a_problem(), launch)
+    assert fault is not None
+    assert fault.endswith(EDGES.name)
+
+
+@pytest.mark.parametrize("k", [72, 4096])
+def test_sums_in_fp32_pass_in_any_order(k: int) -> None:
+    def launch(trial: Trial) -> None:
+        a, b = (each.astype(np.float32) for each in operands(trial))
+        order = np.random.default_rng(0).permutation(k)
+        total = np.zeros((1, M, N), np.float32)
+        for part in np.array_split(order, 9):  # a split K, each part one term after the other
+            partial = np.zeros_like(total)
+            for index in part:
+                partial += a[..., index, None] * b[..., None, index, :]
+            total += partial
+        trial._buffers["d"].bits[...] = total.view(np.uint32)
+
+    assert judge(a_problem(k=k), launch) is None
+
+
+def test_partial_sums_in_the_output_type_do_not_pass() -> None:
+    def launch(trial: Trial) -> None:
+        a, b = operands(trial)
+        halves = (a[..., : K // 2] @ b[..., : K // 2, :], a[..., K // 2 :] @ b[..., K // 2 :, :])
+        total = sum(half.astype(DType.BFLOAT16.numpy).astype(np.float64) for half in halves)
+        trial._buffers["d"].bits[...] = encode(total, DType.BFLOAT16)
+
+    assert judge(a_problem(types=FLOAT_TYPES[1]), launch) is not None
+
+
+def test_what_lies_beyond_the_range_is_not_judged() -> None:
+    k = 70000
+    problem = a_problem(types=(DType.FLOAT16, DType.FLOAT16), k=k)
+    trial = Trial(np, problem)
+    trial.fill(ONES, np.random.default_rng(0))
+    expected = list(expected_outputs(trial, ONES))
+    trial.poison()
+    trial._buffers["d"].bits[...] = 0x7C00  # infinity
+    assert disagreement(trial, expected) is None
+
+
+def test_data_is_what_it_says() -> None:
+    trial = Trial(np, a_problem(types=FLOAT_TYPES[1]))
+    for data in (*KINDS, NORMAL):
+        trial.fill(data, np.random.default_rng(1))
+        values = trial.read("a")
+        assert np.isfinite(values).all()
+        if data is LATTICE:
+            assert set(np.unique(values * 8)) <= set(range(-16, 17))
+        if data is ONES:
+            assert (values == 1).all()
+        if data is EDGES:
+            magnitudes = np.abs(values)
+            assert (magnitudes == 0).any()
+            assert (magnitudes > 32).any()
+            assert ((magnitudes > 0) & (magnitudes < 1e-38)).any()
+
+
+def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
+    problem = a_problem(gap=8)
+    trial = Trial(np, problem)
+    start = trial._buffers["d"].flat.ctypes.data
+    assert trial.call(7).d - start == 16
+    assert trial.call(7).a == trial._buffers["a"].flat.ctypes.data
+    assert trial.call(7).stream == 7
+    assert trial.size > 4 * (M * N + M * K + K * N)

@@ -1,0 +1,69 @@
+"""A clock for contenders that say what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+STREAM = 7
+
+
+class FakeClock:
+    """Work takes as long as the contenders say; a replay as long as all its launches.
+
+    Attributes:
+        now: seconds that have passed.
+        launched: the names and numbers of all launches.
+        alone: the names of those that were waited for one by one.
+        open: graphs that are not freed.
+        rounds: names of what was replayed, in order.
+    """
+
+    stream = STREAM
+
+    def __init__(self, noise: Iterator[float] | None = None) -> None:
+        self.now = 0.0
+        self.launched: list[tuple[str, int]] = []
+        self.alone: list[str] = []
+        self.open = 0
+        self.rounds: list[list[str]] = []
+        self._spent = 0.0
+        self._noise = noise or itertools.repeat(1.0)
+
+    def contender(self, name: str, us: float, first_us: float | None = None) -> Callable[[int, int], None]:
+        costs = itertools.chain([us if first_us is None else first_us], itertools.repeat(us))
+
+        def launch(number: int, stream: int) -> None:
+            assert stream == STREAM
+            self.launched.append((name, number))
+            self._spent += next(costs)
+
+        return launch
+
+    def contenders(self, **us: float) -> dict[str, Callable[[int, int], None]]:
+        return {name: self.contender(name, cost) for name, cost in us.items()}
+
+    def _run(self, run: Callable[[int], object]) -> float:
+        self._spent = 0.0
+        run(STREAM)
+        return self._spent
+
+    def once(self, run: Callable[[int], object]) -> float:
+        us = self._run(run)
+        self.alone.append(self.launched[-1][0])
+        self.now += us / 1e6
+        return us
+
+    @contextlib.contextmanager
+    def capture(self, run: Callable[[int], object]) -> Iterator[tuple[str, float]]:
+        us = self._run(run)
+        self.open += 1
+        yield self.launched[-1][0], us
+        self.open -= 1
+
+    def replay(self, graphs: Sequence[tuple[str, float]]) -> list[float]:
+        self.rounds.append([name for name, _ in graphs])
+        times = [us * next(self._noise) for _, us in graphs]
+        self.now += sum(times) / 1e6
+        return times

@@ -1,0 +1,50 @@
+"""What a right algorithm makes of a trial's operands, over NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.layout import Order
+from lt_runtime.planning.trial import Trial
+from lt_runtime.problem import DType
+
+
+def encode(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    rounded = values.astype(dtype.numpy)
+    return rounded.view(f"uint{8 * dtype.itemsize}")
+
+
+def operands(trial: Trial) -> tuple[NDArray[Any], NDArray[Any]]:
+    return trial.read("a"), trial.read("b")
+
+
+def compute(trial: Trial, a: NDArray[Any], b: NDArray[Any]) -> None:
+    """What a right algorithm does, in float64 and rounded once."""
+    problem, buffers = trial.problem, trial._buffers
+    result = reference.matmul(
+        a,
+        b,
+        trial.read("c") if problem.c else None,
+        beta=1.0,
+        epilogue=problem.epilogue,
+        bias=trial.read("vector")[0, 0] if problem.epilogue.has_bias else None,
+        aux=trial.read("aux") if problem.epilogue.is_derivative else None,
+    )
+    buffers["d"].bits[...] = encode(result.d, problem.d_dtype)
+    if result.bias_gradient is not None:
+        buffers["vector"].bits[...] = encode(result.bias_gradient.reshape(1, 1, -1), problem.d_dtype)
+    if result.aux is not None and trial.has_mask:
+        flipped = problem.d.layout.order is Order.COLUMN
+        positive = result.aux > 0
+        lines = positive.swapaxes(-1, -2) if flipped else positive
+        mask = buffers["aux"].bits
+        mask[...] = reference.pack_mask(lines)[..., : mask.shape[-1]]
+    elif result.aux is not None:
+        buffers["aux"].bits[...] = encode(result.aux, problem.d_dtype)
+
+
+def right(trial: Trial) -> None:
+    compute(trial, *operands(trial))
