@@ -94,8 +94,6 @@ inline T __ldcg(const T* p) {
 }
 
 // Approximations of the special function unit.
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 
 inline float __int_as_float(int bits) {
