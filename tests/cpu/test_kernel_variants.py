@@ -17,7 +17,6 @@ from lt_runtime.planning.launches import ACTIVATION_NAMES
 from tests import compile_matrix
 from tests.compile_matrix import (
     ARCHITECTURES,
-    MAIN,
     USAGE_PROPERTY,
     VARIANTS,
     Usage,
@@ -50,7 +49,7 @@ def test_no_variant_is_compiled_twice() -> None:
     assert len(set(VARIANTS)) == len(VARIANTS) == len(set(map(str, VARIANTS)))
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if sampled(each)], ids=str)
 def test_registers_suffice(variant: Variant, record_property: Callable[[str, object], None]) -> None:
     kernels_of_it, architectures = ENTRIES[variant.source], sampled(variant)
     found = everywhere([variant], architectures)
@@ -63,10 +62,9 @@ def test_registers_suffice(variant: Variant, record_property: Callable[[str, obj
     assert {usage.kernel: usage.parameters for usage in found} == sizes, "the struct that ctypes has"
 
 
-def test_every_source_meets_every_architecture_and_every_variant_the_first() -> None:
+def test_every_source_meets_every_architecture() -> None:
     met = {(variant.source, each) for variant in VARIANTS for each in sampled(variant)}
     assert met == set(itertools.product(ENTRIES, ARCHITECTURES))
-    assert all(MAIN in sampled(variant) for variant in VARIANTS)
 
 
 def test_a_command_that_finds_faults_fails(
