@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,7 +30,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(ABC):
     """One row of a suite.
 
     Attributes:
@@ -43,14 +44,14 @@ class Case:
     rotated: bool = True
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """What the row is called."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def bytes(self) -> int:
         """The fewest bytes that the task reads and writes."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@
 
 namespace lt {
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 __device__ inline float sigmoid(float z) { return reciprocal_approx(1.0f + exp2_approx(-kLog2E * z)); }
 
 struct None {

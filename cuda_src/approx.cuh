@@ -25,4 +25,6 @@ __device__ inline float reciprocal_approx(float x) {
 #endif
 }
 
+constexpr float kLog2E = 1.4426950408889634f;  // makes eˣ of 2ˣ
+
 }  // namespace lt

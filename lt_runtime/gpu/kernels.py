@@ -29,6 +29,7 @@ from lt_runtime.gpu.params import (
 
 THREADS: Final = 256
 OCTET: Final = 8
+VECTOR_BYTES: Final = 16  # of the widest access
 MAX_GRID_Y: Final = 65535
 _OVERLAP_CAPABILITY: Final = 90
 _SHARED_WITHOUT_ASKING: Final = 32 << 10  # bytes; the limit is 48 KiB, less what the kernel declares
@@ -104,16 +105,3 @@ def get_kernel(entry: str, macros: Macros, device: int) -> Kernel:
 @functools.cache
 def _load_module(source: str, macros: Macros, device: int) -> Any:
     return call("cuModuleLoadData", compile_kernel(source, macros, device_info(device).architecture))
-
-
-def tile(rows: int, cols: int) -> tuple[int, int]:
-    """Threads of a block in x (eight columns each) and y (rows): as wide as the matrix asks, up to a warp."""
-    octets = -(-cols // OCTET)
-    x = min(32, next_power_of_two(octets))
-    y = min(THREADS // x, next_power_of_two(rows))
-    return min(THREADS // y, next_power_of_two(octets)), y
-
-
-def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << max(n - 1, 0).bit_length()

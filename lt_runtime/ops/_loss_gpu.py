@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 from lt_runtime.arrays import Operand, check_device, check_no_overlap, check_same, check_shape
@@ -16,6 +17,9 @@ from lt_runtime.problem import DType
 
 _FLOAT32: Final = DType.FLOAT32.numpy
 _NAN_BITS: Final = 0x7FC00000
+# A pass depends on types, layouts and the device alone, and is made at the first use of each.
+_mse_pass: Final = functools.cache(MsePass)
+_cross_entropy_pass: Final = functools.cache(CrossEntropyPass)
 
 
 def mse_loss(prediction: Any, target: Any, outputs: Outputs, stream: Any) -> Loss:
@@ -29,7 +33,7 @@ def mse_loss(prediction: Any, target: Any, outputs: Outputs, stream: Any) -> Los
         layouts = predicted.layout, wanted.layout, buffers.gradient.layout
         if not layouts[0].size:
             return buffers.nothing()
-        loss_pass = MsePass(dtype, *layouts, place.device)
+        loss_pass = _mse_pass(dtype, *layouts, place.device)
         memory = stream_memory(place.device, place.stream)
         with memory.lock:
             loss_pass.run(
@@ -55,7 +59,7 @@ def cross_entropy(logits: Any, labels: Any, options: CrossEntropyOptions, output
         layout = scores.layout
         if not layout.size:
             return buffers.nothing()
-        loss_pass = CrossEntropyPass(dtype, layout, buffers.gradient.layout, place.device)
+        loss_pass = _cross_entropy_pass(dtype, layout, buffers.gradient.layout, place.device)
         memory = stream_memory(place.device, place.stream)
         with memory.lock:
             loss_pass.run(

@@ -12,6 +12,7 @@ from lt_runtime.gpu.params import ROUNDS, SCALAR, ColumnSum, Dropout, EpilogueBw
 from lt_runtime.layout import Order
 from lt_runtime.planning.tiling import access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
 from lt_runtime.problem import Activation, BackwardProblem, DType, ForwardProblem, Philox, Saved, Spec, keep_scale
+from lt_runtime.reference.philox import round_keys
 
 ACTIVATION_NAMES: Final = {
     "none": "lt::None",
@@ -34,8 +35,7 @@ _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4
 @functools.lru_cache(maxsize=1024)
 def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
     """The key of each of Philox's rounds."""
-    low, high, word = seed & 0xFFFFFFFF, seed >> 32, 0xFFFFFFFF
-    return tuple(((low + i * 0x9E3779B9) & word, (high + i * 0xBB67AE85) & word) for i in range(ROUNDS))
+    return tuple(round_keys((seed & 0xFFFFFFFF, seed >> 32), ROUNDS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.kernels import VECTOR_BYTES
 from lt_runtime.gpu.memory import aligned, stream_memory
 from lt_runtime.layout import Layout, Order
 from lt_runtime.planning.call import ProductCall
@@ -11,8 +12,6 @@ from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, backward_strategy, forward_strategies
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, Spec
-
-_VECTOR_BYTES = 16
 
 
 class ForwardPlan:
@@ -97,7 +96,7 @@ class BackwardPlan:
             return problem.dz
         rows, cols = problem.dy.layout.shape
         # Rows padded to 16 bytes keep both products on the tensor cores, whatever N is.
-        step = _VECTOR_BYTES // problem.dtype.itemsize
+        step = VECTOR_BYTES // problem.dtype.itemsize
         return Spec(Layout(rows, cols, Order.ROW, max(-(-cols // step) * step, 1)))
 
     def _product(self, b: Spec, d: Spec | None, a: Spec, *, accumulate: bool) -> MatmulPlan | None:

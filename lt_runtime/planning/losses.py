@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.devices import device_info, shared_memory
-from lt_runtime.gpu.kernels import OCTET, THREADS, get_kernel
+from lt_runtime.gpu.kernels import OCTET, THREADS, VECTOR_BYTES, get_kernel
 from lt_runtime.gpu.params import SCALAR, CountLabelsParams, CrossEntropyParams, Matrix, MseParams
 from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning.tiling import next_power_of_two
 from lt_runtime.problem import DType
 
 # What may be tuned; cross_entropy.cu has the rest: its launch bounds, and what a thread waits for at once. The order of
@@ -23,7 +24,6 @@ _MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up
 _BLOCKS_PER_MULTIPROCESSOR: Final = 2  # that share its memory among them when rows are long
 _RESERVED_SHARED: Final = 2048  # bytes a block: the kernel's own, and the driver's
-_VECTOR_BYTES: Final = 16
 _COUNTED_IN_BLOCKS: Final = 1024  # labels; more are counted by a launch of their own, not by every block again
 
 
@@ -67,7 +67,7 @@ class RowSharing:
         elif octets > _WARP_OCTETS:
             lanes = _ROW_THREADS
         else:
-            lanes = min(32, _next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
+            lanes = min(32, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
         blocks = min(-(-logits.rows * lanes // _ROW_THREADS), _MAX_BLOCKS)
         return cls(lanes, blocks, -(-octets // lanes))
 
@@ -101,7 +101,7 @@ class CrossEntropyPass:
         """Whether rows are a block's, held as a whole, and begin on 16 bytes if the first ones do."""
         layouts = (self._logits, self._gradient)
         straight = all(layout.order is Order.ROW for layout in layouts)
-        even = all(layout.leading_dimension * dtype.itemsize % _VECTOR_BYTES == 0 for layout in layouts)
+        even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
         return straight and even and self._sharing.lanes == _ROW_THREADS and self._held == self._sharing.octets
 
     @property
@@ -147,7 +147,7 @@ class CrossEntropyPass:
             ignores=labels.ignore_index is not None,
             lanes=self._sharing.lanes,
             held=self._held,
-            streams=self._streams and (logits | gradient) % _VECTOR_BYTES == 0,
+            streams=self._streams and (logits | gradient) % VECTOR_BYTES == 0,
         )
         self._kernel.launch((self._blocks, 1), (_ROW_THREADS, 1), params, stream, shared=self._shared)
 
@@ -222,7 +222,3 @@ def flattened(layouts: Sequence[Layout]) -> Sequence[Layout]:
 def _held_bytes(itemsize: int) -> int:
     """Bytes of shared memory for an octet of each thread."""
     return _ROW_THREADS * OCTET * itemsize
-
-
-def _next_power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

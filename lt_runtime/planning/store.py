@@ -220,7 +220,7 @@ class PlanStore:
             lock = filelock.FileLock(f"{self.path}.lock")
             with lock.acquire(timeout=self._patience, poll_interval=_POLL_SECONDS):
                 work()
-        except (OSError, NotImplementedError) as error:
+        except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
             self._patience = 0.0 if isinstance(error, filelock.Timeout) else _LOCK_SECONDS
             self._warn(f"{complaint} ({error})")
             return False

@@ -7,11 +7,10 @@ from typing import Final, NamedTuple
 from lt_runtime.errors import ShapeError
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_info
-from lt_runtime.gpu.kernels import MAX_GRID_Y, OCTET, THREADS, next_power_of_two, tile
+from lt_runtime.gpu.kernels import MAX_GRID_Y, OCTET, THREADS, VECTOR_BYTES
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, Spec
 
-_VECTOR_BYTES: Final = 16
 _MAX_ROWS: Final = 2**32 - MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and steps over the last
 _OCTETS_A_THREAD: Final = 2
 # A block that sees every row of a narrow strip sums it up alone, without waiting for others.
@@ -33,7 +32,7 @@ def moves_vectors(spec: Spec, dtype: DType) -> bool:
     layout = spec.layout
     lines = layout.rows if layout.order is Order.ROW else layout.cols
     pitch = layout.leading_dimension * dtype.itemsize if lines > 1 else 0
-    return spec.alignment % _VECTOR_BYTES == 0 and pitch % _VECTOR_BYTES == 0
+    return spec.alignment % VECTOR_BYTES == 0 and pitch % VECTOR_BYTES == 0
 
 
 def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
@@ -48,6 +47,19 @@ def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
 def access_macros(aligned: bool, blocks: int) -> Macros:
     """How a kernel moves octets, and how many blocks a multiprocessor shall hold; the slow path takes what it needs."""
     return ("ALIGNED", str(int(aligned))), ("BLOCKS", str(blocks if aligned else 1))
+
+
+def tile(rows: int, cols: int) -> tuple[int, int]:
+    """Threads of a block in x (eight columns each) and y (rows): as wide as the matrix asks, up to a warp."""
+    octets = -(-cols // OCTET)
+    x = min(32, next_power_of_two(octets))
+    y = min(THREADS // x, next_power_of_two(rows))
+    return min(THREADS // y, next_power_of_two(octets)), y
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def wave_of(device: int, blocks: int) -> int:

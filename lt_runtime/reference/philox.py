@@ -19,6 +19,11 @@ _HALF: Final = np.uint64(32)
 _LANES: Final = 8  # 16-bit lanes in one call's 128 bits
 
 
+def round_keys(key: tuple[int, int], rounds: int = 10) -> list[tuple[int, int]]:
+    """The two 32-bit words that each round of Philox4x32 takes, from the key's."""
+    return [((key[0] + i * _WEYL[0]) & 0xFFFFFFFF, (key[1] + i * _WEYL[1]) & 0xFFFFFFFF) for i in range(rounds)]
+
+
 def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) -> NDArray[np.uint32]:
     """Philox4x32 of counters.
 
@@ -31,8 +36,7 @@ def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) ->
         (n, 4) uint32 words.
     """
     c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = key
-    for _ in range(rounds):
+    for k0, k1 in round_keys(key, rounds):
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (
             (product1 >> _HALF) ^ c1 ^ np.uint64(k0),
@@ -40,7 +44,6 @@ def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) ->
             (product0 >> _HALF) ^ c3 ^ np.uint64(k1),
             product0 & _LOW,
         )
-        k0, k1 = (k0 + _WEYL[0]) & 0xFFFFFFFF, (k1 + _WEYL[1]) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 

@@ -14,6 +14,7 @@ from lt_runtime.gpu import kernels
 from lt_runtime.gpu.params import SCALAR
 from lt_runtime.paths import kernel_sources
 from lt_runtime.planning.launches import ACTIVATION_NAMES
+from lt_runtime.planning.tiling import tile
 from tests import compile_matrix
 from tests.compile_matrix import (
     ARCHITECTURES,
@@ -125,7 +126,7 @@ def test_the_details_have_a_row_for_each_variant() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (1, 10**6), (10**6, 1), (7, 300), (300, 7), (65536, 8), (3, 1025)])
 def test_tiles_fill_a_block_and_no_more(shape: tuple[int, int]) -> None:
     rows, cols = shape
-    x, y = kernels.tile(rows, cols)
+    x, y = tile(rows, cols)
     assert x * y <= kernels.THREADS
     assert x & (x - 1) == y & (y - 1) == 0, "powers of two"
     assert (x - 1) * kernels.OCTET < 2 * cols, "no more than twice the threads that the columns need"

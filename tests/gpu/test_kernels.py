@@ -9,7 +9,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import DriverError
-from lt_runtime.gpu import compiler, kernels
+from lt_runtime.gpu import compiler
 from lt_runtime.gpu.driver import call
 
 
@@ -28,12 +28,6 @@ def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert compiler.compile_kernel(*dropout) == first
     finally:
         compiler._open_cache.cache_clear()
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 10**6), (10**6, 1), (7, 300), (300, 7)])
-def test_tiles_fit_a_block(shape: tuple[int, int]) -> None:
-    x, y = kernels.tile(*shape)
-    assert 1 <= x * y <= kernels.THREADS
 
 
 @pytest.mark.parametrize("shape", [(1, 3_000_000), (3_000_000, 1), (600_000, 8), (1, 3_000_001)])

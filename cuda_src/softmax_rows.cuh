@@ -1,0 +1,242 @@
+// One row of logits after the other, by a group of threads: its maximum and sum of exponentials, then its gradient.
+// Compiled for one SCALAR type.
+#pragma once
+
+#include "approx.cuh"
+#include "cross_entropy.cuh"
+
+namespace lt {
+
+// What a thread waits for at once. Its exponentials are added up before they join the row's sum, which makes that more
+// exact as well.
+constexpr int kOctetsInFlight = 8 / sizeof(SCALAR);
+constexpr int kSinglesInFlight = 8;
+
+// Subtracting first costs an instruction more than one multiply-add would, and holds for logits of any size.
+__device__ inline float exponential(float logit, float max) { return exp2_approx((logit - max) * kLog2E); }
+
+// What logits come to.
+struct Softmax {
+  float max;
+  float sum;    // of exp(logit - max)
+  float total;  // of the logits; kept where labels are smoothed
+
+  __device__ void raise_max(float to) {
+    if (!(to > max)) return;
+    sum *= exponential(max, to);
+    max = to;
+  }
+
+  // What to subtract before exp: nothing as long as all logits are -inf.
+  __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
+
+  __device__ void merge(Softmax other) {
+    raise_max(other.max);
+    other.raise_max(max);
+    sum += other.sum;
+    total += other.total;
+  }
+
+  __device__ Softmax of_peer(const Group& group, uint32 step) const {
+    return {__shfl_xor_sync(group.peers, max, step), __shfl_xor_sync(group.peers, sum, step),
+            __shfl_xor_sync(group.peers, total, step)};
+  }
+};
+
+// Takes in the first `count` of some octets; the others are `nothing()`.
+template <int kCount>
+__device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total) {
+  float max = raw[0][0];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) max = fmaxf(max, raw[k][i]);  // passes over NaN, which the sum keeps
+  }
+  softmax.raise_max(max);
+  const float base = softmax.finite_max();
+  float sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) sum += exponential(raw[k][i], base);
+  }
+  softmax.sum += sum;
+  if (!with_total) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    if (k >= static_cast<int>(count)) break;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) total += raw[k][i];
+  }
+  softmax.total += total;
+}
+
+// How many of `octets` a thread has that takes every `lanes`-th of them from `first` on.
+__device__ inline uint32 octets_from(uint32 first, uint32 octets, uint32 lanes) {
+  return first < octets ? (octets - first + lanes - 1) / lanes : 0;
+}
+
+__device__ inline void read_octets(Softmax& softmax, const Row& row, const Group& group, const Held& held,
+                                   bool with_total) {
+  uint32 slot = 0;
+#pragma unroll 1
+  for (uint32 first = group.lane; first < row.octets; first += kOctetsInFlight * group.lanes, slot += kOctetsInFlight) {
+    Raw raw[kOctetsInFlight];
+#pragma unroll
+    for (int k = 0; k < kOctetsInFlight; ++k) {
+      const uint32 octet = first + k * group.lanes;
+      raw[k] = octet < row.octets ? load_octet(row.logits + row.octet_col(octet)) : nothing();
+    }
+#pragma unroll
+    for (int k = 0; k < kOctetsInFlight; ++k) {
+      if (slot + k < held.slots) held.put(slot + k, raw[k]);
+    }
+    take_in(softmax, raw, octets_from(first, row.octets, group.lanes), with_total);
+  }
+}
+
+__device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& p, const Row& row,
+                                    const Group& group) {
+  const int64 singles = p.cols - row.octet_cols();
+#pragma unroll 1
+  for (int64 first = group.lane; first < singles; first += kSinglesInFlight * group.lanes) {
+    float logits[kSinglesInFlight];
+    float max = -CUDART_INF_F;
+#pragma unroll
+    for (int k = 0; k < kSinglesInFlight; ++k) {
+      const int64 single = first + k * group.lanes;
+      const bool exists = single < singles;
+      logits[k] = exists ? to_float(row.logit(p, row.single_col(single))) : -CUDART_INF_F;
+      if (exists) softmax.total += logits[k];
+      max = fmaxf(max, logits[k]);
+    }
+    softmax.raise_max(max);
+    const float base = softmax.finite_max();
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kSinglesInFlight; ++k) sum += exponential(logits[k], base);
+    softmax.sum += sum;
+  }
+}
+
+// The whole row's, to every thread of the group. What the group has read before may be overwritten afterwards.
+__device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
+  __shared__ Softmax of_warp[kMaxWarps];
+#pragma unroll 1
+  for (uint32 step = (group.lanes < kWarp ? group.lanes : kWarp) / 2; step > 0; step /= 2) {
+    softmax.merge(softmax.of_peer(group, step));
+  }
+  __syncwarp(group.peers);
+  if (group.lanes <= kWarp) return softmax;
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = softmax;
+  __syncthreads();
+  softmax = of_warp[0];
+#pragma unroll 1
+  for (uint32 warp = 1; warp < blockDim.x / kWarp; ++warp) softmax.merge(of_warp[warp]);
+  __syncthreads();
+  return softmax;
+}
+
+// gradient = softmax · scale + shift, and `at_label` more at the label.
+struct Slope {
+  float max;
+  float scale;
+  float shift;
+  float at_label;
+
+  __device__ float of(float logit) const { return exponential(logit, max) * scale + shift; }
+};
+
+// Says whether the octet `wanted` is among those that this thread has written.
+__device__ inline bool write_octets(const Row& row, const Group& group, const Held& held, const Slope& slope,
+                                    uint32 wanted) {
+  bool found = false;
+  uint32 slot = 0;
+#pragma unroll 1
+  for (uint32 first = group.lane; first < row.octets; first += kOctetsInFlight * group.lanes, slot += kOctetsInFlight) {
+    Raw raw[kOctetsInFlight];
+#pragma unroll
+    for (int k = 0; k < kOctetsInFlight; ++k) {
+      const uint32 octet = first + k * group.lanes;
+      if (octet >= row.octets) break;
+      raw[k] = slot + k < held.slots ? held.get(slot + k) : load_octet(row.logits + row.octet_col(octet));
+    }
+#pragma unroll
+    for (int k = 0; k < kOctetsInFlight; ++k) {
+      const uint32 octet = first + k * group.lanes;
+      if (octet >= row.octets) break;
+      Octet gradient;
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) gradient.v[i] = slope.of(raw[k][i]);
+      store_octet(row.gradient + row.octet_col(octet), gradient);
+      found |= octet == wanted;
+    }
+  }
+  return found;
+}
+
+__device__ inline void write_singles(const CrossEntropyParams& p, const Row& row, const Group& group,
+                                     const Slope& slope, int64 label) {
+  const int64 singles = p.cols - row.octet_cols();
+#pragma unroll 1
+  for (int64 single = group.lane; single < singles; single += group.lanes) {
+    const int64 col = row.single_col(single);
+    const float gradient = slope.of(to_float(row.logit(p, col)));
+    row.set_gradient(p, col, col == label ? gradient + slope.at_label : gradient);
+  }
+}
+
+__device__ inline void clear(const CrossEntropyParams& p, const Row& row, const Group& group) {
+  const int64 singles = p.cols - row.octet_cols();
+#pragma unroll 1
+  for (uint32 octet = group.lane; octet < row.octets; octet += group.lanes) {
+    store_octet(row.gradient + row.octet_col(octet), Octet{});
+  }
+#pragma unroll 1
+  for (int64 single = group.lane; single < singles; single += group.lanes) {
+    row.set_gradient(p, row.single_col(single), 0.0f);
+  }
+}
+
+// What a row's label asks for. A label out of range makes loss and gradient NaN.
+struct Target {
+  int64 label;
+  bool valid;
+  float picked;  // the label's logit
+  float certainty;
+  float share;  // of the smoothed target that each class has
+
+  __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label_)
+      : label(label_),
+        valid(label >= 0 && label < p.cols),
+        picked(valid ? to_float(row.logit(p, label)) : CUDART_NAN_F),
+        certainty(1.0f - p.smoothing),
+        share(p.smoothing / static_cast<float>(p.cols)) {}
+
+  __device__ Slope slope(const Softmax& softmax, float scale) const {
+    return {softmax.max, valid ? scale / softmax.sum : CUDART_NAN_F, -share * scale, -certainty * scale};
+  }
+  __device__ float loss(const Softmax& softmax) const {
+    const float loss = softmax.max + logf(softmax.sum) - certainty * picked;
+    return share > 0.0f ? loss - share * softmax.total : loss;
+  }
+};
+
+// Writes the gradient of a row and returns its loss.
+__device__ inline float do_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
+                               const Held& held, float scale) {
+  const Target target(p, row, label);
+  Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
+  read_octets(softmax, row, group, held, target.share > 0.0f);
+  read_singles(softmax, p, row, group);
+  softmax = reduce_row(softmax, group);
+  const Slope slope = target.slope(softmax, scale);
+  // The label's element of an octet is mended by the thread that has written the octet.
+  const bool writes_label = write_octets(row, group, held, slope, row.octet_of(label));
+  if (writes_label) row.set_gradient(p, label, slope.of(target.picked) + slope.at_label);
+  write_singles(p, row, group, slope, label);
+  return target.loss(softmax);
+}
+
+}  // namespace lt
