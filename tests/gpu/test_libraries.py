@@ -87,7 +87,7 @@ def test_pytorch(dtype: str) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     y, ctx = lt.linear_fwd(x, w, b, activation="relu", stream=stream)
-    gradients = lt.linear_bwd(torch.ones_like(y), ctx)
+    gradients = lt.linear_bwd(torch.ones_like(y), ctx, stream=stream)
     stream.synchronize()
     torch.cuda.synchronize()
     assert all(isinstance(a, torch.Tensor) and a.dtype == kind for a in (y, *gradients))

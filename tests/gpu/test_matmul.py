@@ -175,6 +175,7 @@ def test_matmul_agrees_with_reference_and_launches_kernels_only(case: MatmulCase
     product = Product(case)
     _check(product)
     lt.matmul(**product.gpu, stream=_capture_stream())  # that stream's own memory is made outside the capture
+    _capture_stream().synchronize()  # before the operands' memory is given to the next example
     nodes = captured_nodes(lambda stream: lt.matmul(**product.gpu, stream=stream), _capture_stream().ptr)
     assert set(nodes) == {"KERNEL"}, nodes
     assert len(nodes) <= 2, nodes
