@@ -77,11 +77,16 @@ class Compute(enum.Enum):
 
 
 class Saved(enum.Enum):
-    """What forward keeps for backward to take the activation's derivative from."""
+    """What forward keeps for backward to take the activation's derivative from.
+
+    A mask has a bit an element, set where ReLU's pre-activation is positive, as cuBLASLt writes it: along the rows,
+    which are a multiple of 128 bits apart.
+    """
 
     NOTHING = "nothing"
     PREACTIVATION = "preactivation"
     OUTPUT = "output"
+    MASK = "mask"
 
 
 ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
@@ -233,8 +238,9 @@ class ForwardProblem:
     """y[M,N] = dropout(act(x[M,K] · w[N,K]ᵀ + bias[N])).
 
     Attributes:
-        preactivation: where the pre-activation is to be written; None if it is not kept.
+        preactivation: where the caller wants the pre-activation; None if not.
         bias: alignment of the bias vector's address; None without a bias.
+        backward: whether what backward needs is to be kept.
     """
 
     dtype: DType
@@ -247,6 +253,29 @@ class ForwardProblem:
     preactivation: Spec | None = None
     dropout: bool = False
     propagate_nan: bool = False
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Derivative:
+    """What takes a gradient from behind a layer's activation and dropout to before them, where its bias is.
+
+    Attributes:
+        saved: the saved tensor's meaning; `saved_spec` says how it lies (a mask's layout counts bits), None if nothing
+            was saved.
+        db: alignment of the bias gradient's address; None if it is not wanted.
+    """
+
+    activation: Activation
+    saved: Saved
+    saved_spec: Spec | None
+    db: int | None = None
+    dropout: bool = False
+
+    @property
+    def changes(self) -> bool:
+        """Whether the gradient before is another than behind."""
+        return self.saved is not Saved.NOTHING or self.dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,24 +283,21 @@ class BackwardProblem:
     """Gradients of a `ForwardProblem`: which are wanted, and how they and dy lie in memory.
 
     Attributes:
-        saved: the saved tensor's meaning; `saved_spec` says how it lies, None if nothing was saved.
+        own: from dy to dz, the gradient before this layer's own activation, with the layer's bias gradient.
         dx: None if the input's gradient is not wanted; likewise `dw`.
-        db: whether the bias gradient is wanted.
-        dz: where the gradient before the activation is to be written; None leaves it to scratch memory.
-        accumulate: dw and db are added to what their buffers hold.
+        dz: where dz is to be written; None leaves it to scratch memory.
+        accumulate: dw and bias gradients are added to what their buffers hold.
+        through: the layer that x is the output of, when dx is to be the gradient before that one's activation.
     """
 
     dtype: DType
     compute: Compute
-    activation: Activation
     x: Spec
     w: Spec
     dy: Spec
-    saved: Saved
-    saved_spec: Spec | None
+    own: Derivative
     dx: Spec | None
     dw: Spec | None
-    db: bool
     dz: Spec | None = None
-    dropout: bool = False
     accumulate: bool = False
+    through: Derivative | None = None

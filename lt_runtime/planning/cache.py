@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.streams import is_capturing
-from lt_runtime.planning.linear import BackwardPlan, ForwardPlan
+from lt_runtime.planning.backward import BackwardPlan
+from lt_runtime.planning.decisions import decide_backward, decide_forward
+from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.product import ProductPlan
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
 
@@ -28,12 +30,12 @@ def forward_plan(problem: ForwardProblem, device: int, stream: int) -> ForwardPl
         CaptureError: it has to be made while `stream` is being captured.
         PlanError: cuBLASLt has no algorithm for it.
     """
-    return _look_up(_forward, ForwardPlan, problem, device, stream)
+    return _look_up(_forward, decide_forward, problem, device, stream)
 
 
 def backward_plan(problem: BackwardProblem, device: int, stream: int) -> BackwardPlan:
     """As `forward_plan`, for backward."""
-    return _look_up(_backward, BackwardPlan, problem, device, stream)
+    return _look_up(_backward, decide_backward, problem, device, stream)
 
 
 def product_plan(problem: MatmulProblem, device: int, stream: int) -> ProductPlan:

@@ -11,7 +11,7 @@ from lt_runtime.gpu.kernels import OCTET, get_kernel
 from lt_runtime.gpu.params import ROUNDS, SCALAR, ColumnSum, Dropout, EpilogueBwdParams, EpilogueFwdParams, Matrix
 from lt_runtime.layout import Order
 from lt_runtime.planning.tiling import access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
-from lt_runtime.problem import Activation, BackwardProblem, DType, ForwardProblem, Philox, Saved, Spec, keep_scale
+from lt_runtime.problem import Activation, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_scale
 from lt_runtime.reference.philox import round_keys
 
 ACTIVATION_NAMES: Final = {
@@ -25,7 +25,7 @@ ACTIVATION_NAMES: Final = {
     "silu": "lt::Silu",
 }
 """The struct of `activations.cuh` for each activation."""
-_SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
+_SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Saved.MASK: 3}
 # Blocks that a multiprocessor shall hold, which bounds a thread's registers. Measured on an H200: with fewer blocks
 # memory's latency shows, with more the compiler moves the loads that were to be early to the end of the loop.
 _FORWARD_BLOCKS: Final = 5
@@ -69,14 +69,13 @@ class ForwardPass:
     """y = dropout(act(z + bias)) over one matrix.
 
     Args:
-        in_place: the product is where y will be; otherwise where the problem's pre-activation is kept.
+        source: how the product lies where it is kept; None where it lies in y.
         adds_bias: the product has no bias yet. What is kept gets it as well.
     """
 
-    def __init__(self, problem: ForwardProblem, device: int, *, in_place: bool, adds_bias: bool) -> None:
-        self._problem = problem
-        self._source = problem.y if in_place or problem.preactivation is None else problem.preactivation
-        self._keeps, self._adds_bias = adds_bias and not in_place, adds_bias
+    def __init__(self, problem: ForwardProblem, device: int, *, source: Spec | None, adds_bias: bool) -> None:
+        self._problem, self._source = problem, source or problem.y
+        self._keeps, self._adds_bias = adds_bias and source is not None, adds_bias
         aligned = are_aligned(problem.dtype, self._source, problem.y)
         macros = (
             *_macros(problem.dtype, problem.activation, problem.dropout),
@@ -110,38 +109,54 @@ class ForwardPass:
         self._kernel.launch(*self._tiling, params, stream)
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """That a pass makes the bias gradient.
+
+    Attributes:
+        accumulate: it is added to what is there.
+    """
+
+    accumulate: bool = False
+
+
 class BackwardPass:
     """dz = dropout'(dy) · act'(saved), the bias gradient, or both, over one matrix.
 
     Args:
-        dz: how it is to lie in memory; None where only the bias gradient is wanted.
+        derivative: what dy is multiplied by. Its `db` is not looked at.
+        dy: how the gradient lies.
+        dz: how it is to lie in memory, at another place or as dy at the same; None where only the bias gradient is
+            wanted.
+        sums: None where the bias gradient is not.
     """
 
-    def __init__(self, problem: BackwardProblem, dz: Spec | None, device: int) -> None:
-        self._problem, self._dz = problem, dz
-        transposes = dz is not None and (problem.dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
-        aligned = are_aligned(problem.dtype, problem.dy, problem.saved_spec, None if transposes else dz)
+    def __init__(
+        self, dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, device: int, *, sums: Sums | None
+    ) -> None:
+        self._derivative, self._dy, self._dz, self._sums = derivative, dy, dz, sums
+        transposes = dz is not None and (dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
+        saved = derivative.saved_spec if derivative.saved is not Saved.MASK else None
+        aligned = are_aligned(dtype, dy, saved, None if transposes else dz)
         if dz is not None and transposes:
-            aligned = aligned and moves_vectors(dz, problem.dtype)
-        blocks = _BACKWARD_BLOCKS[problem.dtype]
+            aligned = aligned and moves_vectors(dz, dtype)
+        blocks = _BACKWARD_BLOCKS[dtype]
         macros = (
-            *_macros(problem.dtype, problem.activation, problem.dropout),
-            ("SAVED", str(_SAVED[problem.saved])),
+            *_macros(dtype, derivative.activation, derivative.dropout),
+            ("SAVED", str(_SAVED[derivative.saved])),
             ("DZ", str(0 if dz is None else 1 + transposes)),
             *access_macros(aligned, blocks),
         )
         self._kernel = get_kernel("epilogue_bwd", macros, device)
         wave = wave_of(device, blocks)
-        sums = problem.db or transposes
-        self._tiling = (
-            reduction(problem.dy.layout, wave, transposes=transposes) if sums else sweep(problem.dy.layout, wave)
-        )
+        reduces = sums is not None or transposes
+        self._tiling = reduction(dy.layout, wave, transposes=transposes) if reduces else sweep(dy.layout, wave)
 
     @property
     def partial_bytes(self) -> int:
         """Bytes of scratch memory for the bias gradient's partial sums."""
         (columns, parts), (x, _) = self._tiling
-        return 4 * parts * columns * x * OCTET if self._problem.db and parts > 1 else 0
+        return 4 * parts * columns * x * OCTET if self._sums and parts > 1 else 0
 
     def run(
         self,
@@ -160,15 +175,24 @@ class BackwardPass:
             partial: address of `partial_bytes`.
             tickets: address of a zero uint32 for each block in x, which are zero again afterwards.
         """
-        problem, layout = self._problem, self._problem.dy.layout
+        layout, sums = self._dy.layout, self._sums
         params = EpilogueBwdParams(
             dy=Matrix.at(dy, layout),
-            saved=Matrix.at(saved, problem.saved_spec.layout) if problem.saved_spec else Matrix(),
+            saved=self._saved_at(saved),
             dz=Matrix.at(dz, self._dz.layout) if self._dz else Matrix(),
-            db=ColumnSum(db, partial, tickets, int(problem.accumulate)) if problem.db else ColumnSum(),
+            db=ColumnSum(db, partial, tickets, int(sums.accumulate)) if sums else ColumnSum(),
             rows=layout.rows,
             cols=layout.cols,
             dropout=dropout.block() if dropout else Dropout(),
-            slope=problem.activation.negative_slope,
+            slope=self._derivative.activation.negative_slope,
         )
         self._kernel.launch(*self._tiling, params, stream)
+
+    def _saved_at(self, saved: int) -> Matrix:
+        """Where the saved tensor lies; a mask is a matrix of bytes to the kernel, each eight columns of a row."""
+        spec = self._derivative.saved_spec
+        if spec is None:
+            return Matrix()
+        if self._derivative.saved is Saved.MASK:
+            return Matrix(saved, spec.layout.leading_dimension // OCTET, 1)
+        return Matrix.at(saved, spec.layout)

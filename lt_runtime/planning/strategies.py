@@ -1,92 +1,206 @@
 """How a layer is split between cuBLASLt's epilogues and our kernels, as data.
 
-The rule here is fixed: fuse what cuBLASLt can when nothing has to be kept for backward, and take derivative and
-bias gradient in one pass of our own, which on Hopper beats the library's derivative epilogues by up to four times.
+What there is to choose, and what of it a problem allows. Which is fastest changes with shape, type and version of the
+library: that is measured, or taken from `priors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final, TypeVar
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.layout import Order
-from lt_runtime.problem import Activation, BackwardProblem, ForwardProblem, Saved
+from lt_runtime.layout import Layout, Order
+from lt_runtime.planning.records import field_types
+from lt_runtime.problem import Activation, BackwardProblem, Derivative, ForwardProblem, Saved, Spec
+
+_MASK_BITS: Final = 128  # cuBLASLt's granularity of a mask's rows
+_AUX_ELEMENTS: Final = 8  # and of a pre-activation's
+_VECTOR_BYTES: Final = 16
+
+
+class MadeBy(enum.Enum):
+    """Who makes a part of backward: nobody, since it is not wanted; our kernel; or an epilogue of cuBLASLt's."""
+
+    NOBODY = "nobody"
+    KERNEL = "kernel"
+    EPILOGUE = "epilogue"
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardStrategy:
-    """How forward is split.
+    """How forward is split. What the epilogue leaves of bias, activation and dropout is left to our kernel.
 
     Attributes:
         epilogue: what cuBLASLt applies to the product.
-        own_pass: whether our kernel follows, for what is left of bias, activation and dropout.
-        own_bias: whether that pass adds the bias.
-        keep_preactivation: whether the product goes to a matrix of its own, kept for backward, and not to the output.
+        saved: what is kept for backward.
     """
 
     epilogue: Epilogue
-    own_pass: bool
-    own_bias: bool
-    keep_preactivation: bool
-
-
-def saved_for(activation: Activation, dropout: bool) -> Saved:
-    """What backward takes the activation's derivative from: whatever costs forward the least.
-
-    The output where the derivative follows from it. ReLU's does so under dropout as well: where an element was
-    dropped the gradient is zero whatever the derivative, and where it was kept the scale leaves the sign.
-    """
-    if activation.name == "none":
-        return Saved.NOTHING
-    if activation.name == "relu" or (activation.name in ("sigmoid", "tanh") and not dropout):
-        return Saved.OUTPUT
-    return Saved.PREACTIVATION
-
-
-def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
-    """Strategies for a problem, the preferred first; the last one works wherever a plain product does."""
-    keep = problem.preactivation is not None
-    name = problem.activation.name
-    has_bias = problem.bias is not None
-    if _can_fuse_bias(problem):
-        suffix = "_bias" if has_bias else ""
-        fusable = name == "gelu" or (name == "relu" and not problem.propagate_nan)
-        if fusable and not keep and not problem.dropout:
-            yield ForwardStrategy(Epilogue(name + suffix), own_pass=False, own_bias=False, keep_preactivation=False)
-        own_pass = name != "none" or problem.dropout or keep
-        plain = Epilogue.BIAS if has_bias else Epilogue.NONE
-        yield ForwardStrategy(plain, own_pass, own_bias=False, keep_preactivation=keep)
-    yield ForwardStrategy(Epilogue.NONE, own_pass=True, own_bias=has_bias, keep_preactivation=keep)
-
-
-def _can_fuse_bias(problem: ForwardProblem) -> bool:
-    """cuBLASLt's bias runs along the contiguous axis of the output; without inputs there is no product at all.
-
-    A bias that the library is known to get wrong, as one of too little alignment, the plan of the product refuses.
-    """
-    target = problem.preactivation or problem.y
-    if problem.x.layout.cols == 0:
-        return False
-    return problem.bias is None or target.layout.order is Order.ROW
+    saved: Saved
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardStrategy:
-    """How backward is split.
+    """How backward is split. Our kernel always takes dy to dz, as no product comes before.
 
     Attributes:
-        own_pass: whether our kernel makes dz, the bias gradient, or both, from dy.
-        needs_dz: whether that pass writes dz; without it, dy is dz.
+        db: who makes the bias gradient: our kernel, with dz or alone, or the product of the weight gradient.
+        derivative: who takes dx through the layer below: our kernel, in place, or the product itself.
+        db_below: who makes that layer's bias gradient: our kernel, with the derivative or alone, or the product.
     """
 
-    own_pass: bool
-    needs_dz: bool
+    db: MadeBy = MadeBy.NOBODY
+    derivative: MadeBy = MadeBy.NOBODY
+    db_below: MadeBy = MadeBy.NOBODY
 
 
-def backward_strategy(problem: BackwardProblem) -> BackwardStrategy:
-    """The strategy for a problem."""
-    differs = problem.saved is not Saved.NOTHING or problem.dropout
-    wants_product = problem.dx is not None or problem.dw is not None
-    needs_dz = problem.dz is not None or (differs and wants_product)
-    return BackwardStrategy(own_pass=needs_dz or problem.db, needs_dz=needs_dz)
+_Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
+
+
+def to_entry(strategy: ForwardStrategy | BackwardStrategy) -> Mapping[str, str]:
+    """A strategy as it stands in the plan cache."""
+    return {each.name: getattr(strategy, each.name).value for each in dataclasses.fields(strategy)}
+
+
+def from_entry(kind: type[_Strategy], values: Mapping[str, object]) -> _Strategy:
+    """The strategy of which `to_entry` gave `values`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    types = field_types(kind)
+    if values.keys() != types.keys():
+        raise ValueError(f"{dict(values)} is no {kind.__name__}")
+    return kind(**{name: types[name](value) for name, value in values.items()})
+
+
+def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
+    """What a problem allows, those that leave the least to our kernel first; the library may refuse all but the last."""
+    name, saved = problem.activation.name, _saved_by_kernel(problem)
+    suffix = "_bias" if problem.bias is not None else ""
+    if _fits_library(problem):
+        if _activation_fuses(problem):
+            if saved is not Saved.PREACTIVATION and problem.preactivation is None:
+                yield ForwardStrategy(Epilogue(f"{name}{suffix}"), saved)
+            if aux := _saved_by_library(problem):
+                yield ForwardStrategy(Epilogue(f"{name}_aux{suffix}"), aux)
+        if suffix:
+            yield ForwardStrategy(Epilogue.BIAS, saved)
+    yield ForwardStrategy(Epilogue.NONE, saved)
+
+
+def _fits_library(problem: ForwardProblem) -> bool:
+    """Its vectors run along the contiguous axis of the output; without inputs there is no product at all.
+
+    A bias that the library is known to get wrong, as one of too little alignment, the plan of the product refuses.
+    """
+    targets = (problem.y, problem.preactivation or problem.y)
+    return problem.x.layout.cols > 0 and all(spec.layout.order is Order.ROW for spec in targets)
+
+
+def _activation_fuses(problem: ForwardProblem) -> bool:
+    if problem.dropout:
+        return False
+    return problem.activation.name == "gelu" or (problem.activation.name == "relu" and not problem.propagate_nan)
+
+
+def _saved_by_kernel(problem: ForwardProblem) -> Saved:
+    """The output where the derivative follows from it.
+
+    ReLU's does so under dropout as well: where an element was dropped the gradient is zero whatever the derivative,
+    and where it was kept the scale leaves the sign.
+    """
+    name = problem.activation.name
+    if name == "none" or not problem.backward:
+        return Saved.NOTHING
+    if name == "relu" or (name in ("sigmoid", "tanh") and not problem.dropout):
+        return Saved.OUTPUT
+    return Saved.PREACTIVATION
+
+
+def _saved_by_library(problem: ForwardProblem) -> Saved | None:
+    """What the epilogue with an auxiliary output is of use for; None if for nothing."""
+    if problem.activation.name == "gelu":
+        if problem.backward:
+            return Saved.PREACTIVATION
+        return Saved.NOTHING if problem.preactivation is not None else None
+    return Saved.MASK if problem.backward and problem.preactivation is None else None
+
+
+def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
+    """How the matrix lies that forward writes besides y; None if there is none.
+
+    Rows of its own choice are padded to what cuBLASLt asks for, which lets our kernels move 16 bytes at a time as well.
+    """
+    if problem.preactivation is not None:
+        return problem.preactivation
+    if saved is Saved.MASK:
+        return Spec(_padded(problem.y.layout, _MASK_BITS))
+    if saved is Saved.PREACTIVATION:
+        return Spec(_padded(problem.y.layout, _AUX_ELEMENTS))
+    return None
+
+
+def _padded(layout: Layout, step: int) -> Layout:
+    """The shape and order of a layout, its lines a multiple of `step` elements apart."""
+    length = layout.cols if layout.order is Order.ROW else layout.rows
+    return Layout(layout.rows, layout.cols, layout.order, max(-(-length // step), 1) * step)
+
+
+def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
+    """What a problem allows; the first, with our kernels alone, works wherever plain products do."""
+    own = tuple(_makers_of_db(problem))
+    for derivative, db_below in _makers_below(problem):
+        for db in own:
+            yield BackwardStrategy(db, derivative, db_below)
+
+
+def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
+    if problem.own.db is None:
+        yield MadeBy.NOBODY
+        return
+    yield MadeBy.KERNEL
+    # The library overwrites, and reads dz as it lies: with its rows contiguous.
+    reads_dz = problem.dw is not None and problem.dw.layout.order is Order.ROW and problem.x.layout.cols > 0
+    if reads_dz and not problem.accumulate and dz_spec(problem).layout.order is Order.ROW:
+        yield MadeBy.EPILOGUE
+
+
+def _makers_below(problem: BackwardProblem) -> Iterator[tuple[MadeBy, MadeBy]]:
+    below = problem.through
+    if below is None or problem.dx is None:
+        yield MadeBy.NOBODY, MadeBy.NOBODY
+        return
+    db = MadeBy.KERNEL if below.db is not None else MadeBy.NOBODY
+    yield (MadeBy.KERNEL if below.changes else MadeBy.NOBODY), db
+    if _derivative_fuses(below) and problem.dx.layout.order is Order.ROW and problem.w.layout.rows > 0:
+        yield MadeBy.EPILOGUE, db
+        if below.db is not None and not problem.accumulate:
+            yield MadeBy.EPILOGUE, MadeBy.EPILOGUE
+
+
+def _derivative_fuses(below: Derivative) -> bool:
+    fusable = {("relu", Saved.MASK), ("gelu", Saved.PREACTIVATION)}
+    return not below.dropout and (below.activation.name, below.saved) in fusable
+
+
+def dz_spec(problem: BackwardProblem) -> Spec:
+    """How dz lies: as asked, as dy where they are the same, or with rows padded to 16 bytes.
+
+    That keeps both products on the tensor cores, whatever N is.
+    """
+    if problem.dz is not None:
+        return problem.dz
+    if not problem.own.changes:
+        return problem.dy
+    rows, cols = problem.dy.layout.shape
+    return Spec(_padded(Layout(rows, cols, Order.ROW, max(cols, 1)), _VECTOR_BYTES // problem.dtype.itemsize))
+
+
+def unchanged(db: int | None) -> Derivative:
+    """That of a layer without activation and dropout: where only a bias gradient is to be made, if that."""
+    return Derivative(Activation(), Saved.NOTHING, None, db)

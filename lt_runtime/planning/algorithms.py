@@ -1,0 +1,46 @@
+"""Which of cuBLASLt's algorithms a plan's products use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from lt_runtime.errors import PlanError
+from lt_runtime.planning.entries import ProductEntry
+from lt_runtime.planning.keys import problem_key
+from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.store import plan_store
+from lt_runtime.problem import MatmulProblem
+
+Choose: TypeAlias = Callable[[MatmulProblem, int], MatmulPlan]
+"""Makes the plan of a product on a device, which is current. PlanError if cuBLASLt does not do it."""
+
+
+def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
+    """By the algorithm that was measured to be the fastest; by the heuristic's, where nothing was measured.
+
+    A measured one that the library refuses now, or that is known to be wrong by now, is barred in the plan cache.
+    """
+    if 0 in (problem.batch, problem.m, problem.n, problem.k):
+        return MatmulPlan(problem, device)
+    made: list[MatmulPlan] = []
+
+    def validate(_: str, entry: ProductEntry) -> str | None:
+        try:
+            made.append(MatmulPlan(problem, device, algorithm=entry.algorithm))
+        except PlanError as error:
+            return str(error)
+        return None
+
+    plan_store(device).product(problem_key(problem), validate)
+    return made[0] if made else MatmulPlan(problem, device)
+
+
+def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
+    """By the first that the heuristic offers and that is kernels alone, whatever was measured."""
+    return MatmulPlan(problem, device)
+
+
+def first_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
+    """By the very first that the heuristic offers, whatever it puts on the stream: what others do."""
+    return MatmulPlan(problem, device, rank=0)
