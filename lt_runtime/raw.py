@@ -117,14 +117,19 @@ def backward_raw(
     handle = stream_handle(stream, device)
     specs = {name: _spec(*operand) for name, operand in outputs.items()}
     wants_db = "gBias" in outputs
-    saved = (Saved.PREACTIVATION, _spec(Z, y)) if has_z else (Saved.NOTHING, None)
+    own = Derivative(
+        activation,
+        Saved.PREACTIVATION if has_z else Saved.NOTHING,
+        _spec(Z, y) if has_z else None,
+        _alignment(gBias) if wants_db else None,
+    )
     problem = BackwardProblem(
         DType.FLOAT32,
         Compute.FLOAT32,
         _spec(A, x),
         _spec(B, w),
         _spec(gY, y),
-        Derivative(activation, *saved, _alignment(gBias) if wants_db else None),
+        own,
         specs.get("gA"),
         specs.get("gB"),
         specs.get("gC"),
