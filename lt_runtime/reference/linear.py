@@ -48,7 +48,7 @@ def linear_fwd(
 def through_activation(
     dy: NDArray[Any], z: NDArray[Any], activation: Activation, dropout: Array | None = None
 ) -> Array:
-    """The gradient dz before activation and dropout for the one behind them, dy; z is the pre-activation. All (M, N)."""
+    """The gradient dz before activation and dropout, for dy behind them and the pre-activation z; all (M, N)."""
     dz = dy.astype(np.float64) * derivative(z, activation)
     return dz if dropout is None else dz * dropout
 
