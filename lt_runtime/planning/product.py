@@ -46,6 +46,8 @@ def _is_read_plainly(problem: MatmulProblem) -> bool:
 class ProductPlan:
     """One product with its epilogue on one device, ready to launch in at most two kernels.
 
+    Kernels alone where there is a way, which a memset before a large product is not.
+
     Raises:
         PlanError: the library has no algorithm even for the plain product.
     """
@@ -53,14 +55,17 @@ class ProductPlan:
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
-        self._product = self._fused() or self._split()
+        self._product = self._fused(kernels_alone=True) or self._split()
+        if self._pass is not None and self._product.adds_memsets:
+            self._product = self._fused(kernels_alone=False) or self._product
+            self._pass = self._pass if self._product.problem != problem else None
 
-    def _fused(self) -> MatmulPlan | None:
+    def _fused(self, *, kernels_alone: bool) -> MatmulPlan | None:
         problem = self.problem
         if not library_may_fuse(problem) or 0 in (problem.k, problem.d.layout.size):
             return None
         try:
-            return MatmulPlan(problem, self.device)
+            return MatmulPlan(problem, self.device, kernels_alone=kernels_alone)
         except PlanError:
             if problem.epilogue is Epilogue.NONE:
                 raise
