@@ -7,6 +7,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
@@ -27,6 +28,11 @@ def spec(*shape: int) -> Spec:
     return Spec(packed(*shape))
 
 
+def slopes(mask: Any, columns: int) -> NDArray[np.float64]:
+    """(M, columns) ones where a bit is set."""
+    return reference.unpack_mask(cp.asnumpy(mask), columns).astype(np.float64)
+
+
 class Layer:
     """relu(x · wᵀ + bias) with numbers whose products are exact in every type; many are zero."""
 
@@ -34,8 +40,9 @@ class Layer:
         self.shape, self.dtype = shape, dtype
         m, n, k = shape
         generator = np.random.default_rng(n)
-        self.x, self.w, self.bias = (lattice(generator, each, dtype) for each in ((m, k), (n, k), (n,)))
-        self.z = self.x.astype(np.float64) @ self.w.astype(np.float64).T + self.bias.astype(np.float64)
+        x, w, bias = (lattice(generator, each, dtype) for each in ((m, k), (n, k), (n,)))
+        self.operands = [cp.asarray(each) for each in (x, w, bias)]
+        self.z = x.astype(np.float64) @ w.astype(np.float64).T + bias.astype(np.float64)
         problem = ForwardProblem(
             dtype, Compute.FLOAT32, Activation("relu"), spec(m, k), spec(n, k), spec(m, n), bias=256, backward=True
         )
@@ -43,18 +50,18 @@ class Layer:
             strategy = ForwardStrategy(Epilogue.RELU_AUX_BIAS, Saved.MASK)
             self.plan = ForwardPlan(problem, 0, strategy, heuristic_algorithm)
         except PlanError:
+            if n % 128 == 0:
+                raise
             pytest.skip("cuBLASLt does not keep a mask of this shape")
 
     def run(self) -> tuple[Any, Any]:
-        """y and the mask, by cuBLASLt."""
+        """y and the mask, by cuBLASLt, which may set a bit where the pre-activation is zero."""
         m, n, _ = self.shape
         assert self.plan.kept_spec is not None
         y = cp.empty((m, n), self.dtype.numpy)
         mask = cp.full((m, self.plan.kept_spec.layout.leading_dimension // 8), 0xFF, cp.uint8)
-        x, w, bias = map(cp.asarray, (self.x, self.w, self.bias))
-        stream = cp.cuda.get_current_stream().ptr
-        self.plan.run(x.data.ptr, w.data.ptr, bias.data.ptr, y.data.ptr, mask.data.ptr, None, stream)
-        cp.cuda.get_current_stream().synchronize()
+        addresses = [each.data.ptr for each in (*self.operands, y, mask)]
+        self.plan.run(*addresses, None, cp.cuda.get_current_stream().ptr)
         return y, mask
 
 
@@ -64,7 +71,7 @@ def test_the_library_writes_the_reference_s_mask(dtype: DType, shape: tuple[int,
     layer = Layer(dtype, shape)
     y, mask = layer.run()
     np.testing.assert_array_equal(to_host(y) > 0, layer.z > 0)
-    np.testing.assert_array_equal(reference.unpack_mask(cp.asnumpy(mask), shape[1]), layer.z > 0)
+    np.testing.assert_array_equal(slopes(mask, shape[1]).astype(bool)[layer.z != 0], (layer.z > 0)[layer.z != 0])
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
@@ -81,7 +88,7 @@ def test_our_kernel_reads_it(dtype: DType, shape: tuple[int, int, int]) -> None:
     stream = cp.cuda.get_current_stream().ptr
     call = BackwardCall(on_gpu.data.ptr, 0, 0, stream, saved=mask.data.ptr, dz=dz.data.ptr, db=db.data.ptr)
     BackwardPlan(problem, 0, BackwardStrategy(db=MadeBy.KERNEL), heuristic_algorithm).run(call)
-    expected = dy.astype(np.float64) * (layer.z > 0)
+    expected = dy.astype(np.float64) * slopes(mask, n)
     np.testing.assert_array_equal(to_host(dz), expected)
     np.testing.assert_array_equal(to_host(db), expected.sum(axis=0).astype(dtype.numpy).astype(np.float64))
 
@@ -112,9 +119,11 @@ def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], m
     try:
         plan = BackwardPlan(problem, 0, BackwardStrategy(MadeBy.NOBODY, maker, maker), heuristic_algorithm)
     except PlanError:
+        if maker is MadeBy.KERNEL:
+            raise
         pytest.skip("cuBLASLt does not do this")
     addresses = (arrays[0].data.ptr, 0, arrays[1].data.ptr, cp.cuda.get_current_stream().ptr)
     plan.run(BackwardCall(*addresses, dx=dx.data.ptr, saved_below=mask.data.ptr, db_below=db.data.ptr))
-    expected = dy.astype(np.float64) @ w.astype(np.float64) * (layer.z > 0)
+    expected = dy.astype(np.float64) @ w.astype(np.float64) * slopes(mask, n)
     np.testing.assert_array_equal(to_host(dx), expected)
     np.testing.assert_array_equal(to_host(db), expected.sum(axis=0).astype(dtype.numpy).astype(np.float64))
