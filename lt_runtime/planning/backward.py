@@ -121,8 +121,9 @@ class BackwardPlan:
         with memory.lock:
             dz, partial = self._scratch(operands, memory)
             self._make_dz(operands, dz, partial, memory)
+            with self._branch(operands.stream) as branch:
+                self._make_dw(operands, dz, branch)
             self._make_dx(operands, dz, partial, memory)
-            self._make_dw(operands, dz, memory)
 
     def _make_dz(self, at: BackwardCall, dz: int, partial: int, memory: StreamMemory) -> None:
         if self._first is not None:

@@ -101,7 +101,7 @@ class MatmulPlan:
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
 
     def is_lean(self, algorithm: cublaslt.Algorithm) -> bool:
-        """Whether a launch succeeds and is at most two kernels, one if the problem says so, and nothing else but memsets.
+        """Whether a launch succeeds and is at most two kernels, one if the problem says so, and else only memsets.
 
         Large products have a memset before the kernel, for the counter that its blocks draw tiles from: on Hopper the
         fastest algorithms do. What it costs, a measurement sees. `kernels_alone` rules it out.
