@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import cupy as cp
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.errors import PlanError
+from lt_runtime.gpu.graphs import Graph
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning import BackwardCall, BackwardPlan, ForwardPlan
 from lt_runtime.planning.algorithms import heuristic_algorithm
@@ -84,14 +86,16 @@ class Block:
         plan.run(x, w, bias, y.data.ptr, kept.data.ptr, None, 0)
         return y, kept
 
-    def run_backward(self, plan: BackwardPlan, y: Any, kept: Any) -> dict[str, Any]:
+    def run_backward(
+        self, plan: BackwardPlan, y: Any, kept: Any, stream: int = 0, into: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         n, k = self.shape[1:]
         sizes = {"dx": self.shape[:2], "dw": (k, n), "db": (k,), "db_below": (n,)}
-        made = {name: cp.full(size, cp.nan, self.dtype.numpy) for name, size in sizes.items()}
+        made = into or {name: cp.full(size, cp.nan, self.dtype.numpy) for name, size in sizes.items()}
         saved = y if plan.problem.through and plan.problem.through.saved is Saved.OUTPUT else kept
         addresses = {name: array.data.ptr for name, array in made.items()}
         operands = (self.gpu["dy"].data.ptr, y.data.ptr, self.gpu["w2"].data.ptr)
-        plan.run(BackwardCall(*operands, 0, saved_below=saved.data.ptr, **addresses))
+        plan.run(BackwardCall(*operands, stream, saved_below=saved.data.ptr, **addresses))
         return made
 
     def check_forward(self, y: Any) -> None:
@@ -152,6 +156,29 @@ def test_every_strategy(shape: tuple[int, int, int], activation: str, dtype: DTy
         block.check_forward(y)
         for backward in backward_plans(block.backward(forward)):
             block.check_backward(block.run_backward(backward, y, kept), y)
+
+
+def test_a_branch_of_a_graph_gives_the_same() -> None:
+    block = Block((256, 512, 784), "gelu", DType.BFLOAT16)
+    forward = next(forward_plans(block.forward))
+    y, kept = block.run_forward(forward)
+    stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    for plan in backward_plans(block.backward(forward)):
+        if not plan.strategy.beside:
+            continue
+        eager = block.run_backward(plan, y, kept)
+        made = block.run_backward(plan, y, kept, stream.ptr)  # makes the memory of the stream and of its branch
+        stream.synchronize()
+        for array in made.values():
+            array.fill(cp.nan)
+        cp.cuda.Device().synchronize()
+        with Graph(partial(block.run_backward, plan, y, kept, into=made), stream.ptr) as graph:
+            for _ in range(20):
+                graph.launch(stream.ptr)
+            stream.synchronize()
+        for name, array in eager.items():
+            np.testing.assert_array_equal(to_host(made[name]), to_host(array), err_msg=name)
 
 
 def test_the_library_does_all_of_it_somewhere() -> None:
