@@ -72,8 +72,9 @@ class MaskPass:
 
     def run(self, dy: Any, dz: Any, db: Any) -> None:
         """Arrays (M, N) that lie alike, or the same one twice, and (N,)."""
-        addresses = (each.data.ptr for each in (dy, self._mask, dz, db, self._partial, self._tickets))
-        self._pass.run(*addresses, None, cp.cuda.get_current_stream().ptr)
+        arrays = {"dy": dy, "saved": self._mask, "dz": dz, "db": db, "partial": self._partial, "tickets": self._tickets}
+        addresses = {name: int(array.data.ptr) for name, array in arrays.items()}
+        self._pass.run(**addresses, dropout=None, stream=cp.cuda.get_current_stream().ptr)
 
 
 def to_host(array: Any) -> NDArray[np.float64]:
