@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import MLP, TrainStep
+    from lt_runtime.training.prefetch import prefetch
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "linear_fwd": "lt_runtime.ops.linear",
     "matmul": "lt_runtime.ops.matmul",
     "mse_loss": "lt_runtime.ops.loss",
+    "prefetch": "lt_runtime.training.prefetch",
 }
 _MODULES = ("cublaslt", "errors", "raw", "schedules")
 
@@ -67,6 +69,7 @@ __all__ = [
     "linear_fwd",
     "matmul",
     "mse_loss",
+    "prefetch",
     "raw",
     "schedules",
 ]
