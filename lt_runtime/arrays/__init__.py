@@ -1,5 +1,6 @@
 """Operands read where they lie: address, shape, strides, type, device, and the library they came from."""
 
+from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.checks import check_device, check_no_overlap, check_same, check_shape
 from lt_runtime.arrays.libraries import Library, contiguous
 from lt_runtime.arrays.operand import Operand, device_of, device_of_address, is_host_array, on_host, read, read_step
@@ -7,6 +8,8 @@ from lt_runtime.arrays.operand import Operand, device_of, device_of_address, is_
 __all__ = [
     "Library",
     "Operand",
+    "arena_size",
+    "arena_views",
     "check_device",
     "check_no_overlap",
     "check_same",
@@ -14,6 +17,7 @@ __all__ = [
     "contiguous",
     "device_of",
     "device_of_address",
+    "host_zeros",
     "is_host_array",
     "on_host",
     "read",

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arrays import Operand, check_no_overlap, check_shape
+from lt_runtime.arrays import Operand, arena_size, arena_views, check_no_overlap, check_shape
 from lt_runtime.arrays.libraries import CupyLibrary
 from lt_runtime.errors import DeviceError, DTypeError
 from lt_runtime.gpu.devices import activated
@@ -42,7 +42,8 @@ class GpuState:
         self._kept: list[Any] = []  # arrays whose addresses the kernels have
         with activated(self._place.device):
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
-            tensors = [self._tensor(parameter) for parameter in parameters]
+            self.moments: Sequence[tuple[Any, ...]] = self._moments(parameters)
+            tensors = [self._tensor(*pair) for pair in zip(parameters, self.moments, strict=True)]
             self._scale = None if options.scaler is None else self._scale_arrays(options.scaler.init_scale)
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
             self._launches = [*norms, self._update(tensors, words)]
@@ -84,17 +85,20 @@ class GpuState:
         )
         return _Launch(get_kernel("gradient_norm", (), self._place.device), len(table), params)
 
-    def _tensor(self, parameter: Parameter) -> Tensor:
+    def _moments(self, parameters: Sequence[Parameter]) -> list[tuple[Any, ...]]:
+        each, dtype = self._options.moments_each, self._options.moments.numpy
+        shapes = [tuple(parameter.data.shape) for parameter in parameters for _ in range(each)]
+        arrays = iter(arena_views(self._zeros((arena_size(shapes, dtype.itemsize),), dtype), shapes))
+        return [tuple(next(arrays) for _ in range(each)) for _ in parameters]
+
+    def _tensor(self, parameter: Parameter, arrays: tuple[Any, ...]) -> Tensor:
         name, place, options = parameter.name, self._place, self._options
         data, grad = place.read(f"{name}.data", parameter.data), place.read(f"{name}.grad", parameter.grad)
         check_shape(f"{name}.grad", grad.shape, data.shape, f"as {name}.data")
         master = self._master(parameter, data)
         _check(place.device, data, grad, master)
         self._kept += [parameter.data, parameter.grad, parameter.master]
-        moments = [
-            (self._zeros(data.shape, options.moments.numpy).data.ptr, options.moments)
-            for _ in range(3 if options.amsgrad else 2)
-        ]
+        moments = [(array.data.ptr, options.moments) for array in arrays]
         return Tensor(
             size=math.prod(data.shape),
             value=_typed(data if master is None else master),

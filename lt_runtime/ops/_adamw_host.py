@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime import reference
-from lt_runtime.arrays import check_shape
+from lt_runtime.arrays import arena_size, arena_views, check_shape, host_zeros
 from lt_runtime.errors import DTypeError, LayoutError, OverlapError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.ops._adamw_types import Options, Parameter
@@ -27,7 +27,10 @@ class HostState:
         self.steps, self.skipped_steps = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
         self.grad_norm = np.zeros((), np.float32) if options.judges_gradients else None
         self._options = options
-        self._tensors = [_Tensor(i, parameter, options) for i, parameter in enumerate(parameters)]
+        self.moments: Sequence[tuple[Any, ...]] = _moments(parameters, options)
+        self._tensors = [
+            _Tensor(i, *pair, options) for i, pair in enumerate(zip(parameters, self.moments, strict=True))
+        ]
         if options.scaler is not None:
             options.scaler.bind(np.array(options.scaler.init_scale, np.float32), np.zeros((), np.int32))
 
@@ -56,6 +59,13 @@ class HostState:
         return clipping / scale, finite
 
 
+def _moments(parameters: Sequence[Parameter], options: Options) -> list[tuple[NDArray[Any], ...]]:
+    each, dtype = options.moments_each, options.moments.numpy
+    shapes = [parameter.data.shape for parameter in parameters for _ in range(each)]
+    arrays = iter(arena_views(host_zeros(arena_size(shapes, dtype.itemsize), dtype), shapes))
+    return [tuple(next(arrays) for _ in range(each)) for _ in parameters]
+
+
 def _move(scaler: GradScaler, finite: bool) -> None:
     scale, tracker = reference.next_scale(scaler, float(scaler.scale), int(scaler.growth_tracker), finite)
     scaler.scale[...], scaler.growth_tracker[...] = scale, tracker
@@ -64,14 +74,12 @@ def _move(scaler: GradScaler, finite: bool) -> None:
 class _Tensor:
     """One parameter with its moments."""
 
-    def __init__(self, index: int, parameter: Parameter, options: Options) -> None:
+    def __init__(self, index: int, parameter: Parameter, moments: tuple[NDArray[Any], ...], options: Options) -> None:
         has_master = _prepare(parameter, options)
         self.parameter = parameter
         self._index, self._options = index, options
         self._value: NDArray[Any] = parameter.master if has_master else parameter.data
-        self._moments = [
-            np.zeros(parameter.data.shape, options.moments.numpy) for _ in range(3 if options.amsgrad else 2)
-        ]
+        self._moments = moments
         self._hyper = dataclasses.replace(
             options.hyper,
             lr=options.hyper.lr * parameter.lr_scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,6 +60,11 @@ class Options:
         """Whether the gradients' norm and finiteness have to be known before an update."""
         return self.max_norm is not None or self.skip_nonfinite
 
+    @property
+    def moments_each(self) -> int:
+        """Moments of a parameter: m and v, and with AMSGrad the largest v."""
+        return 3 if self.amsgrad else 2
+
     def weight_decay_of(self, parameter: Parameter) -> float:
         """λ of one parameter."""
         return self.hyper.weight_decay if parameter.weight_decay is None else parameter.weight_decay
@@ -76,6 +82,7 @@ class State(Protocol):
     steps: Any
     skipped_steps: Any
     grad_norm: Any
+    moments: Sequence[tuple[Any, ...]]
 
     def step(self, stream: Any) -> None:
         """One update of all parameters."""

@@ -53,6 +53,8 @@ class AdamW:
         skipped_steps: likewise, the number of updates left out.
         grad_norm: FP32 array of shape (), the norm of the unscaled gradients in the last step, before clipping. None
             without `max_norm`, `skip_nonfinite` and `scaler`.
+        moments: of each parameter: m, v and with `amsgrad` the largest v; all in one piece of memory.
+        options: what this was made with.
         scaler: as given.
 
     Raises:
@@ -81,7 +83,7 @@ class AdamW:
         _check_parameters(self.parameters)
         _check_hyper(lr, betas, eps, weight_decay)
         _check_options(max_norm, scaler, moments, seed)
-        options = Options(
+        self.options = Options(
             AdamWHyper(lr, *betas, eps, weight_decay, schedule or Schedule()),
             amsgrad,
             max_norm,
@@ -92,9 +94,9 @@ class AdamW:
             seed,
         )
         host = on_host(*(_by_name(self.parameters, parts) for parts in (("data", "grad"), ("master",))))
-        self._state: State = (HostState if host else GpuState)(self.parameters, options)
+        self._state: State = (HostState if host else GpuState)(self.parameters, self.options)
         self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
-        self.grad_norm = self._state.grad_norm
+        self.grad_norm, self.moments = self._state.grad_norm, self._state.moments
 
     def step(self, *, stream: Any = None) -> None:
         """Updates every parameter from its gradient.

@@ -62,11 +62,6 @@ class ComputeDevice:
         with self.current():
             return self.namespace.asarray(array)
 
-    def zeros_like(self, array: Any) -> Any:
-        """Zeros shaped and typed as `array`, which lives on this device."""
-        with self.current():
-            return self.namespace.zeros_like(array)
-
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """`array` as NumPy's; waits for a GPU to have computed it."""
         host: np.ndarray[Any, Any] = array if self.ordinal is None else self.namespace.asnumpy(array)

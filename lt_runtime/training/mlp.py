@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lt_runtime.arrays import arena_size, arena_views, host_zeros
 from lt_runtime.errors import ArgumentError
 from lt_runtime.ops.adamw import Parameter
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
@@ -114,8 +117,10 @@ class MLP:
         self.compute = Compute.parse(compute, self.dtype).value
         self.device = ComputeDevice.parse(device)
         hidden = activation if isinstance(activation, Activation) else Activation(activation)
-        generator = np.random.default_rng(seed)
-        self.layers = [self._layer(i, generator, hidden, dropout, seed) for i in range(len(dims) - 1)]
+        parameters = self._parameters(np.random.default_rng(seed))
+        self.layers = [
+            self._layer(i, parameters[2 * i : 2 * i + 2], hidden, dropout, seed) for i in range(len(dims) - 1)
+        ]
 
     def parameters(self) -> list[Parameter]:
         """Weights and biases, layer by layer."""
@@ -157,19 +162,29 @@ class MLP:
                 dy = layer.backward(dy, ctx, below, last=last, accumulate=accumulate, stream=stream)
 
     def _layer(
-        self, index: int, generator: np.random.Generator, hidden: Activation, dropout: float, seed: int
+        self, index: int, parameters: Sequence[Parameter], hidden: Activation, dropout: float, seed: int
     ) -> Linear:
-        inputs, outputs = self.dims[index], self.dims[index + 1]
+        weight, bias = parameters
         last = index == len(self.dims) - 2
-        name, bound = f"layer{index}", 1.0 / math.sqrt(inputs)
-        weight, bias = (
-            self._parameter(f"{name}.{part}", generator.uniform(-bound, bound, shape).astype(np.float32))
-            for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,)))
-        )
         activation = Activation() if last else hidden
-        return Linear(name, weight, bias, activation, 0.0 if last else dropout, Philox(seed, index))
+        return Linear(f"layer{index}", weight, bias, activation, 0.0 if last else dropout, Philox(seed, index))
 
-    def _parameter(self, name: str, values: np.ndarray[Any, Any]) -> Parameter:
-        data = self.device.asarray(values.astype(self.dtype.numpy))
-        master = None if self.dtype is DType.FLOAT32 else self.device.asarray(values)
-        return Parameter(data, self.device.zeros_like(data), master, name)
+    def _parameters(self, generator: np.random.Generator) -> list[Parameter]:
+        """Weights and biases; values, gradients and master copies lie in an arena each."""
+        values: dict[str, NDArray[np.float32]] = {}
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(self.dims)):
+            bound = 1.0 / math.sqrt(inputs)
+            for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
+                values[f"layer{i}.{part}"] = generator.uniform(-bound, bound, shape).astype(np.float32)
+        drawn, own = [*values.values()], self.dtype.numpy
+        data, grads = self._arena(drawn, own), self._arena([np.zeros_like(array) for array in drawn], own)
+        masters = [None] * len(drawn) if self.dtype is DType.FLOAT32 else self._arena(drawn, np.dtype(np.float32))
+        return [Parameter(*arrays) for arrays in zip(data, grads, masters, values, strict=True)]
+
+    def _arena(self, values: Sequence[NDArray[np.float32]], dtype: np.dtype[Any]) -> list[Any]:
+        """Arrays of these values, rounded, on the model's device."""
+        shapes = [array.shape for array in values]
+        flat = host_zeros(arena_size(shapes, dtype.itemsize), dtype)
+        for view, array in zip(arena_views(flat, shapes), values, strict=True):
+            view[...] = array
+        return arena_views(self.device.asarray(flat), shapes)

@@ -1,0 +1,41 @@
+"""Arenas: many arrays in one piece of memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+ALIGNMENT: Final = 256
+"""Bytes; the most that a plan asks about, so that an array's problem does not depend on what lies before it."""
+
+_Shapes = Sequence[tuple[int, ...]]
+
+
+def arena_size(shapes: _Shapes, itemsize: int) -> int:
+    """Elements that arrays of these shapes take, each beginning on `ALIGNMENT` bytes."""
+    return _starts(shapes, itemsize)[-1]
+
+
+def arena_views(flat: Any, shapes: _Shapes) -> list[Any]:
+    """Arrays within `flat`, which has `arena_size` elements and begins on `ALIGNMENT` bytes."""
+    starts = _starts(shapes, flat.itemsize)
+    return [flat[start : start + math.prod(shape)].reshape(shape) for start, shape in zip(starts, shapes, strict=False)]
+
+
+def host_zeros(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A flat NumPy array of zeros that begins on `ALIGNMENT` bytes."""
+    memory = np.zeros(size * dtype.itemsize + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size * dtype.itemsize].view(dtype)
+
+
+def _starts(shapes: _Shapes, itemsize: int) -> list[int]:
+    """Where each array begins, in elements, and where the last one ends."""
+    step = ALIGNMENT // itemsize
+    sizes = (-(-math.prod(shape) // step) * step for shape in shapes)
+    return [*itertools.accumulate(sizes, initial=0)]
