@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import MLP, TrainStep
+    from lt_runtime.training.checkpoints import load_checkpoint, save_checkpoint
     from lt_runtime.training.prefetch import prefetch
 
 __version__ = "0.1.0"
@@ -42,9 +43,11 @@ _HOMES = {
     "linear": "lt_runtime.ops.linear",
     "linear_bwd": "lt_runtime.ops.linear",
     "linear_fwd": "lt_runtime.ops.linear",
+    "load_checkpoint": "lt_runtime.training.checkpoints",
     "matmul": "lt_runtime.ops.matmul",
     "mse_loss": "lt_runtime.ops.loss",
     "prefetch": "lt_runtime.training.prefetch",
+    "save_checkpoint": "lt_runtime.training.checkpoints",
 }
 _MODULES = ("cublaslt", "errors", "raw", "schedules")
 
@@ -67,10 +70,12 @@ __all__ = [
     "linear",
     "linear_bwd",
     "linear_fwd",
+    "load_checkpoint",
     "matmul",
     "mse_loss",
     "prefetch",
     "raw",
+    "save_checkpoint",
     "schedules",
 ]
 

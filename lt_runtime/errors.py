@@ -11,6 +11,7 @@
     │   ├── AlignmentError              its address is not a multiple of what its type needs
     │   ├── DeviceError                 it lives on another device than the others
     │   └── OverlapError                an output shares memory with an input
+    ├── CheckpointError (ValueError)    a file is damaged, or a checkpoint of something else
     ├── MissingLibraryError (ImportError)   a library that this call needs is not installed
     ├── AbiError (RuntimeError)         the installed cuBLASLt contradicts the bindings
     ├── CaptureError (RuntimeError)     the call cannot be made while a stream is being captured
@@ -58,6 +59,10 @@ class DeviceError(OperandError):
 
 class OverlapError(OperandError):
     """An output shares memory with an input, or with another output."""
+
+
+class CheckpointError(LtError, ValueError):
+    """A file is damaged, is no checkpoint, or is one of another model or optimizer."""
 
 
 class MissingLibraryError(LtError, ImportError):

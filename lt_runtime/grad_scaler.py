@@ -69,6 +69,12 @@ class GradScaler:
         return self._bound()[1]
 
     @property
+    def options(self) -> dict[str, float]:
+        """What it was made with, by argument."""
+        names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def is_bound(self) -> bool:
         """Whether an optimizer has the scaler."""
         return self._arrays is not None

@@ -62,6 +62,19 @@ class ComputeDevice:
         with self.current():
             return self.namespace.asarray(array)
 
+    def write(self, array: Any, values: np.ndarray[Any, Any]) -> None:
+        """Puts NumPy values of the same shape and type into an array that lives here."""
+        with self.current():
+            if self.ordinal is None:
+                array[...] = values
+            else:
+                array.set(np.ascontiguousarray(values).reshape(values.shape))
+
+    def synchronize(self) -> None:
+        """Waits for all that the device has been given."""
+        if self.ordinal is not None:
+            self.namespace.cuda.Device(self.ordinal).synchronize()
+
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """`array` as NumPy's; waits for a GPU to have computed it."""
         host: np.ndarray[Any, Any] = array if self.ordinal is None else self.namespace.asnumpy(array)

@@ -91,6 +91,7 @@ class MLP:
     Attributes:
         layers: of `Linear`.
         device: where the model lives.
+        dims, activation, dtype, dropout, seed, compute: as given.
 
     Raises:
         ArgumentError: an option that is not accepted.
@@ -116,11 +117,11 @@ class MLP:
         self.dtype = DType.parse("the model", dtype)
         self.compute = Compute.parse(compute, self.dtype).value
         self.device = ComputeDevice.parse(device)
-        hidden = activation if isinstance(activation, Activation) else Activation(activation)
+        self.activation = activation if isinstance(activation, Activation) else Activation(activation)
+        self.dropout, self.seed = dropout, seed
         parameters = self._parameters(np.random.default_rng(seed))
-        self.layers = [
-            self._layer(i, parameters[2 * i : 2 * i + 2], hidden, dropout, seed) for i in range(len(dims) - 1)
-        ]
+        pairs = zip(parameters[::2], parameters[1::2], strict=True)
+        self.layers = [self._layer(i, *pair) for i, pair in enumerate(pairs)]
 
     def parameters(self) -> list[Parameter]:
         """Weights and biases, layer by layer."""
@@ -161,13 +162,10 @@ class MLP:
                 below = chain[i - 1] if i else None
                 dy = layer.backward(dy, ctx, below, last=last, accumulate=accumulate, stream=stream)
 
-    def _layer(
-        self, index: int, parameters: Sequence[Parameter], hidden: Activation, dropout: float, seed: int
-    ) -> Linear:
-        weight, bias = parameters
+    def _layer(self, index: int, weight: Parameter, bias: Parameter) -> Linear:
         last = index == len(self.dims) - 2
-        activation = Activation() if last else hidden
-        return Linear(f"layer{index}", weight, bias, activation, 0.0 if last else dropout, Philox(seed, index))
+        activation, dropout = (Activation(), 0.0) if last else (self.activation, self.dropout)
+        return Linear(f"layer{index}", weight, bias, activation, dropout, Philox(self.seed, index))
 
     def _parameters(self, generator: np.random.Generator) -> list[Parameter]:
         """Weights and biases; values, gradients and master copies lie in an arena each."""

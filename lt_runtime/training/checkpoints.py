@@ -1,0 +1,174 @@
+"""Checkpoints: all that a run needs to go on as if it had never been interrupted, in one safetensors file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from lt_runtime.errors import ArgumentError, CheckpointError
+from lt_runtime.ops.adamw import AdamW
+from lt_runtime.training.mlp import MLP
+
+_KEY: Final = "lt_runtime"
+_FORMAT: Final = 1
+_MOMENTS: Final = ("m", "v", "v_max")
+
+
+def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
+    """Writes parameters, master copies, moments, steps, seeds, the loss scale and all options to a safetensors file.
+
+    It takes the place of an older file at once, when it is on the disk as a whole. Waits for the GPU.
+
+    Args:
+        optimizer: over parameters of `model`.
+
+    Raises:
+        ArgumentError: the optimizer has other parameters.
+        OSError: the file cannot be written; an older one is as it was.
+    """
+    from safetensors.numpy import save_file
+
+    arrays, target = _arrays(model, optimizer), Path(path)
+    model.device.synchronize()
+    host = {name: model.device.to_host(array) for name, array in arrays.items()}
+    metadata = {_KEY: json.dumps(_description(model, optimizer))}
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary.open("xb").close()  # an error here says what is wrong with the place
+    try:
+        save_file(host, temporary, metadata)
+        _flush(temporary)
+        temporary.replace(target)
+        _flush(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
+    """Puts a checkpoint's values into a model and an optimizer that were made with the same options.
+
+    Training then continues bit by bit as it would have, in captured graphs too: their arrays are written in place.
+    Waits for the GPU.
+
+    Raises:
+        CheckpointError: the file is damaged, none of `save_checkpoint`'s, or of a model or an optimizer with other
+            options. Neither has been changed.
+        ArgumentError: the optimizer has other parameters than the model.
+        OSError: the file cannot be read.
+    """
+    arrays = _arrays(model, optimizer)
+    values = _read(Path(path), arrays, _description(model, optimizer))
+    model.device.synchronize()
+    for name, array in arrays.items():
+        model.device.write(array, values[name])
+    model.device.synchronize()
+
+
+def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
+    """Everything that training changes, by name."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for parameter in optimizer.parameters:
+        if id(parameter) not in known:
+            raise ArgumentError(f"the optimizer has {parameter.name}, which is no parameter of the model")
+    arrays = {parameter.name: parameter.data for parameter in model.parameters()}
+    arrays |= {f"{each.name}.master": each.master for each in model.parameters() if each.master is not None}
+    for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
+        arrays |= {f"{parameter.name}.{moment}": array for moment, array in zip(_MOMENTS, moments, strict=False)}
+    arrays |= {"optimizer.steps": optimizer.steps, "optimizer.skipped_steps": optimizer.skipped_steps}
+    if optimizer.grad_norm is not None:
+        arrays["optimizer.grad_norm"] = optimizer.grad_norm
+    if optimizer.scaler is not None:
+        arrays |= {"scaler.scale": optimizer.scaler.scale, "scaler.growth_tracker": optimizer.scaler.growth_tracker}
+    return arrays
+
+
+def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
+    """What must be equal for the run to go on in the same way; what JSON would give back."""
+    options, scaler = optimizer.options, optimizer.scaler
+    described = {
+        "format": _FORMAT,
+        "model": {
+            "dims": model.dims,
+            "activation": dataclasses.asdict(model.activation),
+            "dtype": model.dtype.value,
+            "dropout": model.dropout,
+            "seed": model.seed,
+            "compute": model.compute,
+        },
+        "optimizer": {
+            **dataclasses.asdict(options.hyper),
+            "amsgrad": options.amsgrad,
+            "max_norm": options.max_norm,
+            "skip_nonfinite": options.skip_nonfinite,
+            "moments": options.moments.value,
+            "stochastic_rounding": options.stochastic_rounding,
+            "seed": options.seed,
+            "parameters": {each.name: [each.lr_scale, each.weight_decay] for each in optimizer.parameters},
+        },
+        "scaler": None if scaler is None else scaler.options,
+    }
+    result: dict[str, Any] = json.loads(json.dumps(described))
+    return result
+
+
+def _read(path: Path, arrays: Mapping[str, Any], description: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's arrays, once everything about them has been found right."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            _check_description(path, file.metadata(), description)
+            _check_names(path, set(file.keys()), set(arrays))
+            values = {name: file.get_tensor(name) for name in arrays}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
+    for name, array in arrays.items():
+        found, wanted = values[name], (array.dtype.name, tuple(array.shape))
+        if (found.dtype.name, found.shape) != wanted:
+            raise CheckpointError(
+                f"{path}: {name} is {found.dtype.name} {found.shape}; here it is {wanted[0]} {wanted[1]}"
+            )
+    return values
+
+
+def _check_description(path: Path, metadata: Mapping[str, str] | None, ours: Mapping[str, Any]) -> None:
+    try:
+        theirs = json.loads((metadata or {})[_KEY])
+        version = theirs["format"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} was not written by lt.save_checkpoint") from error
+    if version != _FORMAT:
+        raise CheckpointError(f"{path} has format {version}; this version reads format {_FORMAT}")
+    for name, there, here in _differences("", theirs, dict(ours)):
+        raise CheckpointError(f"{path} was saved with {name} = {there!r}; here it is {here!r}")
+
+
+def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Where two descriptions differ: the option, and its value in each."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in {**theirs, **ours}:
+            yield from _differences(f"{name}.{key}" if name else key, theirs.get(key), ours.get(key))
+        if name.endswith(".parameters") and [*theirs] != [*ours]:
+            yield f"the order of {name}", [*theirs], [*ours]
+    elif theirs != ours:
+        yield name, theirs, ours
+
+
+def _check_names(path: Path, theirs: set[str], ours: set[str]) -> None:
+    for name in sorted(ours - theirs):
+        raise CheckpointError(f"{path} has no {name}")
+    for name in sorted(theirs - ours):
+        raise CheckpointError(f"{path} has {name}, which there is not here")
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file or a directory is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
