@@ -139,6 +139,7 @@ VARIANTS: Final = (
     *_epilogue_fwd(),
     *over("cross_entropy.cu", SCALAR=SCALAR.values(), ROW_THREADS=[str(_ROW_THREADS)]),
     *over("mse.cu", SCALAR=SCALAR.values()),
+    *over("tally.cu", SCALAR=SCALAR.values()),
     *_matmul_epilogue(),
 )
 """All of them, from the runtime's own tables: a new activation or type is among them by itself."""

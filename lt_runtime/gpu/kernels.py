@@ -25,6 +25,7 @@ from lt_runtime.gpu.params import (
     MatmulForwardParams,
     MseParams,
     OperandSumParams,
+    TallyParams,
 )
 
 THREADS: Final = 256
@@ -47,6 +48,7 @@ _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
     "count_labels": ("cross_entropy.cu", CountLabelsParams),
     "gradient_norm": ("gradient_norm.cu", GradientNormParams),
     "adamw": ("adamw.cu", AdamWParams),
+    "tally": ("tally.cu", TallyParams),
 }
 
 

@@ -224,6 +224,37 @@ class CountLabelsParams(ctypes.Structure):
     )
 
 
+class TallyState(ctypes.Structure):
+    """`lt::TallyState`, what a tally keeps on the device."""
+
+    _fields_ = (
+        ("loss", ctypes.c_float),
+        ("rest", ctypes.c_float),
+        ("steps", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("correct", ctypes.c_uint64),
+    )
+
+
+class TallyParams(ctypes.Structure):
+    """`lt::TallyParams`."""
+
+    _fields_ = (
+        ("logits", Matrix),
+        ("labels", ctypes.c_void_p),
+        ("loss", ctypes.c_void_p),
+        ("mean", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("ignore_index", ctypes.c_int64),
+        ("weight", ctypes.c_float),
+        ("first", ctypes.c_int),
+        ("wide_labels", ctypes.c_int),
+        ("ignores", ctypes.c_int),
+    )
+
+
 class OptimizerState(ctypes.Structure):
     """`lt::OptimizerState`, what an optimizer keeps on the device."""
 

@@ -86,7 +86,7 @@ class _Buffers:
 
     def __init__(self, place: Place, outputs: Outputs, like: Operand, other: Operand) -> None:
         self._place, self._outputs, self._like = place, outputs, like
-        self.scale, scale = self._read_scale(outputs.grad_scale)
+        self.scale, scale = self._read_scale(outputs.grad_scale, outputs.share)
         others = (other,) if scale is None else (other, scale)
         inputs = others if outputs.gradient is like.array else (like, *others)
         self.gradient = place.output("out_gradient", outputs.gradient, like.shape, like, inputs)
@@ -104,13 +104,13 @@ class _Buffers:
         call("cuMemsetD32Async", self.loss.address, _NAN_BITS, 1, self._place.stream)
         return self.result()
 
-    def _read_scale(self, scale: Any) -> tuple[GradScale, Operand | None]:
+    def _read_scale(self, scale: Any, share: float) -> tuple[GradScale, Operand | None]:
         if scale is None or is_number(scale):
-            return GradScale(1.0 if scale is None else float(scale)), None
+            return GradScale(share * (1.0 if scale is None else float(scale))), None
         operand = self._place.read("grad_scale", scale)
         check_grad_scale(operand.dtype, operand.shape)
         check_device(self._like, operand)
-        return GradScale(address=operand.address), operand
+        return GradScale(share, operand.address), operand
 
     def _read_loss(self, out: Any, others: tuple[Operand, ...]) -> Operand:
         place, like = self._place, self._like

@@ -54,7 +54,7 @@ def _check_matrix(name: str, shape: tuple[int, ...]) -> None:
 def _result(value: float, gradient: Any, dtype: DType, inputs: dict[str, Any], outputs: Outputs) -> Loss:
     """Puts both into their buffers; the gradient's may be the first of the inputs itself."""
     source, *_ = inputs
-    scale = _scale(outputs.grad_scale)
+    scale = _scale(outputs.grad_scale) * outputs.share
     if isinstance(outputs.grad_scale, np.ndarray):
         inputs = {**inputs, "grad_scale": outputs.grad_scale}
     others = {name: array for name, array in inputs.items() if name != source or array is not outputs.gradient}

@@ -29,11 +29,12 @@ class CrossEntropyOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The caller's buffers, and the gradient's scale: a number, an array of one, or None for 1."""
+    """The caller's buffers, and the gradient's scale: a number, an array of one, or None for 1; times the share."""
 
     gradient: Any
     loss: Any
     grad_scale: Any
+    share: float
 
     @property
     def arrays(self) -> Mapping[str, Any]:

@@ -18,6 +18,7 @@ def mse_loss(
     target: Any,
     *,
     grad_scale: Any = None,
+    share: float = 1.0,
     out_gradient: Any = None,
     out_loss: Any = None,
     stream: Any = None,
@@ -28,6 +29,7 @@ def mse_loss(
         prediction: (M, N). target: (M, N), same type.
         grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
             operands. It keeps small FP16 gradients from vanishing.
+        share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too.
         out_gradient: (M, N) buffer; may be `prediction` itself.
         out_loss: () FP32 buffer.
         stream: as in `linear_fwd`.
@@ -39,7 +41,7 @@ def mse_loss(
     Raises:
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    outputs = Outputs(out_gradient, out_loss, grad_scale)
+    outputs = Outputs(out_gradient, out_loss, grad_scale, _share(share))
     if on_host({"prediction": prediction, "target": target}, outputs.arrays):
         return _loss_host.mse_loss(prediction, target, outputs)
     return _loss_gpu.mse_loss(prediction, target, outputs, stream)
@@ -52,6 +54,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int | None = -100,
     grad_scale: Any = None,
+    share: float = 1.0,
     out_gradient: Any = None,
     out_loss: Any = None,
     stream: Any = None,
@@ -69,6 +72,7 @@ def cross_entropy(
             saves a GPU the counting.
         grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
             operands. It keeps small FP16 gradients from vanishing.
+        share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too.
         out_gradient: (M, C) buffer; may be `logits` itself.
         out_loss: () FP32 buffer.
         stream: as in `linear_fwd`.
@@ -83,10 +87,16 @@ def cross_entropy(
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     options = _options(label_smoothing, ignore_index)
-    outputs = Outputs(out_gradient, out_loss, grad_scale)
+    outputs = Outputs(out_gradient, out_loss, grad_scale, _share(share))
     if on_host({"logits": logits, "labels": labels}, outputs.arrays):
         return _loss_host.cross_entropy(logits, labels, options, outputs)
     return _loss_gpu.cross_entropy(logits, labels, options, outputs, stream)
+
+
+def _share(share: Any) -> float:
+    if not is_number(share) or not 0 < share <= 1:
+        raise ArgumentError(f"share is {share!r}; it must be above 0 and at most 1")
+    return float(share)
 
 
 def _options(label_smoothing: Any, ignore_index: Any) -> CrossEntropyOptions:

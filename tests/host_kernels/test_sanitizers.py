@@ -32,6 +32,7 @@ SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are
     *(f"test_adamw.py::test_updates[{variant}]" for variant in SANITIZED_ADAMW),
     "test_adamw.py::test_scaling_clipping_and_skipping",
     "test_gradient_norm.py::test_norms",
+    f"test_tally.py::test_rows_are_counted[{BF16}]",
 ]
 TESTS = [
     *SHARED_MEMORY_TESTS,

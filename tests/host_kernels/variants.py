@@ -237,6 +237,7 @@ SANITIZED: Final = (
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
     *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in SANITIZED_LOSSES),
     Variant("mse.cu", scalar_macros(F32)),
+    Variant("tally.cu", scalar_macros(BF16)),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in SANITIZED_MATMULS),
     *(Variant("dropout.cu", dropping.macros) for dropping in SANITIZED_DROPPING),
     *(Variant("adamw.cu", variant.macros) for variant in SANITIZED_ADAMW),
@@ -254,6 +255,7 @@ ALL: Final = (
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
     *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in TYPES),
     *(Variant("mse.cu", scalar_macros(dtype)) for dtype in TYPES),
+    *(Variant("tally.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("adamw.cu", variant.macros) for variant in ADAMW),
     Variant("gradient_norm.cu"),
 )

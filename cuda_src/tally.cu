@@ -1,0 +1,80 @@
+// Sums of a loss over steps, and how many rows were classified right: read only when somebody asks. Compiled for one
+// SCALAR type.
+
+#include "predecessor.cuh"
+#include "reduce.cuh"
+#include "vector.cuh"
+
+namespace lt {
+
+// Zero at the beginning.
+struct TallyState {
+  float loss;  // the sum over all steps
+  float rest;  // what rounding has taken from it (Kahan's summation)
+  uint64 steps;
+  uint64 rows;  // whose label counts
+  uint64 correct;
+};
+
+struct TallyParams {
+  Matrix logits;
+  const void* labels;
+  const float* loss;
+  float* mean;  // of the step so far: the sum of its parts' losses times their weights
+  TallyState* state;
+  int64 rows;  // 0 for a loss without classes
+  int64 cols;
+  int64 ignore_index;
+  float weight;
+  int first;  // part of a step
+  int wide_labels;
+  int ignores;
+};
+
+// Whether no logit of a row is larger than the label's, none before it as large, and none NaN. A whole warp asks.
+__device__ inline bool is_first_largest(const TallyParams& p, int64 row, int64 label) {
+  if (label < 0 || label >= p.cols) return false;
+  const SCALAR* logits = static_cast<const SCALAR*>(p.logits.data) + row * p.logits.row_stride;
+  const float picked = to_float(logits[label * p.logits.col_stride]);
+  int beaten = 0;
+  for (int64 col = threadIdx.x % kWarp; col < p.cols; col += kWarp) {
+    const float other = to_float(logits[col * p.logits.col_stride]);
+    beaten |= col < label ? !(other < picked) : !(other <= picked);
+  }
+#pragma unroll 1
+  for (int step = kWarp / 2; step > 0; step /= 2) beaten |= __shfl_xor_sync(0xFFFFFFFF, beaten, step);
+  return !beaten;
+}
+
+__device__ inline void add_loss(const TallyParams& p) {
+  const float part = p.weight * *p.loss;
+  *p.mean = p.first ? part : *p.mean + part;
+  const float term = part - p.state->rest, sum = p.state->loss + term;
+  p.state->rest = (sum - p.state->loss) - term;
+  p.state->loss = sum;
+  p.state->steps += p.first;
+}
+
+}  // namespace lt
+
+extern "C" __global__ void __launch_bounds__(256) tally(const lt::TallyParams p) {
+  using namespace lt;
+  __shared__ uint32 counted, correct;
+  wait_for_predecessor();
+  if (threadIdx.x == 0) counted = correct = 0;
+  __syncthreads();
+  const uint32 warps = blockDim.x / kWarp;
+  for (int64 row = blockIdx.x * warps + threadIdx.x / kWarp; row < p.rows; row += gridDim.x * warps) {
+    const int64 label = p.wide_labels ? static_cast<const int64*>(p.labels)[row] : static_cast<const int*>(p.labels)[row];
+    if (p.ignores && label == p.ignore_index) continue;
+    const bool is_right = is_first_largest(p, row, label);
+    if (threadIdx.x % kWarp != 0) continue;
+    atomicAdd(&counted, 1u);
+    if (is_right) atomicAdd(&correct, 1u);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (counted != 0) atomicAdd(&p.state->rows, static_cast<uint64>(counted));
+  if (correct != 0) atomicAdd(&p.state->correct, static_cast<uint64>(correct));
+  if (blockIdx.x == 0) add_loss(p);
+}

@@ -1,0 +1,146 @@
+"""Sums over training steps that stay on their device until they are read: of the loss, and of rows classified right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from lt_runtime.arrays.libraries import CupyLibrary
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.kernels import THREADS, get_kernel
+from lt_runtime.gpu.params import SCALAR, Matrix, TallyParams, TallyState
+from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.ops._place import Place
+from lt_runtime.problem import DType
+
+_ROWS: Final = THREADS // 32  # of a block: a warp has one at a time
+_MAX_BLOCKS: Final = 1024
+
+
+class Totals(NamedTuple):
+    """What has been added up: the loss summed over `steps`, rows whose label counts, and how many were right."""
+
+    steps: int
+    loss: float
+    rows: int
+    correct: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a batch was classified by.
+
+    Attributes:
+        logits: (M, C). labels: (M,) int32 or int64; of a row that is left out, `ignore_index`.
+    """
+
+    logits: Any
+    labels: Any
+    ignore_index: int | None
+
+
+class Tally(Protocol):
+    """Sums, and the mean loss of the last step: `mean`, FP32 of shape ()."""
+
+    mean: Any
+
+    def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
+        """Adds a part of a step.
+
+        Args:
+            loss: FP32 of shape ().
+            scores: None for a loss without classes. A row is right if its label's logit is the first of the largest.
+            weight: of the part's loss in the step's.
+            first: whether it is the step's first part.
+            stream: as in `linear_fwd`.
+        """
+
+    def read(self, stream: Any) -> Totals:
+        """The sums, which begin anew; waits for the stream."""
+
+
+class HostTally:
+    """A tally of NumPy arrays."""
+
+    def __init__(self) -> None:
+        self.mean = np.zeros((), np.float32)
+        self._totals = Totals(0, 0.0, 0, 0)
+
+    def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
+        """See `Tally`."""
+        part = np.float32(weight) * loss
+        self.mean[...] = part if first else self.mean + part
+        rows, correct = (0, 0) if scores is None else _count(scores)
+        old = self._totals
+        self._totals = Totals(old.steps + first, old.loss + float(part), old.rows + rows, old.correct + correct)
+
+    def read(self, stream: Any) -> Totals:
+        """See `Tally`."""
+        totals, self._totals = self._totals, Totals(0, 0.0, 0, 0)
+        return totals
+
+
+def _count(scores: Scores) -> tuple[int, int]:
+    logits, labels = scores.logits.astype(np.float32), scores.labels
+    counts = np.full(labels.shape, True) if scores.ignore_index is None else labels != scores.ignore_index
+    right = (logits.argmax(axis=1) == labels) & ~np.isnan(logits).any(axis=1)
+    return int(counts.sum()), int((counts & right).sum())
+
+
+class GpuTally:
+    """A tally on one GPU; everything that it needs is allocated here."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._device = device
+        with activated(device):
+            self.mean = CupyLibrary().empty((), np.dtype(np.float32), device, stream)
+            self._state = CupyLibrary().empty((1,), np.dtype(TallyState), device, stream)
+            call("cuMemsetD32Async", self.mean.data.ptr, 0, 1, stream)
+            self._clear(stream)
+
+    def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
+        """See `Tally`; one launch."""
+        with activated(self._device):
+            place = Place(self._device, stream_handle(stream, self._device))
+            params = TallyParams(
+                loss=place.read("loss", loss).address,
+                mean=self.mean.data.ptr,
+                state=self._state.data.ptr,
+                weight=weight,
+                first=first,
+            )
+            dtype, blocks = DType.FLOAT32, 1
+            if scores is not None:
+                dtype, blocks = _set_scores(params, scores, place)
+            kernel = get_kernel("tally", (("SCALAR", SCALAR[dtype]),), self._device)
+            kernel.launch((blocks, 1), (THREADS, 1), params, place.stream)
+
+    def read(self, stream: Any) -> Totals:
+        """See `Tally`."""
+        host = np.zeros(1, np.dtype(TallyState))
+        with activated(self._device):
+            handle = stream_handle(stream, self._device)
+            call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, handle)
+            self._clear(handle)
+            call("cuStreamSynchronize", handle)
+        (state,) = host
+        loss = float(state["loss"]) - float(state["rest"])
+        return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
+
+    def _clear(self, stream: int) -> None:
+        call("cuMemsetD8Async", self._state.data.ptr, 0, self._state.nbytes, stream)
+
+
+def _set_scores(params: TallyParams, scores: Scores, place: Place) -> tuple[DType, int]:
+    """Puts logits and labels into the argument block; their type, and the blocks that they take."""
+    logits, labels = place.read("logits", scores.logits), place.read("labels", scores.labels)
+    layout = logits.layout
+    params.logits, params.labels = Matrix.at(logits.address, layout), labels.address
+    params.rows, params.cols = layout.rows, layout.cols
+    params.wide_labels = labels.dtype == "int64"
+    params.ignores = scores.ignore_index is not None
+    params.ignore_index = scores.ignore_index or 0
+    return DType.parse("logits", logits.dtype), max(1, min(-(-layout.rows // _ROWS), _MAX_BLOCKS))

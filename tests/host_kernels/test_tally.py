@@ -1,0 +1,130 @@
+"""The tally's kernel against the host's tally, launched with the argument blocks that the runtime makes."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lt_runtime.gpu.kernels import THREADS
+from lt_runtime.gpu.params import TallyParams, TallyState
+from lt_runtime.ops.tally import HostTally, Scores, Totals, _set_scores
+from lt_runtime.problem import DType
+from tests.host_kernels.arrays import FLAT, Guarded, vector
+from tests.host_kernels.cases import FEW, axes, orders, seeds
+from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.variants import BF16, F32, TYPES, Variant, scalar_macros
+from tests.strategies import Placement, placements
+
+
+class KernelTally:
+    """Adds as `GpuTally` does, by the kernel on the CPU."""
+
+    def __init__(self, host: HostKernels, dtype: DType, order: int = 0) -> None:
+        self._kernel = host.kernel(Variant("tally.cu", scalar_macros(dtype)), "tally")
+        self._state, self._mean = Guarded(np.zeros((1, 4), np.uint64)), Guarded(np.full((1, 1), np.nan, np.float32))
+        self._order = order
+
+    def add(self, loss: float, scores: Any, weight: float, *, first: bool) -> None:
+        at = vector(np.full(1, loss), F32)
+        params = TallyParams(
+            loss=at.address, mean=self._mean.address, state=self._state.address, weight=weight, first=first
+        )
+        blocks = 1 if scores is None else _set_scores(params, scores, _Reader())[1]  # type: ignore[arg-type]
+        self._kernel.launch((blocks, 1), (THREADS, 1), params, order=self._order)
+        at.assert_unchanged()
+
+    @property
+    def mean(self) -> float:
+        self._mean.values()
+        return float(self._mean.array[0, 0])
+
+    def read(self) -> Totals:
+        self._state.values()
+        (state,) = self._state.array.view(np.dtype(TallyState))[0]
+        loss = float(state["loss"]) - float(state["rest"])
+        return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
+
+
+class _Reader:
+    """Stands in for the place that reads arrays on a GPU."""
+
+    def read(self, name: str, array: Guarded) -> Any:
+        layout = array.layout if name == "logits" else None
+        return SimpleNamespace(name=name, address=array.address, layout=layout, dtype=array.array.dtype.name)
+
+
+def labels_of(values: Any, dtype: Any) -> Guarded:
+    return Guarded(np.asarray(values, dtype).reshape(1, -1), FLAT)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@FEW
+@example(shape=(300, 70), place=Placement(True, 3, 1), wide=True, ignore=-100, order=2, seed=0)
+@given(
+    shape=st.tuples(axes, axes),
+    place=placements,
+    wide=st.booleans(),
+    ignore=st.sampled_from((None, -100, 0)),
+    order=orders,
+    seed=seeds,
+)
+def test_rows_are_counted(
+    host: HostKernels,
+    dtype: DType,
+    shape: tuple[int, int],
+    place: Placement,
+    wide: bool,
+    ignore: int | None,
+    order: int,
+    seed: int,
+) -> None:
+    generator = np.random.default_rng(seed)
+    logits = generator.integers(-3, 4, shape).astype(dtype.numpy)  # many are equal
+    logits[generator.random(shape) < 0.01] = np.nan
+    classes = np.where(
+        generator.random(shape[0]) < 0.5, logits.argmax(axis=1), generator.integers(0, shape[1], shape[0])
+    )
+    classes[generator.random(shape[0]) < 0.1] = -100
+    classes[generator.random(shape[0]) < 0.1] = shape[1]
+    at, labels = Guarded(logits, place), labels_of(classes, np.int64 if wide else np.int32)
+    kernel, expected = KernelTally(host, dtype, order), HostTally()
+    kernel.add(0.5, Scores(at, labels, ignore), 1.0, first=True)
+    expected.add(np.float32(0.5), Scores(logits, classes, ignore), 1.0, first=True, stream=None)
+    assert kernel.read() == expected.read(None)
+    at.assert_unchanged()
+    labels.assert_unchanged()
+
+
+def test_steps_of_several_parts(host: HostKernels) -> None:
+    kernel, expected = KernelTally(host, F32), HostTally()
+    losses = np.random.default_rng(0).uniform(0, 3, (20, 4)).astype(np.float32)
+    for step in losses:
+        for i, loss in enumerate(step):
+            kernel.add(float(loss), None, 0.25, first=i == 0)
+            expected.add(loss, None, 0.25, first=i == 0, stream=None)
+        assert kernel.mean == float(expected.mean) == pytest.approx(float(step.mean()), rel=1e-6)
+    (steps, loss, *counts), wanted = kernel.read(), expected.read(None)
+    assert (steps, counts) == (20, [0, 0])
+    assert loss == pytest.approx(wanted.loss, rel=1e-7)
+
+
+def test_a_long_sum_keeps_its_precision(host: HostKernels) -> None:
+    kernel = KernelTally(host, BF16)
+    kernel.add(1e6, None, 1.0, first=True)
+    for _ in range(1000):  # each less than half a unit in the last place
+        kernel.add(0.03, None, 1.0, first=True)
+    assert kernel.read().loss == pytest.approx(1e6 + 1000 * float(np.float32(0.03)), abs=1e-3)
+
+
+def test_nan_stays(host: HostKernels) -> None:
+    kernel = KernelTally(host, F32)
+    for loss in (1.0, math.nan, 2.0):
+        kernel.add(loss, None, 1.0, first=True)
+    assert math.isnan(kernel.read().loss)
+    assert kernel.mean == 2.0
