@@ -131,12 +131,13 @@ def _train_epochs(
     timer = RangeTimer(device.ordinal)
     losses: list[float] = []
     seconds: list[float] = []
+    timed = TrainStep(step.model, step.optimizer, batch_size=_BATCH, graph=False)  # a range for each layer
     for epoch in range(settings.epochs):
         last = epoch == settings.epochs - 1
         order = generator.permutation(len(digits.labels))[: batches * _BATCH].reshape(batches, _BATCH)
         start = time.perf_counter()
         with ranges.listening(timer) if last else contextlib.nullcontext():
-            losses += _epoch(step, images, labels, device.asarray(order), on_step)
+            losses += _epoch(timed if last else step, images, labels, device.asarray(order), on_step)
         seconds.append(time.perf_counter() - start)
     return losses, seconds, timer
 
@@ -145,7 +146,7 @@ def _epoch(step: TrainStep, images: Any, labels: Any, order: Any, on_step: Calla
     """One pass; the losses are read once at its end, so that no step waits for them."""
     losses = []
     for batch in order:
-        losses.append(step(images[batch], labels[batch]))
+        losses.append(step(images[batch], labels[batch]).copy())
         on_step()
     device = step.model.device
     return [float(loss) for loss in device.to_host(device.namespace.stack(losses))]

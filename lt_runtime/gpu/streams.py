@@ -66,6 +66,13 @@ def beside_captures(device: int) -> Iterator[None]:
             raise CaptureError(
                 f"stream {stream:#x} is being captured, or one that it waits for; measure before the capture"
             )
+    with relaxed_captures():
+        yield
+
+
+@contextlib.contextmanager
+def relaxed_captures() -> Iterator[None]:
+    """Lets the calling thread allocate and load kernels during any capture, its own too."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     previous = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:

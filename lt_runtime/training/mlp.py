@@ -39,9 +39,8 @@ class Linear:
         """The output without dropout; nothing is kept."""
         return linear(x, self.weight.data, self.bias.data, activation=self.activation, compute=compute, stream=stream)
 
-    def forward(self, x: Any, step: Any, compute: str, stream: Any) -> tuple[Any, Any]:
-        """The output, and the context for `backward`."""
-        rng = Philox(self.rng.seed, self.rng.layer, step)
+    def forward(self, x: Any, rng: Philox, compute: str, stream: Any) -> tuple[Any, Any]:
+        """The output, and the context for `backward`; `rng` draws dropout's mask."""
         return linear_fwd(
             x,
             self.weight.data,
@@ -133,17 +132,19 @@ class MLP:
             x = layer.infer(x, self.compute, stream)
         return x
 
-    def forward(self, x: Any, step: Any = 0, *, stream: Any = None) -> tuple[Any, list[Any]]:
+    def forward(self, x: Any, step: Any = 0, *, micro_batch: int = 0, stream: Any = None) -> tuple[Any, list[Any]]:
         """Outputs and the layers' contexts.
 
         Args:
             x: (M, dims[0]).
             step: what dropout's masks are drawn for: an int, or an array of one uint32 on the model's device.
+            micro_batch: which part of the step's batch x is; each has masks of its own.
         """
         contexts = []
         for layer in self.layers:
             with range_of(f"forward/{layer.name}"):
-                x, ctx = layer.forward(x, step, self.compute, stream)
+                rng = Philox(self.seed, layer.rng.layer + micro_batch * len(self.layers), step)
+                x, ctx = layer.forward(x, rng, self.compute, stream)
             contexts.append(ctx)
         return x, contexts
 

@@ -2,65 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+import math
+from typing import Any, NamedTuple
 
-from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.errors import ArgumentError, OperandError, ShapeError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.ops.loss import cross_entropy, mse_loss
-from lt_runtime.ranges import range_of
+from lt_runtime.ops.tally import HostTally, Tally
+from lt_runtime.training.body import LOSSES, StepBody
+from lt_runtime.training.inputs import read_batch
 from lt_runtime.training.mlp import MLP
 
-_LOSSES: Final[Mapping[str, Callable[..., Any]]] = {"cross_entropy": cross_entropy, "mse": mse_loss}
+
+class Metrics(NamedTuple):
+    """Means over the steps since they were last read.
+
+    Attributes:
+        loss: NaN if there were no steps.
+        accuracy: the share of rows whose label has the largest logit, before each step's update; None for a loss
+            without classes, NaN if no row counted.
+    """
+
+    steps: int
+    loss: float
+    accuracy: float | None
 
 
 class TrainStep:
     """Trains a model by one batch a call.
 
+    On a GPU the whole step is one CUDA graph, captured at the first batch of each size: the step is done once before,
+    without the update, so that everything is planned, by what has been tuned until then; the graph is launched at every
+    call, the first too. The step's number, the learning rate, the loss scale and dropout's masks advance on the device.
+    Batches are copied into buffers that stay. No call waits for the GPU, and none allocates but the first of a size.
+    With `graph=False` the same operations are launched one by one, with the same results, bit by bit, each of them a
+    range. A model of NumPy arrays knows no graphs.
+
     Args:
         model: an `MLP`.
         optimizer: over the model's parameters. Its step is also what dropout's masks are drawn for, so that every
-            step has its own.
-        loss: "cross_entropy" (labels (M,) int32 or int64) or "mse" (targets shaped as the outputs).
-        batch_size: rows of every batch.
+            step has its own; its scaler, if it has one, scales the loss's gradient.
+        loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out) or "mse" (targets shaped as
+            the outputs).
+        batch_size: rows of every batch; None takes batches of any size, each of which has a graph of its own: the eight
+            most recently used are kept.
+        graph: whether to capture.
+        accumulate: micro-batches that a batch is cut into. Their gradients are added up, so that activations of one
+            only are in memory; the loss is the mean of theirs.
 
     Raises:
-        ArgumentError: an unknown loss, or a batch size below 1.
+        ArgumentError: an unknown loss, or numbers that are not positive or do not divide the batch.
     """
 
-    def __init__(self, model: MLP, optimizer: AdamW, *, loss: str = "cross_entropy", batch_size: int) -> None:
-        if loss not in _LOSSES:
-            raise ArgumentError(f"loss is {loss!r}; accepted are {', '.join(_LOSSES)}")
-        if batch_size < 1:
-            raise ArgumentError(f"batch_size is {batch_size}; it must be positive")
-        self.model, self.optimizer, self.batch_size = model, optimizer, batch_size
-        self._loss = _LOSSES[loss]
+    def __init__(
+        self,
+        model: MLP,
+        optimizer: AdamW,
+        *,
+        loss: str = "cross_entropy",
+        batch_size: int | None,
+        graph: bool = True,
+        accumulate: int = 1,
+    ) -> None:
+        if loss not in LOSSES:
+            raise ArgumentError(f"loss is {loss!r}; accepted are {', '.join(LOSSES)}")
+        for name, value in (("batch_size", batch_size), ("accumulate", accumulate)):
+            if value is not None and value < 1:
+                raise ArgumentError(f"{name} is {value}; it must be positive")
+        if batch_size is not None and batch_size % accumulate:
+            raise ArgumentError(f"batch_size is {batch_size}; it must be a multiple of accumulate ({accumulate})")
+        self.model, self.optimizer, self.batch_size, self.accumulate = model, optimizer, batch_size, accumulate
+        self._classifies = loss == "cross_entropy"
+        self._arrays = [(each, each.data, each.grad, each.master) for each in model.parameters()]
+        self._body = StepBody(model, optimizer, loss)
+        if model.device.ordinal is not None:
+            from lt_runtime.training.captured import GpuStep
+
+            self._gpu = GpuStep(self._body, model.device.ordinal, accumulate, graph=graph)
+        self._tally: Tally = HostTally() if model.device.ordinal is None else self._gpu.tally
 
     def __call__(self, x: Any, target: Any, *, stream: Any = None) -> Any:
         """Updates the model from one batch.
 
         Args:
-            x: (batch_size, inputs), of the model's type and on its device.
+            x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows.
             target: labels or targets, as the loss asks.
             stream: an int handle, a stream object, or None for CuPy's current stream.
 
         Returns:
-            The loss before the update, shape () and FP32, on the model's device: reading it waits for the step.
+            The loss before the update, shape () and FP32, on the model's device: reading it waits for the step. On a
+            GPU the next step overwrites it.
 
         Raises:
             ShapeError: x is not a batch of the expected shape.
-            OperandError, GpuError: as in `lt.linear_fwd`.
+            OperandError: another type or device; an array of the model's parameters has been replaced.
+            CaptureError: the stream is being captured, and `graph` is set.
+            GpuError: no memory, or another failure. The model's values and the optimizer are as they were.
         """
-        expected = (self.batch_size, self.model.dims[0])
-        shape = tuple(getattr(x, "shape", expected))  # what has none, the first layer judges
-        if shape != expected:
-            raise ShapeError(f"x has shape {shape}; this step was made for {expected}")
-        with range_of("forward"):
-            outputs, contexts = self.model.forward(x, self.optimizer.steps, stream=stream)
-        with range_of("loss"):
-            loss, gradient = self._loss(outputs, target, stream=stream)
-        with range_of("backward"):
-            self.model.backward(gradient, contexts, stream=stream)
-        with range_of("optimizer"):
-            self.optimizer.step(stream=stream)
-        return loss
+        self._check(x)
+        device = self.model.device.ordinal
+        if device is None:
+            self._body.run(self._cut(x, target), self._tally, None)
+            return self._tally.mean.copy()
+        with activated(device):
+            handle = stream_handle(stream, device)
+            self._gpu.run(*read_batch(self.model, x, target, self._classifies, handle), handle)
+        return self._tally.mean
+
+    def metrics(self, *, stream: Any = None) -> Metrics:
+        """What has been added up on the device since the last call; waits for the stream that the steps are on."""
+        totals = self._tally.read(stream)
+        loss = totals.loss / totals.steps if totals.steps else math.nan
+        accuracy = totals.correct / totals.rows if totals.rows else math.nan
+        return Metrics(totals.steps, loss, accuracy if self._classifies else None)
+
+    def _check(self, x: Any) -> None:
+        inputs, rows = self.model.dims[0], self.batch_size
+        shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has none, the first layer judges
+        if rows is not None and shape != (rows, inputs):
+            raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}")
+        if rows is None and (len(shape) != 2 or shape[1] != inputs or not shape[0] or shape[0] % self.accumulate):
+            multiple = f"a multiple of {self.accumulate}" if self.accumulate > 1 else "at least one"
+            raise ShapeError(f"x has shape {shape}; accepted are (M, {inputs}), M {multiple}")
+        for parameter, data, grad, master in self._arrays:
+            if parameter.data is not data or parameter.grad is not grad or parameter.master is not master:
+                raise OperandError(
+                    f"an array of {parameter.name} was replaced after this step was made; write into it instead, as in "
+                    "parameter.data[...] = values"
+                )
+
+    def _cut(self, x: Any, target: Any) -> list[tuple[Any, Any]]:
+        """The micro-batches of NumPy arrays."""
+        parts = self.accumulate
+        if parts == 1:
+            return [(x, target)]
+        for name, array in (("x", x), ("target", target)):
+            if getattr(array, "shape", ())[:1] != x.shape[:1]:
+                raise ShapeError(f"{name} has shape {getattr(array, 'shape', None)}; it must have {x.shape[0]} rows")
+        rows = x.shape[0] // parts
+        return [(x[i * rows : (i + 1) * rows], target[i * rows : (i + 1) * rows]) for i in range(parts)]

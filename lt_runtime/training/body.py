@@ -1,0 +1,68 @@
+"""What a training step does, whichever way it is run: forward, loss, backward, and the optimizer's update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from lt_runtime.gpu.branches import branch
+from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.ops.adamw import AdamW
+from lt_runtime.ops.loss import cross_entropy, mse_loss
+from lt_runtime.ops.tally import Scores, Tally
+from lt_runtime.ranges import range_of
+from lt_runtime.training.mlp import MLP
+
+LOSSES: Final[Mapping[str, Callable[..., Any]]] = {"cross_entropy": cross_entropy, "mse": mse_loss}
+IGNORE_INDEX: Final = -100
+
+
+class StepBody:
+    """The operations of one step, one after the other.
+
+    Args:
+        loss: one of `LOSSES`.
+    """
+
+    def __init__(self, model: MLP, optimizer: AdamW, loss: str) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._loss, self._classifies = LOSSES[loss], loss == "cross_entropy"
+
+    def run(self, parts: Sequence[tuple[Any, Any]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
+        """Puts a step on a stream.
+
+        Args:
+            parts: inputs and targets of the micro-batches, all of one size. Gradients are of the mean over all.
+            tally: what the losses are added to.
+            stream: of a GPU, its handle; of the host, None.
+            updates: whether the optimizer makes its step.
+        """
+        for i, (x, target) in enumerate(parts):
+            self._run_part(x, target, i, 1.0 / len(parts), tally, stream)
+        if updates:
+            with range_of("optimizer"):
+                self.optimizer.step(stream=stream)
+
+    def _run_part(self, x: Any, target: Any, index: int, share: float, tally: Tally, stream: Any) -> None:
+        scaler = self.optimizer.scaler
+        with range_of("forward"):
+            outputs, contexts = self.model.forward(x, self.optimizer.steps, micro_batch=index, stream=stream)
+        with range_of("loss"):
+            scale = None if scaler is None else scaler.scale
+            loss, gradient = self._loss(outputs, target, grad_scale=scale, share=share, stream=stream)
+        scores = Scores(outputs, target, IGNORE_INDEX) if self._classifies else None
+        with self._beside(stream) as other:
+            tally.add(loss, scores, share, first=index == 0, stream=other)
+            with range_of("backward"):
+                self.model.backward(gradient, contexts, accumulate=index > 0, stream=stream)
+
+    @contextlib.contextmanager
+    def _beside(self, stream: Any) -> Iterator[Any]:
+        """A stream for what nothing in the step waits for."""
+        device = self.model.device.ordinal
+        if device is None:
+            yield stream
+            return
+        with branch(stream_memory(device, stream)) as memory:
+            yield memory.stream

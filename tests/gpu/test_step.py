@@ -1,0 +1,286 @@
+"""Training steps as graphs: the bits of eager steps, whatever the stream; what a graph holds, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime.errors import CaptureError, DeviceError, DTypeError, GpuError, LayoutError, LtError, OperandError
+from lt_runtime.gpu.graphs import captured_nodes
+from lt_runtime.gpu.streams import private_stream
+from lt_runtime.ops.tally import GpuTally, HostTally, Scores
+from lt_runtime.training import captured
+
+ROWS, INPUTS, CLASSES = 96, 40, 10
+
+
+class _Run:
+    """A model in training; the i-th batch is always the same."""
+
+    def __init__(self, dtype: str = "float32", loss: str = "cross_entropy", seed: int = 3, **options: Any) -> None:
+        dropout = options.pop("dropout", 0.2)
+        optimizer = options.pop("optimizer", {})
+        scaler = lt.GradScaler(1024.0, growth_interval=3) if dtype == "float16" else None
+        self.model = lt.MLP([INPUTS, 64, 72, CLASSES], "gelu", dtype=dtype, dropout=dropout, seed=seed, device="cuda")
+        schedule = lt.schedules.warmup_cosine(3, 40)
+        self.optimizer = lt.AdamW(self.model.parameters(), lr=1e-2, schedule=schedule, scaler=scaler, **optimizer)
+        self.step = lt.TrainStep(self.model, self.optimizer, loss=loss, **{"batch_size": ROWS, **options})
+        self._loss = loss
+
+    def batch(self, i: int, rows: int = ROWS) -> tuple[Any, Any]:
+        generator, kind = np.random.default_rng(i), self.model.dtype.numpy
+        x = cp.asarray(generator.standard_normal((rows, INPUTS)).astype(kind))
+        if self._loss == "mse":
+            return x, cp.asarray(generator.standard_normal((rows, CLASSES)).astype(kind))
+        return x, cp.asarray(generator.integers(0, CLASSES, rows).astype(np.int32))
+
+    def train(self, count: int) -> list[float]:
+        return [float(self.step(*self.batch(i))) for i in range(count)]
+
+    def state(self) -> list[bytes]:
+        cp.cuda.Device().synchronize()
+        arrays = [array for each in self.model.parameters() for array in (each.data, each.master) if array is not None]
+        arrays += [*itertools.chain.from_iterable(self.optimizer.moments), self.optimizer.steps]
+        return [cp.asnumpy(array).tobytes() for array in arrays]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_graph_and_eager_agree_bitwise(dtype: str, loss: str, accumulate: int) -> None:
+    runs = [
+        _Run(dtype, loss, graph=graph, accumulate=accumulate, optimizer={"max_norm": 1.0}) for graph in (True, False)
+    ]
+    losses = [run.train(8) for run in runs]
+    assert losses[0] == losses[1]
+    assert runs[0].state() == runs[1].state()
+    metrics = [run.step.metrics() for run in runs]
+    assert metrics[0] == metrics[1]
+    assert metrics[0].loss == pytest.approx(np.mean(losses[0]), rel=1e-5)
+    assert int(runs[0].optimizer.steps[0]) + int(runs[0].optimizer.skipped_steps[0]) == 8
+
+
+def test_eager_steps_may_follow_graphs() -> None:
+    mixed, graphs = _Run(), _Run()
+    eager = lt.TrainStep(mixed.model, mixed.optimizer, batch_size=ROWS, graph=False)
+    for i in range(6):
+        (eager if i % 2 else mixed.step)(*mixed.batch(i))
+    graphs.train(6)
+    assert mixed.state() == graphs.state()
+
+
+def test_masks_differ_from_step_to_step() -> None:
+    run = _Run(dropout=0.5)
+    frozen = lt.AdamW(run.model.parameters(), lr=0.0, weight_decay=0.0)
+    step, batch = lt.TrainStep(run.model, frozen, batch_size=ROWS), run.batch(0)
+    assert len({float(step(*batch)) for _ in range(5)}) == 5
+
+
+def test_a_graph_holds_kernels_alone() -> None:
+    run = _Run("bfloat16", optimizer={"max_norm": 1.0})
+    run.train(1)
+    gpu = run.step._gpu
+    (batches,) = gpu._batches.values()
+    with captured._memory_from(gpu._pool):
+        nodes = captured_nodes(
+            lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(0, "training")
+        )
+    print(f"a step of 3 layers with max_norm: {len(nodes)} nodes")
+    assert set(nodes) <= {"KERNEL", "MEMSET"}  # of tile counters, where a product needs them
+    assert len(nodes) < 30
+
+
+def test_streams_may_change_between_steps() -> None:
+    run, expected = _Run(), _Run()
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(3)]
+    cp.cuda.Device().synchronize()
+    for i in range(9):
+        batch = run.batch(i)
+        cp.cuda.get_current_stream().synchronize()
+        run.step(*batch, stream=streams[i % 3])
+    expected.train(9)
+    assert run.state() == expected.state()
+
+
+def test_two_steps_take_turns_with_their_memory() -> None:
+    runs, alone = [_Run(seed=seed) for seed in (1, 2)], [_Run(seed=seed) for seed in (1, 2)]
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in runs]
+    for i in range(12):
+        batches = [run.batch(i) for run in runs]
+        cp.cuda.get_current_stream().synchronize()
+        for run, stream, batch in zip(runs, streams, batches, strict=True):
+            run.step(*batch, stream=stream)
+    for run, other in zip(runs, alone, strict=True):
+        other.train(12)
+        assert run.state() == other.state()
+
+
+def test_batches_of_any_size() -> None:
+    runs = [_Run(batch_size=None, graph=graph) for graph in (True, False)]
+    sizes = [*range(8, 8 * (captured.MAX_GRAPHS + 3), 8), 96, 8, 16, 96]
+    for i, rows in enumerate(sizes):
+        losses = [float(run.step(*run.batch(i, rows))) for run in runs]
+        assert losses[0] == losses[1]
+    assert runs[0].state() == runs[1].state()
+    assert len(runs[0].step._gpu._batches) == captured.MAX_GRAPHS
+
+
+def test_batches_as_they_lie() -> None:
+    run, expected = _Run(), _Run()
+    for i in range(3):
+        x, labels = run.batch(i)
+        wide = cp.full((ROWS, INPUTS + 5), cp.nan, cp.float32)
+        wide[:, 2 : INPUTS + 2] = x
+        assert float(run.step(wide[:, 2 : INPUTS + 2], labels)) == float(expected.step(x, labels))
+        assert float(run.step(x, labels.astype(cp.int64))) == float(expected.step(x, labels))
+    assert run.state() == expected.state()
+
+
+def test_training_from_prefetched_batches() -> None:
+    run, expected = _Run("bfloat16"), _Run("bfloat16")
+    host = [tuple(map(cp.asnumpy, run.batch(i))) for i in range(20)]
+    for x, labels in lt.prefetch(host, 2, run.model.device):
+        run.step(x, labels)
+    expected.train(20)
+    assert run.state() == expected.state()
+
+
+def test_many_replays_take_no_memory() -> None:
+    run = _Run("bfloat16")
+    batch = run.batch(0)
+    run.step(*batch)
+    run.step.metrics()
+    cp.cuda.Device().synchronize()
+    free, used = cp.cuda.runtime.memGetInfo()[0], cp.get_default_memory_pool().used_bytes()
+    for _ in range(10_000):
+        run.step(*batch)
+    metrics = run.step.metrics()
+    assert cp.cuda.runtime.memGetInfo()[0] >= free - (2 << 20)
+    assert cp.get_default_memory_pool().used_bytes() <= used
+    assert metrics.steps == 10_000
+    assert np.isfinite(metrics.loss)
+    assert all(bool(cp.isfinite(parameter.data.astype(cp.float32)).all()) for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda x, y: (cp.asnumpy(x), y), DeviceError, "x is in host memory"),
+        (lambda x, y: (x, cp.asnumpy(y)), DeviceError, "labels is in host memory"),
+        (lambda x, y: (x.astype(cp.float16), y), DTypeError, "x is float16; the model is float32"),
+        (lambda x, y: (x, y.astype(cp.float32)), DTypeError, "labels has type float32"),
+        (lambda x, y: (x, y[1:]), OperandError, "labels has shape"),
+        (lambda x, y: (x[1:], y[1:]), OperandError, "x has shape"),
+        (lambda x, y: (cp.asfortranarray(x), y), LayoutError, "its rows must be contiguous"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_batches_that_do_not_fit(first: bool, change: Any, error: type[LtError], message: str) -> None:
+    run = _Run()
+    if not first:
+        run.train(1)
+    before = run.state()
+    with pytest.raises(error, match=message):
+        run.step(*change(*run.batch(1)))
+    assert run.state() == before
+    run.train(1)
+
+
+def test_replaced_arrays() -> None:
+    run = _Run()
+    run.train(2)
+    parameter = run.model.layers[0].weight
+    kept, before = parameter.data, run.state()
+    parameter.data = kept.copy()
+    with pytest.raises(OperandError, match=r"an array of layer0.weight was replaced"):
+        run.step(*run.batch(3))
+    parameter.data = kept
+    assert run.state() == before
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_out_of_memory(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    run, expected = _Run(), _Run()
+    allocate, left = captured._device_memory, [at]
+
+    def fail(size: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise GpuError(f"{size} bytes of GPU memory could not be allocated")
+        return allocate(size)
+
+    run.step._gpu._pool = cp.cuda.MemoryPool(fail)
+    before = run.state()
+    with pytest.raises(GpuError, match="could not be allocated"):
+        run.step(*run.batch(0))
+    assert run.state() == before
+    left[0] = 1 << 30
+    assert run.train(4) == expected.train(4)
+    assert run.state() == expected.state()
+
+
+def test_a_failure_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, expected = _Run(), _Run()
+    original, calls = run.optimizer.step, []
+
+    def fail(*, stream: Any = None) -> None:
+        calls.append(stream)
+        raise GpuError("the optimizer's launch failed")
+
+    before = run.state()
+    monkeypatch.setattr(run.optimizer, "step", fail)
+    with pytest.raises(GpuError, match="launch failed"):
+        run.step(*run.batch(0))
+    assert run.state() == before
+    assert len(calls) == 1  # in the capture, not before
+    monkeypatch.setattr(run.optimizer, "step", original)
+    assert run.train(3) == expected.train(3)
+
+
+def test_captures_by_the_caller() -> None:
+    graphs, eager, new = _Run(), _Run(graph=False), _Run(graph=False, batch_size=None)
+    stream = cp.cuda.Stream(non_blocking=True)
+    batch = eager.batch(0)
+    cp.cuda.Device().synchronize()
+    with stream:
+        eager.step(*batch)
+        unplanned = new.batch(0, 23)
+        stream.synchronize()
+        stream.begin_capture()
+        with pytest.raises(CaptureError, match="a step to be captured needs graph=False"):
+            graphs.step(*batch)
+        with pytest.raises(CaptureError, match="before the capture"):
+            new.step(*unplanned)
+        eager.step(*batch)
+        graph = stream.end_capture()
+        before = eager.state()
+        graph.launch(stream)
+        stream.synchronize()
+    assert eager.state() != before
+    assert int(eager.optimizer.steps[0]) == 2
+    new.step(*unplanned)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_tally_is_the_hosts(dtype: str) -> None:
+    generator = np.random.default_rng(0)
+    logits = generator.integers(-3, 4, (3000, 70)).astype(lt.MLP([1, 1], dtype=dtype, device="cpu").dtype.numpy)
+    labels = np.where(generator.random(3000) < 0.5, logits.argmax(axis=1), generator.integers(0, 70, 3000))
+    labels[::7] = -100
+    gpu, host = GpuTally(0, cp.cuda.get_current_stream().ptr), HostTally()
+    for i in range(5):
+        loss = np.float32(0.1 * i)
+        gpu.add(
+            cp.asarray(loss), Scores(cp.asarray(logits), cp.asarray(labels), -100), 0.5, first=i % 2 == 0, stream=None
+        )
+        host.add(loss, Scores(logits, labels, -100), 0.5, first=i % 2 == 0, stream=None)
+        assert float(gpu.mean) == float(host.mean)
+    found, expected = gpu.read(None), host.read(None)
+    assert (found.steps, found.rows, found.correct) == (expected.steps, expected.rows, expected.correct)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert gpu.read(None) == (0, 0.0, 0, 0)
