@@ -1,9 +1,13 @@
 // dz = dropout'(dy) · act'(saved) and the bias gradient, the sum of dz over its rows, in one pass over a matrix.
-// Compiled for one SCALAR type, one ACTIVATION, what SAVED holds (0 nothing, 1 pre-activation, 2 output), DROPOUT 0 or 1,
-// how DZ is written (0 not at all, 1 as it comes, 2 transposed), ALIGNED (see sweep.cuh) and BLOCKS, a
+// Compiled for one SCALAR type, one ACTIVATION, what SAVED holds (0 nothing, 1 pre-activation, 2 output, 3 ReLU's mask),
+// DROPOUT 0 or 1, how DZ is written (0 not at all, 1 as it comes, 2 transposed), ALIGNED (see sweep.cuh) and BLOCKS, a
 // multiprocessor's.
 //
 // The bias gradient is deterministic: no floating-point atomics.
+//
+// dz as it comes may be dy, element on element: nobody but its thread reads and writes an octet, and the row that is read
+// ahead is one that the thread has yet to write. So nothing here may promise the compiler that operands lie apart or are
+// only read (`__restrict__`, `__ldg`).
 
 #include "activations.cuh"
 #include "column_sum.cuh"
@@ -15,7 +19,7 @@ namespace lt {
 
 struct EpilogueBwdParams {
   Matrix dy;
-  Matrix saved;  // absent where SAVED is 0
+  Matrix saved;  // absent where SAVED is 0; a mask's strides are in bytes
   Matrix dz;     // absent where DZ is 0; its columns are contiguous where DZ is 2
   ColumnSum<SCALAR> db;
   uint32 rows;
@@ -24,10 +28,44 @@ struct EpilogueBwdParams {
   float slope;
 };
 
+#if SAVED == 3
+// Of the mask's bits, which are in a row's order from a byte's lowest on: an octet's are one byte.
+struct MaskCursor {
+  using Raw = uint32;
+
+  const unsigned char* at;
+  int64 step;
+
+  __device__ MaskCursor(const Matrix& m, const Sweep& s)
+      : at(element<unsigned char>(m, s.row, s.col / kOctet)), step(s.step * m.row_stride) {}
+
+  __device__ Raw load() {
+    const Raw bits = *at;
+    at += step;
+    return bits;
+  }
+};
+
+using SavedReader = ReadAhead<MaskCursor>;
+
+__device__ inline Octet unpack_saved(uint32 bits) {
+  Octet out;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) out.v[i] = bits >> i & 1 ? 1.0f : 0.0f;
+  return out;
+}
+
+__device__ inline float derivative(float positive, float) { return positive; }
+#else
+using SavedReader = Reader<SCALAR>;
+
+__device__ inline Octet unpack_saved(const Access<SCALAR>::Raw& raw) { return Access<SCALAR>::unpack(raw); }
+
 #if SAVED == 2
 __device__ inline float derivative(float saved, float) { return ACTIVATION::derivative_from_output(saved); }
 #else
 __device__ inline float derivative(float saved, float slope) { return ACTIVATION::derivative(saved, slope); }
+#endif
 #endif
 
 }  // namespace lt
@@ -35,7 +73,8 @@ __device__ inline float derivative(float saved, float slope) { return ACTIVATION
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_bwd(const lt::EpilogueBwdParams p) {
   using namespace lt;
   const Sweep sweep(p.cols);
-  Reader<SCALAR> dy_at(p.dy, sweep), saved_at(p.saved, sweep);
+  Reader<SCALAR> dy_at(p.dy, sweep);
+  SavedReader saved_at(p.saved, sweep);
 #if DZ == 1
   Cursor<SCALAR> dz(p.dz, sweep);
 #elif DZ == 2
@@ -55,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_bwd(const lt:
     const bool more = row + sweep.step < rows;
     Octet gradient = Access<SCALAR>::unpack(dy_at.take(more));
 #if SAVED
-    const Octet saved = Access<SCALAR>::unpack(saved_at.take(more));
+    const Octet saved = unpack_saved(saved_at.take(more));
 #endif
     if (DROPOUT) apply_dropout<ALIGNED>(gradient, p.dropout, step, index);
     index += index_step;

@@ -59,22 +59,25 @@ struct Cursor {
   }
 };
 
-// A cursor that loads one row ahead, so that the next load is under way while an octet is worked on. More rows ahead need
-// registers that are better spent on more threads.
-template <class T>
-struct Reader {
-  Cursor<T> cursor;
-  typename Cursor<T>::Raw next{};
+// Loads one row ahead, so that the next load is under way while an octet is worked on. More rows ahead need registers that
+// are better spent on more threads.
+template <class From>
+struct ReadAhead {
+  From cursor;
+  typename From::Raw next{};
 
-  __device__ Reader(const Matrix& m, const Sweep& s) : cursor(m, s) {}
+  __device__ ReadAhead(const Matrix& m, const Sweep& s) : cursor(m, s) {}
   __device__ void start(bool any) {
     if (any) next = cursor.load();
   }
-  __device__ typename Cursor<T>::Raw take(bool more) {
-    const typename Cursor<T>::Raw raw = next;
+  __device__ typename From::Raw take(bool more) {
+    const typename From::Raw raw = next;
     if (more) next = cursor.load();
     return raw;
   }
 };
+
+template <class T>
+using Reader = ReadAhead<Cursor<T>>;
 
 }  // namespace lt

@@ -14,8 +14,8 @@ from lt_runtime.errors import AlignmentError, ArgumentError, DeviceError, Overla
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.layout import Layout, may_overlap, packed
-from lt_runtime.planning import backward_plan, forward_plan
-from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, Saved, Spec
+from lt_runtime.planning import BackwardCall, backward_plan, forward_plan
+from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
 
 _ITEMSIZE = 4
 
@@ -116,23 +116,28 @@ def backward_raw(
     device = _check(inputs, outputs, {"C": (C, y)})
     handle = stream_handle(stream, device)
     specs = {name: _spec(*operand) for name, operand in outputs.items()}
+    wants_db = "gBias" in outputs
+    own = Derivative(
+        activation,
+        Saved.PREACTIVATION if has_z else Saved.NOTHING,
+        _spec(Z, y) if has_z else None,
+        _alignment(gBias) if wants_db else None,
+    )
     problem = BackwardProblem(
         DType.FLOAT32,
         Compute.FLOAT32,
-        activation,
         _spec(A, x),
         _spec(B, w),
         _spec(gY, y),
-        Saved.PREACTIVATION if has_z else Saved.NOTHING,
-        _spec(Z, y) if has_z else None,
+        own,
         specs.get("gA"),
         specs.get("gB"),
-        "gBias" in outputs,
         specs.get("gC"),
     )
+    db = gBias if wants_db else 0
     with activated(device):
         plan = backward_plan(problem, device, handle)
-        plan.run(gY, A, B, Z if has_z else 0, gA, gB, gBias if with_bias else 0, gC, None, handle)
+        plan.run(BackwardCall(gY, A, B, handle, Z if has_z else 0, dx=gA, dw=gB, db=db, dz=gC))
 
 
 def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layout, Layout, Layout]:

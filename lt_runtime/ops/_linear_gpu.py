@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from lt_runtime.arrays import Operand, check_same, check_shape
 from lt_runtime.gpu.devices import activated
-from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Wanted, problem_shape
+from lt_runtime.layout import Layout, Order
+from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted, problem_shape
 from lt_runtime.ops._place import Place
-from lt_runtime.planning import backward_plan, forward_plan, saved_for
-from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, Saved
+from lt_runtime.planning import BackwardCall, ForwardPlan, backward_plan, forward_plan
+from lt_runtime.planning.strategies import unchanged
+from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
+
+_BITS = 8  # a byte
 
 
 def _address(operand: Operand | None) -> int:
@@ -31,10 +37,8 @@ def forward(
         if bias:
             bias.check_vector()
         dropout = place.dropout(options.dropout, options.rng)
-        saved_as = Saved.NOTHING if options.inference else saved_for(options.activation, dropout is not None)
         y = place.output("out", out, (m, n), x, (x, w, bias))
-        keep = out_z is not None or saved_as is Saved.PREACTIVATION
-        z = place.output("out_z", out_z, (m, n), x, (x, w, bias, y)) if keep else None
+        z = place.output("out_z", out_z, (m, n), x, (x, w, bias, y)) if out_z is not None else None
         problem = ForwardProblem(
             dtype,
             compute,
@@ -46,18 +50,20 @@ def forward(
             z.spec if z else None,
             dropout is not None,
             options.propagate_nan,
+            not options.inference,
         )
         plan = forward_plan(problem, place.device, place.stream)
-        plan.run(x.address, w.address, _address(bias), y.address, _address(z), dropout, place.stream)
+        kept = z or _new_kept(plan, place, x)
+        plan.run(x.address, w.address, _address(bias), y.address, _address(kept), dropout, place.stream)
         result = place.result(out, y, x)
-    preactivation = z.array if z else None
-    saved = {Saved.NOTHING: None, Saved.OUTPUT: y.array, Saved.PREACTIVATION: preactivation}[saved_as]
+    is_z = z is not None or plan.saved is Saved.PREACTIVATION
+    arrays = {Saved.NOTHING: None, Saved.OUTPUT: y.array}
     return result, LinearContext(
         x_array,
         w_array,
-        saved,
-        saved_as,
-        preactivation,
+        arrays.get(plan.saved, kept.array if kept else None),
+        plan.saved,
+        kept.array if kept and is_z else None,
         options.activation,
         options.dropout,
         options.rng,
@@ -66,27 +72,50 @@ def forward(
     )
 
 
-def backward(dy_array: Any, ctx: LinearContext, wanted: Wanted, outputs: Gradients, stream: Any) -> Gradients:
+def _new_kept(plan: ForwardPlan, place: Place, like: Operand) -> Operand | None:
+    """A matrix that lies as the plan wants what it keeps; None if that is none."""
+    spec = plan.kept_spec
+    if spec is None:
+        return None
+    layout = spec.layout
+    lines, length = layout.shape if layout.order is Order.ROW else (layout.cols, layout.rows)
+    if plan.saved is Saved.MASK:
+        return place.empty("the mask", (lines, layout.leading_dimension // _BITS), np.dtype(np.uint8), like)
+    padded = place.empty("the pre-activation", (lines, layout.leading_dimension), plan.problem.dtype.numpy, like)
+    view = padded.array[:, :length]
+    return place.read(padded.name, view if layout.order is Order.ROW else view.T)
+
+
+def backward(dy_array: Any, source: Source, wanted: Wanted, outputs: Gradients, stream: Any) -> Gradients:
     """See `linear_bwd`."""
-    place = Place.of("dy", dy_array, stream)
+    place, ctx = Place.of("dy", dy_array, stream), source.layer
     with activated(place.device):
         dy, x, w = place.read("dy", dy_array), place.read("x", ctx.x), place.read("w", ctx.w)
-        saved = place.read_optional("the saved tensor", ctx.saved)
         check_same(x, dy)
-        (m, k), n = x.shape, w.shape[0]
-        check_shape("dy", dy.shape, (m, n), "y's shape")
-        inputs = (dy, x, w, saved)
-        shapes = {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n)}
-        made: dict[str, Operand] = {}
-        for name, shape in shapes.items():
-            if getattr(wanted, name, outputs.dz is not None):
-                given = getattr(outputs, name)
-                made[name] = place.output(f"out_{name}", given, shape, x, (*inputs, *made.values()))
-        dropout = place.dropout(ctx.dropout, ctx.rng)
-        problem = _problem(ctx, x, w, dy, saved, made, wanted)
-        plan = backward_plan(problem, place.device, place.stream)
-        dx, dw, db, dz = (_address(made.get(name)) for name in Gradients._fields)
-        plan.run(dy.address, x.address, w.address, _address(saved), dx, dw, db, dz, dropout, place.stream)
+        check_shape("dy", dy.shape, source.shapes["dz"], "y's shape")
+        saved = None if source.before_activation else place.read_optional("the saved tensor", ctx.saved)
+        below = place.read_optional("the saved tensor below", source.below.saved) if source.below else None
+        made = _outputs(place, x, (dy, x, w, saved, below), source, wanted, outputs)
+        dropout = None if source.before_activation else place.dropout(ctx.dropout, ctx.rng)
+        dropout_below = place.dropout(source.below.dropout, source.below.rng) if source.below else None
+        db, db_below = made.get("db"), made.get("db_below")
+        own = unchanged(_alignment(db)) if source.before_activation else _derivative(ctx, saved, db)
+        through = _derivative(source.below, below, db_below) if source.below else None
+        plan = backward_plan(_problem(ctx, x, w, dy, own, through, made, wanted), place.device, place.stream)
+        addresses = {name: operand.address for name, operand in made.items()}
+        plan.run(
+            BackwardCall(
+                dy.address,
+                x.address,
+                w.address,
+                place.stream,
+                _address(saved),
+                saved_below=_address(below),
+                dropout=dropout,
+                dropout_below=dropout_below,
+                **addresses,
+            )
+        )
         return Gradients(
             *(
                 place.result(getattr(outputs, name), made[name], x) if name in made else None
@@ -95,30 +124,53 @@ def backward(dy_array: Any, ctx: LinearContext, wanted: Wanted, outputs: Gradien
         )
 
 
+def _outputs(
+    place: Place, x: Operand, inputs: tuple[Operand | None, ...], source: Source, wanted: Wanted, outputs: Gradients
+) -> dict[str, Operand]:
+    """The buffers of the gradients that are made, the caller's or new ones."""
+    made: dict[str, Operand] = {}
+    for name, shape in source.shapes.items():
+        if getattr(wanted, name, outputs.dz is not None):
+            given = getattr(outputs, name)
+            made[name] = place.output(f"out_{name}", given, shape, x, (*inputs, *made.values()))
+    return made
+
+
+def _alignment(vector: Operand | None) -> int | None:
+    return vector.alignment if vector else None
+
+
+def _derivative(ctx: LinearContext, saved: Operand | None, db: Operand | None) -> Derivative:
+    spec = saved.spec if saved else None
+    if saved and ctx.saved_as is Saved.MASK:
+        lines, in_bytes = saved.shape
+        bits = Layout(lines, ctx.w.shape[0], Order.ROW, in_bytes * _BITS)
+        spec = Spec(bits, saved.alignment)
+    return Derivative(ctx.activation, ctx.saved_as, spec, _alignment(db), ctx.dropout > 0)
+
+
 def _problem(
     ctx: LinearContext,
     x: Operand,
     w: Operand,
     dy: Operand,
-    saved: Operand | None,
+    own: Derivative,
+    through: Derivative | None,
     made: dict[str, Operand],
     wanted: Wanted,
 ) -> BackwardProblem:
     dtype = DType.parse("x", x.dtype)
-    specs = {name: operand.spec for name, operand in made.items() if name != "db"}
+    specs = {name: made[name].spec for name in ("dx", "dw", "dz") if name in made}
     return BackwardProblem(
         dtype,
         Compute.parse(ctx.compute, dtype),
-        ctx.activation,
         x.spec,
         w.spec,
         dy.spec,
-        ctx.saved_as,
-        saved.spec if saved else None,
+        own,
         specs.get("dx"),
         specs.get("dw"),
-        wanted.db,
         specs.get("dz"),
-        ctx.dropout > 0,
         wanted.accumulate,
+        through,
     )

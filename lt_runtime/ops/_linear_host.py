@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.arrays import check_shape
 from lt_runtime.errors import DTypeError
-from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Wanted, problem_shape
+from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted, problem_shape
 from lt_runtime.ops._place import host_dropout, host_output
 from lt_runtime.problem import Compute, DType, Saved
 
@@ -45,32 +45,44 @@ def forward(
     return y, context
 
 
-def backward(dy: Array, ctx: LinearContext, wanted: Wanted, outputs: Gradients, stream: Any) -> Gradients:
+def backward(dy: Array, source: Source, wanted: Wanted, outputs: Gradients, stream: Any) -> Gradients:
     """See `linear_bwd`; there is no stream to run on."""
-    (m, k), n = ctx.x.shape, ctx.w.shape[0]
+    ctx, below = source.layer, source.below
     dtype = DType.parse("x", ctx.x.dtype)
     _check_types(dtype, {"dy": dy})
-    check_shape("dy", dy.shape, (m, n), "y's shape")
-    buffers = _buffers(dy, ctx, wanted, outputs, {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n)})
+    check_shape("dy", dy.shape, source.shapes["dz"], "y's shape")
+    buffers = _buffers(dy, source, wanted, outputs)
     with np.errstate(all="ignore"):
-        factors = host_dropout((m, n), ctx.dropout, ctx.rng)
-        exact = reference.linear_bwd(dy, ctx.x, ctx.w, ctx.saved, ctx.activation, factors)
+        exact = _exact(dy, ctx, source.before_activation)
+        values: dict[str, Any] = exact._asdict()
+        if below is not None:
+            values["dx"] = reference.through_activation(exact.dx, below.saved, below.activation, _factors(below))
+            values["db_below"] = values["dx"].sum(axis=0)
         for name, buffer in buffers.items():
-            value = getattr(exact, name)
-            if wanted.accumulate and name in ("dw", "db"):
-                value = value + buffer.astype(np.float64)
-            buffer[...] = value.astype(dtype.numpy)
+            kept = buffer.astype(np.float64) if wanted.accumulate and name in ("dw", "db", "db_below") else 0.0
+            buffer[...] = (values[name] + kept).astype(dtype.numpy)
     return Gradients(*(buffers.get(name) for name in Gradients._fields))
 
 
-def _buffers(
-    dy: Array, ctx: LinearContext, wanted: Wanted, outputs: Gradients, shapes: dict[str, tuple[int, ...]]
-) -> dict[str, Array]:
+def _exact(dy: Array, ctx: LinearContext, before_activation: bool) -> reference.LinearGradients:
+    if before_activation:
+        return reference.linear_bwd(dy, ctx.x, ctx.w, dy)
+    return reference.linear_bwd(dy, ctx.x, ctx.w, ctx.saved, ctx.activation, _factors(ctx))
+
+
+def _factors(ctx: LinearContext) -> NDArray[np.float64] | None:
+    return host_dropout((ctx.x.shape[0], ctx.w.shape[0]), ctx.dropout, ctx.rng)
+
+
+def _buffers(dy: Array, source: Source, wanted: Wanted, outputs: Gradients) -> dict[str, Array]:
+    ctx = source.layer
     dtype = DType.parse("x", ctx.x.dtype)
     inputs: dict[str, Array | None] = {"dy": dy, "x": ctx.x, "w": ctx.w, "the saved tensor": ctx.saved}
+    if source.below is not None:
+        inputs["the saved tensor below"] = source.below.saved
     buffers = {}
-    for name in Gradients._fields:
+    for name, shape in source.shapes.items():
         if getattr(wanted, name, outputs.dz is not None):
-            buffers[name] = host_output(f"out_{name}", getattr(outputs, name), shapes[name], dtype, inputs)
+            buffers[name] = host_output(f"out_{name}", getattr(outputs, name), shape, dtype, inputs)
             inputs[f"out_{name}"] = buffers[name]
     return buffers

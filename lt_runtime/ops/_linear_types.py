@@ -28,7 +28,7 @@ class LinearContext:
     Attributes:
         x, w: the operands.
         saved: the array that the activation's derivative is taken from; None if nothing is needed.
-        saved_as: whether that is the pre-activation or the output.
+        saved_as: what that is; a mask is bytes (M, N/8 rounded up to a multiple of 16).
         preactivation: x · wᵀ + bias (M, N) where it was kept or asked for; None otherwise.
         activation, dropout, rng, compute: as they were in forward.
         has_bias: whether the layer has a bias.
@@ -47,11 +47,12 @@ class LinearContext:
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted, and whether dw and db are added to what their buffers hold."""
+    """Which gradients are wanted, and whether dw, db and db_below are added to what their buffers hold."""
 
     dx: bool
     dw: bool
     db: bool
+    db_below: bool
     accumulate: bool
 
 
@@ -62,6 +63,27 @@ class Gradients(NamedTuple):
     dw: Any
     db: Any
     dz: Any
+    db_below: Any
+
+
+class Source(NamedTuple):
+    """What a gradient is the gradient of.
+
+    Attributes:
+        layer: the layer that is gone back through.
+        below: the one before it, when the gradient is to be taken through its activation too.
+        before_activation: the gradient that comes in has been taken through `layer`'s activation already.
+    """
+
+    layer: LinearContext
+    below: LinearContext | None
+    before_activation: bool
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the gradients, by their names."""
+        (m, k), n = self.layer.x.shape, self.layer.w.shape[0]
+        return {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n), "db_below": (k,)}
 
 
 def problem_shape(x: tuple[int, ...], w: tuple[int, ...], bias: tuple[int, ...] | None) -> tuple[int, int, int]:

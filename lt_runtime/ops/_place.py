@@ -47,13 +47,16 @@ class Place:
             ShapeError, DTypeError, DeviceError, LayoutError, OverlapError: the caller's does not serve.
         """
         if out is None:
-            made = like.library.empty(shape, DType.parse(like.name, like.dtype).numpy, self.device, self.stream)
-            return self.read(name, made)
+            return self.empty(name, shape, DType.parse(like.name, like.dtype).numpy, like)
         operand = self.read(name, out)
         check_shape(name, operand.shape, shape, "the result's shape")
         check_same(like, operand)
         check_no_overlap(operand, *(other for other in inputs if other is not None))
         return operand
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], like: Operand) -> Operand:
+        """A new array of the kind of `like`."""
+        return self.read(name, like.library.empty(shape, dtype, self.device, self.stream))
 
     def result(self, out: Any, operand: Operand, like: Operand) -> Any:
         """What the caller gets: its own buffer, or the new array in the form of its library."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from lt_runtime.arrays import on_host
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.ops import _linear_gpu, _linear_host
-from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Wanted
+from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted
 from lt_runtime.ops._place import check_dropout
 from lt_runtime.problem import Activation, Philox
 
@@ -18,6 +18,18 @@ class LinearGradients(NamedTuple):
     dx: Any
     dw: Any
     db: Any
+
+
+class ChainedGradients(NamedTuple):
+    """dz_below (M, K), the gradient before the activation of the layer below; dw (N, K), db (N,); that layer's db (K,).
+
+    None where a gradient was not asked for.
+    """
+
+    dz_below: Any
+    dw: Any
+    db: Any
+    db_below: Any
 
 
 def linear_fwd(
@@ -90,6 +102,45 @@ def linear(
     return run(x, w, bias, options, out, None, stream)[0]
 
 
+@overload
+def linear_bwd(
+    dy: Any,
+    ctx: LinearContext,
+    *,
+    need_dx: bool = ...,
+    need_dw: bool = ...,
+    need_db: bool = ...,
+    accumulate: bool = ...,
+    before_activation: bool = ...,
+    through: None = ...,
+    out_dx: Any = ...,
+    out_dw: Any = ...,
+    out_db: Any = ...,
+    out_dz: Any = ...,
+    stream: Any = ...,
+) -> LinearGradients: ...
+
+
+@overload
+def linear_bwd(
+    dy: Any,
+    ctx: LinearContext,
+    *,
+    need_dw: bool = ...,
+    need_db: bool = ...,
+    accumulate: bool = ...,
+    before_activation: bool = ...,
+    through: LinearContext,
+    need_db_below: bool = ...,
+    out_dx: Any = ...,
+    out_dw: Any = ...,
+    out_db: Any = ...,
+    out_dz: Any = ...,
+    out_db_below: Any = ...,
+    stream: Any = ...,
+) -> ChainedGradients: ...
+
+
 def linear_bwd(
     dy: Any,
     ctx: LinearContext,
@@ -98,42 +149,76 @@ def linear_bwd(
     need_dw: bool = True,
     need_db: bool = True,
     accumulate: bool = False,
+    before_activation: bool = False,
+    through: LinearContext | None = None,
+    need_db_below: bool = True,
     out_dx: Any = None,
     out_dw: Any = None,
     out_db: Any = None,
     out_dz: Any = None,
+    out_db_below: Any = None,
     stream: Any = None,
-) -> LinearGradients:
+) -> LinearGradients | ChainedGradients:
     """Gradients of the `linear_fwd` call that returned `ctx`.
 
+    In a chain of layers each call can do the elementwise part of the next: with `through`, the gradient of the input is
+    taken through the activation and the dropout of the layer below as well, wherever that was measured to be the
+    cheapest, and what comes back is given to that layer as before its activation::
+
+        dz, dw2, db2, db1 = lt.linear_bwd(dy, ctx2, through=ctx1)
+        dx, dw1, _ = lt.linear_bwd(dz, ctx1, before_activation=True, need_db=False)
+
     Args:
-        dy: (M, N), the gradient with respect to y.
+        dy: (M, N), the gradient with respect to y; with `before_activation`, with respect to the pre-activation.
         need_dx, need_dw, need_db: which gradients to make. There is no db for a layer without bias.
-        accumulate: add dw and db to what `out_dw` and `out_db` hold; dx is overwritten all the same.
-        out_dx: (M, K) buffer. out_dw: (N, K). out_db: (N,).
+        accumulate: add dw, db and db_below to what their buffers hold; dx is overwritten all the same.
+        before_activation: dy has been taken through this layer's activation and dropout already.
+        through: the context of the layer whose y was this one's x.
+        need_db_below: with `through`, whether to make that layer's bias gradient.
+        out_dx: (M, K) buffer, for dz_below with `through`. out_dw: (N, K). out_db: (N,). out_db_below: (K,).
         out_dz: (M, N) buffer for the gradient with respect to the pre-activation; scratch memory if None.
         stream: as in `linear_fwd`; it must come after forward's.
 
     Returns:
-        (dx, dw, db), None for those not asked for.
+        (dx, dw, db), or (dz_below, dw, db, db_below) with `through`; None for those not asked for.
 
     Raises:
-        ArgumentError: `accumulate` without the buffers to add to.
+        ArgumentError: `accumulate` without the buffers to add to; `through` without dx.
+        ShapeError: `through` is a layer whose y this one's x cannot be.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    wanted = Wanted(need_dx, need_dw, need_db and ctx.has_bias, accumulate)
-    if accumulate and ((wanted.dw and out_dw is None) or (wanted.db and out_db is None)):
-        raise ArgumentError("accumulate=True needs out_dw and out_db, the buffers to add to")
-    outputs = Gradients(
-        out_dx if wanted.dx else None,
-        out_dw if wanted.dw else None,
-        out_db if wanted.db else None,
-        out_dz,
-    )
+    source = Source(ctx, through, before_activation)
+    _check_chain(source, need_dx)
+    below_has_bias = through is not None and through.has_bias
+    wanted = Wanted(need_dx, need_dw, need_db and ctx.has_bias, need_db_below and below_has_bias, accumulate)
+    given = Gradients(out_dx, out_dw, out_db, out_dz, out_db_below)
+    outputs = Gradients(*(array if getattr(wanted, name, True) else None for name, array in given._asdict().items()))
+    _check_accumulation(wanted, outputs)
     named = {f"out_{name}": array for name, array in outputs._asdict().items()}
     host = on_host({"dy": dy, "x": ctx.x}, named)
     run = _linear_host.backward if host else _linear_gpu.backward
-    return LinearGradients(*run(dy, ctx, wanted, outputs, stream)[:3])
+    made = run(dy, source, wanted, outputs, stream)
+    if through is None:
+        return LinearGradients(made.dx, made.dw, made.db)
+    return ChainedGradients(made.dx, made.dw, made.db, made.db_below)
+
+
+def _check_chain(source: Source, need_dx: bool) -> None:
+    below = source.below
+    if below is None:
+        return
+    if not need_dx:
+        raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
+    y, x = (below.x.shape[0], below.w.shape[0]), tuple(source.layer.x.shape)
+    if y != x:
+        raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
+
+
+def _check_accumulation(wanted: Wanted, outputs: Gradients) -> None:
+    names = ("dw", "db", "db_below")
+    missing = [f"out_{name}" for name in names if getattr(wanted, name) and getattr(outputs, name) is None]
+    if wanted.accumulate and missing:
+        raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
 
 
 def _options(

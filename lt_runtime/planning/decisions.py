@@ -32,7 +32,9 @@ def decide_forward(problem: ForwardProblem, device: int) -> ForwardPlan:
 
 def decide_backward(problem: BackwardProblem, device: int) -> BackwardPlan:
     """As `decide_forward`."""
-    made = _measured(problem, device, lambda values: BackwardPlan(problem, device, from_entry(BackwardStrategy, values)))
+    made = _measured(
+        problem, device, lambda values: BackwardPlan(problem, device, from_entry(BackwardStrategy, values))
+    )
     return made or prior_backward(problem, device)
 
 

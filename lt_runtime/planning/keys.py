@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 from lt_runtime.planning.records import field_types
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Version of keys, entries and files: what was written under another is not read."""
 
 Problem: TypeAlias = MatmulProblem | ForwardProblem | BackwardProblem

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order
@@ -72,14 +72,14 @@ def from_entry(kind: type[_Strategy], values: Mapping[str, object]) -> _Strategy
     Raises:
         ValueError: there is none.
     """
-    types = field_types(kind)
+    types = field_types(cast(Any, kind))
     if values.keys() != types.keys():
         raise ValueError(f"{dict(values)} is no {kind.__name__}")
     return kind(**{name: types[name](value) for name, value in values.items()})
 
 
 def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
-    """What a problem allows, those that leave the least to our kernel first; the library may refuse all but the last."""
+    """What a problem allows, first what leaves our kernel the least; the library may refuse all but the last."""
     name, saved = problem.activation.name, _saved_by_kernel(problem)
     suffix = "_bias" if problem.bias is not None else ""
     if _fits_library(problem):

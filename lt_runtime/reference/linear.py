@@ -45,6 +45,14 @@ def linear_fwd(
     return (y if dropout is None else y * dropout), z
 
 
+def through_activation(
+    dy: NDArray[Any], z: NDArray[Any], activation: Activation, dropout: Array | None = None
+) -> Array:
+    """The gradient dz before activation and dropout, for dy behind them and the pre-activation z; all (M, N)."""
+    dz = dy.astype(np.float64) * derivative(z, activation)
+    return dz if dropout is None else dz * dropout
+
+
 def linear_bwd(
     dy: NDArray[Any],
     x: NDArray[Any],
@@ -54,7 +62,5 @@ def linear_bwd(
     dropout: Array | None = None,
 ) -> LinearGradients:
     """Gradients of `linear_fwd` for an upstream gradient dy (M, N) and the pre-activation z (M, N)."""
-    dz = dy.astype(np.float64) * derivative(z, activation)
-    if dropout is not None:
-        dz = dz * dropout
+    dz = through_activation(dy, z, activation, dropout)
     return LinearGradients(dz @ w.astype(np.float64), dz.T @ x.astype(np.float64), dz.sum(axis=0), dz)

@@ -133,8 +133,8 @@ BACKWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"out_dx": ones(M, K, dtype=np.float64)}, DTypeError, "out_dx is float64; it must be float32"),
     ({"out_db": DeviceArray((N,))}, DeviceError, "but out_db not"),
     ({"out_dx": read_only(M, K)}, OperandError, "out_dx is read-only"),
-    ({"accumulate": True, "out_dw": None, "out_db": ones(N)}, ArgumentError, "accumulate=True needs out_dw and out_db"),
-    ({"accumulate": True}, ArgumentError, "accumulate=True needs out_dw and out_db"),
+    ({"accumulate": True, "out_dw": None, "out_db": ones(N)}, ArgumentError, "accumulate=True needs out_dw, to add to"),
+    ({"accumulate": True}, ArgumentError, "accumulate=True needs out_db, to add to"),
 ]
 
 

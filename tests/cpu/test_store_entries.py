@@ -21,6 +21,7 @@ from lt_runtime.planning.entries import (
     signed,
     verified,
 )
+from lt_runtime.planning.keys import SCHEMA
 from tests.plan_entries import DATE, H200, LATER, layer, product
 
 
@@ -205,7 +206,7 @@ def test_any_changed_byte_is_noticed() -> None:
         assert document.damaged() or document.fingerprint != H200
 
 
-HEAD = {"schema": 1, "fingerprint": {}, "products": {}, "layers": {}}
+HEAD = {"schema": SCHEMA, "fingerprint": {}, "products": {}, "layers": {}}
 FINGERPRINT = json.loads(Document(H200).render())["fingerprint"]
 
 

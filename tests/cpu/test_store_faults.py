@@ -19,6 +19,7 @@ import pytest
 from lt_runtime.planning import store as store_module
 from lt_runtime.planning.document import Document
 from lt_runtime.planning.entries import ProductEntry
+from lt_runtime.planning.keys import SCHEMA
 from lt_runtime.planning.store import PlanStore
 from tests.plan_entries import H200, layer, layer_key, product, product_key
 
@@ -52,13 +53,14 @@ def beside(path: Path) -> set[str]:
     return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}
 
 
+CURRENT = f'"schema": {SCHEMA}'.encode()
 CONTENTS: dict[str, tuple[Callable[[bytes], bytes], str, str]] = {
     "truncated": (lambda content: content[: len(content) // 2], "is damaged", "damaged"),
     "empty": (lambda _: b"", "is damaged", "damaged"),
     "garbage": (lambda _: bytes(range(256)) * 16, "is damaged", "damaged"),
     "foreign": (lambda content: content.replace(b"580.95.05", b"570.10.01"), "driver 570.10.01 instead of", "foreign"),
-    "older": (lambda content: content.replace(b'"schema": 1', b'"schema": 0'), "version 0", "schema-0"),
-    "newer": (lambda content: content.replace(b'"schema": 1', b'"schema": 7'), "version 7", "schema-7"),
+    "older": (lambda content: content.replace(CURRENT, b'"schema": 0'), "version 0", "schema-0"),
+    "newer": (lambda content: content.replace(CURRENT, b'"schema": 7'), "version 7", "schema-7"),
 }
 UNUSABLE = pytest.mark.parametrize(("change", "message", "kind"), CONTENTS.values(), ids=CONTENTS)
 

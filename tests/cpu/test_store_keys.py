@@ -17,6 +17,7 @@ from lt_runtime.problem import (
     Activation,
     BackwardProblem,
     Compute,
+    Derivative,
     DType,
     ForwardProblem,
     MatmulProblem,
@@ -29,13 +30,13 @@ PROBLEM = MatmulProblem(DType.BFLOAT16, DType.FLOAT32, Compute.FLOAT32, SPEC, SP
 KEY = problem_key(PROBLEM)
 
 WRITTEN = (
-    *(MatmulProblem, ForwardProblem, BackwardProblem, Spec, Layout, Activation, Fingerprint),
+    *(MatmulProblem, ForwardProblem, BackwardProblem, Derivative, Spec, Layout, Activation, Fingerprint),
     *(entries.ProductEntry, entries.LayerEntry, entries.Alternative),
     *(entries.RejectedAlgorithm, entries.RejectedStrategy),
 )
 """The dataclasses that stand in files."""
 
-DIGESTS = {1: "2033f015c9951b6e"}
+DIGESTS = {1: "2033f015c9951b6e", 2: "cb87947d895c34fa"}
 """Of the fields of those, by version of the format."""
 
 

@@ -1,0 +1,178 @@
+"""How a layer may be split: what a problem allows, what it rules out, and that it stands in a file and comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning.forward import leaves_a_pass
+from lt_runtime.planning.strategies import (
+    BackwardStrategy,
+    ForwardStrategy,
+    MadeBy,
+    backward_strategies,
+    dz_spec,
+    forward_strategies,
+    from_entry,
+    kept_spec,
+    to_entry,
+    unchanged,
+)
+from lt_runtime.problem import (
+    ACTIVATIONS,
+    Activation,
+    BackwardProblem,
+    Compute,
+    Derivative,
+    DType,
+    ForwardProblem,
+    Saved,
+    Spec,
+)
+
+M, N, K = 8, 20, 12
+X, W, Y = Spec(packed(M, K)), Spec(packed(N, K)), Spec(packed(M, N))
+COLUMNS = Spec(packed(N, M).transposed)
+NONE, BIAS = Epilogue.NONE, Epilogue.BIAS
+NOBODY, KERNEL, EPILOGUE = MadeBy.NOBODY, MadeBy.KERNEL, MadeBy.EPILOGUE
+
+
+def a_forward(activation: str = "gelu", **changes: object) -> ForwardProblem:
+    problem = ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation(activation), X, W, Y, bias=256, backward=True)
+    return replace(problem, **changes)  # type: ignore[arg-type]
+
+
+def a_backward(**changes: object) -> BackwardProblem:
+    own = Derivative(Activation("gelu"), Saved.PREACTIVATION, Y, db=256)
+    problem = BackwardProblem(DType.BFLOAT16, Compute.FLOAT32, X, W, Y, own, X, W)
+    return replace(problem, **changes)  # type: ignore[arg-type]
+
+
+def below(activation: str, saved: Saved, **changes: object) -> Derivative:
+    spec = {Saved.NOTHING: None, Saved.MASK: Spec(Layout(M, K, Order.ROW, 128))}.get(saved, X)
+    return replace(Derivative(Activation(activation), saved, spec, db=256), **changes)  # type: ignore[arg-type]
+
+
+def pairs(problem: ForwardProblem) -> list[tuple[Epilogue, Saved]]:
+    return [(each.epilogue, each.saved) for each in forward_strategies(problem)]
+
+
+def test_forward_that_is_trained() -> None:
+    kept = Saved.PREACTIVATION
+    assert pairs(a_forward()) == [(Epilogue.GELU_AUX_BIAS, kept), (BIAS, kept), (NONE, kept)]
+    assert pairs(a_forward("relu")) == [
+        (Epilogue.RELU_BIAS, Saved.OUTPUT),
+        (Epilogue.RELU_AUX_BIAS, Saved.MASK),
+        (BIAS, Saved.OUTPUT),
+        (NONE, Saved.OUTPUT),
+    ]
+    assert pairs(a_forward("none")) == [(BIAS, Saved.NOTHING), (NONE, Saved.NOTHING)]
+    assert pairs(a_forward("tanh")) == [(BIAS, Saved.OUTPUT), (NONE, Saved.OUTPUT)]
+    assert pairs(a_forward("tanh", dropout=True)) == [(BIAS, kept), (NONE, kept)]
+    assert pairs(a_forward("silu", bias=None)) == [(NONE, kept)]
+
+
+def test_forward_of_inference_keeps_nothing() -> None:
+    for activation in ACTIVATIONS:
+        assert {saved for _, saved in pairs(a_forward(activation, backward=False))} == {Saved.NOTHING}
+    assert pairs(a_forward(backward=False))[0] == (Epilogue.GELU_BIAS, Saved.NOTHING)
+    asked_for = a_forward(backward=False, preactivation=Y)
+    assert pairs(asked_for)[0] == (Epilogue.GELU_AUX_BIAS, Saved.NOTHING)
+    assert kept_spec(asked_for, Saved.NOTHING) == Y
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"y": COLUMNS},  # the bias would run along its other axis
+        {"preactivation": COLUMNS},
+        {"x": Spec(packed(M, 0)), "w": Spec(packed(N, 0))},  # there is no product
+    ],
+)
+def test_what_the_library_cannot_fuse(changes: dict[str, Spec]) -> None:
+    assert [epilogue for epilogue, _ in pairs(a_forward("relu", **changes))] == [NONE]
+
+
+def test_dropout_and_nan_rule_out_activations_of_the_library() -> None:
+    for changes in ({"dropout": True}, {"propagate_nan": True}):
+        assert [epilogue for epilogue, _ in pairs(a_forward("relu", **changes))] == [BIAS, NONE]
+    assert Epilogue.GELU_AUX_BIAS in [epilogue for epilogue, _ in pairs(a_forward(propagate_nan=True))]
+
+
+def test_a_preactivation_that_is_asked_for_is_what_is_kept() -> None:
+    problem = a_forward("relu", preactivation=Spec(packed(M, N), 16))
+    assert [saved for _, saved in pairs(problem)] == [Saved.OUTPUT, Saved.OUTPUT]
+    assert all(leaves_a_pass(problem, strategy) for strategy in forward_strategies(problem))
+    assert kept_spec(problem, Saved.OUTPUT) == problem.preactivation
+
+
+def test_rows_of_what_is_kept_are_padded() -> None:
+    mask, preactivation = (kept_spec(a_forward("relu"), saved) for saved in (Saved.MASK, Saved.PREACTIVATION))
+    assert mask == Spec(Layout(M, N, Order.ROW, 128))
+    assert preactivation == Spec(Layout(M, N, Order.ROW, 24))
+    assert kept_spec(a_forward("relu"), Saved.OUTPUT) is None
+
+
+def test_what_is_left_to_our_kernel() -> None:
+    left = {each.epilogue: leaves_a_pass(a_forward("relu"), each) for each in forward_strategies(a_forward("relu"))}
+    assert left == {Epilogue.RELU_BIAS: False, Epilogue.RELU_AUX_BIAS: False, BIAS: True, NONE: True}
+    linear = a_forward("none", bias=None)
+    assert not leaves_a_pass(linear, ForwardStrategy(NONE, Saved.NOTHING))
+    assert leaves_a_pass(replace(linear, dropout=True), ForwardStrategy(NONE, Saved.NOTHING))
+
+
+def makers(problem: BackwardProblem) -> list[tuple[MadeBy, MadeBy, MadeBy]]:
+    return [(each.db, each.derivative, each.db_below) for each in backward_strategies(problem)]
+
+
+def test_bias_gradient() -> None:
+    assert makers(a_backward()) == [(KERNEL, NOBODY, NOBODY), (EPILOGUE, NOBODY, NOBODY)]
+    kernel_alone = [(KERNEL, NOBODY, NOBODY)]
+    assert makers(a_backward(accumulate=True)) == kernel_alone  # the library overwrites
+    assert makers(a_backward(dw=None)) == kernel_alone
+    assert makers(a_backward(dw=Spec(packed(K, N).transposed))) == kernel_alone
+    assert makers(a_backward(own=unchanged(None))) == [(NOBODY, NOBODY, NOBODY)]
+    columns = a_backward(own=unchanged(256), dy=COLUMNS)
+    assert dz_spec(columns) == COLUMNS
+    assert makers(columns) == kernel_alone
+
+
+def test_through_the_layer_below() -> None:
+    chained = a_backward(own=unchanged(None), through=below("gelu", Saved.PREACTIVATION))
+    fused = [(NOBODY, EPILOGUE, KERNEL), (NOBODY, EPILOGUE, EPILOGUE)]
+    assert makers(chained) == [(NOBODY, KERNEL, KERNEL), *fused]
+    assert makers(replace(chained, through=below("relu", Saved.MASK))) == [(NOBODY, KERNEL, KERNEL), *fused]
+    assert makers(replace(chained, accumulate=True)) == [(NOBODY, KERNEL, KERNEL), (NOBODY, EPILOGUE, KERNEL)]
+    by_kernel = [(NOBODY, KERNEL, KERNEL)]
+    for alone in (
+        below("relu", Saved.OUTPUT),
+        below("tanh", Saved.OUTPUT),
+        below("gelu", Saved.PREACTIVATION, dropout=True),
+    ):
+        assert makers(replace(chained, through=alone)) == by_kernel
+    assert makers(replace(chained, dx=Spec(packed(K, M).transposed))) == by_kernel
+    no_bias = below("gelu", Saved.PREACTIVATION, db=None)
+    assert makers(replace(chained, through=no_bias)) == [(NOBODY, KERNEL, NOBODY), (NOBODY, EPILOGUE, NOBODY)]
+    assert makers(replace(chained, through=below("none", Saved.NOTHING))) == [(NOBODY, NOBODY, KERNEL)]
+    both = replace(chained, own=unchanged(256))
+    assert len(makers(both)) == 6
+
+
+@pytest.mark.parametrize("problem", [a_forward(), a_forward("relu"), a_forward("none")])
+def test_a_forward_strategy_stands_in_a_file(problem: ForwardProblem) -> None:
+    for strategy in forward_strategies(problem):
+        assert from_entry(ForwardStrategy, to_entry(strategy)) == strategy
+
+
+def test_a_backward_strategy_stands_in_a_file() -> None:
+    for strategy in backward_strategies(a_backward(through=below("relu", Saved.MASK))):
+        assert from_entry(BackwardStrategy, to_entry(strategy)) == strategy
+
+
+@pytest.mark.parametrize("values", [{}, {"epilogue": "gelu"}, {"epilogue": "gelu", "saved": "all"}, {"db": "kernel"}])
+def test_what_is_no_strategy(values: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"is no ForwardStrategy|is not a valid"):
+        from_entry(ForwardStrategy, values)
