@@ -213,7 +213,7 @@ def _render_value(value: object) -> str:
     return "[\n" + ",\n".join(f"   {_dump(each)}" for each in value) + "\n  ]"
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> Json:
+def _named_once(pairs: list[tuple[str, object]]) -> Json:
     """An object of a file. Of two entries with one key, one has been another's."""
     named = dict(pairs)
     if len(named) < len(pairs):
