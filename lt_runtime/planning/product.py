@@ -46,6 +46,9 @@ def _is_read_plainly(problem: MatmulProblem) -> bool:
 class ProductPlan:
     """One product with its epilogue on one device, ready to launch in at most two kernels.
 
+    Attributes:
+        product: the plan of cuBLASLt's part, with the epilogue or without.
+
     Raises:
         PlanError: the library has no algorithm even for the plain product.
     """
@@ -53,7 +56,7 @@ class ProductPlan:
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
-        self._product = self._fused() or self._split()
+        self.product = self._fused() or self._split()
 
     def _fused(self) -> MatmulPlan | None:
         problem = self.problem
@@ -79,7 +82,7 @@ class ProductPlan:
         """Puts the product on the call's stream."""
         memory = stream_memory(self.device, call.stream)
         if self._pass is None:
-            self._product.run(call, memory)
+            self.product.run(call, memory)
             return
-        self._product.run(replace(call, vector=0, aux=0), memory)
+        self.product.run(replace(call, vector=0, aux=0), memory)
         self._pass.run(call)
