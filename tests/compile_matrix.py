@@ -24,13 +24,14 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu import compiler
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.params import SCALAR
+from lt_runtime.layout import packed
 from lt_runtime.ops import dropout
 from lt_runtime.paths import kernel_sources
 from lt_runtime.planning.launches import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
 from lt_runtime.planning.losses import _ROW_THREADS
-from lt_runtime.planning.strategies import saved_for
+from lt_runtime.planning.strategies import forward_strategies
 from lt_runtime.planning.tiling import access_macros
-from lt_runtime.problem import ACTIVATIONS, Activation, DType, Saved
+from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, Saved, Spec
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MAIN: Final = "sm_90"
@@ -82,25 +83,29 @@ def _epilogue_fwd() -> list[Variant]:
     ]
 
 
+def saved_modes(activation: str, dropout: bool) -> set[Saved]:
+    """What an activation's derivative may be taken from: all that some strategy of forward keeps.
+
+    Who passes raw pointers, without dropout, keeps the pre-activation of any activation.
+    """
+    spec = Spec(packed(8, 8))
+    problem = ForwardProblem(
+        DType.FLOAT32, Compute.FLOAT32, Activation(activation), spec, spec, spec, dropout=dropout, backward=True
+    )
+    kept = {strategy.saved for strategy in forward_strategies(problem)}
+    return kept | ({Saved.PREACTIVATION} if activation != "none" and not dropout else set())
+
+
 def _epilogue_bwd() -> list[Variant]:
-    """An activation's derivative is taken from what forward saves by itself, or from a pre-activation on request."""
-    saved = {
-        (name, dropout): {
-            saved_for(Activation(name), dropout),
-            Saved.NOTHING if name == "none" else Saved.PREACTIVATION,
-        }
-        for name in ACTIVATIONS
-        for dropout in (False, True)
-    }
     return [
         variant
-        for (name, dropout), modes in saved.items()
+        for name, dropout in itertools.product(ACTIVATIONS, (False, True))
         for bare in over(
             "epilogue_bwd.cu",
             SCALAR=SCALAR.values(),
             ACTIVATION=[ACTIVATION_NAMES[name]],
             DROPOUT=[str(int(dropout))],
-            SAVED=sorted(str(_SAVED[mode]) for mode in modes),
+            SAVED=sorted(str(_SAVED[mode]) for mode in saved_modes(name, dropout)),
             DZ="012",
         )
         for variant in _swept(bare, _BACKWARD_BLOCKS)

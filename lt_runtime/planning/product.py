@@ -8,6 +8,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Order
+from lt_runtime.planning.algorithms import Choose, known_algorithm
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.matmul_pass import MatmulPass, c_lies_across
@@ -43,40 +44,46 @@ def _is_read_plainly(problem: MatmulProblem) -> bool:
     return problem.b.layout.order is Order.ROW
 
 
+def plain_product(problem: MatmulProblem) -> MatmulProblem:
+    """What is left to the library of a problem whose epilogue, or C, is left to our own pass."""
+    across = c_lies_across(problem)
+    c, has_pass = None if across else problem.c, across or problem.epilogue is not Epilogue.NONE
+    return replace(problem, epilogue=Epilogue.NONE, c=c, aux=None, vector=256, one_kernel=has_pass)
+
+
 class ProductPlan:
     """One product with its epilogue on one device, ready to launch in at most two kernels.
 
+    Args:
+        choose: makes the plan of the library's part.
+
     Attributes:
-        product: the plan of cuBLASLt's part, with the epilogue or without.
+        product: the plan of the library's part, with the epilogue or without.
 
     Raises:
         PlanError: the library has no algorithm even for the plain product.
     """
 
-    def __init__(self, problem: MatmulProblem, device: int) -> None:
+    def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
-        self.product = self._fused() or self._split()
+        self.product = self._fused(choose) or self._split(choose)
 
-    def _fused(self) -> MatmulPlan | None:
+    def _fused(self, choose: Choose) -> MatmulPlan | None:
         problem = self.problem
         if not library_may_fuse(problem) or 0 in (problem.k, problem.d.layout.size):
             return None
         try:
-            return MatmulPlan(problem, self.device)
+            return choose(problem, self.device)
         except PlanError:
             if problem.epilogue is Epilogue.NONE:
                 raise
             return None
 
-    def _split(self) -> MatmulPlan:
-        problem, across = self.problem, c_lies_across(self.problem)
-        has_pass = problem.epilogue is not Epilogue.NONE or across
-        if has_pass:
-            self._pass = MatmulPass(problem, self.device)
-        c = None if across else problem.c
-        plain = replace(problem, epilogue=Epilogue.NONE, c=c, aux=None, vector=256, one_kernel=has_pass)
-        return MatmulPlan(plain, self.device)
+    def _split(self, choose: Choose) -> MatmulPlan:
+        if self.problem.epilogue is not Epilogue.NONE or c_lies_across(self.problem):
+            self._pass = MatmulPass(self.problem, self.device)
+        return choose(plain_product(self.problem), self.device)
 
     def run(self, call: ProductCall) -> None:
         """Puts the product on the call's stream."""

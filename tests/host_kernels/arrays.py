@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from lt_runtime.gpu.params import Matrix
 from lt_runtime.layout import Layout, layout_of
 from lt_runtime.problem import DType
+from lt_runtime.reference import pack_mask
 from tests.host_kernels.build import SANITIZER, Sanitizer
 from tests.strategies import Placement
 
@@ -29,14 +30,19 @@ class Guarded:
     """A matrix laid into a larger buffer whose other bytes must not change, and are NaN to those who read them."""
 
     def __init__(self, values: NDArray[Any], placement: Placement = FLAT, dtype: DType | None = None) -> None:
-        self.dtype = dtype or DType.parse("values", values.dtype)
+        self._type = dtype.numpy if dtype else values.dtype
         self._shape, self._placement = values.shape, placement
         lines, pitch, _ = self._lines()
-        self._size = (placement.offset + lines * pitch) * self.dtype.itemsize
+        self._size = (placement.offset + lines * pitch) * self._type.itemsize
         self._bytes, self._start = _filled(self._size)
         self.array = self._matrix_in(self._bytes)
-        self.array[...] = values.astype(self.dtype.numpy)
+        self.array[...] = values.astype(self._type)
         self._before = self._bytes.copy()
+
+    @property
+    def dtype(self) -> DType:
+        """Of an operand's elements; a mask's bytes have none."""
+        return DType.parse("values", self._type)
 
     @property
     def address(self) -> int:
@@ -46,12 +52,12 @@ class Guarded:
     def matrix(self) -> Matrix:
         """The matrix as a kernel takes it."""
         row, col = self.array.strides
-        return Matrix(self.address, row // self.dtype.itemsize, col // self.dtype.itemsize)
+        return Matrix(self.address, row // self._type.itemsize, col // self._type.itemsize)
 
     @property
     def layout(self) -> Layout:
         """The matrix as the runtime's plans take it."""
-        return layout_of("matrix", self._shape, [stride // self.dtype.itemsize for stride in self.array.strides])
+        return layout_of("matrix", self._shape, [stride // self._type.itemsize for stride in self.array.strides])
 
     def assert_unchanged(self) -> None:
         """Fails if any byte of the buffer has changed."""
@@ -61,7 +67,7 @@ class Guarded:
         """What the matrix holds; fails if anything around it was written."""
         before, now = self._before.copy(), self._bytes.copy()
         for buffer in (before, now):
-            self._matrix_in(buffer)[...] = np.zeros((), self.dtype.numpy)
+            self._matrix_in(buffer)[...] = np.zeros((), self._type)
         assert np.array_equal(before, now), "memory outside the matrix was written"
         return self.array.astype(np.float64)
 
@@ -73,7 +79,7 @@ class Guarded:
 
     def _matrix_in(self, buffer: NDArray[np.uint8]) -> NDArray[Any]:
         lines, pitch, width = self._lines()
-        elements = buffer[self._start : self._start + self._size].view(self.dtype.numpy)
+        elements = buffer[self._start : self._start + self._size].view(self._type)
         block = elements[self._placement.offset :].reshape(lines, pitch)[:, :width]
         return block.T if self._placement.column_major else block
 
@@ -88,6 +94,14 @@ def _filled(size: int) -> tuple[NDArray[np.uint8], int]:
 def vector(values: NDArray[Any], dtype: DType, offset: int = 0) -> Guarded:
     """A guarded vector, as a matrix of one row."""
     return Guarded(values.reshape(1, -1), Placement(column_major=False, gap=0, offset=offset), dtype)
+
+
+def mask(positive: NDArray[np.bool_], gap: int) -> Guarded:
+    """ReLU's mask as guarded bytes, `gap` times 16 of them after each row; bits beyond the last column are set."""
+    beyond = np.ones((positive.shape[0], -positive.shape[1] % 8), np.bool_)
+    width = (positive.shape[1] + beyond.shape[1]) // 8
+    packed_bits = pack_mask(np.concatenate([positive, beyond], axis=1))[:, :width]
+    return Guarded(packed_bits, Placement(column_major=False, gap=-width % 16 + 16 * gap, offset=0))
 
 
 def rounding(dtype: DType, expected: NDArray[Any]) -> NDArray[np.float64]:

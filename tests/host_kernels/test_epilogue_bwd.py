@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from lt_runtime.planning.launches import DropoutState
 from lt_runtime.planning.tiling import Tiling, reduction
 from lt_runtime.problem import Activation, DType, Philox, Saved, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
-from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import (
     FEW,
     NO_DROPOUT,
@@ -106,8 +107,15 @@ cases = st.builds(
 
 @dataclass(frozen=True)
 class Operands:
+    """Of one launch.
+
+    Attributes:
+        kept: what `saved` stands for, an element each.
+    """
+
     dy: Guarded
     saved: Guarded
+    kept: Array
     dz: Guarded | None
     db: Guarded
     partial: Guarded
@@ -117,15 +125,14 @@ class Operands:
     def of(cls, case: BackwardCase, variant: Backward) -> Operands:
         generator, dtype = np.random.default_rng(case.seed), variant.dtype
         dy = Guarded(numbers(generator, case.shape, dtype), case.dy)
-        z = numbers(generator, case.shape, dtype)
-        if variant.saved is Saved.OUTPUT:
-            z = activate(z, Activation(variant.activation))
+        saved, kept = saved_of(numbers(generator, case.shape, dtype), variant, case.saved)
         apart = Guarded(np.zeros(case.shape), case.dz, dtype)
         start = numbers(generator, case.shape[1:], dtype)
         (columns, parts), (x, _) = case.tiling(variant)
         return cls(
             dy=dy,
-            saved=Guarded(z, case.saved, dtype),
+            saved=saved,
+            kept=kept,
             dz=None if variant.dz == 0 else dy if case.in_place else apart,
             db=vector(start if case.accumulate else np.full(case.shape[1], np.nan), dtype, case.sum_offset),
             partial=Guarded(np.full((parts, columns * x * OCTET), np.nan), dtype=F32),
@@ -143,6 +150,15 @@ class Operands:
             return ColumnSum()
         scratch = (self.partial.address, self.tickets.address) if parts > 1 else (0, 0)
         return ColumnSum(self.db.address, *scratch, int(case.accumulate))
+
+
+def saved_of(z: NDArray[Any], variant: Backward, place: Placement) -> tuple[Guarded, Array]:
+    """What forward saves of a pre-activation, and an element each of what it stands for."""
+    if variant.saved is Saved.MASK:
+        return mask(z > 0, place.gap), (z > 0).astype(np.float64)
+    values = activate(z, Activation(variant.activation)) if variant.saved is Saved.OUTPUT else z
+    saved = Guarded(values, place, variant.dtype)
+    return saved, saved.array.astype(np.float64)
 
 
 def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: Operands, order: int) -> None:
@@ -170,6 +186,8 @@ def expected_slopes(variant: Backward, saved: Array, slope: float) -> Array:
         return np.ones_like(saved)
     if variant.saved is Saved.PREACTIVATION:
         return derivative(saved, Activation(variant.activation, slope))
+    if variant.saved is Saved.MASK:
+        return saved
     from_output = {
         "relu": (saved > 0).astype(np.float64),
         "sigmoid": saved * (1.0 - saved),
@@ -214,10 +232,10 @@ EXAMPLE = BackwardCase(
 def test_backward(host: HostKernels, variant: Backward, drawn: BackwardCase) -> None:
     case = drawn.suited(variant)
     operands = Operands.of(case, variant)
-    dy, saved = (operand.array.astype(np.float64) for operand in (operands.dy, operands.saved))
+    dy = operands.dy.array.astype(np.float64)
     start = operands.db.array[0].astype(np.float64) if case.accumulate else np.zeros(case.shape[1])
     launch(host, variant, case, operands, case.order)
-    expected, tolerance = expected_gradient(variant, case, dy, saved)
+    expected, tolerance = expected_gradient(variant, case, dy, operands.kept)
     if operands.dz is not None:
         assert_close("dz", operands.dz.values(), expected, rounding(variant.dtype, expected) + tolerance)
     if case.sums:
@@ -262,3 +280,16 @@ def test_special_values(host: HostKernels, variant: Backward) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         expected = derivative(saved.array, Activation(variant.activation, 0.25))
     assert_close("dz", dz.values(), expected, rounding(variant.dtype, expected) + 16 * EPS32)
+
+
+@pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.saved is Saved.MASK and v.dz], ids=str)
+@pytest.mark.parametrize("positive", [False, True])
+def test_a_mask_leaves_no_nan_out(host: HostKernels, variant: Backward, positive: bool) -> None:
+    values = np.array([[np.nan, np.inf, -np.inf, 1.0, -1.0, 0.0, -0.0, 7.0]], np.float32)
+    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
+    dy, dz = Guarded(values, FLAT, variant.dtype), Guarded(np.zeros(values.shape), place, variant.dtype)
+    saved = mask(np.full(values.shape, positive), 0)
+    params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), *values.shape, NO_DROPOUT, 0.0)
+    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 8), params)
+    with np.errstate(invalid="ignore"):
+        assert_close("dz", dz.values(), values * float(positive), 0.0)

@@ -14,19 +14,20 @@ from numpy.typing import NDArray
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
-from lt_runtime.layout import packed
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning import launches, tiling
-from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass
-from lt_runtime.problem import Activation, BackwardProblem, Compute, ForwardProblem, Saved, Spec
+from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass, Sums
+from lt_runtime.planning.strategies import unchanged
+from lt_runtime.problem import Activation, Compute, Derivative, ForwardProblem, Saved, Spec
 from lt_runtime.reference import activate, derivative
-from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, vector
-from tests.host_kernels.cases import MORE, Drops, Shape, drops, seeds, shapes, suit_place, suit_shape
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, vector
+from tests.host_kernels.cases import FEW, MORE, Drops, Shape, drops, seeds, shapes, suit_place, suit_shape
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.host_kernels.variants import F32
 from tests.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-GELU = Activation("gelu")
+GELU, RELU = Activation("gelu"), Activation("relu")
 UNUSED = Spec(packed(1, 1))
 SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 """So small that a few rows are several parts."""
@@ -51,13 +52,12 @@ def spec_of(matrix: Guarded) -> Spec:
 
 @dataclass(frozen=True)
 class PassCase:
-    """A pass with GELU, forward or backward.
+    """A pass, forward or backward.
 
     Attributes:
         vector: whether there is a bias, or its gradient is wanted.
-        matrix: whether the pre-activation is kept, or dz is wanted.
-        flag: forward, whether the product is in y although the pre-activation is kept; backward, whether db is added
-            to what it holds.
+        matrix: whether the product lies apart from y, or dz is wanted.
+        flag: backward, whether db is added to what it holds.
         places: y and z, and nothing; dy, z and dz.
         aligned: whether each of them has lines on 16 bytes; if any has, rows are whole octets.
     """
@@ -114,7 +114,7 @@ cases = st.builds(
 )
 
 
-def run_forward(case: PassCase, source: Guarded, y: Guarded, z: Guarded, bias: Guarded) -> None:
+def run_forward(case: PassCase, source: Guarded, y: Guarded, bias: Guarded) -> None:
     problem = ForwardProblem(
         F32,
         Compute.FLOAT32,
@@ -123,12 +123,11 @@ def run_forward(case: PassCase, source: Guarded, y: Guarded, z: Guarded, bias: G
         w=UNUSED,
         y=spec_of(y),
         bias=16 if case.vector else None,
-        preactivation=spec_of(z) if case.matrix else None,
         dropout=case.drops is not None,
     )
     state, _kept = case.state()
     address = bias.address if case.vector else 0
-    forward = ForwardPass(problem, 0, in_place=source is y, adds_bias=case.vector)
+    forward = ForwardPass(problem, 0, source=None if source is y else spec_of(source), adds_bias=case.vector)
     forward.run(source.address, address, y.address, dropout=state, stream=0)
 
 
@@ -137,78 +136,125 @@ def run_forward(case: PassCase, source: Guarded, y: Guarded, z: Guarded, bias: G
 def test_forward_pass(drawn: PassCase) -> None:
     case = drawn.suited()
     generator = np.random.default_rng(case.seed)
-    in_place = case.flag or not case.matrix
     product = numbers(generator, case.shape, F32)
     y, z, _ = (Guarded(product, place) for place in case.places)
     bias = vector(numbers(generator, case.shape[1:], F32), F32)
-    run_forward(case, y if in_place else z, y, z, bias)
+    run_forward(case, z if case.matrix else y, y, bias)
 
     added = bias.array.astype(np.float64) if case.vector else np.zeros((1, case.shape[1]))
     sums, factors = product.astype(np.float64) + added, case.factors()
     size = 1.0 + np.abs(product) + np.abs(added)
     assert_close("y", y.values(), activate(sums, GELU) * factors, 10 * EPS32 * size * np.maximum(factors, 1.0))
-    assert_close("z", z.values(), product if in_place else sums, EPS32 * size)
+    assert_close("z", z.values(), sums if case.matrix else product, EPS32 * size)
     bias.assert_unchanged()
 
 
-def run_backward(case: PassCase, dy: Guarded, saved: Guarded, dz: Guarded, db: Guarded) -> None:
-    problem = BackwardProblem(
-        F32,
-        Compute.FLOAT32,
-        GELU,
-        x=UNUSED,
-        w=UNUSED,
-        dy=spec_of(dy),
-        saved=Saved.PREACTIVATION,
-        saved_spec=spec_of(saved),
-        dx=None,
-        dw=None,
-        db=case.vector,
-        dropout=case.drops is not None,
-        accumulate=case.flag,
-    )
-    backward = BackwardPass(problem, spec_of(dz) if case.matrix else None, 0)
+def mask_spec(shape: Shape, bits: Guarded) -> Spec:
+    """A mask's rows, counted in bits as cuBLASLt does."""
+    return Spec(Layout(*shape, Order.ROW, 8 * bits.matrix.row_stride))
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What the backward pass takes the derivative from.
+
+    Attributes:
+        slopes: the derivative, (rows, columns).
+        error: of a slope, in units of FP32's rounding, for a gradient of 1.
+    """
+
+    derivative: Derivative
+    operand: Guarded
+    slopes: Array
+    error: Array
+
+
+def saving(case: PassCase, saved: Saved, z: NDArray[np.float32]) -> Saving:
+    """GELU's pre-activation, ReLU's mask, or nothing at all."""
+    if saved is Saved.PREACTIVATION:
+        operand = Guarded(z, case.places[1])
+        derived = Derivative(GELU, saved, spec_of(operand), dropout=case.drops is not None)
+        return Saving(derived, operand, derivative(z, GELU), 18 * (1.0 + np.abs(z)))
+    operand = mask(z > 0, case.places[1].gap)
+    if saved is Saved.MASK:
+        derived = Derivative(RELU, saved, mask_spec(case.shape, operand))
+        return Saving(derived, operand, (z > 0).astype(np.float64), np.zeros(case.shape))
+    return Saving(unchanged(None), operand, np.ones(case.shape), np.zeros(case.shape))
+
+
+def run_backward(case: PassCase, saved: Saving, dy: Guarded, dz: Guarded | None, db: Guarded) -> None:
+    sums = Sums(case.flag) if case.vector else None
+    backward = BackwardPass(F32, saved.derivative, spec_of(dy), spec_of(dz) if dz else None, 0, sums=sums)
     partial = Guarded(np.full((1, max(backward.partial_bytes // 4, 1)), np.nan), FLAT, F32)
     tickets = vector(np.zeros(MAX_TICKETS), F32)
     state, _kept = case.state()
-    backward.run(
-        dy.address, saved.address, dz.address, db.address, partial.address, tickets.address, dropout=state, stream=0
-    )
+    addresses = (dy.address, saved.operand.address, dz.address if dz else 0, db.address)
+    backward.run(*addresses, partial.address, tickets.address, dropout=state, stream=0)
     partial.values()
     tickets.assert_unchanged()  # zero again
 
 
-@MORE
-@example(
-    drawn=PassCase(
-        shape=(700, 40),
-        vector=True,
-        matrix=True,
-        flag=True,
-        drops=None,
-        places=(FLAT, FLAT, Placement(column_major=True, gap=1, offset=1)),
-        aligned=(True, True, False),
-        seed=0,
-    )
-)
-@given(drawn=cases)
-def test_backward_pass(drawn: PassCase) -> None:
-    case = drawn.suited()
+def check_backward(case: PassCase, kind: Saved, *, in_place: bool = False) -> None:
+    """Runs a pass of the given kind and compares what it makes; what it is not to make stays as it was."""
     generator = np.random.default_rng(case.seed)
-    dy, saved = (Guarded(numbers(generator, case.shape, F32), place) for place in case.places[:2])
+    dy = Guarded(numbers(generator, case.shape, F32), case.places[0])
+    gradient, saved = dy.array.astype(np.float64), saving(case, kind, numbers(generator, case.shape, F32))
     dz, db = Guarded(np.zeros(case.shape), case.places[2], F32), vector(numbers(generator, case.shape[1:], F32), F32)
     start = db.array[0].astype(np.float64) if case.flag else np.zeros(case.shape[1])
-    run_backward(case, dy, saved, dz, db)
+    target = (dy if in_place else dz) if case.matrix else None
+    run_backward(case, saved, dy, target, db)
 
     factors = case.factors()
-    expected = dy.array.astype(np.float64) * derivative(saved.array, GELU) * factors
-    limit = 18 * EPS32 * np.abs(dy.array) * np.maximum(factors, 1.0) * (1.0 + np.abs(saved.array))
-    if case.matrix:
-        assert_close("dz", dz.values(), expected, limit)
-    else:
-        dz.assert_unchanged()
+    expected = gradient * saved.slopes * factors
+    limit = EPS32 * np.abs(gradient) * np.maximum(factors, 1.0) * saved.error
+    if target is not None:
+        assert_close("dz", target.values(), expected, limit)
     if case.vector:
         additions = (case.shape[0] + 2) * EPS32 * (np.abs(expected).sum(axis=0) + np.abs(start))
         assert_close("db", db.values()[0], start + expected.sum(axis=0), limit.sum(axis=0) + additions)
-    else:
-        db.assert_unchanged()
+    for operand, is_result in ((dy, dy is target), (dz, dz is target), (db, case.vector), (saved.operand, False)):
+        if not is_result:
+            operand.assert_unchanged()
+
+
+TALL = PassCase(
+    shape=(700, 40),
+    vector=True,
+    matrix=True,
+    flag=True,
+    drops=None,
+    places=(FLAT, FLAT, Placement(column_major=True, gap=1, offset=1)),
+    aligned=(True, True, False),
+    seed=0,
+)
+"""Blocks go over several rows, and share the sum."""
+
+
+@MORE
+@example(drawn=TALL)
+@given(drawn=cases)
+def test_backward_pass(drawn: PassCase) -> None:
+    check_backward(drawn.suited(), Saved.PREACTIVATION)
+
+
+@MORE
+@example(drawn=TALL)
+@given(drawn=cases)
+def test_backward_pass_with_a_mask(drawn: PassCase) -> None:
+    check_backward(replace(drawn.suited(), drops=None), Saved.MASK)
+
+
+@MORE
+@example(drawn=TALL, kind=Saved.PREACTIVATION)
+@example(drawn=TALL, kind=Saved.MASK)
+@given(drawn=cases, kind=st.sampled_from((Saved.PREACTIVATION, Saved.MASK)))
+def test_backward_pass_in_place(drawn: PassCase, kind: Saved) -> None:
+    case = drawn.suited()
+    check_backward(replace(case, matrix=True, drops=None if kind is Saved.MASK else case.drops), kind, in_place=True)
+
+
+@FEW
+@example(drawn=TALL)
+@given(drawn=cases)
+def test_a_pass_that_only_sums(drawn: PassCase) -> None:
+    check_backward(replace(drawn.suited(), vector=True, matrix=False, drops=None), Saved.NOTHING)

@@ -16,7 +16,7 @@ from tests.host_kernels.build import Variant
 
 TYPES: Final = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 F32, F16, BF16 = TYPES
-_SAVED: Final = {Saved.NOTHING: "0", Saved.PREACTIVATION: "1", Saved.OUTPUT: "2"}
+_SAVED: Final = {Saved.NOTHING: "0", Saved.PREACTIVATION: "1", Saved.OUTPUT: "2", Saved.MASK: "3"}
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 
 
@@ -147,6 +147,12 @@ BACKWARD_EPILOGUES: Final = (
     Backward(F16, "tanh", dropout=True, aligned=False, saved=Saved.OUTPUT),
     Backward(BF16, "relu", dropout=False, aligned=False, saved=Saved.OUTPUT, dz=2),
     Backward(BF16, "none", dropout=True, aligned=True, saved=Saved.NOTHING),
+    Backward(F32, "none", dropout=False, aligned=True, saved=Saved.NOTHING, dz=0),
+    Backward(F32, "relu", dropout=False, aligned=False, saved=Saved.MASK),
+    Backward(F32, "relu", dropout=False, aligned=False, saved=Saved.MASK, dz=2),
+    Backward(F16, "relu", dropout=False, aligned=True, saved=Saved.MASK),
+    Backward(BF16, "relu", dropout=False, aligned=True, saved=Saved.MASK, dz=0),
+    Backward(BF16, "relu", dropout=False, aligned=True, saved=Saved.MASK, dz=2),
 )
 
 DROPPING: Final = tuple(Dropping(dtype, aligned) for dtype in TYPES for aligned in (False, True))
@@ -220,6 +226,8 @@ SANITIZED_BACKWARD: Final = (
     Backward(F16, "tanh", dropout=True, aligned=False, saved=Saved.OUTPUT),
     Backward(BF16, "relu", dropout=False, aligned=False, saved=Saved.OUTPUT, dz=2),
     Backward(BF16, "none", dropout=True, aligned=True, saved=Saved.NOTHING),
+    Backward(F32, "relu", dropout=False, aligned=False, saved=Saved.MASK),
+    Backward(BF16, "relu", dropout=False, aligned=True, saved=Saved.MASK, dz=2),
 )
 SANITIZED_DROPPING: Final = (Dropping(F32, aligned=False), Dropping(F16, aligned=True))
 SANITIZED_LOSSES: Final = (F32, BF16)

@@ -1,0 +1,202 @@
+"""Every way to split a layer, and to chain two, gives the same results on the GPU: those of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import lt_runtime as lt
+from lt_runtime import reference
+from lt_runtime.errors import PlanError
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import BackwardCall, BackwardPlan, ForwardPlan
+from lt_runtime.planning.algorithms import heuristic_algorithm
+from lt_runtime.planning.strategies import (
+    BackwardStrategy,
+    ForwardStrategy,
+    MadeBy,
+    backward_strategies,
+    forward_strategies,
+    unchanged,
+)
+from lt_runtime.problem import (
+    ACTIVATIONS,
+    Activation,
+    BackwardProblem,
+    Compute,
+    Derivative,
+    DType,
+    ForwardProblem,
+    Saved,
+    Spec,
+)
+from tests.gpu.helpers import EPSILON, assert_close, to_host
+from tests.strategies import lattice
+
+Array = NDArray[Any]
+
+SHAPES = [(32, 64, 48), (65, 43, 21), (256, 512, 784), (128, 8, 16)]
+_STEEPEST = 1.2
+
+
+class Block:
+    """Two layers, K -> N -> K, with an activation between and none behind; what the reference makes of them."""
+
+    def __init__(self, shape: tuple[int, int, int], activation: str, dtype: DType) -> None:
+        m, n, k = self.shape = shape
+        self.activation, self.dtype = Activation(activation), dtype
+        generator = np.random.default_rng(sum(shape))
+        sizes = {"x": (m, k), "w1": (n, k), "b1": (n,), "w2": (k, n), "dy": (m, k)}
+        self.host: dict[str, Array] = {name: lattice(generator, size, dtype) for name, size in sizes.items()}
+        self.gpu = {name: cp.asarray(values) for name, values in self.host.items()}
+        x, w1, b1 = (self.host[name] for name in ("x", "w1", "b1"))
+        self.y, self.z = reference.linear_fwd(x, w1, b1, self.activation)
+
+    def spec(self, name: str) -> Spec:
+        return Spec(packed(*self.host[name].shape))
+
+    @property
+    def hidden(self) -> Spec:
+        return Spec(packed(*self.shape[:2]))
+
+    @property
+    def forward(self) -> ForwardProblem:
+        specs = self.spec("x"), self.spec("w1"), self.hidden
+        return ForwardProblem(self.dtype, Compute.FLOAT32, self.activation, *specs, 256, backward=True)
+
+    def backward(self, plan: ForwardPlan) -> BackwardProblem:
+        """Of the second layer, through the first."""
+        saved = plan.kept_spec if plan.saved in (Saved.MASK, Saved.PREACTIVATION) else self.hidden
+        below = Derivative(self.activation, plan.saved, None if plan.saved is Saved.NOTHING else saved, 256)
+        specs = self.hidden, self.spec("w2"), self.spec("dy")
+        return BackwardProblem(
+            self.dtype, Compute.FLOAT32, *specs, unchanged(256), self.hidden, self.spec("w2"), through=below
+        )
+
+    def run_forward(self, plan: ForwardPlan) -> tuple[Any, Any]:
+        y, kept = cp.full(self.shape[:2], cp.nan, self.dtype.numpy), _kept(plan)
+        x, w, bias = (int(self.gpu[name].data.ptr) for name in ("x", "w1", "b1"))
+        plan.run(x, w, bias, y.data.ptr, kept.data.ptr, None, 0)
+        return y, kept
+
+    def run_backward(self, plan: BackwardPlan, y: Any, kept: Any) -> dict[str, Any]:
+        n, k = self.shape[1:]
+        sizes = {"dx": self.shape[:2], "dw": (k, n), "db": (k,), "db_below": (n,)}
+        made = {name: cp.full(size, cp.nan, self.dtype.numpy) for name, size in sizes.items()}
+        saved = y if plan.problem.through and plan.problem.through.saved is Saved.OUTPUT else kept
+        addresses = {name: array.data.ptr for name, array in made.items()}
+        operands = (self.gpu["dy"].data.ptr, y.data.ptr, self.gpu["w2"].data.ptr)
+        plan.run(BackwardCall(*operands, 0, saved_below=saved.data.ptr, **addresses))
+        return made
+
+    def check_forward(self, y: Any) -> None:
+        epsilon = 2 * EPSILON[self.dtype]
+        tolerance = epsilon * (np.abs(self.y) + _STEEPEST * np.abs(self.z)) + 2e-5 * np.abs(self.z) + 1e-6
+        assert_close("y", to_host(y), self.y, tolerance)
+
+    def check_backward(self, made: dict[str, Any], y: Any) -> None:
+        """From y as it was rounded, and within the rounding of dx before and after the derivative."""
+        dy, w2 = (self.host[name].astype(np.float64) for name in ("dy", "w2"))
+        exact = reference.linear_bwd(dy, to_host(y), w2, dy)
+        dz = reference.through_activation(exact.dx, self.z, self.activation)
+        epsilon, below = 4 * EPSILON[self.dtype], np.abs(exact.dx)
+        near_zero = 8 * EPSILON[self.dtype] * below * np.abs(self.z) + 2e-5 * below
+        tolerance = epsilon * (np.abs(dz) + _STEEPEST * below) + near_zero + 1e-6
+        assert_close("dz_below", to_host(made["dx"]), dz, tolerance)
+        assert_close("dw", to_host(made["dw"]), exact.dw, epsilon * np.abs(exact.dw) + 2e-5 * np.abs(exact.dw).max())
+        assert_close("db", to_host(made["db"]), exact.db, epsilon * np.abs(exact.db) + 1e-5)
+        summed = tolerance.sum(axis=0) + epsilon * np.abs(dz.sum(axis=0))
+        assert_close("db_below", to_host(made["db_below"]), dz.sum(axis=0), summed)
+
+
+def _kept(plan: ForwardPlan) -> Any:
+    spec, in_bytes = plan.kept_spec, plan.saved is Saved.MASK
+    if spec is None:
+        return cp.empty(1, np.uint8)
+    return cp.zeros(
+        spec.layout.extent // 8 if in_bytes else spec.layout.extent, "uint8" if in_bytes else plan.problem.dtype.numpy
+    )
+
+
+def forward_plans(problem: ForwardProblem) -> Iterator[ForwardPlan]:
+    for strategy in forward_strategies(problem):
+        try:
+            yield ForwardPlan(problem, 0, strategy, heuristic_algorithm)
+        except PlanError:
+            assert strategy.epilogue.value != "none"  # the library may refuse any other
+
+
+def backward_plans(problem: BackwardProblem) -> Iterator[BackwardPlan]:
+    for strategy in backward_strategies(problem):
+        try:
+            yield BackwardPlan(problem, 0, strategy, heuristic_algorithm)
+        except PlanError:
+            assert MadeBy.EPILOGUE in (strategy.db, strategy.derivative)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh", "none"])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])
+def test_every_strategy(shape: tuple[int, int, int], activation: str, dtype: DType) -> None:
+    block = Block(shape, activation, dtype)
+    plans = list(forward_plans(block.forward))
+    assert plans
+    for forward in plans:
+        y, kept = block.run_forward(forward)
+        block.check_forward(y)
+        for backward in backward_plans(block.backward(forward)):
+            block.check_backward(block.run_backward(backward, y, kept), y)
+
+
+def test_the_library_does_all_of_it_somewhere() -> None:
+    """Otherwise the test above says little."""
+    used: set[ForwardStrategy | BackwardStrategy] = set()
+    for activation in ("relu", "gelu"):
+        block = Block((256, 512, 784), activation, DType.BFLOAT16)
+        for forward in forward_plans(block.forward):
+            used |= {forward.strategy, *(each.strategy for each in backward_plans(block.backward(forward)))}
+    made = {maker for each in used if isinstance(each, BackwardStrategy) for maker in (each.db, each.derivative)}
+    assert made == {MadeBy.KERNEL, MadeBy.EPILOGUE}
+    saved = {each.saved for each in used if isinstance(each, ForwardStrategy)}
+    assert saved == {Saved.OUTPUT, Saved.MASK, Saved.PREACTIVATION}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_chained_calls(activation: str, dropout: float, accumulate: bool) -> None:
+    block = Block((96, 40, 24), activation, DType.FLOAT32)
+    rng, gpu = lt.Philox(5, 4, 3), block.gpu
+    y, below = lt.linear_fwd(gpu["x"], gpu["w1"], gpu["b1"], activation=activation, dropout=dropout, rng=rng)
+    _, above = lt.linear_fwd(y, gpu["w2"], cp.zeros(24, cp.float32))
+    start = {"out_dw": cp.ones((24, 40), cp.float32), "out_db": cp.ones(24, cp.float32)}
+    start["out_db_below"] = cp.ones(40, cp.float32)
+    chained = lt.linear_bwd(gpu["dy"], above, through=below, accumulate=accumulate, **start)
+    gradients = lt.linear_bwd(chained.dz_below, below, before_activation=True, need_db=False)
+
+    factors = reference.dropout_scale((96, 40), dropout, rng) if dropout else None
+    upper = reference.linear_bwd(block.host["dy"], to_host(y), block.host["w2"], to_host(y))
+    dz = reference.through_activation(upper.dx, block.z, block.activation, factors)
+    lower = reference.linear_bwd(dz, block.host["x"], block.host["w1"], dz)
+    more = 1.0 if accumulate else 0.0
+    expected = (dz, upper.dw + more, upper.db + more, dz.sum(axis=0) + more, lower.dx, lower.dw)
+    for actual, wanted in zip((*chained, gradients.dx, gradients.dw), expected, strict=True):
+        np.testing.assert_allclose(to_host(actual), wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_a_masks_rows_are_bytes_of_the_context() -> None:
+    """However forward keeps it, backward finds it: through the public calls, with ReLU's mask forced."""
+    block = Block((64, 43, 21), "relu", DType.FLOAT32)
+    problem = block.forward
+    strategy = next(each for each in forward_strategies(problem) if each.saved is Saved.MASK)
+    plan = ForwardPlan(problem, 0, strategy, heuristic_algorithm)
+    y, kept = block.run_forward(plan)
+    assert plan.kept_spec == Spec(Layout(64, 43, Order.ROW, 128))
+    bits = reference.unpack_mask(cp.asnumpy(kept).reshape(64, 16), 43)
+    np.testing.assert_array_equal(bits | (block.z == 0), (block.z > 0) | (block.z == 0))
+    block.check_forward(y)
