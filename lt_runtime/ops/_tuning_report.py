@@ -36,8 +36,8 @@ class TuningReport(Sequence["Tuned"]):
 
     @property
     def gain(self) -> float:
-        """How many times as fast as before, as the geometric mean over the groups; 1.0 if there are none."""
-        gains = [gain_of(each) for each in self._tuned]
+        """How many times as fast as before: the geometric mean over what was measured now; 1.0 if nothing was."""
+        gains = [gain for each in self._tuned if (gain := gain_of(each)) is not None]
         return math.exp(math.fsum(map(math.log, gains)) / len(gains)) if gains else 1.0
 
     @property
@@ -55,7 +55,7 @@ class TuningReport(Sequence["Tuned"]):
         table = Table(Column("Problem", ratio=1), *numbers, Column("Strategy", ratio=1), box=SIMPLE)
         for each in self._tuned:
             names = "\n".join(dict.fromkeys(map(describe, each.problems)))
-            times = (f"{each.before_us:.2f}", f"{each.after_us:.2f}", f"{gain_of(each):.2f}×", str(each.measured))
+            times = (_time(each.before_us), _time(each.after_us), _gain(each), str(each.measured or ""))
             table.add_row(escape(names), *times, escape(each.strategy))
         return table
 
@@ -83,9 +83,22 @@ class TuningReport(Sequence["Tuned"]):
         return f"<TuningReport: {self.summary}>"
 
 
-def gain_of(tuned: Tuned) -> float:
-    """How many times as fast as before; 1.0 where there was nothing to measure."""
-    return tuned.before_us / tuned.after_us if tuned.before_us and tuned.after_us else 1.0
+def gain_of(tuned: Tuned) -> float | None:
+    """How many times as fast as before; None where nothing was measured now."""
+    if not tuned.measured or not tuned.before_us or not tuned.after_us:
+        return None
+    return tuned.before_us / tuned.after_us
+
+
+def _gain(tuned: Tuned) -> str:
+    gain = gain_of(tuned)
+    if gain is not None:
+        return f"{gain:.2f}×"
+    return "known" if tuned.after_us else ""
+
+
+def _time(us: float) -> str:
+    return f"{us:.2f}" if us else ""
 
 
 def _plain(tuned: Tuned) -> dict[str, Any]:

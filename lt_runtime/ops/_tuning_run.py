@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from lt_runtime.planning.entries import Effort
 from lt_runtime.planning.keys import Problem
-from lt_runtime.problem import Derivative, ForwardProblem, MatmulProblem
+from lt_runtime.planning.links import links
+from lt_runtime.planning.names import describe
+from lt_runtime.problem import MatmulProblem
 
 if TYPE_CHECKING:
     from lt_runtime.planning.tuning import Tuned
@@ -19,14 +22,21 @@ _Progress = Callable[[int, int, str], None]
 def tune_in_parts(
     problems: Iterable[Problem], device: int, *, effort: Effort, progress: _Progress | None
 ) -> Iterator[list[Tuned]]:
-    """Tunes problems and yields what was decided, part by part, so that who stops it has what came before."""
+    """Tunes problems and yields what was decided, part by part, so that who stops it has what came before.
+
+    What the GPU has not enough memory for costs a warning and stays as it is.
+    """
     from lt_runtime.planning.tuning import tune_problems
 
     parts = split(problems)
     done, total = 0, sum(map(len, parts))
     for part in parts:
         shown = _shifted(progress, done, total, len(part)) if progress is not None else None
-        yield tune_problems(part, device, effort=effort, progress=shown)
+        try:
+            yield tune_problems(part, device, effort=effort, progress=shown)
+        except MemoryError as error:
+            names = ", ".join(map(describe, part))
+            warnings.warn(f"not tuned, for want of memory on the GPU: {names} ({error})", stacklevel=2)
         done += len(part)
     if progress is not None:
         progress(total, total, "")
@@ -42,35 +52,14 @@ def _shifted(progress: _Progress, before: int, total: int, size: int) -> _Progre
 
 
 def split(problems: Iterable[Problem]) -> list[list[Problem]]:
-    """The problems in parts that have nothing to do with each other, none twice.
-
-    A forward pass and the backward passes that take its derivative are to be decided together.
-    """
-    parts: list[tuple[set[object], list[Problem]]] = []
-    for problem in dict.fromkeys(problems):
-        links = set(_links(problem))
-        joined = [part for part in parts if links & part[0]]
-        parts = [part for part in parts if not links & part[0]]
-        members = [member for part in joined for member in part[1]]
-        parts.append((links.union(*(part[0] for part in joined)), [*members, problem]))
-    return [members for _, members in parts]
-
-
-def _links(problem: Problem) -> Iterator[object]:
-    """The activations that a problem applies or takes the derivative of, each with the shape that it acts on."""
-    if isinstance(problem, MatmulProblem):
-        return
-    kind = problem.dtype, problem.compute
-    if isinstance(problem, ForwardProblem):
-        yield kind, problem.y.layout.shape, problem.activation, problem.dropout
-        return
-    yield kind, problem.dy.layout.shape, *_function(problem.own)
-    if problem.through is not None:
-        yield kind, problem.x.layout.shape, *_function(problem.through)
-
-
-def _function(derivative: Derivative) -> tuple[object, bool]:
-    return derivative.activation, derivative.dropout
+    """The problems in parts that have nothing to decide together, none twice."""
+    parts: list[list[Problem]] = []
+    for link in links(problems):
+        members = [link] if isinstance(link, MatmulProblem) else [*link.problems]
+        joined = [part for part in parts if not set(members).isdisjoint(part)]
+        parts = [part for part in parts if part not in joined]
+        parts.append(list(dict.fromkeys([*(each for part in joined for each in part), *members])))
+    return parts
 
 
 @contextlib.contextmanager

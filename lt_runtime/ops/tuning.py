@@ -47,8 +47,8 @@ def tune(
     """Measures how the layers of a training step run fastest, and remembers it in the plan cache.
 
     The layers are those of `lt.MLP(dims)`, every matrix row-major and without gaps. Other problems are tuned where
-    they are met, within `lt.tuning()`, or given as such. What is known already is measured again. Interrupted, it
-    keeps what has been decided.
+    they are met, within `lt.tuning()`, or given as such. What was decided with no less effort is not measured again.
+    Interrupted, it keeps what has been decided. What the GPU has not enough memory for costs a warning.
 
     Args:
         dims: inputs of the first layer, then outputs of each; or problems, which leave no room for other arguments
@@ -71,7 +71,9 @@ def tune(
     Raises:
         ArgumentError: an option that is not accepted.
         DeviceError: there is no such GPU.
-        GpuError, MemoryError: see `lt_runtime.planning.tuning`.
+        MissingLibraryError: CuPy is not installed.
+        CaptureError: a stream is being captured that this would disturb.
+        GpuError: the driver, the compiler or cuBLASLt failed.
     """
     checked = checked_effort(effort)
     if _is_problems(dims):
