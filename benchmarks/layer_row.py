@@ -16,7 +16,7 @@ from benchmarks.fresh import fresh_plans
 from benchmarks.graphs import Contender
 from benchmarks.report import Row
 from benchmarks.timing import Timing
-from lt_runtime.planning.entries import now
+from lt_runtime.planning.entries import Effort, now
 from lt_runtime.planning.stacks import Stack
 from lt_runtime.planning.timing import buffer_sets
 from lt_runtime.planning.tuning import Tuned, tune_problems
@@ -37,10 +37,10 @@ class TunedBlock(NamedTuple):
     plans: Plans
 
 
-def tune(stack: Stack) -> TunedBlock:
+def tune(stack: Stack, effort: Effort = "default") -> TunedBlock:
     """Measures, unless the plan cache has it."""
     start = time.perf_counter()
-    groups = tune_problems(stack.problems(), DEVICE)
+    groups = tune_problems(stack.problems(), DEVICE, effort=effort)
     seconds = time.perf_counter() - start
     return TunedBlock(groups, seconds, entries_of(stack), block_lt.decided(stack))
 

@@ -169,6 +169,7 @@ def machine() -> dict[str, Any]:
     libraries = {name: _version(name) for name in ("cupy", "torch", "nvmath")}
     return {
         "gpu": device_info(0).name,
+        "capability": device_info(0).capability,
         "driver": kernel_driver_version(),
         "cpu": platform.processor() or platform.machine(),
         "python": platform.python_version(),

@@ -31,33 +31,43 @@ def losses(rows: Iterable[Row]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure over many rows, and what it has to be at least.
+    """One figure over many rows, and what it has to be.
 
     Attributes:
         value: None if no row has what it takes.
+        target: None if it is only told.
         rows: how many went into it.
         where: the row that a worst case is from.
+        at_most: whether the target is the greatest that will do, and not the least.
     """
 
     what: str
     value: float | None
-    target: float
+    target: float | None
     rows: int
     where: str | None = None
+    at_most: bool = False
 
     @property
     def met(self) -> bool | None:
-        """Whether it is; None without a value."""
-        return None if self.value is None else self.value >= self.target
+        """Whether it is; None without a value or a target."""
+        if self.value is None or self.target is None:
+            return None
+        return self.value <= self.target if self.at_most else self.value >= self.target
+
+    @property
+    def wanted(self) -> str:
+        """The target in words."""
+        return "" if self.target is None else f"{'≤' if self.at_most else '≥'} {self.target:g}"
 
     def as_json(self) -> dict[str, Any]:
         """As it stands in the file."""
         value = None if self.value is None else round(self.value, 4)
         where = {} if self.where is None else {"where": self.where}
-        return {"what": self.what, "value": value, "target": self.target, "met": self.met, "rows": self.rows, **where}
+        return {"what": self.what, "value": value, "target": self.wanted, "met": self.met, "rows": self.rows, **where}
 
 
-def mean(what: str, values: Mapping[str, float], target: float) -> Finding:
+def mean(what: str, values: Mapping[str, float], target: float | None) -> Finding:
     """The geometric mean."""
     return Finding(f"{what}, geometric mean", geometric_mean(values.values()) if values else None, target, len(values))
 
@@ -105,10 +115,15 @@ def table(made: Iterable[Finding]) -> Table:
     shown.add_column("")
     shown.add_column("where")
     for each in made:
-        word = {True: "[green]met[/]", False: "[red]MISSED[/]", None: "[yellow]not measured[/]"}[each.met]
         value = "" if each.value is None else f"{each.value:.3f}"
-        shown.add_row(each.what, value, f"≥ {each.target:g}", str(each.rows), word, each.where or "")
+        shown.add_row(each.what, value, each.wanted, str(each.rows), _verdict(each), each.where or "")
     return shown
+
+
+def _verdict(finding: Finding) -> str:
+    if finding.value is None:
+        return "[yellow]not measured[/]"
+    return {True: "[green]met[/]", False: "[red]MISSED[/]", None: ""}[finding.met]
 
 
 _SHOWN: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", "torch_max_autotune")
