@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
-from benchmarks import block_lt, graphs
+from benchmarks import block_lt, graphs, summary
 from benchmarks.block_entries import Entries, entries_of
 from benchmarks.block_lt import DEVICE, Arrays, Plans, Split
 from benchmarks.blocks import Block
 from benchmarks.fresh import fresh_plans
 from benchmarks.graphs import Contender
 from benchmarks.report import Row
-from benchmarks.timing import Timing
 from lt_runtime.planning.entries import Effort, now
 from lt_runtime.planning.stacks import Stack
 from lt_runtime.planning.timing import buffer_sets
@@ -67,7 +66,7 @@ def measure_block(block: Block, rounds: int, stream: Any, *, max_autotune: bool 
     facts |= {"buffer_sets": sets, "repetitions": block.repetitions(sets), "rounds": rounds}
     facts |= {"tuning_s": round(tuned.seconds, 3), "tuned": [as_json(each) for each in tuned.groups]}
     facts |= {"splits": {name: str(block_lt.split_of(each)) for name, each in plans.items()}, "fusion_refused": refused}
-    facts |= no_loss(measured.timings, candidates) | {"entries": tuned.entries}
+    facts |= summary.no_loss(measured.timings, candidates) | {"entries": tuned.entries}
     timings = {name: timing for name, timing in measured.timings.items() if name not in candidates}
     return Row(block.name, timings, "lt", setting=facts, left_out=measured.left_out)
 
@@ -98,13 +97,6 @@ def _torch(block: Block, buffers: list[Arrays], *, max_autotune: bool) -> Builde
 
     made: Builders = {"torch_graph": partial(build, "eager")}
     return made | ({"torch_max_autotune": partial(build, "compiled", _COMPILING_S)} if max_autotune else {})
-
-
-def no_loss(timings: Mapping[str, Timing], candidates: Iterable[str]) -> dict[str, Any]:
-    """The candidates' times, and the chosen plan's as a multiple of the best of all that are ours."""
-    medians = {name: timing.median for name, timing in timings.items() if not name.startswith("torch")}
-    loss = {"chosen_vs_best": round(medians["lt"] / min(medians.values()), 4)} if "lt" in medians else {}
-    return loss | {"candidates": {name: round(medians[name], 4) for name in candidates if name in medians}}
 
 
 def as_json(group: Tuned) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from benchmarks.timing import Timing
+
 Row = Mapping[str, Any]
 
 
@@ -27,6 +29,13 @@ def speedups(rows: Iterable[Row], contender: str, ours: str = "lt") -> dict[str,
 def losses(rows: Iterable[Row]) -> dict[str, float]:
     """By row, the time of the chosen plan as a multiple of the best candidate's; 1 where it is the best itself."""
     return {row["case"]: row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row}
+
+
+def no_loss(timings: Mapping[str, Timing], candidates: Iterable[str]) -> dict[str, Any]:
+    """The candidates' times, and the chosen plan's as a multiple of the best of all that are ours."""
+    medians = {name: timing.median for name, timing in timings.items() if not name.startswith("torch")}
+    loss = {"chosen_vs_best": round(medians["lt"] / min(medians.values()), 4)} if "lt" in medians else {}
+    return loss | {"candidates": {name: round(medians[name], 4) for name in candidates if name in medians}}
 
 
 @dataclass(frozen=True)
