@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from benchmarks import derive_priors, layers, report, summary, tuning
-from benchmarks.block_lt import Split, near, strategy_name
+from benchmarks.block_lt import Arrays, Plans, Split, near, strategy_name
 from benchmarks.blocks import REPRESENTATIVE, Block, blocks, presets
 from benchmarks.timing import Timing
 from benchmarks.trees import Sample, fit
@@ -301,3 +301,28 @@ def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys:
         "blocks": 1,
     }
     assert "backward bf16 gelu preactivation" in capsys.readouterr().out
+
+
+class Passes:
+    """Stands in for a block's four plans, and notes the addresses that it is given."""
+
+    def __init__(self, saved: Saved) -> None:
+        self.saved, self.calls = saved, list[Any]()
+
+    def run(self, *given: Any) -> None:
+        self.calls.append(given)
+
+
+@pytest.mark.parametrize("saved", [Saved.OUTPUT, Saved.MASK, Saved.PREACTIVATION])
+def test_a_block_s_passes_hand_on_what_they_make(saved: Saved) -> None:
+    at = Arrays(*Arrays._fields)
+    passes = Passes(saved)
+    Plans(passes, passes, passes, passes).run(at, 7)  # type: ignore[arg-type]
+    first, second, (through,), (last,) = passes.calls
+    assert first == ("x", "w1", "b1", "y1", "kept", None, 7)
+    assert second == ("y1", "w2", "b2", "y2", 0, None, 7)
+    below = "y1" if saved is Saved.OUTPUT else "kept"
+    assert (through.dy, through.x, through.w, through.saved_below) == ("dy", "y1", "w2", below)
+    assert (through.dx, through.dw, through.db, through.db_below) == ("dz1", "dw2", "db2", "db1")
+    assert (last.dy, last.x, last.w, last.dx, last.dw) == ("dz1", "x", "w1", "dx", "dw1")
+    assert through.stream == last.stream == 7
