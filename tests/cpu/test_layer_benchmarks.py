@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import derive_priors, layers, report, summary, tuning
+from benchmarks import block_lt, derive_priors, layers, report, summary, tuning
 from benchmarks.block_lt import Arrays, Plans, Split, near, strategy_name
 from benchmarks.blocks import REPRESENTATIVE, Block, blocks, presets
+from benchmarks.fresh import fresh_plans
 from benchmarks.timing import Timing
 from benchmarks.trees import Sample, fit
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu import compiler
+from lt_runtime.paths import cache_directory
 from lt_runtime.planning import priors
+from lt_runtime.planning.store import plans_directory
 from lt_runtime.planning.strategies import BackwardStrategy, backward_strategies, forward_strategies, from_entry
 from lt_runtime.problem import Saved
 
@@ -326,3 +332,57 @@ def test_a_block_s_passes_hand_on_what_they_make(saved: Saved) -> None:
     assert (through.dx, through.dw, through.db, through.db_below) == ("dz1", "dw2", "db2", "db1")
     assert (last.dy, last.x, last.w, last.dx, last.dw) == ("dz1", "x", "w1", "dx", "dw1")
     assert through.stream == last.stream == 7
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Strategies that the library refuses in this test; plans are no more than their strategies."""
+    names: set[str] = set()
+
+    class Plan:
+        def __init__(self, problem: Any, device: int, strategy: Any, choose: Any) -> None:
+            if strategy_name(strategy) in names:
+                raise PlanError("no algorithm")
+            self.strategy, self.saved = strategy, getattr(strategy, "saved", Saved.NOTHING)
+
+    monkeypatch.setattr(block_lt, "ForwardPlan", Plan)
+    monkeypatch.setattr(block_lt, "BackwardPlan", Plan)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("activation", "fused"),
+    [
+        ("gelu", "gelu_aux_bias preactivation | bias nothing | epilogue epilogue epilogue"),
+        ("relu", "relu_aux_bias mask | bias nothing | epilogue epilogue epilogue"),
+    ],
+)
+def test_all_that_the_library_can_fuse(refused: set[str], activation: str, fused: str) -> None:
+    plans, complaints = block_lt.fused_first(replace(BLOCK, activation=activation).stack)
+    assert str(block_lt.split_of(plans)) == fused
+    assert complaints == []
+
+
+def test_what_the_library_refuses_is_fused_less_and_told(refused: set[str]) -> None:
+    refused |= {"epilogue epilogue epilogue", "epilogue epilogue kernel", "gelu_aux_bias preactivation"}
+    plans, complaints = block_lt.fused_first(BLOCK.stack)
+    assert str(block_lt.split_of(plans)) == "bias preactivation | bias nothing | kernel epilogue epilogue"
+    assert sorted(complaints) == sorted(refused)
+
+
+def test_nothing_is_fused_where_all_is_split(refused: set[str]) -> None:
+    plans = block_lt.split_first(replace(BLOCK, activation="relu").stack)
+    assert str(block_lt.split_of(plans)) == "none output | none nothing | kernel kernel kernel"
+
+
+def test_a_fresh_plan_cache_shares_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_open_cache", lambda: None)
+    (tmp_path / "plans").mkdir()
+    with fresh_plans() as directory:
+        assert plans_directory() == directory / "plans"
+        assert not plans_directory().exists()
+        (cache_directory() / "kernels" / "a kernel").touch()
+    assert cache_directory() == tmp_path
+    assert (tmp_path / "kernels" / "a kernel").exists()
+    assert not directory.exists()
