@@ -17,7 +17,7 @@ Entries = dict[str, dict[str, float]]
 
 
 def entries_of(stack: Stack) -> Entries:
-    """The times of every pass's strategies: forward of both layers, backward of the second by what the first keeps."""
+    """The times of every pass's strategies; those of backward through the first layer by what that keeps."""
     store = plan_store(DEVICE)
     found = {role: (problem, store.layer(problem_key(problem))) for role, problem in _roles(stack)}
     return {role: _times(problem, entry) for role, (problem, entry) in found.items() if entry is not None}
@@ -29,6 +29,7 @@ def _roles(stack: Stack) -> Iterator[tuple[str, Problem]]:
     yield "last forward", second
     for saved in dict.fromkeys(each.saved for each in forward_strategies(first)):
         yield f"backward {saved.value}", stack.backward(1, (saved, Saved.NOTHING))
+    yield "last backward", stack.backward(0, (saved, Saved.NOTHING))
 
 
 def _times(problem: Problem, entry: LayerEntry) -> dict[str, float]:

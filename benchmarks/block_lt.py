@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ from lt_runtime.planning.strategies import (
     backward_strategies,
     forward_strategies,
 )
-from lt_runtime.problem import Saved
+from lt_runtime.problem import BackwardProblem, Saved
 
 DEVICE = 0
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
@@ -80,21 +80,23 @@ class Plans:
 
 
 class Split(NamedTuple):
-    """A strategy for each of a block's passes but the last, where there is nothing to choose."""
+    """A strategy for each of a block's passes."""
 
     first: ForwardStrategy
     second: ForwardStrategy
     through: BackwardStrategy
+    last: BackwardStrategy
 
     def __str__(self) -> str:
         return " | ".join(map(strategy_name, self))
 
 
 def strategy_name(strategy: ForwardStrategy | BackwardStrategy) -> str:
-    """Its values in the order of their declaration, such as "gelu_aux_bias preactivation"."""
+    """Its values in the order of their declaration; a weight gradient is made beside dx, or after it."""
     if isinstance(strategy, ForwardStrategy):
         return f"{strategy.epilogue.value} {strategy.saved.value}"
-    return f"{strategy.db.value} {strategy.derivative.value} {strategy.db_below.value}"
+    parts = strategy.db.value, strategy.derivative.value, strategy.db_below.value
+    return " ".join((*parts, "beside" if strategy.beside else "after"))
 
 
 def decided(stack: Stack) -> Plans:
@@ -115,7 +117,7 @@ def by_priors(stack: Stack) -> Plans:
 
 def split_of(plans: Plans) -> Split:
     """The strategies that plans follow."""
-    return Split(plans.first.strategy, plans.second.strategy, plans.through.strategy)
+    return Split(plans.first.strategy, plans.second.strategy, plans.through.strategy, plans.last.strategy)
 
 
 def by_split(stack: Stack, split: Split, choose: Choose = known_algorithm) -> Plans:
@@ -127,8 +129,7 @@ def by_split(stack: Stack, split: Split, choose: Choose = known_algorithm) -> Pl
     saved = split.first.saved, split.second.saved
     first, second = (ForwardPlan(stack.forward(i), DEVICE, split[i], choose) for i in range(2))
     through = BackwardPlan(stack.backward(1, saved), DEVICE, split.through, choose)
-    (nothing_to_choose,) = backward_strategies(stack.backward(0, saved))
-    return Plans(first, second, through, BackwardPlan(stack.backward(0, saved), DEVICE, nothing_to_choose, choose))
+    return Plans(first, second, through, BackwardPlan(stack.backward(0, saved), DEVICE, split.last, choose))
 
 
 def fused_first(stack: Stack) -> tuple[Plans, list[str]]:
@@ -147,7 +148,7 @@ def fused_first(stack: Stack) -> tuple[Plans, list[str]]:
     )
     last, through = (
         _most_fused(
-            sorted(backward_strategies(problem), key=_left_to_kernels),
+            sorted(_in_turn(problem), key=_left_to_kernels),
             lambda each, problem=problem: BackwardPlan(problem, DEVICE, each, first_algorithm),
             refused,
         )
@@ -165,6 +166,11 @@ def _most_fused(strategies: Iterable[_Strategy], make: Callable[[_Strategy], _Pl
     raise PlanError(f"cuBLASLt refuses every strategy: {', '.join(refused)}")
 
 
+def _in_turn(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
+    """What needs no second stream."""
+    return (strategy for strategy in backward_strategies(problem) if not strategy.beside)
+
+
 def _left_to_kernels(strategy: BackwardStrategy) -> int:
     return (strategy.db, strategy.derivative, strategy.db_below).count(MadeBy.KERNEL)
 
@@ -173,8 +179,8 @@ def split_first(stack: Stack) -> Plans:
     """Plain products by the first algorithm offered, all else by our kernels."""
     *_, first = forward_strategies(stack.forward(0))
     *_, second = forward_strategies(stack.forward(1))
-    through = next(backward_strategies(stack.backward(1, (first.saved, second.saved))))
-    return by_split(stack, Split(first, second, through), first_algorithm)
+    last, through = (next(_in_turn(stack.backward(i, (first.saved, second.saved)))) for i in range(2))
+    return by_split(stack, Split(first, second, through, last), first_algorithm)
 
 
 def near(
@@ -193,8 +199,10 @@ def near(
         for through in backward_strategies(backward):
             parts = entries.get("forward", {}).get(strategy_name(first)), times.get(strategy_name(through))
             if None not in parts:
-                estimates[Split(first, chosen.second, through)] = sum(parts)
+                estimates[chosen._replace(first=first, through=through)] = sum(parts)
     within = factor * min(estimates.values(), default=0.0)
     ranked = sorted(estimates, key=estimates.__getitem__)
-    others = [Split(chosen.first, each, chosen.through) for each in forward_strategies(stack.forward(1))]
+    others = [chosen._replace(second=each) for each in forward_strategies(stack.forward(1))]
+    lasts = backward_strategies(stack.backward(0, (chosen.first.saved, Saved.NOTHING)))
+    others += [chosen._replace(last=each) for each in lasts]
     return [each for each in others + [each for each in ranked if estimates[each] <= within] if each != chosen][:most]

@@ -7,6 +7,7 @@ chooses the strategy: backward first, then forward together with the backward th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from lt_runtime.planning import priors
 _PLANNING: Final = Path(priors.__file__).parent
 _ITEMSIZE: Final = {"bf16": 2, "tf32": 4}
 _FORWARD: Final = ("epilogue", "saved")
-_BACKWARD: Final = ("db", "derivative", "db_below")
+_BACKWARD: Final = ("db", "derivative", "db_below", "beside")
 
 Row = Mapping[str, Any]
 Samples = dict[str, list[Sample]]
@@ -39,10 +40,13 @@ def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
 
 
 def backward_samples(rows: Iterable[Row]) -> Samples:
-    """Backward of the second layer through the first, by what that keeps; and as if there were no layer below."""
+    """Backward of the second layer through the first, by what that keeps, and as if without; and of the first."""
     made: Samples = {}
     for row in rows:
         sizes = features(row, 1, backward=True)
+        if products := row["entries"].get("last backward"):
+            sample = Sample(features(row, 0, backward=True), products)
+            made.setdefault(f"{row['type']} products", []).append(sample)
         for role, times in row["entries"].items():
             if role.startswith("backward"):
                 saved = role.removeprefix("backward ")
@@ -53,11 +57,10 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
 
 
 def _without_layer_below(times: Mapping[str, float]) -> dict[str, float]:
-    """What differs in nothing but who makes the layer's own bias gradient."""
-    found = {db: times.get(f"{db} kernel kernel") for db in ("kernel", "epilogue")}
-    return (
-        {f"{db} nobody nobody": us for db, us in found.items() if us is not None} if None not in found.values() else {}
-    )
+    """What differs in nothing but who makes the layer's own bias gradient, and when dw is made."""
+    ways = itertools.product(("kernel", "epilogue"), ("after", "beside"))
+    found = {f"{db} nobody nobody {when}": times.get(f"{db} kernel kernel {when}") for db, when in ways}
+    return {name: us for name, us in found.items() if us is not None}
 
 
 def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samples:
@@ -87,6 +90,12 @@ def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | 
     return min(times.values()) * math.exp(sample.loss(_leaf_of(tree.tree, sample.features)))
 
 
+def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
+    """A strategy by its name, as it stands in the plan cache."""
+    values = dict(zip(names, strategy.split(), strict=True))
+    return values | ({"beside": values["beside"] == "beside"} if "beside" in values else {})
+
+
 def _leaf_of(tree: Any, sizes: Mapping[str, int]) -> str:
     named = _with_leaves(tree, lambda name: {"name": name})
     return priors.decide(named, sizes)["name"]
@@ -111,7 +120,7 @@ def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tu
         ("backward", backward, of_backward, _BACKWARD),
     ):
         trees[part] = {
-            name: _with_leaves(each.tree, lambda leaf, names=names: dict(zip(names, leaf.split(), strict=True)))
+            name: _with_leaves(each.tree, lambda leaf, names=names: _as_entry(leaf, names))
             for name, each in fitted.items()
         }
         for name, each in fitted.items():

@@ -67,7 +67,7 @@ def _features(rows: int, cols: int, inner: int, dtype: DType) -> dict[str, int]:
     return {"output_bytes": rows * cols * dtype.itemsize, "inner": inner, "rows": rows}
 
 
-def decide(tree: Tree, features: Mapping[str, int]) -> Mapping[str, str]:
+def decide(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
     """The strategy that a tree comes to."""
     while "feature" in tree:
         tree = tree["then"] if features[tree["feature"]] < tree["below"] else tree["otherwise"]
@@ -82,15 +82,17 @@ def _kind(problem: ForwardProblem | BackwardProblem) -> str:
 
 
 def _below(problem: BackwardProblem) -> str:
-    below = problem.through
-    return f"{below.activation.name} {below.saved.value}" if below is not None else f"none {Saved.NOTHING.value}"
+    """What dx is taken through; "products" if there is nothing to do besides those."""
+    if problem.through is not None:
+        return f"{problem.through.activation.name} {problem.through.saved.value}"
+    return "products" if problem.own.db is None and not problem.own.changes else f"none {Saved.NOTHING.value}"
 
 
 def _by_library(strategy: BackwardStrategy) -> int:
     return (strategy.db, strategy.derivative, strategy.db_below).count(MadeBy.EPILOGUE)
 
 
-def _differences(strategy: BackwardStrategy, wanted: Mapping[str, str]) -> int:
+def _differences(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> int:
     """In how many parts that the problem has at all a strategy is another than the one wanted."""
     parts = {name: value for name, value in to_entry(strategy).items() if value != MadeBy.NOBODY.value}
     return sum(wanted.get(name, value) != value for name, value in parts.items())

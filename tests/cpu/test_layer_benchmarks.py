@@ -187,10 +187,11 @@ ENTRIES = {
     "forward": {"bias preactivation": 10.0, "gelu_aux_bias preactivation": 11.0},
     "last forward": {"bias nothing": 5.0, "none nothing": 7.0},
     "backward preactivation": {
-        "kernel kernel kernel": 20.0,
-        "epilogue kernel kernel": 21.0,
-        "kernel epilogue epilogue": 40.0,
+        "kernel kernel kernel after": 20.0,
+        "epilogue kernel kernel after": 21.0,
+        "kernel epilogue epilogue beside": 40.0,
     },
+    "last backward": {"nobody nobody nobody beside": 9.0, "nobody nobody nobody after": 9.5},
 }
 
 
@@ -201,20 +202,18 @@ def test_candidates_are_what_the_tuner_found_near() -> None:
     by_name = {strategy_name(each): each for each in forward_strategies(stack.forward(0))}
     backward = stack.backward(1, (Saved.PREACTIVATION, Saved.NOTHING))
     through = {strategy_name(each): each for each in backward_strategies(backward)}
-    chosen = Split(by_name["bias preactivation"], bias, through["kernel kernel kernel"])
+    after, beside = backward_strategies(stack.backward(0, (Saved.PREACTIVATION, Saved.NOTHING)))
+    chosen = Split(by_name["bias preactivation"], bias, through["kernel kernel kernel after"], beside)
     found = near(stack, ENTRIES, chosen, 1.25, 10)
     assert [str(each) for each in found] == [
-        "bias preactivation | none nothing | kernel kernel kernel",
-        "gelu_aux_bias preactivation | bias nothing | kernel kernel kernel",
-        "bias preactivation | bias nothing | epilogue kernel kernel",
-        "gelu_aux_bias preactivation | bias nothing | epilogue kernel kernel",
+        "bias preactivation | none nothing | kernel kernel kernel after | nobody nobody nobody beside",
+        "bias preactivation | bias nothing | kernel kernel kernel after | nobody nobody nobody after",
+        "gelu_aux_bias preactivation | bias nothing | kernel kernel kernel after | nobody nobody nobody beside",
+        "bias preactivation | bias nothing | epilogue kernel kernel after | nobody nobody nobody beside",
+        "gelu_aux_bias preactivation | bias nothing | epilogue kernel kernel after | nobody nobody nobody beside",
     ]
     assert near(stack, ENTRIES, chosen, 1.25, 2) == found[:2]
-    assert near(stack, {}, chosen, 1.25, 10) == [replace_second(chosen, plain)]
-
-
-def replace_second(split: Split, second: Any) -> Split:
-    return split._replace(second=second)
+    assert near(stack, {}, chosen, 1.25, 10) == [chosen._replace(second=plain), chosen._replace(last=after)]
 
 
 def samples(*times: tuple[int, float, float]) -> list[Sample]:
@@ -265,8 +264,9 @@ def test_priors_are_derived_from_rows() -> None:
             "bf16 none": {"epilogue": "bias", "saved": "nothing"},
         },
         "backward": {
-            "bf16 gelu preactivation": {"db": "kernel", "derivative": "kernel", "db_below": "kernel"},
-            "bf16 none nothing": {"db": "kernel", "derivative": "nobody", "db_below": "nobody"},
+            "bf16 gelu preactivation": {"db": "kernel", "derivative": "kernel", "db_below": "kernel", "beside": False},
+            "bf16 none nothing": {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "beside": False},
+            "bf16 products": dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"beside": True},
         },
     }
     assert quality["forward bf16 gelu"] == (2, pytest.approx(0.0))
@@ -275,8 +275,8 @@ def test_priors_are_derived_from_rows() -> None:
 def test_forward_is_chosen_with_the_backward_that_follows() -> None:
     relu = {
         "forward": {"relu_bias output": 10.0, "relu_aux_bias mask": 12.0},
-        "backward output": {"kernel kernel kernel": 30.0},
-        "backward mask": {"kernel kernel kernel": 29.0, "kernel epilogue kernel": 20.0},
+        "backward output": {"kernel kernel kernel after": 30.0},
+        "backward mask": {"kernel kernel kernel after": 29.0, "kernel epilogue kernel beside": 20.0},
     }
     trees, _ = derive_priors.derive([measured(64, 64, 64, relu) | {"activation": "relu"}] * 2)
     assert trees["forward"]["bf16 relu"] == {"epilogue": "relu_aux_bias", "saved": "mask"}
@@ -353,26 +353,28 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize(
     ("activation", "fused"),
     [
-        ("gelu", "gelu_aux_bias preactivation | bias nothing | epilogue epilogue epilogue"),
-        ("relu", "relu_aux_bias mask | bias nothing | epilogue epilogue epilogue"),
+        ("gelu", "gelu_aux_bias preactivation | bias nothing | epilogue epilogue epilogue after"),
+        ("relu", "relu_aux_bias mask | bias nothing | epilogue epilogue epilogue after"),
     ],
 )
 def test_all_that_the_library_can_fuse(refused: set[str], activation: str, fused: str) -> None:
     plans, complaints = block_lt.fused_first(replace(BLOCK, activation=activation).stack)
-    assert str(block_lt.split_of(plans)) == fused
+    assert str(block_lt.split_of(plans)) == f"{fused} | nobody nobody nobody after"
     assert complaints == []
 
 
 def test_what_the_library_refuses_is_fused_less_and_told(refused: set[str]) -> None:
-    refused |= {"epilogue epilogue epilogue", "epilogue epilogue kernel", "gelu_aux_bias preactivation"}
+    refused |= {"epilogue epilogue epilogue after", "epilogue epilogue kernel after", "gelu_aux_bias preactivation"}
     plans, complaints = block_lt.fused_first(BLOCK.stack)
-    assert str(block_lt.split_of(plans)) == "bias preactivation | bias nothing | kernel epilogue epilogue"
+    found = str(block_lt.split_of(plans))
+    assert found.startswith("bias preactivation | bias nothing | kernel epilogue epilogue after")
     assert sorted(complaints) == sorted(refused)
 
 
 def test_nothing_is_fused_where_all_is_split(refused: set[str]) -> None:
     plans = block_lt.split_first(replace(BLOCK, activation="relu").stack)
-    assert str(block_lt.split_of(plans)) == "none output | none nothing | kernel kernel kernel"
+    expected = "none output | none nothing | kernel kernel kernel after | nobody nobody nobody after"
+    assert str(block_lt.split_of(plans)) == expected
 
 
 def test_a_fresh_plan_cache_shares_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from lt_runtime.problem import Activation, Compute, DType, Saved
 EPILOGUE, KERNEL, NOBODY = MadeBy.EPILOGUE, MadeBy.KERNEL, MadeBy.NOBODY
 AUX = {"epilogue": "gelu_aux_bias", "saved": "preactivation"}
 BIAS = {"epilogue": "bias", "saved": "preactivation"}
-FUSED = {"db": "epilogue", "derivative": "epilogue", "db_below": "kernel"}
-GELU = Stack(256, (64, 512, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+FUSED = {"db": "epilogue", "derivative": "epilogue", "db_below": "kernel", "beside": True}
+GELU = Stack(256, (64, 512, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True)
 PREACTIVATION = (Saved.PREACTIVATION, Saved.NOTHING)
 
 
@@ -85,20 +85,32 @@ def test_backward_s_sizes_are_those_of_the_input_gradient() -> None:
 
 def test_backward_takes_of_the_table_what_the_problem_has(table: dict[str, Any]) -> None:
     table["backward"]["bf16 gelu preactivation"] = FUSED
-    assert first_backward(GELU) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL)
+    assert first_backward(GELU) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL, beside=True)
     problem = GELU.backward(1, PREACTIVATION)
     assert problem.through is not None
     without = first_backward(GELU, through=replace(problem.through, db=None))
-    assert without == BackwardStrategy(EPILOGUE, EPILOGUE, NOBODY)
+    assert without == BackwardStrategy(EPILOGUE, EPILOGUE, NOBODY, beside=True)
+    assert not first_backward(GELU, dw=None).beside, "there is nothing to be beside"
     kept = first_backward(GELU, accumulate=True)
-    assert kept == BackwardStrategy(KERNEL, EPILOGUE, KERNEL), "the library cannot add to a bias gradient"
+    assert kept == BackwardStrategy(KERNEL, EPILOGUE, KERNEL, beside=True), "the library cannot add to a bias gradient"
 
 
 def test_a_bias_gradient_is_our_kernel_s_where_it_reads_dy_in_any_case(table: dict[str, Any]) -> None:
-    table["backward"]["bf16 none nothing"] = {"db": "epilogue", "derivative": "nobody", "db_below": "nobody"}
+    table["backward"]["bf16 none nothing"] = {
+        "db": "epilogue",
+        "derivative": "nobody",
+        "db_below": "nobody",
+        "beside": False,
+    }
     assert first_backward(GELU, through=None).db is EPILOGUE
     own = derivative_of(GELU.forward(0), Saved.PREACTIVATION)
     assert first_backward(GELU, 0, own=own, through=None).db is KERNEL
+
+
+def test_backward_that_is_products_alone_has_a_tree_of_its_own(table: dict[str, Any]) -> None:
+    table["backward"]["bf16 products"] = dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"beside": True}
+    assert first_backward(GELU, 0).beside
+    assert not first_backward(GELU, 1).beside
 
 
 def test_the_nearest_architecture_s_table_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["chosen_vs_best"] >= 1.0
     assert row["candidates"]
     assert row["tuning_s"] > 0
-    assert {"forward", "last forward", "backward preactivation"} <= set(row["entries"])
+    assert {"forward", "last forward", "backward preactivation", "last backward"} <= set(row["entries"])
     file = tmp_path / "layers.json"
     layers.save({row["case"]: row}, file)
     assert layers.is_done(layers.kept_rows(file)[row["case"]], max_autotune=False)
