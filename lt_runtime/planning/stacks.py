@@ -124,9 +124,9 @@ def derivative_of(problem: ForwardProblem, saved: Saved | None = None) -> Deriva
         *_, plainest = forward_strategies(problem)
         saved = plainest.saved
     spec = problem.y if saved is Saved.OUTPUT else kept_spec(problem, saved)
-    return Derivative(
-        problem.activation, saved, None if saved is Saved.NOTHING else spec, problem.bias, problem.dropout
-    )
+    saved_spec = None if saved is Saved.NOTHING else spec
+    db = None if problem.bias is None else _ALIGNMENT
+    return Derivative(problem.activation, saved, saved_spec, db, problem.dropout)
 
 
 def plain_backward(problem: ForwardProblem) -> BackwardProblem:
