@@ -22,7 +22,6 @@ _PARTS: Final = {
     "INNER_SHAPE_ID": ("inner shape", MatmulInnerShape),
     "CLUSTER_SHAPE_ID": ("cluster", ClusterShape),
 }
-_SWITCHES: Final = {"beside": "dw beside dx"}
 _PREFIXES: Final = ("TILE_", "STAGES_", "SHAPE_")
 
 
@@ -54,15 +53,10 @@ def strategy_in_words(strategy: Mapping[str, object]) -> str:
     if strategy.keys() == {"epilogue", "saved"}:
         keeps = "" if strategy["saved"] == Saved.NOTHING.value else f", keeps {strategy['saved']}"
         return f"{strategy['epilogue']}{keeps}"
-    parts = (_part_of_strategy(name.replace("_", " "), value) for name, value in strategy.items())
-    return ", ".join(filter(None, parts)) or "products alone"
-
-
-def _part_of_strategy(name: str, value: object) -> str:
-    """Such as "db by kernel"; "" for what is not done."""
-    if isinstance(value, bool):
-        return _SWITCHES.get(name, name) if value else ""
-    return "" if value == MadeBy.NOBODY.value else f"{name} by {value}"
+    makers = {name.replace("_", " "): maker for name, maker in strategy.items() if isinstance(maker, str)}
+    parts = [f"{name} by {maker}" for name, maker in makers.items() if maker != MadeBy.NOBODY.value]
+    beside = ", dw beside dx" if strategy.get("beside") else ""
+    return (", ".join(parts) or "products alone") + beside
 
 
 def algorithm_in_words(config: Mapping[str, int]) -> str:
