@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from rich.console import Console
 
 from lt_runtime.cli.shapes import Mlp, Shapes, preset, read_shapes
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops._tuning_report import TuningReport
 from lt_runtime.ops._tuning_run import progress_bar, tune_in_parts
 from lt_runtime.ops.tuning import ordinal_of
@@ -35,31 +35,35 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ArgumentError: an option or a file that is not accepted.
         DeviceError: there is no such GPU.
+        LtError: the tuner failed; what was decided until then is kept and printed.
     """
     problems = problems_of(arguments)
     device = ordinal_of(arguments.device)
     tuned: list[Tuned] = []
-    interrupted = False
+    stopped_by: KeyboardInterrupt | LtError | None = None
     try:
         with progress_bar() as progress:
             for part in tune_in_parts(problems, device, effort=arguments.effort, progress=progress):
                 tuned += part
-    except KeyboardInterrupt:
-        interrupted = True
-    _show(TuningReport(tuned), interrupted=interrupted, as_json=arguments.json)
-    return INTERRUPTED if interrupted else 0
+    except (KeyboardInterrupt, LtError) as error:
+        stopped_by = error
+    if tuned or not isinstance(stopped_by, LtError):
+        _show(TuningReport(tuned), is_complete=stopped_by is None, as_json=arguments.json)
+    if isinstance(stopped_by, LtError):
+        raise stopped_by
+    return 0 if stopped_by is None else INTERRUPTED
 
 
-def _show(report: TuningReport, *, interrupted: bool, as_json: bool) -> None:
+def _show(report: TuningReport, *, is_complete: bool, as_json: bool) -> None:
     if as_json:
-        head = {"ok": not interrupted, "interrupted": interrupted, "gain": report.gain, "seconds": report.seconds}
+        head = {"ok": is_complete, "gain": report.gain, "seconds": report.seconds}
         print(json.dumps(head | {"tuned": report.to_json()}, indent=2))
         return
     console = Console()
     console.print(report.table())
     console.print(report.summary, highlight=False, soft_wrap=True)
-    if interrupted:
-        console.print("Interrupted: what is in the table is kept.", highlight=False)
+    if not is_complete:
+        console.print("Stopped: what is in the table is kept.", highlight=False)
 
 
 def problems_of(arguments: argparse.Namespace) -> list[Problem]:

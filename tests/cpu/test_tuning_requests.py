@@ -12,7 +12,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.cli import main
-from lt_runtime.errors import ArgumentError, DeviceError, DTypeError
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, PlanError
 from lt_runtime.ops import tuning as requests
 from lt_runtime.ops._tuning_report import TuningReport
 from lt_runtime.ops._tuning_run import split
@@ -34,7 +34,7 @@ class Tuner:
 
     Attributes:
         given: the parts, in order.
-        stops_at: the part at which the user presses Ctrl-C.
+        stops_at: the part at which the user presses Ctrl-C, or it fails with `stops_with`.
         too_large: key of a problem that the GPU has not enough memory for.
     """
 
@@ -43,6 +43,7 @@ class Tuner:
         self.devices: set[int] = set()
         self.efforts: set[str] = set()
         self.stops_at: int | None = None
+        self.stops_with: BaseException = KeyboardInterrupt()
         self.too_large: str | None = None
 
     @property
@@ -53,7 +54,7 @@ class Tuner:
         self, problems: Iterable[Problem], device: int, *, effort: str = "default", progress: Progress | None = None
     ) -> list[Tuned]:
         if len(self.given) == self.stops_at:
-            raise KeyboardInterrupt
+            raise self.stops_with
         part = tuple(problems)
         if self.too_large in map(problem_key, part):
             raise MemoryError("out of memory")
@@ -271,7 +272,7 @@ def test_warmup_ends_with_a_table(tuner: Tuner, capsys: pytest.CaptureFixture[st
         assert word in captured.out
     assert captured.err == ""  # a bar is for terminals
     found = as_json(capsys, "--mlp", "32,48", "--rows", "64")
-    assert (found["ok"], found["interrupted"]) == (True, False)
+    assert found["ok"] is True
     assert found["gain"] == pytest.approx(1.25)
     keys = [key for each in found["tuned"] for key in each["keys"]]
     assert same(map(parse_key, keys), Stack(64, (32, 48), RELU, FP32, Compute.FLOAT32).problems())
@@ -283,11 +284,23 @@ def test_interrupted_it_keeps_and_shows_what_is_decided(tuner: Tuner, capsys: py
     assert warmup("--mlp", "32,48,24,10", "--rows", "64") == 130
     text = capsys.readouterr().out
     assert "1 group of problems decided" in text
-    assert "Interrupted: what is in the table is kept." in text
+    assert "Stopped: what is in the table is kept." in text
     assert describe(tuner.given[0][0]) in text
     tuner.given.clear()
     found = as_json(capsys, "--mlp", "32,48,24,10", "--rows", "64", status=130)
-    assert (found["ok"], found["interrupted"], len(found["tuned"])) == (False, True, 1)
+    assert (found["ok"], len(found["tuned"])) == (False, 1)
+
+
+def test_a_failure_shows_what_was_decided_before(tuner: Tuner, capsys: pytest.CaptureFixture[str]) -> None:
+    tuner.stops_with = PlanError("no algorithm")
+    for stops_at, shown in ((0, ""), (1, "1 group of problems decided")):
+        tuner.given.clear()
+        tuner.stops_at = stops_at
+        assert warmup("--mlp", "32,48,24,10", "--rows", "64") == 1
+        captured = capsys.readouterr()
+        assert captured.err == "lt_runtime warmup: no algorithm\n"
+        assert shown in captured.out
+        assert bool(captured.out) == bool(shown)
 
 
 @pytest.mark.parametrize(
