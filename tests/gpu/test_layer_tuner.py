@@ -53,8 +53,8 @@ def show(capsys: pytest.CaptureFixture[str], tuned: list[Tuned]) -> None:
     with capsys.disabled():
         for each in tuned:
             print(
-                f"\n{each.before_us:8.2f} -> {each.after_us:8.2f} µs, {each.measured:3} measured in {each.seconds:.2f} s: "
-                f"{each.strategy}",
+                f"\n{each.before_us:8.2f} -> {each.after_us:8.2f} µs, {each.measured:3} measured "
+                f"in {each.seconds:.2f} s: {each.strategy}",
                 end="",
             )
             for reason in each.rejected:

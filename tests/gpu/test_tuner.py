@@ -164,7 +164,7 @@ Planted = Callable[[Launch, Sequence[ProductCall]], Launch]
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, planted: Planted, spared: int | None, only: int | None) -> list[bytes]:
-    """Replaces the launches of all candidates but one, or of one alone; returns a list that all algorithms will be in."""
+    """Replaces the launches of all candidates but one, or of one alone; all algorithms come into the list."""
     launcher, blobs = product_tuner.launcher, []
 
     def wrapped(plan: MatmulPlan, calls: Sequence[ProductCall], memory: Any) -> Launch:
