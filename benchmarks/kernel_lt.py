@@ -13,11 +13,11 @@ from benchmarks.graphs import Contender, capture
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.layout import packed
 from lt_runtime.planning import DropoutState
-from lt_runtime.planning.launches import BackwardPass, ForwardPass
+from lt_runtime.planning.launches import BackwardPass, ForwardPass, Sums
 from lt_runtime.problem import (
     Activation,
-    BackwardProblem,
     Compute,
+    Derivative,
     DType,
     ForwardProblem,
     Philox,
@@ -39,22 +39,9 @@ def epilogue_backward(
     """dz and db from dy and the pre-activation; dz transposed, through shared memory, on request."""
     spec = Spec(packed(case.rows, case.cols))
     dz_spec = Spec(packed(case.cols, case.rows)).transposed if transposed else spec
-    problem = BackwardProblem(
-        dtype=DType.BFLOAT16,
-        compute=Compute.FLOAT32,
-        activation=Activation("gelu"),
-        x=spec,
-        w=spec,
-        dy=spec,
-        saved=Saved.PREACTIVATION,
-        saved_spec=spec,
-        dx=None,
-        dw=None,
-        db=db,
-        dz=dz_spec,
-        dropout=dropout > 0,
-    )
-    backward, state = BackwardPass(problem, dz_spec, 0), _state(dropout)
+    derivative = Derivative(Activation("gelu"), Saved.PREACTIVATION, spec, dropout=dropout > 0)
+    backward = BackwardPass(DType.BFLOAT16, derivative, spec, dz_spec, 0, sums=Sums() if db else None)
+    state = _state(dropout)
     partial, sums = cp.empty(backward.partial_bytes, cp.uint8), cp.empty(case.cols, DType.BFLOAT16.numpy)
     tickets = cp.zeros(MAX_TICKETS, cp.uint32)
 
@@ -75,10 +62,9 @@ def epilogue_forward(case: cases.EpilogueForward, buffers: Sets) -> Contender:
         x=spec,
         w=spec,
         y=spec,
-        preactivation=spec,
         dropout=True,
     )
-    forward, state = ForwardPass(problem, 0, in_place=False, adds_bias=False), _state(case.dropout)
+    forward, state = ForwardPass(problem, 0, source=spec, adds_bias=False), _state(case.dropout)
 
     def run(i: int, stream: int) -> None:
         z, y = buffers[i]

@@ -8,7 +8,7 @@ from typing import Final
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import is_capturing
+from lt_runtime.gpu.streams import is_capturing, private_stream
 
 ALIGNMENT: Final = 256
 MAX_TICKETS: Final = 4096
@@ -35,6 +35,7 @@ class StreamMemory:
     grows, what it has outgrown is at most as much again.
 
     Attributes:
+        stream: its handle.
         lock: held while the launches of one operation that uses scratch memory are put on the stream, so that two
             threads sharing the stream do not interleave theirs.
         workspace: address, 256-byte aligned.
@@ -45,7 +46,9 @@ class StreamMemory:
     """
 
     def __init__(self, device: int, stream: int) -> None:
-        self._stream = stream
+        self.stream = stream
+        self._device = device
+        self._branch: StreamMemory | None = None
         self._scratch, self._scratch_size = 0, 0
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)
@@ -65,12 +68,27 @@ class StreamMemory:
             self._scratch, self._scratch_size = self._allocate(grown), grown
         return self._scratch
 
-    def _allocate(self, size: int) -> int:
-        if is_capturing(self._stream):
+    @property
+    def branch(self) -> StreamMemory:
+        """The memory of a stream that is used for nothing but branches off this one, made at the first call.
+
+        Raises:
+            CaptureError: that call comes while the stream is captured.
+        """
+        if self._branch is None:
+            self._check_capture(self.workspace_size)
+            self._branch = StreamMemory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
+        return self._branch
+
+    def _check_capture(self, size: int) -> None:
+        if is_capturing(self.stream):
             raise CaptureError(
-                f"{size} bytes of scratch memory are needed while stream {self._stream:#x} is being captured; "
+                f"{size} bytes of scratch memory are needed while stream {self.stream:#x} is being captured; "
                 "run the operation once on this stream before the capture"
             )
+
+    def _allocate(self, size: int) -> int:
+        self._check_capture(size)
         return int(call("cuMemAlloc", size))
 
 

@@ -37,7 +37,7 @@ def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
 
 
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
-    """By the first that the heuristic offers and that is kernels alone, whatever was measured."""
+    """By the first that the heuristic offers that is lean, whatever was measured."""
     return MatmulPlan(problem, device)
 
 

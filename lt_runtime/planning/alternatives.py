@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from lt_runtime.errors import PlanError
 from lt_runtime.planning.algorithms import Choose
@@ -14,16 +14,16 @@ from lt_runtime.planning.entries import RejectedStrategy
 from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.links import SIDES, LayerProblem, Link
 from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.names import strategy_in_words
 from lt_runtime.planning.priors import backward_priors, forward_priors
 from lt_runtime.planning.strategies import (
     BackwardStrategy,
     ForwardStrategy,
-    MadeBy,
     backward_strategies,
     forward_strategies,
     to_entry,
 )
-from lt_runtime.problem import Derivative, ForwardProblem, MatmulProblem, Saved
+from lt_runtime.problem import Derivative, ForwardProblem, MatmulProblem
 
 Half: TypeAlias = ForwardPlan | BackwardPlan
 Pair: TypeAlias = tuple[str, str]
@@ -32,8 +32,6 @@ Pair: TypeAlias = tuple[str, str]
 Split: TypeAlias = ForwardStrategy | BackwardStrategy
 
 _Half = TypeVar("_Half", ForwardPlan, BackwardPlan)
-
-_PARTS: Final = {"db": "db", "derivative": "derivative", "db_below": "db below"}
 
 
 class Alternatives:
@@ -158,12 +156,7 @@ def half_name(problem: LayerProblem, strategy: Split) -> str:
 
 def describe(strategy: Split) -> str:
     """A strategy in words."""
-    if isinstance(strategy, ForwardStrategy):
-        epilogue, keeps = strategy.epilogue.value, strategy.saved
-        return epilogue if keeps is Saved.NOTHING else f"{epilogue}, keeps {keeps.value}"
-    makers = {words: getattr(strategy, name) for name, words in _PARTS.items()}
-    parts = [f"{words} by {maker.value}" for words, maker in makers.items() if maker is not MadeBy.NOBODY]
-    return ", ".join(parts) or "products alone"
+    return strategy_in_words(to_entry(strategy))
 
 
 def once_each(choose: Choose) -> Choose:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.branches import branch
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import StreamMemory, aligned, stream_memory
 from lt_runtime.planning.algorithms import Choose, known_algorithm
@@ -121,8 +123,10 @@ class BackwardPlan:
         with memory.lock:
             dz, partial = self._scratch(operands, memory)
             self._make_dz(operands, dz, partial, memory)
-            self._make_dx(operands, dz, partial, memory)
-            self._make_dw(operands, dz, memory)
+            beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
+            with beside as other:
+                self._make_dw(operands, dz, other)
+                self._make_dx(operands, dz, partial, memory)
 
     def _make_dz(self, at: BackwardCall, dz: int, partial: int, memory: StreamMemory) -> None:
         if self._first is not None:
@@ -149,7 +153,7 @@ class BackwardPlan:
         if plan is not None:
             vector = at.db if self.strategy.db is MadeBy.EPILOGUE else 0
             beta = 1.0 if self.problem.accumulate else 0.0
-            plan.run(ProductCall(dz, at.x, at.dw, at.stream, c=at.dw, beta=beta, vector=vector), memory)
+            plan.run(ProductCall(dz, at.x, at.dw, memory.stream, c=at.dw, beta=beta, vector=vector), memory)
 
     def _scratch(self, at: BackwardCall, memory: StreamMemory) -> tuple[int, int]:
         """Addresses of dz and of the partial sums, which the two passes have one after the other."""

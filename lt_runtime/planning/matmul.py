@@ -42,7 +42,7 @@ class MatmulPlan:
     Args:
         problem: what is to be computed.
         device: ordinal of the GPU, which must be current.
-        rank: which of the candidates to use; None for the first that is kernels alone.
+        rank: which of the candidates to use; None for the first that is lean, see `is_lean`.
         algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
             The heuristic is then not asked.
 
@@ -55,7 +55,12 @@ class MatmulPlan:
     """
 
     def __init__(
-        self, problem: MatmulProblem, device: int, rank: int | None = None, *, algorithm: bytes | None = None
+        self,
+        problem: MatmulProblem,
+        device: int,
+        rank: int | None = None,
+        *,
+        algorithm: bytes | None = None,
     ) -> None:
         self.problem = problem
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
@@ -84,19 +89,26 @@ class MatmulPlan:
         return self._first_lean() if rank is None else self.candidates[rank]
 
     def _first_lean(self) -> cublaslt.Algorithm:
-        """The first candidate that runs as at most two kernels and nothing else.
-
-        With an epilogue some launch three, or a memset for the bias gradient; a pass of our own is cheaper than those.
-        """
+        """The first candidate that is lean. With an epilogue some launch three kernels: ours would be cheaper."""
         if self.problem.epilogue is Epilogue.NONE:
             return self.candidates[0]
         for candidate in self.candidates:
             if self.is_lean(candidate):
                 return candidate
-        raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is kernels alone for {self.problem}")
+        raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
 
     def is_lean(self, algorithm: cublaslt.Algorithm) -> bool:
-        """Whether a launch succeeds, and is at most two kernels and nothing else; one if the problem says so.
+        """Whether a launch succeeds and is at most two kernels, one if the problem says so, and else only memsets.
+
+        Large products have a memset before the kernel, for the counter that its blocks draw tiles from: on Hopper the
+        fastest algorithms do. What it costs, a measurement sees.
+        """
+        nodes = self.nodes(algorithm)
+        most = 1 if self.problem.one_kernel else _MAX_KERNELS
+        return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
+
+    def nodes(self, algorithm: cublaslt.Algorithm) -> list[str]:
+        """What a launch puts on the stream, such as "KERNEL"; nothing where the library refuses it.
 
         Captures a launch, with addresses that nothing will look at.
         """
@@ -109,11 +121,14 @@ class MatmulPlan:
             self._launch(replace(nowhere, stream=stream), algorithm, _ANY_ADDRESS, size, nowhere.beta)
 
         try:
-            nodes = rehearse(launch, self._device)
+            return rehearse(launch, self._device)
         except CublasLtError:  # the heuristic offers some that it then refuses to launch
-            return False
-        most = 1 if self.problem.one_kernel else _MAX_KERNELS
-        return len(nodes) <= most and set(nodes) == {"KERNEL"}
+            return []
+
+    @property
+    def adds_memsets(self) -> bool:
+        """Whether a launch is more than kernels."""
+        return hasattr(self, "algorithm") and "MEMSET" in self.nodes(self.algorithm)
 
     @property
     def reductions(self) -> cublaslt.ReductionScheme:

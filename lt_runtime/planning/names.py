@@ -9,7 +9,7 @@ from typing import Final
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
 from lt_runtime.planning.keys import Problem
 from lt_runtime.planning.strategies import MadeBy
-from lt_runtime.problem import BackwardProblem, Compute, ForwardProblem, MatmulProblem
+from lt_runtime.problem import BackwardProblem, Compute, ForwardProblem, MatmulProblem, Saved
 
 _PARTS: Final = {
     "ID": ("id", None),
@@ -51,9 +51,12 @@ def _type(problem: Problem) -> str:
 def strategy_in_words(strategy: Mapping[str, object]) -> str:
     """A strategy, as it stands in the plan cache, such as "gelu_aux_bias, keeps preactivation"."""
     if strategy.keys() == {"epilogue", "saved"}:
-        return f"{strategy['epilogue']}, keeps {strategy['saved']}"
-    makers = {name.replace("_", " "): maker for name, maker in strategy.items() if maker != MadeBy.NOBODY.value}
-    return ", ".join(f"{name} by {maker}" for name, maker in makers.items()) or "products alone"
+        keeps = "" if strategy["saved"] == Saved.NOTHING.value else f", keeps {strategy['saved']}"
+        return f"{strategy['epilogue']}{keeps}"
+    makers = {name.replace("_", " "): maker for name, maker in strategy.items() if isinstance(maker, str)}
+    parts = [f"{name} by {maker}" for name, maker in makers.items() if maker != MadeBy.NOBODY.value]
+    beside = ", dw beside dx" if strategy.get("beside") else ""
+    return (", ".join(parts) or "products alone") + beside
 
 
 def algorithm_in_words(config: Mapping[str, int]) -> str:

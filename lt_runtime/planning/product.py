@@ -54,6 +54,8 @@ def plain_product(problem: MatmulProblem) -> MatmulProblem:
 class ProductPlan:
     """One product with its epilogue on one device, ready to launch in at most two kernels.
 
+    Kernels alone where there is a way; a large product has a memset before its kernel, whoever does its epilogue.
+
     Args:
         choose: makes the plan of the library's part.
 
@@ -64,7 +66,15 @@ class ProductPlan:
     def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
-        self._product = self._fused(choose) or self._split(choose)
+        needs_pass = problem.epilogue is not Epilogue.NONE or c_lies_across(problem)
+        fused = self._fused(choose) if needs_pass else choose(problem, device)
+        if fused is not None and not (needs_pass and fused.adds_memsets):
+            self._product = fused
+            return
+        plain = choose(plain_product(problem), device)
+        self._product = plain if fused is None or not plain.adds_memsets else fused
+        if self._product is plain:
+            self._pass = MatmulPass(problem, device)
 
     def _fused(self, choose: Choose) -> MatmulPlan | None:
         problem = self.problem
@@ -73,14 +83,7 @@ class ProductPlan:
         try:
             return choose(problem, self.device)
         except PlanError:
-            if problem.epilogue is Epilogue.NONE:
-                raise
             return None
-
-    def _split(self, choose: Choose) -> MatmulPlan:
-        if self.problem.epilogue is not Epilogue.NONE or c_lies_across(self.problem):
-            self._pass = MatmulPass(self.problem, self.device)
-        return choose(plain_product(self.problem), self.device)
 
     def run(self, call: ProductCall) -> None:
         """Puts the product on the call's stream."""

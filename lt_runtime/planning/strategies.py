@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
@@ -51,19 +52,23 @@ class BackwardStrategy:
         db: who makes the bias gradient: our kernel, with dz or alone, or the product of the weight gradient.
         derivative: who takes dx through the layer below: our kernel, in place, or the product itself.
         db_below: who makes that layer's bias gradient: our kernel, with the derivative or alone, or the product.
+        beside: in a graph, the weight gradient is made in a branch beside the input gradient. Outside of one, events
+            cost the host more than the GPU gains.
     """
 
     db: MadeBy = MadeBy.NOBODY
     derivative: MadeBy = MadeBy.NOBODY
     db_below: MadeBy = MadeBy.NOBODY
+    beside: bool = False
 
 
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 
 
-def to_entry(strategy: ForwardStrategy | BackwardStrategy) -> Mapping[str, str]:
+def to_entry(strategy: ForwardStrategy | BackwardStrategy) -> Mapping[str, str | bool]:
     """A strategy as it stands in the plan cache."""
-    return {each.name: getattr(strategy, each.name).value for each in dataclasses.fields(strategy)}
+    values = {each.name: getattr(strategy, each.name) for each in dataclasses.fields(strategy)}
+    return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
 
 
 def from_entry(kind: type[_Strategy], values: Mapping[str, object]) -> _Strategy:
@@ -153,10 +158,11 @@ def _padded(layout: Layout, step: int) -> Layout:
 
 def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
     """What a problem allows; the first, with our kernels alone, works wherever plain products do."""
-    own = tuple(_makers_of_db(problem))
-    for derivative, db_below in _makers_below(problem):
-        for db in own:
-            yield BackwardStrategy(db, derivative, db_below)
+    own, below = tuple(_makers_of_db(problem)), tuple(_makers_below(problem))
+    two_products = problem.dx is not None and problem.dw is not None
+    for beside in (False, True)[: 1 + two_products]:
+        for (derivative, db_below), db in itertools.product(below, own):
+            yield BackwardStrategy(db, derivative, db_below, beside)
 
 
 def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:

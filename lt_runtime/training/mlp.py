@@ -50,17 +50,24 @@ class Linear:
             stream=stream,
         )
 
-    def backward(self, dy: Any, ctx: Any, *, need_dx: bool, accumulate: bool, stream: Any) -> Any:
-        """Puts the gradients of weight and bias into their parameters; returns dx where it is needed."""
-        return linear_bwd(
-            dy,
-            ctx,
-            need_dx=need_dx,
-            accumulate=accumulate,
-            out_dw=self.weight.grad,
-            out_db=self.bias.grad,
-            stream=stream,
-        ).dx
+    def backward(self, dy: Any, ctx: Any, below: tuple[Linear, Any] | None, *, last: bool, **options: Any) -> Any:
+        """Puts the gradients of weight and bias into their parameters.
+
+        Args:
+            dy: the gradient of the output; of what the activation is applied to, unless this is the model's last layer.
+            below: the layer whose output was this one's input, with its context; None for the first.
+            options: `accumulate` and `stream` of `linear_bwd`.
+
+        Returns:
+            The gradient of what the activation of the layer below is applied to, that layer's bias gradient being
+            made; None for the first.
+        """
+        chain = {"before_activation": not last, "need_db": last, "out_dw": self.weight.grad, "out_db": self.bias.grad}
+        if below is None:
+            linear_bwd(dy, ctx, need_dx=False, **chain, **options)
+            return None
+        layer, context = below
+        return linear_bwd(dy, ctx, through=context, out_db_below=layer.bias.grad, **chain, **options).dz_below
 
 
 class MLP:
@@ -142,10 +149,12 @@ class MLP:
             contexts: from `forward`.
             accumulate: add to the gradients instead of replacing them.
         """
-        for i in reversed(range(len(self.layers))):
-            layer = self.layers[i]
+        chain = [*zip(self.layers, contexts, strict=True)]
+        for i in reversed(range(len(chain))):
+            (layer, ctx), last = chain[i], i == len(chain) - 1
             with range_of(f"backward/{layer.name}"):
-                dy = layer.backward(dy, contexts[i], need_dx=i > 0, accumulate=accumulate, stream=stream)
+                below = chain[i - 1] if i else None
+                dy = layer.backward(dy, ctx, below, last=last, accumulate=accumulate, stream=stream)
 
     def _layer(
         self, index: int, generator: np.random.Generator, hidden: Activation, dropout: float, seed: int

@@ -184,7 +184,7 @@ def test_show_for_people(plans: Path, capsys: pytest.CaptureFixture[str]) -> Non
         "barred    known to be wrong",
         "strategy  gelu_aux_bias, keeps preactivation",
         "slower    121.00 µs (none, keeps preactivation)",
-        "rejected  not supported (gelu_bias, keeps nothing)",
+        "rejected  not supported (gelu_bias)",
         "measured  2026-01-31T12:00:00Z, effort default",
         f"key       {PRODUCT}",
         f"key       {LAYER}",

@@ -63,6 +63,15 @@ def test_registers_suffice(variant: Variant, record_property: Callable[[str, obj
     assert {usage.kernel: usage.parameters for usage in found} == sizes, "the struct that ctypes has"
 
 
+@pytest.mark.parametrize("saved", ["1", "2", "3"])
+def test_a_pass_in_place_reads_through_no_cache_of_constants(saved: str) -> None:
+    in_place = {"SAVED": saved, "DZ": "1", "ACTIVATION": ACTIVATION_NAMES["relu"], "ALIGNED": "1"}
+    found = [each for each in VARIANTS if each.source == "epilogue_bwd.cu" and in_place.items() <= set(each.macros)]
+    _, code = compile_matrix._compile(found[0], compile_matrix.MAIN)
+    assert "ld.global" in code
+    assert ".nc." not in code
+
+
 def test_every_source_meets_every_architecture() -> None:
     met = {(variant.source, each) for variant in VARIANTS for each in sampled(variant)}
     assert met == set(itertools.product(ENTRIES, ARCHITECTURES))

@@ -39,7 +39,7 @@ def test_every_problem_has_a_name_of_one_line(problem: Problem) -> None:
     ("strategy", "words"),
     [
         (to_entry(ForwardStrategy(Epilogue.GELU_AUX_BIAS, Saved.PREACTIVATION)), "gelu_aux_bias, keeps preactivation"),
-        (to_entry(ForwardStrategy(Epilogue.NONE, Saved.NOTHING)), "none, keeps nothing"),
+        (to_entry(ForwardStrategy(Epilogue.NONE, Saved.NOTHING)), "none"),
         (to_entry(BackwardStrategy()), "products alone"),
         (
             to_entry(BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.KERNEL)),

@@ -125,7 +125,7 @@ def test_what_is_left_to_our_kernel() -> None:
 
 
 def makers(problem: BackwardProblem) -> list[tuple[MadeBy, MadeBy, MadeBy]]:
-    return [(each.db, each.derivative, each.db_below) for each in backward_strategies(problem)]
+    return [(each.db, each.derivative, each.db_below) for each in backward_strategies(problem) if not each.beside]
 
 
 def test_bias_gradient() -> None:
@@ -159,6 +159,12 @@ def test_through_the_layer_below() -> None:
     assert makers(replace(chained, through=below("none", Saved.NOTHING))) == [(NOBODY, NOBODY, KERNEL)]
     both = replace(chained, own=unchanged(256))
     assert len(makers(both)) == 6
+
+
+def test_two_products_may_run_beside_each_other() -> None:
+    assert [each.beside for each in backward_strategies(a_backward())] == [False, False, True, True]
+    for changes in ({"dw": None}, {"dx": None}):
+        assert not any(each.beside for each in backward_strategies(a_backward(**changes)))
 
 
 @pytest.mark.parametrize("problem", [a_forward(), a_forward("relu"), a_forward("none")])

@@ -8,7 +8,10 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.problem import DType
+from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.layout import Layout, Order, layout_of
+from lt_runtime.planning.launches import BackwardPass, Sums
+from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
 from tests.strategies import Placement
 
 EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT64: 2.0**-52}
@@ -50,6 +53,28 @@ class Guarded:
 def _strided(module: Any, flat: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     byte_strides = tuple(stride * flat.itemsize for stride in strides)
     return module.lib.stride_tricks.as_strided(flat, shape, byte_strides)
+
+
+class MaskPass:
+    """dz = dy · ReLU's mask and the bias gradient, by our kernel, for one layout of dy.
+
+    Args:
+        mask: (M, bytes of a row) uint8, as `reference.pack_mask` makes it.
+    """
+
+    def __init__(self, dy: Any, mask: Any) -> None:
+        (m, n), dtype = dy.shape, DType.parse("dy", dy.dtype)
+        layout = layout_of("dy", dy.shape, [stride // dy.itemsize for stride in dy.strides])
+        spec, bits = Spec(layout, 16), Spec(Layout(m, n, Order.ROW, 8 * mask.shape[1]))
+        derivative = Derivative(Activation("relu"), Saved.MASK, bits)
+        self._mask, self._pass = mask, BackwardPass(dtype, derivative, spec, spec, 0, sums=Sums())
+        self._partial, self._tickets = cp.empty(self._pass.partial_bytes, cp.uint8), cp.zeros(MAX_TICKETS, cp.uint32)
+
+    def run(self, dy: Any, dz: Any, db: Any) -> None:
+        """Arrays (M, N) that lie alike, or the same one twice, and (N,)."""
+        arrays = {"dy": dy, "saved": self._mask, "dz": dz, "db": db, "partial": self._partial, "tickets": self._tickets}
+        addresses = {name: int(array.data.ptr) for name, array in arrays.items()}
+        self._pass.run(**addresses, dropout=None, stream=cp.cuda.get_current_stream().ptr)
 
 
 def to_host(array: Any) -> NDArray[np.float64]:

@@ -13,18 +13,19 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from lt_runtime.reference import dropout_scale
-from tests.gpu.helpers import EPSILON, assert_close, to_host
+from tests.gpu.helpers import EPSILON, MaskPass, assert_close, to_host
 from tests.strategies import TYPES
 
 RNG = lt.Philox(2**40 + 3, 5, 7)
 _SLOPE = 1.2  # the largest of any derivative here
 _TINY = 1e-6
+SHAPES = [(5, 3), (64, 96), (129, 777)]
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("shape", [(5, 3), (64, 96), (129, 777)])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_layer_without_inputs(dtype: DType, activation: str, dropout: float, shape: tuple[int, int]) -> None:
     m, n = shape
     generator = np.random.default_rng(m)
@@ -45,3 +46,24 @@ def test_a_layer_without_inputs(dtype: DType, activation: str, dropout: float, s
     assert_close("dz", to_host(dz), exact.dz, tolerance)
     rounding = epsilon * np.abs(exact.db) + 2.0**-20 * np.abs(exact.dz).sum(axis=0)
     assert_close("db", to_host(db), exact.db, tolerance.sum(axis=0) + rounding + _TINY)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("shape", [*SHAPES, (3000, 1024)])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_mask(dtype: DType, shape: tuple[int, int], order: str, in_place: bool) -> None:
+    generator = np.random.default_rng(shape[0])
+    values, positive = generator.standard_normal(shape, np.float32).astype(dtype.numpy), generator.random(shape) < 0.5
+    values[0, 0] = np.nan
+    dy = cp.asarray(values.copy(order))
+    dz, db = dy if in_place else cp.empty_like(dy), cp.empty(shape[1], dtype.numpy)
+    mask = cp.asarray(reference.pack_mask(positive))
+    MaskPass(dy, mask).run(dy, dz, db)
+
+    expected = values.astype(np.float64) * positive
+    np.testing.assert_array_equal(to_host(dz), expected)
+    np.testing.assert_array_equal(cp.asnumpy(mask), reference.pack_mask(positive))
+    assert np.isnan(to_host(db)[0])
+    sums, sizes = expected.sum(axis=0)[1:], np.abs(expected).sum(axis=0)[1:]
+    assert_close("db", to_host(db)[1:], sums, EPSILON[dtype] * np.abs(sums) + 2.0**-20 * sizes + _TINY)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
+from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import packed
 from lt_runtime.planning import ProductCall
 from lt_runtime.planning.matmul_pass import MatmulPass
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from tests.gpu.helpers import MaskPass
 from tests.strategies import TYPES
 
 REPEATS = 100
@@ -85,6 +87,20 @@ def test_column_sums_alone(dtype: DType, shape: tuple[int, int]) -> None:
     x, w, bias, dy = (random(i, s, dtype) for i, s in enumerate(((m, 8), (n, 8), (n,), shape)))
     _, context = lt.linear_fwd(x, w, bias)
     assert_repeats(lambda: [lt.linear_bwd(dy, context, need_dx=False, need_dw=False).db])
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_mask_in_place(dtype: DType, shape: tuple[int, int]) -> None:
+    dy, mask = random(0, shape, dtype), reference.pack_mask(np.random.default_rng(1).random(shape) < 0.5)
+    masked = MaskPass(dy, cp.asarray(mask))
+
+    def run() -> list[Any]:
+        dz, db = dy.copy(), cp.empty(shape[1], dtype.numpy)
+        masked.run(dz, dz, db)
+        return [dz, db]
+
+    assert_repeats(run)
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.GELU_AUX_BIAS, Epilogue.DGELU_BGRAD, Epilogue.BGRADB])

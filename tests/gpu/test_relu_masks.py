@@ -1,0 +1,129 @@
+"""ReLU's mask as cuBLASLt writes it, and as our kernel and cuBLASLt itself read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.layout import packed
+from lt_runtime.planning import BackwardCall, BackwardPlan, ForwardPlan
+from lt_runtime.planning.algorithms import heuristic_algorithm
+from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, unchanged
+from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
+from tests.gpu.helpers import to_host
+from tests.strategies import TYPES, lattice
+
+SHAPES = [(96, 512, 64), (40, 200, 32), (33, 72, 24), (17, 130, 8), (7, 9, 5)]
+"""Rows, outputs, inputs: masks whose rows end on 16 bytes, on a byte, and within one."""
+
+
+def spec(*shape: int) -> Spec:
+    return Spec(packed(*shape))
+
+
+def slopes(mask: Any, columns: int) -> NDArray[np.float64]:
+    """(M, columns) ones where a bit is set."""
+    return reference.unpack_mask(cp.asnumpy(mask), columns).astype(np.float64)
+
+
+class Layer:
+    """relu(x · wᵀ + bias) with numbers whose products are exact in every type; many are zero."""
+
+    def __init__(self, dtype: DType, shape: tuple[int, int, int]) -> None:
+        self.shape, self.dtype = shape, dtype
+        m, n, k = shape
+        generator = np.random.default_rng(n)
+        x, w, bias = (lattice(generator, each, dtype) for each in ((m, k), (n, k), (n,)))
+        self.operands = [cp.asarray(each) for each in (x, w, bias)]
+        self.z = x.astype(np.float64) @ w.astype(np.float64).T + bias.astype(np.float64)
+        problem = ForwardProblem(
+            dtype, Compute.FLOAT32, Activation("relu"), spec(m, k), spec(n, k), spec(m, n), bias=256, backward=True
+        )
+        try:
+            strategy = ForwardStrategy(Epilogue.RELU_AUX_BIAS, Saved.MASK)
+            self.plan = ForwardPlan(problem, 0, strategy, heuristic_algorithm)
+        except PlanError:
+            if n % 128 == 0:
+                raise
+            pytest.skip("cuBLASLt does not keep a mask of this shape")
+
+    def run(self) -> tuple[Any, Any]:
+        """y and the mask, by cuBLASLt, which may set a bit where the pre-activation is zero."""
+        m, n, _ = self.shape
+        assert self.plan.kept_spec is not None
+        y = cp.empty((m, n), self.dtype.numpy)
+        mask = cp.full((m, self.plan.kept_spec.layout.leading_dimension // 8), 0xFF, cp.uint8)
+        addresses = [each.data.ptr for each in (*self.operands, y, mask)]
+        self.plan.run(*addresses, None, cp.cuda.get_current_stream().ptr)
+        return y, mask
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_library_writes_the_reference_s_mask(dtype: DType, shape: tuple[int, int, int]) -> None:
+    layer = Layer(dtype, shape)
+    y, mask = layer.run()
+    np.testing.assert_array_equal(to_host(y) > 0, layer.z > 0)
+    np.testing.assert_array_equal(slopes(mask, shape[1]).astype(bool)[layer.z != 0], (layer.z > 0)[layer.z != 0])
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_our_kernel_reads_it(dtype: DType, shape: tuple[int, int, int]) -> None:
+    layer, (m, n, k) = Layer(dtype, shape), shape
+    _, mask = layer.run()
+    own = Derivative(Activation("relu"), Saved.MASK, layer.plan.kept_spec, db=256)
+    problem = BackwardProblem(
+        dtype, Compute.FLOAT32, spec(m, k), spec(n, k), spec(m, n), own, dx=None, dw=None, dz=spec(m, n)
+    )
+    dy = lattice(np.random.default_rng(1), (m, n), dtype)
+    on_gpu, dz, db = cp.asarray(dy), cp.empty((m, n), dtype.numpy), cp.empty(n, dtype.numpy)
+    stream = cp.cuda.get_current_stream().ptr
+    call = BackwardCall(on_gpu.data.ptr, 0, 0, stream, saved=mask.data.ptr, dz=dz.data.ptr, db=db.data.ptr)
+    BackwardPlan(problem, 0, BackwardStrategy(db=MadeBy.KERNEL), heuristic_algorithm).run(call)
+    expected = dy.astype(np.float64) * slopes(mask, n)
+    np.testing.assert_array_equal(to_host(dz), expected)
+    np.testing.assert_array_equal(to_host(db), expected.sum(axis=0).astype(dtype.numpy).astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("maker", [MadeBy.KERNEL, MadeBy.EPILOGUE])
+def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], maker: MadeBy) -> None:
+    """In place, behind the product of the layer above, and within that product: the same to the last bit."""
+    outputs, layer, (m, n, _) = 16, Layer(dtype, shape), shape
+    _, mask = layer.run()
+    below = Derivative(Activation("relu"), Saved.MASK, layer.plan.kept_spec, db=256)
+    problem = BackwardProblem(
+        dtype,
+        Compute.FLOAT32,
+        spec(m, n),
+        spec(outputs, n),
+        spec(m, outputs),
+        unchanged(None),
+        dx=spec(m, n),
+        dw=None,
+        through=below,
+    )
+    generator = np.random.default_rng(2)
+    dy, w = lattice(generator, (m, outputs), dtype), lattice(generator, (outputs, n), dtype)
+    arrays = [cp.asarray(each) for each in (dy, w)]
+    dx, db = cp.empty((m, n), dtype.numpy), cp.empty(n, dtype.numpy)
+    try:
+        plan = BackwardPlan(problem, 0, BackwardStrategy(MadeBy.NOBODY, maker, maker), heuristic_algorithm)
+    except PlanError:
+        if maker is MadeBy.KERNEL:
+            raise
+        pytest.skip("cuBLASLt does not do this")
+    addresses = (arrays[0].data.ptr, 0, arrays[1].data.ptr, cp.cuda.get_current_stream().ptr)
+    plan.run(BackwardCall(*addresses, dx=dx.data.ptr, saved_below=mask.data.ptr, db_below=db.data.ptr))
+    expected = dy.astype(np.float64) @ w.astype(np.float64) * slopes(mask, n)
+    np.testing.assert_array_equal(to_host(dx), expected)
+    np.testing.assert_array_equal(to_host(db), expected.sum(axis=0).astype(dtype.numpy).astype(np.float64))
