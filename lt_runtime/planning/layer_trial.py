@@ -86,7 +86,7 @@ class LayerTrial:
                 self._add(name, spec)
         for side in SIDES:
             derivative: Derivative | None = getattr(problem, side)
-            if derivative is not None:
+            if derivative is not None and (side == "own" or problem.dx is not None):
                 cols = problem.dy.layout.cols if side == "own" else problem.x.layout.cols
                 self._add_derivative(side, derivative, cols, is_linked=side == linked)
 
