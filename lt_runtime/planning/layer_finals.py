@@ -99,7 +99,7 @@ class Finals:
         self.after = timings[chosen[0]]
         self.before = timings.get(_BEFORE, self.after)
         is_faster = _winner({chosen[0]: self.after, _BEFORE: self.before}, chosen[0]) == _BEFORE
-        self.untuned_stays = is_faster and table.disagreement(self._untuned, self._expected) is None
+        self.untuned_stays = is_faster and untuned in after.pairs() and self._is_right(self._untuned)
         self.pair = untuned if self.untuned_stays else chosen[1]
 
     def _compete(self) -> tuple[dict[str, Timing], tuple[str, Pair]]:
@@ -133,6 +133,9 @@ class Finals:
         name = pair[0] if output == "y" or not pair[1] else pair[1]
         self._left.reject(name, f"wrong: {words}")
         return True
+
+    def _is_right(self, plans: Sequence[Half]) -> bool:
+        return self._table.disagreement(plans, self._expected) is None
 
     def entries(self, effort: Effort) -> dict[LayerProblem, LayerEntry]:
         """What is to be remembered of the forward problem, and of the backward problem for all that may be kept."""
