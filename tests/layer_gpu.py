@@ -13,17 +13,22 @@ import numpy as np
 import pytest
 
 from lt_runtime.errors import PlanError
-from lt_runtime.planning import layer_finals, layer_tuner, tuning
+from lt_runtime.planning import alternatives, layer_finals, layer_tuner, tuning
 from lt_runtime.planning.alternatives import half_name
 from lt_runtime.planning.backward import BackwardCall, BackwardPlan
 from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.layer_trial import LayerTrial
 from lt_runtime.planning.product_tuner import ProductVerdict
 from lt_runtime.planning.store import PlanStore
+from lt_runtime.planning.strategies import ForwardStrategy, backward_strategies, forward_strategies
 from lt_runtime.planning.workbench import Bench
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.problem import ForwardProblem, MatmulProblem
 from tests.fake_clock import FakeClock
 from tests.plan_entries import H200
+
+
+def _fused_first(problem: ForwardProblem, _: int) -> list[ForwardStrategy]:
+    return sorted(forward_strategies(problem), key=lambda each: each.epilogue.has_aux_output)
 
 
 class LayerGpu:
@@ -59,6 +64,8 @@ class LayerGpu:
         monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
         monkeypatch.setattr(ForwardPlan, "run", self._forward_runner())
         monkeypatch.setattr(BackwardPlan, "run", self._backward_runner())
+        monkeypatch.setattr(alternatives, "forward_priors", _fused_first)
+        monkeypatch.setattr(alternatives, "backward_priors", lambda problem, _: backward_strategies(problem))
         for module in (layer_tuner, tuning):
             monkeypatch.setattr(module, "plan_store", lambda _: self.store)
             monkeypatch.setattr(module, "tune_on", self._tune_on)

@@ -46,9 +46,12 @@ class Table:
             self._trials[number].run(plan, stream)
 
     def results(self, plans: Sequence[Half]) -> dict[str, Any]:
-        """What plans make of the data for comparison, by output's name."""
+        """What plans make of the data for comparison, by output's name: in a graph, where branches are branches."""
+        clock, run = self._bench.clock, partial(self._launch, plans, 0)
+        run(clock.stream)  # what loads kernels, or allocates, cannot be captured
         self._trials[0].prepare()
-        self._launch(plans, 0, self._bench.clock.stream)
+        with clock.capture(run) as graph:
+            clock.replay([graph])
         found = self._trials[0].results()
         self._trials[0].fill(NORMAL, 0)
         return found
@@ -117,10 +120,10 @@ class Finals:
         name, winner = chosen
         self.after = timings[name]
         self.before = timings.get(_BEFORE, self.after)
-        stays = _winner({name: self.after, _BEFORE: self.before}, name) == _BEFORE
-        self.untuned_stays = stays and untuned == after.prior()
+        is_faster = _winner({name: self.after, _BEFORE: self.before}, name) == _BEFORE
+        self.untuned_stays = is_faster and untuned in after.pairs() and self._is_right(self._untuned)
         self.pair = untuned if self.untuned_stays else winner.pair
-        self.by_heuristic = winner.alternatives is before
+        self.by_heuristic = self.untuned_stays or winner.alternatives is before
 
     def _compete(self) -> tuple[dict[str, Timing], tuple[str, Finalist]]:
         while finalists := self._finalists():
@@ -156,6 +159,9 @@ class Finals:
         name = forward if output == "y" or not backward else backward
         self._left.reject(name, f"wrong: {words}")
         return True
+
+    def _is_right(self, plans: Sequence[Half]) -> bool:
+        return self._table.disagreement(plans, self._expected) is None
 
     def entries(self, effort: Effort) -> dict[LayerProblem, LayerEntry]:
         """What is to be remembered of the forward problem, and of the backward problem for all that may be kept."""

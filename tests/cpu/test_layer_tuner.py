@@ -133,11 +133,19 @@ def test_what_runs_untuned_stays_where_it_is_faster(gpu: LayerGpu) -> None:
     assert not any(gpu.store.product(problem_key(problem)) for problem, _ in gpu.tuned)
 
 
+def test_what_runs_untuned_does_not_stay_where_it_is_wrong(gpu: LayerGpu) -> None:
+    gpu.us, gpu.wrong = {FUSED: 5.0}, {FUSED}
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (15.0, 20.0)
+    assert saved_by(gpu)
+    assert not tuned.strategy.startswith("relu_bias")
+
+
 def test_what_is_refused_is_remembered(gpu: LayerGpu) -> None:
     gpu.refused = {"relu_aux_bias", "drelu_bgrad"}
     tuned = tune()
     assert saved_by(gpu) is Saved.OUTPUT
-    assert sum("refused: cuBLASLt offers 0" in each for each in tuned.rejected) == 3
+    assert sum("refused: cuBLASLt offers 0" in each for each in tuned.rejected) == 1 + 2 * 2
     gpu.asked.clear()
     again = tune(effort="deep")
     assert again.measured
