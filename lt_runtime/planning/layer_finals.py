@@ -123,7 +123,7 @@ class Finals:
         is_faster = _winner({name: self.after, _BEFORE: self.before}, name) == _BEFORE
         self.untuned_stays = is_faster and untuned in after.pairs() and self._is_right(self._untuned)
         self.pair = untuned if self.untuned_stays else winner.pair
-        self.by_heuristic = self.untuned_stays or winner.alternatives is before
+        self.by_heuristic = winner.alternatives is before and not self.untuned_stays
 
     def _compete(self) -> tuple[dict[str, Timing], tuple[str, Finalist]]:
         while finalists := self._finalists():
