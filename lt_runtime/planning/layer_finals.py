@@ -121,9 +121,11 @@ class Finals:
         self.after = timings[name]
         self.before = timings.get(_BEFORE, self.after)
         is_faster = _winner({name: self.after, _BEFORE: self.before}, name) == _BEFORE
-        self.untuned_stays = is_faster and untuned in after.pairs() and self._is_right(self._untuned)
+        stays = is_faster and untuned in after.pairs() and self._is_right(self._untuned)
+        by_heuristic = winner.alternatives is before
+        self.untuned_stays = stays or (by_heuristic and winner.pair == untuned)
+        self.by_heuristic = by_heuristic and not self.untuned_stays
         self.pair = untuned if self.untuned_stays else winner.pair
-        self.by_heuristic = winner.alternatives is before and not self.untuned_stays
 
     def _compete(self) -> tuple[dict[str, Timing], tuple[str, Finalist]]:
         while finalists := self._finalists():
