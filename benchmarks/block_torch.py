@@ -50,7 +50,8 @@ def _contender(forward: Forward, inputs: list[tuple[Inputs, torch.Tensor]]) -> C
 
 def _task(forward: Forward, inputs: Inputs, dy: torch.Tensor) -> object:
     y = forward(*inputs)
-    return y.detach(), torch.autograd.grad(y, inputs, dy)
+    with torch.autograd.set_multithreading_enabled(False):  # another thread would have no CUDA context yet, and warn
+        return y.detach(), torch.autograd.grad(y, inputs, dy)
 
 
 def _forward(block: Block) -> Forward:

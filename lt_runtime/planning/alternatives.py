@@ -140,10 +140,9 @@ def _plainest_first(problem: LayerProblem) -> Iterable[Split]:
     return backward_strategies(problem)
 
 
-def products_of(half: Half) -> list[MatmulProblem]:
-    """The products that a half consists of."""
-    plans = [half.product] if isinstance(half, ForwardPlan) else [*half.products.values()]
-    return [plan.problem for plan in plans]
+def products_of(half: Half) -> list[MatmulPlan]:
+    """The plans of the products that a half consists of."""
+    return [half.product] if isinstance(half, ForwardPlan) else [*half.products.values()]
 
 
 def half_name(problem: LayerProblem, strategy: Split) -> str:

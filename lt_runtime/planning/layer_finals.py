@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from lt_runtime.planning.workbench import Bench
 _ROUNDS: Final = 7
 _CLOSE: Final = 1.1
 _MOST_FINALISTS: Final = 6
+_MOST_BY_HEURISTIC: Final = 2
 _BEFORE: Final = "before"
 
 
@@ -67,6 +69,24 @@ def sums_of(alternatives: Alternatives, halves: Mapping[str, Timing]) -> dict[Pa
     return {pair: sum(known[name] for name in pair) for pair in pairs}
 
 
+@dataclass(frozen=True, slots=True)
+class Finalist:
+    """A pair in the finals.
+
+    Attributes:
+        alternatives: where its plans are: by the tuned algorithms, or by the heuristic's. An algorithm that is the
+            fastest by itself need not be so between others, as clocks, caches and what runs beside it are not the same.
+    """
+
+    pair: Pair
+    alternatives: Alternatives
+
+    @property
+    def plans(self) -> list[Half]:
+        """Its halves, forward first."""
+        return self.alternatives.plans(self.pair)
+
+
 class Finals:
     """Times the best pairs against each other, and what runs untuned, until the fastest is right.
 
@@ -77,6 +97,7 @@ class Finals:
 
     Attributes:
         pair: the winner; what runs untuned where that stays.
+        by_heuristic: whether its products had better use the heuristic's algorithms.
         untuned_stays: whether it is faster than the winner among the tuned.
         before, after: what the untuned and the winner take.
         measured: how many were timed.
@@ -97,17 +118,19 @@ class Finals:
         self._expected = table.results(before.plans(self._trusted))
         self.measured = 0
         timings, chosen = self._compete()
-        self.after = timings[chosen[0]]
+        name, winner = chosen
+        self.after = timings[name]
         self.before = timings.get(_BEFORE, self.after)
-        is_faster = _winner({chosen[0]: self.after, _BEFORE: self.before}, chosen[0]) == _BEFORE
+        is_faster = _winner({name: self.after, _BEFORE: self.before}, name) == _BEFORE
         self.untuned_stays = is_faster and untuned in after.pairs() and self._is_right(self._untuned)
-        self.pair = untuned if self.untuned_stays else chosen[1]
+        self.pair = untuned if self.untuned_stays else winner.pair
+        self.by_heuristic = winner.alternatives is before and not self.untuned_stays
 
-    def _compete(self) -> tuple[dict[str, Timing], tuple[str, Pair]]:
+    def _compete(self) -> tuple[dict[str, Timing], tuple[str, Finalist]]:
         while finalists := self._finalists():
             first = next(iter(finalists))
-            contenders = {first: self._left.plans(finalists[first]), _BEFORE: self._untuned}
-            contenders |= {name: self._left.plans(pair) for name, pair in finalists.items()}
+            contenders = {first: finalists[first].plans, _BEFORE: self._untuned}
+            contenders |= {name: each.plans for name, each in finalists.items()}
             timings = self._table.take_times(contenders, _ROUNDS, self._budget_s)
             self.measured += len(timings)
             chosen = _winner({name: each for name, each in timings.items() if name != _BEFORE}, first)
@@ -115,23 +138,26 @@ class Finals:
                 return timings, (chosen, finalists[chosen])
         raise PlanError(f"no split computes the right results for {self._all.link.problems[0]}")
 
-    def _finalists(self) -> dict[str, Pair]:
-        """The priors' pair, the best, and the plainest, by name."""
+    def _finalists(self) -> dict[str, Finalist]:
+        """The priors' pair, the best, and the plainest, by name; the best by the heuristic's algorithms as well."""
         sums = sums_of(self._left, self._halves)
         best = sorted(sums, key=sums.__getitem__)[:_MOST_FINALISTS]
         close = [pair for pair in best if sums[pair] <= _CLOSE * sums[best[0]]]
         pairs = (self._left.prior(), *close, self._left.plainest())
-        return {" | ".join(filter(None, pair)): pair for pair in pairs if pair is not None}
+        tuned = {_name(pair): Finalist(pair, self._left) for pair in pairs if pair is not None}
+        first = (pair for pair in close[:_MOST_BY_HEURISTIC] if self._left is not self._all)
+        return tuned | {f"{_name(pair)} by the heuristic": Finalist(pair, self._all) for pair in first}
 
-    def _is_wrong(self, pair: Pair) -> bool:
+    def _is_wrong(self, finalist: Finalist) -> bool:
         """Whether a pair's results are not those of plain products and our kernels; the half at fault is then out."""
-        if pair == self._trusted:
+        if finalist.pair == self._trusted:
             return False
-        fault = self._table.disagreement(self._left.plans(pair), self._expected)
+        fault = self._table.disagreement(finalist.plans, self._expected)
         if fault is None:
             return False
         output, words = fault
-        name = pair[0] if output == "y" or not pair[1] else pair[1]
+        forward, backward = finalist.pair
+        name = forward if output == "y" or not backward else backward
         self._left.reject(name, f"wrong: {words}")
         return True
 
@@ -179,6 +205,10 @@ class Finals:
             f"{name}: slow: {each.median_us:.1f} µs" for name, each in timed.items() if name not in self._left.halves
         ]
         return [*(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out), *slow]
+
+
+def _name(pair: Pair) -> str:
+    return " | ".join(filter(None, pair))
 
 
 def _winner(timings: Mapping[str, Timing], first: str) -> str:

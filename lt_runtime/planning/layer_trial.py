@@ -13,7 +13,7 @@ from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.launches import DropoutState
 from lt_runtime.planning.links import SIDES, Link, Side, saved_kinds
 from lt_runtime.planning.strategies import kept_spec
-from lt_runtime.planning.trial import LATTICE, Buffer, Data, decode, mask_for, mask_in_bytes, values_for
+from lt_runtime.planning.trial import BETWEEN, LATTICE, Buffer, Data, decode, mask_for, mask_in_bytes, values_for
 from lt_runtime.problem import (
     BackwardProblem,
     Derivative,
@@ -131,9 +131,13 @@ class LayerTrial:
     def prepare(self) -> None:
         """Puts in data of which forward's sums are exact, so that no split gets another sign; NaN into what is written.
 
-        A bias is then either so small that it cannot turn a product's sign, or the product is not rounded.
+        The bias keeps pre-activations from being 0, where ReLU has no derivative: from the output it is taken to be 0,
+        from the library's mask 1. It turns the sign of no product that is rounded.
         """
         self.fill(LATTICE, 0)
+        for number, name in enumerate(self._buffers):
+            if name == "bias":
+                self._fill(number, name, BETWEEN, 0)
         accumulates = self._link.backward is not None and self._link.backward.accumulate
         added_to = {"dw", "db", "db_below"} if accumulates else set()
         written = {*self.outputs, *(name for name in self._buffers if name.startswith("kept"))} - added_to

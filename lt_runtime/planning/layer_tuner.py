@@ -7,6 +7,7 @@ kernels do.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,8 @@ from typing import Final
 from lt_runtime.errors import PlanError
 from lt_runtime.planning.algorithms import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.planning.alternatives import Alternatives, Half, products_of
-from lt_runtime.planning.entries import EFFORTS, Effort, LayerEntry, ProductEntry, RejectedStrategy
+from lt_runtime.planning.candidates import configuration
+from lt_runtime.planning.entries import EFFORTS, Effort, LayerEntry, ProductEntry, RejectedStrategy, now
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.layer_finals import Finals, Table, sums_of
 from lt_runtime.planning.links import LayerProblem, Link
@@ -144,7 +146,7 @@ class _Search:
 
     def tune_products(self, alternatives: Alternatives, names: Iterable[str]) -> None:
         """Finds the algorithms of the products of some halves, those that are not known already."""
-        products = [each for name in names if name for each in products_of(alternatives.halves[name])]
+        products = [each.problem for name in names if name for each in products_of(alternatives.halves[name])]
         unknown = [each for each in dict.fromkeys(products) if not is_empty(each) and not self._is_known(each)]
         deadline = time.monotonic() + self.budget.products
         for number, problem in enumerate(unknown):
@@ -152,7 +154,7 @@ class _Search:
             self._tune_product(problem, max(left, _LEAST_PRODUCT_S))
 
     def _is_known(self, problem: MatmulProblem) -> bool:
-        entry = self._store.product(problem_key(problem))
+        entry = self._stored(problem)
         return entry is not None and EFFORTS.index(entry.effort) >= EFFORTS.index(self.effort)
 
     def _tune_product(self, problem: MatmulProblem, budget_s: float) -> None:
@@ -180,6 +182,8 @@ class _Search:
         """What the finals say; what runs untuned stays where it is faster than the winner after all."""
         finals = Finals(self._table, before, after, self._halves, self.budget.finals)
         products = {} if finals.untuned_stays else {problem_key(key): each for key, each in self._products.items()}
+        if finals.by_heuristic:
+            products |= self._by_heuristic(before.plans(finals.pair))
         forward = after.forward.get(finals.pair[0])
         return Decision(
             products=products,
@@ -191,3 +195,22 @@ class _Search:
             measured=self._measured + finals.measured,
             rejected=(*finals.rejections(), *self._complaints),
         )
+
+    def _by_heuristic(self, halves: Iterable[Half]) -> dict[str, ProductEntry]:
+        """Entries of some halves' products with the heuristic's algorithms, which they were planned by."""
+        plans = {plan.problem: plan for half in halves for plan in products_of(half) if not is_empty(plan.problem)}
+        entries = {problem: self._products.get(problem) or self._stored(problem) for problem in plans}
+        return {
+            problem_key(problem): dataclasses.replace(
+                entry,
+                algorithm=plans[problem].algorithm.blob,
+                config=configuration(plans[problem].algorithm),
+                us=entry.first_us,
+                when=now(),
+            )
+            for problem, entry in entries.items()
+            if entry is not None
+        }
+
+    def _stored(self, problem: MatmulProblem) -> ProductEntry | None:
+        return self._store.product(problem_key(problem))

@@ -59,6 +59,9 @@ class ProductPlan:
     Args:
         choose: makes the plan of the library's part.
 
+    Attributes:
+        product: the plan of the library's part, with the epilogue or without.
+
     Raises:
         PlanError: the library has no algorithm even for the plain product.
     """
@@ -69,11 +72,11 @@ class ProductPlan:
         needs_pass = problem.epilogue is not Epilogue.NONE or c_lies_across(problem)
         fused = self._fused(choose) if needs_pass else choose(problem, device)
         if fused is not None and not (needs_pass and fused.adds_memsets):
-            self._product = fused
+            self.product = fused
             return
         plain = choose(plain_product(problem), device)
-        self._product = plain if fused is None or not plain.adds_memsets else fused
-        if self._product is plain:
+        self.product = plain if fused is None or not plain.adds_memsets else fused
+        if self.product is plain:
             self._pass = MatmulPass(problem, device)
 
     def _fused(self, choose: Choose) -> MatmulPlan | None:
@@ -89,7 +92,7 @@ class ProductPlan:
         """Puts the product on the call's stream."""
         memory = stream_memory(self.device, call.stream)
         if self._pass is None:
-            self._product.run(call, memory)
+            self.product.run(call, memory)
             return
-        self._product.run(replace(call, vector=0, aux=0), memory)
+        self.product.run(replace(call, vector=0, aux=0), memory)
         self._pass.run(call)

@@ -49,6 +49,10 @@ def _ones(_: np.random.Generator, size: int, __: DType) -> NDArray[Any]:
     return np.ones(size)
 
 
+def _between(generator: np.random.Generator, size: int, _: DType) -> NDArray[Any]:
+    return (2 * generator.integers(-128, 128, size) + 1) / 128
+
+
 def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[Any]:
     tiny = 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-130  # subnormal
     large = 16.0 if dtype is DType.FLOAT16 else 64.0  # no product leaves the type's range
@@ -59,6 +63,8 @@ def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[A
 
 NORMAL: Final = Data("normally distributed data", _normal, 0)
 LATTICE: Final = Data("multiples of 1/8", _lattice, 60000)
+BETWEEN: Final = Data("odd multiples of 1/128", _between, 0)
+"""No sum of products of `LATTICE` is one. BF16 has them exactly, and such sums of up to twice their size as well."""
 EDGES: Final = Data("zeros, tiny and large values", _edges, 0)
 ONES: Final = Data("ones", _ones, 2**24 - 2)
 

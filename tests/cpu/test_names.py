@@ -45,6 +45,7 @@ def test_every_problem_has_a_name_of_one_line(problem: Problem) -> None:
             to_entry(BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.KERNEL)),
             "db by kernel, derivative by epilogue, db below by kernel",
         ),
+        (to_entry(BackwardStrategy(MadeBy.EPILOGUE, beside=True)), "db by epilogue, dw beside dx"),
         ({"unheard": "of"}, "unheard by of"),
     ],
 )

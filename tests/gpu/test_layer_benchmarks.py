@@ -72,8 +72,9 @@ def test_pytorch_computes_the_same(block: Block) -> None:
     y, gradients = block_torch.eager(block, [at]).run(0, stream)
     for name, theirs in zip(("y2", "dx", "dw1", "db1", "dw2", "db2"), (y, *gradients), strict=True):
         ours = to_host(getattr(at, name)).astype(np.float64)
-        far = np.abs(theirs.double().cpu().numpy() - ours) > 0.03 * np.abs(ours).max()
-        assert far.mean() <= 0.002, name
+        # By the whole: a pre-activation that rounds to the other side of ReLU's corner changes a row of dx.
+        off = np.linalg.norm(theirs.double().cpu().numpy() - ours) / np.linalg.norm(ours)
+        assert off <= 0.03, (name, off)
 
 
 def test_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
