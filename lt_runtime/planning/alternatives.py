@@ -159,18 +159,19 @@ def describe(strategy: Split) -> str:
 
 
 def once_each(choose: Choose) -> Choose:
-    """`choose`, which remembers what it made of a problem, and what it refused."""
-    made: dict[MatmulProblem, MatmulPlan | PlanError] = {}
+    """`choose`, which remembers what it made of a problem, and why it refused one."""
+    made: dict[MatmulProblem, MatmulPlan] = {}
+    refused: dict[MatmulProblem, str] = {}  # not the error: its traceback would keep its callers' memory
 
     def remembered(problem: MatmulProblem, device: int) -> MatmulPlan:
+        if problem in refused:
+            raise PlanError(refused[problem])
         if problem not in made:
             try:
                 made[problem] = choose(problem, device)
             except PlanError as error:
-                made[problem] = error
-        found = made[problem]
-        if isinstance(found, PlanError):
-            raise found
-        return found
+                refused[problem] = str(error)
+                raise
+        return made[problem]
 
     return remembered

@@ -13,6 +13,7 @@ from lt_runtime.planning.alternatives import Alternatives, Half, Pair, half_name
 from lt_runtime.planning.entries import Alternative, Effort, LayerEntry
 from lt_runtime.planning.layer_trial import LayerTrial, disagreement
 from lt_runtime.planning.links import LayerProblem, Link
+from lt_runtime.planning.names import strategy_in_words
 from lt_runtime.planning.strategies import to_entry
 from lt_runtime.planning.timing import Timing, buffer_sets, fastest, take_times
 from lt_runtime.planning.trial import NORMAL
@@ -205,7 +206,7 @@ class Finals:
         slow = [
             f"{name}: slow: {each.median_us:.1f} µs" for name, each in timed.items() if name not in self._left.halves
         ]
-        return [*(f"{dict(each.strategy)}: {each.reason}" for each in out), *slow]
+        return [*(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out), *slow]
 
 
 def _name(pair: Pair) -> str:

@@ -23,6 +23,7 @@ from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.layer_finals import Finals, Table, sums_of
 from lt_runtime.planning.links import LayerProblem, Link
 from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.names import algorithm_in_words, describe
 from lt_runtime.planning.product_tuner import is_empty, tune_on
 from lt_runtime.planning.store import plan_store
 from lt_runtime.planning.timing import Timing
@@ -164,8 +165,9 @@ class _Search:
             return
         self._products[problem] = verdict.entry
         self._measured += verdict.candidates
-        shape = f"{problem.epilogue.value} of {problem.m}x{problem.n}x{problem.k}"
-        self._complaints += [f"algorithm {each.config['ID']} for {shape}: {each.reason}" for each in verdict.rejected]
+        self._complaints += [
+            f"{describe(problem)} by {algorithm_in_words(each.config)}: {each.reason}" for each in verdict.rejected
+        ]
 
     def algorithm(self, problem: MatmulProblem, device: int) -> MatmulPlan:
         """The plan of a product by what was found; see `Choose`."""

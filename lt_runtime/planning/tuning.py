@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from lt_runtime.errors import ArgumentError, PlanError
-from lt_runtime.planning.alternatives import Split, describe
+from lt_runtime.planning.alternatives import Split
 from lt_runtime.planning.cache import forget
 from lt_runtime.planning.entries import EFFORTS, Effort, LayerEntry, ProductEntry
 from lt_runtime.planning.keys import Problem, problem_key
 from lt_runtime.planning.layer_tuner import decide
 from lt_runtime.planning.links import LayerProblem, Link, links, saved_kinds, settled
+from lt_runtime.planning.names import algorithm_in_words, describe, strategy_in_words
 from lt_runtime.planning.product import library_may_fuse, plain_product
 from lt_runtime.planning.product_tuner import BUDGET_S, is_empty, tune_on
 from lt_runtime.planning.store import plan_store
-from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, from_entry
+from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, from_entry, to_entry
 from lt_runtime.planning.workbench import workbench
-from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, Saved
+from lt_runtime.problem import ForwardProblem, MatmulProblem, Saved
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Is told how many groups of problems are done, how many there are, and in words what comes next."""
@@ -107,14 +108,17 @@ class _Session:
             variants = variants[saved_kinds(link.forward).index(strategy.saved) :][:1]
         if any(self._known(each, BackwardStrategy, found) is None for each in variants):
             return None
-        words, us = " | ".join(describe(each) for each, _ in found), sum(us for _, us in found)
+        words, us = " | ".join(strategy_in_words(to_entry(each)) for each, _ in found), sum(us for _, us in found)
         return Tuned(link.problems, us, us, words, 0, (), 0.0)
 
     def _known(self, problem: Problem, kind: type[_Split], found: list[tuple[Split, float]]) -> _Split | None:
         entry = self._store.layer(problem_key(problem))
         if entry is None or not self._is_deep_enough(entry):
             return None
-        strategy = from_entry(kind, entry.strategy)
+        try:
+            strategy = from_entry(kind, entry.strategy)
+        except ValueError:
+            return None
         found.append((strategy, entry.us))
         return strategy
 
@@ -142,22 +146,22 @@ class _Session:
         started = time.monotonic()
         refused: list[str] = []
         for each in dict.fromkeys([problem] * library_may_fuse(problem) + [plain_product(problem)]):
-            entry = self._store.product(problem_key(each))
-            known = entry is not None and self._is_deep_enough(entry)
+            known = self._known_product(each)
             try:
-                entry = entry if entry is not None and known else self._measure(each)
+                entry = known or self._measure(each)
             except PlanError as error:
                 refused.append(f"{each.epilogue.value}: refused: {error}")
                 continue
             forget((problem,), self._device)
+            words = f"{each.epilogue.value} by {algorithm_in_words(entry.config)}"
             rejected = () if known else tuple(one.reason for one in entry.rejected)
-            words, measured = (
-                f"{each.epilogue.value} by algorithm {entry.config['ID']}",
-                0 if known else entry.candidates,
-            )
-            seconds = time.monotonic() - started
+            measured, seconds = 0 if known else entry.candidates, time.monotonic() - started
             return Tuned((problem,), entry.first_us, entry.us, words, measured, (*refused, *rejected), seconds)
         return Tuned((problem,), 0.0, 0.0, "none", 0, tuple(refused), time.monotonic() - started)
+
+    def _known_product(self, problem: MatmulProblem) -> ProductEntry | None:
+        entry = self._store.product(problem_key(problem))
+        return entry if entry is not None and self._is_deep_enough(entry) else None
 
     def _measure(self, problem: MatmulProblem) -> ProductEntry:
         with workbench(self._device) as bench:
@@ -172,21 +176,9 @@ def _is_empty(problem: LayerProblem) -> bool:
 
 
 def _description(group: Link | MatmulProblem) -> str:
-    """Such as "gelu 8192x3072x768, forward and backward"."""
-    if isinstance(group, MatmulProblem):
-        return f"{group.epilogue.value} {group.m}x{group.n}x{group.k}, product"
-    names = {ForwardProblem: "forward", BackwardProblem: "backward"}
-    parts = [f"{_activation(each)}{_shape(each)} {names[type(each)]}" for each in group.problems]
-    return " and ".join(parts)
-
-
-def _activation(problem: LayerProblem) -> str:
-    return f"{problem.activation.name} " if isinstance(problem, ForwardProblem) else ""
-
-
-def _shape(problem: LayerProblem) -> str:
-    (m, k), n = problem.x.layout.shape, problem.w.layout.rows
-    return f"{m}x{n}x{k}"
+    """Such as "forward 8192x3072x768 bfloat16 gelu and backward 8192x768x3072 bfloat16 none through gelu"."""
+    problems = [group] if isinstance(group, MatmulProblem) else group.problems
+    return " and ".join(describe(each) for each in problems)
 
 
 def _nobody(_: int, __: int, ___: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning.entries import LayerEntry
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.layer_tuner import BUDGETS
+from lt_runtime.planning.product import plain_product
 from lt_runtime.planning.stacks import Stack
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, from_entry
 from lt_runtime.planning.tuning import Tuned, tune_problems
-from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, Saved
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Saved, Spec
 from tests.layer_gpu import LayerGpu
 
 RELU = Stack(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)
@@ -212,6 +215,38 @@ def test_problems_alone(gpu: LayerGpu) -> None:
     assert [each.problems for each in tuned] == [(forward,), (backward,)]
     assert entry(gpu, forward).us == tuned[0].after_us == 10.0
     assert entry(gpu, backward).us == 10.0
+
+
+def a_product(epilogue: Epilogue, order: Order = Order.ROW) -> MatmulProblem:
+    d = Layout(16, 24, order, 24 if order is Order.ROW else 16)
+    specs = Spec(packed(16, 40)), Spec(packed(40, 24)), Spec(d)
+    return MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs, epilogue)
+
+
+def test_a_product_by_itself(gpu: LayerGpu) -> None:
+    problem = a_product(Epilogue.RELU_BIAS)
+    (tuned,) = tune_problems([problem], 0)
+    assert (tuned.problems, tuned.before_us, tuned.after_us, tuned.measured) == ((problem,), 6.0, 5.0, 3)
+    assert tuned.strategy == "relu_bias by id 1"
+    assert gpu.forgotten == [problem]
+    (again,) = tune_problems([problem], 0)
+    assert (again.measured, len(gpu.tuned)) == (0, 1)
+
+
+def test_what_is_left_of_a_product_that_the_library_refuses(gpu: LayerGpu) -> None:
+    gpu.refused = {"relu_bias"}
+    for problem in (a_product(Epilogue.RELU_BIAS), a_product(Epilogue.BIAS, Order.COLUMN)):
+        (tuned,) = tune_problems([problem], 0)
+        assert tuned.strategy == "none by id 1"
+        assert gpu.store.product(problem_key(plain_product(problem)))
+    assert [problem.epilogue.value for problem, _ in gpu.tuned] == ["relu_bias", "none", "none"]
+
+
+def test_what_is_empty_is_left_out(gpu: LayerGpu) -> None:
+    specs = Spec(packed(16, 0)), Spec(packed(0, 24)), Spec(packed(16, 24))
+    product = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
+    forward = replace(RELU.forward(1), x=Spec(packed(0, 24)), y=Spec(packed(0, 8)))
+    assert tune_problems([product, forward], 0) == []
 
 
 def test_bad_effort(gpu: LayerGpu) -> None:

@@ -137,6 +137,22 @@ def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert any("wrong: " in reason for reason in tuned[0].rejected)
 
 
+def free_memory() -> int:
+    cp.cuda.Device().synchronize()
+    return int(cp.cuda.runtime.memGetInfo()[0])
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """But for what streams and libraries keep, which the first time takes."""
+    stack = Stack(2048, (768, 1024, 768), Activation("relu"), BF16, Compute.FLOAT32)
+    left = []
+    for directory in ("first", "second"):
+        monkeypatch.setattr("lt_runtime.planning.store.plans_directory", lambda name=directory: tmp_path / name)
+        tune_problems([stack.forward(0), stack.backward(1)], 0)
+        left.append(free_memory())
+    assert left[0] - left[1] < 8 << 20
+
+
 def test_a_typical_layer_takes_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
