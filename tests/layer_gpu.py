@@ -16,6 +16,7 @@ from lt_runtime.errors import PlanError
 from lt_runtime.planning import alternatives, layer_finals, layer_tuner, tuning
 from lt_runtime.planning.alternatives import half_name
 from lt_runtime.planning.backward import BackwardCall, BackwardPlan
+from lt_runtime.planning.entries import RejectedAlgorithm
 from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.layer_trial import LayerTrial
 from lt_runtime.planning.product_tuner import ProductVerdict
@@ -25,6 +26,9 @@ from lt_runtime.planning.workbench import Bench
 from lt_runtime.problem import ForwardProblem, MatmulProblem
 from tests.fake_clock import FakeClock
 from tests.plan_entries import H200
+
+TUNED, BY_HEURISTIC = bytes(64), b"\x01" * 64
+"""Algorithms that the tuner finds, and that the heuristic offers."""
 
 
 def _fused_first(problem: ForwardProblem, _: int) -> list[ForwardStrategy]:
@@ -42,6 +46,7 @@ class LayerGpu:
         asked: products that plans were asked for.
         tuned: products that were tuned, with the seconds allowed for each.
         useless: epilogues' names for which no algorithm is right.
+        wrong_first: those for which the heuristic's is wrong.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
@@ -51,6 +56,7 @@ class LayerGpu:
         self.wrong: set[str] = set()
         self.refused: set[str] = set()
         self.useless: set[str] = set()
+        self.wrong_first: set[str] = set()
         self.asked: list[MatmulProblem] = []
         self.tuned: list[tuple[MatmulProblem, float]] = []
         self.trials: list[LayerTrial] = []
@@ -71,6 +77,7 @@ class LayerGpu:
             monkeypatch.setattr(module, "tune_on", self._tune_on)
         monkeypatch.setattr(layer_tuner, "heuristic_algorithm", self._plan)
         monkeypatch.setattr(layer_tuner, "known_algorithm", self._known)
+        monkeypatch.setattr(layer_tuner, "configuration", lambda _: {"ID": 2})
         monkeypatch.setattr(layer_tuner, "MatmulPlan", self._tuned_plan)
         monkeypatch.setattr(layer_finals, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(layer_finals, "LayerTrial", self._trial)
@@ -91,13 +98,13 @@ class LayerGpu:
         self.asked.append(problem)
         if problem.epilogue.value in self.refused:
             raise PlanError(f"cuBLASLt offers 0 sound algorithms for {problem.epilogue.value}")
-        return SimpleNamespace(problem=problem, tuned=tuned)
+        return SimpleNamespace(problem=problem, tuned=tuned, algorithm=SimpleNamespace(blob=BY_HEURISTIC))
 
     def _known(self, problem: MatmulProblem, device: int) -> Any:
         return self._plan(problem, device)
 
     def _tuned_plan(self, problem: MatmulProblem, device: int, *, algorithm: bytes) -> Any:
-        assert algorithm == bytes(64)
+        assert algorithm == TUNED
         return self._plan(problem, device, tuned=True)
 
     def _tune_on(self, _: Bench, problem: MatmulProblem, effort: Any, budget_s: float) -> ProductVerdict:
@@ -105,7 +112,9 @@ class LayerGpu:
         self.clock.now += budget_s
         if problem.epilogue.value in self.useless | self.refused:
             raise PlanError("none of cuBLASLt's algorithms is of use")
-        return ProductVerdict(bytes(64), {"ID": 1}, 5.0, 0.1, 6.0, 3, (), effort, budget_s)
+        wrong = RejectedAlgorithm(BY_HEURISTIC, {"ID": 2}, "wrong: d[0, 0, 0] is 1 and not 2")
+        rejected = (wrong,) if problem.epilogue.value in self.wrong_first else ()
+        return ProductVerdict(TUNED, {"ID": 1}, 5.0, 0.1, 6.0, 3, rejected, effort, budget_s)
 
     def _pay(self, plan: Any, products: list[Any]) -> None:
         name = half_name(plan.problem, plan.strategy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -93,6 +93,7 @@ class Finals:
     Args:
         before: by the heuristic's algorithms. after: those that are still in, by the tuned ones.
         halves: what each half takes by itself.
+        unsound: names of halves that may not be used by the heuristic's algorithms.
         budget_s: see `Budget`.
 
     Attributes:
@@ -107,9 +108,16 @@ class Finals:
     """
 
     def __init__(
-        self, table: Table, before: Alternatives, after: Alternatives, halves: Mapping[str, Timing], budget_s: float
+        self,
+        table: Table,
+        before: Alternatives,
+        after: Alternatives,
+        halves: Mapping[str, Timing],
+        unsound: Set[str],
+        budget_s: float,
     ) -> None:
         self._table, self._halves, self._budget_s = table, halves, budget_s
+        self._unsound = unsound
         self._all, self._left = before, after
         untuned, self._trusted = before.prior(), before.plainest()
         assert untuned is not None
@@ -122,7 +130,7 @@ class Finals:
         self.after = timings[name]
         self.before = timings.get(_BEFORE, self.after)
         is_faster = _winner({name: self.after, _BEFORE: self.before}, name) == _BEFORE
-        stays = is_faster and untuned in after.pairs() and self._is_right(self._untuned)
+        stays = is_faster and self._may_stay(untuned)
         by_heuristic = winner.alternatives is before
         self.untuned_stays = stays or (by_heuristic and winner.pair == untuned)
         self.by_heuristic = by_heuristic and not self.untuned_stays
@@ -147,7 +155,7 @@ class Finals:
         close = [pair for pair in best if sums[pair] <= _CLOSE * sums[best[0]]]
         pairs = (self._left.prior(), *close, self._left.plainest())
         tuned = {_name(pair): Finalist(pair, self._left) for pair in pairs if pair is not None}
-        first = (pair for pair in close[:_MOST_BY_HEURISTIC] if self._left is not self._all)
+        first = [pair for pair in close if self._unsound.isdisjoint(pair)][:_MOST_BY_HEURISTIC]
         return tuned | {f"{_name(pair)} by the heuristic": Finalist(pair, self._all) for pair in first}
 
     def _is_wrong(self, finalist: Finalist) -> bool:
@@ -163,8 +171,9 @@ class Finals:
         self._left.reject(name, f"wrong: {words}")
         return True
 
-    def _is_right(self, plans: Sequence[Half]) -> bool:
-        return self._table.disagreement(plans, self._expected) is None
+    def _may_stay(self, untuned: Pair) -> bool:
+        is_left = untuned in self._left.pairs() and self._unsound.isdisjoint(untuned)
+        return is_left and self._table.disagreement(self._untuned, self._expected) is None
 
     def entries(self, effort: Effort) -> dict[LayerProblem, LayerEntry]:
         """What is to be remembered of the forward problem, and of the backward problem for all that may be kept."""

@@ -180,7 +180,7 @@ class _Search:
 
     def conclude(self, before: Alternatives, after: Alternatives) -> Decision:
         """What the finals say; what runs untuned stays where it is faster than the winner after all."""
-        finals = Finals(self._table, before, after, self._halves, self.budget.finals)
+        finals = Finals(self._table, before, after, self._halves, self._unsound(before), self.budget.finals)
         products = {} if finals.untuned_stays else {problem_key(key): each for key, each in self._products.items()}
         if finals.by_heuristic:
             products |= self._by_heuristic(before.plans(finals.pair))
@@ -195,6 +195,16 @@ class _Search:
             measured=self._measured + finals.measured,
             rejected=(*finals.rejections(), *self._complaints),
         )
+
+    def _unsound(self, alternatives: Alternatives) -> set[str]:
+        """Names of halves with an algorithm that was rejected."""
+        return {name for name, half in alternatives.halves.items() if any(map(self._is_rejected, products_of(half)))}
+
+    def _is_rejected(self, plan: MatmulPlan) -> bool:
+        if is_empty(plan.problem):
+            return False
+        entry = self._products.get(plan.problem) or self._stored(plan.problem)
+        return entry is not None and plan.algorithm.blob in [each.algorithm for each in entry.rejected]
 
     def _by_heuristic(self, halves: Iterable[Half]) -> dict[str, ProductEntry]:
         """Entries of some halves' products with the heuristic's algorithms, which they were planned by."""

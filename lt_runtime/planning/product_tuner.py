@@ -153,7 +153,8 @@ class Field:
 def _compete(bench: Bench, field: Field, deadline: float) -> dict[str, Timing]:
     """Times the candidates and verifies the winner; all that is slower than a right one need not be looked at.
 
-    Where the winner is wrong the rest compete again: they may have been far behind that one alone.
+    The heuristic's first is what runs untuned, and is verified in any case. Where the winner is wrong the rest compete
+    again: they may have been far behind that one alone.
     """
     clock, memory = bench.clock, stream_memory(field.device, bench.clock.stream)
     first = Trial(bench.xp, field.problem)
@@ -166,10 +167,12 @@ def _compete(bench: Bench, field: Field, deadline: float) -> dict[str, Timing]:
             trial.fill(NORMAL, seed)
         timings |= take_times({name: launches[name] for name in field.plans}, clock, len(trials), deadline)
         chosen = _fastest(field, timings)
-        fault = verify(partial(_run_afresh, launches[chosen], memory, clock.stream), first)
-        if fault is None:
+        judged = [name for name in dict.fromkeys((chosen, _FIRST)) if name in field.plans]
+        faults = verify({name: partial(_run_afresh, launches[name], memory, clock.stream) for name in judged}, first)
+        for name, fault in faults.items():
+            field.reject(name, fault)
+        if chosen not in faults:
             break
-        field.reject(chosen, fault)
     _reject_slow(field, timings)
     return timings
 

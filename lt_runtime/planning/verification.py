@@ -6,7 +6,7 @@ The reference is a product in FP64, which other kernels compute than any that is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,19 +41,22 @@ class Expected:
     limits: Any
 
 
-def verify(launch: Callable[[], object], trial: Trial) -> str | None:
-    """Why an algorithm is not to be used; None if it agrees with the reference.
+def verify(launches: Mapping[str, Callable[[], object]], trial: Trial) -> dict[str, str]:
+    """Why algorithms are not to be used, by name; those that agree with the reference are left out.
 
     Args:
-        launch: launches the trial's product once, on the stream that is current for the trial's arrays.
+        launches: by name; each launches the trial's product once, on the stream that is current for the trial's arrays.
         trial: its operands are overwritten.
     """
+    reasons: dict[str, str] = {}
     for seed, data in enumerate(KINDS):
         trial.fill(data, seed)
-        fault = _judge(launch, trial, list(expected_outputs(trial, data)))
-        if fault is not None:
-            return f"{fault}, with {data.name}"
-    return None
+        expected = list(expected_outputs(trial, data))
+        for name, launch in launches.items():
+            fault = _judge(launch, trial, expected) if name not in reasons else None
+            if fault is not None:
+                reasons[name] = f"{fault}, with {data.name}"
+    return reasons
 
 
 def _judge(launch: Callable[[], object], trial: Trial, expected: list[Expected]) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning.entries import LayerEntry
+from lt_runtime.planning.entries import LayerEntry, ProductEntry
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.layer_tuner import BUDGETS
 from lt_runtime.planning.product import plain_product
@@ -19,7 +19,7 @@ from lt_runtime.planning.stacks import Stack
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, from_entry
 from lt_runtime.planning.tuning import Tuned, tune_problems
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Saved, Spec
-from tests.layer_gpu import LayerGpu
+from tests.layer_gpu import BY_HEURISTIC, TUNED, LayerGpu
 
 RELU = Stack(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)
 GELU = Stack(16, (8, 24, 8), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
@@ -51,6 +51,12 @@ def tune(stack: Stack = RELU, **options: Any) -> Tuned:
 
 def entry(gpu: LayerGpu, problem: Any) -> LayerEntry:
     found = gpu.store.layer(problem_key(problem))
+    assert found is not None
+    return found
+
+
+def entry_of(gpu: LayerGpu, problem: MatmulProblem) -> ProductEntry:
+    found = gpu.store.product(problem_key(problem))
     assert found is not None
     return found
 
@@ -134,6 +140,25 @@ def test_what_runs_untuned_stays_where_it_is_faster(gpu: LayerGpu) -> None:
     assert (tuned.before_us, tuned.after_us) == (20.0, 20.0)
     assert tuned.strategy.startswith("relu_bias")
     assert not any(gpu.store.product(problem_key(problem)) for problem, _ in gpu.tuned)
+
+
+def test_the_heuristics_algorithms_win_where_they_are_faster_in_place(gpu: LayerGpu) -> None:
+    gpu.us, gpu.default_us = {FUSED: 20.0, SPLIT: 10.0, PLAIN: 20.0, MASKED: 20.0}, 15.0
+    gpu.tuned_us = {SPLIT: 12.0}
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (35.0, 25.0)
+    assert tuned.strategy.startswith("bias, keeps output")
+    algorithms = {problem.epilogue: entry_of(gpu, problem).algorithm for problem, _ in gpu.tuned}
+    assert algorithms[Epilogue.BIAS] == BY_HEURISTIC
+
+
+def test_what_runs_untuned_does_not_stay_where_its_algorithm_is_wrong(gpu: LayerGpu) -> None:
+    gpu.tuned_us = dict.fromkeys((FUSED, MASKED, SPLIT, PLAIN), 11.0)
+    gpu.wrong_first = {"relu_bias", "relu_aux_bias", "bias", "none"}
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (20.0, 21.0)
+    assert any("relu_bias by" in each and "wrong: d[0, 0, 0]" in each for each in tuned.rejected)
+    assert {entry_of(gpu, problem).algorithm for problem, _ in gpu.tuned} == {TUNED}
 
 
 def test_what_runs_untuned_does_not_stay_where_it_is_wrong(gpu: LayerGpu) -> None:

@@ -147,6 +147,13 @@ def test_a_wrong_first_is_rejected_too(gpu: FakeGpu) -> None:
     assert list(reasons(verdict)) == [1]
 
 
+def test_a_wrong_first_is_rejected_even_if_it_would_not_win(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {3: 5.0}, {1: corrupt, 2: corrupt}
+    verdict = tune()
+    assert (verdict.config["ID"], verdict.first_us) == (3, 10.0)
+    assert list(reasons(verdict)) == [1]
+
+
 def test_one_that_is_not_twice_the_same_is_rejected(gpu: FakeGpu) -> None:
     steps = iter(range(10**6))
 

@@ -50,7 +50,7 @@ def a_problem(
 
 def judge(problem: MatmulProblem, launch: Callable[[Trial], None]) -> str | None:
     trial = Trial(np, problem)
-    return verify(lambda: launch(trial), trial)
+    return verify({"it": lambda: launch(trial)}, trial).get("it")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -154,6 +154,17 @@ def test_two_runs_that_differ() -> None:
             trial._buffers["d"].bits[0, 0, 0] ^= 1
 
     assert judge(a_problem(), launch) == f"two runs differ, with {EDGES.name}"
+
+
+def test_a_wrong_one_does_not_take_the_others_along() -> None:
+    trial = Trial(np, a_problem())
+
+    def wrong() -> None:
+        right(trial)
+        trial._buffers["d"].bits[0, 0, 0] = 0x7FC00000
+
+    faults = verify({"wrong": wrong, "right": lambda: right(trial), "idle": lambda: None}, trial)
+    assert list(faults) == ["wrong", "idle"]
 
 
 def truncated(values: NDArray[Any]) -> NDArray[Any]:
