@@ -128,11 +128,6 @@ def _warm_up(run: Run, sets: int, stream: Any) -> None:
     stream.synchronize()
 
 
-def cache_size() -> int:
-    """Bytes of the current device's L2 cache."""
-    return int(cp.cuda.Device().attributes["L2CacheSize"])
-
-
 def release() -> None:
     """Gives back the memory of what is no longer referenced, whichever library holds it."""
     gc.collect()

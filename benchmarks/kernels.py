@@ -17,7 +17,7 @@ from benchmarks import report
 from benchmarks.cases import KERNELS, Case
 from benchmarks.report import Row
 from benchmarks.timing import WARM_UP, buffer_sets, repetitions
-from lt_runtime.gpu.devices import device_count
+from lt_runtime.gpu.devices import cache_size, device_count
 
 RESULT: Final = report.RESULTS / "kernels.json"
 _COPY_ROUNDS: Final = 11  # of fifty copies
@@ -63,7 +63,7 @@ def measure_case(
     """One row; `copy_gb_s` is the ceiling, if it is known."""
     from benchmarks import graphs, kernel_cases
 
-    sets = buffer_sets(case.bytes, graphs.cache_size()) if case.rotated else 1
+    sets = buffer_sets(case.bytes, cache_size(0)) if case.rotated else 1
     count = repetitions(case.bytes, sets)
     measured = graphs.measure(kernel_cases.builders(case, sets), sets, count, rounds, stream, advance)
     setting = {"buffer_sets": sets, "repetitions": count, "rounds": rounds}

@@ -42,7 +42,7 @@ class Row:
     bytes: int | None = None
     copy_gb_s: float | None = None
     target: Target = field(default_factory=Target)
-    setting: Mapping[str, int] = field(default_factory=dict)
+    setting: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -99,11 +99,14 @@ def _target_as_json(target: Target) -> dict[str, Any]:
     return {**fraction, **({"ratio": dict(target.ratio)} if target.ratio else {})}
 
 
-def write(file: Path, rows: Iterable[Row], **more: Any) -> None:
-    """Writes a result file: machine, commit, whatever else is given, and every row."""
-    result = {"machine": machine(), "commit": commit(), **more, "rows": [row.as_json() for row in rows]}
+def write(file: Path, rows: Iterable[Row | Mapping[str, Any]], **more: Any) -> None:
+    """Writes a result file: machine, commit, whatever else is given, and every row, some as they stood in a file."""
+    plain = [row.as_json() if isinstance(row, Row) else row for row in rows]
+    result = {"machine": machine(), "commit": commit(), **more, "rows": plain}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    new = file.with_name(f"{file.name}.new")  # a run that is cut off leaves the file whole
+    new.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    new.replace(file)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -166,6 +169,7 @@ def machine() -> dict[str, Any]:
     libraries = {name: _version(name) for name in ("cupy", "torch", "nvmath")}
     return {
         "gpu": device_info(0).name,
+        "capability": device_info(0).capability,
         "driver": kernel_driver_version(),
         "cpu": platform.processor() or platform.machine(),
         "python": platform.python_version(),

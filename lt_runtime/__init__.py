@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.loss import cross_entropy, mse_loss
     from lt_runtime.ops.matmul import matmul
+    from lt_runtime.ops.tuning import explain, tune
+    from lt_runtime.planning.first_use import tuning
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import MLP, TrainStep
@@ -40,6 +42,7 @@ _HOMES = {
     "contiguous": "lt_runtime.arrays",
     "cross_entropy": "lt_runtime.ops.loss",
     "dropout": "lt_runtime.ops.dropout",
+    "explain": "lt_runtime.ops.tuning",
     "linear": "lt_runtime.ops.linear",
     "linear_bwd": "lt_runtime.ops.linear",
     "linear_fwd": "lt_runtime.ops.linear",
@@ -48,6 +51,8 @@ _HOMES = {
     "mse_loss": "lt_runtime.ops.loss",
     "prefetch": "lt_runtime.training.prefetch",
     "save_checkpoint": "lt_runtime.training.checkpoints",
+    "tune": "lt_runtime.ops.tuning",
+    "tuning": "lt_runtime.planning.first_use",
 }
 _MODULES = ("cublaslt", "errors", "raw", "schedules")
 
@@ -67,6 +72,7 @@ __all__ = [
     "cublaslt",
     "dropout",
     "errors",
+    "explain",
     "linear",
     "linear_bwd",
     "linear_fwd",
@@ -77,6 +83,8 @@ __all__ = [
     "raw",
     "save_checkpoint",
     "schedules",
+    "tune",
+    "tuning",
 ]
 
 

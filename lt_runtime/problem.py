@@ -80,7 +80,8 @@ class Saved(enum.Enum):
     """What forward keeps for backward to take the activation's derivative from.
 
     A mask has a bit an element, set where ReLU's pre-activation is positive, as cuBLASLt writes it: along the rows,
-    which are a multiple of 128 bits apart.
+    which are a multiple of 128 bits apart. At exactly 0, where there is no derivative, it may be set (13.1 does), while
+    one taken from the output is 0.
     """
 
     NOTHING = "nothing"

@@ -41,7 +41,8 @@ class FakeLibrary:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         info = DeviceInfo(0, "pretended", 90, 132, 1 << 36)
-        monkeypatch.setattr("lt_runtime.planning.matmul.device_info", lambda _: info)
+        for module in ("matmul", "priors"):
+            monkeypatch.setattr(f"lt_runtime.planning.{module}.device_info", lambda _: info)
         monkeypatch.setattr("lt_runtime.planning.matmul.workspace_size", lambda _: WORKSPACE)
         self.offered: dict[tuple[int, int], list[int]] = {}
         self.asked: list[tuple[int, int]] = []

@@ -25,12 +25,12 @@ def algorithm() -> bytes:
 def product(**changes: Any) -> ProductEntry:
     values: dict[str, Any] = {
         "algorithm": algorithm(),
-        "config": {"id": 66, "tile": 20, "splitk": 1},
+        "config": {"ID": 66, "TILE_ID": 20, "SPLITK_NUM": 1},
         "us": 52.5,
         "first_us": 60.0,
         "spread": 0.25,
         "candidates": 14,
-        "rejected": (RejectedAlgorithm(algorithm(), {"id": 21}, "slow: 3.1 times the best"),),
+        "rejected": (RejectedAlgorithm(algorithm(), {"ID": 21}, "slow: 3.1 times the best"),),
         "refused": ("dgelu_bgrad",),
         "when": DATE,
     }
@@ -39,10 +39,10 @@ def product(**changes: Any) -> ProductEntry:
 
 def layer(**changes: Any) -> LayerEntry:
     values: dict[str, Any] = {
-        "strategy": {"epilogue": "gelu_aux_bias", "own_pass": False, "saved": None},
+        "strategy": {"epilogue": "gelu_aux_bias", "saved": "preactivation"},
         "us": 110.0,
-        "alternatives": (Alternative({"epilogue": "none", "own_pass": True, "saved": None}, 121.0),),
-        "rejected": (RejectedStrategy({"epilogue": "relu"}, "not supported"),),
+        "alternatives": (Alternative({"epilogue": "none", "saved": "preactivation"}, 121.0),),
+        "rejected": (RejectedStrategy({"epilogue": "gelu_bias", "saved": "nothing"}, "not supported"),),
         "when": DATE,
     }
     return LayerEntry(**(values | changes))

@@ -15,6 +15,7 @@ from lt_runtime.problem import (
     Activation,
     BackwardProblem,
     Compute,
+    Derivative,
     DType,
     ForwardProblem,
     MatmulProblem,
@@ -219,6 +220,14 @@ _some = st.none() | _specs
 _slopes = st.floats(allow_nan=False, allow_infinity=False)
 _types, _computes = st.sampled_from(DType), st.sampled_from(Compute)
 _any_activation = st.builds(Activation, st.sampled_from(ACTIVATIONS), _slopes)
+_derivatives = st.builds(
+    Derivative,
+    activation=_any_activation,
+    saved=st.sampled_from(Saved),
+    saved_spec=_some,
+    db=st.none() | _counts,
+    dropout=st.booleans(),
+)
 
 problems = st.one_of(
     st.builds(
@@ -249,23 +258,21 @@ problems = st.one_of(
         preactivation=_some,
         dropout=st.booleans(),
         propagate_nan=st.booleans(),
+        backward=st.booleans(),
     ),
     st.builds(
         BackwardProblem,
         dtype=_types,
         compute=_computes,
-        activation=_any_activation,
         x=_specs,
         w=_specs,
         dy=_specs,
-        saved=st.sampled_from(Saved),
-        saved_spec=_some,
+        own=_derivatives,
         dx=_some,
         dw=_some,
-        db=st.booleans(),
         dz=_some,
-        dropout=st.booleans(),
         accumulate=st.booleans(),
+        through=st.none() | _derivatives,
     ),
 )
 """Problems as data, sensible or not."""

@@ -1,13 +1,14 @@
-"""The command line: `python -m lt_runtime cache|demo|doctor`."""
+"""The command line: `python -m lt_runtime cache|demo|doctor|warmup`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lt_runtime.errors import LtError
+from lt_runtime.problem import ACTIVATIONS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_cache(commands.add_parser("cache", help="look into the cache of measured plans, and carry it elsewhere"))
     _add_demo(commands.add_parser("demo", help="train a classifier of handwritten digits"))
     _add_doctor(commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it"))
+    _add_warmup(commands.add_parser("warmup", help="measure how layers run fastest, so that training need not"))
     return parser
 
 
@@ -67,8 +69,55 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_doctor)
 
 
+def _add_warmup(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Tunes layers and writes what is decided to the plan cache. A layer (M, N, K) stands alone, with all its "
+        "gradients; the layers of an MLP are tuned as a training step runs them, each backward pass through the "
+        "layer below."
+    )
+    add = parser.add_argument
+    add("--shapes", type=Path, metavar="FILE", help="layers and MLPs in JSON, or a layer M N K a line")
+    add("--mlp", type=_sizes, action="append", metavar="DIMS", help="such as 768,3072,768; with --rows")
+    add("--rows", type=_positive, metavar="M", help="the batch of --mlp")
+    add("--preset", action="append", metavar="NAME", help="known shapes, such as gpt2-124m")
+    add("--recorded", type=Path, metavar="FILE", help="what a script run with LT_RUNTIME_RECORD=FILE met")
+    types, activations = ("float32", "float16", "bfloat16"), ", ".join(ACTIVATIONS)
+    add(
+        "--dtype", type=_names(*types), action="extend", metavar="TYPES", help=f"of {', '.join(types)} (default: first)"
+    )
+    add("--compute", choices=("float32", "tf32"), default="float32", help="how FP32 is computed (default: float32)")
+    add("--activation", type=_names(*ACTIVATIONS), action="extend", metavar="NAMES", help=f"of {activations}")
+    add("--effort", choices=("default", "deep"), default="default", help="deep tries many more algorithms")
+    add("--device", type=int, metavar="N", help="ordinal of the GPU (default: the current one)")
+    add("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_warmup)
+
+
+def _names(*accepted: str) -> Callable[[str], list[str]]:
+    """Reads names with commas between them."""
+
+    def read(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in accepted:
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown; accepted are {', '.join(accepted)}")
+        return names
+
+    return read
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(_positive(each) for each in text.split(","))
+    if len(sizes) < 2:
+        raise argparse.ArgumentTypeError(f"{text} is one size; accepted are two or more: inputs, then outputs")
+    return sizes
+
+
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
@@ -91,3 +140,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from lt_runtime.cli import doctor
 
     return doctor.run(as_json=arguments.json)
+
+
+def _warmup(arguments: argparse.Namespace) -> int:
+    from lt_runtime.cli import warmup
+
+    return warmup.run(arguments)

@@ -17,10 +17,10 @@ from lt_runtime.cli.cache_files import CacheFile
 from lt_runtime.errors import ArgumentError
 from lt_runtime.planning.document import Document, Section, UnusableError
 from lt_runtime.planning.files import replace_file
-from lt_runtime.planning.keys import Problem, parse_key
+from lt_runtime.planning.keys import parse_key
+from lt_runtime.planning.names import describe
 from lt_runtime.planning.records import Json, to_json
 from lt_runtime.planning.store import PlanStore, plans_directory
-from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,20 +98,6 @@ def _short_name(key: str) -> str:
         return describe(parse_key(key))
     except ValueError:
         return "of unknown form"
-
-
-def describe(problem: Problem) -> str:
-    """A problem in a few words, M×N×K among them, such as "matmul 8192x3072x768 bfloat16 gelu_aux_bias"."""
-    match problem:
-        case MatmulProblem(m=m, n=n, k=k, epilogue=epilogue, batch=batch):
-            times = f" batch {batch}" if batch > 1 else ""
-            return f"matmul {m}x{n}x{k}{times} {problem.dtype.value} {epilogue.value}"
-        case ForwardProblem(x=x, y=out):
-            direction = "forward"
-        case BackwardProblem(x=x, dy=out):
-            direction = "backward"
-    rows, cols = out.layout.shape
-    return f"{direction} {rows}x{cols}x{x.layout.cols} {problem.dtype.value} {problem.activation.name}"
 
 
 def _verify(_: argparse.Namespace) -> Json:

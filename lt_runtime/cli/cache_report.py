@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from lt_runtime.planning.names import algorithm_in_words, strategy_in_words
 from lt_runtime.planning.records import Json
 
 
@@ -61,13 +61,14 @@ def _entry_facts(entry: Json) -> Iterator[tuple[str, str]]:
     yield from _product_facts(entry) if "algorithm" in entry else _layer_facts(entry)
     yield "measured", f"{entry['when']}, effort {entry['effort']}"
     for each in entry["rejected"]:
-        yield "rejected", f"{each['reason']} ({_named(each.get('config') or each.get('strategy') or {})})"
+        what = strategy_in_words(each["strategy"]) if "strategy" in each else algorithm_in_words(each["config"])
+        yield "rejected", f"{each['reason']} ({what})"
     if entry["barred"] is not None:
         yield "barred", entry["barred"]
 
 
 def _product_facts(entry: Json) -> Iterator[tuple[str, str]]:
-    yield "algorithm", _named(entry["config"])
+    yield "algorithm", algorithm_in_words(entry["config"])
     gain = f"{entry['first_us'] / entry['us']:.2f} times as fast as the heuristic's first" if entry["us"] else ""
     yield "time", f"{entry['us']:.2f} µs, spread {entry['spread']:.2f} µs; best of {entry['candidates']}, {gain}"
     if entry["refused"]:
@@ -75,14 +76,10 @@ def _product_facts(entry: Json) -> Iterator[tuple[str, str]]:
 
 
 def _layer_facts(entry: Json) -> Iterator[tuple[str, str]]:
-    yield "strategy", _named(entry["strategy"])
+    yield "strategy", strategy_in_words(entry["strategy"])
     yield "time", f"{entry['us']:.2f} µs"
     for other in entry["alternatives"]:
-        yield "slower", f"{other['us']:.2f} µs ({_named(other['strategy'])})"
-
-
-def _named(values: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())
+        yield "slower", f"{other['us']:.2f} µs ({strategy_in_words(other['strategy'])})"
 
 
 def show_verdict(data: Json, console: Console) -> None:

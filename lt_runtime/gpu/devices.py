@@ -86,6 +86,22 @@ def cache_size(ordinal: int) -> int:
 
 
 @functools.cache
+def highest_clocks(ordinal: int) -> tuple[int, int, int]:
+    """A GPU's highest clock and that of its memory, in kHz, and the width of the bus between them in bits."""
+    _initialise()
+    device = call("cuDeviceGet", ordinal)
+    clock, memory, bus = (
+        call("cuDeviceGetAttribute", attribute, device)
+        for attribute in (
+            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_CLOCK_RATE,
+            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
+            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
+        )
+    )
+    return int(clock), int(memory), int(bus)
+
+
+@functools.cache
 def _primary_context(ordinal: int) -> driver.CUcontext:
     # Retained for the life of the process: it is the context that every other library uses as well.
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))

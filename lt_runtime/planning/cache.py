@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.streams import is_capturing
 from lt_runtime.planning.backward import BackwardPlan
 from lt_runtime.planning.decisions import decide_backward, decide_forward
+from lt_runtime.planning.first_use import is_asked_for, tune_at_first_use
 from lt_runtime.planning.forward import ForwardPlan
+from lt_runtime.planning.keys import Problem
 from lt_runtime.planning.product import ProductPlan
-from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
+from lt_runtime.planning.recording import record
+from lt_runtime.problem import BackwardProblem, Derivative, ForwardProblem, MatmulProblem, Saved
 
 _Problem = TypeVar("_Problem", ForwardProblem, BackwardProblem, MatmulProblem)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan, ProductPlan)
@@ -43,6 +47,31 @@ def product_plan(problem: MatmulProblem, device: int, stream: int) -> ProductPla
     return _look_up(_products, ProductPlan, problem, device, stream)
 
 
+def forget(problems: Iterable[Problem], device: int) -> None:
+    """Lets go of the plans for problems, because something better is known: their next use plans anew.
+
+    Of a backward problem also those that differ in what forward has saved, which was decided with it.
+    """
+    wanted = {_whatever_is_saved(problem) for problem in problems}
+    tables: tuple[dict[Any, Any], ...] = (_forward, _backward, _products)
+    with _lock:
+        for plans in tables:
+            for problem, of in list(plans):
+                if of == device and _whatever_is_saved(problem) in wanted:
+                    del plans[problem, of]
+
+
+def _whatever_is_saved(problem: Problem) -> Problem:
+    if not isinstance(problem, BackwardProblem):
+        return problem
+    through = problem.through and _saving_nothing(problem.through)
+    return replace(problem, own=_saving_nothing(problem.own), through=through)
+
+
+def _saving_nothing(derivative: Derivative) -> Derivative:
+    return replace(derivative, saved=Saved.NOTHING, saved_spec=None)
+
+
 def _look_up(
     plans: dict[tuple[_Problem, int], _Plan],
     make: Callable[[_Problem, int], _Plan],
@@ -51,13 +80,23 @@ def _look_up(
     stream: int,
 ) -> _Plan:
     plan = plans.get((problem, device))
-    if plan is not None:
+    if plan is not None and not is_asked_for():
         return plan
-    if is_capturing(stream):
+    if not is_capturing(stream):
+        record(problem)
+        tune_at_first_use(problem, device)
+        return _planned(plans, make, problem, device)
+    if plan is None:
         raise CaptureError(
             f"no plan yet for {problem}, and stream {stream:#x} is being captured; "
-            "run the operation once with these shapes, types and layouts before the capture"
+            "run the operation once with these shapes, types and layouts before the capture, or tune it with lt.tune"
         )
+    return plan
+
+
+def _planned(
+    plans: dict[tuple[_Problem, int], _Plan], make: Callable[[_Problem, int], _Plan], problem: _Problem, device: int
+) -> _Plan:
     with _lock:
         if (problem, device) not in plans:
             plans[problem, device] = make(problem, device)

@@ -153,7 +153,7 @@ class Document:
             UnusableError: "damaged" or "schema-K".
         """
         try:
-            data = json.loads(content)
+            data = json.loads(content, object_pairs_hook=_named_once)
             _check_schema(data)
             products, layers = _sections(data)
             return cls(from_json(Fingerprint, data["fingerprint"]), products, layers)
@@ -211,6 +211,14 @@ def _render_value(value: object) -> str:
     if not isinstance(value, list) or not value:
         return _dump(value)
     return "[\n" + ",\n".join(f"   {_dump(each)}" for each in value) + "\n  ]"
+
+
+def _named_once(pairs: list[tuple[str, object]]) -> Json:
+    """An object of a file. Of two entries with one key, one has been another's."""
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError("it has a name twice in one place")
+    return named
 
 
 def _check_schema(data: object) -> None:

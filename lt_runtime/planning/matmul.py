@@ -45,7 +45,6 @@ class MatmulPlan:
         rank: which of the candidates to use; None for the first that is lean, see `is_lean`.
         algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
             The heuristic is then not asked.
-        kernels_alone: of the candidates with an epilogue, only those that put kernels and nothing else on the stream.
 
     Attributes:
         candidates: the algorithms that the heuristic offers and that are not known to be wrong, best first.
@@ -62,10 +61,8 @@ class MatmulPlan:
         rank: int | None = None,
         *,
         algorithm: bytes | None = None,
-        kernels_alone: bool = False,
     ) -> None:
         self.problem = problem
-        self._accepted = {"KERNEL"} if kernels_alone else {"KERNEL", "MEMSET"}
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
         self._device = device
         self._swapped = problem.d.layout.order is Order.ROW
@@ -104,11 +101,11 @@ class MatmulPlan:
         """Whether a launch succeeds and is at most two kernels, one if the problem says so, and else only memsets.
 
         Large products have a memset before the kernel, for the counter that its blocks draw tiles from: on Hopper the
-        fastest algorithms do. What it costs, a measurement sees. `kernels_alone` rules it out.
+        fastest algorithms do. What it costs, a measurement sees.
         """
         nodes = self.nodes(algorithm)
         most = 1 if self.problem.one_kernel else _MAX_KERNELS
-        return 0 < nodes.count("KERNEL") <= most and self._accepted.issuperset(nodes)
+        return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
 
     def nodes(self, algorithm: cublaslt.Algorithm) -> list[str]:
         """What a launch puts on the stream, such as "KERNEL"; nothing where the library refuses it.

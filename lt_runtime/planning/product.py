@@ -8,6 +8,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Order
+from lt_runtime.planning.algorithms import Choose, known_algorithm
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.matmul_pass import MatmulPass, c_lies_across
@@ -43,48 +44,55 @@ def _is_read_plainly(problem: MatmulProblem) -> bool:
     return problem.b.layout.order is Order.ROW
 
 
+def plain_product(problem: MatmulProblem) -> MatmulProblem:
+    """What is left to the library of a problem whose epilogue, or C, is left to our own pass."""
+    across = c_lies_across(problem)
+    c, has_pass = None if across else problem.c, across or problem.epilogue is not Epilogue.NONE
+    return replace(problem, epilogue=Epilogue.NONE, c=c, aux=None, vector=256, one_kernel=has_pass)
+
+
 class ProductPlan:
     """One product with its epilogue on one device, ready to launch in at most two kernels.
 
-    Kernels alone where there is a way, which a memset before a large product is not.
+    Kernels alone where there is a way; a large product has a memset before its kernel, whoever does its epilogue.
+
+    Args:
+        choose: makes the plan of the library's part.
+
+    Attributes:
+        product: the plan of the library's part, with the epilogue or without.
 
     Raises:
         PlanError: the library has no algorithm even for the plain product.
     """
 
-    def __init__(self, problem: MatmulProblem, device: int) -> None:
+    def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
-        self._product = self._fused(kernels_alone=True) or self._split()
-        if self._pass is not None and self._product.adds_memsets:
-            self._product = self._fused(kernels_alone=False) or self._product
-            self._pass = self._pass if self._product.problem != problem else None
+        needs_pass = problem.epilogue is not Epilogue.NONE or c_lies_across(problem)
+        fused = self._fused(choose) if needs_pass else choose(problem, device)
+        if fused is not None and not (needs_pass and fused.adds_memsets):
+            self.product = fused
+            return
+        plain = choose(plain_product(problem), device)
+        self.product = plain if fused is None or not plain.adds_memsets else fused
+        if self.product is plain:
+            self._pass = MatmulPass(problem, device)
 
-    def _fused(self, *, kernels_alone: bool) -> MatmulPlan | None:
+    def _fused(self, choose: Choose) -> MatmulPlan | None:
         problem = self.problem
         if not library_may_fuse(problem) or 0 in (problem.k, problem.d.layout.size):
             return None
         try:
-            return MatmulPlan(problem, self.device, kernels_alone=kernels_alone)
+            return choose(problem, self.device)
         except PlanError:
-            if problem.epilogue is Epilogue.NONE:
-                raise
             return None
-
-    def _split(self) -> MatmulPlan:
-        problem, across = self.problem, c_lies_across(self.problem)
-        has_pass = problem.epilogue is not Epilogue.NONE or across
-        if has_pass:
-            self._pass = MatmulPass(problem, self.device)
-        c = None if across else problem.c
-        plain = replace(problem, epilogue=Epilogue.NONE, c=c, aux=None, vector=256, one_kernel=has_pass)
-        return MatmulPlan(plain, self.device)
 
     def run(self, call: ProductCall) -> None:
         """Puts the product on the call's stream."""
         memory = stream_memory(self.device, call.stream)
         if self._pass is None:
-            self._product.run(call, memory)
+            self.product.run(call, memory)
             return
-        self._product.run(replace(call, vector=0, aux=0), memory)
+        self.product.run(replace(call, vector=0, aux=0), memory)
         self._pass.run(call)

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final, cast
 
-import numpy as np
-
-from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.cublaslt import Algorithm
 from lt_runtime.errors import ArgumentError, PlanError
-from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import StreamMemory, stream_memory, workspace_size
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.candidates import configuration, deep_candidates, heuristic_candidates
+from lt_runtime.planning.entries import Effort, ProductEntry, RejectedAlgorithm
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.product import library_may_fuse
-from lt_runtime.planning.timing import Launch, Timing, buffer_sets, fastest, take_times, timing_session
+from lt_runtime.planning.timing import Launch, Timing, buffer_sets, fastest, take_times
 from lt_runtime.planning.trial import NORMAL, Trial
 from lt_runtime.planning.verification import verify
+from lt_runtime.planning.workbench import Bench, workbench
 from lt_runtime.problem import MatmulProblem
 
 BUDGET_S: Final = {"default": 2.0, "deep": 20.0}
 """Seconds after which nothing more is timed, by effort."""
 _FIRST: Final = "first"
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """An algorithm that is not to be used: its 64 bytes, its configuration by attribute's name, and why."""
-
-    algorithm: bytes
-    config: Mapping[str, int]
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +38,8 @@ class ProductVerdict:
         us: microseconds that it takes, median of the rounds. spread: their interquartile range.
         first_us: what the heuristic's first takes.
         candidates: how many were timed in full.
-        rejected: those that cannot be launched, are far behind, wrong, or not twice the same.
-        seconds: that it all took.
+        rejected: those that cannot be launched, are far behind, or would have won but are wrong or not twice the same.
+        effort: how hard it was searched. seconds: that it all took.
     """
 
     algorithm: bytes
@@ -60,8 +48,23 @@ class ProductVerdict:
     spread: float
     first_us: float
     candidates: int
-    rejected: tuple[Rejection, ...]
+    rejected: tuple[RejectedAlgorithm, ...]
+    effort: Effort
     seconds: float
+
+    @property
+    def entry(self) -> ProductEntry:
+        """What the plan cache remembers of it."""
+        return ProductEntry(
+            self.algorithm,
+            self.config,
+            self.us,
+            self.first_us,
+            self.spread,
+            self.candidates,
+            self.rejected,
+            effort=self.effort,
+        )
 
 
 def tune_product(problem: MatmulProblem, device: int, *, effort: str = "default") -> ProductVerdict | None:
@@ -84,16 +87,29 @@ def tune_product(problem: MatmulProblem, device: int, *, effort: str = "default"
     """
     if effort not in BUDGET_S:
         raise ArgumentError(f"effort is {effort!r}; accepted are {', '.join(map(repr, BUDGET_S))}")
-    if 0 in (problem.batch, problem.m, problem.n, problem.k):
+    if is_empty(problem):
         return None
     if not library_may_fuse(problem):
         raise PlanError(f"cuBLASLt is not to be asked for {problem}")
+    with workbench(device) as bench:
+        return tune_on(bench, problem, cast(Effort, effort), BUDGET_S[effort])
+
+
+def is_empty(problem: MatmulProblem) -> bool:
+    """Whether nothing is to be multiplied."""
+    return 0 in (problem.batch, problem.m, problem.n, problem.k)
+
+
+def tune_on(bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> ProductVerdict:
+    """`tune_product` of a problem that is not empty, at a workbench that is set up already.
+
+    Args:
+        budget_s: seconds after which nothing more is timed.
+    """
     started = time.monotonic()
-    with timing_session(device) as clock:
-        field = Field(problem, device, effort)
-        with _own_memory(device, clock) as xp:
-            timings = _compete(xp, field, clock, BUDGET_S[effort])
-    return _verdict(field, timings, time.monotonic() - started)
+    field = Field(problem, bench.device, effort)
+    timings = _compete(bench, field, started + budget_s)
+    return _verdict(field, timings, effort, time.monotonic() - started)
 
 
 class Field:
@@ -107,7 +123,7 @@ class Field:
     def __init__(self, problem: MatmulProblem, device: int, effort: str) -> None:
         self.problem, self.device = problem, device
         self.plans: dict[str, MatmulPlan] = {}
-        self.rejected: list[Rejection] = []
+        self.rejected: list[RejectedAlgorithm] = []
         own = MatmulPlan(problem, device)
         algorithms = heuristic_candidates(own, workspace_size(device))
         if effort == "deep":
@@ -131,46 +147,38 @@ class Field:
         self._note(self.plans.pop(name).algorithm, reason)
 
     def _note(self, algorithm: Algorithm, reason: str) -> None:
-        self.rejected.append(Rejection(algorithm.blob, configuration(algorithm), reason))
+        self.rejected.append(RejectedAlgorithm(algorithm.blob, configuration(algorithm), reason))
 
 
-@contextlib.contextmanager
-def _own_memory(device: int, clock: Clock) -> Iterator[Any]:
-    """CuPy on the clock's stream, with a pool that is emptied in the end."""
-    with cupy_stream(device, clock.stream) as xp:
-        pool = xp.cuda.MemoryPool()
-        with xp.cuda.using_allocator(pool.malloc):
-            try:
-                yield xp
-            finally:
-                clock.wait()
-        pool.free_all_blocks()
+def _compete(bench: Bench, field: Field, deadline: float) -> dict[str, Timing]:
+    """Times the candidates and verifies the winner; all that is slower than a right one need not be looked at.
 
-
-def _compete(xp: Any, field: Field, clock: Clock, budget_s: float) -> dict[str, Timing]:
-    """Times the candidates, verifies those that are not far behind, and rejects all others.
-
-    Where one is wrong the rest compete again: they may have been far behind that one alone.
+    The heuristic's first is what runs untuned, and is verified in any case. Where the winner is wrong the rest compete
+    again: they may have been far behind that one alone.
     """
-    memory = stream_memory(field.device, clock.stream)
-    first = Trial(xp, field.problem)
-    trials = [first, *(Trial(xp, field.problem) for _ in range(1, buffer_sets(first.size, field.device)))]
+    clock, memory = bench.clock, stream_memory(field.device, bench.clock.stream)
+    first = Trial(bench.xp, field.problem)
+    trials = [first, *(Trial(bench.xp, field.problem) for _ in range(1, buffer_sets(first.size, field.device)))]
     calls = [trial.call(clock.stream) for trial in trials]
     launches = {name: launcher(plan, calls, memory) for name, plan in field.plans.items()}
     timings: dict[str, Timing] = {}
     while field.plans:
         for seed, trial in enumerate(trials):
-            trial.fill(NORMAL, np.random.default_rng(seed))
-        contenders = {name: launches[name] for name in field.plans}
-        timings |= take_times(contenders, clock, len(trials), time.monotonic() + budget_s)
-        near = [name for name in contenders if name in timings and not timings[name].dropped]
-        faults = verify({name: partial(_run_afresh, launches[name], memory, clock.stream) for name in near}, first)
-        for name, reason in faults.items():
-            field.reject(name, reason)
-        if not faults:
+            trial.fill(NORMAL, seed)
+        timings |= take_times({name: launches[name] for name in field.plans}, clock, len(trials), deadline)
+        chosen = _fastest(field, timings)
+        judged = [name for name in dict.fromkeys((chosen, _FIRST)) if name in field.plans]
+        faults = verify({name: partial(_run_afresh, launches[name], memory, clock.stream) for name in judged}, first)
+        for name, fault in faults.items():
+            field.reject(name, fault)
+        if chosen not in faults:
             break
     _reject_slow(field, timings)
     return timings
+
+
+def _fastest(field: Field, timings: Mapping[str, Timing]) -> str:
+    return fastest({name: timing for name, timing in timings.items() if name in field.plans}, _FIRST)
 
 
 def _reject_slow(field: Field, timings: Mapping[str, Timing]) -> None:
@@ -192,11 +200,11 @@ def _run_afresh(launch: Launch, memory: StreamMemory, stream: int) -> None:
     launch(0, stream)
 
 
-def _verdict(field: Field, timings: Mapping[str, Timing], seconds: float) -> ProductVerdict:
+def _verdict(field: Field, timings: Mapping[str, Timing], effort: Effort, seconds: float) -> ProductVerdict:
     if not field.plans:
         reasons = "; ".join(f"{each.config}: {each.reason}" for each in field.rejected)
         raise PlanError(f"none of cuBLASLt's algorithms is of use for {field.problem}: {reasons}")
-    chosen = fastest({name: timings[name] for name in field.plans}, _FIRST)
+    chosen = _fastest(field, timings)
     algorithm, timing = field.plans[chosen].algorithm, timings[chosen]
     return ProductVerdict(
         algorithm=algorithm.blob,
@@ -206,5 +214,6 @@ def _verdict(field: Field, timings: Mapping[str, Timing], seconds: float) -> Pro
         first_us=timings.get(_FIRST, timing).median_us,
         candidates=sum(not each.dropped for each in timings.values()),
         rejected=tuple(field.rejected),
+        effort=effort,
         seconds=seconds,
     )

@@ -2,7 +2,8 @@
 
 A contender is a function of a number and a stream that puts its work on the stream, with the buffer set of that
 number. It is launched alone at first, and dropped when it is far behind. The others are captured, some launches to a
-graph, and the graphs replayed in turn, back and forth; what counts is the median of the rounds.
+graph, and the graphs replayed in turn, back and forth; what counts is the median of the rounds. Those that are out of
+reach after a few rounds keep the times that they have.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Launch = Callable[[int, int], object]
 
 _FEWEST_ROUNDS: Final = 3
 _FAR_BEHIND: Final = 3.0
+_OUT_OF_REACH: Final = 1.2
 _LOADING_US: Final = 5e5  # a first launch may load a kernel
 _REPLAY_US: Final = 400.0
 _MOST_LAUNCHES: Final = 50
@@ -74,7 +76,7 @@ def measure(
         contenders: by name; the first is the one to beat. They run on random data, not on zeros.
         device: ordinal of the GPU.
         sets: number of buffer sets, see `buffer_sets`; contenders get numbers below it.
-        rounds: how often each is replayed.
+        rounds: how often each is replayed, as long as it is within reach of the best.
         budget_s: seconds after which no further contender is tried and, once there have been three, no further round
             begun.
 
@@ -131,10 +133,17 @@ def _replay(
         for number in range(rounds):
             if number >= _FEWEST_ROUNDS and time.monotonic() > deadline:
                 break
-            names = list(graphs) if number % 2 == 0 else list(reversed(graphs))
+            names = _within_reach(times) if number >= _FEWEST_ROUNDS else list(graphs)
+            names = names if number % 2 == 0 else names[::-1]
             for name, us in zip(names, clock.replay([graphs[name] for name in names]), strict=True):
                 times[name].append(us / launches)
     return {name: _summary(values) for name, values in times.items()}
+
+
+def _within_reach(times: Mapping[str, list[float]]) -> list[str]:
+    """Those whose best round is not far from the best median."""
+    limit = _OUT_OF_REACH * min(statistics.median(values) for values in times.values())
+    return [name for name, values in times.items() if min(values) <= limit]
 
 
 def _repeat(launch: Launch, launches: int, sets: int, stream: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,7 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 _BOUNDARY: Final = 256
 _MARGIN: Final = 4096
 _PERIOD: Final = 65521  # a prime, so that no leading dimension brings the same elements round
+_STEP: Final = 7919  # values from one set of operands to the next, which has the same ones at other places
 _BITS: Final = 8
 
 
@@ -47,6 +49,10 @@ def _ones(_: np.random.Generator, size: int, __: DType) -> NDArray[Any]:
     return np.ones(size)
 
 
+def _between(generator: np.random.Generator, size: int, _: DType) -> NDArray[Any]:
+    return (2 * generator.integers(-128, 128, size) + 1) / 128
+
+
 def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[Any]:
     tiny = 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-130  # subnormal
     large = 16.0 if dtype is DType.FLOAT16 else 64.0  # no product leaves the type's range
@@ -57,8 +63,32 @@ def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[A
 
 NORMAL: Final = Data("normally distributed data", _normal, 0)
 LATTICE: Final = Data("multiples of 1/8", _lattice, 60000)
+BETWEEN: Final = Data("odd multiples of 1/128", _between, 0)
+"""No sum of products of `LATTICE` is one. BF16 has them exactly, and such sums of up to twice their size as well."""
 EDGES: Final = Data("zeros, tiny and large values", _edges, 0)
 ONES: Final = Data("ones", _ones, 2**24 - 2)
+
+
+def values_for(data: Data, dtype: DType, operand: int, seed: int, scale: float = 1.0) -> NDArray[Any]:
+    """Values for `Buffer.fill`, drawn once for each operand of a number; a seed only moves them on."""
+    return np.roll(_drawn(data, dtype, operand, scale), _STEP * seed)
+
+
+def mask_for(data: Data, operand: int, seed: int) -> NDArray[Any]:
+    """The same for a mask, whose bits are set where the data is ones, and random otherwise."""
+    return np.roll(_drawn_bytes(data is ONES, operand), _STEP * seed)
+
+
+@functools.lru_cache(maxsize=128)
+def _drawn(data: Data, dtype: DType, operand: int, scale: float) -> NDArray[Any]:
+    values = scale * data.draw(np.random.default_rng(operand), _PERIOD, dtype)
+    return values.astype(dtype.numpy).view(f"uint{_BITS * dtype.itemsize}")
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn_bytes(all_set: bool, operand: int) -> NDArray[Any]:
+    values = np.full(_PERIOD, 0xFF) if all_set else np.random.default_rng(operand).integers(0, 256, _PERIOD)
+    return values.astype(np.uint8)
 
 
 class Buffer:
@@ -86,9 +116,9 @@ class Buffer:
         self.address: int = start.ctypes.data if xp is np else start.data.ptr
 
     def fill(self, values: NDArray[Any]) -> None:
-        """Repeats values on the host, of the elements' size, from one end to the other, margin and gaps included."""
+        """Repeats unsigned values on the host, of the elements' size, from end to end, margin and gaps included."""
         flat, count = self.flat, min(values.size, self.flat.size)
-        flat[:count] = self._xp.asarray(values.view(f"uint{_BITS * self._itemsize}")[:count])
+        flat[:count] = self._xp.asarray(values[:count])
         while count < flat.size:
             step = min(count, flat.size - count)
             flat[count : count + step] = flat[:step]
@@ -130,7 +160,7 @@ class Trial:
             self._buffers["vector"] = Buffer(xp, Spec(packed(1, length), problem.vector), result, 1)
         self.has_mask = problem.aux is not None and epilogue.activation == "relu"
         if problem.aux is not None:
-            spec, itemsize = (_mask(problem.aux), 1) if self.has_mask else (problem.aux, result)
+            spec, itemsize = (mask_in_bytes(problem.aux), 1) if self.has_mask else (problem.aux, result)
             self._buffers["aux"] = Buffer(xp, spec, itemsize, problem.batch)
         self._scalar = xp.ones(1, "float64" if problem.compute is Compute.FLOAT64 else "float32")
         written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
@@ -141,17 +171,13 @@ class Trial:
         """Bytes of all that a launch reads or writes."""
         return sum(buffer.flat.nbytes for buffer in self._buffers.values())
 
-    def fill(self, data: Data, generator: np.random.Generator) -> None:
+    def fill(self, data: Data, seed: int) -> None:
         """Puts data into every operand that the product reads."""
-        for name, buffer in self._buffers.items():
+        for number, (name, buffer) in enumerate(self._buffers.items()):
             if name in self.outputs:
                 continue
-            if name == "aux" and self.has_mask:
-                bits = np.full(_PERIOD, 0xFF) if data is ONES else generator.integers(0, 256, _PERIOD)
-                buffer.fill(bits.astype(np.uint8))
-                continue
-            dtype = self._dtype(name)
-            buffer.fill(data.draw(generator, _PERIOD, dtype).astype(dtype.numpy))
+            is_mask = name == "aux" and self.has_mask
+            buffer.fill(mask_for(data, number, seed) if is_mask else values_for(data, self._dtype(name), number, seed))
 
     def poison(self) -> None:
         """Fills every output with NaN, so that what is not written shows."""
@@ -185,7 +211,7 @@ class Trial:
         bits = self._buffers[name].bits
         if name == "aux" and self.has_mask:
             return self._unpack(bits)[:, rows].astype("float64")
-        return _decode(bits[:, rows], self._dtype(name)).astype("float64")
+        return decode(bits[:, rows], self._dtype(name)).astype("float64")
 
     def _dtype(self, name: str) -> DType:
         return self.problem.dtype if name in ("a", "b") else self.problem.d_dtype
@@ -202,15 +228,15 @@ class Trial:
         return int(scalar.ctypes.data if self.xp is np else scalar.data.ptr)
 
 
-def _mask(aux: Spec) -> Spec:
-    """A mask in bytes, from one in bits."""
+def mask_in_bytes(aux: Spec) -> Spec:
+    """How a mask lies in bytes, from how it lies in bits."""
     layout = aux.layout
     lines, bits = layout.shape if layout.order is Order.ROW else (layout.cols, layout.rows)
     in_bytes = Layout(lines, -(-bits // _BITS), Order.ROW, layout.leading_dimension // _BITS)
     return Spec(in_bytes, aux.alignment, aux.batch_stride // _BITS)
 
 
-def _decode(bits: Any, dtype: DType) -> Any:
+def decode(bits: Any, dtype: DType) -> Any:
     """The floats that bits stand for; BF16 as FP32, for not every NumPy-like library knows it."""
     if dtype is DType.BFLOAT16:
         return (bits.astype("uint32") << 16).view("float32")

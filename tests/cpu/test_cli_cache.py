@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 
 from lt_runtime.cli import cache_files, main
-from lt_runtime.cli.cache import describe
 from lt_runtime.errors import MissingLibraryError
-from lt_runtime.layout import packed
 from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.planning.document import Document
 from lt_runtime.planning.fingerprint import Fingerprint
-from lt_runtime.planning.keys import parse_key
+from lt_runtime.planning.keys import SCHEMA
 from lt_runtime.planning.store import PlanStore
-from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Saved, Spec
 from tests.plan_entries import H200, LATER, layer, layer_key, product, product_key
 
 H100 = replace(H200, gpu="NVIDIA H100 [PCIe]", multiprocessors=114)
@@ -180,14 +177,14 @@ def test_show_for_people(plans: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run("show", "8192") == 0
     text = capsys.readouterr().out
     for line in (
-        "algorithm id=66 splitk=1 tile=20",
+        "algorithm id 66, tile 128x128, split-K 1",
         "time      52.50 µs, spread 0.25 µs; best of 14, 1.14 times as fast as the heuristic's first",
         "refused   dgelu_bgrad",
-        "rejected  slow: 3.1 times the best (id=21)",
+        "rejected  slow: 3.1 times the best (id 21)",
         "barred    known to be wrong",
-        "strategy  epilogue=gelu_aux_bias own_pass=False saved=None",
-        "slower    121.00 µs (epilogue=none own_pass=True saved=None)",
-        "rejected  not supported (epilogue=relu)",
+        "strategy  gelu_aux_bias, keeps preactivation",
+        "slower    121.00 µs (none, keeps preactivation)",
+        "rejected  not supported (gelu_bias)",
         "measured  2026-01-31T12:00:00Z, effort default",
         f"key       {PRODUCT}",
         f"key       {LAYER}",
@@ -241,9 +238,9 @@ def test_verify_finds_damage_and_changes_nothing(plans: Path, damage: str, capsy
 
 def test_a_file_of_another_version_is_not_damaged(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = fill(plans)
-    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 2'))
+    path.write_bytes(path.read_bytes().replace(f'"schema": {SCHEMA}'.encode(), b'"schema": 99'))
     (found,) = as_json(capsys, "verify")["files"]
-    assert (found["ok"], found["faults"]) == (True, ["is of version 2 of the format, not 1"])
+    assert (found["ok"], found["faults"]) == (True, [f"is of version 99 of the format, not {SCHEMA}"])
 
 
 def test_a_cache_carried_to_an_equal_machine(
@@ -353,7 +350,7 @@ def test_prune_removes_what_is_useless_and_only_when_told(plans: Path, capsys: p
     (plans / f"{H200.file_name}.1234.tmp").touch()
     useless = {
         fill(plans, replace(H200, cublaslt=130000)).name: "of cuBLASLt 13.0.0; 13.1.0 is installed",
-        "old.json": "is of version 0 of the format, not 1",
+        "old.json": f"is of version 0 of the format, not {SCHEMA}",
         f"{H200.file_name}.damaged-1": "set aside",
         f"{H200.file_name}.foreign-2": "set aside",
         f"{H200.file_name}.schema-0-1": "set aside",
@@ -396,14 +393,3 @@ def test_what_cannot_be_removed_is_told(
 
     monkeypatch.setattr(Path, "unlink", fail)
     assert "damaged-1 cannot be removed (Permission denied)" in refused(capsys, "prune", "--yes")
-
-
-def test_short_names() -> None:
-    assert describe(parse_key(PRODUCT)) == "matmul 8192x3072x768 bfloat16 none"
-    assert describe(parse_key(LAYER)) == "forward 8192x3072x768 bfloat16 gelu"
-    batched = parse_key(PRODUCT.replace("batch=1", "batch=12"))
-    assert describe(batched) == "matmul 8192x3072x768 batch 12 bfloat16 none"
-    x, w, dy = (Spec(packed(*shape)) for shape in ((8, 3), (5, 3), (8, 5)))
-    relu = Activation("relu")
-    backward = BackwardProblem(DType.FLOAT32, Compute.TF32, relu, x, w, dy, Saved.OUTPUT, dy, x, w, db=True)
-    assert describe(backward) == "backward 8x5x3 float32 relu"

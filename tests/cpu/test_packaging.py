@@ -34,7 +34,7 @@ def test_the_wheel_holds_the_package_with_the_kernels_inside_and_nothing_else(wh
     names = set(wheel.namelist())
     assert KERNELS
     assert {f"lt_runtime/cuda_src/{kernel}" for kernel in KERNELS} <= names
-    assert {"lt_runtime/__init__.py", "lt_runtime/py.typed"} <= names
+    assert {"lt_runtime/__init__.py", "lt_runtime/py.typed", "lt_runtime/presets.json"} <= names
     assert {name.split("/")[0] for name in names} == {"lt_runtime", f"lt_runtime-{PROJECT['version']}.dist-info"}
 
 

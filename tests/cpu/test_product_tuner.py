@@ -20,6 +20,7 @@ from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
 from lt_runtime.planning.timing import Launch
 from lt_runtime.planning.trial import Trial
+from lt_runtime.planning.workbench import Bench
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from tests.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 from tests.fake_clock import FakeClock
@@ -51,8 +52,7 @@ class FakeGpu(FakeLibrary):
         self.trials: list[Trial] = []
         self.clock = FakeClock()
         memory = SimpleNamespace(workspace=0x1000, workspace_size=WORKSPACE)
-        monkeypatch.setattr(product_tuner, "timing_session", self._session)
-        monkeypatch.setattr(product_tuner, "_own_memory", self._memory)
+        monkeypatch.setattr(product_tuner, "workbench", self._workbench)
         monkeypatch.setattr(product_tuner, "stream_memory", lambda device, stream: memory)
         monkeypatch.setattr(product_tuner, "workspace_size", lambda _: WORKSPACE)
         monkeypatch.setattr(product_tuner, "buffer_sets", lambda size, device: 2)
@@ -66,13 +66,9 @@ class FakeGpu(FakeLibrary):
         return self.trials[-1]
 
     @contextlib.contextmanager
-    def _session(self, _: int) -> Iterator[FakeClock]:
+    def _workbench(self, device: int) -> Iterator[Bench]:
         self.trials.clear()
-        yield self.clock
-
-    @contextlib.contextmanager
-    def _memory(self, *_: Any) -> Iterator[Any]:
-        yield np
+        yield Bench(device, self.clock, np)  # type: ignore[arg-type]
 
     def _is_lean(self, algorithm: Any) -> bool:
         nodes = self.nodes.get(algorithm.get(AlgoConfigAttribute.ID), ["KERNEL"])
@@ -148,6 +144,13 @@ def test_a_wrong_first_is_rejected_too(gpu: FakeGpu) -> None:
     gpu.us, gpu.faults = {2: 30.0, 3: 20.0}, {1: corrupt}
     verdict = tune()
     assert (verdict.config["ID"], verdict.us, verdict.first_us) == (4, 10.0, 10.0)
+    assert list(reasons(verdict)) == [1]
+
+
+def test_a_wrong_first_is_rejected_even_if_it_would_not_win(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {3: 5.0}, {1: corrupt, 2: corrupt}
+    verdict = tune()
+    assert (verdict.config["ID"], verdict.first_us) == (3, 10.0)
     assert list(reasons(verdict)) == [1]
 
 

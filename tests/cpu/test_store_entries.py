@@ -59,7 +59,7 @@ def test_values_that_a_product_does_not_accept(values: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"strategy": {"own_pass": 1.5}}, "own_pass of the strategy is 1.5"),
+        ({"strategy": {"saved": 1.5}}, "saved of the strategy is 1.5"),
         ({"strategy": ["none"]}, "accepted are values by name"),
         ({"us": "fast"}, "us is 'fast'"),
         ({"effort": None}, "effort is None"),
@@ -179,7 +179,7 @@ def test_a_file_is_read_back() -> None:
 
 def test_a_file_can_be_read_by_people() -> None:
     text = full_document().render().decode()
-    assert '  "candidates": 14,\n  "config": {"id": 66, "splitk": 1, "tile": 20},\n' in text
+    assert '  "candidates": 14,\n  "config": {"ID": 66, "SPLITK_NUM": 1, "TILE_ID": 20},\n' in text
     assert max(map(len, text.splitlines())) < 250
     assert text.isascii()
 

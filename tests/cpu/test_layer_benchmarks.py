@@ -1,0 +1,390 @@
+"""What of the layers' suite needs no GPU: blocks, what rows come to, resuming, and fitting the priors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from benchmarks import block_lt, derive_priors, layers, report, summary, tuning
+from benchmarks.block_lt import Arrays, Plans, Split, near, strategy_name
+from benchmarks.blocks import REPRESENTATIVE, Block, blocks, presets
+from benchmarks.fresh import fresh_plans
+from benchmarks.timing import Timing
+from benchmarks.trees import Sample, fit
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu import compiler
+from lt_runtime.paths import cache_directory
+from lt_runtime.planning import priors
+from lt_runtime.planning.store import plans_directory
+from lt_runtime.planning.strategies import BackwardStrategy, backward_strategies, forward_strategies, from_entry
+from lt_runtime.problem import Saved
+
+ROOT = Path(__file__).parents[2]
+BLOCK = Block("test", 64, 32, 16, "bf16", "gelu")
+
+
+def test_there_is_a_block_for_every_layer_type_and_activation() -> None:
+    listed = [(group, *layer) for group, members in presets()["layers"].items() for layer in members]
+    assert len(blocks()) == 4 * len(listed) == 124
+    assert len({block.name for block in blocks()}) == len(blocks())
+    assert set(REPRESENTATIVE) <= {block.layer for block in blocks()}
+    assert {block.layer for block in tuning.sample()} == set(tuning._LAYERS)
+
+
+def test_a_block_is_two_chained_layers_that_undo_each_other_s_shape() -> None:
+    stack = BLOCK.stack
+    assert (stack.rows, stack.dims, stack.input_gradient) == (64, (16, 32, 16), True)
+    through = stack.backward(1, (Saved.PREACTIVATION, Saved.NOTHING)).through
+    assert through is not None
+    assert through.activation.name == "gelu"
+    assert BLOCK.bytes == 2 * (4 * 64 * 16 + 3 * 64 * 32 + 4 * 16 * 32)
+    assert BLOCK.flops == 2 * 6 * 64 * 32 * 16
+
+
+@given(st.sampled_from(blocks()), st.integers(1, 16))
+def test_every_buffer_set_is_used_as_often(block: Block, sets: int) -> None:
+    count = block.repetitions(sets)
+    assert count % sets == 0
+    assert sets <= count < 48 + sets
+
+
+def row(case: str, kind: str = "bf16", loss: float = 1.0, **us: float) -> dict[str, Any]:
+    times = {"lt": 10.0, **us}
+    return {"case": case, "type": kind, "us": times, "spread": dict.fromkeys(times, 0.1)} | {
+        "chosen_vs_best": loss,
+        "tuning_s": 1.5,
+    }
+
+
+def found(rows: list[dict[str, Any]], start: str) -> summary.Finding:
+    (only,) = (each for each in summary.findings(rows) if each.what.startswith(start))
+    return only
+
+
+def test_geometric_means() -> None:
+    assert summary.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    rows = [
+        row("a", lt_fused_top1=20.0),
+        row("b", lt_fused_top1=9.7),
+        row("c"),
+        {"case": "d", "us": {}, "type": "bf16"},
+    ]
+    mean, worst = found(rows, "lt_fused_top1 / lt, geom"), found(rows, "lt_fused_top1 / lt, worst")
+    assert (mean.value, mean.met, mean.rows) == (pytest.approx(math.sqrt(2 * 0.97)), True, 2)
+    assert (worst.value, worst.met, worst.where) == (pytest.approx(0.97), False, "b")
+
+
+def test_torch_is_judged_by_type() -> None:
+    rows = [row("a", torch_graph=11.2), row("b", "tf32", torch_graph=11.2)]
+    assert found(rows, "torch_graph / lt, BF16, geom").met is False
+    assert found(rows, "torch_graph / lt, TF32, geom").met is True
+
+
+def test_priors_are_judged_by_what_they_reach_of_the_tuned() -> None:
+    assert found([row("a", lt_priors=11.0)], "lt / lt_priors").met is True
+    assert found([row("a", lt_priors=11.2)], "lt / lt_priors").met is False
+
+
+def test_losses_against_the_best_candidate() -> None:
+    rows = [row(str(number)) for number in range(18)] + [row("slow", loss=1.04), row("slower", loss=1.09)]
+    near_, all_ = found(rows, "share of rows within 3 %"), found(rows, "share of rows within 8 %")
+    assert (near_.value, near_.met) == (0.9, False)
+    assert (all_.value, all_.met) == (0.95, False)
+    timings = {"lt": Timing(10.0, 0.0), "a": Timing(8.0, 0.0), "torch_graph": Timing(1.0, 0.0)}
+    assert summary.no_loss(timings, ["a", "left out"]) == {"chosen_vs_best": 1.25, "candidates": {"a": 8.0}}
+
+
+def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+    assert {each.met for each in summary.findings([])} == {None}
+    assert found([row("a")], "torch_max_autotune").as_json()["value"] is None
+
+
+def test_tables() -> None:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(summary.rows_table([row("a", torch_graph=12.5), {"case": "b", "us": {}}]))
+        console.print(summary.table(summary.findings([row("a", lt_fused_top1=12.0)])))
+    lines = [line.split() for line in capture.get().splitlines()]
+    assert lines[1] == ["a", "10.0", "0.10", "1.250", "1.000", "1.50", "s"]
+    assert lines[2] == ["b", "no", "result"]
+    assert next(line for line in lines if "geometric" in line)[-5:] == ["1.200", "≥", "1.3", "1", "MISSED"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "max_autotune", "done"),
+    [
+        (None, False, False),
+        ({"us": {"lt": 1.0}}, False, True),
+        ({"us": {"lt": 1.0}}, True, False),
+        ({"us": {"lt": 1.0, "torch_max_autotune": 1.0}}, True, True),
+        ({"us": {"lt": 1.0}, "left_out": {"torch_max_autotune": "TimeoutError"}}, True, True),
+        ({"us": {}, "error": "DriverError"}, False, False),
+    ],
+)
+def test_a_row_is_resumed_until_it_holds_all(kept: Any, max_autotune: bool, done: bool) -> None:
+    assert layers.is_done(kept, max_autotune=max_autotune) is done
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    return layers.parser().parse_args(given)
+
+
+def test_the_command_line_chooses_blocks() -> None:
+    assert layers.chosen_blocks(arguments()) == blocks()
+    some = layers.chosen_blocks(arguments("--only", "gpt2-124M", "--dtype", "tf32", "--activation", "relu"))
+    assert [block.layer for block in some] == [tuple(each) for each in presets()["layers"]["gpt2-124m"]]
+    compiled = layers.chosen_blocks(arguments("--max-autotune"))
+    assert {block.layer for block in compiled} == set(REPRESENTATIVE)
+
+
+def test_a_run_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
+    file, (first, second) = tmp_path / "layers.json", (block.name for block in blocks()[:2])
+    assert layers.kept_rows(file) == {}
+    layers.save({second: row(second), first: row(first, lt_fused_top1=20.0)}, file)
+    assert list(layers.kept_rows(file)) == [first, second], "in the order of the suite"
+    written = json.loads(file.read_text())
+    assert {"what", "value", "target", "met", "rows"} <= set(written["summary"][0])
+    assert [each.name for each in tmp_path.iterdir()] == ["layers.json"]
+
+
+@pytest.mark.parametrize("module", [layers, tuning])
+def test_without_a_gpu_the_suites_say_so(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        module.main([])
+
+
+def test_reading_the_blocks_loads_no_gpu_library() -> None:
+    code = "import sys, benchmarks.layers, benchmarks.tuning; print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {"cupy", "torch"}.isdisjoint(done.stdout.split())
+
+
+def test_findings_of_tuning() -> None:
+    rows = [row("a", lt_deep=8.0) | {"tuned": [{"seconds": 1.0}, {"seconds": 4.0}], "deep_s": 9.0}]
+    made = {each.what: each for each in tuning.findings(rows, {"measurements": 1, "known": 2, "us": [500.0, 900.0]})}
+    assert made["seconds of tuning problems that are decided together, median"].met is False
+    assert made["seconds of tuning a block deeply, most"].value == 9.0
+    assert made["lt / lt_deep, geometric mean"].value == pytest.approx(1.25)
+    assert made["measurements of a second process"].met is False
+    assert made["problems in it without a measured plan"].met is True
+    assert made["milliseconds of building a plan in it, median"].as_json()["target"] == "≤ 1"
+
+
+ENTRIES = {
+    "forward": {"bias preactivation": 10.0, "gelu_aux_bias preactivation": 11.0},
+    "last forward": {"bias nothing": 5.0, "none nothing": 7.0},
+    "backward preactivation": {
+        "kernel kernel kernel after": 20.0,
+        "epilogue kernel kernel after": 21.0,
+        "kernel epilogue epilogue beside": 40.0,
+    },
+    "last backward": {"nobody nobody nobody beside": 9.0, "nobody nobody nobody after": 9.5},
+}
+
+
+def test_candidates_are_what_the_tuner_found_near() -> None:
+    stack = BLOCK.stack
+    *_, plain = forward_strategies(stack.forward(1))
+    bias = next(forward_strategies(stack.forward(1)))
+    by_name = {strategy_name(each): each for each in forward_strategies(stack.forward(0))}
+    backward = stack.backward(1, (Saved.PREACTIVATION, Saved.NOTHING))
+    through = {strategy_name(each): each for each in backward_strategies(backward)}
+    after, beside = backward_strategies(stack.backward(0, (Saved.PREACTIVATION, Saved.NOTHING)))
+    chosen = Split(by_name["bias preactivation"], bias, through["kernel kernel kernel after"], beside)
+    found = near(stack, ENTRIES, chosen, 1.25, 10)
+    assert [str(each) for each in found] == [
+        "bias preactivation | none nothing | kernel kernel kernel after | nobody nobody nobody beside",
+        "bias preactivation | bias nothing | kernel kernel kernel after | nobody nobody nobody after",
+        "gelu_aux_bias preactivation | bias nothing | kernel kernel kernel after | nobody nobody nobody beside",
+        "bias preactivation | bias nothing | epilogue kernel kernel after | nobody nobody nobody beside",
+        "gelu_aux_bias preactivation | bias nothing | epilogue kernel kernel after | nobody nobody nobody beside",
+    ]
+    assert near(stack, ENTRIES, chosen, 1.25, 2) == found[:2]
+    assert near(stack, {}, chosen, 1.25, 10) == [chosen._replace(second=plain), chosen._replace(last=after)]
+
+
+def samples(*times: tuple[int, float, float]) -> list[Sample]:
+    return [Sample({"rows": size, "inner": 7}, {"a": a, "b": b}) for size, a, b in times]
+
+
+def test_a_tree_without_need_of_a_limit_is_a_strategy() -> None:
+    made = fit(samples((1, 1.0, 2.0), (2, 1.0, 2.0), (4, 1.1, 1.0), (8, 1.0, 2.0)))
+    assert made.tree == "a"
+    assert made.loss == pytest.approx(math.log(1.1))
+
+
+def test_a_limit_is_found_where_the_winner_changes() -> None:
+    made = fit(samples((100, 1.0, 2.0), (200, 1.0, 2.0), (3000, 2.0, 1.0), (5000, 2.0, 1.0)))
+    assert made.tree == {"feature": "rows", "below": 256, "then": "a", "otherwise": "b"}
+    assert priors.decide({**made.tree, "then": {"x": "a"}, "otherwise": {"x": "b"}}, {"rows": 255}) == {"x": "a"}
+
+
+def test_what_was_refused_somewhere_is_avoided_there() -> None:
+    some = [Sample({"rows": 1}, {"a": 1.0}), Sample({"rows": 1}, {"a": 1.2, "b": 1.0})]
+    assert fit(some).tree == "a"
+
+
+def test_two_limits_where_one_is_not_enough() -> None:
+    sizes = [(10, 1.0, 3.0), (20, 1.0, 3.0), (100, 3.0, 1.0), (200, 3.0, 1.0), (1000, 1.0, 3.0), (2000, 1.0, 3.0)]
+    made = fit(samples(*sizes))
+    assert made.loss == pytest.approx(2 * 0.05), "every one is chosen right"
+    assert fit(samples(*sizes), depth=1).loss > 1.0
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=8))
+def test_a_tree_is_no_worse_than_the_best_single_strategy(times: list[tuple[int, float, float]]) -> None:
+    made = samples(*times)
+    alone = min(sum(sample.loss(name) for sample in made) for name in "ab")
+    assert fit(made).loss <= alone + 1e-9
+
+
+def measured(m: int, n: int, k: int, entries: dict[str, dict[str, float]]) -> dict[str, Any]:
+    return {"case": f"{m} {n} {k}", "layer": [m, n, k], "type": "bf16", "activation": "gelu", "entries": entries}
+
+
+def test_priors_are_derived_from_rows() -> None:
+    rows = [measured(256, 512, 784, ENTRIES), measured(8192, 3072, 768, ENTRIES), {"case": "failed", "us": {}}]
+    trees, quality = derive_priors.derive(rows)
+    assert trees == {
+        "forward": {
+            "bf16 gelu": {"epilogue": "bias", "saved": "preactivation"},
+            "bf16 none": {"epilogue": "bias", "saved": "nothing"},
+        },
+        "backward": {
+            "bf16 gelu preactivation": {"db": "kernel", "derivative": "kernel", "db_below": "kernel", "beside": False},
+            "bf16 none nothing": {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "beside": False},
+            "bf16 products": dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"beside": True},
+        },
+    }
+    assert quality["forward bf16 gelu"] == (2, pytest.approx(0.0))
+
+
+def test_forward_is_chosen_with_the_backward_that_follows() -> None:
+    relu = {
+        "forward": {"relu_bias output": 10.0, "relu_aux_bias mask": 12.0},
+        "backward output": {"kernel kernel kernel after": 30.0},
+        "backward mask": {"kernel kernel kernel after": 29.0, "kernel epilogue kernel beside": 20.0},
+    }
+    trees, _ = derive_priors.derive([measured(64, 64, 64, relu) | {"activation": "relu"}] * 2)
+    assert trees["forward"]["bf16 relu"] == {"epilogue": "relu_aux_bias", "saved": "mask"}
+    assert from_entry(BackwardStrategy, trees["backward"]["bf16 relu mask"]).derivative.value == "epilogue"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_row_s_sizes_are_those_that_the_priors_ask_for(layer: int) -> None:
+    stack, plain = BLOCK.stack, {"layer": [64, 32, 16], "type": "bf16"}
+    forward = priors.forward_features(stack.forward(layer))
+    assert derive_priors.features(plain, layer, backward=False) == forward
+    backward = priors.backward_features(stack.backward(layer, (Saved.PREACTIVATION, Saved.NOTHING)))
+    assert derive_priors.features(plain, layer, backward=True) == backward
+
+
+def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = {"gpu": "a GPU", "capability": 90, "driver": "580", "cublaslt": 130100}
+    rows = [measured(256, 512, 784, ENTRIES) | {"when": "2026-01-01T00:00:00Z"}]
+    file, out = tmp_path / "layers.json", tmp_path / "priors.json"
+    file.write_text(json.dumps({"machine": machine, "commit": "abc", "rows": rows}))
+    derive_priors.main([str(file), "--out", str(out)])
+    assert json.loads(out.read_text())["source"] == {
+        "gpu": "a GPU",
+        "driver": "580",
+        "cublaslt": 130100,
+        "commit": "abc",
+        "when": "2026-01-01T00:00:00Z",
+        "blocks": 1,
+    }
+    assert "backward bf16 gelu preactivation" in capsys.readouterr().out
+
+
+class Passes:
+    """Stands in for a block's four plans, and notes the addresses that it is given."""
+
+    def __init__(self, saved: Saved) -> None:
+        self.saved, self.calls = saved, list[Any]()
+
+    def run(self, *given: Any) -> None:
+        self.calls.append(given)
+
+
+@pytest.mark.parametrize("saved", [Saved.OUTPUT, Saved.MASK, Saved.PREACTIVATION])
+def test_a_block_s_passes_hand_on_what_they_make(saved: Saved) -> None:
+    at = Arrays(*Arrays._fields)
+    passes = Passes(saved)
+    Plans(passes, passes, passes, passes).run(at, 7)  # type: ignore[arg-type]
+    first, second, (through,), (last,) = passes.calls
+    assert first == ("x", "w1", "b1", "y1", "kept", None, 7)
+    assert second == ("y1", "w2", "b2", "y2", 0, None, 7)
+    below = "y1" if saved is Saved.OUTPUT else "kept"
+    assert (through.dy, through.x, through.w, through.saved_below) == ("dy", "y1", "w2", below)
+    assert (through.dx, through.dw, through.db, through.db_below) == ("dz1", "dw2", "db2", "db1")
+    assert (last.dy, last.x, last.w, last.dx, last.dw) == ("dz1", "x", "w1", "dx", "dw1")
+    assert through.stream == last.stream == 7
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Strategies that the library refuses in this test; plans are no more than their strategies."""
+    names: set[str] = set()
+
+    class Plan:
+        def __init__(self, problem: Any, device: int, strategy: Any, choose: Any) -> None:
+            if strategy_name(strategy) in names:
+                raise PlanError("no algorithm")
+            self.strategy, self.saved = strategy, getattr(strategy, "saved", Saved.NOTHING)
+
+    monkeypatch.setattr(block_lt, "ForwardPlan", Plan)
+    monkeypatch.setattr(block_lt, "BackwardPlan", Plan)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("activation", "fused"),
+    [
+        ("gelu", "gelu_aux_bias preactivation | bias nothing | epilogue epilogue epilogue after"),
+        ("relu", "relu_aux_bias mask | bias nothing | epilogue epilogue epilogue after"),
+    ],
+)
+def test_all_that_the_library_can_fuse(refused: set[str], activation: str, fused: str) -> None:
+    plans, complaints = block_lt.fused_first(replace(BLOCK, activation=activation).stack)
+    assert str(block_lt.split_of(plans)) == f"{fused} | nobody nobody nobody after"
+    assert complaints == []
+
+
+def test_what_the_library_refuses_is_fused_less_and_told(refused: set[str]) -> None:
+    refused |= {"epilogue epilogue epilogue after", "epilogue epilogue kernel after", "gelu_aux_bias preactivation"}
+    plans, complaints = block_lt.fused_first(BLOCK.stack)
+    found = str(block_lt.split_of(plans))
+    assert found.startswith("bias preactivation | bias nothing | kernel epilogue epilogue after")
+    assert sorted(complaints) == sorted(refused)
+
+
+def test_nothing_is_fused_where_all_is_split(refused: set[str]) -> None:
+    plans = block_lt.split_first(replace(BLOCK, activation="relu").stack)
+    expected = "none output | none nothing | kernel kernel kernel after | nobody nobody nobody after"
+    assert str(block_lt.split_of(plans)) == expected
+
+
+def test_a_fresh_plan_cache_shares_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_open_cache", lambda: None)
+    (tmp_path / "plans").mkdir()
+    with fresh_plans() as directory:
+        assert plans_directory() == directory / "plans"
+        assert not plans_directory().exists()
+        (cache_directory() / "kernels" / "a kernel").touch()
+    assert cache_directory() == tmp_path
+    assert (tmp_path / "kernels" / "a kernel").exists()
+    assert not directory.exists()

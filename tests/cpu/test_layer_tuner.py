@@ -1,0 +1,279 @@
+"""The tuner of layers from end to end, with plans, a clock and operands that need no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import ArgumentError
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning.entries import LayerEntry, ProductEntry
+from lt_runtime.planning.keys import problem_key
+from lt_runtime.planning.layer_tuner import BUDGETS
+from lt_runtime.planning.product import plain_product
+from lt_runtime.planning.stacks import Stack
+from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, from_entry
+from lt_runtime.planning.tuning import Tuned, tune_problems
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Saved, Spec
+from tests.layer_gpu import BY_HEURISTIC, TUNED, LayerGpu
+
+RELU = Stack(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)
+GELU = Stack(16, (8, 24, 8), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+
+FUSED, MASKED, SPLIT, PLAIN = (
+    "relu_bias, keeps output",
+    "relu_aux_bias, keeps mask",
+    "bias, keeps output",
+    "none, keeps output",
+)
+BY_KERNELS = "db by kernel, derivative by kernel, db below by kernel, from nothing and {}"
+BY_LIBRARY = "db by kernel, derivative by epilogue, db below by epilogue, from nothing and mask"
+BGRAD = "db by epilogue, derivative by kernel, db below by kernel, from nothing and {}"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LayerGpu:
+    return LayerGpu(monkeypatch, tmp_path)
+
+
+def pair(stack: Stack = RELU) -> tuple[ForwardProblem, BackwardProblem]:
+    return stack.forward(0), stack.backward(1)
+
+
+def tune(stack: Stack = RELU, **options: Any) -> Tuned:
+    (tuned,) = tune_problems(pair(stack), 0, **options)
+    return tuned
+
+
+def entry(gpu: LayerGpu, problem: Any) -> LayerEntry:
+    found = gpu.store.layer(problem_key(problem))
+    assert found is not None
+    return found
+
+
+def entry_of(gpu: LayerGpu, problem: MatmulProblem) -> ProductEntry:
+    found = gpu.store.product(problem_key(problem))
+    assert found is not None
+    return found
+
+
+def saved_by(gpu: LayerGpu, stack: Stack = RELU) -> Saved:
+    return from_entry(ForwardStrategy, entry(gpu, stack.forward(0)).strategy).saved
+
+
+def test_the_fastest_pair_wins_even_if_its_forward_is_slower(gpu: LayerGpu) -> None:
+    gpu.us, gpu.default_us = {FUSED: 10.0, MASKED: 13.0, SPLIT: 12.0, PLAIN: 12.5, BY_LIBRARY: 20.0}, 30.0
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (40.0, 33.0)
+    assert tuned.strategy == "relu_aux_bias, keeps mask | db by kernel, derivative by epilogue, db below by epilogue"
+    forward = entry(gpu, RELU.forward(0))
+    assert from_entry(ForwardStrategy, forward.strategy) == ForwardStrategy(Epilogue.RELU_AUX_BIAS, Saved.MASK)
+    assert forward.us == 13.0
+    assert [each.us for each in forward.alternatives] == [10.0, 12.0, 12.5]
+
+
+def test_backward_is_decided_for_everything_that_forward_may_keep(gpu: LayerGpu) -> None:
+    gpu.us = {BY_KERNELS.format("output"): 8.0, BY_LIBRARY: 9.0, BY_KERNELS.format("mask"): 9.5}
+    tune()
+    by_mask = RELU.backward(1, saved=[Saved.MASK, Saved.NOTHING])
+    assert saved_by(gpu) is Saved.OUTPUT
+    found = {problem: from_entry(BackwardStrategy, entry(gpu, problem).strategy) for problem in (pair()[1], by_mask)}
+    assert found[pair()[1]] == BackwardStrategy(MadeBy.KERNEL, MadeBy.KERNEL, MadeBy.KERNEL)
+    assert found[by_mask] == BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.EPILOGUE)
+    assert {*gpu.forgotten} == {*pair(), by_mask}
+
+
+def test_a_wrong_split_is_rejected_and_recorded(gpu: LayerGpu) -> None:
+    gpu.us = {BGRAD.format("output"): 5.0, BY_KERNELS.format("output"): 8.0}
+    gpu.wrong = {BGRAD.format("output")}
+    tuned = tune()
+    assert "db by kernel" in tuned.strategy
+    assert any("wrong: dx is off by 1" in each for each in tuned.rejected)
+    (rejected,) = entry(gpu, pair()[1]).rejected
+    assert rejected.reason.startswith("wrong: dx is off by 1")
+    assert rejected.strategy["db"] == "epilogue"
+    gpu.clock.launched.clear()
+    assert "db by kernel" in tune(effort="deep").strategy
+    assert BGRAD.format("output") not in [name for name, _ in gpu.clock.launched]
+
+
+def test_a_wrong_forward_is_rejected(gpu: LayerGpu) -> None:
+    gpu.us, gpu.wrong = {MASKED: 2.0}, {MASKED}
+    tuned = tune()
+    assert saved_by(gpu) is Saved.OUTPUT
+    assert [each.reason[:14] for each in entry(gpu, RELU.forward(0)).rejected] == ["wrong: y is of"]
+    assert tuned.after_us == 20.0
+
+
+def test_a_slow_split_is_left_behind(gpu: LayerGpu) -> None:
+    gpu.us = {BGRAD.format("output"): 25.0, SPLIT: 500.0}
+    tuned = tune()
+    assert f"{BGRAD.format('output')}: slow: 25.0 µs" in tuned.rejected
+    assert f"{SPLIT}: slow: 500.0 µs" in tuned.rejected
+    assert 25.0 in [each.us for each in entry(gpu, pair()[1]).alternatives]
+    tuned_products = [problem for problem, _ in gpu.tuned]
+    assert Epilogue.BIAS not in [problem.epilogue for problem in tuned_products]
+
+
+def test_a_challenger_within_the_noise_does_not_replace_the_priors_choice(gpu: LayerGpu) -> None:
+    gpu.us = {PLAIN: 9.95}
+    tune()
+    assert from_entry(ForwardStrategy, entry(gpu, RELU.forward(0)).strategy).epilogue is Epilogue.RELU_BIAS
+
+
+def test_tuned_algorithms_count(gpu: LayerGpu) -> None:
+    gpu.us = {FUSED: 10.0, SPLIT: 10.5}
+    gpu.tuned_us = {FUSED: 9.5, SPLIT: 7.0}
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (20.0, 17.0)
+    assert tuned.strategy.startswith("bias, keeps output")
+    assert all(gpu.store.product(problem_key(problem)) for problem, _ in gpu.tuned)
+
+
+def test_what_runs_untuned_stays_where_it_is_faster(gpu: LayerGpu) -> None:
+    gpu.tuned_us = dict.fromkeys((FUSED, MASKED, SPLIT, PLAIN), 11.0)
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (20.0, 20.0)
+    assert tuned.strategy.startswith("relu_bias")
+    assert not any(gpu.store.product(problem_key(problem)) for problem, _ in gpu.tuned)
+
+
+def test_the_heuristics_algorithms_win_where_they_are_faster_in_place(gpu: LayerGpu) -> None:
+    gpu.us, gpu.default_us = {FUSED: 20.0, SPLIT: 10.0, PLAIN: 20.0, MASKED: 20.0}, 15.0
+    gpu.tuned_us = {SPLIT: 12.0}
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (35.0, 25.0)
+    assert tuned.strategy.startswith("bias, keeps output")
+    algorithms = {problem.epilogue: entry_of(gpu, problem).algorithm for problem, _ in gpu.tuned}
+    assert algorithms[Epilogue.BIAS] == BY_HEURISTIC
+
+
+def test_what_runs_untuned_does_not_stay_where_its_algorithm_is_wrong(gpu: LayerGpu) -> None:
+    gpu.tuned_us = dict.fromkeys((FUSED, MASKED, SPLIT, PLAIN), 11.0)
+    gpu.wrong_first = {"relu_bias", "relu_aux_bias", "bias", "none"}
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (20.0, 21.0)
+    assert any("relu_bias by" in each and "wrong: d[0, 0, 0]" in each for each in tuned.rejected)
+    assert {entry_of(gpu, problem).algorithm for problem, _ in gpu.tuned} == {TUNED}
+
+
+def test_what_runs_untuned_does_not_stay_where_it_is_wrong(gpu: LayerGpu) -> None:
+    gpu.us, gpu.wrong = {FUSED: 5.0}, {FUSED}
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us) == (15.0, 20.0)
+    assert saved_by(gpu)
+    assert not tuned.strategy.startswith("relu_bias")
+
+
+def test_what_is_refused_is_remembered(gpu: LayerGpu) -> None:
+    gpu.refused = {"relu_aux_bias", "drelu_bgrad"}
+    tuned = tune()
+    assert saved_by(gpu) is Saved.OUTPUT
+    assert sum("refused: cuBLASLt offers 0" in each for each in tuned.rejected) == 1 + 2 * 2
+    gpu.asked.clear()
+    again = tune(effort="deep")
+    assert again.measured
+    assert "relu_aux_bias" not in [each.epilogue.value for each in gpu.asked]
+    assert len(entry(gpu, RELU.forward(0)).rejected) == 1
+
+
+def test_a_product_without_a_right_algorithm_takes_its_strategies_out(gpu: LayerGpu) -> None:
+    gpu.us, gpu.useless = {FUSED: 5.0}, {"relu_bias"}
+    assert "relu_bias" not in tune().strategy
+    assert "none of cuBLASLt's" in entry(gpu, RELU.forward(0)).rejected[0].reason
+
+
+def test_where_nothing_runs(gpu: LayerGpu) -> None:
+    gpu.refused = {epilogue.value for epilogue in Epilogue}
+    tuned = tune()
+    assert (tuned.before_us, tuned.after_us, tuned.strategy) == (0.0, 0.0, "none")
+    assert "refused: cuBLASLt offers 0" in tuned.rejected[0]
+
+
+def test_what_is_decided_is_not_measured_again(gpu: LayerGpu) -> None:
+    first = tune_problems(GELU.problems(), 0)
+    launches = len(gpu.clock.launched)
+    second = tune_problems(GELU.problems(), 0)
+    assert [each.problems for each in second] == [each.problems for each in first]
+    assert [each.strategy for each in second] == [each.strategy for each in first]
+    assert {each.measured for each in second} == {0}
+    assert len(gpu.clock.launched) == launches
+    assert tune_problems(pair(GELU), 0, effort="deep")[0].measured
+
+
+def test_a_product_of_two_links_is_tuned_once(gpu: LayerGpu) -> None:
+    tune_problems(GELU.problems(), 0)
+    problems = [problem for problem, _ in gpu.tuned]
+    assert len(problems) == len(set(problems))
+
+
+def test_an_interrupt_keeps_what_is_decided(gpu: LayerGpu) -> None:
+    told: list[tuple[int, int, str]] = []
+
+    def interrupt(done: int, total: int, description: str) -> None:
+        told.append((done, total, description))
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune_problems(GELU.problems(), 0, progress=interrupt)
+    assert [done for done, _, _ in told] == [0, 1, 2]
+    assert {total for _, total, _ in told} == {3}
+    decided = [problem for problem in GELU.problems() if gpu.store.layer(problem_key(problem))]
+    assert decided
+
+
+def test_stages_keep_to_their_budgets(gpu: LayerGpu) -> None:
+    gpu.us = {FUSED: 3e5, MASKED: 3e5, SPLIT: 3e5, PLAIN: 3e5}
+    tune(effort="default")
+    assert sum(seconds for _, seconds in gpu.tuned) <= BUDGETS["default"].products + 1e-9
+    assert saved_by(gpu)
+
+
+def test_problems_alone(gpu: LayerGpu) -> None:
+    forward, backward = GELU.forward(1), GELU.backward(0)
+    tuned = tune_problems([forward, backward], 0)
+    assert [each.problems for each in tuned] == [(forward,), (backward,)]
+    assert entry(gpu, forward).us == tuned[0].after_us == 10.0
+    assert entry(gpu, backward).us == 10.0
+
+
+def a_product(epilogue: Epilogue, order: Order = Order.ROW) -> MatmulProblem:
+    d = Layout(16, 24, order, 24 if order is Order.ROW else 16)
+    specs = Spec(packed(16, 40)), Spec(packed(40, 24)), Spec(d)
+    return MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs, epilogue)
+
+
+def test_a_product_by_itself(gpu: LayerGpu) -> None:
+    problem = a_product(Epilogue.RELU_BIAS)
+    (tuned,) = tune_problems([problem], 0)
+    assert (tuned.problems, tuned.before_us, tuned.after_us, tuned.measured) == ((problem,), 6.0, 5.0, 3)
+    assert tuned.strategy == "relu_bias by id 1"
+    assert gpu.forgotten == [problem]
+    (again,) = tune_problems([problem], 0)
+    assert (again.measured, len(gpu.tuned)) == (0, 1)
+
+
+def test_what_is_left_of_a_product_that_the_library_refuses(gpu: LayerGpu) -> None:
+    gpu.refused = {"relu_bias"}
+    for problem in (a_product(Epilogue.RELU_BIAS), a_product(Epilogue.BIAS, Order.COLUMN)):
+        (tuned,) = tune_problems([problem], 0)
+        assert tuned.strategy == "none by id 1"
+        assert gpu.store.product(problem_key(plain_product(problem)))
+    assert [problem.epilogue.value for problem, _ in gpu.tuned] == ["relu_bias", "none", "none"]
+
+
+def test_what_is_empty_is_left_out(gpu: LayerGpu) -> None:
+    specs = Spec(packed(16, 0)), Spec(packed(0, 24)), Spec(packed(16, 24))
+    product = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
+    forward = replace(RELU.forward(1), x=Spec(packed(0, 24)), y=Spec(packed(0, 8)))
+    assert tune_problems([product, forward], 0) == []
+
+
+def test_bad_effort(gpu: LayerGpu) -> None:
+    with pytest.raises(ArgumentError, match="effort is 'deepest'; accepted are 'default', 'deep'"):
+        tune_problems([], 0, effort="deepest")  # type: ignore[arg-type]

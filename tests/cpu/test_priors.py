@@ -1,0 +1,141 @@
+"""The order in which strategies are tried that nobody has measured: the table's first, and a fixed rule behind it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.planning import priors
+from lt_runtime.planning.stacks import Stack, derivative_of
+from lt_runtime.planning.strategies import (
+    BackwardStrategy,
+    ForwardStrategy,
+    MadeBy,
+    backward_strategies,
+    forward_strategies,
+    from_entry,
+)
+from lt_runtime.problem import Activation, Compute, DType, Saved
+
+EPILOGUE, KERNEL, NOBODY = MadeBy.EPILOGUE, MadeBy.KERNEL, MadeBy.NOBODY
+AUX = {"epilogue": "gelu_aux_bias", "saved": "preactivation"}
+BIAS = {"epilogue": "bias", "saved": "preactivation"}
+FUSED = {"db": "epilogue", "derivative": "epilogue", "db_below": "kernel", "beside": True}
+GELU = Stack(256, (64, 512, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True)
+PREACTIVATION = (Saved.PREACTIVATION, Saved.NOTHING)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    made: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
+    monkeypatch.setattr(priors, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=132, memory=0))
+    monkeypatch.setattr(priors, "_nearest", lambda _: made)
+    return made
+
+
+def first_forward(stack: Stack, **changes: Any) -> ForwardStrategy:
+    problem = replace(stack.forward(0), **changes)
+    ordered = list(priors.forward_priors(problem, 0))
+    assert sorted(map(str, ordered)) == sorted(map(str, forward_strategies(problem)))
+    return ordered[0]
+
+
+def first_backward(stack: Stack, index: int = 1, **changes: Any) -> BackwardStrategy:
+    problem = replace(stack.backward(index, PREACTIVATION), **changes)
+    ordered = list(priors.backward_priors(problem, 0))
+    assert sorted(map(str, ordered)) == sorted(map(str, backward_strategies(problem)))
+    return ordered[0]
+
+
+def test_without_a_table_our_kernels_do_what_is_kept_and_derived(table: dict[str, Any]) -> None:
+    assert first_forward(GELU) == ForwardStrategy(Epilogue.BIAS, Saved.PREACTIVATION)
+    assert first_forward(GELU, backward=False) == ForwardStrategy(Epilogue.GELU_BIAS, Saved.NOTHING)
+    assert first_backward(GELU) == BackwardStrategy(KERNEL, KERNEL, KERNEL)
+
+
+def test_the_table_comes_first_where_its_strategy_is_allowed(table: dict[str, Any]) -> None:
+    table["forward"]["bf16 gelu"] = AUX
+    assert first_forward(GELU).epilogue is Epilogue.GELU_AUX_BIAS
+    assert first_forward(GELU, bias=None).epilogue is Epilogue.GELU_AUX
+    assert first_forward(GELU, backward=False).epilogue is Epilogue.GELU_BIAS
+    assert first_forward(GELU, dropout=True).epilogue is Epilogue.BIAS
+    half = replace(GELU, dtype=DType.FLOAT16)
+    assert first_forward(half).epilogue is Epilogue.GELU_AUX_BIAS, "16-bit types move the same bytes"
+    exact = replace(GELU, dtype=DType.FLOAT32)
+    assert first_forward(exact).epilogue is Epilogue.BIAS, "nothing is known of FP32"
+
+
+@pytest.mark.parametrize(("feature", "size"), [("output_bytes", 256 * 512 * 2), ("inner", 64), ("rows", 256)])
+@pytest.mark.parametrize("more", [0, 1])
+def test_limits_are_on_the_problem_s_sizes(table: dict[str, Any], feature: str, size: int, more: int) -> None:
+    table["forward"]["bf16 gelu"] = {"feature": feature, "below": size + more, "then": AUX, "otherwise": BIAS}
+    assert first_forward(GELU).epilogue is (Epilogue.GELU_AUX_BIAS if more else Epilogue.BIAS)
+
+
+def test_backward_s_sizes_are_those_of_the_input_gradient() -> None:
+    expected = {"output_bytes": 256 * 512 * 2, "inner": 64, "rows": 256}
+    assert priors.backward_features(GELU.backward(1, PREACTIVATION)) == expected
+
+
+def test_backward_takes_of_the_table_what_the_problem_has(table: dict[str, Any]) -> None:
+    table["backward"]["bf16 gelu preactivation"] = FUSED
+    assert first_backward(GELU) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL, beside=True)
+    problem = GELU.backward(1, PREACTIVATION)
+    assert problem.through is not None
+    without = first_backward(GELU, through=replace(problem.through, db=None))
+    assert without == BackwardStrategy(EPILOGUE, EPILOGUE, NOBODY, beside=True)
+    assert not first_backward(GELU, dw=None).beside, "there is nothing to be beside"
+    kept = first_backward(GELU, accumulate=True)
+    assert kept == BackwardStrategy(KERNEL, EPILOGUE, KERNEL, beside=True), "the library cannot add to a bias gradient"
+
+
+def test_a_bias_gradient_is_our_kernel_s_where_it_reads_dy_in_any_case(table: dict[str, Any]) -> None:
+    table["backward"]["bf16 none nothing"] = {
+        "db": "epilogue",
+        "derivative": "nobody",
+        "db_below": "nobody",
+        "beside": False,
+    }
+    assert first_backward(GELU, through=None).db is EPILOGUE
+    own = derivative_of(GELU.forward(0), Saved.PREACTIVATION)
+    assert first_backward(GELU, 0, own=own, through=None).db is KERNEL
+
+
+def test_backward_that_is_products_alone_has_a_tree_of_its_own(table: dict[str, Any]) -> None:
+    table["backward"]["bf16 products"] = dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"beside": True}
+    assert first_backward(GELU, 0).beside
+    assert not first_backward(GELU, 1).beside
+
+
+def test_the_nearest_architecture_s_table_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for capability in (80, 90):
+        (tmp_path / f"priors_sm{capability}.json").write_text(json.dumps({"of": capability}))
+    monkeypatch.setattr(priors, "__file__", str(tmp_path / "priors.py"))
+    nearest = priors._nearest.__wrapped__
+    assert [nearest(capability)["of"] for capability in (75, 80, 89, 90, 120)] == [80, 80, 90, 90, 90]
+
+
+@pytest.mark.parametrize(
+    "file", sorted(Path(priors.__file__).parent.glob("priors_sm*.json")), ids=lambda file: file.name
+)
+def test_shipped_tables_are_of_known_strategies_and_say_where_they_come_from(file: Path) -> None:
+    shipped = json.loads(file.read_text())
+    assert shipped["source"]
+    for part, kind in (("forward", ForwardStrategy), ("backward", BackwardStrategy)):
+        for tree in shipped[part].values():
+            for leaf in leaves(tree):
+                from_entry(kind, leaf)
+
+
+def leaves(tree: Any) -> list[Any]:
+    if "feature" not in tree:
+        return [tree]
+    assert set(tree) == {"feature", "below", "then", "otherwise"}
+    assert tree["feature"] in priors.forward_features(GELU.forward(0))
+    return leaves(tree["then"]) + leaves(tree["otherwise"])

@@ -1,0 +1,125 @@
+"""Files of shapes: what is read from them, and where they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lt_runtime.cli.shapes import PRESETS, Mlp, Shapes, preset, read_shapes
+from lt_runtime.errors import ArgumentError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "shapes"
+
+
+def refused(file: Path, text: str) -> str:
+    file.write_text(text)
+    with pytest.raises(ArgumentError) as caught:
+        read_shapes(file)
+    message = str(caught.value)
+    assert message.startswith(str(file))
+    return message.removeprefix(str(file))
+
+
+def test_lines(file: Path) -> None:
+    file.write_text("# M N K\n8192 3072 768  # up\n\n\t8192 768\t3072\n")
+    assert read_shapes(file) == Shapes({"": [(8192, 3072, 768), (8192, 768, 3072)]}, {})
+
+
+def test_json(file: Path) -> None:
+    file.write_text(
+        '\n {"layers": {"a": [[1, 2, 3]], "b": []},\n "comment": null,\n'
+        '"mlps": {"a": {"rows": 8, "dims": [3, 4]}, "c": {"dims": [1, 2, 3], "rows": 5, "activation": "silu"}}}\n'
+    )
+    shapes = read_shapes(file)
+    assert shapes == Shapes({"a": [(1, 2, 3)], "b": []}, {"a": Mlp(8, (3, 4)), "c": Mlp(5, (1, 2, 3), "silu")})
+    assert shapes.names == ["a", "b", "c"]
+    assert shapes.named("a") == Shapes({"a": [(1, 2, 3)]}, {"a": Mlp(8, (3, 4))})
+    assert shapes.named("c") == Shapes({}, {"c": Mlp(5, (1, 2, 3), "silu")})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", " names no layer; accepted are lines M N K, or JSON"),
+        ("8 8 8\n8 8\n", ", line 2 has 2 fields; accepted are three: M N K"),
+        ("8 8 8 8", ", line 1 has 4 fields"),
+        ("# x\n8 eight 8", ", line 2: N is 'eight'; accepted are integers of at least 1"),
+        ("8 8 0", ", line 1: K is '0'; accepted"),
+        ("-8 8 8", ", line 1: M is '-8'; accepted"),
+        ("8 8.0 8", ", line 1: N is '8.0'"),
+        ("8 ² 8", ", line 1: N is '²'"),
+    ],
+)
+def test_bad_lines(file: Path, text: str, message: str) -> None:
+    assert refused(file, text).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"layers":\n {"a": [[1, 2, 3]}}', ", line 2: no JSON (Expecting ',' delimiter)"),
+        ("[[1, 2, 3]]", ", line 1: the file is [[1, 2, 3]]; accepted are objects"),
+        ("{}", ", line 1: the file names neither layers nor mlps"),
+        ('{"layers": {},\n"layer": {}}', ", line 2: layer is no known field; accepted are layers, mlps and comment"),
+        ('{"layers":\n\n[]}', ", line 3: layers is []; accepted are objects"),
+        ('{"layers": {"a":\n 3}}', ", line 2: layers.a is 3; accepted are lists"),
+        ('{"layers": {"a": [\n[1, 2, 3],\n[1, 2]]}}', ", line 3: layers.a[1] has 2 sizes; accepted are three: M, N, K"),
+        ('{"layers": {"a": [[1, 2,\n "3"]]}}', ", line 2: layers.a[0][2] is '3'; accepted are integers of at least 1"),
+        ('{"layers": {"a": [[1, 2, -3]]}}', ", line 1: layers.a[0][2] is -3; accepted"),
+        ('{"layers": {"a": [[1, 2, 3.0]]}}', ", line 1: layers.a[0][2] is 3.0; accepted"),
+        ('{"layers": {"a": [[1, 2, true]]}}', ", line 1: layers.a[0][2] is true; accepted"),
+        ('{"mlps": {"a":\n{"rows": 3}}}', ", line 2: mlps.a.dims is missing"),
+        ('{"mlps": {"a": {"dims": [3, 4]}}}', ", line 1: mlps.a.rows is missing"),
+        ('{"mlps": {"a": {"rows": 3, "dims": [3]}}}', ", line 1: mlps.a.dims has less than two sizes"),
+        ('{"mlps": {"a": {"rows": null, "dims": [3, 4]}}}', ", line 1: mlps.a.rows is null; accepted"),
+        ('{"mlps": {"a": {"rows": 3, "dims": [3, 4],\n"bias": 1}}}', ", line 2: mlps.a.bias is no known field"),
+        (
+            '{"mlps": {"a": {"rows": 3, "dims": [3, 4],\n"activation": "glu"}}}',
+            ", line 2: mlps.a.activation is 'glu'; accepted are none, relu",
+        ),
+        ('{"mlps": {"a": {"rows": 3, "dims": [3, 4], "activation": ["relu"]}}}', ", line 1: mlps.a.activation is ["),
+    ],
+)
+def test_bad_json(file: Path, text: str, message: str) -> None:
+    assert refused(file, text).startswith(message)
+
+
+def test_files_that_cannot_be_read(file: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"shapes cannot be read \(No such file or directory\)"):
+        read_shapes(file)
+    file.write_bytes(b"\xff\xfe8 8 8")
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        read_shapes(file)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(st.text(st.sampled_from('{}[]",:0189 truenlaysmp.-\n\\')))
+def test_no_text_does_anything_but_read_or_refuse(file: Path, text: str) -> None:
+    file.write_text(text)
+    try:
+        shapes = read_shapes(file)
+    except ArgumentError as error:
+        assert str(file) in str(error)  # noqa: PT017
+    else:
+        assert shapes.names
+
+
+def test_every_preset_is_sound() -> None:
+    known = read_shapes(PRESETS)
+    assert {"gpt2-124m", "mnist", "decode"} <= set(known.names)
+    for name in known.names:
+        assert preset(name).names == [name]
+    assert preset("gpt2-124m").layers["gpt2-124m"][0] == (8192, 3072, 768)
+    assert preset("dlrm-top").layers
+    assert preset("dlrm-top").mlps["dlrm-top"].dims == (479, 1024, 1024, 512, 256, 1)
+
+
+def test_an_unknown_preset_lists_the_known_ones() -> None:
+    with pytest.raises(ArgumentError, match=r"--preset is 'gpt-5'; accepted are bert-large, decode, .*, tiny"):
+        preset("gpt-5")

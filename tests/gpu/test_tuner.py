@@ -1,0 +1,342 @@
+"""The tuner of matrix products on a GPU: verdicts that are right, planted faults, nothing left behind."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import CaptureError, PlanError
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import ProductCall, product_tuner
+from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
+from lt_runtime.planning.timing import Launch, measure
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from tests.gpu.helpers import EPSILON, assert_close, to_host
+
+FP32, BF16, FP16 = DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16
+_MIB = 1 << 20
+
+
+def a_problem(
+    m: int,
+    n: int,
+    k: int,
+    dtype: DType = BF16,
+    epilogue: Epilogue = Epilogue.NONE,
+    compute: Compute = Compute.FLOAT32,
+    *,
+    w_transposed: bool = True,
+    **changes: Any,
+) -> MatmulProblem:
+    """x·wᵀ, as a layer has it, or a product of two row-major matrices."""
+    b = Layout(k, n, Order.COLUMN, k) if w_transposed else packed(k, n)
+    aux = None
+    if epilogue.has_aux_output or epilogue.is_derivative:
+        unit = 128 if epilogue.activation == "relu" else 8
+        aux = Spec(Layout(m, n, Order.ROW, -(-n // unit) * unit))
+    specs = Spec(packed(m, k)), Spec(b), Spec(packed(m, n))
+    return MatmulProblem(dtype, dtype, compute, *specs, epilogue, aux=aux, **changes)
+
+
+def tune(problem: MatmulProblem, **options: Any) -> ProductVerdict:
+    verdict = tune_product(problem, 0, **options)
+    assert verdict is not None
+    return verdict
+
+
+PROBLEMS = {
+    "fp32": a_problem(256, 512, 784, FP32),
+    "fp32 bias": a_problem(256, 512, 784, FP32, Epilogue.BIAS),
+    "tf32": a_problem(1024, 1024, 1024, FP32, compute=Compute.TF32),
+    "tf32 gelu aux": a_problem(256, 512, 784, FP32, Epilogue.GELU_AUX_BIAS, Compute.TF32),
+    "bf16": a_problem(2048, 2048, 2048),
+    "bf16 gelu bias": a_problem(1600, 1024, 256, BF16, Epilogue.GELU_BIAS),
+    "bf16 relu aux": a_problem(4096, 1024, 256, BF16, Epilogue.RELU_AUX_BIAS),
+    "bf16 gelu aux": a_problem(4096, 1024, 256, BF16, Epilogue.GELU_AUX_BIAS),
+    "bf16 dgelu": a_problem(4096, 1024, 256, BF16, Epilogue.DGELU, w_transposed=False),
+    "bf16 batch": MatmulProblem(
+        BF16,
+        FP32,
+        Compute.FLOAT32,
+        Spec(packed(128, 256), batch_stride=128 * 256),
+        Spec(packed(256, 192)),
+        Spec(packed(128, 192), batch_stride=128 * 192),
+        batch=6,
+    ),
+    "fp16 c": a_problem(512, 768, 768, FP16, c=Spec(packed(512, 768))),
+    "bf16 wgrad bgradb": MatmulProblem(
+        BF16,
+        BF16,
+        Compute.FLOAT32,
+        Spec(packed(4096, 512).transposed),
+        Spec(packed(4096, 256)),
+        Spec(packed(512, 256)),
+        Epilogue.BGRADB,
+    ),
+    "bf16 few rows": a_problem(16, 4096, 4096, BF16, Epilogue.BIAS),
+    "bf16 odd": a_problem(77, 104, 129, FP32, Epilogue.RELU_BIAS),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """CuPy compiles its kernels for the reference once, and the libraries take the memory that they keep."""
+    for name in ("fp32 bias", "bf16 gelu aux", "bf16 wgrad bgradb"):
+        tune_product(PROBLEMS[name], 0)
+
+
+def test_problems_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each verdict builds a plan; the tuner itself has compared every element of the winner's with the reference."""
+    seconds = []
+    for name, problem in PROBLEMS.items():
+        try:
+            verdict = tune(problem)
+        except PlanError as error:  # a fused epilogue that this library does not have for these types
+            assert problem.epilogue is not Epilogue.NONE
+            with capsys.disabled():
+                print(f"\n{name:18} refused: {str(error)[:160]}", end="")
+            continue
+        seconds.append(verdict.seconds)
+        with capsys.disabled():
+            print(
+                f"\n{name:18} {verdict.first_us:8.2f} -> {verdict.us:8.2f} ± {verdict.spread:.2f} µs of "
+                f"{verdict.candidates:2}, {len(verdict.rejected):2} rejected, {verdict.seconds:.3f} s",
+                end="",
+            )
+            for each in verdict.rejected:
+                print(f"\n    {each.reason}", end="")
+        plan = MatmulPlan(problem, 0, algorithm=verdict.algorithm)
+        assert plan.algorithm.blob == verdict.algorithm
+        assert plan.is_lean(plan.algorithm)
+        assert verdict.us <= verdict.first_us
+        assert not any(each.reason.startswith(("wrong", "two runs")) for each in verdict.rejected), verdict.rejected
+    assert len(seconds) >= 8
+    assert statistics.median(seconds) <= 2.0
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_tuned_plan_computes_the_product(dtype: DType) -> None:
+    m, n, k = 300, 136, 520
+    problem = a_problem(m, n, k, dtype, Epilogue.BIAS)
+    generator = np.random.default_rng(0)
+    x, w, bias = (generator.standard_normal(shape).astype(dtype.numpy) for shape in ((m, k), (n, k), (n,)))
+    gpu = [cp.asarray(each) for each in (x, w, bias)]
+    plan = MatmulPlan(problem, 0, algorithm=tune(problem).algorithm)
+    results = []
+    for _ in range(2):
+        d = cp.full((m, n), cp.nan, dtype.numpy)
+        plan.run(
+            ProductCall(gpu[0].data.ptr, gpu[1].data.ptr, d.data.ptr, 0, vector=gpu[2].data.ptr), stream_memory(0, 0)
+        )
+        results.append(to_host(d))
+    expected = x.astype(np.float64) @ w.astype(np.float64).T + bias.astype(np.float64)
+    assert_close("d", results[0], expected, 2 * EPSILON[dtype] * np.abs(expected) + 1e-4)
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_deep_is_no_slower_than_its_first(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = a_problem(256, 512, 784)
+    default, deep = tune(problem), tune(problem, effort="deep")
+    with capsys.disabled():
+        print(
+            f"\ndefault {default.us:.2f} of {default.candidates} in {default.seconds:.2f} s, deep {deep.us:.2f} of "
+            f"{deep.candidates} in {deep.seconds:.2f} s",
+            end="",
+        )
+        for each in deep.rejected:
+            print(f"\n    {each.reason}", end="")
+    assert deep.us <= deep.first_us
+    assert deep.candidates + len(deep.rejected) > default.candidates
+
+
+Planted = Callable[[Launch, Sequence[ProductCall]], Launch]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, planted: Planted, spared: int | None, only: int | None) -> list[bytes]:
+    """Replaces the launches of all candidates but one, or of one alone; all algorithms come into the list."""
+    launcher, blobs = product_tuner.launcher, []
+
+    def wrapped(plan: MatmulPlan, calls: Sequence[ProductCall], memory: Any) -> Launch:
+        launch, number = launcher(plan, calls, memory), len(blobs)
+        blobs.append(plan.algorithm.blob)
+        is_planted = number == only if spared is None else number != spared
+        return planted(launch, calls) if is_planted else launch
+
+    monkeypatch.setattr(product_tuner, "launcher", wrapped)
+    return blobs
+
+
+def corrupting(launch: Launch, calls: Sequence[ProductCall]) -> Launch:
+    def run(number: int, stream: int) -> None:
+        launch(number, stream)
+        call("cuMemsetD8Async", calls[number].d + 6, 0x41, 2, stream)  # one element of BF16
+
+    return run
+
+
+def idle(_: Launch, calls: Sequence[ProductCall]) -> Launch:
+    return lambda number, stream: call("cuMemsetD8Async", calls[number].d, 0, 2, stream)
+
+
+def fifty_times(launch: Launch, _: Sequence[ProductCall]) -> Launch:
+    def run(number: int, stream: int) -> None:
+        for _ in range(50):
+            launch(number, stream)
+
+    return run
+
+
+@pytest.mark.parametrize(("planted", "reason"), [(idle, "wrong: d[0, 0, "), (fifty_times, "far behind: ")])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_planted_fault_is_rejected(
+    number: int, planted: Planted, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = plant(monkeypatch, planted, spared=None, only=number)
+    verdict = tune(a_problem(1024, 1024, 1024))
+    assert len(blobs) > number, "the heuristic offers too few candidates for this test"
+    found = {each.algorithm: each.reason for each in verdict.rejected}
+    assert found[blobs[number]].startswith(reason)
+    assert verdict.algorithm != blobs[number]
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_where_all_but_one_are_wrong(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever would win is looked at, until a right one is the fastest."""
+    blobs = plant(monkeypatch, corrupting, spared=right, only=None)
+    verdict = tune(a_problem(1024, 1024, 1024))
+    assert verdict.algorithm == blobs[right]
+    for each in verdict.rejected:
+        assert each.reason.startswith(("wrong: d[0, 0, 3] is ", "far behind", "cannot be launched", "not measured"))
+
+
+def free_memory() -> int:
+    cp.cuda.Device().synchronize()
+    return int(cp.cuda.runtime.memGetInfo()[0])
+
+
+def test_nothing_is_left_behind() -> None:
+    before, pooled = free_memory(), cp.get_default_memory_pool().total_bytes()
+    for name in ("fp32 bias", "bf16 gelu aux", "bf16 wgrad bgradb"):
+        tune_product(PROBLEMS[name], 0)
+    assert cp.get_default_memory_pool().total_bytes() == pooled
+    assert before - free_memory() < 8 * _MIB
+
+
+def test_building_a_plan_of_a_known_algorithm_takes_less_than_a_millisecond(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problem = PROBLEMS["bf16 gelu bias"]
+    blob, times = tune(problem).algorithm, []
+    for _ in range(50):
+        start = time.perf_counter()
+        MatmulPlan(problem, 0, algorithm=blob)
+        times.append(time.perf_counter() - start)
+    with capsys.disabled():
+        print(f"\na plan of a known algorithm: {1e6 * statistics.median(times):.0f} µs", end="")
+    assert statistics.median(times) < 1e-3
+
+
+def test_a_capture_in_another_thread_stays_whole() -> None:
+    stream = cp.cuda.Stream(non_blocking=True)
+    x = cp.zeros(1000, cp.float32)
+    cp.cuda.Device().synchronize()
+    errors: list[BaseException] = []
+    tuned, captured = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        try:
+            tune(PROBLEMS["fp32 bias"])
+        except BaseException as error:
+            errors.append(error)
+        tuned.set()
+        captured.wait()  # the thread's end destroys CuPy's handles, which waits for the device
+
+    thread = threading.Thread(target=elsewhere)
+    with stream:
+        x += 1  # loads the kernel
+        stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)  # the strictest: no thread may allocate
+        x += 1
+        thread.start()
+        tuned.wait()
+        x += 1
+        graph = stream.end_capture()
+        captured.set()
+        graph.launch(stream)
+    thread.join()
+    stream.synchronize()
+    assert not errors, errors
+    assert (x == 3).all()
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_no_tuning_while_the_current_stream_is_captured(non_blocking: bool) -> None:
+    stream = cp.cuda.Stream(non_blocking=non_blocking)
+    x = cp.zeros(1000, cp.float32)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        x += 1
+        with pytest.raises(CaptureError, match="is being captured"):
+            tune_product(PROBLEMS["fp32"], 0)
+        graph = stream.end_capture()
+        graph.launch(stream)
+    stream.synchronize()
+    assert (x == 1).all()
+
+
+def test_a_blocking_stream_that_is_captured_is_noticed() -> None:
+    stream = cp.cuda.Stream()
+    x = cp.zeros(1000, cp.float32)
+    cp.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        x += 1
+    with pytest.raises(CaptureError, match="is being captured"):
+        tune_product(PROBLEMS["fp32"], 0)
+    with stream:
+        graph = stream.end_capture()
+        graph.launch(stream)
+    stream.synchronize()
+    assert (x == 1).all()
+
+
+def test_contenders_of_any_kind_are_measured() -> None:
+    buffers = [cp.empty(64 * _MIB, cp.uint8) for _ in range(2)]
+    cp.cuda.Device().synchronize()
+
+    def clearing(size: int) -> Launch:
+        return lambda number, stream: call("cuMemsetD8Async", buffers[number].data.ptr, 1, size, stream)
+
+    sizes = {"half": 32 * _MIB, "all": 64 * _MIB, "a little": _MIB}
+    timings = measure({name: clearing(size) for name, size in sizes.items()}, 0, sets=2)
+    assert list(timings) == list(sizes)
+    assert timings["half"].median_us < timings["all"].median_us
+    for name in ("half", "all"):
+        assert timings[name].dropped or timings[name].spread_us < 0.5 * timings[name].median_us
+
+
+def test_a_measurement_repeats_itself() -> None:
+    """The same contender twice: the difference is noise, and the first stays."""
+    problem = PROBLEMS["bf16"]
+    plan = MatmulPlan(problem, 0)
+    generator = np.random.default_rng(0)
+    x, w = (cp.asarray(generator.standard_normal((2048, 2048)).astype(BF16.numpy)) for _ in range(2))
+    d = cp.empty((2048, 2048), BF16.numpy)
+    cp.cuda.Device().synchronize()
+
+    def launch(_: int, stream: int) -> None:
+        plan.run(ProductCall(x.data.ptr, w.data.ptr, d.data.ptr, stream), stream_memory(0, stream))
+
+    timings = measure({"a": launch, "b": launch}, 0)
+    assert abs(timings["a"].median_us - timings["b"].median_us) < 0.05 * timings["a"].median_us
