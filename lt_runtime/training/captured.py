@@ -145,15 +145,24 @@ class GpuStep:
         return batches
 
     def _capture(self, batches: Batches, stream: int) -> Graph:
-        """The graph of a step. What it does is done once before, but for the update: that makes plans and memory."""
-        body, captured = self._body, private_stream(self._device, "training")
+        """The graph of a step. What it does is done twice before, but for the update.
+
+        The first time makes the plans, and measures them where that is asked for, with memory that is then given back;
+        the second, the memory that the graph keeps.
+        """
+        captured = private_stream(self._device, "training")
         order_after(captured, stream)
         try:
+            self._rehearse(batches, captured, cupy().cuda.MemoryPool())
+            self._rehearse(batches, captured, self._pool)
             with _memory_from(self._pool), _no_collection():
-                body.run(batches.parts, self._spare, captured, updates=False)
-                return Graph(lambda handle: body.run(batches.parts, self.tally, handle), captured)
+                return Graph(lambda handle: self._body.run(batches.parts, self.tally, handle), captured)
         finally:
             order_after(stream, captured)
+
+    def _rehearse(self, batches: Batches, stream: int, pool: Any) -> None:
+        with _memory_from(pool):
+            self._body.run(batches.parts, self._spare, stream, updates=False)
 
 
 @contextlib.contextmanager

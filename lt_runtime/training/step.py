@@ -32,9 +32,9 @@ class Metrics(NamedTuple):
 class TrainStep:
     """Trains a model by one batch a call.
 
-    On a GPU the whole step is one CUDA graph, captured at the first batch of each size: the step is done once before,
-    without the update, so that everything is planned, by what has been tuned until then; the graph is launched at every
-    call, the first too. The step's number, the learning rate, the loss scale and dropout's masks advance on the device.
+    On a GPU the whole step is one CUDA graph, captured at the first batch of each size, by what has been tuned until
+    then: the step is rehearsed without the update, so that everything is planned; the graph is launched at every call,
+    the first too. The step's number, the learning rate, the loss scale and dropout's masks advance on the device.
     Batches are copied into buffers that stay. No call waits for the GPU, and none allocates but the first of a size.
     With `graph=False` the same operations are launched one by one, with the same results, bit by bit, each of them a
     range. A model of NumPy arrays knows no graphs.
