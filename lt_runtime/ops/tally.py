@@ -18,6 +18,7 @@ from lt_runtime.problem import DType
 
 _ROWS: Final = THREADS // 32  # of a block: a warp has one at a time
 _MAX_BLOCKS: Final = 1024
+_STATE: Final = np.dtype(TallyState)
 
 
 class Totals(NamedTuple):
@@ -97,7 +98,7 @@ class GpuTally:
         self._device = device
         with activated(device):
             self.mean = CupyLibrary().empty((), np.dtype(np.float32), device, stream)
-            self._state = CupyLibrary().empty((1,), np.dtype(TallyState), device, stream)
+            self._state = CupyLibrary().empty((_STATE.itemsize,), np.dtype(np.uint8), device, stream)
             call("cuMemsetD32Async", self.mean.data.ptr, 0, 1, stream)
             self._clear(stream)
 
@@ -120,7 +121,7 @@ class GpuTally:
 
     def read(self, stream: Any) -> Totals:
         """See `Tally`."""
-        host = np.zeros(1, np.dtype(TallyState))
+        host = np.zeros(1, _STATE)
         with activated(self._device):
             handle = stream_handle(stream, self._device)
             call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, handle)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lt_runtime.arrays import Operand
-from lt_runtime.arrays.libraries import CupyLibrary
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.ops import _adamw_gpu
@@ -23,55 +19,13 @@ from lt_runtime.ops._adamw_gpu import GpuState
 from lt_runtime.ops._adamw_host import HostState
 from lt_runtime.ops._adamw_types import Options, Parameter
 from lt_runtime.problem import DType
+from tests.fake_device import HostLibrary, HostPlace, call
 from tests.host_kernels.arrays import numbers
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.optimizer import HYPER, OPTIONS
 from tests.host_kernels.variants import BF16, F16, F32
 
 SHAPES = [(3, 5), (300,), (0,), (2049,), ()]
-
-
-class DeviceArray(np.ndarray[Any, Any]):
-    """Says where it lies as CuPy's arrays do."""
-
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data)
-
-
-class HostPlace:
-    """Stands in for `Place`."""
-
-    device = stream = 0
-
-    @classmethod
-    def of(cls, name: str, array: Any, stream: Any) -> HostPlace:
-        return cls()
-
-    def read(self, name: str, array: Any) -> Operand:
-        strides = tuple(stride // array.itemsize for stride in array.strides)
-        address = array.ctypes.data
-        return Operand(name, address, array.shape, strides, array.dtype.name, array.itemsize, 0, CupyLibrary(), array)
-
-
-class HostLibrary:
-    """Stands in for `CupyLibrary`."""
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> DeviceArray:
-        return np.full(shape, np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0], dtype).view(DeviceArray)
-
-
-def call(name: str, *arguments: Any) -> None:
-    """Stands in for the driver."""
-    if name == "cuMemsetD8Async":
-        ctypes.memset(*arguments[:3])
-    elif name == "cuMemsetD32Async":
-        address, value, count, _ = arguments
-        (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
-    elif name == "cuMemcpyHtoDAsync":
-        ctypes.memmove(*arguments[:3])
-    else:
-        assert name == "cuStreamSynchronize"
 
 
 @pytest.fixture(scope="module", autouse=True)

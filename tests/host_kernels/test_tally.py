@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from lt_runtime.gpu.kernels import THREADS
 from lt_runtime.gpu.params import TallyParams, TallyState
-from lt_runtime.ops.tally import HostTally, Scores, Totals, _set_scores
+from lt_runtime.ops import tally
+from lt_runtime.ops.tally import GpuTally, HostTally, Scores, Totals, _set_scores
 from lt_runtime.problem import DType
+from tests.fake_device import HostLibrary, HostPlace, call
 from tests.host_kernels.arrays import FLAT, Guarded, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds
 from tests.host_kernels.harness import HostKernels
@@ -57,6 +60,26 @@ class _Reader:
     def read(self, name: str, array: Guarded) -> Any:
         layout = array.layout if name == "logits" else None
         return SimpleNamespace(name=name, address=array.address, layout=layout, dtype=array.array.dtype.name)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_gpus_tally_is_the_hosts(host: HostKernels, monkeypatch: pytest.MonkeyPatch, dtype: DType) -> None:
+    stand_ins = {"Place": HostPlace, "CupyLibrary": HostLibrary, "call": call, "get_kernel": host.get}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(tally, name, stand_in)
+    monkeypatch.setattr(tally, "activated", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tally, "stream_handle", lambda *_: 0)
+    generator = np.random.default_rng(1)
+    gpu, expected = GpuTally(0, 0), HostTally()
+    for reading in range(3):
+        for i in range(reading + 1):
+            logits = generator.integers(-3, 4, (50, 7)).astype(dtype.numpy)
+            scores = Scores(logits, logits.argmax(axis=1).astype(np.int32) // 2, -100 if i else None)
+            for each in (gpu, expected):
+                each.add(np.array(0.25 * i, np.float32), scores, 0.5, first=i % 2 == 0, stream=None)
+        assert float(gpu.mean) == float(expected.mean)
+        assert gpu.read(None) == expected.read(None)
+    assert gpu.read(None) == (0, 0.0, 0, 0)
 
 
 def labels_of(values: Any, dtype: Any) -> Guarded:

@@ -1,0 +1,77 @@
+"""Stand-ins for a GPU's memory: arrays on the host that say where they lie, and the driver's copies between them."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from lt_runtime.arrays import Operand
+from lt_runtime.arrays.libraries import CupyLibrary
+
+
+class DeviceArray(np.ndarray[Any, Any]):
+    """Says where it lies as CuPy's arrays do."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def operand_of(name: str, array: Any, stream: int = 0) -> Operand:
+    """What `lt_runtime.arrays.read` would make of an array."""
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    address = array.ctypes.data
+    return Operand(name, address, array.shape, strides, array.dtype.name, array.itemsize, 0, CupyLibrary(), array)
+
+
+class HostPlace:
+    """Stands in for `Place`."""
+
+    device = stream = 0
+
+    def __init__(self, device: int = 0, stream: int = 0) -> None:
+        pass
+
+    @classmethod
+    def of(cls, name: str, array: Any, stream: Any) -> HostPlace:
+        return cls()
+
+    def read(self, name: str, array: Any) -> Operand:
+        return operand_of(name, array)
+
+
+class HostLibrary:
+    """Stands in for `CupyLibrary`."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> DeviceArray:
+        filled: DeviceArray = np.full(shape, np.frombuffer(b"\xff" * dtype.itemsize, dtype)[0], dtype).view(DeviceArray)
+        return filled
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Stands in for the driver."""
+    if name == "cuMemsetD8Async":
+        ctypes.memset(*arguments[:3])
+    elif name == "cuMemsetD32Async":
+        address, value, count, _ = arguments
+        (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
+    elif name in ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"):
+        ctypes.memmove(*arguments[:3])
+    elif name == "cuMemcpy2DAsync":
+        _copy_matrix(arguments[0])
+    else:
+        assert name in ("cuStreamSynchronize", "cuStreamWaitEvent", "cuEventRecord", "cuEventSynchronize"), name
+
+
+def _copy_matrix(copy: Any) -> None:
+    for row in range(copy.Height):
+        target, source = (int(base) + row * pitch for base, pitch in _sides(copy))
+        ctypes.memmove(target, source, copy.WidthInBytes)
+
+
+def _sides(copy: Any) -> list[tuple[int, int]]:
+    assert copy.srcMemoryType == copy.dstMemoryType
+    return [(copy.dstDevice, copy.dstPitch), (copy.srcDevice, copy.srcPitch)]
