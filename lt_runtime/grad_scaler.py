@@ -13,10 +13,10 @@ LARGEST_SCALE: Final = (2.0 - 2.0**-23) * 2.0**127
 class GradScaler:
     """A loss scale that follows the gradients, as PyTorch's `torch.amp.GradScaler` does, without a host in the loop.
 
-    Multiply the loss's gradient by `scale`, and hand the scaler to one `lt.AdamW`. Its step divides the gradients by
-    the scale, and is left out if one of them is NaN or infinite; then the scale is multiplied by `backoff_factor`.
-    After `growth_interval` updates in a row it is multiplied by `growth_factor`. Both happen on the device, in the
-    optimizer's own launch, so that a captured graph can be replayed.
+    Multiply the loss's gradient by `scale`, as `lt.TrainStep` does, and hand the scaler to one `lt.AdamW`. Its step
+    divides the gradients by the scale, and is left out if one of them is NaN or infinite; then the scale is multiplied
+    by `backoff_factor`. After `growth_interval` updates in a row it is multiplied by `growth_factor`. Both happen on
+    the device, in the optimizer's own launch, so that a captured graph can be replayed.
 
     The scale stays a normal FP32 number: growth that would overflow is left out, as in PyTorch, and it does not fall
     below 2⁻¹²⁶.
