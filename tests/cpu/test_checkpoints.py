@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,31 @@ def test_a_crash_while_writing_leaves_the_older_file(tmp_path: Path, monkeypatch
         lt.save_checkpoint(path, *run)
     assert path.read_bytes() == older
     assert [*tmp_path.iterdir()] == [path]
+
+
+ENDLESS = """
+import sys, lt_runtime as lt
+model = lt.MLP([6, 400, 3], activation="gelu", dropout=0.3, seed=11, device="cpu")
+optimizer = lt.AdamW(model.parameters(), lr=1e-2)
+while True:
+    optimizer.steps += 1
+    model.layers[0].weight.data[...] = float(optimizer.steps[0])
+    lt.save_checkpoint(sys.argv[1], model, optimizer)
+    print(int(optimizer.steps[0]), flush=True)
+"""
+
+
+def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = [int(process.stdout.readline()) for _ in range(20)]
+        process.kill()
+    model = lt.MLP([6, 400, 3], activation="gelu", dropout=0.3, seed=11, device="cpu")
+    optimizer = lt.AdamW(model.parameters(), lr=1e-2)
+    lt.load_checkpoint(path, model, optimizer)
+    assert int(optimizer.steps[0]) >= said[-1]
+    assert (model.layers[0].weight.data == float(optimizer.steps[0])).all()
 
 
 def test_an_optimizer_of_something_else(tmp_path: Path) -> None:
