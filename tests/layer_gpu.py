@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lt_runtime.errors import PlanError
-from lt_runtime.planning import alternatives, layer_finals, layer_tuner, tuning
+from lt_runtime.planning import alternatives, layer_finals, layer_tuner, row_tuner, tuning
 from lt_runtime.planning.alternatives import half_name
 from lt_runtime.planning.backward import BackwardCall, BackwardPlan
 from lt_runtime.planning.entries import RejectedAlgorithm
@@ -22,6 +22,7 @@ from lt_runtime.planning.layer_trial import LayerTrial
 from lt_runtime.planning.product_tuner import ProductVerdict
 from lt_runtime.planning.store import PlanStore
 from lt_runtime.planning.strategies import ForwardStrategy, backward_strategies, forward_strategies
+from lt_runtime.planning.timing import Timing, take_times
 from lt_runtime.planning.workbench import Bench
 from lt_runtime.problem import ForwardProblem, MatmulProblem
 from tests.fake_clock import FakeClock
@@ -41,6 +42,7 @@ class LayerGpu:
     Attributes:
         us: what a half costs by its name; `default_us` where nothing is said.
         tuned_us: what it costs with tuned algorithms, where that is another time.
+        row_us: what it costs between its neighbours, where that is another time.
         wrong: names of halves that write twos.
         refused: epilogues' names that the library refuses.
         asked: products that plans were asked for.
@@ -53,6 +55,8 @@ class LayerGpu:
         self.us: dict[str, float] = {}
         self.default_us = 10.0
         self.tuned_us: dict[str, float] = {}
+        self.row_us: dict[str, float] = {}
+        self.in_row = False
         self.wrong: set[str] = set()
         self.refused: set[str] = set()
         self.useless: set[str] = set()
@@ -81,6 +85,10 @@ class LayerGpu:
         monkeypatch.setattr(layer_tuner, "MatmulPlan", self._tuned_plan)
         monkeypatch.setattr(layer_finals, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(layer_finals, "LayerTrial", self._trial)
+        monkeypatch.setattr(row_tuner, "buffer_sets", lambda *_: 2)
+        monkeypatch.setattr(row_tuner, "LayerTrial", self._trial)
+        monkeypatch.setattr(row_tuner, "known_algorithm", self._known)
+        monkeypatch.setattr(row_tuner, "take_times", self._take_times_in_row)
         monkeypatch.setattr(tuning, "workbench", self._workbench)
         monkeypatch.setattr(tuning, "forget", lambda problems, _: self.forgotten.extend(problems))
         monkeypatch.setattr(time, "monotonic", lambda: self.clock.now)
@@ -89,6 +97,13 @@ class LayerGpu:
     def _workbench(self, device: int) -> Iterator[Bench]:
         self.trials.clear()
         yield Bench(device, self.clock, np)  # type: ignore[arg-type]
+
+    def _take_times_in_row(self, *arguments: Any) -> dict[str, Timing]:
+        self.in_row = True
+        try:
+            return take_times(*arguments)
+        finally:
+            self.in_row = False
 
     def _trial(self, xp: Any, link: Any) -> LayerTrial:
         self.trials.append(LayerTrial(xp, link))
@@ -119,6 +134,7 @@ class LayerGpu:
     def _pay(self, plan: Any, products: list[Any]) -> None:
         name = half_name(plan.problem, plan.strategy)
         us = self.us.get(name, self.default_us)
+        us = self.row_us.get(name, us) if self.in_row else us
         tuned = all(each.tuned for each in products)
         self.clock._spent += self.tuned_us.get(name, us) if tuned else us
         self.clock.launched.append((name, 0))

@@ -26,8 +26,9 @@ def tune_in_parts(
 
     What the GPU has not enough memory for costs a warning and stays as it is.
     """
-    from lt_runtime.planning.tuning import tune_problems
+    from lt_runtime.planning.tuning import tune_problems, tune_rows
 
+    problems = list(problems)
     parts = split(problems)
     done, total = 0, sum(map(len, parts))
     for part in parts:
@@ -38,6 +39,7 @@ def tune_in_parts(
             names = ", ".join(map(describe, part))
             warnings.warn(f"not tuned, for want of memory on the GPU: {names} ({error})", stacklevel=2)
         done += len(part)
+    yield tune_rows(problems, device, effort=effort)
     if progress is not None:
         progress(total, total, "")
 

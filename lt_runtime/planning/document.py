@@ -116,8 +116,9 @@ def _better(ours: Entry, theirs: Entry) -> Entry:
     return _rejecting(good, barred)
 
 
-def _rank(entry: ProductEntry | LayerEntry) -> tuple[int, str, float, int, str]:
-    return EFFORTS.index(entry.effort), entry.when, -entry.us, len(entry.rejected), str(entry)
+def _rank(entry: ProductEntry | LayerEntry) -> tuple[int, bool, str, float, int, str]:
+    in_row = isinstance(entry, LayerEntry) and entry.in_row
+    return EFFORTS.index(entry.effort), in_row, entry.when, -entry.us, len(entry.rejected), str(entry)
 
 
 def _rejecting(good: Entry, barred: Entry) -> Entry:

@@ -131,6 +131,7 @@ class LayerEntry:
         strategy: how the layer is split.
         us: median time in µs, end to end.
         alternatives: what else was measured.
+        in_row: whether it was decided between its neighbours, which counts for more than by itself.
         barred: why it may not be used any more; None while it may.
 
     Raises:
@@ -141,6 +142,7 @@ class LayerEntry:
     us: float
     alternatives: tuple[Alternative, ...] = ()
     rejected: tuple[RejectedStrategy, ...] = ()
+    in_row: bool = False
     effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None

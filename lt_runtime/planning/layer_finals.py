@@ -205,7 +205,7 @@ class Finals:
             timed.get(chosen, self.after).median_us,
             tuple(Alternative(to_entry(halves[name].strategy), timed[name].median_us) for name in others),
             tuple(self._left.rejected[problem]),
-            effort,
+            effort=effort,
         )
 
     def rejections(self) -> list[str]:

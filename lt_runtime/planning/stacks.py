@@ -106,9 +106,9 @@ class Stack:
         )
 
     def problems(self) -> list[ForwardProblem | BackwardProblem | MatmulProblem]:
-        """Those of all layers, the forward ones first, none twice."""
+        """Those of all layers in the order in which they run, none twice."""
         layers = range(len(self))
-        return list(dict.fromkeys([*map(self.forward, layers), *map(self.backward, layers)]))
+        return list(dict.fromkeys([*map(self.forward, layers), *map(self.backward, reversed(layers))]))
 
     def _derivative(self, index: int, saved: Sequence[Saved] | None) -> Derivative:
         return derivative_of(self.forward(index), saved[index] if saved is not None else None)

@@ -17,10 +17,11 @@ from lt_runtime.planning.links import LayerProblem, Link, links, saved_kinds, se
 from lt_runtime.planning.names import algorithm_in_words, describe, strategy_in_words
 from lt_runtime.planning.product import library_may_fuse, plain_product
 from lt_runtime.planning.product_tuner import BUDGET_S, is_empty, tune_on
+from lt_runtime.planning.row_tuner import decide_row, rows_of
 from lt_runtime.planning.store import plan_store
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, from_entry, to_entry
 from lt_runtime.planning.workbench import workbench
-from lt_runtime.problem import ForwardProblem, MatmulProblem, Saved
+from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, Saved
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Is told how many groups of problems are done, how many there are, and in words what comes next."""
@@ -56,11 +57,13 @@ def tune_problems(
 ) -> list[Tuned]:
     """Decides problems by measurement, those of a layer's forward and backward together; saves each group when done.
 
+    Layers of which one's output may be another's input are then measured in a row, and what is near to what was decided
+    for one by itself takes its place if the row is faster with it.
     What was decided at that effort, or at a greater one, is not measured again. Groups in which nothing is to be
     multiplied are left out. Plans made from now on follow what was decided.
 
     Args:
-        problems: in any order.
+        problems: in the order in which they run, if they do in a row.
         device: ordinal of the GPU.
         effort: see `tune_product`.
 
@@ -78,8 +81,14 @@ def tune_problems(
         tell(number, len(groups), _description(group))
         tuned = session.tune_product(group) if isinstance(group, MatmulProblem) else session.tune_link(group)
         found += [tuned] if tuned is not None else []
+    found += session.tune_rows()
     tell(len(groups), len(groups), "")
     return found
+
+
+def tune_rows(problems: Iterable[Problem], device: int, *, effort: Effort = "default") -> list[Tuned]:
+    """The last stage of `tune_problems` alone, for problems that are decided by themselves. Raises as that does."""
+    return _Session(list(dict.fromkeys(problems)), device, effort).tune_rows()
 
 
 class _Session:
@@ -138,6 +147,35 @@ class _Session:
             self._kept[link.forward] = made.saved
         seconds = time.monotonic() - started
         return Tuned(link.problems, made.before_us, made.after_us, made.strategy, made.measured, made.rejected, seconds)
+
+    def tune_rows(self) -> list[Tuned]:
+        """Decides layers in a row, those of them that are decided by themselves."""
+        kept = {each: strategy.saved for each in self._forwards if (strategy := self._known(each, ForwardStrategy, []))}
+        layers: list[LayerProblem] = []
+        for each in self.problems:
+            if isinstance(each, BackwardProblem):
+                layers.append(settled(Link(None, each), self._forwards, kept).backward or each)
+            elif isinstance(each, ForwardProblem):
+                layers.append(each)
+        rows = rows_of(layers)
+        return [tuned for row in rows if (tuned := self._tune_row(row)) is not None]
+
+    def _tune_row(self, row: list[LayerProblem]) -> Tuned | None:
+        """None if there is nothing more to decide."""
+        found = {each: self._store.layer(problem_key(each)) for each in row}
+        known = {problem: entry for problem, entry in found.items() if entry is not None}
+        if len(known) < 2 or len(links(known)) < 2 or all(each.in_row for each in known.values()):
+            return None
+        started = time.monotonic()
+        try:
+            with workbench(self._device) as bench:
+                made = decide_row(bench, known)
+        except (MemoryError, PlanError) as error:
+            return Tuned(tuple(known), 0.0, 0.0, "not measured in a row", 0, (str(error),), time.monotonic() - started)
+        self._store.put(layers={problem_key(problem): entry for problem, entry in made.entries.items()})
+        forget(known, self._device)
+        words = "in a row: " + ("; ".join(made.changes) or "as decided")
+        return Tuned(tuple(known), made.before_us, made.after_us, words, made.measured, (), time.monotonic() - started)
 
     def tune_product(self, problem: MatmulProblem) -> Tuned | None:
         """Decides a product, or what of it is left to the library (see `ProductPlan`); None if it is empty."""

@@ -29,7 +29,7 @@ def test_a_chain_links_each_layer_with_the_one_above() -> None:
 
 def test_layers_by_themselves_are_linked_with_their_own_backward() -> None:
     layers = stack(8, 24, 8, chained=False, final_activation=GELU)
-    assert links(layers.problems()) == [Link(layers.forward(index), layers.backward(index), "own") for index in (0, 1)]
+    assert links(layers.problems()) == [Link(layers.forward(index), layers.backward(index), "own") for index in (1, 0)]
 
 
 def test_the_last_layer_comes_after_the_one_below() -> None:

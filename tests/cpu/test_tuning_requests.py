@@ -71,6 +71,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Tuner:
     """Two GPUs, the second of which is current, and the tuner that works on them."""
     made = Tuner()
     monkeypatch.setattr(tuning, "tune_problems", made.tune)
+    monkeypatch.setattr(tuning, "tune_rows", lambda *_, **__: [])
     monkeypatch.setattr(requests, "device_count", lambda: 2)
     monkeypatch.setattr(requests, "current_device", lambda: 1)
     monkeypatch.setenv("COLUMNS", "200")

@@ -1,0 +1,84 @@
+"""Layers in a row on a stand-in for a GPU: what the row is faster with takes its place, and only that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lt_runtime.planning.keys import problem_key
+from lt_runtime.planning.row_tuner import are_neighbours, rows_of
+from lt_runtime.planning.stacks import Stack
+from lt_runtime.planning.tuning import Tuned, tune_problems
+from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
+from tests.layer_gpu import LayerGpu
+
+STACK = Stack(16, (24, 40, 8), Activation("tanh"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+LAST = STACK.backward(0)
+AFTER, BESIDE = "products alone, from nothing", "products alone, dw beside dx, from nothing"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LayerGpu:
+    return LayerGpu(monkeypatch, tmp_path)
+
+
+def decided_beside(gpu: LayerGpu) -> bool:
+    entry = gpu.store.layer(problem_key(LAST))
+    assert entry is not None
+    assert entry.in_row
+    return entry.strategy["beside"] is True
+
+
+def row(found: list[Tuned]) -> Tuned:
+    (only,) = [each for each in found if each.strategy.startswith("in a row")]
+    return only
+
+
+def test_what_is_faster_by_itself_stays_where_the_row_is_faster_with_it(gpu: LayerGpu) -> None:
+    gpu.us = {BESIDE: 9.0}
+    tuned = row(tune_problems(STACK.problems(), 0))
+    assert decided_beside(gpu)
+    assert tuned.strategy == "in a row: as decided"
+    assert tuned.before_us == tuned.after_us == 39.0
+
+
+def test_the_row_decides_against_what_is_faster_by_itself(gpu: LayerGpu) -> None:
+    gpu.us, gpu.row_us = {BESIDE: 9.0}, {BESIDE: 13.0}
+    tuned = row(tune_problems(STACK.problems(), 0))
+    assert not decided_beside(gpu)
+    assert (tuned.before_us, tuned.after_us) == (43.0, 40.0)
+    entry = gpu.store.layer(problem_key(LAST))
+    assert entry is not None
+    assert (entry.us, entry.alternatives[0].us) == (10.0, 9.0)
+    assert LAST in gpu.forgotten
+
+
+def test_what_is_far_behind_by_itself_is_not_tried(gpu: LayerGpu) -> None:
+    gpu.us, gpu.row_us = {AFTER: 12.0}, {AFTER: 1.0}
+    tune_problems(STACK.problems(), 0)
+    assert decided_beside(gpu)
+
+
+def test_what_computes_something_else_is_not_taken(gpu: LayerGpu) -> None:
+    gpu.row_us, gpu.wrong = {BESIDE: 1.0}, {BESIDE}
+    tune_problems(STACK.problems(), 0)
+    assert not decided_beside(gpu)
+
+
+def test_a_row_is_decided_once(gpu: LayerGpu) -> None:
+    tune_problems(STACK.problems(), 0)
+    launches = len(gpu.clock.launched)
+    assert not [each for each in tune_problems(STACK.problems(), 0) if each.measured]
+    assert len(gpu.clock.launched) == launches
+
+
+def test_rows() -> None:
+    other = Stack(32, (24, 40), Activation("tanh"), DType.FLOAT32, Compute.FLOAT32)
+    both = [*STACK.problems(), *other.problems()]
+    layers = [each for each in both if not isinstance(each, MatmulProblem)]
+    assert [*map(len, rows_of(layers))] == [4, 2]
+    assert rows_of(layers[:1]) == []
+    assert rows_of(reversed(layers))[-1][-1] == layers[0]
+    assert are_neighbours(STACK.forward(0), STACK.forward(1))
+    assert not are_neighbours(STACK.forward(0), other.forward(0))
