@@ -8,7 +8,7 @@ import numpy as np
 
 from lt_runtime.arrays import Operand, check_same, check_shape
 from lt_runtime.gpu.devices import activated
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import Order
 from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted, problem_shape
 from lt_runtime.ops._place import Place
 from lt_runtime.planning import BackwardCall, ForwardPlan, backward_plan, forward_plan
@@ -33,7 +33,7 @@ def forward(
         dtype = DType.parse("x", x.dtype)
         compute = Compute.parse(options.compute, dtype)
         check_same(x, w, *([bias] if bias else []))
-        m, n, _ = problem_shape(x.shape, w.shape, bias.shape if bias else None)
+        m, n, k = problem_shape(x.shape, w.shape, bias.shape if bias else None)
         if bias:
             bias.check_vector()
         dropout = place.dropout(options.dropout, options.rng)
@@ -58,11 +58,14 @@ def forward(
         result = place.result(out, y, x)
     is_z = z is not None or plan.saved is Saved.PREACTIVATION
     arrays = {Saved.NOTHING: None, Saved.OUTPUT: y.array}
+    is_kept = plan.saved not in arrays
     return result, LinearContext(
+        (m, n, k),
         x_array,
         w_array,
         arrays.get(plan.saved, kept.array if kept else None),
         plan.saved,
+        plan.kept_spec.layout if is_kept and plan.kept_spec else None,
         kept.array if kept and is_z else None,
         options.activation,
         options.dropout,
@@ -142,10 +145,8 @@ def _alignment(vector: Operand | None) -> int | None:
 
 def _derivative(ctx: LinearContext, saved: Operand | None, db: Operand | None) -> Derivative:
     spec = saved.spec if saved else None
-    if saved and ctx.saved_as is Saved.MASK:
-        lines, in_bytes = saved.shape
-        bits = Layout(lines, ctx.w.shape[0], Order.ROW, in_bytes * _BITS)
-        spec = Spec(bits, saved.alignment)
+    if saved and ctx.saved_layout:  # not what the array's strides say: one of a single row may have any
+        spec = Spec(ctx.saved_layout, saved.alignment)
     return Derivative(ctx.activation, ctx.saved_as, spec, _alignment(db), ctx.dropout > 0)
 
 

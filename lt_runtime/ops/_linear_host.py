@@ -30,7 +30,7 @@ def forward(
     dtype = DType.parse("x", x.dtype)
     Compute.parse(options.compute, dtype)
     _check_types(dtype, {"w": w, "bias": bias})
-    m, n, _ = problem_shape(x.shape, w.shape, None if bias is None else bias.shape)
+    m, n, k = problem_shape(x.shape, w.shape, None if bias is None else bias.shape)
     inputs = {"x": x, "w": w, "bias": bias}
     y = host_output("out", out, (m, n), dtype, inputs)
     z = host_output("out_z", out_z, (m, n), dtype, {**inputs, "out": out})
@@ -40,7 +40,18 @@ def forward(
         y[...], z[...] = exact_y.astype(dtype.numpy), exact_z.astype(dtype.numpy)
     saved_as = Saved.NOTHING if options.activation.name == "none" else Saved.PREACTIVATION
     context = LinearContext(
-        x, w, z, saved_as, z, options.activation, options.dropout, options.rng, options.compute, bias is not None
+        (m, n, k),
+        x,
+        w,
+        z,
+        saved_as,
+        None,
+        z,
+        options.activation,
+        options.dropout,
+        options.rng,
+        options.compute,
+        bias is not None,
     )
     return y, context
 
@@ -71,7 +82,7 @@ def _exact(dy: Array, ctx: LinearContext, before_activation: bool) -> reference.
 
 
 def _factors(ctx: LinearContext) -> NDArray[np.float64] | None:
-    return host_dropout((ctx.x.shape[0], ctx.w.shape[0]), ctx.dropout, ctx.rng)
+    return host_dropout(ctx.shape[:2], ctx.dropout, ctx.rng)
 
 
 def _buffers(dy: Array, source: Source, wanted: Wanted, outputs: Gradients) -> dict[str, Array]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lt_runtime.errors import ShapeError
+from lt_runtime.layout import Layout
 from lt_runtime.problem import Activation, Philox, Saved
 
 
@@ -26,18 +27,22 @@ class LinearContext:
     """What one `linear_fwd` call leaves for `linear_bwd`.
 
     Attributes:
+        shape: (M, N, K).
         x, w: the operands.
         saved: the array that the activation's derivative is taken from; None if nothing is needed.
         saved_as: what that is; a mask is bytes (M, N/8 rounded up to a multiple of 16).
+        saved_layout: how it lies where forward has decided that, a mask in bits; None if it lies as any array does.
         preactivation: x · wᵀ + bias (M, N) where it was kept or asked for; None otherwise.
         activation, dropout, rng, compute: as they were in forward.
         has_bias: whether the layer has a bias.
     """
 
+    shape: tuple[int, int, int]
     x: Any
     w: Any
     saved: Any
     saved_as: Saved
+    saved_layout: Layout | None
     preactivation: Any
     activation: Activation
     dropout: float
@@ -82,7 +87,7 @@ class Source(NamedTuple):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the gradients, by their names."""
-        (m, k), n = self.layer.x.shape, self.layer.w.shape[0]
+        m, n, k = self.layer.shape
         return {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n), "db_below": (k,)}
 
 

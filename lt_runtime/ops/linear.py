@@ -209,7 +209,7 @@ def _check_chain(source: Source, need_dx: bool) -> None:
         return
     if not need_dx:
         raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
-    y, x = (below.x.shape[0], below.w.shape[0]), tuple(source.layer.x.shape)
+    y, x = below.shape[:2], source.layer.shape[::2]
     if y != x:
         raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
 

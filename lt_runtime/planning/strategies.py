@@ -129,11 +129,20 @@ def _saved_by_kernel(problem: ForwardProblem) -> Saved:
 
 def _saved_by_library(problem: ForwardProblem) -> Saved | None:
     """What the epilogue with an auxiliary output is of use for; None if for nothing."""
+    kept = problem.preactivation
+    if kept is not None and not _fits_aux(kept, _AUX_ELEMENTS):
+        return None
     if problem.activation.name == "gelu":
         if problem.backward:
             return Saved.PREACTIVATION
-        return Saved.NOTHING if problem.preactivation is not None else None
-    return Saved.MASK if problem.backward and problem.preactivation is None else None
+        return Saved.NOTHING if kept is not None else None
+    return Saved.MASK if problem.backward and kept is None else None
+
+
+def _fits_aux(spec: Spec, step: int) -> bool:
+    """Whether the library can write or read an auxiliary matrix there."""
+    layout = spec.layout
+    return layout.order is Order.ROW and layout.leading_dimension % step == 0 and spec.alignment >= _VECTOR_BYTES
 
 
 def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
@@ -190,8 +199,9 @@ def _makers_below(problem: BackwardProblem) -> Iterator[tuple[MadeBy, MadeBy]]:
 
 
 def _derivative_fuses(below: Derivative) -> bool:
-    fusable = {("relu", Saved.MASK), ("gelu", Saved.PREACTIVATION)}
-    return not below.dropout and (below.activation.name, below.saved) in fusable
+    fusable = {("relu", Saved.MASK): _MASK_BITS, ("gelu", Saved.PREACTIVATION): _AUX_ELEMENTS}
+    step = fusable.get((below.activation.name, below.saved))
+    return bool(step and below.saved_spec and _fits_aux(below.saved_spec, step) and not below.dropout)
 
 
 def dz_spec(problem: BackwardProblem) -> Spec:

@@ -35,6 +35,7 @@ from lt_runtime.problem import (
 
 M, N, K = 8, 20, 12
 X, W, Y = Spec(packed(M, K)), Spec(packed(N, K)), Spec(packed(M, N))
+PADDED = Spec(Layout(M, N, Order.ROW, 24))
 COLUMNS = Spec(packed(N, M).transposed)
 NONE, BIAS = Epilogue.NONE, Epilogue.BIAS
 NOBODY, KERNEL, EPILOGUE = MadeBy.NOBODY, MadeBy.KERNEL, MadeBy.EPILOGUE
@@ -52,7 +53,8 @@ def a_backward(**changes: object) -> BackwardProblem:
 
 
 def below(activation: str, saved: Saved, **changes: object) -> Derivative:
-    spec = {Saved.NOTHING: None, Saved.MASK: Spec(Layout(M, K, Order.ROW, 128))}.get(saved, X)
+    kept = {Saved.MASK: Spec(Layout(M, K, Order.ROW, 128)), Saved.PREACTIVATION: Spec(Layout(M, K, Order.ROW, 16))}
+    spec = kept.get(saved, None if saved is Saved.NOTHING else X)
     return replace(Derivative(Activation(activation), saved, spec, db=256), **changes)  # type: ignore[arg-type]
 
 
@@ -79,9 +81,9 @@ def test_forward_of_inference_keeps_nothing() -> None:
     for activation in ACTIVATIONS:
         assert {saved for _, saved in pairs(a_forward(activation, backward=False))} == {Saved.NOTHING}
     assert pairs(a_forward(backward=False))[0] == (Epilogue.GELU_BIAS, Saved.NOTHING)
-    asked_for = a_forward(backward=False, preactivation=Y)
+    asked_for = a_forward(backward=False, preactivation=PADDED)
     assert pairs(asked_for)[0] == (Epilogue.GELU_AUX_BIAS, Saved.NOTHING)
-    assert kept_spec(asked_for, Saved.NOTHING) == Y
+    assert kept_spec(asked_for, Saved.NOTHING) == PADDED
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,14 @@ def test_dropout_and_nan_rule_out_activations_of_the_library() -> None:
     for changes in ({"dropout": True}, {"propagate_nan": True}):
         assert [epilogue for epilogue, _ in pairs(a_forward("relu", **changes))] == [BIAS, NONE]
     assert Epilogue.GELU_AUX_BIAS in [epilogue for epilogue, _ in pairs(a_forward(propagate_nan=True))]
+
+
+def test_auxiliary_matrices_that_the_library_cannot_use() -> None:
+    """Its rows have to be a multiple of 8 elements apart, and its address one of 16 bytes."""
+    for spec in (Spec(Layout(M, N, Order.ROW, N + 1)), Spec(Layout(M, N, Order.ROW, 24), 8)):
+        assert Epilogue.GELU_AUX_BIAS not in [epilogue for epilogue, _ in pairs(a_forward(preactivation=spec))]
+        chained = a_backward(own=unchanged(None), through=below("gelu", Saved.PREACTIVATION, saved_spec=spec))
+        assert makers(chained) == [(NOBODY, KERNEL, KERNEL)]
 
 
 def test_a_preactivation_that_is_asked_for_is_what_is_kept() -> None:

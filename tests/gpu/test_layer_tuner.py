@@ -67,15 +67,18 @@ def test_layers_are_decided_once(name: str, capsys: pytest.CaptureFixture[str]) 
     told: list[tuple[int, int]] = []
     tuned = tune_problems(problems, 0, progress=lambda done, total, _: told.append((done, total)))
     show(capsys, tuned)
-    assert told[-1][0] == told[-1][1] == len(tuned)
+    *alone, row = tuned
+    assert told[-1][0] == told[-1][1] == len(alone)
+    assert row.strategy.startswith("in a row")
     assert {problem for each in tuned for problem in each.problems} == set(problems)
     for each in tuned:
         assert each.measured > 0
         assert 0.0 < each.after_us <= 1.1 * each.before_us
         assert not any("wrong:" in reason or "two runs" in reason for reason in each.rejected)
     again = tune_problems(problems, 0)
-    assert [each.measured for each in again] == [0] * len(tuned)
-    assert [each.strategy for each in again] == [each.strategy for each in tuned]
+    assert [each.measured for each in again] == [0] * len(alone)
+    if row.strategy == "in a row: as decided":
+        assert [each.strategy for each in again] == [each.strategy for each in alone]
 
 
 def arrays(stack: Stack) -> dict[str, Any]:
