@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lt_runtime.errors import PlanError
-from lt_runtime.planning import alternatives, layer_finals, layer_tuner, row_tuner, tuning
+from lt_runtime.planning import alternatives, layer_finals, layer_tuner, row_trial, row_tuner, tuning
 from lt_runtime.planning.alternatives import half_name
 from lt_runtime.planning.backward import BackwardCall, BackwardPlan
 from lt_runtime.planning.entries import RejectedAlgorithm
@@ -86,7 +86,7 @@ class LayerGpu:
         monkeypatch.setattr(layer_finals, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(layer_finals, "LayerTrial", self._trial)
         monkeypatch.setattr(row_tuner, "buffer_sets", lambda *_: 2)
-        monkeypatch.setattr(row_tuner, "LayerTrial", self._trial)
+        monkeypatch.setattr(row_trial, "LayerTrial", self._trial)
         monkeypatch.setattr(row_tuner, "known_algorithm", self._known)
         monkeypatch.setattr(row_tuner, "take_times", self._take_times_in_row)
         monkeypatch.setattr(tuning, "workbench", self._workbench)
@@ -105,8 +105,8 @@ class LayerGpu:
         finally:
             self.in_row = False
 
-    def _trial(self, xp: Any, link: Any) -> LayerTrial:
-        self.trials.append(LayerTrial(xp, link))
+    def _trial(self, xp: Any, link: Any, shared: Any = None) -> LayerTrial:
+        self.trials.append(LayerTrial(xp, link, shared))
         return self.trials[-1]
 
     def _plan(self, problem: MatmulProblem, _: int, tuned: bool = False) -> Any:

@@ -45,13 +45,14 @@ class LayerTrial:
     Args:
         xp: CuPy with the device and the stream current that everything is to happen on; or NumPy.
         link: none of its extents is 0.
+        shared: operands that lie in memory of others' already, by name.
 
     Attributes:
         outputs: names of what the passes are for.
     """
 
-    def __init__(self, xp: Any, link: Link) -> None:
-        self._xp, self._link = xp, link
+    def __init__(self, xp: Any, link: Link, shared: Mapping[str, Buffer] | None = None) -> None:
+        self._xp, self._link, self._shared = xp, link, shared or {}
         self._dtype = link.problems[0].dtype
         self._buffers: dict[str, Buffer] = {}
         self._masks: set[str] = set()
@@ -99,6 +100,9 @@ class LayerTrial:
     def _add(self, name: str, spec: Spec, *, is_mask: bool = False) -> None:
         if is_mask:
             self._masks.add(name)
+        if name in self._shared:
+            self._buffers[name] = self._shared[name]
+        elif is_mask:
             self._buffers[name] = Buffer(self._xp, mask_in_bytes(spec), 1, 1)
         else:
             self._buffers[name] = Buffer(self._xp, spec, self._dtype.itemsize, 1)
@@ -112,9 +116,14 @@ class LayerTrial:
         self._scales[name] = 2.0 ** -round(math.log2(spec.layout.cols) / 2)
 
     @property
+    def buffers(self) -> Mapping[str, Buffer]:
+        """The operands by name: x, w, bias, y and what is kept of a forward pass; all that a backward pass has."""
+        return self._buffers
+
+    @property
     def size(self) -> int:
-        """Bytes of all operands."""
-        return sum(buffer.flat.nbytes for buffer in self._buffers.values())
+        """Bytes of all operands that are not shared."""
+        return sum(buffer.flat.nbytes for name, buffer in self._buffers.items() if name not in self._shared)
 
     def fill(self, data: Data, seed: int) -> None:
         """Puts data into every operand, those that are to be written included."""

@@ -15,9 +15,9 @@ from lt_runtime.planning.backward import BackwardPlan
 from lt_runtime.planning.entries import Alternative, LayerEntry, Strategy, now
 from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.layer_finals import Table
-from lt_runtime.planning.layer_trial import LayerTrial
-from lt_runtime.planning.links import LayerProblem, Link
+from lt_runtime.planning.links import LayerProblem
 from lt_runtime.planning.names import strategy_in_words
+from lt_runtime.planning.row_trial import alone, row_trial
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, from_entry
 from lt_runtime.planning.timing import Launch, buffer_sets, fastest, take_times
 from lt_runtime.planning.trial import NORMAL
@@ -94,15 +94,12 @@ class _Search:
         self._us: list[float] = []
         self._changes: list[str] = []
         self._measured = 0
-        first = self._operands()
+        first = row_trial(bench.xp, known)
         sets = buffer_sets(sum(each.size for each in first.values()), bench.device)
-        self._trials = [first, *(self._operands() for _ in range(1, sets))]
+        self._trials = [first, *(row_trial(bench.xp, known) for _ in range(1, sets))]
         for seed, trials in enumerate(self._trials):
             for trial in trials.values():
                 trial.fill(NORMAL, seed)
-
-    def _operands(self) -> dict[LayerProblem, LayerTrial]:
-        return {problem: LayerTrial(self._bench.xp, _alone(problem)) for problem in self._known}
 
     def improve(self, problem: LayerProblem) -> None:
         """Takes another strategy for a problem if the whole row is faster with it, and it computes the same."""
@@ -142,7 +139,7 @@ class _Search:
             self._trials[number][problem].run(plan, stream)
 
     def _agrees(self, problem: LayerProblem, option: Half) -> bool:
-        table = Table(self._bench, _alone(problem))
+        table = Table(self._bench, alone(problem))
         return table.disagreement([option], table.results([self._plans[problem]])) is None
 
     def _change(self, problem: LayerProblem, plan: Half, option: Alternative) -> None:
@@ -158,10 +155,6 @@ class _Search:
     def decision(self) -> RowDecision:
         """What is in force by now."""
         return RowDecision(self._entries, self._us[0], self._us[-1], tuple(self._changes), self._measured)
-
-
-def _alone(problem: LayerProblem) -> Link:
-    return Link(problem) if isinstance(problem, ForwardProblem) else Link(None, problem)
 
 
 def _plan(problem: LayerProblem, strategy: Strategy, device: int) -> Half:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lt_runtime.planning.keys import problem_key
+from lt_runtime.planning.row_trial import row_trial
 from lt_runtime.planning.row_tuner import are_neighbours, rows_of
 from lt_runtime.planning.stacks import Stack
 from lt_runtime.planning.tuning import Tuned, tune_problems
@@ -82,3 +84,22 @@ def test_rows() -> None:
     assert rows_of(reversed(layers))[-1][-1] == layers[0]
     assert are_neighbours(STACK.forward(0), STACK.forward(1))
     assert not are_neighbours(STACK.forward(0), other.forward(0))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "none"])
+def test_what_one_problem_writes_others_read(activation: str) -> None:
+    stack = Stack(16, (24, 40, 24), Activation(activation), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    first, last = stack.forward(0), stack.forward(1)
+    above, below = stack.backward(1), stack.backward(0)
+    made = {problem: trial.buffers for problem, trial in row_trial(np, [first, last, above, below]).items()}
+    assert made[last]["x"] is made[first]["y"]
+    assert made[last]["y"] is not made[first]["x"]  # of one layout, and nothing to do with each other
+    assert made[above]["x"] is made[first]["y"]
+    assert made[above]["w"] is made[last]["w"]
+    assert made[below]["dy"] is made[above]["dx"]
+    assert made[below]["x"] is made[first]["x"]
+    assert made[below]["w"] is made[first]["w"]
+    kept = {"gelu": "kept preactivation", "relu": "y"}.get(activation)
+    assert made[above].get("saved through") is (made[first][kept] if kept else None)
+    written = [made[above]["dw"], made[below]["dw"], made[below]["dx"], made[last]["y"], made[above]["dy"]]
+    assert len(set(map(id, written))) == len(written)
