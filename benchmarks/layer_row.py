@@ -23,6 +23,7 @@ from lt_runtime.planning.tuning import Tuned, tune_problems
 _COMPILING_S: Final = 90.0  # that torch.compile has for a block
 _NEAR: Final = 1.25  # candidates that by the tuner's times are further behind than this are not measured again
 _MOST_CANDIDATES: Final = 10
+_SHOWN: Final = 200  # characters of a reason
 
 Builders = dict[str, Callable[[], Contender]]
 
@@ -106,6 +107,6 @@ def as_json(group: Tuned) -> dict[str, Any]:
         "before_us": round(group.before_us, 3),
         "after_us": round(group.after_us, 3),
         "measured": group.measured,
-        "rejected": list(group.rejected),
+        "rejected": [each[:_SHOWN] for each in group.rejected],
         "seconds": round(group.seconds, 3),
     }

@@ -18,6 +18,7 @@ from lt_runtime.planning.alternatives import half_name
 from lt_runtime.planning.backward import BackwardCall, BackwardPlan
 from lt_runtime.planning.entries import RejectedAlgorithm
 from lt_runtime.planning.forward import ForwardPlan
+from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.layer_trial import LayerTrial
 from lt_runtime.planning.product_tuner import ProductVerdict
 from lt_runtime.planning.store import PlanStore
@@ -42,7 +43,7 @@ class LayerGpu:
     Attributes:
         us: what a half costs by its name; `default_us` where nothing is said.
         tuned_us: what it costs with tuned algorithms, where that is another time.
-        row_us: what it costs between its neighbours, where that is another time.
+        row_us: what it costs with them between its neighbours, where that is another time.
         wrong: names of halves that write twos.
         refused: epilogues' names that the library refuses.
         asked: products that plans were asked for.
@@ -87,7 +88,10 @@ class LayerGpu:
         monkeypatch.setattr(layer_finals, "LayerTrial", self._trial)
         monkeypatch.setattr(row_tuner, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(row_trial, "LayerTrial", self._trial)
-        monkeypatch.setattr(row_tuner, "known_algorithm", self._known)
+        monkeypatch.setattr(row_tuner, "known_algorithm", self._tuned_or_known)
+        monkeypatch.setattr(row_tuner, "heuristic_algorithm", self._plan)
+        monkeypatch.setattr(row_tuner, "MatmulPlan", self._tuned_plan)
+        monkeypatch.setattr(row_tuner, "configuration", lambda _: {"ID": 2})
         monkeypatch.setattr(row_tuner, "take_times", self._take_times_in_row)
         monkeypatch.setattr(tuning, "workbench", self._workbench)
         monkeypatch.setattr(tuning, "forget", lambda problems, _: self.forgotten.extend(problems))
@@ -113,14 +117,17 @@ class LayerGpu:
         self.asked.append(problem)
         if problem.epilogue.value in self.refused:
             raise PlanError(f"cuBLASLt offers 0 sound algorithms for {problem.epilogue.value}")
-        return SimpleNamespace(problem=problem, tuned=tuned, algorithm=SimpleNamespace(blob=BY_HEURISTIC))
+        blob = TUNED if tuned else BY_HEURISTIC
+        return SimpleNamespace(problem=problem, tuned=tuned, algorithm=SimpleNamespace(blob=blob))
 
     def _known(self, problem: MatmulProblem, device: int) -> Any:
         return self._plan(problem, device)
 
+    def _tuned_or_known(self, problem: MatmulProblem, device: int) -> Any:
+        return self._plan(problem, device, tuned=self.store.product(problem_key(problem)) is not None)
+
     def _tuned_plan(self, problem: MatmulProblem, device: int, *, algorithm: bytes) -> Any:
-        assert algorithm == TUNED
-        return self._plan(problem, device, tuned=True)
+        return self._plan(problem, device, tuned=algorithm == TUNED)
 
     def _tune_on(self, _: Bench, problem: MatmulProblem, effort: Any, budget_s: float) -> ProductVerdict:
         self.tuned.append((problem, budget_s))
@@ -134,9 +141,10 @@ class LayerGpu:
     def _pay(self, plan: Any, products: list[Any]) -> None:
         name = half_name(plan.problem, plan.strategy)
         us = self.us.get(name, self.default_us)
-        us = self.row_us.get(name, us) if self.in_row else us
-        tuned = all(each.tuned for each in products)
-        self.clock._spent += self.tuned_us.get(name, us) if tuned else us
+        if all(each.tuned for each in products):
+            us = self.tuned_us.get(name, us)
+            us = self.row_us.get(name, us) if self.in_row else us
+        self.clock._spent += us
         self.clock.launched.append((name, 0))
 
     def _write(self, plan: Any, addresses: list[int]) -> None:

@@ -117,8 +117,7 @@ def _better(ours: Entry, theirs: Entry) -> Entry:
 
 
 def _rank(entry: ProductEntry | LayerEntry) -> tuple[int, bool, str, float, int, str]:
-    in_row = isinstance(entry, LayerEntry) and entry.in_row
-    return EFFORTS.index(entry.effort), in_row, entry.when, -entry.us, len(entry.rejected), str(entry)
+    return EFFORTS.index(entry.effort), entry.in_row, entry.when, -entry.us, len(entry.rejected), str(entry)
 
 
 def _rejecting(good: Entry, barred: Entry) -> Entry:

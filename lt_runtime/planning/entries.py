@@ -88,6 +88,7 @@ class ProductEntry:
         spread: interquartile range of the times in µs.
         candidates: how many algorithms were measured.
         refused: what the library does not do for this problem, not to be asked again.
+        in_row: whether it was chosen in a row of layers, which counts for more than by itself.
         barred: why it may not be used any more; None while it may.
 
     Raises:
@@ -102,6 +103,7 @@ class ProductEntry:
     candidates: int
     rejected: tuple[RejectedAlgorithm, ...] = ()
     refused: tuple[str, ...] = ()
+    in_row: bool = False
     effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None
@@ -131,7 +133,7 @@ class LayerEntry:
         strategy: how the layer is split.
         us: median time in µs, end to end.
         alternatives: what else was measured.
-        in_row: whether it was decided between its neighbours, which counts for more than by itself.
+        in_row: whether it was decided in a row of layers, which counts for more than by itself.
         barred: why it may not be used any more; None while it may.
 
     Raises:

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
+from lt_runtime.cublaslt import Algorithm
 from lt_runtime.errors import PlanError
-from lt_runtime.planning.algorithms import known_algorithm
-from lt_runtime.planning.alternatives import Half
+from lt_runtime.planning.algorithms import Choose, heuristic_algorithm, known_algorithm
+from lt_runtime.planning.alternatives import Half, products_of
 from lt_runtime.planning.backward import BackwardPlan
-from lt_runtime.planning.entries import Alternative, LayerEntry, Strategy, now
+from lt_runtime.planning.candidates import configuration
+from lt_runtime.planning.entries import Alternative, LayerEntry, ProductEntry, now
 from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.layer_finals import Table
 from lt_runtime.planning.links import LayerProblem
-from lt_runtime.planning.names import strategy_in_words
+from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.names import describe, strategy_in_words
+from lt_runtime.planning.product_tuner import is_empty
 from lt_runtime.planning.row_trial import alone, row_trial
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, from_entry
 from lt_runtime.planning.timing import Launch, buffer_sets, fastest, take_times
 from lt_runtime.planning.trial import NORMAL
 from lt_runtime.planning.workbench import Bench
-from lt_runtime.problem import ForwardProblem
+from lt_runtime.problem import ForwardProblem, MatmulProblem
 
-_NEAR: Final = 1.15
-_MOST_OPTIONS: Final = 3
-_ROUNDS: Final = 7
-_BUDGET_S: Final = 0.25
+_NEAR: Final = 1.25
+_MOST_OPTIONS: Final = 5
+_MOST_SWEEPS: Final = 2
+_ROUNDS: Final = 9
+_BUDGET_S: Final = 0.4
 _AS_IT_IS: Final = "as it is"
 
 
@@ -57,79 +63,125 @@ class RowDecision:
     """What was found for a row.
 
     Attributes:
-        entries: of all its problems.
+        layers: entries of all its problems. products: of those whose algorithm is another than by themselves.
         before_us: microseconds of the row as its layers were decided by themselves. after_us: as decided now.
         changes: in words.
         measured: how often the row was timed in one way or another.
     """
 
-    entries: Mapping[LayerProblem, LayerEntry]
+    layers: Mapping[LayerProblem, LayerEntry]
+    products: Mapping[MatmulProblem, ProductEntry]
     before_us: float
     after_us: float
     changes: tuple[str, ...]
     measured: int
 
 
-def decide_row(bench: Bench, known: Mapping[LayerProblem, LayerEntry]) -> RowDecision:
+Known: TypeAlias = Callable[[MatmulProblem], ProductEntry | None]
+"""What the plan cache knows of a product."""
+
+
+def decide_row(bench: Bench, layers: Mapping[LayerProblem, LayerEntry], known: Known) -> RowDecision:
     """Tries what else is nearly as fast for each problem of a row in turn, the others staying as they are.
 
     Args:
-        known: the row's problems in their order, with what was decided for each by itself.
+        layers: the row's problems in the order in which they run, with what was decided for each by itself.
 
     Raises:
         PlanError: what was decided cannot be planned any more.
         MemoryError: there is not enough of it on the GPU for all operands of the row.
     """
-    search = _Search(bench, known)
-    for problem in known:
-        search.improve(problem)
+    search = _Search(bench, layers, known)
+    for _ in range(_MOST_SWEEPS):
+        if not sum([search.improve(problem) for problem in layers]):
+            break
     return search.decision()
 
 
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """Another way to run a problem.
+
+    Attributes:
+        entry: what there is to remember if it is taken.
+        products: of its products, where their algorithms are others than are known.
+    """
+
+    plan: Half
+    entry: LayerEntry
+    products: Mapping[MatmulProblem, ProductEntry]
+
+
 class _Search:
-    def __init__(self, bench: Bench, known: Mapping[LayerProblem, LayerEntry]) -> None:
+    def __init__(self, bench: Bench, layers: Mapping[LayerProblem, LayerEntry], known: Known) -> None:
         self._bench, self._known = bench, known
-        self._plans = {problem: _plan(problem, entry.strategy, bench.device) for problem, entry in known.items()}
-        self._entries = {problem: replace(entry, in_row=True, when=now()) for problem, entry in known.items()}
+        self._layers = {problem: replace(entry, in_row=True, when=now()) for problem, entry in layers.items()}
+        self._plans = {problem: self._plan(problem, entry, known_algorithm) for problem, entry in layers.items()}
+        self._products: dict[MatmulProblem, ProductEntry] = {}
         self._us: list[float] = []
         self._changes: list[str] = []
         self._measured = 0
-        first = row_trial(bench.xp, known)
+        first = row_trial(bench.xp, layers)
         sets = buffer_sets(sum(each.size for each in first.values()), bench.device)
-        self._trials = [first, *(row_trial(bench.xp, known) for _ in range(1, sets))]
+        self._trials = [first, *(row_trial(bench.xp, layers) for _ in range(1, sets))]
         for seed, trials in enumerate(self._trials):
             for trial in trials.values():
                 trial.fill(NORMAL, seed)
 
-    def improve(self, problem: LayerProblem) -> None:
-        """Takes another strategy for a problem if the whole row is faster with it, and it computes the same."""
+    def _plan(self, problem: LayerProblem, entry: LayerEntry, choose: Choose) -> Half:
+        device = self._bench.device
+        if isinstance(problem, ForwardProblem):
+            return ForwardPlan(problem, device, from_entry(ForwardStrategy, entry.strategy), choose)
+        return BackwardPlan(problem, device, from_entry(BackwardStrategy, entry.strategy), choose)
+
+    def improve(self, problem: LayerProblem) -> bool:
+        """Takes another way to run a problem if the whole row is faster with it, and it computes the same."""
         options = self._options(problem)
         contenders = {_AS_IT_IS: self._launch(self._plans)}
-        contenders |= {name: self._launch(self._plans | {problem: plan}) for name, (plan, _) in options.items()}
-        if not options and self._us:
-            return
+        contenders |= {name: self._launch(self._plans | {problem: each.plan}) for name, each in options.items()}
         deadline = time.monotonic() + _BUDGET_S
         timings = take_times(contenders, self._bench.clock, len(self._trials), deadline, _ROUNDS)
         self._measured += len(timings)
         chosen = fastest(timings, _AS_IT_IS)
-        if chosen != _AS_IT_IS and not self._agrees(problem, options[chosen][0]):
-            chosen = _AS_IT_IS
-        self._us += [timings[_AS_IT_IS].median_us, timings[chosen].median_us]
-        if chosen != _AS_IT_IS:
-            self._change(problem, *options[chosen])
+        takes = chosen != _AS_IT_IS and self._agrees(problem, options[chosen].plan)
+        self._us += [timings[_AS_IT_IS].median_us, timings[chosen if takes else _AS_IT_IS].median_us]
+        if takes:
+            self._take(problem, options[chosen])
+            self._changes.append(f"{chosen} in {describe(problem)}")
+        return takes
 
-    def _options(self, problem: LayerProblem) -> dict[str, tuple[Half, Alternative]]:
-        entry = self._known[problem]
-        made: dict[str, tuple[Half, Alternative]] = {}
-        for each in entry.alternatives:
-            fits = "saved" not in each.strategy or each.strategy["saved"] == entry.strategy["saved"]
-            if not fits or each.us > _NEAR * entry.us or len(made) == _MOST_OPTIONS:
+    def _options(self, problem: LayerProblem) -> dict[str, _Option]:
+        """Other strategies that are near by themselves, and the present one by the heuristic's algorithms."""
+        entry, made = self._layers[problem], {}
+        near = [each for each in entry.alternatives if each.us <= _NEAR * entry.us and _keeps_the_same(each, entry)]
+        for each in near[:_MOST_OPTIONS]:
+            others = (Alternative(entry.strategy, entry.us), *(one for one in entry.alternatives if one is not each))
+            changed = replace(entry, strategy=each.strategy, us=each.us, alternatives=others)
+            with contextlib.suppress(PlanError):  # by the algorithms that are known by now
+                plan = self._plan(problem, changed, self._algorithm)
+                made[strategy_in_words(each.strategy)] = _Option(plan, changed, {})
+        by_heuristic = self._by_heuristic(problem, entry)
+        return made | ({"the heuristic's algorithms": by_heuristic} if by_heuristic is not None else {})
+
+    def _algorithm(self, problem: MatmulProblem, device: int) -> MatmulPlan:
+        """By what was found in the row, or else is known; see `Choose`."""
+        entry = self._products.get(problem)
+        if entry is None:
+            return known_algorithm(problem, device)
+        return MatmulPlan(problem, device, algorithm=entry.algorithm)
+
+    def _by_heuristic(self, problem: LayerProblem, entry: LayerEntry) -> _Option | None:
+        """None where that is how it runs already, or one of the algorithms was rejected."""
+        plan = self._plan(problem, entry, heuristic_algorithm)
+        products: dict[MatmulProblem, ProductEntry] = {}
+        for each in products_of(plan):
+            known = None if is_empty(each.problem) else self._products.get(each.problem) or self._known(each.problem)
+            if known is None or each.algorithm.blob == known.algorithm:
                 continue
-            try:
-                made[strategy_in_words(each.strategy)] = _plan(problem, each.strategy, self._bench.device), each
-            except PlanError:  # with the algorithms that are known now
-                continue
-        return made
+            if each.algorithm.blob in [one.algorithm for one in known.rejected]:
+                return None
+            products[each.problem] = by_algorithm(known, each.algorithm)
+        return _Option(plan, entry, products) if products else None
 
     def _launch(self, plans: Mapping[LayerProblem, Half]) -> Launch:
         return partial(self._run, [*plans.items()])
@@ -142,22 +194,22 @@ class _Search:
         table = Table(self._bench, alone(problem))
         return table.disagreement([option], table.results([self._plans[problem]])) is None
 
-    def _change(self, problem: LayerProblem, plan: Half, option: Alternative) -> None:
-        before = self._entries[problem]
-        others = [each for each in before.alternatives if each is not option]
-        replaced = Alternative(before.strategy, before.us)
-        self._plans[problem] = plan
-        self._entries[problem] = replace(
-            before, strategy=option.strategy, us=option.us, alternatives=(replaced, *others)
-        )
-        self._changes.append(f"{strategy_in_words(option.strategy)} for {strategy_in_words(before.strategy)}")
+    def _take(self, problem: LayerProblem, option: _Option) -> None:
+        self._plans[problem], self._layers[problem] = option.plan, option.entry
+        self._products |= option.products
 
     def decision(self) -> RowDecision:
         """What is in force by now."""
-        return RowDecision(self._entries, self._us[0], self._us[-1], tuple(self._changes), self._measured)
+        before, after = self._us[0], self._us[-1]
+        return RowDecision(self._layers, self._products, before, after, tuple(self._changes), self._measured)
 
 
-def _plan(problem: LayerProblem, strategy: Strategy, device: int) -> Half:
-    if isinstance(problem, ForwardProblem):
-        return ForwardPlan(problem, device, from_entry(ForwardStrategy, strategy), known_algorithm)
-    return BackwardPlan(problem, device, from_entry(BackwardStrategy, strategy), known_algorithm)
+def _keeps_the_same(option: Alternative, entry: LayerEntry) -> bool:
+    """A forward pass may not keep anything else: backward has been decided for what it does."""
+    return option.strategy.get("saved") == entry.strategy.get("saved")
+
+
+def by_algorithm(entry: ProductEntry, algorithm: Algorithm) -> ProductEntry:
+    """The entry with the heuristic's algorithm instead, chosen in a row."""
+    config, us = configuration(algorithm), entry.first_us
+    return replace(entry, algorithm=algorithm.blob, config=config, us=us, in_row=True, when=now())

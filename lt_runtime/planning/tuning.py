@@ -169,10 +169,13 @@ class _Session:
         started = time.monotonic()
         try:
             with workbench(self._device) as bench:
-                made = decide_row(bench, known)
+                made = decide_row(bench, known, lambda problem: self._store.product(problem_key(problem)))
         except (MemoryError, PlanError) as error:
             return Tuned(tuple(known), 0.0, 0.0, "not measured in a row", 0, (str(error),), time.monotonic() - started)
-        self._store.put(layers={problem_key(problem): entry for problem, entry in made.entries.items()})
+        self._store.put(
+            {problem_key(problem): product for problem, product in made.products.items()},
+            {problem_key(problem): layer for problem, layer in made.layers.items()},
+        )
         forget(known, self._device)
         words = "in a row: " + ("; ".join(made.changes) or "as decided")
         return Tuned(tuple(known), made.before_us, made.after_us, words, made.measured, (), time.monotonic() - started)

@@ -7,13 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lt_runtime.planning.backward import BackwardPlan
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.row_trial import row_trial
 from lt_runtime.planning.row_tuner import are_neighbours, rows_of
 from lt_runtime.planning.stacks import Stack
+from lt_runtime.planning.strategies import BackwardStrategy
 from lt_runtime.planning.tuning import Tuned, tune_problems
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
-from tests.layer_gpu import LayerGpu
+from tests.layer_gpu import BY_HEURISTIC, LayerGpu
 
 STACK = Stack(16, (24, 40, 8), Activation("tanh"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
 LAST = STACK.backward(0)
@@ -46,7 +48,7 @@ def test_what_is_faster_by_itself_stays_where_the_row_is_faster_with_it(gpu: Lay
 
 
 def test_the_row_decides_against_what_is_faster_by_itself(gpu: LayerGpu) -> None:
-    gpu.us, gpu.row_us = {BESIDE: 9.0}, {BESIDE: 13.0}
+    gpu.tuned_us, gpu.row_us = {BESIDE: 9.0}, {BESIDE: 13.0}
     tuned = row(tune_problems(STACK.problems(), 0))
     assert not decided_beside(gpu)
     assert (tuned.before_us, tuned.after_us) == (43.0, 40.0)
@@ -57,7 +59,7 @@ def test_the_row_decides_against_what_is_faster_by_itself(gpu: LayerGpu) -> None
 
 
 def test_what_is_far_behind_by_itself_is_not_tried(gpu: LayerGpu) -> None:
-    gpu.us, gpu.row_us = {AFTER: 12.0}, {AFTER: 1.0}
+    gpu.us, gpu.row_us = {AFTER: 14.0}, {AFTER: 1.0}
     tune_problems(STACK.problems(), 0)
     assert decided_beside(gpu)
 
@@ -66,6 +68,19 @@ def test_what_computes_something_else_is_not_taken(gpu: LayerGpu) -> None:
     gpu.row_us, gpu.wrong = {BESIDE: 1.0}, {BESIDE}
     tune_problems(STACK.problems(), 0)
     assert not decided_beside(gpu)
+
+
+def test_an_algorithm_that_is_faster_by_itself_gives_way_to_the_heuristics(gpu: LayerGpu) -> None:
+    gpu.tuned_us, gpu.row_us = {AFTER: 8.0, BESIDE: 8.0}, {AFTER: 20.0, BESIDE: 20.0}
+    tuned = row(tune_problems(STACK.problems(), 0))
+    assert "the heuristic's algorithms in backward" in tuned.strategy
+    assert tuned.after_us == tuned.before_us - 10.0
+    plan = BackwardPlan(LAST, 0, BackwardStrategy(), gpu._plan)
+    entries = [gpu.store.product(problem_key(each.problem)) for each in plan.products.values()]
+    assert [entry.algorithm for entry in entries if entry and entry.in_row] == [BY_HEURISTIC] * 2
+    gpu.tuned.clear()
+    assert not [each for each in tune_problems(STACK.problems(), 0) if each.measured]
+    assert not gpu.tuned
 
 
 def test_a_row_is_decided_once(gpu: LayerGpu) -> None:
