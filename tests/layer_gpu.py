@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lt_runtime.errors import PlanError
-from lt_runtime.planning import alternatives, layer_finals, layer_tuner, row_trial, row_tuner, tuning
+from lt_runtime.planning import alternatives, candidates, layer_finals, layer_tuner, row_trial, row_tuner, tuning
 from lt_runtime.planning.alternatives import half_name
 from lt_runtime.planning.backward import BackwardCall, BackwardPlan
 from lt_runtime.planning.entries import RejectedAlgorithm
@@ -82,7 +82,7 @@ class LayerGpu:
             monkeypatch.setattr(module, "tune_on", self._tune_on)
         monkeypatch.setattr(layer_tuner, "heuristic_algorithm", self._plan)
         monkeypatch.setattr(layer_tuner, "known_algorithm", self._known)
-        monkeypatch.setattr(layer_tuner, "configuration", lambda _: {"ID": 2})
+        monkeypatch.setattr(candidates, "configuration", lambda _: {"ID": 2})
         monkeypatch.setattr(layer_tuner, "MatmulPlan", self._tuned_plan)
         monkeypatch.setattr(layer_finals, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(layer_finals, "LayerTrial", self._trial)
@@ -91,7 +91,6 @@ class LayerGpu:
         monkeypatch.setattr(row_tuner, "known_algorithm", self._tuned_or_known)
         monkeypatch.setattr(row_tuner, "heuristic_algorithm", self._plan)
         monkeypatch.setattr(row_tuner, "MatmulPlan", self._tuned_plan)
-        monkeypatch.setattr(row_tuner, "configuration", lambda _: {"ID": 2})
         monkeypatch.setattr(row_tuner, "take_times", self._take_times_in_row)
         monkeypatch.setattr(tuning, "workbench", self._workbench)
         monkeypatch.setattr(tuning, "forget", lambda problems, _: self.forgotten.extend(problems))

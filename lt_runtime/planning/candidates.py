@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, ReductionScheme
+from lt_runtime.planning.entries import ProductEntry, now
 from lt_runtime.planning.guesses import guesses
 from lt_runtime.planning.matmul import MatmulPlan
 
@@ -62,3 +64,9 @@ def deep_candidates(plan: MatmulPlan, known: Iterable[Algorithm]) -> list[Algori
 def configuration(algorithm: Algorithm) -> dict[str, int]:
     """What an algorithm's configuration says, by attribute's name."""
     return {attribute.name: int(algorithm.get(attribute)) for attribute in AlgoConfigAttribute}
+
+
+def with_algorithm(entry: ProductEntry, algorithm: Algorithm) -> ProductEntry:
+    """The entry with the heuristic's first algorithm in place of the one that was found."""
+    config, us = configuration(algorithm), entry.first_us
+    return replace(entry, algorithm=algorithm.blob, config=config, us=us, when=now())

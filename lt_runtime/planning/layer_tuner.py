@@ -7,7 +7,6 @@ kernels do.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -17,8 +16,8 @@ from typing import Final
 from lt_runtime.errors import PlanError
 from lt_runtime.planning.algorithms import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.planning.alternatives import Alternatives, Half, products_of
-from lt_runtime.planning.candidates import configuration
-from lt_runtime.planning.entries import EFFORTS, Effort, LayerEntry, ProductEntry, RejectedStrategy, now
+from lt_runtime.planning.candidates import with_algorithm
+from lt_runtime.planning.entries import EFFORTS, Effort, LayerEntry, ProductEntry, RejectedStrategy
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.layer_finals import Finals, Table, sums_of
 from lt_runtime.planning.links import LayerProblem, Link
@@ -211,13 +210,7 @@ class _Search:
         plans = {plan.problem: plan for half in halves for plan in products_of(half) if not is_empty(plan.problem)}
         entries = {problem: self._products.get(problem) or self._stored(problem) for problem in plans}
         return {
-            problem_key(problem): dataclasses.replace(
-                entry,
-                algorithm=plans[problem].algorithm.blob,
-                config=configuration(plans[problem].algorithm),
-                us=entry.first_us,
-                when=now(),
-            )
+            problem_key(problem): with_algorithm(entry, plans[problem].algorithm)
             for problem, entry in entries.items()
             if entry is not None
         }

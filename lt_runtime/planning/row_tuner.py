@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeAlias
 
-from lt_runtime.cublaslt import Algorithm
 from lt_runtime.errors import PlanError
 from lt_runtime.planning.algorithms import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.planning.alternatives import Half, products_of
 from lt_runtime.planning.backward import BackwardPlan
-from lt_runtime.planning.candidates import configuration
+from lt_runtime.planning.candidates import with_algorithm
 from lt_runtime.planning.entries import Alternative, LayerEntry, ProductEntry, now
 from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.layer_finals import Table
@@ -180,7 +179,7 @@ class _Search:
                 continue
             if each.algorithm.blob in [one.algorithm for one in known.rejected]:
                 return None
-            products[each.problem] = by_algorithm(known, each.algorithm)
+            products[each.problem] = replace(with_algorithm(known, each.algorithm), in_row=True)
         return _Option(plan, entry, products) if products else None
 
     def _launch(self, plans: Mapping[LayerProblem, Half]) -> Launch:
@@ -207,9 +206,3 @@ class _Search:
 def _keeps_the_same(option: Alternative, entry: LayerEntry) -> bool:
     """A forward pass may not keep anything else: backward has been decided for what it does."""
     return option.strategy.get("saved") == entry.strategy.get("saved")
-
-
-def by_algorithm(entry: ProductEntry, algorithm: Algorithm) -> ProductEntry:
-    """The entry with the heuristic's algorithm instead, chosen in a row."""
-    config, us = configuration(algorithm), entry.first_us
-    return replace(entry, algorithm=algorithm.blob, config=config, us=us, in_row=True, when=now())

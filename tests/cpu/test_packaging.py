@@ -73,5 +73,5 @@ def test_readme_asks_for_the_gpus_that_the_doctor_accepts():
 def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # one writes a file
     examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     exec(compile("".join(examples), "README.md", "exec"), {})
