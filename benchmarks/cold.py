@@ -8,6 +8,7 @@ left there. Files are in the operating system's cache: a first process, which do
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from lt_runtime.gpu.devices import device_count
 from lt_runtime.paths import CACHE_VARIABLE
 
 RESULT: Final = report.RESULTS / "cold.json"
-ROUNDS: Final = 5
+ROUNDS: Final = 4
 IMPORT: Final = "import of lt_runtime"
 NAMES: Final = {
     "linear": "first linear_fwd GELU BF16 256×512×784, out=",
@@ -49,6 +50,13 @@ def child(task: str, cache: str) -> Found:
     return found
 
 
+def pairs(task: str, count: int) -> list[tuple[Found, Found]]:
+    """Processes two by two: one with an empty cache, and one with what that has left there."""
+    with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
+        child(task, cache)  # reads the files
+    return [pair(task) for _ in range(count)]
+
+
 def pair(task: str) -> tuple[Found, Found]:
     """A process with an empty cache, and one with what that has left there."""
     with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
@@ -57,9 +65,7 @@ def pair(task: str) -> tuple[Found, Found]:
 
 def import_row(rounds: int) -> Row:
     """The package alone, and with all that its names stand for."""
-    pairs = [pair("import") for _ in range(rounds + 1)][1:]
-    found = [each for both in pairs for each in both]
-    return row_of_imports(found)
+    return row_of_imports([*itertools.chain(*pairs("import", rounds))])
 
 
 def row_of_imports(found: Sequence[Found]) -> Row:
@@ -77,19 +83,19 @@ def row_of_imports(found: Sequence[Found]) -> Row:
 
 def first_row(task: str, rounds: int) -> Row:
     """The first call, with either cache; beside it the second call, and what comes before both."""
-    return row_of_firsts(task, [pair(task) for _ in range(rounds + 1)][1:])
+    return row_of_firsts(task, pairs(task, rounds))
 
 
-def row_of_firsts(task: str, pairs: Sequence[tuple[Found, Found]]) -> Row:
+def row_of_firsts(task: str, found: Sequence[tuple[Found, Found]]) -> Row:
     """The row of what some pairs of processes have printed."""
-    empty, filled = ([each["us"] for each in one] for one in zip(*pairs, strict=True))
+    empty, filled = ([each["us"] for each in one] for one in zip(*found, strict=True))
     timings = {
         "lt": summarise([us["first"] for us in filled]),
         "lt_empty_cache": summarise([us["first"] for us in empty]),
         "lt_second": summarise([us["second"] for us in filled]),
     }
     before = {name: round(summarise([us[name] for us in filled]).median, 1) for name in ("import", "operands")}
-    return Row(NAMES[task], timings, "lt", setting={"processes": 2 * len(pairs), "before_us": before})
+    return Row(NAMES[task], timings, "lt", setting={"processes": 2 * len(found), "before_us": before})
 
 
 def measures(rounds: int) -> resumable.Measures:

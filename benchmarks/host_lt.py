@@ -47,8 +47,9 @@ def matmul(a: Any, b: Any, d: Any) -> Call:
 
 def matmul_plan(a: Any, b: Any, d: Any) -> Call:
     """The launch alone: a plan and its addresses made beforehand."""
-    specs = [Spec(packed(*array.shape)) for array in (a, b, d)]
-    plan = product_plan(MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs), 0, 0)
+    a_spec, b_spec, d_spec = (Spec(packed(*array.shape)) for array in (a, b, d))
+    problem = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, a_spec, b_spec, d_spec)
+    plan = product_plan(problem, 0, 0)
     call = ProductCall(a.data.ptr, b.data.ptr, d.data.ptr, stream=0)
     return lambda: plan.run(call)
 
@@ -75,8 +76,8 @@ def linear_plan(at: Layer) -> Call:
         DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x, w, y, bias=256, preactivation=y, backward=True
     )
     plan = forward_plan(problem, 0, 0)
-    addresses = tuple(array.data.ptr for array in (at.x, at.w, at.bias, at.y, at.z))
-    return lambda: plan.run(*addresses, None, 0)
+    x_at, w_at, bias_at, y_at, z_at = (int(array.data.ptr) for array in (at.x, at.w, at.bias, at.y, at.z))
+    return lambda: plan.run(x_at, w_at, bias_at, y_at, z_at, None, 0)
 
 
 def linear_both(at: Layer) -> Call:

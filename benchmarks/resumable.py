@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -63,9 +62,10 @@ def _measure(name: str, measure: Callable[[], Row], rows: Rows, console: Console
     console.print(report.table([row]))
 
 
-def save(rows: Rows, order: Sequence[str], file: Path | None, **more: Any) -> None:
+def save(rows: Rows, order: Sequence[str], file: Path | None) -> None:
     """Writes the rows in the order of the suite; nothing without a file, or without rows."""
     if file is None or not rows:
         return
     places = {name: place for place, name in enumerate(order)}
-    report.write(file, sorted(rows.values(), key=lambda row: places.get(row["case"], len(places))), **more)
+    ordered = sorted(rows.values(), key=lambda row: places.get(row["case"], len(places)))
+    report.write(file, ordered)
