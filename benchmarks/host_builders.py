@@ -107,7 +107,8 @@ def build(made: Builders) -> tuple[dict[str, Call], dict[str, str]]:
 
 def measure(case: HostCase, rounds: int) -> Row:
     """One row."""
-    calls, left_out = build(builders(case))
+    made = builders(case)  # kept until the end: plans know no more than their operands' addresses
+    calls, left_out = build(made)
     turns = {name: HostTurn(call, case.calls, synchronize) for name, call in calls.items()}
     timings = take_turns(turns, rounds)
     until_done = {name: round(statistics.median(turn.until_done[WARM_UP:]), 4) for name, turn in turns.items()}

@@ -68,9 +68,17 @@ def train_step(sizes: StepSizes, x: Any, targets: Any) -> Call:
     """Copies of the batch into the graph's buffers, and the replay of a whole step."""
     inputs, wanted = tensor(x), tensor(targets)
     static_inputs, static_wanted = inputs.clone(), wanted.clone()
-    graph = _captured_step(_model(sizes), static_inputs, static_wanted)
+    model = _model(sizes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True, capturable=True)
 
-    def call() -> None:
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        functional.cross_entropy(model(static_inputs), static_wanted).backward()
+        optimizer.step()
+
+    graph = _captured(step)
+
+    def call(_held: object = (model, optimizer)) -> None:  # the graph has no more than their addresses
         static_inputs.copy_(inputs)
         static_wanted.copy_(wanted)
         graph.replay()
@@ -85,15 +93,8 @@ def _model(sizes: StepSizes) -> torch.nn.Module:
     return torch.nn.Sequential(*layers[:-1]).to("cuda", torch.bfloat16)
 
 
-def _captured_step(model: torch.nn.Module, inputs: torch.Tensor, wanted: torch.Tensor) -> torch.cuda.CUDAGraph:
-    """Forward, loss, backward and optimizer in one graph, as PyTorch's documentation has it."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True, capturable=True)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        functional.cross_entropy(model(inputs), wanted).backward()
-        optimizer.step()
-
+def _captured(step: Call) -> torch.cuda.CUDAGraph:
+    """A graph of a whole step, warmed up and captured as PyTorch's documentation has it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
