@@ -1,97 +1,70 @@
-"""Host time of one call: `python3 -m benchmarks.host [FILE]`.
+"""The host's time of a call: `python3 -m benchmarks.host [--only PATTERN] [--profile]`.
 
-The product is small, so that the GPU keeps up and only the host's own work counts. Contenders take turns in short
-rounds within one run; each figure is a median over the rounds, its spread their interquartile range.
+Wall clock of calls back to back that nobody waits for: few enough, and on operands small enough, that the driver's
+queue does not fill and only the host's own work counts. Contenders take turns in short rounds within one run; each
+figure is a median over the rounds, its spread their interquartile range.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import cupy as cp
-import numpy as np
-
-import lt_runtime as lt
-from benchmarks import report
+from benchmarks import report, resumable
+from benchmarks.host_cases import HOST, HostCase
 from benchmarks.report import Row
-from benchmarks.timing import take_turns
-from lt_runtime.layout import packed
-from lt_runtime.planning import ProductCall, product_plan
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.gpu.devices import device_count
 
-M, N, K = 64, 64, 64
-CALLS: Final = 500
+RESULT: Final = report.RESULTS / "host.json"
 ROUNDS: Final = 41
-RESULT: Final = report.RESULTS / "matmul_host.json"
-
-Calls = dict[str, Callable[[], object]]
+_PROFILED: Final = 2000  # calls
 
 
-def contenders() -> tuple[Calls, dict[str, str]]:
-    """The same FP32 product by everyone who is installed, outputs given where they can be; and why others are not."""
-    generator = np.random.default_rng(0)
-    a, b = (cp.asarray(generator.standard_normal(s).astype(np.float32)) for s in ((M, K), (K, N)))
-    d = cp.empty((M, N), cp.float32)
-    specs = [Spec(packed(*shape)) for shape in ((M, K), (K, N), (M, N))]
-    problem = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
-    plan = product_plan(problem, 0, 0)
-    launch = ProductCall(a.data.ptr, b.data.ptr, d.data.ptr, stream=0)
-    calls: Calls = {
-        "lt_matmul_out": lambda: lt.matmul(a, b, out=d),
-        "lt_plan_run": lambda: plan.run(launch),
-        "cupy_matmul_out": lambda: cp.matmul(a, b, out=d),
-    }
-    left_out = {}
-    for library, add in {"torch": _torch, "nvmath": _nvmath}.items():
-        try:
-            calls |= add(a, b, d)
-        except ImportError as error:
-            left_out[library] = str(error)
-    return calls, left_out
+def measure(case: HostCase, rounds: int) -> Row:
+    """One row; afterwards its memory is given back."""
+    from benchmarks import host_builders
+    from benchmarks.graphs import release
+
+    try:
+        return host_builders.measure(case, rounds)
+    finally:
+        release()
 
 
-def _torch(a: Any, b: Any, d: Any) -> Calls:
-    import torch
+def profile(case: HostCase) -> str:
+    """Where our call spends its time."""
+    from benchmarks.host_builders import builders, synchronize
+    from benchmarks.host_timing import profile, repeat
 
-    x, w, out = torch.from_dlpack(a), torch.from_dlpack(b.T), torch.from_dlpack(d)
-    y = torch.from_dlpack(b)
-    return {
-        "torch_f_linear": lambda: torch.nn.functional.linear(x, w),
-        "torch_matmul_out": lambda: torch.matmul(x, y, out=out),
-    }
-
-
-def _nvmath(a: Any, b: Any, _: Any) -> Calls:
-    from nvmath.linalg.advanced import Matmul
-
-    product = Matmul(a, b)
-    product.plan()
-    return {"nvmath_execute": product.execute}
+    call = builders(case)["lt"]()
+    repeat(call, case.calls)
+    return profile(call, case.calls, -(-_PROFILED // case.calls), synchronize)
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """Host time of one of `CALLS` calls in a row."""
-    cp.cuda.Device().synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        call()
-    return (time.perf_counter() - start) / CALLS * 1e6
+def main(argv: Sequence[str] | None = None) -> None:
+    """Without a GPU there is nothing to measure. Targets that are missed are printed, and no error."""
+    arguments = parser().parse_args(argv)
+    if device_count() == 0:
+        sys.exit("benchmarks.host needs an NVIDIA GPU")
+    cases = {case.name: case for case in HOST}
+    if arguments.profile:
+        for name in resumable.chosen([*cases], arguments.only):
+            print(f"{name}: {profile(cases[name])}\n")
+        return
+    resumable.run({name: partial(measure, case, arguments.rounds) for name, case in cases.items()}, arguments, RESULT)
 
 
-def main(file: Path) -> None:
-    """Measures, prints a table, and writes the result."""
-    calls, left_out = contenders()
-    timings = take_turns({name: partial(microseconds, call) for name, call in calls.items()}, ROUNDS)
-    case = f"matmul {M}x{N}x{K} float32, host time of a call"
-    row = Row(case, timings, "lt_matmul_out", setting={"rounds": ROUNDS}, left_out=left_out)
-    report.write(file, [row])
-    report.console().print(report.table([row]))
+def parser() -> argparse.ArgumentParser:
+    """What the command line accepts."""
+    made = argparse.ArgumentParser(prog="benchmarks.host", description=__doc__)
+    resumable.arguments_of(made, RESULT, ROUNDS)
+    told = "print what Python spends its time on in our calls, and measure nothing"
+    made.add_argument("--profile", action="store_true", help=told)
+    return made
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULT)
+    main()
