@@ -26,7 +26,7 @@ from lt_runtime.planning.fingerprint import Fingerprint, fingerprint
 Validate: TypeAlias = Callable[[str, Entry], str | None]
 """Says why an entry may not be used, given its key; None if it may."""
 
-_LOCK_SECONDS: Final = 5.0
+_LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a lock of a process that died is free
 _POLL_SECONDS: Final = 0.005
 
 
