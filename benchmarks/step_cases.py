@@ -15,6 +15,7 @@ LEARNING_RATE: Final = 1e-3
 WEIGHT_DECAY: Final = 0.01
 
 _TURN_US: Final = 10_000.0  # a turn takes at least about this long
+_LEAST_REPLAYS: Final = 8
 _MOST_REPLAYS: Final = 200
 _FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8}  # what an H200 reaches, about
 _BYTES_PER_US: Final = 4.2e6
@@ -77,7 +78,8 @@ class StepCase:
     def replays(self) -> int:
         """Steps in one turn."""
         products, update = self.flops / _FLOPS_PER_US[self.kind], _OPTIMIZER_BYTES * self.parameters / _BYTES_PER_US
-        return min(math.ceil(_TURN_US / max(products + update, _LAUNCHES_US)), _MOST_REPLAYS)
+        wanted = math.ceil(_TURN_US / max(products + update, _LAUNCHES_US))
+        return max(_LEAST_REPLAYS, min(wanted, _MOST_REPLAYS))
 
     @property
     def ways(self) -> tuple[str | None, ...]:

@@ -1,16 +1,17 @@
-"""Our side of a training step: a model and its batch, its captured graph as planned before tuning and after, its nodes."""
+"""Our side of a training step: a model and its batch, and its graph as planned before tuning and after."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import cupy as cp
+import numpy as np
 
 import lt_runtime as lt
 from benchmarks.block_lt import DEVICE
@@ -49,26 +50,30 @@ class Setup:
 
     Attributes:
         x, target: the batch, on the GPU.
-        values: the parameters as they are drawn, in FP32, layer by layer weight and bias.
         stream: a CuPy stream that can be captured.
     """
 
     def __init__(self, case: StepCase, stream: Any) -> None:
         self.case, self.stream = case, stream
-        options = {"dtype": case.dtype.value, "compute": case.compute.value, "device": f"cuda:{DEVICE}"}
-        self.model = lt.MLP(case.dims, case.activation, **options)
+        self.model = lt.MLP(
+            case.dims, case.activation, dtype=case.dtype.value, compute=case.compute.value, device=f"cuda:{DEVICE}"
+        )
         parameters = self.model.parameters()
         self.optimizer = lt.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        self.values = [(each.data if each.master is None else each.master).copy() for each in parameters]
+        arrays = [array for each in parameters for array in (each.data, each.master) if array is not None]
+        self._kept = [(array, array.copy()) for array in arrays]
         self.x, self.target = batch(case)
         cp.cuda.Device().synchronize()
 
+    @property
+    def values(self) -> list[Any]:
+        """The parameters as they are drawn, in FP32, layer by layer weight and bias."""
+        return [initial for _, initial in self._kept if initial.dtype == np.float32]
+
     def restore(self) -> None:
         """Gives our parameters their initial values; the optimizer keeps its moments."""
-        for parameter, values in zip(self.model.parameters(), self.values, strict=True):
-            parameter.data[...] = values
-            if parameter.master is not None:
-                parameter.master[...] = values
+        for array, initial in self._kept:
+            array.data.copy_from_device(initial.data, initial.nbytes)
         cp.cuda.Device().synchronize()
 
     def step(self) -> lt.TrainStep:
@@ -78,10 +83,8 @@ class Setup:
 
 def batch(case: StepCase) -> tuple[Any, Any]:
     """Random inputs with labels or targets."""
-    classifies, outputs = case.loss == "cross_entropy", (case.rows, case.dims[-1])
-    return normal((case.rows, case.dims[0]), case.dtype), labels(*outputs) if classifies else normal(
-        outputs, case.dtype
-    )
+    x, outputs = normal((case.rows, case.dims[0]), case.dtype), (case.rows, case.dims[-1])
+    return x, labels(*outputs) if case.loss == "cross_entropy" else normal(outputs, case.dtype)
 
 
 def contender(setup: Setup) -> Contender:
@@ -123,12 +126,25 @@ def tuned_contender(setup: Setup, directory: Path) -> tuple[Contender, int]:
     Args:
         directory: for the record of the problems.
     """
-    file = directory / "met"
-    with mock.patch.dict(os.environ, {RECORD_VARIABLE: str(file)}):
+    forget_plans(setup.case)
+    with _recording(directory / "met"):
         made = contender(setup)
     store = plan_store(DEVICE)
-    met = read_recorded(file)
-    return made, sum(store.layer(problem_key(each)) is None for each in met)
+    keys = map(problem_key, read_recorded(directory / "met"))
+    return made, sum(store.layer(key) is None and store.product(key) is None for key in keys)
+
+
+@contextlib.contextmanager
+def _recording(file: Path) -> Iterator[None]:
+    """Has the problems that are planned written to a file."""
+    before = os.environ.get(RECORD_VARIABLE)
+    os.environ[RECORD_VARIABLE] = str(file)
+    try:
+        yield
+    finally:
+        del os.environ[RECORD_VARIABLE]
+        if before is not None:
+            os.environ[RECORD_VARIABLE] = before
 
 
 def nodes(step: lt.TrainStep) -> dict[str, int]:

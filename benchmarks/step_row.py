@@ -16,11 +16,12 @@ from benchmarks.fresh import fresh_plans
 from benchmarks.report import Row
 from benchmarks.step_cases import StepCase
 from benchmarks.step_lt import Contender, Setup
-from benchmarks.step_summary import with_fastest
+from benchmarks.step_summary import with_fastest, without_any
 from benchmarks.timing import take_turns
 from lt_runtime.planning.entries import now
 
 _MODES: Final = {"torch_compile": "default", "torch_max_autotune": "max-autotune-no-cudagraphs"}
+_GRAPH: Final = "torch_graph"
 _NOTE: Final = "kernel_us, the sum of kernel times, takes a profiler and is left out"
 _LEAD: Final = 8  # a turn's replays come after an eighth as many, during which the host gets ahead
 
@@ -50,7 +51,8 @@ def measure_case(case: StepCase, rounds: int, stream: Any, *, compile_s: float |
     setting |= {"nodes": {name: each.nodes for name, each in contenders.items()}, "note": _NOTE}
     setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
     target = Target(ratio={"torch_max_autotune": case.least})
-    return Row(case.name, timings, "lt", target=target, setting=setting, left_out=theirs.left_out)
+    left_out = theirs.left_out | without_any(theirs.left_out, timings)
+    return Row(case.name, timings, "lt", target=target, setting=setting, left_out=left_out)
 
 
 def _ours(setup: Setup) -> tuple[dict[str, Contender], dict[str, Any]]:
@@ -67,10 +69,11 @@ def _torch(setup: Setup, compile_s: float | None) -> Iterator[tuple[str, Callabl
     """PyTorch's contenders by name; it is imported when they are built."""
 
     def build(*arguments: Any) -> Contender:
-        return import_module("benchmarks.step_torch").contender(setup, *arguments)
+        made: Contender = import_module("benchmarks.step_torch").contender(setup, *arguments)
+        return made
 
     for way in setup.case.ways:
-        yield _named("torch_graph", way), partial(build, way)
+        yield _named(_GRAPH, way), partial(build, way)
         for name, mode in _MODES.items() if compile_s is not None else ():
             yield _named(name, way), partial(build, way, mode, compile_s)
 
@@ -94,11 +97,9 @@ def _turns(contenders: Mapping[str, Contender], count: int, stream: Any) -> Turn
     """Graphs alone, and of ours and PyTorch's own kernels also calls as a script makes them."""
     turns = {name: timed_replays(each, count, stream) for name, each in contenders.items()}
     for name, each in contenders.items():
-        if name == "lt" or name.startswith("torch_graph"):
-            base, _, way = name.partition("_graph")
-            turns[f"{base}{'_graph' if way or base == 'torch' else ''}_call{way}"] = timed_calls(
-                each.calls, count, stream
-            )
+        base = name if name == "lt" else _GRAPH if name.startswith(_GRAPH) else None
+        if base is not None:
+            turns[name.replace(base, f"{base}_call")] = timed_calls(each.calls, count, stream)
     return turns
 
 

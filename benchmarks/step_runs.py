@@ -41,7 +41,7 @@ def measure_prefetch(name: str, case: StepCase, rounds: int, stream: Any) -> Row
     on_gpu = [step_lt.batch(case) for _ in range(_BATCHES)]
     on_host = [tuple(map(pinned, pair)) for pair in on_gpu]
     with lt.prefetch(itertools.cycle(on_host), device=setup.model.device, stream=stream) as ahead:
-        sources = {"gpu_batches": itertools.cycle(on_gpu), "prefetch": ahead}
+        sources: dict[str, Iterator[Pair]] = {"gpu_batches": itertools.cycle(on_gpu), "prefetch": ahead}
         turns = {each: timed_calls(_training(step, source, stream), count, stream) for each, source in sources.items()}
         timings = take_turns(turns, rounds)
     size = sum(array.nbytes for array in on_host[0])

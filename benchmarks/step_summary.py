@@ -27,11 +27,20 @@ def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:
     """The times, and under the name that PyTorch's ways to hold parameters have in common the faster one's."""
     made = dict(timings)
     for name, timing in timings.items():
-        for way in _WAYS:
-            base = name.removesuffix(way)
-            if base != name:
-                made[base] = min(made.get(base, timing), timing)
+        base = _base(name)
+        made[base] = min(made.get(base, timing), timing)
     return made
+
+
+def without_any(left_out: Mapping[str, str], timings: Mapping[str, Timing]) -> dict[str, str]:
+    """Why there is nothing under a name that two ways have in common, if neither was measured."""
+    return {base: reason for name, reason in left_out.items() if (base := _base(name)) not in timings}
+
+
+def _base(name: str) -> str:
+    for way in _WAYS:
+        name = name.removesuffix(way)
+    return name
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
