@@ -8,15 +8,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from benchmarks import report, step_summary, steps, summary
+from benchmarks import report, step_row, step_summary, steps, summary
 from benchmarks.blocks import presets
 from benchmarks.report import Row
 from benchmarks.step_cases import StepCase, cases
+from benchmarks.step_lt import Contender
 from benchmarks.step_summary import PREFETCH, SOAK, with_fastest, without_any
 from benchmarks.timing import Timing
 from lt_runtime.problem import BackwardProblem, DType
@@ -63,6 +65,37 @@ def test_of_two_ways_the_faster_counts() -> None:
 def test_a_name_is_left_out_when_neither_way_was_measured() -> None:
     left_out = {"torch_graph_bf16": "a", "torch_compile_autocast": "b", "torch_compile_bf16": "c"}
     assert without_any(left_out, with_fastest(times(torch_graph_autocast=1.0))) == {"torch_compile": "c"}
+
+
+def test_names_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_row, "timed_replays", lambda *_: "graph")
+    monkeypatch.setattr(step_row, "timed_calls", lambda *_: "call")
+    contender = Contender(print, print, 0.0, {})
+    names = "lt", "lt_untuned", "torch_graph_bf16", "torch_max_autotune_bf16"
+    turns = step_row._turns(dict.fromkeys(names, contender), 1, None)
+    graphs, calls = dict.fromkeys(names, "graph"), dict.fromkeys(("lt_call", "torch_graph_call_bf16"), "call")
+    assert turns == graphs | calls
+
+
+def test_contenders_of_pytorch() -> None:
+    def of(name: str, compile_s: float | None) -> list[str]:
+        setup: Any = SimpleNamespace(case=BY_NAME[name])
+        return [made for made, _ in step_row._torch(setup, compile_s)]
+
+    assert of("mnist TF32", None) == ["torch_graph"]
+    assert of("mnist TF32", 9.0) == ["torch_graph", "torch_compile", "torch_max_autotune"]
+    assert of("mnist BF16", None) == ["torch_graph_autocast", "torch_graph_bf16"]
+    assert len(of("mnist BF16", 9.0)) == 6
+
+
+def test_who_cannot_be_built_is_left_out() -> None:
+    contender = Contender(print, print, 0.0, {})
+
+    def fail() -> Contender:
+        raise TimeoutError("not done after 9 s\nand more")
+
+    built = step_row._build(iter([("a", lambda: contender), ("b", fail)]))
+    assert built == ({"a": contender}, {"b": "TimeoutError: not done after 9 s"})
 
 
 def row(name: str, **us: float) -> dict[str, Any]:
