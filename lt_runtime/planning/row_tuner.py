@@ -170,8 +170,11 @@ class _Search:
         return MatmulPlan(problem, device, algorithm=entry.algorithm)
 
     def _by_heuristic(self, problem: LayerProblem, entry: LayerEntry) -> _Option | None:
-        """None where that is how it runs already, or one of the algorithms was rejected."""
-        plan = self._plan(problem, entry, heuristic_algorithm)
+        """None where that is how it runs already, or one of the algorithms was rejected or is none."""
+        try:
+            plan = self._plan(problem, entry, heuristic_algorithm)
+        except PlanError:
+            return None
         products: dict[MatmulProblem, ProductEntry] = {}
         for each in products_of(plan):
             known = None if is_empty(each.problem) else self._products.get(each.problem) or self._known(each.problem)
