@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import cProfile
-import gc
 import io
 import itertools
 import pstats
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
+
+from lt_runtime.gpu.graphs import no_collection
 
 Call = Callable[[], object]
 
@@ -32,7 +32,7 @@ class HostTurn:
     def __call__(self) -> float:
         """The host's microseconds a call."""
         self._synchronize()
-        with _no_collection():
+        with no_collection():
             start = time.perf_counter()
             repeat(self._call, self._calls)
             queued = time.perf_counter()
@@ -46,17 +46,6 @@ def repeat(call: Call, calls: int) -> None:
     """Calls back to back."""
     for _ in itertools.repeat(None, calls):
         call()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def profile(call: Call, calls: int, turns: int, synchronize: Call) -> str:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks import report
-from benchmarks.layers import Rows, kept_rows
 from benchmarks.report import Row
+
+Rows = dict[str, dict[str, Any]]
+"""Rows as they stand in a file, by their case."""
 
 Measures = Mapping[str, Callable[[], Row]]
 """What measures each row of a suite, by the row's case."""
+
+
+def kept_rows(file: Path | None) -> Rows:
+    """The rows that a file holds; none if there is no file."""
+    if file is None or not file.exists():
+        return {}
+    return {row["case"]: row for row in json.loads(file.read_text())["rows"]}
 
 
 def arguments_of(parser: argparse.ArgumentParser, result: Path, rounds: int) -> None:
@@ -62,10 +74,55 @@ def _measure(name: str, measure: Callable[[], Row], rows: Rows, console: Console
     console.print(report.table([row]))
 
 
-def save(rows: Rows, order: Sequence[str], file: Path | None) -> None:
-    """Writes the rows in the order of the suite; nothing without a file, or without rows."""
+def run_with_bar(
+    jobs: Mapping[str, Callable[[Any], dict[str, Any]]], rows: Rows, minutes: float, save: Callable[[], None]
+) -> None:
+    """Measures rows until all are done or time is up, with a bar, and saves after each.
+
+    Args:
+        jobs: by case, what makes a row as it stands in a file, given a CuPy stream that can be captured.
+        rows: get what is made.
+    """
+    import cupy as cp
+
+    from benchmarks.graphs import release
+
+    stream, start = cp.cuda.Stream(non_blocking=True), time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(jobs))
+        for name, job in jobs.items():
+            if time.monotonic() - start > 60 * minutes:
+                break
+            progress.update(task, description=name)
+            rows[name] = job(stream)
+            release()
+            save()
+            progress.advance(task)
+
+
+def row_or_reason(name: str, measure: Callable[[], Row], facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A row as it stands in a file; what goes wrong with one is told in its place, and does not end the run.
+
+    Args:
+        facts: that a row without figures has as well.
+    """
+    try:
+        return measure().as_json()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        Console(stderr=True).print(f"{name}: {reason}", markup=False)
+        return {"case": name, **(facts or {}), "us": {}, "spread": {}, "error": reason}
+
+
+def save(rows: Rows, order: Iterable[str], file: Path | None, **more: Any) -> None:
+    """Writes the rows in the order of the suite, and more beside them; nothing without a file, or without rows."""
     if file is None or not rows:
         return
+    report.write(file, in_order(rows, order), **more)
+
+
+def in_order(rows: Rows, order: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows in the order of the suite."""
     places = {name: place for place, name in enumerate(order)}
-    ordered = sorted(rows.values(), key=lambda row: places.get(row["case"], len(places)))
-    report.write(file, ordered)
+    return sorted(rows.values(), key=lambda row: places.get(row["case"], len(places)))

@@ -9,18 +9,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from benchmarks import report, step_summary, summary
-from benchmarks.layers import Rows, is_done, kept_rows
+from benchmarks import report, resumable, step_summary, summary
+from benchmarks.layers import is_done
 from benchmarks.report import Row
+from benchmarks.resumable import Rows
 from benchmarks.step_cases import StepCase, cases
 from benchmarks.step_summary import PREFETCH, SOAK
 from lt_runtime.gpu.devices import device_count
@@ -67,43 +64,15 @@ def missing(wanted: Iterable[str], rows: Rows, *, max_autotune: bool) -> list[st
     return [name for name in wanted if not is_done(rows.get(name), max_autotune=name in compiled)]
 
 
-def run(wanted: dict[str, Job], rows: Rows, minutes: float, file: Path | None) -> None:
-    """Measures rows until all are done or time is up; the file is written after each."""
-    import cupy as cp
-
-    from benchmarks.graphs import release
-
-    stream, start = cp.cuda.Stream(non_blocking=True), time.monotonic()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(wanted))
-        for name, job in wanted.items():
-            if time.monotonic() - start > 60 * minutes:
-                break
-            progress.update(task, description=name)
-            rows[name] = _row(name, job, stream)
-            release()
-            save(rows, file)
-            progress.advance(task)
-
-
 def _row(name: str, job: Job, stream: Any) -> dict[str, Any]:
-    """A row; what goes wrong with one does not end the run."""
-    try:
-        return job(stream).as_json()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        Console(stderr=True).print(f"{name}: {reason}", markup=False)
-        return {"case": name, "us": {}, "spread": {}, "error": reason}
+    return resumable.row_or_reason(name, partial(job, stream))
 
 
 def save(rows: Rows, file: Path | None) -> None:
     """Writes the rows in the order of the suite, and what they come to; nothing without a file."""
-    if file is None:
-        return
-    places = {name: place for place, name in enumerate((*(case.name for case in cases()), PREFETCH, SOAK))}
-    ordered = sorted(rows.values(), key=lambda row: places.get(row["case"], len(places)))
-    report.write(file, ordered, summary=[each.as_json() for each in step_summary.findings(ordered)])
+    order = [*(case.name for case in cases()), PREFETCH, SOAK]
+    findings = step_summary.findings(resumable.in_order(rows, order))
+    resumable.save(rows, order, file, summary=[each.as_json() for each in findings])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -112,10 +81,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if device_count() == 0:
         sys.exit("benchmarks.steps needs an NVIDIA GPU")
     file = arguments.out or (None if arguments.only and not arguments.resume else RESULT)
-    rows = kept_rows(file) if arguments.resume else {}
+    rows = resumable.kept_rows(file) if arguments.resume else {}
     asked = jobs(arguments)
     names = missing(asked, rows, max_autotune=arguments.max_autotune)
-    run({name: asked[name] for name in names}, rows, arguments.minutes, file)
+    rows_of = {name: partial(_row, name, asked[name]) for name in names}
+    resumable.run_with_bar(rows_of, rows, arguments.minutes, partial(save, rows, file))
     console = report.console()
     console.print(step_summary.rows_table([rows[name] for name in asked if name in rows]))
     console.print(summary.table(step_summary.findings(list(rows.values()))))
@@ -126,15 +96,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     """What the command line accepts."""
     made = argparse.ArgumentParser(prog="benchmarks.steps", description=__doc__)
-    made.add_argument("--only", metavar="PATTERN", help="rows whose name has this regular expression")
     made.add_argument("--max-autotune", action="store_true", help="torch.compile as well, which takes its time")
     made.add_argument("--compile-seconds", type=float, default=90.0, metavar="N", help="for each; default: %(default)s")
     made.add_argument("--soak", type=int, default=0, metavar="N", help="that many steps of mnist, and what they leave")
     made.add_argument("--prefetch", action="store_true", help="training from batches of the host, of gpt2-mlp-x2")
-    made.add_argument("--rounds", type=int, default=15, metavar="N", help="default: %(default)s")
-    made.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no row after this time")
-    made.add_argument("--resume", action="store_true", help="keep the file's rows, and measure those that it lacks")
-    made.add_argument("--out", type=Path, metavar="FILE", help=f"default, without --only or with --resume: {RESULT}")
+    resumable.arguments_of(made, RESULT, 15)
     return made
 
 

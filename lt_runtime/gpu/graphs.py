@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from cuda.bindings import driver
@@ -83,3 +85,15 @@ def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
         driver.cuStreamEndCapture(stream)  # its status can only repeat what is being raised
         raise
     return call("cuStreamEndCapture", stream)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps the garbage collector from ending, during a capture or a measurement, what waits for a GPU at its end."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

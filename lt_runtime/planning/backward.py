@@ -63,10 +63,18 @@ class BackwardPlan:
         wants_product = problem.dx is not None or problem.dw is not None
         self._needs_dz = problem.dz is not None or (problem.own.changes and wants_product)
         self._first, self._last = self._own_pass(), self._pass_below()
+        self._dz_bytes = self._scratch_for_dz()
+        # The two passes have their partial sums one after the other, in one place.
+        self._partial_bytes = max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
         problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
         self.products: dict[str, MatmulPlan] = {
             name: choose(each, device) for name, each in problems.items() if each is not None
         }
+
+    def _scratch_for_dz(self) -> int:
+        if not self._needs_dz or self.problem.dz is not None:
+            return 0
+        return aligned(self._dz.layout.extent * self.problem.dtype.itemsize)
 
     def _own_pass(self) -> BackwardPass | None:
         problem, own = self.problem, self.problem.own
@@ -156,14 +164,11 @@ class BackwardPlan:
             plan.run(ProductCall(dz, at.x, at.dw, memory.stream, c=at.dw, beta=beta, vector=vector), memory)
 
     def _scratch(self, at: BackwardCall, memory: StreamMemory) -> tuple[int, int]:
-        """Addresses of dz and of the partial sums, which the two passes have one after the other."""
-        own = self._needs_dz and self.problem.dz is None
-        dz_bytes = aligned(self._dz.layout.extent * self.problem.dtype.itemsize) if own else 0
-        partial_bytes = max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
-        scratch = memory.scratch(dz_bytes + partial_bytes)
+        """Addresses of dz and of the partial sums."""
+        scratch = memory.scratch(self._dz_bytes + self._partial_bytes)
         if not self._needs_dz:
             return at.dy, scratch
-        return (scratch if own else at.dz), scratch + dz_bytes
+        return (at.dz or scratch), scratch + self._dz_bytes
 
     def _zero(self, db: int, cols: int, stream: int) -> None:
         """A sum over no rows."""

@@ -30,6 +30,7 @@ class ForwardPlan:
     ) -> None:
         self.problem, self.device, self.strategy = problem, device, strategy
         self.saved, self.kept_spec = strategy.saved, kept_spec(problem, strategy.saved)
+        self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
         self._has_pass = leaves_a_pass(problem, strategy)
         # What the pass reads is kept by storing the product there.
         self._product_is_kept = self._has_pass and self.kept_spec is not None
@@ -38,11 +39,11 @@ class ForwardPlan:
 
     def _own_pass(self) -> ForwardPass:
         source = self.kept_spec if self._product_is_kept else None
-        adds_bias = self.problem.bias is not None and not self.strategy.epilogue.has_bias
+        adds_bias = self.problem.bias is not None and not self._adds_bias
         return ForwardPass(self.problem, self.device, source=source, adds_bias=adds_bias)
 
     def _matmul_problem(self) -> MatmulProblem:
-        problem, epilogue = self.problem, self.strategy.epilogue
+        problem = self.problem
         target = self.kept_spec if self._product_is_kept else None
         return MatmulProblem(
             problem.dtype,
@@ -51,9 +52,9 @@ class ForwardPlan:
             problem.x,
             problem.w.transposed,
             target or problem.y,
-            epilogue,
-            vector=problem.bias if problem.bias is not None and epilogue.has_bias else 256,
-            aux=self.kept_spec if epilogue.has_aux_output else None,
+            self.strategy.epilogue,
+            vector=problem.bias if problem.bias is not None and self._adds_bias else 256,
+            aux=self.kept_spec if self._writes_aux else None,
         )
 
     def run(self, x: int, w: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
@@ -63,10 +64,9 @@ class ForwardPlan:
             kept: address of a matrix that lies as `kept_spec` says.
         """
         memory = stream_memory(self.device, stream)
-        epilogue = self.strategy.epilogue
         target = kept if self._product_is_kept else y
-        aux = kept if epilogue.has_aux_output else 0
-        self.product.run(ProductCall(x, w, target, stream, vector=bias if epilogue.has_bias else 0, aux=aux), memory)
+        vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
+        self.product.run(ProductCall(x, w, target, stream, vector=vector, aux=aux), memory)
         if self._pass is not None:
             self._pass.run(target, bias, y, dropout=dropout, stream=stream)
 

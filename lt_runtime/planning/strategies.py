@@ -179,9 +179,10 @@ def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
         yield MadeBy.NOBODY
         return
     yield MadeBy.KERNEL
-    # The library overwrites, and reads dz as it lies: with its rows contiguous.
-    reads_dz = problem.dw is not None and problem.dw.layout.order is Order.ROW and problem.x.layout.cols > 0
-    if reads_dz and not problem.accumulate and dz_spec(problem).layout.order is Order.ROW:
+    # The library overwrites, and reads dz as it lies: with its rows contiguous. It is not called where there is nothing
+    # to multiply, and the sum would stay unwritten.
+    writes = problem.dw is not None and problem.dw.layout.order is Order.ROW and _multiplies(problem)
+    if writes and not problem.accumulate and dz_spec(problem).layout.order is Order.ROW:
         yield MadeBy.EPILOGUE
 
 
@@ -192,10 +193,15 @@ def _makers_below(problem: BackwardProblem) -> Iterator[tuple[MadeBy, MadeBy]]:
         return
     db = MadeBy.KERNEL if below.db is not None else MadeBy.NOBODY
     yield (MadeBy.KERNEL if below.changes else MadeBy.NOBODY), db
-    if _derivative_fuses(below) and problem.dx.layout.order is Order.ROW and problem.w.layout.rows > 0:
+    if _derivative_fuses(below) and problem.dx.layout.order is Order.ROW and _multiplies(problem):
         yield MadeBy.EPILOGUE, db
         if below.db is not None and not problem.accumulate:
             yield MadeBy.EPILOGUE, MadeBy.EPILOGUE
+
+
+def _multiplies(problem: BackwardProblem) -> bool:
+    """Whether dy, x and w have any elements."""
+    return all(spec.layout.size for spec in (problem.dy, problem.x, problem.w))
 
 
 def _derivative_fuses(below: Derivative) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import threading
 import weakref
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.graphs import Graph
+from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.streams import is_capturing, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.ops.tally import GpuTally
 from lt_runtime.ranges import range_of
@@ -155,7 +154,7 @@ class GpuStep:
         try:
             self._rehearse(batches, captured, cupy().cuda.MemoryPool())
             self._rehearse(batches, captured, self._pool)
-            with _memory_from(self._pool), _no_collection():
+            with _memory_from(self._pool), no_collection():
                 return Graph(lambda handle: self._body.run(batches.parts, self.tally, handle), captured)
         finally:
             order_after(stream, captured)
@@ -184,18 +183,6 @@ def _device_memory(size: int) -> Any:
         return cuda.MemoryPointer(cuda.Memory(size), 0)
     except cuda.runtime.CUDARuntimeError as error:
         raise GpuError(f"{size} bytes of GPU memory could not be allocated: {error}") from error
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keeps the garbage collector from ending, during a capture, what waits for a GPU at its end."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _close(device: int, batches: OrderedDict[_Key, Batches], count: int | None = None) -> None:

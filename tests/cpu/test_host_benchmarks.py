@@ -8,7 +8,9 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,3 +192,21 @@ def test_reading_the_cases_loads_no_gpu_library() -> None:
     code = "import sys, benchmarks.host, benchmarks.cold; print(*{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {"cupy", "torch", "nvmath"}.isdisjoint(done.stdout.split())
+
+
+def test_a_suite_with_a_bar_saves_after_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = object()
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Stream=lambda **_: stream)))
+    monkeypatch.setitem(sys.modules, "benchmarks.graphs", SimpleNamespace(release=lambda: None))
+    rows: resumable.Rows = {}
+    saved: list[list[str]] = []
+
+    def job(name: str, given: object) -> dict[str, Any]:
+        assert given is stream
+        return {"case": name}
+
+    jobs = {name: partial(job, name) for name in ("first", "second")}
+    resumable.run_with_bar(jobs, rows, 1.0, lambda: saved.append([*rows]))
+    assert saved == [["first"], ["first", "second"]]
+    resumable.run_with_bar({"third": partial(job, "third")}, rows, -1.0, lambda: saved.append([]))
+    assert "third" not in rows, "time was up"

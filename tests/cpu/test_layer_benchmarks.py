@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import block_lt, derive_priors, layers, report, summary, tuning
+from benchmarks import block_lt, derive_priors, layers, report, resumable, summary, tuning
 from benchmarks.block_lt import Arrays, Plans, Split, near, strategy_name
 from benchmarks.blocks import REPRESENTATIVE, Block, blocks, presets
 from benchmarks.fresh import fresh_plans
@@ -151,9 +151,9 @@ def test_the_command_line_chooses_blocks() -> None:
 def test_a_run_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
     file, (first, second) = tmp_path / "layers.json", (block.name for block in blocks()[:2])
-    assert layers.kept_rows(file) == {}
+    assert resumable.kept_rows(file) == {}
     layers.save({second: row(second), first: row(first, lt_fused_top1=20.0)}, file)
-    assert list(layers.kept_rows(file)) == [first, second], "in the order of the suite"
+    assert list(resumable.kept_rows(file)) == [first, second], "in the order of the suite"
     written = json.loads(file.read_text())
     assert {"what", "value", "target", "met", "rows"} <= set(written["summary"][0])
     assert [each.name for each in tmp_path.iterdir()] == ["layers.json"]

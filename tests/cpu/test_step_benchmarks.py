@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks import report, step_row, step_summary, steps, summary
+from benchmarks import report, resumable, step_row, step_summary, steps, summary
 from benchmarks.blocks import presets
 from benchmarks.report import Row
 from benchmarks.step_cases import StepCase, cases
@@ -188,7 +188,7 @@ def test_a_run_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
     file = tmp_path / "steps.json"
     steps.save({name: row(name) for name in reversed(BY_NAME)}, file)
-    assert list(steps.kept_rows(file)) == list(BY_NAME), "in the order of the suite"
+    assert list(resumable.kept_rows(file)) == list(BY_NAME), "in the order of the suite"
     assert {"what", "value", "target", "met", "rows"} <= set(json.loads(file.read_text())["summary"][0])
 
 

@@ -171,6 +171,17 @@ def test_through_the_layer_below() -> None:
     assert len(makers(both)) == 6
 
 
+@pytest.mark.parametrize("empty", ["M", "N", "K"])
+def test_where_nothing_is_multiplied_the_library_makes_no_sum(empty: str) -> None:
+    """It is not called then, and a bias gradient over no rows is zero all the same."""
+    m, n, k = (0 if axis == empty else size for axis, size in (("M", M), ("N", N), ("K", 16)))
+    x, w, y = (Spec(packed(*shape)) for shape in ((m, k), (n, k), (m, n)))
+    kept = Spec(Layout(m, k, Order.ROW, 16))
+    through = Derivative(Activation("gelu"), Saved.PREACTIVATION, kept, db=256)
+    problem = a_backward(x=x, w=w, dy=y, dx=x, dw=w, own=unchanged(256), through=through)
+    assert makers(problem) == [(KERNEL, KERNEL, KERNEL)]
+
+
 def test_two_products_may_run_beside_each_other() -> None:
     assert [each.beside for each in backward_strategies(a_backward())] == [False, False, True, True]
     for changes in ({"dw": None}, {"dx": None}):

@@ -13,7 +13,7 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from benchmarks import block_lt, layers
+from benchmarks import block_lt, layers, resumable
 from benchmarks.block_entries import entries_of
 from benchmarks.blocks import Block, blocks
 from benchmarks.fresh import fresh_plans
@@ -88,7 +88,7 @@ def test_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"forward", "last forward", "backward preactivation", "last backward"} <= set(row["entries"])
     file = tmp_path / "layers.json"
     layers.save({row["case"]: row}, file)
-    assert layers.is_done(layers.kept_rows(file)[row["case"]], max_autotune=False)
+    assert layers.is_done(resumable.kept_rows(file)[row["case"]], max_autotune=False)
 
 
 def test_a_second_process_builds_plans_without_measuring() -> None:

@@ -205,9 +205,10 @@ def test_bias_gradients_over_many_rows(
 @pytest.mark.parametrize("empty", ["m", "n", "k"])
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_empty_axes(empty: str, activation: str, accumulate: bool) -> None:
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_empty_axes(empty: str, activation: str, accumulate: bool, dtype: DType) -> None:
     sizes = {"m": 5, "n": 6, "k": 7, empty: 0}
-    case = _case(**sizes, activation=lt.Activation(activation), accumulate=accumulate)
+    case = _case(**sizes, activation=lt.Activation(activation), accumulate=accumulate, dtype=dtype)
     data = Data(case)
     ctx, _ = _check_forward(case, data)
     _check_backward(case, data, ctx)
