@@ -19,7 +19,7 @@ from benchmarks.buffers import labels, normal
 from benchmarks.layer_row import as_json
 from benchmarks.step_cases import LEARNING_RATE, WEIGHT_DECAY, StepCase
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.graphs import Graph, captured_nodes
+from lt_runtime.gpu.graphs import Graph, captured_nodes, no_collection
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.planning.cache import forget
 from lt_runtime.planning.keys import problem_key
@@ -151,7 +151,7 @@ def nodes(step: lt.TrainStep) -> dict[str, int]:
     """The nodes of a captured step by kind, such as "kernel", from capturing it once more."""
     gpu = step._gpu
     (batches,) = gpu._batches.values()
-    with activated(DEVICE), captured._memory_from(gpu._pool), captured._no_collection():
+    with activated(DEVICE), captured._memory_from(gpu._pool), no_collection():
         names = captured_nodes(
             lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(DEVICE, "training")
         )

@@ -36,8 +36,8 @@ class StreamMemory:
 
     Attributes:
         stream: its handle.
-        lock: held while the launches of one operation that uses scratch memory are put on the stream, so that two
-            threads sharing the stream do not interleave theirs.
+        lock: held while the launches of one operation that uses this memory are put on the stream, so that two threads
+            sharing the stream do not interleave theirs.
         workspace: address, 256-byte aligned.
         workspace_size: its bytes.
         zeros: address of a few zero bytes, which nothing ever writes: a β on the device.

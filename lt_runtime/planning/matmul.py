@@ -237,7 +237,9 @@ class MatmulPlan:
             return
         beta = self._no_beta(memory) if self.problem.c is None else call.beta
         attribute = cublaslt.MatmulDescAttribute
-        with self._lock:  # these pointers are part of the shared descriptor until the call has returned
+        # The pointers are part of the shared descriptor until the call has returned. The stream's lock keeps other
+        # threads' work on the same workspace from getting between the kernels of a split K.
+        with memory.lock, self._lock:
             if call.vector:
                 self._desc.set(attribute.BIAS_POINTER, call.vector)
             if call.aux:
