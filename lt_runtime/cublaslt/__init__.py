@@ -51,7 +51,7 @@ Every function of the header, of 13.0 up to 13.10:
 | cublasLtMatmulAlgoCapGetAttribute | `Algorithm.capability`, `Algorithm.capabilities` |
 | cublasLtMatmulAlgoConfigSetAttribute | `Algorithm.set` |
 | cublasLtMatmulAlgoConfigGetAttribute | `Algorithm.get` |
-| cublasLtMatmul | `matmul` |
+| cublasLtMatmul | `matmul`, `PreparedMatmul` |
 | cublasLtMatrixTransform | `matrix_transform` |
 | cublasLtLoggerSetCallback | `logger_set_callback` |
 | cublasLtLoggerSetFile | `logger_set_file`, which takes a file descriptor |
@@ -112,7 +112,7 @@ from lt_runtime.cublaslt.enums import (
     ReductionScheme,
     Status,
 )
-from lt_runtime.cublaslt.execute import matmul, matrix_transform
+from lt_runtime.cublaslt.execute import PreparedMatmul, matmul, matrix_transform
 from lt_runtime.cublaslt.handles import Handle, handle
 from lt_runtime.cublaslt.info import (
     disable_cpu_instructions_set_mask,
@@ -174,6 +174,7 @@ __all__ = [
     "PointerMode",
     "PointerModeMask",
     "PreferenceAttribute",
+    "PreparedMatmul",
     "ReductionScheme",
     "Status",
     "algo_check",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from lt_runtime.cublaslt.algorithms import Algorithm
 from lt_runtime.cublaslt.attribute_ids import MatmulDescAttribute, MatrixLayoutAttribute, MatrixTransformDescAttribute
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatrixLayout, MatrixTransformDesc
+from lt_runtime.cublaslt.enums import PointerMode
 from lt_runtime.cublaslt.handles import Handle, pointer
-from lt_runtime.cublaslt.library import call
+from lt_runtime.cublaslt.library import call, failure, function
 from lt_runtime.cublaslt.operands import (
     MAX_ADDRESS,
     Reader,
@@ -26,7 +27,7 @@ _Layouts = tuple[MatrixLayout, MatrixLayout, MatrixLayout, MatrixLayout]
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _Checked:
     """What holds for every launch of a product, for as long as its descriptors stay in one state.
 
     Attributes:
@@ -83,10 +84,7 @@ def matmul(
         AlignmentError: an address is not a multiple of what it must be.
         CublasLtError: the library refused the call.
     """
-    state = (desc.revision, a_layout.revision, b_layout.revision, c_layout.revision, d_layout.revision)
-    prepared: _Prepared | None = desc.prepared
-    if prepared is None or prepared.state != state:
-        prepared = desc.prepared = _prepare(desc, (a_layout, b_layout, c_layout, d_layout), state)
+    prepared = _checked(desc, (a_layout, b_layout, c_layout, d_layout))
     _check_matrices(prepared, a, b, c, d)
     check_workspace(workspace, workspace_size, 0 if algorithm is None else algorithm.workspace_size)
     operation, first, second, third, fourth = prepared.handles
@@ -111,7 +109,89 @@ def matmul(
     )
 
 
-def _prepare(desc: MatmulDesc, layouts: _Layouts, state: tuple[int, ...]) -> _Prepared:
+class PreparedMatmul:
+    """A product that is launched again and again, with the least work: whatever does not depend on addresses is done.
+
+    Addresses are not looked at. Until the last launch the descriptors must stay open, and as they are but for the
+    addresses in `desc`.
+
+    Args:
+        As of `matmul`.
+
+    Raises:
+        ArgumentError, ShapeError, LayoutError, DTypeError: see `validate`.
+    """
+
+    def __init__(
+        self,
+        handle: Handle | int,
+        desc: MatmulDesc,
+        a_layout: MatrixLayout,
+        b_layout: MatrixLayout,
+        c_layout: MatrixLayout,
+        d_layout: MatrixLayout,
+        algorithm: Algorithm,
+    ) -> None:
+        checked = _checked(desc, (a_layout, b_layout, c_layout, d_layout))
+        self._handle, self._algorithm, self._handles = pointer(handle), algorithm.blob, checked.handles
+        self._alpha, self._beta = checked.alpha, checked.beta
+        in_host_memory = desc.recall(MatmulDescAttribute.POINTER_MODE) == PointerMode.HOST
+        usual = (1.0, 0.0) if in_host_memory else ()
+        self._alphas: dict[Scalar, Any] = {value: checked.alpha(value) for value in usual}
+        self._betas: dict[Scalar, Any] = {value: checked.beta(value) for value in usual}
+        self._matmul = function("cublasLtMatmul")
+
+    def __call__(
+        self,
+        alpha: Scalar,
+        a: int,
+        b: int,
+        beta: Scalar,
+        c: int,
+        d: int,
+        workspace: int,
+        workspace_size: int,
+        stream: int,
+    ) -> None:
+        """Puts the product on `stream`; the arguments are those of `matmul`.
+
+        Raises:
+            ArgumentError: a scalar that its type cannot hold.
+            CublasLtError: the library refused the call.
+        """
+        desc, a_layout, b_layout, c_layout, d_layout = self._handles
+        status = self._matmul(
+            self._handle,
+            desc,
+            self._alphas.get(alpha) or self._alpha(alpha),
+            a,
+            a_layout,
+            b,
+            b_layout,
+            self._betas.get(beta) or self._beta(beta),
+            c,
+            c_layout,
+            d,
+            d_layout,
+            self._algorithm,
+            workspace,
+            workspace_size,
+            stream,
+        )
+        if status:
+            raise failure("cublasLtMatmul", status)
+
+
+def _checked(desc: MatmulDesc, layouts: _Layouts) -> _Checked:
+    """What holds for the descriptors in the state in which they are."""
+    state = (desc.revision, *(layout.revision for layout in layouts))
+    known: _Checked | None = desc.prepared
+    if known is None or known.state != state:
+        known = desc.prepared = _check(desc, layouts, state)
+    return known
+
+
+def _check(desc: MatmulDesc, layouts: _Layouts, state: tuple[int, ...]) -> _Checked:
     a, b, c, d = layouts
     handles = (desc.handle, a.handle, b.handle, c.handle, d.handle)
     validate(desc, a, b, c, d)
@@ -119,10 +199,10 @@ def _prepare(desc: MatmulDesc, layouts: _Layouts, state: tuple[int, ...]) -> _Pr
     mode, scale = desc.recall(MatmulDescAttribute.POINTER_MODE), desc.recall(MatmulDescAttribute.SCALE_TYPE)
     alpha, beta = scalar_readers(mode, scale)
     alignments = tuple(matrix_alignment(layout) for layout in layouts)
-    return _Prepared(state, handles, alignments, max(alignments) - 1, c is d or _agree(c, d), alpha, beta)
+    return _Checked(state, handles, alignments, max(alignments) - 1, c is d or _agree(c, d), alpha, beta)
 
 
-def _check_matrices(prepared: _Prepared, a: int, b: int, c: int, d: int) -> None:
+def _check_matrices(prepared: _Checked, a: int, b: int, c: int, d: int) -> None:
     try:  # the least work where nothing is wrong
         together = a | b | c | d
         sound = a and b and c and d and 0 < together <= MAX_ADDRESS and not together & prepared.mask

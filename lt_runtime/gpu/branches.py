@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.gpu.streams import is_capturing, order_after
+from lt_runtime.gpu.streams import order_after
 
 
 @contextlib.contextmanager

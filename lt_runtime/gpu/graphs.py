@@ -10,6 +10,7 @@ from typing import Self
 
 from cuda.bindings import driver
 
+from lt_runtime.gpu.direct import launch_graph
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import private_stream
 
@@ -58,13 +59,13 @@ class Graph:
     def __init__(self, run: Callable[[int], object], stream: int) -> None:
         graph = _capture(run, stream)
         try:
-            self._executable = call("cuGraphInstantiate", graph, 0)
+            self._executable = int(call("cuGraphInstantiate", graph, 0))
         finally:
             call("cuGraphDestroy", graph)
 
     def launch(self, stream: int) -> None:
         """Puts the work on `stream`."""
-        call("cuGraphLaunch", self._executable, stream)
+        launch_graph(self._executable, stream)
 
     def close(self) -> None:
         """Frees it; what has been launched is finished all the same."""

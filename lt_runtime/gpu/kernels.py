@@ -12,7 +12,7 @@ from lt_runtime.errors import GpuError
 from lt_runtime.gpu.compiler import Macros, compile_kernel
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.launch import launch
+from lt_runtime.gpu.launch import Launch
 from lt_runtime.gpu.params import (
     AdamWParams,
     CountLabelsParams,
@@ -73,7 +73,19 @@ class Kernel:
         batch: int = 1,
         shared: int = 0,
     ) -> None:
-        """Puts the kernel on a stream. The driver copies `params` before this returns.
+        """Puts the kernel on a stream. The driver copies `params` before this returns. Arguments as for `prepare`."""
+        self.prepare(grid, block, params, stream, batch, shared)()
+
+    def prepare(
+        self,
+        grid: tuple[int, int],
+        block: tuple[int, int],
+        params: ctypes.Structure,
+        stream: int,
+        batch: int = 1,
+        shared: int = 0,
+    ) -> Launch:
+        """A launch to be made any number of times.
 
         Args:
             grid: blocks in x and y.
@@ -83,7 +95,8 @@ class Kernel:
         """
         if shared > self._shared:
             self._allow_shared(shared)
-        launch(self._function, (*grid, batch), (*block, 1), params, stream, shared=shared, overlaps=self._overlaps)
+        overlaps = self._overlaps
+        return Launch(self._function, (*grid, batch), (*block, 1), params, stream, shared=shared, overlaps=overlaps)
 
     def _allow_shared(self, size: int) -> None:
         """Lets a block have `size` bytes, and as many blocks as can have them share a multiprocessor."""

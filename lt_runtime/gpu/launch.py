@@ -1,11 +1,11 @@
-"""One launch of a kernel, through ctypes: the driver's bindings would build a dozen objects for its attributes."""
+"""Launches of a kernel, through ctypes: the driver's bindings would build a dozen objects for their attributes."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-from typing import Any, Final
+from typing import Final
 
+from lt_runtime.gpu.direct import function as driver_function
 from lt_runtime.gpu.driver import check
 
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
@@ -33,35 +33,42 @@ class _Config(ctypes.Structure):
 _OVERLAP: Final = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1))
 
 
-@functools.cache
-def _driver() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    function.argtypes = (ctypes.c_void_p,) * 4
-    function.restype = ctypes.c_int
-    return function
+class Launch:
+    """A kernel that takes one struct, on one stream, its argument blocks made beforehand.
 
-
-def launch(
-    function: int,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    params: ctypes.Structure,
-    stream: int,
-    *,
-    shared: int,
-    overlaps: bool,
-) -> None:
-    """Puts a kernel that takes one struct on a stream.
+    What differs from one call to the next is written into the struct in between, by one thread at a time.
 
     Args:
         function: handle of the kernel.
+        params: the struct; the driver copies it at each call.
         shared: bytes of a block's dynamic shared memory.
         overlaps: the kernel may start before the one before it on the stream has ended; it waits for that by itself.
-
-    Raises:
-        GpuError: the driver refused.
     """
-    attributes = ctypes.addressof(_OVERLAP) if overlaps else None
-    config = _Config(grid, block, shared, stream, attributes, int(overlaps))
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-    check("cuLaunchKernelEx", _driver()(ctypes.addressof(config), function, ctypes.addressof(arguments), None))
+
+    def __init__(
+        self,
+        function: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        params: ctypes.Structure,
+        stream: int,
+        *,
+        shared: int,
+        overlaps: bool,
+    ) -> None:
+        attributes = ctypes.addressof(_OVERLAP) if overlaps else None
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        config = _Config(grid, block, shared, stream, attributes, int(overlaps))
+        self._kept = params, arguments, config
+        self._put = driver_function("cuLaunchKernelEx")
+        self._blocks = ctypes.addressof(config), function, ctypes.addressof(arguments), None
+
+    def __call__(self) -> None:
+        """Puts the kernel on the stream.
+
+        Raises:
+            DriverError: the driver refused.
+        """
+        status = self._put(*self._blocks)
+        if status:
+            check("cuLaunchKernelEx", status)

@@ -7,8 +7,9 @@ from typing import Final
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import is_capturing, private_stream
+from lt_runtime.gpu.streams import private_stream
 
 ALIGNMENT: Final = 256
 MAX_TICKETS: Final = 4096

@@ -11,6 +11,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from lt_runtime.errors import ArgumentError, CaptureError, DriverError
+from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.driver import call
 
 
@@ -44,12 +45,6 @@ def private_stream(device: int, purpose: str) -> int:
     It neither waits for the default stream nor is waited for.
     """
     return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-
-
-def is_capturing(stream: int) -> bool:
-    """Whether a graph is being captured from the stream."""
-    status = call("cuStreamIsCapturing", stream)
-    return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.branches import branch
@@ -17,8 +18,7 @@ from lt_runtime.planning.strategies import BackwardStrategy, MadeBy, dz_spec, un
 from lt_runtime.problem import BackwardProblem, Derivative, MatmulProblem, Spec
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardCall:
+class BackwardCall(NamedTuple):
     """Addresses of a backward pass's operands, as the problem says; 0 where it has no such operand.
 
     Attributes:

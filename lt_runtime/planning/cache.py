@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lt_runtime.errors import CaptureError
-from lt_runtime.gpu.streams import is_capturing
+from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.planning.backward import BackwardPlan
 from lt_runtime.planning.decisions import decide_backward, decide_forward
 from lt_runtime.planning.first_use import is_asked_for, tune_at_first_use

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class ProductCall:
+class ProductCall(NamedTuple):
     """Where a product's operands are, and on which stream it runs; addresses are 0 where there is no such operand.
 
     Attributes:

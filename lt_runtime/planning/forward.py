@@ -66,9 +66,10 @@ class ForwardPlan:
         memory = stream_memory(self.device, stream)
         target = kept if self._product_is_kept else y
         vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
-        self.product.run(ProductCall(x, w, target, stream, vector=vector, aux=aux), memory)
-        if self._pass is not None:
-            self._pass.run(target, bias, y, dropout=dropout, stream=stream)
+        with memory.lock:
+            self.product.run(ProductCall(x, w, target, stream, 0, vector, aux), memory)
+            if self._pass is not None:
+                self._pass.run(target, bias, y, dropout=dropout, stream=stream)
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.kernels import OCTET, get_kernel
+from lt_runtime.gpu.launch import Launch
 from lt_runtime.gpu.params import ROUNDS, SCALAR, ColumnSum, Dropout, EpilogueBwdParams, EpilogueFwdParams, Matrix
 from lt_runtime.layout import Order
 from lt_runtime.planning.tiling import access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
@@ -86,27 +87,39 @@ class ForwardPass:
         # Drawing random numbers takes a 16-bit pass longer than memory does; blocks then had better start only once.
         busy = problem.dropout and problem.dtype is not DType.FLOAT32
         self._tiling = sweep(problem.y.layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
+        self._launches: dict[int, tuple[EpilogueFwdParams, Launch]] = {}
 
     def run(self, z: int, bias: int, y: int, *, dropout: DropoutState | None, stream: int) -> None:
-        """Puts the pass on `stream`.
+        """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
             z: address of the product.
             bias: address; looked at only if the pass adds it.
         """
-        layout = self._problem.y.layout
-        source = Matrix.at(z, self._source.layout)
+        known = self._launches.get(stream)
+        params, launch = known or self._prepare(stream)
+        params.in_.data, params.out.data = z, y
+        if self._keeps:
+            params.preactivation.data = z
+        if self._adds_bias:
+            params.bias = bias
+        if dropout is not None:
+            params.dropout = dropout.block()
+        launch()
+
+    def _prepare(self, stream: int) -> tuple[EpilogueFwdParams, Launch]:
+        """The argument block of a stream, without addresses, and the launch that it is of."""
+        layout, source = self._problem.y.layout, Matrix.at(0, self._source.layout)
         params = EpilogueFwdParams(
             in_=source,
             preactivation=source if self._keeps else Matrix(),
-            out=Matrix.at(y, layout),
-            bias=bias if self._adds_bias else 0,
+            out=Matrix.at(0, layout),
             rows=layout.rows,
             cols=layout.cols,
-            dropout=dropout.block() if dropout else Dropout(),
             slope=self._problem.activation.negative_slope,
         )
-        self._kernel.launch(*self._tiling, params, stream)
+        self._launches[stream] = params, self._kernel.prepare(*self._tiling, params, stream)
+        return self._launches[stream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +148,8 @@ class BackwardPass:
         self, dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, device: int, *, sums: Sums | None
     ) -> None:
         self._derivative, self._dy, self._dz, self._sums = derivative, dy, dz, sums
+        self._reads_saved = derivative.saved_spec is not None
+        self._launches: dict[int, tuple[EpilogueBwdParams, Launch]] = {}
         transposes = dz is not None and (dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
         saved = derivative.saved_spec if derivative.saved is not Saved.MASK else None
         aligned = are_aligned(dtype, dy, saved, None if transposes else dz)
@@ -169,30 +184,46 @@ class BackwardPass:
         dropout: DropoutState | None,
         stream: int,
     ) -> None:
-        """Puts the pass on `stream`.
+        """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
             partial: address of `partial_bytes`.
             tickets: address of a zero uint32 for each block in x, which are zero again afterwards.
         """
+        known = self._launches.get(stream)
+        params, launch = known or self._prepare(stream)
+        params.dy.data = dy
+        if self._reads_saved:
+            params.saved.data = saved
+        if self._dz is not None:
+            params.dz.data = dz
+        if self._sums is not None:
+            sums = params.db
+            sums.sum, sums.partial, sums.tickets = db, partial, tickets
+        if dropout is not None:
+            params.dropout = dropout.block()
+        launch()
+
+    def _prepare(self, stream: int) -> tuple[EpilogueBwdParams, Launch]:
+        """The argument block of a stream, without addresses, and the launch that it is of."""
         layout, sums = self._dy.layout, self._sums
         params = EpilogueBwdParams(
-            dy=Matrix.at(dy, layout),
-            saved=self._saved_at(saved),
-            dz=Matrix.at(dz, self._dz.layout) if self._dz else Matrix(),
-            db=ColumnSum(db, partial, tickets, int(sums.accumulate)) if sums else ColumnSum(),
+            dy=Matrix.at(0, layout),
+            saved=self._saved(),
+            dz=Matrix.at(0, self._dz.layout) if self._dz else Matrix(),
+            db=ColumnSum(accumulate=int(sums.accumulate)) if sums else ColumnSum(),
             rows=layout.rows,
             cols=layout.cols,
-            dropout=dropout.block() if dropout else Dropout(),
             slope=self._derivative.activation.negative_slope,
         )
-        self._kernel.launch(*self._tiling, params, stream)
+        self._launches[stream] = params, self._kernel.prepare(*self._tiling, params, stream)
+        return self._launches[stream]
 
-    def _saved_at(self, saved: int) -> Matrix:
-        """Where the saved tensor lies; a mask is a matrix of bytes to the kernel, each eight columns of a row."""
+    def _saved(self) -> Matrix:
+        """How the saved tensor lies; a mask is a matrix of bytes to the kernel, each eight columns of a row."""
         spec = self._derivative.saved_spec
         if spec is None:
             return Matrix()
         if self._derivative.saved is Saved.MASK:
-            return Matrix(saved, spec.layout.leading_dimension // OCTET, 1)
-        return Matrix.at(saved, spec.layout)
+            return Matrix(0, spec.layout.leading_dimension // OCTET, 1)
+        return Matrix.at(0, spec.layout)

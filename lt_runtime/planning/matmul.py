@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import Final
 
 from lt_runtime import cublaslt
@@ -67,11 +66,15 @@ class MatmulPlan:
         self._device = device
         self._swapped = problem.d.layout.order is Order.ROW
         self._lock = threading.Lock()
+        self._prepared: cublaslt.PreparedMatmul | None = None
+        self._vector = self._aux = _ANY_ADDRESS
         if problem.batch and problem.m and problem.n and problem.k:
-            self._prepare()
+            self._describe_operands()
             self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
+            operands = (self._first, self._second, self._c, self._d)
+            self._prepared = cublaslt.PreparedMatmul(self.handle, self._desc, *operands, self.algorithm)
 
-    def _prepare(self) -> None:
+    def _describe_operands(self) -> None:
         problem = self.problem
         self.handle = cublaslt.handle(self._device)
         first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
@@ -114,11 +117,29 @@ class MatmulPlan:
         """
         nowhere = ProductCall(_ANY_ADDRESS, _ANY_ADDRESS, _ANY_ADDRESS, stream=0, c=2 * _ANY_ADDRESS)
         if self.problem.device_scalars:
-            nowhere = replace(nowhere, alpha=_ANY_ADDRESS, beta=_ANY_ADDRESS)
+            nowhere = nowhere._replace(alpha=_ANY_ADDRESS, beta=_ANY_ADDRESS)
         size = workspace_size(self._device)
 
         def launch(stream: int) -> None:
-            self._launch(replace(nowhere, stream=stream), algorithm, _ANY_ADDRESS, size, nowhere.beta)
+            a, b, d, _, c, *_ = nowhere
+            cublaslt.matmul(
+                self.handle,
+                self._desc,
+                nowhere.alpha,
+                a,
+                self._first,
+                b,
+                self._second,
+                nowhere.beta,
+                d if self.problem.c is None else c,
+                self._c,
+                d,
+                self._d,
+                algorithm,
+                _ANY_ADDRESS,
+                size,
+                stream,
+            )
 
         try:
             return rehearse(launch, self._device)
@@ -228,53 +249,36 @@ class MatmulPlan:
     def run(self, call: ProductCall, memory: StreamMemory) -> None:
         """Puts the product on the call's stream, with that stream's memory.
 
-        Any number of threads may do this at once, each with a stream of its own.
+        Any number of threads may do this at once. The caller holds `memory.lock`, so that none's work on the same
+        workspace gets between the kernels of a split K.
         """
-        if not (self.problem.batch and self.problem.m and self.problem.n):
+        prepared = self._prepared
+        if prepared is None:
+            self._run_without(call)
             return
-        if self.problem.k == 0:
-            self._run_empty(call)
-            return
-        beta = self._no_beta(memory) if self.problem.c is None else call.beta
-        attribute = cublaslt.MatmulDescAttribute
-        # The pointers are part of the shared descriptor until the call has returned. The stream's lock keeps other
-        # threads' work on the same workspace from getting between the kernels of a split K.
-        with memory.lock, self._lock:
-            if call.vector:
-                self._desc.set(attribute.BIAS_POINTER, call.vector)
-            if call.aux:
-                self._desc.set(attribute.EPILOGUE_AUX_POINTER, call.aux)
-            self._launch(call, self.algorithm, memory.workspace, memory.workspace_size, beta)
-
-    def _launch(self, call: ProductCall, algorithm: cublaslt.Algorithm, workspace: int, size: int, beta: float) -> None:
-        first, second = (call.b, call.a) if self._swapped else (call.a, call.b)
-        c = call.d if self.problem.c is None else call.c
-        cublaslt.matmul(
-            self.handle,
-            self._desc,
-            call.alpha,
-            first,
-            self._first,
-            second,
-            self._second,
-            beta,
-            c,
-            self._c,
-            call.d,
-            self._d,
-            algorithm,
-            workspace,
-            size,
-            call.stream,
-        )
+        a, b, d, stream, c, vector, aux, alpha, beta = call
+        if self._swapped:
+            a, b = b, a
+        if self.problem.c is None:
+            c, beta = d, self._no_beta(memory)
+        with self._lock:  # the descriptor's addresses are this call's until it has returned
+            if vector and vector != self._vector:
+                self._desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, vector)
+                self._vector = vector
+            if aux and aux != self._aux:
+                self._desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
+                self._aux = aux
+            prepared(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, stream)
 
     def _no_beta(self, memory: StreamMemory) -> float:
         """β where there is no C, which is then not looked at."""
         return memory.zeros if self.problem.device_scalars else 0.0
 
-    def _run_empty(self, call: ProductCall) -> None:
-        """A sum over no terms is zero, which leaves β·C."""
+    def _run_without(self, call: ProductCall) -> None:
+        """Where nothing is to be multiplied: a sum over no terms is zero, which leaves β·C."""
         problem = self.problem
+        if not (problem.batch and problem.m and problem.n):
+            return
         if problem.c is None:
             for batch in range(problem.batch):
                 _zero(call.d + batch * problem.d.batch_stride * problem.d_dtype.itemsize, problem, call.stream)

@@ -91,8 +91,9 @@ class ProductPlan:
     def run(self, call: ProductCall) -> None:
         """Puts the product on the call's stream."""
         memory = stream_memory(self.device, call.stream)
-        if self._pass is None:
-            self.product.run(call, memory)
-            return
-        self.product.run(replace(call, vector=0, aux=0), memory)
-        self._pass.run(call)
+        with memory.lock:
+            if self._pass is None:
+                self.product.run(call, memory)
+                return
+            self.product.run(call._replace(vector=0, aux=0), memory)
+            self._pass.run(call)

@@ -191,7 +191,12 @@ def _reject_slow(field: Field, timings: Mapping[str, Timing]) -> None:
 
 def launcher(plan: MatmulPlan, calls: Sequence[ProductCall], memory: StreamMemory) -> Launch:
     """A candidate as a contender; the calls' stream is the clock's."""
-    return lambda number, _: plan.run(calls[number], memory)
+
+    def launch(number: int, _: int) -> None:
+        with memory.lock:
+            plan.run(calls[number], memory)
+
+    return launch
 
 
 def _run_afresh(launch: Launch, memory: StreamMemory, stream: int) -> None:

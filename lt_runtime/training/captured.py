@@ -17,9 +17,10 @@ from lt_runtime.arrays import Operand, arena_size, arena_views
 from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import Graph, no_collection
-from lt_runtime.gpu.streams import is_capturing, order_after, private_stream, relaxed_captures, stream_handle
+from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.ops.tally import GpuTally
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody

@@ -35,6 +35,8 @@ class Driver:
         self._handles = iter(range(100, 10**6))
         for module in (clock, graphs, streams):
             monkeypatch.setattr(module, "call", self.call)
+        monkeypatch.setattr(graphs, "launch_graph", lambda graph, stream: self.call("cuGraphLaunch", graph, stream))
+        monkeypatch.setattr(streams, "is_capturing", lambda stream: self.call("cuStreamIsCapturing", stream))
         monkeypatch.setattr(clock, "private_stream", lambda device, purpose: 7)
         monkeypatch.setattr(streams, "stream_handle", lambda stream, device: 0)
 
@@ -71,13 +73,11 @@ class Driver:
     def cuStreamSynchronize(self, stream: int) -> None:  # noqa: N802
         assert stream == 7
 
-    def cuStreamIsCapturing(self, stream: int) -> Any:  # noqa: N802
+    def cuStreamIsCapturing(self, stream: int) -> bool:  # noqa: N802
         if stream == 0 and self.implicit:
             status = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
             raise DriverError("cuStreamIsCapturing", int(status), status.name, "")
-        if stream in self.capturing:
-            return STATUS.CU_STREAM_CAPTURE_STATUS_ACTIVE
-        return STATUS.CU_STREAM_CAPTURE_STATUS_NONE
+        return stream in self.capturing
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:  # noqa: N802
         self.mode, before = mode, self.mode

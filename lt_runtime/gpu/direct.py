@@ -1,0 +1,65 @@
+"""The driver's functions that come with every call of an operation, through ctypes: the bindings take longer."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+from lt_runtime.errors import MissingLibraryError
+from lt_runtime.gpu.driver import check
+
+_POINTER: Final = ctypes.c_void_p
+_ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
+    "cuCtxGetDevice": (_POINTER,),
+    "cuGraphLaunch": (_POINTER, _POINTER),
+    "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
+    "cuStreamIsCapturing": (_POINTER, _POINTER),
+}
+
+
+@functools.cache
+def function(name: str) -> Callable[..., int]:
+    """The driver's function of that name, which returns a status.
+
+    Raises:
+        MissingLibraryError: there is no NVIDIA driver on this machine.
+    """
+    try:
+        found = ctypes.CDLL("libcuda.so.1")[name]
+    except OSError as error:
+        raise MissingLibraryError(f"no NVIDIA driver on this machine ({error})") from error
+    found.argtypes, found.restype = _ARGUMENTS[name], ctypes.c_int
+    return found
+
+
+def is_current(device: int) -> bool:
+    """Whether the calling thread has a context, and that of `device`."""
+    ordinal = ctypes.c_int()
+    status = function("cuCtxGetDevice")(ctypes.addressof(ordinal))
+    return not status and ordinal.value == device  # a status says that there is no context
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a graph is being captured from the stream.
+
+    Raises:
+        DriverError: it cannot be told, as of the default stream while one that it waits for is captured.
+    """
+    state = ctypes.c_int()
+    status = function("cuStreamIsCapturing")(stream, ctypes.addressof(state))
+    if status:
+        check("cuStreamIsCapturing", status)
+    return state.value != 0  # CU_STREAM_CAPTURE_STATUS_NONE
+
+
+def launch_graph(executable: int, stream: int) -> None:
+    """Puts an instantiated graph on a stream.
+
+    Raises:
+        DriverError: the driver refused.
+    """
+    status = function("cuGraphLaunch")(executable, stream)
+    if status:
+        check("cuGraphLaunch", status)
