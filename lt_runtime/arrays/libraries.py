@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lt_runtime.errors import MissingLibraryError, OperandError
+from lt_runtime.gpu.direct import is_current
 
 
 class Library(Protocol):
@@ -18,6 +19,9 @@ class Library(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """An uninitialised row-major array whose memory is ordered with `stream`."""
+
+    def address(self, array: Any) -> int:
+        """Of the first element of an array as `empty` makes it."""
 
     def export(self, array: Any, stream: int) -> Any:
         """`array`, as `empty` made it and with its contents put on `stream`, in the form that the caller gets."""
@@ -63,8 +67,15 @@ class CupyLibrary:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """See `Library`."""
-        with cupy_stream(device, stream) as module:
-            return module.empty(shape, dtype)
+        module = sys.modules.get("cupy") or cupy()
+        if is_current(device) and module.cuda.get_current_stream().ptr == stream:
+            return module.ndarray(shape, dtype)
+        with cupy_stream(device, stream):
+            return module.ndarray(shape, dtype)
+
+    def address(self, array: Any) -> int:
+        """See `Library`."""
+        return int(array.data.ptr)
 
     def export(self, array: Any, stream: int) -> Any:
         """See `Library`."""
@@ -82,6 +93,10 @@ class TorchLibrary:
             return torch.empty(shape, dtype=kind, device=f"cuda:{device}")
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
             return torch.empty(shape, dtype=kind, device=f"cuda:{device}")
+
+    def address(self, array: Any) -> int:
+        """See `Library`."""
+        return int(array.data_ptr())
 
     def export(self, array: Any, stream: int) -> Any:
         """See `Library`."""

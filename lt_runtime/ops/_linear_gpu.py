@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from lt_runtime.arrays import Operand, check_same, check_shape
+from lt_runtime.arrays import Operand, Signature, check_same, check_shape
 from lt_runtime.gpu.devices import activated
-from lt_runtime.layout import Order
-from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted, problem_shape
+from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.layout import packed
+from lt_runtime.ops._linear_known import KnownBackward, KnownForward, New, as_again, new_kept, recalled
+from lt_runtime.ops._linear_types import Gradients, Layer, LinearContext, Options, Source, Wanted, problem_shape
 from lt_runtime.ops._place import Place
-from lt_runtime.planning import BackwardCall, ForwardPlan, backward_plan, forward_plan
+from lt_runtime.planning import DropoutState, ForwardPlan, age, backward_plan, forward_plan, remember
 from lt_runtime.planning.strategies import unchanged
-from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
-
-_BITS = 8  # a byte
-
-
-def _address(operand: Operand | None) -> int:
-    return operand.address if operand is not None else 0
+from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, ForwardProblem, Philox, Saved, Spec
 
 
 def forward(
-    x_array: Any, w_array: Any, bias_array: Any, options: Options, out: Any, out_z: Any, stream: Any
+    arrays: tuple[Any, ...], options: Options, stream: Any, signature: Signature | None
 ) -> tuple[Any, LinearContext]:
-    """See `linear_fwd`."""
-    place = Place.of("x", x_array, stream)
+    """See `linear_fwd`. The call is remembered by its signature, if it has one.
+
+    Args:
+        arrays: x, w, bias, out and out_z.
+    """
+    x_array, w_array, bias_array, out, out_z = arrays
+    place, since = Place.of("x", x_array, stream), age()
     with activated(place.device):
         x, w = place.read("x", x_array), place.read("w", w_array)
         bias = place.read_optional("bias", bias_array)
@@ -37,15 +36,15 @@ def forward(
         if bias:
             bias.check_vector()
         dropout = place.dropout(options.dropout, options.rng)
-        y = place.output("out", out, (m, n), x, (x, w, bias))
-        z = place.output("out_z", out_z, (m, n), x, (x, w, bias, y)) if out_z is not None else None
+        y = None if out is None else place.given("out", out, (m, n), x, (x, w, bias))
+        z = None if out_z is None else place.given("out_z", out_z, (m, n), x, (x, w, bias, y))
         problem = ForwardProblem(
             dtype,
             compute,
             options.activation,
             x.spec,
             w.spec,
-            y.spec,
+            y.spec if y else Spec(packed(m, n)),
             bias.alignment if bias else None,
             z.spec if z else None,
             dropout is not None,
@@ -53,101 +52,135 @@ def forward(
             not options.inference,
         )
         plan = forward_plan(problem, place.device, place.stream)
-        kept = z or _new_kept(plan, place, x)
-        plan.run(x.address, w.address, _address(bias), y.address, _address(kept), dropout, place.stream)
-        result = place.result(out, y, x)
-    is_z = z is not None or plan.saved is Saved.PREACTIVATION
-    arrays = {Saved.NOTHING: None, Saved.OUTPUT: y.array}
-    is_kept = plan.saved not in arrays
-    return result, LinearContext(
-        (m, n, k),
-        x_array,
-        w_array,
-        arrays.get(plan.saved, kept.array if kept else None),
-        plan.saved,
-        plan.kept_spec.layout if is_kept and plan.kept_spec else None,
-        kept.array if kept and is_z else None,
-        options.activation,
-        options.dropout,
-        options.rng,
-        options.compute,
-        bias is not None,
-    )
+        layer = _layer(plan, (m, n, k), options, has_bias=bias is not None)
+        new_y = None if y else New((m, n), dtype.numpy, x.library, place.device)
+        known = KnownForward(plan, layer, x.library, new_y, None if z else new_kept(plan, x.library))
+        operands = (x, w, bias, y, z)
+        if signature is not None:
+            remember(signature.key, as_again(known, operands, inputs=3), since)
+        return known.run(arrays, tuple(map(_address, operands)), options.rng, dropout, place.stream)
 
 
-def _new_kept(plan: ForwardPlan, place: Place, like: Operand) -> Operand | None:
-    """A matrix that lies as the plan wants what it keeps; None if that is none."""
-    spec = plan.kept_spec
-    if spec is None:
+def forward_again(
+    signature: Signature, arrays: tuple[Any, ...], rng: Philox | None, stream: Any
+) -> tuple[Any, LinearContext] | None:
+    """What `linear_fwd` returns for a call like one made before; None if it is not, or takes another look."""
+    found = recalled(signature)
+    if found is None:
         return None
-    layout = spec.layout
-    lines, length = layout.shape if layout.order is Order.ROW else (layout.cols, layout.rows)
-    if plan.saved is Saved.MASK:
-        return place.empty("the mask", (lines, layout.leading_dimension // _BITS), np.dtype(np.uint8), like)
-    padded = place.empty("the pre-activation", (lines, layout.leading_dimension), plan.problem.dtype.numpy, like)
-    view = padded.array[:, :length]
-    return place.read(padded.name, view if layout.order is Order.ROW else view.T)
+    known, addresses = found
+    device, p = known.plan.device, known.layer.dropout
+    handle = stream_handle(stream, device)
+    dropout = Place(device, handle).dropout(p, rng) if p else None
+    made: tuple[Any, LinearContext] = known.run(arrays, addresses, rng, dropout, handle)
+    return made
 
 
-def backward(dy_array: Any, source: Source, wanted: Wanted, outputs: Gradients, stream: Any) -> Gradients:
-    """See `linear_bwd`."""
-    place, ctx = Place.of("dy", dy_array, stream), source.layer
+def _layer(plan: ForwardPlan, shape: tuple[int, int, int], options: Options, *, has_bias: bool) -> Layer:
+    is_kept = plan.saved in (Saved.PREACTIVATION, Saved.MASK) and plan.kept_spec is not None
+    layout = plan.kept_spec.layout if is_kept and plan.kept_spec else None
+    return Layer(shape, plan.saved, layout, options.activation, options.dropout, options.compute, has_bias)
+
+
+def backward(
+    dy_array: Any, source: Source, wanted: Wanted, outputs: Gradients, stream: Any, signature: Signature | None
+) -> Gradients:
+    """See `linear_bwd`. The call is remembered by its signature, if it has one."""
+    place, since, ctx, under = Place.of("dy", dy_array, stream), age(), source.layer, source.below
     with activated(place.device):
         dy, x, w = place.read("dy", dy_array), place.read("x", ctx.x), place.read("w", ctx.w)
         check_same(x, dy)
         check_shape("dy", dy.shape, source.shapes["dz"], "y's shape")
         saved = None if source.before_activation else place.read_optional("the saved tensor", ctx.saved)
-        below = place.read_optional("the saved tensor below", source.below.saved) if source.below else None
-        made = _outputs(place, x, (dy, x, w, saved, below), source, wanted, outputs)
-        dropout = None if source.before_activation else place.dropout(ctx.dropout, ctx.rng)
-        dropout_below = place.dropout(source.below.dropout, source.below.rng) if source.below else None
-        db, db_below = made.get("db"), made.get("db_below")
-        own = unchanged(_alignment(db)) if source.before_activation else _derivative(ctx, saved, db)
-        through = _derivative(source.below, below, db_below) if source.below else None
-        plan = backward_plan(_problem(ctx, x, w, dy, own, through, made, wanted), place.device, place.stream)
-        addresses = {name: operand.address for name, operand in made.items()}
-        plan.run(
-            BackwardCall(
-                dy.address,
-                x.address,
-                w.address,
-                place.stream,
-                _address(saved),
-                saved_below=_address(below),
-                dropout=dropout,
-                dropout_below=dropout_below,
-                **addresses,
-            )
-        )
-        return Gradients(
-            *(
-                place.result(getattr(outputs, name), made[name], x) if name in made else None
-                for name in Gradients._fields
-            )
-        )
+        below = place.read_optional("the saved tensor below", under.saved) if under else None
+        inputs = (dy, x, w, saved, below)
+        given = _given(place, x, inputs, source, wanted, outputs)
+        new = _new(place, x, source, wanted, outputs)
+        dropout, dropout_below = _dropout(place, source)
+        vectors = {name: _vector_alignment(name, given, new) for name in ("db", "db_below")}
+        own = unchanged(vectors["db"]) if source.before_activation else _derivative(ctx, saved, vectors["db"])
+        through = _derivative(under, below, vectors["db_below"]) if under else None
+        problem = _problem(ctx, x, w, dy, own, through, _specs(given, new), wanted)
+        plan = backward_plan(problem, place.device, place.stream)
+        known = KnownBackward(plan, x.library, new)
+        operands = (*inputs, *(given.get(name) for name in Gradients._fields))
+        if signature is not None:
+            remember(signature.key, as_again(known, operands, inputs=len(inputs)), since)
+        arrays = (dy_array, ctx.x, ctx.w, None, None, *outputs)
+        return known.run(arrays, tuple(map(_address, operands)), dropout, dropout_below, place.stream)
 
 
-def _outputs(
-    place: Place, x: Operand, inputs: tuple[Operand | None, ...], source: Source, wanted: Wanted, outputs: Gradients
-) -> dict[str, Operand]:
-    """The buffers of the gradients that are made, the caller's or new ones."""
-    made: dict[str, Operand] = {}
-    for name, shape in source.shapes.items():
-        if getattr(wanted, name, outputs.dz is not None):
-            given = getattr(outputs, name)
-            made[name] = place.output(f"out_{name}", given, shape, x, (*inputs, *made.values()))
+def backward_again(signature: Signature, arrays: tuple[Any, ...], source: Source, stream: Any) -> Gradients | None:
+    """What `linear_bwd` returns for a call like one made before; None if it is not, or takes another look."""
+    found = recalled(signature)
+    if found is None:
+        return None
+    known, addresses = found
+    device = known.plan.device
+    handle = stream_handle(stream, device)
+    dropout, dropout_below = _dropout(Place(device, handle), source)
+    made: Gradients = known.run(arrays, addresses, dropout, dropout_below, handle)
     return made
 
 
-def _alignment(vector: Operand | None) -> int | None:
-    return vector.alignment if vector else None
+def _dropout(place: Place, source: Source) -> tuple[DropoutState | None, DropoutState | None]:
+    """Of the layer that is gone back through, and of the one below."""
+    ctx, below, before_activation = source
+    own = None if before_activation or not ctx.dropout else place.dropout(ctx.dropout, ctx.rng)
+    return own, place.dropout(below.dropout, below.rng) if below and below.dropout else None
 
 
-def _derivative(ctx: LinearContext, saved: Operand | None, db: Operand | None) -> Derivative:
+def _address(operand: Operand | None) -> int:
+    return 0 if operand is None else operand.address
+
+
+def _is_wanted(name: str, wanted: Wanted, outputs: Gradients) -> bool:
+    """Whether a gradient is made; dz, for which there is no such flag, where there is a buffer for it."""
+    return bool(getattr(wanted, name, outputs.dz is not None))
+
+
+def _given(
+    place: Place, x: Operand, inputs: tuple[Operand | None, ...], source: Source, wanted: Wanted, outputs: Gradients
+) -> dict[str, Operand]:
+    """The caller's buffers for the gradients that are made."""
+    given: dict[str, Operand] = {}
+    for name, shape in source.shapes.items():
+        array = getattr(outputs, name)
+        if array is not None and _is_wanted(name, wanted, outputs):
+            given[name] = place.given(f"out_{name}", array, shape, x, (*inputs, *given.values()))
+            if len(shape) == 1:
+                given[name].check_vector()
+    return given
+
+
+def _new(place: Place, x: Operand, source: Source, wanted: Wanted, outputs: Gradients) -> dict[str, New]:
+    """The gradients that are made, and for which the caller has no buffer."""
+    dtype = DType.parse("x", x.dtype).numpy
+    return {
+        name: New(shape, dtype, x.library, place.device)
+        for name, shape in source.shapes.items()
+        if getattr(outputs, name) is None and _is_wanted(name, wanted, outputs)
+    }
+
+
+def _vector_alignment(name: str, given: dict[str, Operand], new: dict[str, New]) -> int | None:
+    if name in given:
+        return given[name].alignment
+    return Spec(packed(1, 1)).alignment if name in new else None
+
+
+def _specs(given: dict[str, Operand], new: dict[str, New]) -> dict[str, Spec]:
+    """How the gradients that are matrices lie, by their names."""
+    made = {name: Spec(packed(*each.shape)) for name, each in new.items() if len(each.shape) == 2}
+    return made | {name: operand.spec for name, operand in given.items() if len(operand.shape) == 2}
+
+
+def _derivative(ctx: LinearContext, saved: Operand | None, db: int | None) -> Derivative:
     spec = saved.spec if saved else None
-    if saved and ctx.saved_layout:  # not what the array's strides say: one of a single row may have any
-        spec = Spec(ctx.saved_layout, saved.alignment)
-    return Derivative(ctx.activation, ctx.saved_as, spec, _alignment(db), ctx.dropout > 0)
+    layer = ctx.layer
+    if saved and layer.saved_layout:  # not what the array's strides say: one of a single row may have any
+        spec = Spec(layer.saved_layout, saved.alignment)
+    return Derivative(layer.activation, layer.saved_as, spec, db, layer.dropout > 0)
 
 
 def _problem(
@@ -157,14 +190,13 @@ def _problem(
     dy: Operand,
     own: Derivative,
     through: Derivative | None,
-    made: dict[str, Operand],
+    specs: dict[str, Spec],
     wanted: Wanted,
 ) -> BackwardProblem:
     dtype = DType.parse("x", x.dtype)
-    specs = {name: made[name].spec for name in ("dx", "dw", "dz") if name in made}
     return BackwardProblem(
         dtype,
-        Compute.parse(ctx.compute, dtype),
+        Compute.parse(ctx.layer.compute, dtype),
         x.spec,
         w.spec,
         dy.spec,

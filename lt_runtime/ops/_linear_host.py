@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.arrays import check_shape
 from lt_runtime.errors import DTypeError
-from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted, problem_shape
+from lt_runtime.ops._linear_types import Gradients, Layer, LinearContext, Options, Source, Wanted, problem_shape
 from lt_runtime.ops._place import host_dropout, host_output
 from lt_runtime.problem import Compute, DType, Saved
 
@@ -24,9 +24,9 @@ def _check_types(dtype: DType, arrays: dict[str, Array | None]) -> None:
 
 
 def forward(
-    x: Array, w: Array, bias: Array | None, options: Options, out: Array | None, out_z: Array | None, stream: Any
+    x: Array, w: Array, bias: Array | None, options: Options, out: Array | None, out_z: Array | None
 ) -> tuple[Array, LinearContext]:
-    """See `linear_fwd`; there is no stream to run on."""
+    """See `linear_fwd`."""
     dtype = DType.parse("x", x.dtype)
     Compute.parse(options.compute, dtype)
     _check_types(dtype, {"w": w, "bias": bias})
@@ -39,25 +39,13 @@ def forward(
         exact_y, exact_z = reference.linear_fwd(x, w, bias, options.activation, factors)
         y[...], z[...] = exact_y.astype(dtype.numpy), exact_z.astype(dtype.numpy)
     saved_as = Saved.NOTHING if options.activation.name == "none" else Saved.PREACTIVATION
-    context = LinearContext(
-        (m, n, k),
-        x,
-        w,
-        z,
-        saved_as,
-        None,
-        z,
-        options.activation,
-        options.dropout,
-        options.rng,
-        options.compute,
-        bias is not None,
-    )
-    return y, context
+    has_bias = bias is not None
+    layer = Layer((m, n, k), saved_as, None, options.activation, options.dropout, options.compute, has_bias)
+    return y, LinearContext(layer, x, w, z, z, options.rng)
 
 
-def backward(dy: Array, source: Source, wanted: Wanted, outputs: Gradients, stream: Any) -> Gradients:
-    """See `linear_bwd`; there is no stream to run on."""
+def backward(dy: Array, source: Source, wanted: Wanted, outputs: Gradients) -> Gradients:
+    """See `linear_bwd`."""
     ctx, below = source.layer, source.below
     dtype = DType.parse("x", ctx.x.dtype)
     _check_types(dtype, {"dy": dy})
@@ -67,7 +55,7 @@ def backward(dy: Array, source: Source, wanted: Wanted, outputs: Gradients, stre
         exact = _exact(dy, ctx, source.before_activation)
         values: dict[str, Any] = exact._asdict()
         if below is not None:
-            values["dx"] = reference.through_activation(exact.dx, below.saved, below.activation, _factors(below))
+            values["dx"] = reference.through_activation(exact.dx, below.saved, below.layer.activation, _factors(below))
             values["db_below"] = values["dx"].sum(axis=0)
         for name, buffer in buffers.items():
             kept = buffer.astype(np.float64) if wanted.accumulate and name in ("dw", "db", "db_below") else 0.0
@@ -78,7 +66,7 @@ def backward(dy: Array, source: Source, wanted: Wanted, outputs: Gradients, stre
 def _exact(dy: Array, ctx: LinearContext, before_activation: bool) -> reference.LinearGradients:
     if before_activation:
         return reference.linear_bwd(dy, ctx.x, ctx.w, dy)
-    return reference.linear_bwd(dy, ctx.x, ctx.w, ctx.saved, ctx.activation, _factors(ctx))
+    return reference.linear_bwd(dy, ctx.x, ctx.w, ctx.saved, ctx.layer.activation, _factors(ctx))
 
 
 def _factors(ctx: LinearContext) -> NDArray[np.float64] | None:

@@ -23,32 +23,64 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LinearContext:
-    """What one `linear_fwd` call leaves for `linear_bwd`.
+class Layer:
+    """What all calls of one layer's forward that look the same have in common, told apart by identity.
 
     Attributes:
         shape: (M, N, K).
-        x, w: the operands.
-        saved: the array that the activation's derivative is taken from; None if nothing is needed.
-        saved_as: what that is; a mask is bytes (M, N/8 rounded up to a multiple of 16).
+        saved_as: what the saved array is; a mask is bytes (M, N/8 rounded up to a multiple of 16).
         saved_layout: how it lies where forward has decided that, a mask in bits; None if it lies as any array does.
-        preactivation: x · wᵀ + bias (M, N) where it was kept or asked for; None otherwise.
-        activation, dropout, rng, compute: as they were in forward.
+        activation, dropout, compute: as they were in forward.
         has_bias: whether the layer has a bias.
     """
 
     shape: tuple[int, int, int]
+    saved_as: Saved
+    saved_layout: Layout | None
+    activation: Activation
+    dropout: float
+    compute: str
+    has_bias: bool
+
+
+@dataclass(slots=True, eq=False)
+class LinearContext:
+    """What one `linear_fwd` call leaves for `linear_bwd`; to be read only.
+
+    Attributes:
+        layer: what does not depend on the arrays.
+        x, w: the operands.
+        saved: the array that the activation's derivative is taken from; None if nothing is needed.
+        preactivation: x · wᵀ + bias (M, N) where it was kept or asked for; None otherwise.
+        rng: as it was in forward.
+    """
+
+    layer: Layer
     x: Any
     w: Any
     saved: Any
-    saved_as: Saved
-    saved_layout: Layout | None
     preactivation: Any
-    activation: Activation
-    dropout: float
     rng: Philox | None
-    compute: str
-    has_bias: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, N, K)."""
+        return self.layer.shape
+
+    @property
+    def saved_as(self) -> Saved:
+        """What `saved` is."""
+        return self.layer.saved_as
+
+    @property
+    def dropout(self) -> float:
+        """Its probability."""
+        return self.layer.dropout
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the layer has a bias."""
+        return self.layer.has_bias
 
 
 class Wanted(NamedTuple):

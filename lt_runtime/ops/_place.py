@@ -38,25 +38,28 @@ class Place:
         """The operand that an array is, if there is one."""
         return None if array is None else self.read(name, array)
 
-    def output(
+    def given(
         self, name: str, out: Any, shape: tuple[int, ...], like: Operand, inputs: tuple[Operand | None, ...]
     ) -> Operand:
-        """The buffer for a result: the caller's, checked, or a new one of the kind and type of `like`.
+        """The caller's buffer for a result.
 
         Raises:
-            ShapeError, DTypeError, DeviceError, LayoutError, OverlapError: the caller's does not serve.
+            ShapeError, DTypeError, DeviceError, LayoutError, OverlapError: it does not serve.
         """
-        if out is None:
-            return self.empty(name, shape, DType.parse(like.name, like.dtype).numpy, like)
         operand = self.read(name, out)
         check_shape(name, operand.shape, shape, "the result's shape")
         check_same(like, operand)
         check_no_overlap(operand, *(other for other in inputs if other is not None))
         return operand
 
-    def empty(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], like: Operand) -> Operand:
-        """A new array of the kind of `like`."""
-        return self.read(name, like.library.empty(shape, dtype, self.device, self.stream))
+    def output(
+        self, name: str, out: Any, shape: tuple[int, ...], like: Operand, inputs: tuple[Operand | None, ...]
+    ) -> Operand:
+        """The buffer for a result: the caller's, see `given`, or a new one of the kind and type of `like`."""
+        if out is None:
+            array = like.library.empty(shape, DType.parse(like.name, like.dtype).numpy, self.device, self.stream)
+            return self.read(name, array)
+        return self.given(name, out, shape, like, inputs)
 
     def result(self, out: Any, operand: Operand, like: Operand) -> Any:
         """What the caller gets: its own buffer, or the new array in the form of its library."""

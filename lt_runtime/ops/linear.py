@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple, overload
 
-from lt_runtime.arrays import on_host
+from lt_runtime.arrays import Signature, on_host, signature_of
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.ops import _linear_gpu, _linear_host
 from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted
@@ -77,10 +78,15 @@ def linear_fwd(
         CaptureError: the stream is being captured and these shapes have never run.
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
+    arrays = (x, w, bias, out, out_z)
+    signature = signature_of(arrays, activation, negative_slope, dropout, compute, propagate_nan)
+    made = None if signature is None else _linear_gpu.forward_again(signature, arrays, rng, stream)
+    if made is not None:
+        return made
     options = _options(activation, negative_slope, dropout, rng, compute, propagate_nan)
-    host = on_host({"x": x, "w": w}, {"bias": bias, "out": out, "out_z": out_z})
-    run = _linear_host.forward if host else _linear_gpu.forward
-    return run(x, w, bias, options, out, out_z, stream)
+    if on_host({"x": x, "w": w}, {"bias": bias, "out": out, "out_z": out_z}):
+        return _linear_host.forward(x, w, bias, options, out, out_z)
+    return _linear_gpu.forward(arrays, options, stream, signature)
 
 
 def linear(
@@ -96,10 +102,15 @@ def linear(
     stream: Any = None,
 ) -> Any:
     """y = act(x · wᵀ + bias), for inference: nothing is kept. Arguments and errors as in `linear_fwd`."""
+    arrays = (x, w, bias, out, None)
+    signature = signature_of(arrays, activation, negative_slope, compute, propagate_nan)
+    made = None if signature is None else _linear_gpu.forward_again(signature, arrays, None, stream)
+    if made is not None:
+        return made[0]
     options = _options(activation, negative_slope, 0.0, None, compute, propagate_nan, inference=True)
-    host = on_host({"x": x, "w": w}, {"bias": bias, "out": out})
-    run = _linear_host.forward if host else _linear_gpu.forward
-    return run(x, w, bias, options, out, None, stream)[0]
+    if on_host({"x": x, "w": w}, {"bias": bias, "out": out}):
+        return _linear_host.forward(x, w, bias, options, out, None)[0]
+    return _linear_gpu.forward(arrays, options, stream, signature)[0]
 
 
 @overload
@@ -188,19 +199,42 @@ def linear_bwd(
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     source = Source(ctx, through, before_activation)
-    _check_chain(source, need_dx)
-    below_has_bias = through is not None and through.has_bias
-    wanted = Wanted(need_dx, need_dw, need_db and ctx.has_bias, need_db_below and below_has_bias, accumulate)
-    given = Gradients(out_dx, out_dw, out_db, out_dz, out_db_below)
-    outputs = Gradients(*(array if getattr(wanted, name, True) else None for name, array in given._asdict().items()))
-    _check_accumulation(wanted, outputs)
-    named = {f"out_{name}": array for name, array in outputs._asdict().items()}
-    host = on_host({"dy": dy, "x": ctx.x}, named)
-    run = _linear_host.backward if host else _linear_gpu.backward
-    made = run(dy, source, wanted, outputs, stream)
+    buffers = (out_dx, out_dw, out_db, out_dz, out_db_below)
+    saved, saved_below = (None if before_activation else ctx.saved), (through.saved if through is not None else None)
+    below = through.layer if through is not None else None
+    asked = (ctx.layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate)
+    arrays = (dy, ctx.x, ctx.w, saved, saved_below, *buffers)
+    signature = signature_of(arrays, *asked)
+    made = None if signature is None else _linear_gpu.backward_again(signature, arrays, source, stream)
+    if made is None:
+        wanted = _wanted(source, need_dx, need_dw, need_db, need_db_below, accumulate)
+        made = _look(dy, source, wanted, Gradients(*buffers), stream, signature)
     if through is None:
         return LinearGradients(made.dx, made.dw, made.db)
     return ChainedGradients(made.dx, made.dw, made.db, made.db_below)
+
+
+def _wanted(
+    source: Source, need_dx: bool, need_dw: bool, need_db: bool, need_db_below: bool, accumulate: bool
+) -> Wanted:
+    _check_chain(source, need_dx)
+    below_has_bias = source.below is not None and source.below.has_bias
+    return Wanted(need_dx, need_dw, need_db and source.layer.has_bias, need_db_below and below_has_bias, accumulate)
+
+
+def _look(
+    dy: Any, source: Source, wanted: Wanted, buffers: Gradients, stream: Any, signature: Signature | None
+) -> Gradients:
+    """Makes a backward call that is not known yet."""
+    of_use = (array if getattr(wanted, name, True) else None for name, array in buffers._asdict().items())
+    outputs = Gradients(*of_use)
+    _check_accumulation(wanted, outputs)
+    named = {f"out_{name}": array for name, array in outputs._asdict().items()}
+    if on_host({"dy": dy, "x": source.layer.x}, named):
+        return _linear_host.backward(dy, source, wanted, outputs)
+    # A buffer that is of no use is in the signature, but not among what is looked at.
+    are_all_looked_at = all(map(operator.is_, outputs, buffers))
+    return _linear_gpu.backward(dy, source, wanted, outputs, stream, signature if are_all_looked_at else None)
 
 
 def _check_chain(source: Source, need_dx: bool) -> None:

@@ -1,7 +1,7 @@
 """Plans: a problem with its strategy, algorithms and kernels, ready to launch."""
 
 from lt_runtime.planning.backward import BackwardCall, BackwardPlan
-from lt_runtime.planning.cache import backward_plan, forward_plan, product_plan
+from lt_runtime.planning.cache import age, backward_plan, forward_plan, product_plan, recall, remember
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.forward import ForwardPlan
 from lt_runtime.planning.launches import DropoutState
@@ -12,7 +12,10 @@ __all__ = [
     "DropoutState",
     "ForwardPlan",
     "ProductCall",
+    "age",
     "backward_plan",
     "forward_plan",
     "product_plan",
+    "recall",
+    "remember",
 ]

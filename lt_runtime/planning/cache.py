@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.direct import is_capturing
@@ -25,6 +25,10 @@ _forward: dict[tuple[ForwardProblem, int], ForwardPlan] = {}
 _backward: dict[tuple[BackwardProblem, int], BackwardPlan] = {}
 _products: dict[tuple[MatmulProblem, int], ProductPlan] = {}
 _lock = threading.RLock()
+
+_MOST_CALLS: Final = 4096
+_calls: dict[Hashable, Any] = {}
+_age = 0
 
 
 def forward_plan(problem: ForwardProblem, device: int, stream: int) -> ForwardPlan:
@@ -52,6 +56,7 @@ def forget(problems: Iterable[Problem], device: int) -> None:
 
     Of a backward problem also those that differ in what forward has saved, which was decided with it.
     """
+    global _age
     wanted = {_whatever_is_saved(problem) for problem in problems}
     tables: tuple[dict[Any, Any], ...] = (_forward, _backward, _products)
     with _lock:
@@ -59,6 +64,32 @@ def forget(problems: Iterable[Problem], device: int) -> None:
             for problem, of in list(plans):
                 if of == device and _whatever_is_saved(problem) in wanted:
                     del plans[problem, of]
+        _calls.clear()
+        _age += 1
+
+
+def age() -> int:
+    """A number that changes whenever plans are let go."""
+    return _age
+
+
+def remember(key: Hashable, call: Any, since: int) -> None:
+    """Keeps what an operation has made of a call, its plan included, for `recall`, until a plan is let go.
+
+    Args:
+        since: what `age` was before the plan was asked for.
+    """
+    with _lock:
+        if since != _age:
+            return
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = call
+
+
+def recall(key: Hashable) -> Any:
+    """What `remember` was given with an equal key; None if it has been let go, or the thread is to measure anew."""
+    return None if is_asked_for() else _calls.get(key)
 
 
 def _whatever_is_saved(problem: Problem) -> Problem:
