@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 _ALIGNED: Final = 256  # what is aligned better makes no difference
 
@@ -17,45 +17,35 @@ class _Reader(NamedTuple):
     address: Callable[[Any], int]
 
 
-class Signature(NamedTuple):
-    """A call's arrays.
-
-    Attributes:
-        key: all that its course depends on but the arrays' addresses and contents, of which it has the alignment.
-        addresses: of those that are not None, in their order.
-    """
-
-    key: Hashable
-    addresses: tuple[int, ...]
-
+Signature: TypeAlias = tuple[Hashable, tuple[int, ...]]
+"""All that a call's course depends on but its arrays' addresses and contents; and the addresses, None left out."""
 
 _readers: dict[type, _Reader] = {}
 
 
-def signature_of(arrays: tuple[Any, ...], *asked: Any) -> Signature | None:
+def signature_of(arrays: tuple[Any, ...], asked: tuple[Any, ...]) -> Signature | None:
     """What a call with these arrays, some of which may be None, looks like.
 
     Args:
-        asked: all else that its course depends on, to be part of the key.
+        asked: all else that its course depends on; which arrays are None is part of it.
 
     Returns:
         None unless all arrays are CuPy's, or all are PyTorch's.
     """
-    kinds = tuple(map(type, arrays))
-    reader = _readers.get(kinds[0]) or _reader_of(kinds[0])
+    kind = type(arrays[0])
+    reader = _readers.get(kind) or _reader_of(kind)
     if reader is None:
         return None
     present = [array for array in arrays if array is not None]
     try:
-        addresses = tuple(map(reader.address, present))
-        signatures = tuple(map(reader.signature, present))
+        return (asked, *map(reader.signature, present)), tuple(map(reader.address, present))
     except (AttributeError, TypeError):  # of another library than the first
         return None
-    bits = 0
-    for address in addresses:
-        bits |= address
-    alignments = tuple(address & -address & _ALIGNED - 1 for address in addresses) if bits & _ALIGNED - 1 else None
-    return Signature((asked, kinds, signatures, alignments), addresses)
+
+
+def alignments_of(addresses: Iterable[int]) -> tuple[int, ...]:
+    """The largest power of two, below 256, that divides each address; 0 for those that are aligned better."""
+    return tuple(address & -address & _ALIGNED - 1 for address in addresses)
 
 
 def _reader_of(kind: type) -> _Reader | None:

@@ -112,8 +112,8 @@ def matmul(
 class PreparedMatmul:
     """A product that is launched again and again, with the least work: whatever does not depend on addresses is done.
 
-    Addresses are not looked at. Until the last launch the descriptors must stay open, and as they are but for the
-    addresses in `desc`.
+    Addresses are not looked at. Until the last launch the descriptors must stay as they are but for the addresses in
+    `desc`, and `handle` must stay open.
 
     Args:
         As of `matmul`.
@@ -132,6 +132,7 @@ class PreparedMatmul:
         d_layout: MatrixLayout,
         algorithm: Algorithm,
     ) -> None:
+        self._kept = desc, a_layout, b_layout, c_layout, d_layout
         checked = _checked(desc, (a_layout, b_layout, c_layout, d_layout))
         self._handle, self._algorithm, self._handles = pointer(handle), algorithm.blob, checked.handles
         self._alpha, self._beta = checked.alpha, checked.beta
@@ -159,8 +160,31 @@ class PreparedMatmul:
             ArgumentError: a scalar that its type cannot hold.
             CublasLtError: the library refused the call.
         """
+        status = self._matmul(*self._arguments(alpha, a, b, beta, c, d, workspace, workspace_size, stream))
+        if status:
+            raise failure("cublasLtMatmul", status)
+
+    def bind(
+        self,
+        alpha: Scalar,
+        a: int,
+        b: int,
+        beta: Scalar,
+        c: int,
+        d: int,
+        workspace: int,
+        workspace_size: int,
+        stream: int,
+    ) -> BoundMatmul:
+        """The same call, to be made any number of times."""
+        return BoundMatmul(self, self._arguments(alpha, a, b, beta, c, d, workspace, workspace_size, stream))
+
+    def _arguments(
+        self, alpha: Scalar, a: int, b: int, beta: Scalar, c: int, d: int, workspace: int, size: int, stream: int
+    ) -> tuple[Any, ...]:
+        """What the library is called with."""
         desc, a_layout, b_layout, c_layout, d_layout = self._handles
-        status = self._matmul(
+        return (
             self._handle,
             desc,
             self._alphas.get(alpha) or self._alpha(alpha),
@@ -175,9 +199,30 @@ class PreparedMatmul:
             d_layout,
             self._algorithm,
             workspace,
-            workspace_size,
+            size,
             stream,
         )
+
+
+class BoundMatmul:
+    """One launch of a product, to be made any number of times.
+
+    Args:
+        prepared: what it is a launch of, whose descriptors it keeps open.
+        arguments: what the library is called with.
+    """
+
+    def __init__(self, prepared: PreparedMatmul, arguments: tuple[Any, ...]) -> None:
+        self._prepared, self._arguments = prepared, arguments
+        self._matmul = function("cublasLtMatmul")
+
+    def __call__(self) -> None:
+        """Puts the product on its stream.
+
+        Raises:
+            CublasLtError: the library refused the call.
+        """
+        status = self._matmul(*self._arguments)
         if status:
             raise failure("cublasLtMatmul", status)
 

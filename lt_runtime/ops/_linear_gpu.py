@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, Final
 
 from lt_runtime.arrays import Operand, Signature, check_same, check_shape
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.layout import packed
-from lt_runtime.ops._linear_known import KnownBackward, KnownForward, New, as_again, new_kept, recalled
+from lt_runtime.ops._known_calls import KnownCall, New, RepeatedCall, note, repeated
+from lt_runtime.ops._linear_known import KnownBackward, KnownForward, new_kept
 from lt_runtime.ops._linear_types import Gradients, Layer, LinearContext, Options, Source, Wanted, problem_shape
 from lt_runtime.ops._place import Place
-from lt_runtime.planning import DropoutState, ForwardPlan, age, backward_plan, forward_plan, remember
+from lt_runtime.planning import BackwardCall, DropoutState, ForwardPlan, age, backward_plan, forward_plan
 from lt_runtime.planning.strategies import unchanged
 from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, ForwardProblem, Philox, Saved, Spec
+
+_INPUTS: Final = 5  # dy, x, w, and two saved tensors
+_PLACES: Final = {name: place for place, name in enumerate(Gradients._fields)}
 
 
 def forward(
@@ -54,26 +58,46 @@ def forward(
         plan = forward_plan(problem, place.device, place.stream)
         layer = _layer(plan, (m, n, k), options, has_bias=bias is not None)
         new_y = None if y else New((m, n), dtype.numpy, x.library, place.device)
-        known = KnownForward(plan, layer, x.library, new_y, None if z else new_kept(plan, x.library))
+        new_z = None if z else new_kept(plan, x.library)
+        keeps = plan.saved in (Saved.PREACTIVATION, Saved.MASK)
+        call = KnownForward(plan, place.device, keeps, layer, x.library, new_y, new_z)
         operands = (x, w, bias, y, z)
         if signature is not None:
-            remember(signature.key, as_again(known, operands, inputs=3), since)
-        return known.run(arrays, tuple(map(_address, operands)), options.rng, dropout, place.stream)
+            note(signature, KnownCall(call, operands, inputs=3), since)
+        at_x, at_w, at_bias, at_y, at_z = map(_address, operands)
+        y_array, kept, new_y_at, new_z_at = call.fresh(out, out_z, place.stream)
+        plan.run(at_x, at_w, at_bias, at_y or new_y_at, at_z or new_z_at, dropout, place.stream)
+        return call.result(x_array, w_array, y_array, kept, options.rng, place.stream)
 
 
 def forward_again(
     signature: Signature, arrays: tuple[Any, ...], rng: Philox | None, stream: Any
 ) -> tuple[Any, LinearContext] | None:
     """What `linear_fwd` returns for a call like one made before; None if it is not, or takes another look."""
-    found = recalled(signature)
-    if found is None:
+    known = repeated(signature, stream)
+    if known is None:
         return None
-    known, addresses = found
-    device, p = known.plan.device, known.layer.dropout
-    handle = stream_handle(stream, device)
-    dropout = Place(device, handle).dropout(p, rng) if p else None
-    made: tuple[Any, LinearContext] = known.run(arrays, addresses, rng, dropout, handle)
-    return made
+    call: KnownForward = known.call
+    x, w, _, out, out_z = arrays
+    y, kept, y_at, kept_at = call.fresh(out, out_z, known.stream)
+    fresh = (y_at, kept_at)
+    launch = known.bound(fresh)
+    if launch is not None:
+        launch()
+    else:
+        _launch_forward(known, fresh, rng)
+    return call.result(x, w, y, kept, rng, known.stream)
+
+
+def _launch_forward(known: RepeatedCall[KnownForward], fresh: tuple[int, ...], rng: Philox | None) -> None:
+    call, stream = known.call, known.stream
+    x, w, bias, y, kept = known.addresses
+    y, kept = y or fresh[0], kept or fresh[1]
+    p = call.layer.dropout
+    dropout = Place(call.device, stream).dropout(p, rng) if p else None
+    call.plan.run(x, w, bias, y, kept, dropout, stream)
+    if not p:  # dropout's masks are others each time
+        known.came_with(fresh, lambda: call.plan.bind(x, w, bias, y, kept, None, stream))
 
 
 def _layer(plan: ForwardPlan, shape: tuple[int, int, int], options: Options, *, has_bias: bool) -> Layer:
@@ -102,25 +126,49 @@ def backward(
         through = _derivative(under, below, vectors["db_below"]) if under else None
         problem = _problem(ctx, x, w, dy, own, through, _specs(given, new), wanted)
         plan = backward_plan(problem, place.device, place.stream)
-        known = KnownBackward(plan, x.library, new)
+        call = KnownBackward(plan, place.device, x.library, {_PLACES[name]: each for name, each in new.items()})
         operands = (*inputs, *(given.get(name) for name in Gradients._fields))
         if signature is not None:
-            remember(signature.key, as_again(known, operands, inputs=len(inputs)), since)
-        arrays = (dy_array, ctx.x, ctx.w, None, None, *outputs)
-        return known.run(arrays, tuple(map(_address, operands)), dropout, dropout_below, place.stream)
+            note(signature, KnownCall(call, operands, inputs=_INPUTS), since)
+        made, fresh = call.fresh(outputs, place.stream)
+        plan.run(_backward_call(tuple(map(_address, operands)), fresh, dropout, dropout_below, place.stream))
+        return made
 
 
 def backward_again(signature: Signature, arrays: tuple[Any, ...], source: Source, stream: Any) -> Gradients | None:
     """What `linear_bwd` returns for a call like one made before; None if it is not, or takes another look."""
-    found = recalled(signature)
-    if found is None:
+    known = repeated(signature, stream)
+    if known is None:
         return None
-    known, addresses = found
-    device = known.plan.device
-    handle = stream_handle(stream, device)
-    dropout, dropout_below = _dropout(Place(device, handle), source)
-    made: Gradients = known.run(arrays, addresses, dropout, dropout_below, handle)
+    call: KnownBackward = known.call
+    made, fresh = call.fresh(arrays[_INPUTS:], known.stream)
+    launch = known.bound(fresh)
+    if launch is not None:
+        launch()
+    else:
+        _launch_backward(known, fresh, source)
     return made
+
+
+def _launch_backward(known: RepeatedCall[KnownBackward], fresh: tuple[int, ...], source: Source) -> None:
+    call, stream = known.call, known.stream
+    dropout = _dropout(Place(call.device, stream), source)
+    operands = _backward_call(known.addresses, fresh, *dropout, stream)
+    call.plan.run(operands)
+    if dropout == (None, None):
+        known.came_with(fresh, lambda: call.plan.bind(operands))
+
+
+def _backward_call(
+    at: tuple[int, ...],
+    fresh: tuple[int, ...],
+    dropout: DropoutState | None,
+    dropout_below: DropoutState | None,
+    stream: int,
+) -> BackwardCall:
+    dy, x, w, saved, saved_below, *given = at
+    dx, dw, db, dz, db_below = map(operator.or_, given, fresh)  # one of each pair is 0
+    return BackwardCall(dy, x, w, stream, saved, dx, dw, db, dz, saved_below, db_below, dropout, dropout_below)
 
 
 def _dropout(place: Place, source: Source) -> tuple[DropoutState | None, DropoutState | None]:

@@ -18,8 +18,8 @@ from lt_runtime.reference import matmul, pack_mask, unpack_mask
 Array = NDArray[Any]
 
 
-def run(operands: MatmulOperands, options: MatmulOptions, stream: Any) -> Array:
-    """See `matmul`; there is no stream to run on."""
+def run(operands: MatmulOperands, options: MatmulOptions) -> Array:
+    """See `matmul`."""
     a, b, c, out = operands.a, operands.b, operands.c, operands.out
     dtype = DType.parse("a", a.dtype, fp64=True)
     Compute.parse(options.compute, dtype)

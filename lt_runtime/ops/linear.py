@@ -79,7 +79,8 @@ def linear_fwd(
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
     arrays = (x, w, bias, out, out_z)
-    signature = signature_of(arrays, activation, negative_slope, dropout, compute, propagate_nan)
+    given = (bias is None, out is None, out_z is None)
+    signature = signature_of(arrays, (activation, negative_slope, dropout, compute, propagate_nan, given))
     made = None if signature is None else _linear_gpu.forward_again(signature, arrays, rng, stream)
     if made is not None:
         return made
@@ -103,7 +104,7 @@ def linear(
 ) -> Any:
     """y = act(x · wᵀ + bias), for inference: nothing is kept. Arguments and errors as in `linear_fwd`."""
     arrays = (x, w, bias, out, None)
-    signature = signature_of(arrays, activation, negative_slope, compute, propagate_nan)
+    signature = signature_of(arrays, (activation, negative_slope, compute, propagate_nan, bias is None, out is None))
     made = None if signature is None else _linear_gpu.forward_again(signature, arrays, None, stream)
     if made is not None:
         return made[0]
@@ -202,9 +203,10 @@ def linear_bwd(
     buffers = (out_dx, out_dw, out_db, out_dz, out_db_below)
     saved, saved_below = (None if before_activation else ctx.saved), (through.saved if through is not None else None)
     below = through.layer if through is not None else None
-    asked = (ctx.layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate)
+    given = (out_dx is None, out_dw is None, out_db is None, out_dz is None, out_db_below is None)
+    asked = (ctx.layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate, given)
     arrays = (dy, ctx.x, ctx.w, saved, saved_below, *buffers)
-    signature = signature_of(arrays, *asked)
+    signature = signature_of(arrays, asked)
     made = None if signature is None else _linear_gpu.backward_again(signature, arrays, source, stream)
     if made is None:
         wanted = _wanted(source, need_dx, need_dw, need_db, need_db_below, accumulate)
