@@ -118,3 +118,27 @@ def test_what_one_problem_writes_others_read(activation: str) -> None:
     assert made[above].get("saved through") is (made[first][kept] if kept else None)
     written = [made[above]["dw"], made[below]["dw"], made[below]["dx"], made[last]["y"], made[above]["dy"]]
     assert len(set(map(id, written))) == len(written)
+
+
+def test_layers_of_one_shape_have_weights_of_their_own() -> None:
+    stack = Stack(8, (16, 16, 16, 16), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    inner, last = stack.forward(0), stack.forward(2)
+    above, between, below = (stack.backward(i) for i in (2, 1, 0))
+    made = {each: trial.buffers for each, trial in row_trial(np, [inner, last, above, between, below]).items()}
+    assert made[above]["w"] is made[last]["w"]
+    assert made[above]["x"] is made[inner]["y"]
+    assert made[above]["saved through"] is made[inner]["kept preactivation"]
+    assert made[between]["w"] is made[inner]["w"]
+    assert made[below]["w"] is made[inner]["w"]  # the inner layers are one problem, which is there once
+    assert made[below]["dy"] is made[between]["dx"]
+
+
+def test_the_two_layers_of_a_square_block_are_not_taken_for_one() -> None:
+    stack = Stack(8, (16, 16, 16), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    problems = [stack.forward(0), stack.forward(1), stack.backward(1), stack.backward(0)]
+    first, last, above, below = (trial.buffers for trial in row_trial(np, problems).values())
+    assert last["x"] is above["x"] is first["y"]
+    assert above["w"] is last["w"]
+    assert above["saved through"] is first["kept preactivation"]
+    assert (below["x"], below["w"]) == (first["x"], first["w"])
+    assert first["w"] is not last["w"]
