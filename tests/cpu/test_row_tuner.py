@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lt_runtime.planning import row_tuner
+from lt_runtime.planning.alternatives import half_name
 from lt_runtime.planning.backward import BackwardPlan
 from lt_runtime.planning.keys import problem_key
+from lt_runtime.planning.names import describe
 from lt_runtime.planning.row_trial import row_trial
 from lt_runtime.planning.row_tuner import are_neighbours, rows_of
 from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.strategies import BackwardStrategy
+from lt_runtime.planning.strategies import BackwardStrategy, backward_strategies
 from lt_runtime.planning.tuning import Tuned, tune_problems
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from tests.layer_gpu import BY_HEURISTIC, LayerGpu
@@ -56,6 +59,25 @@ def test_the_row_decides_against_what_is_faster_by_itself(gpu: LayerGpu) -> None
     assert entry is not None
     assert (entry.us, entry.alternatives[0].us) == (10.0, 9.0)
     assert LAST in gpu.forgotten
+
+
+def test_what_leaves_the_next_run_something_in_the_caches_is_taken(
+    gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_tuner, "buffer_sets", lambda *_: 1)
+    gpu.us, gpu.clock.leaves_us = {BESIDE: 9.0}, {AFTER: 30.0}
+    tune_problems(STACK.problems(), 0)
+    assert not decided_beside(gpu)
+
+
+def test_a_branch_is_tried_before_what_is_nearer_by_itself(gpu: LayerGpu) -> None:
+    stack = Stack(16, (24, 40, 8), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    problem = stack.backward(1)
+    after, *_ = splits = [half_name(problem, each) for each in backward_strategies(problem)]
+    gpu.us = {name: 9.0 if "beside" in name else 20.0 for name in splits} | {after: 10.0}
+    gpu.us[splits[6]], gpu.row_us = 8.9, {after: 5.0}
+    tuned = row(tune_problems(stack.problems(), 0))
+    assert tuned.strategy == f"in a row: {after.partition(', from')[0]} in {describe(problem)}"
 
 
 def test_what_is_far_behind_by_itself_is_not_tried(gpu: LayerGpu) -> None:
