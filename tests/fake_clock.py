@@ -18,6 +18,7 @@ class FakeClock:
         alone: the names of those that were waited for one by one.
         open: graphs that are not freed.
         rounds: names of what was replayed, in order.
+        leaves_us: by name, microseconds that what is replayed behind it saves.
     """
 
     stream = STREAM
@@ -28,6 +29,7 @@ class FakeClock:
         self.alone: list[str] = []
         self.open = 0
         self.rounds: list[list[str]] = []
+        self.leaves_us: dict[str, float] = {}
         self._spent = 0.0
         self._noise = noise or itertools.repeat(1.0)
 
@@ -62,8 +64,11 @@ class FakeClock:
         yield self.launched[-1][0], us
         self.open -= 1
 
-    def replay(self, graphs: Sequence[tuple[str, float]]) -> list[float]:
-        self.rounds.append([name for name, _ in graphs])
-        times = [us * next(self._noise) for _, us in graphs]
+    def replay(self, graphs: Sequence[tuple[str, float]], *, behind_itself: bool = False) -> list[float]:
+        names = [name for name, _ in graphs]
+        self.rounds.append(names)
+        before = names if behind_itself else [names[0], *names]
+        saved = [self.leaves_us.get(name, 0.0) for name in before]
+        times = [(us - less) * next(self._noise) for (_, us), less in zip(graphs, saved, strict=False)]
         self.now += sum(times) / 1e6
         return times

@@ -101,10 +101,10 @@ class LayerGpu:
         self.trials.clear()
         yield Bench(device, self.clock, np)  # type: ignore[arg-type]
 
-    def _take_times_in_row(self, *arguments: Any) -> dict[str, Timing]:
+    def _take_times_in_row(self, *arguments: Any, **options: Any) -> dict[str, Timing]:
         self.in_row = True
         try:
-            return take_times(*arguments)
+            return take_times(*arguments, **options)
         finally:
             self.in_row = False
 

@@ -21,7 +21,7 @@ from lt_runtime.cublaslt.attribute_ids import (
     MatrixTransformDescAttribute,
     PreferenceAttribute,
 )
-from lt_runtime.cublaslt.enums import ComputeType, DataType, Order
+from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Order, PointerMode
 from lt_runtime.cublaslt.library import attribute_failure, call, function
 from lt_runtime.cublaslt.values import Attribute
 from lt_runtime.errors import ArgumentError
@@ -134,6 +134,7 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
         scale_type: type of α and β.
 
     Attributes:
+        validated: the revisions of this descriptor and of the layouts that `validate` has found nothing wrong with.
         prepared: what `matmul` keeps of its last call with it.
     """
 
@@ -141,10 +142,14 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
     _table = attributes.MATMUL_DESC
 
     def __init__(self, compute_type: ComputeType, scale_type: DataType) -> None:
-        _check(MatmulDescAttribute.COMPUTE_TYPE, compute_type, self._table)
-        _check(MatmulDescAttribute.SCALE_TYPE, scale_type, self._table)
-        self._create("cublasLtMatmulDescCreate", compute_type, scale_type)
+        ids = MatmulDescAttribute
+        created = {ids.COMPUTE_TYPE: compute_type, ids.SCALE_TYPE: scale_type}
+        for attribute, value in created.items():
+            _check(attribute, value, self._table)
+        self._create("cublasLtMatmulDescCreate", *created.values())
+        self._values |= {**created, ids.POINTER_MODE: PointerMode.HOST}
         self._emulation: EmulationDesc | None = None
+        self.validated: tuple[int, ...] = ()
         self.prepared: Any = None
 
     def set_emulation(self, emulation: EmulationDesc | None) -> None:
@@ -195,6 +200,7 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
         check_leading_dimension(order, rows, cols, leading_dimension)
         self._create("cublasLtMatrixLayoutCreate", *created.values())
         defaults = {ids.ORDER: Order.COL, ids.BATCH_COUNT: 1, ids.STRIDED_BATCH_OFFSET: 0}
+        self._values |= {**created, **defaults, ids.BATCH_MODE: BatchMode.STRIDED}
         try:
             for attribute in defaults:
                 if more[attribute] != defaults[attribute]:

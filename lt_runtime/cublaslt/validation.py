@@ -25,7 +25,7 @@ _VECTORS: Final = frozenset(_BIASES + _GRADIENTS)
 def validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout, d: MatrixLayout) -> None:
     """Checks a product's descriptor and layouts against each other.
 
-    `get_heuristics` and `algo_check` do so at each call, `matmul` once for each state that they are in.
+    That takes some time, and is done once for each state that they are in.
 
     Raises:
         ArgumentError: a leading dimension is too small, of an operand or of the auxiliary matrix, or that one's is not
@@ -34,6 +34,13 @@ def validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout
         LayoutError: the matrices of the batch D overlap.
         DTypeError: the types do not go together.
     """
+    state = (desc.revision, a.revision, b.revision, c.revision, d.revision)
+    if state != desc.validated:
+        _validate(desc, a, b, c, d)
+        desc.validated = state
+
+
+def _validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout, d: MatrixLayout) -> None:
     layouts = {"A": a, "B": b, "C": c, "D": d}
     if not any(layout.recall(_L.BATCH_MODE) == BatchMode.GROUPED for layout in layouts.values()):
         for name, layout in layouts.items():

@@ -228,6 +228,6 @@ def _check_record(effort: str, when: str, barred: str | None) -> None:
 
 def _is_date(when: str) -> bool:
     try:
-        return datetime.strptime(when, _DATE).strftime(_DATE) == when
+        return datetime.fromisoformat(when).strftime(_DATE) == when
     except (TypeError, ValueError):
         return False

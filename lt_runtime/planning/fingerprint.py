@@ -39,14 +39,19 @@ class Fingerprint:
     @property
     def file_name(self) -> str:
         """Name of the file that holds its plans, such as nvidia-h200-sm90-132-cublaslt130100-0123abcd.json."""
-        gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
-        digest = hashlib.sha256(json.dumps([SCHEMA, asdict(self)], sort_keys=True).encode()).hexdigest()
-        return f"{gpu}-sm{self.capability}-{self.multiprocessors}-cublaslt{self.cublaslt}-{digest[:8]}.json"
+        return _file_name(self, SCHEMA)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """In what `other` differs, such as "driver 570.86 instead of 580.95.05"; empty if in nothing."""
         ours, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]]
+
+
+@functools.cache
+def _file_name(known: Fingerprint, schema: int) -> str:
+    gpu = re.sub(r"[^a-z0-9]+", "-", known.gpu.lower()).strip("-")
+    digest = hashlib.sha256(json.dumps([schema, asdict(known)], sort_keys=True).encode()).hexdigest()
+    return f"{gpu}-sm{known.capability}-{known.multiprocessors}-cublaslt{known.cublaslt}-{digest[:8]}.json"
 
 
 def fingerprint(device: int) -> Fingerprint:

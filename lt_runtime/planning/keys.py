@@ -68,10 +68,19 @@ def _text(value: Any, kind: Any) -> str:
         return f"{type(value).__name__}.{value.name}"
     if kind in _SCALARS:
         return repr(kind(value) + 0.0 if kind is float else kind(value))  # + 0.0, for -0.0 equals 0.0
-    inside = ", ".join(
-        f"{name}={_text(getattr(value, name), _without_none(hint))}" for name, hint in field_types(kind).items()
-    )
+    return _text_of_record(value, kind)
+
+
+@functools.lru_cache(maxsize=1024)  # most problems share layouts with others
+def _text_of_record(value: Any, kind: Any) -> str:
+    inside = ", ".join([f"{name}={_text(getattr(value, name), of)}" for name, of in _kinds(kind)])
     return f"{kind.__name__}({inside})"
+
+
+@functools.cache
+def _kinds(kind: Any) -> list[tuple[str, Any]]:
+    """Names and types of a class's fields, the types without None."""
+    return [(name, _without_none(hint)) for name, hint in field_types(kind).items()]
 
 
 def _value(node: ast.expr, hint: Any) -> Any:

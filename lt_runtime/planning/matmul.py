@@ -84,8 +84,8 @@ class MatmulPlan:
         _, _, operand, _, result, _ = self.types
         self._first = column_major(first, operand, problem.batch)
         self._second = column_major(second, operand, problem.batch)
-        self._c = column_major(problem.c or problem.d, result, problem.batch)
         self._d = column_major(problem.d, result, problem.batch)
+        self._c = self._d if problem.c is None else column_major(problem.c, result, problem.batch)
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
         self.candidates = tuple(self.query(workspace_size(self._device), self.reductions))
@@ -219,15 +219,16 @@ class MatmulPlan:
             checked = cublaslt.algo_check(self.handle, self._desc, *operands, algorithm)
         except CublasLtError as error:
             raise PlanError(f"cuBLASLt refuses the algorithm for {self.problem}: {error}") from error
-        effect, most = cublaslt.is_known_bad(self._facts(checked)), workspace_size(self._device)
+        facts, most = self._facts(checked), workspace_size(self._device)
+        effect = cublaslt.is_known_bad(facts)
         if effect is not None:
             raise PlanError(f"the algorithm is known to be wrong for {self.problem}: {effect}")
         if checked.workspace_size > most:
             raise PlanError(f"the algorithm needs {checked.workspace_size} bytes of workspace; there are {most}")
-        config = cublaslt.AlgoConfigAttribute
-        scheme = cublaslt.ReductionScheme(checked.get(config.REDUCTION_SCHEME))
-        if checked.get(config.SPLITK_NUM) > 1 and scheme & ~self.reductions:
-            raise PlanError(f"the algorithm sums the parts of a split K as {scheme!r}, which {self.problem} rules out")
+        if facts.splitk > 1:
+            scheme = cublaslt.ReductionScheme(checked.get(cublaslt.AlgoConfigAttribute.REDUCTION_SCHEME))
+            if scheme & ~self.reductions:
+                raise PlanError(f"the algorithm sums the parts of a split K as {scheme!r}; {self.problem} rules it out")
         return checked
 
     def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:

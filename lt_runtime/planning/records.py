@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 Json: TypeAlias = dict[str, Any]
 _Record = TypeVar("_Record")
+_Reader: TypeAlias = Callable[[str, Any], Any]
+"""Turns what a file has of a field, given its name, into the field's value."""
 
 
 @functools.cache
@@ -30,10 +32,10 @@ def from_json(kind: type[_Record], value: object) -> _Record:
     Raises:
         ValueError: there is none: a field too few or too many, a value that its type does not have.
     """
-    hints = field_types(typing.cast(Any, kind))
-    if not isinstance(value, dict) or value.keys() != hints.keys():
-        raise ValueError(f"{kind.__name__} has the fields {', '.join(hints)}")
-    return kind(**{name: _read(name, hint, value[name]) for name, hint in hints.items()})
+    readers = _readers(typing.cast(Any, kind))
+    if not isinstance(value, dict) or value.keys() != readers.keys():
+        raise ValueError(f"{kind.__name__} has the fields {', '.join(readers)}")
+    return kind(**{name: read(name, value[name]) for name, read in readers.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -46,16 +48,39 @@ def _plain(value: Any) -> Any:
     return to_json(value) if dataclasses.is_dataclass(value) else value
 
 
-def _read(name: str, hint: Any, value: Any) -> Any:
+@functools.cache
+def _readers(kind: Any) -> dict[str, _Reader]:
+    return {name: _reader(hint) for name, hint in field_types(kind).items()}
+
+
+def _reader(hint: Any) -> _Reader:
     if hint is bytes:
-        return _bytes(name, value)
+        return _bytes
     if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{name} is {value!r}, not a list")
-        return tuple(_read(name, typing.get_args(hint)[0], each) for each in value)
-    if hint in (int, str) and type(value) is not hint:
-        raise ValueError(f"{name} is {value!r}, not of type {hint.__name__}")
-    return from_json(typing.cast(type[Any], hint), value) if dataclasses.is_dataclass(hint) else value
+        return functools.partial(_tuple, _reader(typing.get_args(hint)[0]))
+    if hint in (int, str):
+        return functools.partial(_exactly, hint)
+    return functools.partial(_record, hint) if dataclasses.is_dataclass(hint) else _as_it_is
+
+
+def _tuple(read: _Reader, name: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {value!r}, not a list")
+    return tuple([read(name, each) for each in value])
+
+
+def _exactly(kind: type, name: str, value: object) -> object:
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
+    return value
+
+
+def _record(kind: Any, _: str, value: object) -> object:
+    return from_json(kind, value)
+
+
+def _as_it_is(_: str, value: object) -> object:
+    return value
 
 
 def _bytes(name: str, value: object) -> bytes:

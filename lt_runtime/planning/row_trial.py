@@ -36,20 +36,22 @@ def alone(problem: LayerProblem) -> Link:
 
 def _shared(problem: LayerProblem, made: RowTrial) -> dict[str, Buffer]:
     """What there is of a problem's operands, by their names in its trial."""
-    below = _forward_into(problem, made)
     if isinstance(problem, ForwardProblem):
+        below = _forward_into(problem, made, None)
         return {"x": made[below].buffers["y"]} if below else {}
-    found = {f"saved {side}": _kept(made[forward], of) for side, forward, of in _saved(problem, made, below) if forward}
-    if (layer := _forward_of(problem, made)) is not None:
+    layer = _forward_of(problem, made)
+    below = _forward_into(problem, made, layer)
+    saved = (("own", layer, problem.own), ("through", below, problem.through))
+    found = {f"saved {side}": _kept(made[forward], of) for side, forward, of in saved if forward and of}
+    if layer is not None:
         found |= {name: made[layer].buffers[name] for name in ("x", "w")}
     if (above := _backward_into(problem, made)) is not None:
         found["dy"] = made[above].buffers["dx"]
     return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
-def _forward_into(problem: LayerProblem, made: RowTrial) -> ForwardProblem | None:
+def _forward_into(problem: LayerProblem, made: RowTrial, own: ForwardProblem | None) -> ForwardProblem | None:
     """The forward problem of the layer below: the last before this layer's own whose output fits."""
-    own = _forward_of(problem, made) if isinstance(problem, BackwardProblem) else None
     found = None
     for each in made:
         if each == own:
@@ -59,23 +61,18 @@ def _forward_into(problem: LayerProblem, made: RowTrial) -> ForwardProblem | Non
     return found
 
 
-def _forward_of(problem: LayerProblem, made: RowTrial) -> ForwardProblem | None:
-    """The same layer's."""
-    forwards = (each for each in made if isinstance(each, ForwardProblem))
-    return next((each for each in forwards if (each.x, each.w) == (problem.x, problem.w)), None)
+def _forward_of(problem: BackwardProblem, made: RowTrial) -> ForwardProblem | None:
+    """The same layer's. Where layers are of one shape, their backward passes come in the opposite order."""
+    alike = [each for each in made if (each.x, each.w) == (problem.x, problem.w)]
+    forwards = [each for each in alike if isinstance(each, ForwardProblem)]
+    layers_above = len(alike) - len(forwards)
+    return forwards[max(len(forwards) - 1 - layers_above, 0)] if forwards else None
 
 
 def _backward_into(problem: BackwardProblem, made: RowTrial) -> BackwardProblem | None:
     """That of the layer above: the last one before."""
     backwards = [each for each in made if isinstance(each, BackwardProblem)]
     return backwards[-1] if backwards and backwards[-1].dx == problem.dy else None
-
-
-def _saved(
-    problem: BackwardProblem, made: RowTrial, below: ForwardProblem | None
-) -> list[tuple[str, ForwardProblem | None, Derivative]]:
-    found = [("own", _forward_of(problem, made), problem.own)]
-    return found if problem.through is None else [*found, ("through", below, problem.through)]
 
 
 def _kept(trial: LayerTrial, derivative: Derivative) -> Buffer | None:

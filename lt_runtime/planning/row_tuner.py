@@ -139,7 +139,7 @@ class _Search:
         contenders = {_AS_IT_IS: self._launch(self._plans)}
         contenders |= {name: self._launch(self._plans | {problem: each.plan}) for name, each in options.items()}
         deadline = time.monotonic() + _BUDGET_S
-        timings = take_times(contenders, self._bench.clock, len(self._trials), deadline, _ROUNDS)
+        timings = take_times(contenders, self._bench.clock, len(self._trials), deadline, _ROUNDS, in_a_loop=True)
         self._measured += len(timings)
         chosen = fastest(timings, _AS_IT_IS)
         takes = chosen != _AS_IT_IS and self._agrees(problem, options[chosen].plan)
@@ -153,6 +153,8 @@ class _Search:
         """Other strategies that are near by themselves, and the present one by the heuristic's algorithms."""
         entry, made = self._layers[problem], {}
         near = [each for each in entry.alternatives if each.us <= _NEAR * entry.us and _keeps_the_same(each, entry)]
+        # Branches share caches and bandwidth with the neighbours: of all that may change in a row, they come first.
+        near.sort(key=lambda each: not _differs_in_branches_alone(each, entry))
         for each in near[:_MOST_OPTIONS]:
             others = (Alternative(entry.strategy, entry.us), *(one for one in entry.alternatives if one is not each))
             changed = replace(entry, strategy=each.strategy, us=each.us, alternatives=others)
@@ -209,3 +211,8 @@ class _Search:
 def _keeps_the_same(option: Alternative, entry: LayerEntry) -> bool:
     """A forward pass may not keep anything else: backward has been decided for what it does."""
     return option.strategy.get("saved") == entry.strategy.get("saved")
+
+
+def _differs_in_branches_alone(option: Alternative, entry: LayerEntry) -> bool:
+    """Whether it is the same split, with dw after dx and not beside it, or the other way round."""
+    return {**option.strategy, "beside": entry.strategy.get("beside")} == entry.strategy

@@ -117,6 +117,15 @@ def test_graphs_are_replayed_behind_an_untimed_one(gpu: Driver) -> None:
     assert not gpu.alive
 
 
+def test_each_graph_may_be_replayed_behind_itself(gpu: Driver) -> None:
+    timer = Clock(0)
+    with timer.capture(lambda _: None) as first, timer.capture(lambda _: None) as second:
+        gpu.calls.clear()
+        assert timer.replay([first, second], behind_itself=True) == [1000.0, 1000.0]
+        one = ["cuGraphLaunch", "cuEventRecord", "cuGraphLaunch", "cuEventRecord"]
+        assert [name for name in gpu.calls if name in one] == [*one, *one]
+
+
 def test_no_call_of_this_thread_is_forbidden_beside_captures(gpu: Driver) -> None:
     with streams.beside_captures(0):
         assert gpu.mode == MODE.CU_STREAM_CAPTURE_MODE_RELAXED

@@ -73,6 +73,17 @@ def test_what_descriptors_are_made_with() -> None:
         cublaslt.MatmulDesc(1, cublaslt.DataType.R_32F)  # type: ignore[arg-type]
 
 
+def test_what_a_new_descriptor_remembers_is_what_the_library_has() -> None:
+    layouts: tuple[dict[str, Any], ...] = ({}, {"order": cublaslt.Order.ROW, "batch_count": 7, "batch_stride": 890})
+    for changes in layouts:
+        with cublaslt.MatrixLayout(cublaslt.DataType.R_16BF, 12, 34, 56, **changes) as layout:
+            assert layout._values
+            assert all(layout.get(attribute) == value for attribute, value in layout._values.items())
+    with matmul_desc() as desc:
+        assert desc._values
+        assert all(desc.get(attribute) == value for attribute, value in desc._values.items())
+
+
 def test_grouped_layouts() -> None:
     with made(lambda: cublaslt.MatrixLayout.grouped(cublaslt.DataType.R_16F, 3, 256, 512, 1024)) as layout:
         assert layout.get(LAYOUT.BATCH_MODE) is cublaslt.BatchMode.GROUPED

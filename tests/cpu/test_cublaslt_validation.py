@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt import ComputeType, DataType, Epilogue, Operation, Order
+from lt_runtime.cublaslt import ComputeType, DataType, Epilogue, Operation, Order, validation
 from lt_runtime.cublaslt.type_rules import RULES, element_bytes
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from tests.cublaslt_product import GELU, RELU, VECTOR, Product
@@ -34,6 +34,23 @@ def test_transposed_shapes(transposed: Operation) -> None:
     shapes = ((32, 64), (16, 32), (64, 16), (64, 16))
     Product(shapes=shapes, attributes={M.TRANSA: transposed, M.TRANSB: transposed}).validate()
     Product(order={"a": Order.ROW, "d": Order.ROW}).validate()
+
+
+def test_what_was_found_sound_is_looked_at_again_once_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+    monkeypatch.setattr(validation, "check_layout", lambda name, _: looked_at.append(name))
+    product = Product()
+    desc, layouts, other = product.desc(), product.layouts(), Product(shapes=((64, 33), *product.shapes[1:])).layouts()
+    for _ in range(2):
+        cublaslt.validate(desc, *layouts)
+    assert looked_at == ["A", "B", "C", "D"]
+    for _ in range(2):
+        with pytest.raises(ShapeError):
+            cublaslt.validate(desc, other[0], *layouts[1:])
+    cublaslt.validate(desc, *layouts)
+    desc.set(M.TRANSA, Operation.T)
+    with pytest.raises(ShapeError):
+        cublaslt.validate(desc, *layouts)
 
 
 def narrow(a: DataType, b: DataType) -> tuple[DataType, DataType, DataType, DataType]:

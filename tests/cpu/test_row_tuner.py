@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lt_runtime.planning import row_tuner
+from lt_runtime.planning.alternatives import half_name
 from lt_runtime.planning.backward import BackwardPlan
 from lt_runtime.planning.keys import problem_key
+from lt_runtime.planning.names import describe
 from lt_runtime.planning.row_trial import row_trial
 from lt_runtime.planning.row_tuner import are_neighbours, rows_of
 from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.strategies import BackwardStrategy
+from lt_runtime.planning.strategies import BackwardStrategy, backward_strategies
 from lt_runtime.planning.tuning import Tuned, tune_problems
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from tests.layer_gpu import BY_HEURISTIC, LayerGpu
@@ -56,6 +59,25 @@ def test_the_row_decides_against_what_is_faster_by_itself(gpu: LayerGpu) -> None
     assert entry is not None
     assert (entry.us, entry.alternatives[0].us) == (10.0, 9.0)
     assert LAST in gpu.forgotten
+
+
+def test_what_leaves_the_next_run_something_in_the_caches_is_taken(
+    gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_tuner, "buffer_sets", lambda *_: 1)
+    gpu.us, gpu.clock.leaves_us = {BESIDE: 9.0}, {AFTER: 30.0}
+    tune_problems(STACK.problems(), 0)
+    assert not decided_beside(gpu)
+
+
+def test_a_branch_is_tried_before_what_is_nearer_by_itself(gpu: LayerGpu) -> None:
+    stack = Stack(16, (24, 40, 8), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    problem = stack.backward(1)
+    after, *_ = splits = [half_name(problem, each) for each in backward_strategies(problem)]
+    gpu.us = {name: 9.0 if "beside" in name else 20.0 for name in splits} | {after: 10.0}
+    gpu.us[splits[6]], gpu.row_us = 8.9, {after: 5.0}
+    tuned = row(tune_problems(stack.problems(), 0))
+    assert tuned.strategy == f"in a row: {after.partition(', from')[0]} in {describe(problem)}"
 
 
 def test_what_is_far_behind_by_itself_is_not_tried(gpu: LayerGpu) -> None:
@@ -118,3 +140,27 @@ def test_what_one_problem_writes_others_read(activation: str) -> None:
     assert made[above].get("saved through") is (made[first][kept] if kept else None)
     written = [made[above]["dw"], made[below]["dw"], made[below]["dx"], made[last]["y"], made[above]["dy"]]
     assert len(set(map(id, written))) == len(written)
+
+
+def test_layers_of_one_shape_have_weights_of_their_own() -> None:
+    stack = Stack(8, (16, 16, 16, 16), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    inner, last = stack.forward(0), stack.forward(2)
+    above, between, below = (stack.backward(i) for i in (2, 1, 0))
+    made = {each: trial.buffers for each, trial in row_trial(np, [inner, last, above, between, below]).items()}
+    assert made[above]["w"] is made[last]["w"]
+    assert made[above]["x"] is made[inner]["y"]
+    assert made[above]["saved through"] is made[inner]["kept preactivation"]
+    assert made[between]["w"] is made[inner]["w"]
+    assert made[below]["w"] is made[inner]["w"]  # the inner layers are one problem, which is there once
+    assert made[below]["dy"] is made[between]["dx"]
+
+
+def test_the_two_layers_of_a_square_block_are_not_taken_for_one() -> None:
+    stack = Stack(8, (16, 16, 16), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    problems = [stack.forward(0), stack.forward(1), stack.backward(1), stack.backward(0)]
+    first, last, above, below = (trial.buffers for trial in row_trial(np, problems).values())
+    assert last["x"] is above["x"] is first["y"]
+    assert above["w"] is last["w"]
+    assert above["saved through"] is first["kept preactivation"]
+    assert (below["x"], below["w"]) == (first["x"], first["w"])
+    assert first["w"] is not last["w"]

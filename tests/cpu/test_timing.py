@@ -38,6 +38,25 @@ def test_contenders_take_turns_back_and_forth() -> None:
     assert clock.rounds == [list("abc"), list("cba")] * 3 + [list("abc")]
 
 
+def test_in_a_loop_what_is_left_in_the_caches_counts_for_who_left_it() -> None:
+    clock = FakeClock()
+    clock.leaves_us = {"saving": 12.0}
+    contenders = clock.contenders(first=500.0, saving=500.0)
+    in_turns = times(clock, contenders)
+    assert in_turns["first"] == in_turns["saving"]  # either follows the other in every second round
+    in_a_loop = take_times(contenders, clock, 1, FOREVER, in_a_loop=True)  # type: ignore[arg-type]
+    assert in_a_loop == {"first": Timing(500.0, 0.0), "saving": Timing(488.0, 0.0)}
+
+
+@pytest.mark.parametrize(("us", "sets", "saved"), [(1999.0, 1, 0.0), (2000.0, 1, 12.0), (1999.0, 2, 12.0)])
+def test_in_a_loop_as_far_as_caches_matter(us: float, sets: int, saved: float) -> None:
+    clock = FakeClock()
+    clock.leaves_us = {"saving": 12.0 * sets}
+    contenders = clock.contenders(saving=us, other=us)
+    measured = take_times(contenders, clock, sets, FOREVER, rounds=3, in_a_loop=True)  # type: ignore[arg-type]
+    assert measured["other"].median_us == us - saved
+
+
 def test_one_far_behind_is_launched_alone_and_dropped() -> None:
     clock = FakeClock()
     measured = times(clock, clock.contenders(a=10.0, slow=31.0, b=29.0))
