@@ -94,6 +94,9 @@ def test_without_the_variable_it_is_the_users(monkeypatch: pytest.MonkeyPatch, t
     assert cache_directory() == tmp_path / "lt_runtime"
     monkeypatch.setenv(CACHE_VARIABLE, "")
     assert cache_directory() == tmp_path / "lt_runtime"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_directory() == tmp_path / "home" / ".cache" / "lt_runtime"
 
 
 def test_definitions_and_architecture_tell_kernels_apart(compiled: list[str]) -> None:
