@@ -63,6 +63,7 @@ def _options(source: str, macros: Macros, architecture: str) -> list[bytes]:
         for option in (
             f"-arch={architecture}",
             "--std=c++17",
+            "--minimal",  # without textures and the device's runtime: the same machine code, 6 ms of 75 sooner
             "--diag-error=177",  # declared but never referenced: dead code
             *(["--ftz=true"] if source in _FLUSHED else []),
             *(f"--define-macro={name}={value}" for name, value in macros),
