@@ -217,7 +217,8 @@ def _total(pattern: str, said: str) -> int:
 def _compile(variant: Variant, architecture: str) -> tuple[str, str]:
     """The log of ptxas, and the intermediate code."""
     options = compiler._options(variant.source, variant.macros, architecture)
-    flags = [*options, *compiler._include_paths(), b"--ptxas-options=-v"]
+    # Where there is a driver NVRTC has a cache of its own, and ptxas says nothing of what is found there.
+    flags = [*options, *compiler._include_paths(), b"--ptxas-options=-v", b"--no-cache"]
     code = (kernel_sources() / variant.source).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(code, variant.source.encode(), 0, [], []))
     status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
