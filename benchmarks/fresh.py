@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lt_runtime.gpu import compiler
 from lt_runtime.paths import CACHE_VARIABLE, cache_directory
 
 
@@ -17,7 +16,6 @@ def fresh_plans() -> Iterator[Path]:
     """Lets this process keep plans in a directory of its own, whose path it gives; kernels stay where they are."""
     before, kernels = os.environ.get(CACHE_VARIABLE), cache_directory() / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
-    compiler._open_cache()  # once in a process, and not where it will soon be gone
     with tempfile.TemporaryDirectory(prefix="lt_runtime_plans_") as directory:
         (Path(directory) / "kernels").symlink_to(kernels.resolve(), target_is_directory=True)
         os.environ[CACHE_VARIABLE] = directory

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 from cuda.bindings import nvrtc
-from cuda.core import ProgramOptions
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu import compiler
@@ -216,10 +215,11 @@ def _total(pattern: str, said: str) -> int:
 
 
 def _compile(variant: Variant, architecture: str) -> tuple[str, str]:
-    """The log of ptxas, and the intermediate code; for the latter `Program` would ask the driver's version."""
-    options: ProgramOptions = compiler._options(variant.source, variant.macros, architecture)
-    options = replace(options, ptxas_options=["-v"])
-    code, flags = (kernel_sources() / variant.source).read_bytes(), options.as_bytes("nvrtc")
+    """The log of ptxas, and the intermediate code."""
+    options = compiler._options(variant.source, variant.macros, architecture)
+    # Where there is a driver NVRTC has a cache of its own, and ptxas says nothing of what is found there.
+    flags = [*options, *compiler._include_paths(), b"--ptxas-options=-v", b"--no-cache"]
+    code = (kernel_sources() / variant.source).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(code, variant.source.encode(), 0, [], []))
     status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
     log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))

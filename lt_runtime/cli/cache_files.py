@@ -12,9 +12,9 @@ from typing import Final
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.files import TEMPORARY
 from lt_runtime.gpu.devices import device_count
 from lt_runtime.planning.document import Document, UnusableError
-from lt_runtime.planning.files import TEMPORARY
 from lt_runtime.planning.fingerprint import Fingerprint, fingerprint
 from lt_runtime.planning.keys import parse_key
 from lt_runtime.planning.store import plans_directory

@@ -32,7 +32,7 @@ CUDA_REQUIREMENTS: Final = {
 
 PACKAGES: Final = {
     "cuda-bindings": "cuda.bindings",
-    "cuda-core": "cuda.core",
+    "cuda-pathfinder": "cuda.pathfinder",
     "ml_dtypes": "ml_dtypes",
     "numpy": "numpy",
     "nvtx": "nvtx",

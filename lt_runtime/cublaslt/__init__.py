@@ -73,6 +73,8 @@ Every function of the header, of 13.0 up to 13.10:
 | cublasLtEmulationDescInit_internal | not bound: the same |
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lt_runtime.cublaslt.algorithms import Algorithm, algo_check, algo_get_ids, algo_init, get_heuristics
 from lt_runtime.cublaslt.attribute_ids import (
     AlgoCapAttribute,
@@ -133,8 +135,11 @@ from lt_runtime.cublaslt.logger import (
     logger_set_level,
     logger_set_mask,
 )
-from lt_runtime.cublaslt.shapes import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile
+from lt_runtime.cublaslt.shapes import ClusterShape, MatmulInnerShape, MatmulStages
 from lt_runtime.cublaslt.validation import validate
+
+if TYPE_CHECKING:
+    from lt_runtime.cublaslt.tiles import MatmulTile
 
 __all__ = [
     "AlgoCapAttribute",
@@ -202,3 +207,11 @@ __all__ = [
     "matrix_transform",
     "validate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MatmulTile":
+        raise AttributeError(f"module 'lt_runtime.cublaslt' has no attribute {name!r}")
+    from lt_runtime.cublaslt.tiles import MatmulTile  # here, because so many members take milliseconds to make
+
+    return MatmulTile

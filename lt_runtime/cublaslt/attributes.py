@@ -20,6 +20,7 @@ from lt_runtime.cublaslt.attribute_ids import (
     PreferenceAttribute,
 )
 from lt_runtime.cublaslt.values import (
+    Accepted,
     Attribute,
     address,
     anything,
@@ -44,6 +45,13 @@ _VECTOR: Final = Attribute("Q", address(16))
 _SCALAR: Final = Attribute("Q", address(4))  # one FP32, or a block of scales, which the library wants at 16
 _STRIDE: Final = Attribute("q", _COUNT)
 _SCALE_MODE: Final = Attribute("i", member(enums.MatmulMatrixScale), 120800)
+
+
+def _tile() -> Accepted:
+    from lt_runtime.cublaslt.tiles import MatmulTile  # here, because so many members take milliseconds to make
+
+    return member(MatmulTile)
+
 
 MATMUL_DESC: Final[Mapping[MatmulDescAttribute, Attribute]] = {
     _M.COMPUTE_TYPE: Attribute("i", member(enums.ComputeType)),
@@ -134,7 +142,7 @@ EMULATION_DESC: Final[Mapping[EmulationDescAttribute, Attribute]] = {
 
 ALGO_CONFIG: Final[Mapping[AlgoConfigAttribute, Attribute]] = {
     AlgoConfigAttribute.ID: Attribute("i", nothing("it is fixed by algo_init")),
-    AlgoConfigAttribute.TILE_ID: Attribute("I", member(shapes.MatmulTile)),
+    AlgoConfigAttribute.TILE_ID: Attribute("I", _tile),
     AlgoConfigAttribute.SPLITK_NUM: Attribute("i", _COUNT),
     AlgoConfigAttribute.REDUCTION_SCHEME: Attribute("I", one_of(_R.NONE, _R.INPLACE, _R.COMPUTE_TYPE, _R.OUTPUT_TYPE)),
     AlgoConfigAttribute.CTA_SWIZZLING: Attribute("I", between(0, 1)),
@@ -155,7 +163,7 @@ ALGO_CAP: Final[Mapping[AlgoCapAttribute, Attribute]] = {
     _C.STRIDED_BATCH_SUPPORT: _FLAG,
     _C.OUT_OF_PLACE_RESULT_SUPPORT: _FLAG,
     _C.UPLO_SUPPORT: _FLAG,
-    _C.TILE_IDS: Attribute("I", member(shapes.MatmulTile)),
+    _C.TILE_IDS: Attribute("I", _tile),
     _C.CUSTOM_OPTION_MAX: _FLAG,
     _C.CUSTOM_MEMORY_ORDER: _FLAG,
     _C.POINTER_MODE_MASK: Attribute("I", mask(enums.PointerModeMask)),

@@ -48,13 +48,18 @@ class Attribute:
 
     Attributes:
         code: its C type, as `struct` calls it.
-        accepted: the values it may be set to.
+        values: those it may be set to, or what tells them.
         since: the version that introduced it, major·10000 + minor·100 + patch; 0 where CUDA 12.0 had it.
     """
 
     code: str
-    accepted: Accepted
+    values: Accepted | Callable[[], Accepted]
     since: int = 0
+
+    @functools.cached_property
+    def accepted(self) -> Accepted:
+        """The values it may be set to."""
+        return self.values if isinstance(self.values, Accepted) else self.values()
 
     @functools.cached_property
     def packer(self) -> struct.Struct:

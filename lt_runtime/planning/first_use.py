@@ -13,7 +13,6 @@ from typing import Final, cast
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.planning.entries import EFFORTS, Effort
 from lt_runtime.planning.keys import Problem, problem_key
-from lt_runtime.planning.stacks import plain_backward
 from lt_runtime.planning.store import plan_store
 from lt_runtime.problem import ForwardProblem, MatmulProblem
 
@@ -110,6 +109,8 @@ def _tune(problem: Problem, device: int, effort: Effort) -> None:
 
 
 def _decided_together(problem: Problem) -> list[Problem]:
+    from lt_runtime.planning.stacks import plain_backward  # here, because few processes measure anything
+
     if isinstance(problem, ForwardProblem) and problem.backward:
         return [problem, plain_backward(problem)]
     return [problem]

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from lt_runtime.errors import ArgumentError
+from lt_runtime.files import Signature, free_name, replace_file, signature
 from lt_runtime.paths import cache_directory
 from lt_runtime.planning.document import Document, Section, UnusableError
 from lt_runtime.planning.entries import Entry, LayerEntry, ProductEntry
-from lt_runtime.planning.files import Signature, free_name, replace_file, signature
 from lt_runtime.planning.fingerprint import Fingerprint, fingerprint
 
 Validate: TypeAlias = Callable[[str, Entry], str | None]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 from cuda import pathfinder
 
 from lt_runtime.errors import CompileError, GpuError, MissingLibraryError
-from lt_runtime.gpu import compiler
+from lt_runtime.gpu import compiler, kernel_cache, nvrtc
 from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.kernel_cache import KernelCache
 from lt_runtime.paths import CACHE_VARIABLE, cache_directory, kernel_sources
+from tests.compile_matrix import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +34,7 @@ DROPOUT = ("dropout.cu", dropout_macros("float"), "sm_90")
 @pytest.fixture(autouse=True)
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache directory, and nothing remembered of any other before or afterwards."""
-    cached = (compiler._open_cache, compiler._included_files, compiler.runtime_headers)
+    cached = (compiler._warn_of_no_cache, compiler._included_files, compiler.runtime_headers)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     for function in cached:
         function.cache_clear()
@@ -44,31 +47,39 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Sources that the compiler has been called for."""
     calls: list[str] = []
-    compile_for_real = compiler._compile
+    compile_for_real = nvrtc.compile_cubin
 
-    def counting(source: str, code: str, options: Any) -> bytes:
-        calls.append(source)
-        return compile_for_real(source, code, options)
+    def counting(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
+        calls.append(name)
+        return compile_for_real(name, code, options)
 
-    monkeypatch.setattr(compiler, "_compile", counting)
+    monkeypatch.setattr(nvrtc, "compile_cubin", counting)
     return calls
 
 
-def forget_this_process() -> None:
-    compiler._open_cache.cache_clear()
+ANOTHER_PROCESS = f"""
+import hashlib
+import sys
+from pathlib import Path
+
+from lt_runtime.gpu.compiler import compile_kernel
+
+print(hashlib.sha256(compile_kernel(*{DROPOUT!r})).hexdigest())
+print("libnvrtc" in Path("/proc/self/maps").read_text(), *sys.modules)
+"""
 
 
-def test_a_kernel_is_compiled_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, fresh_cache: Path) -> None:
-    first = compiler.compile_kernel(*DROPOUT)
-    assert first.startswith(b"\x7fELF")
-    forget_this_process()
-
-    def must_not_run(*_: Any) -> bytes:
-        raise AssertionError("compiled again")
-
-    monkeypatch.setattr(compiler, "_compile", must_not_run)
-    assert compiler.compile_kernel(*DROPOUT) == first
-    assert cache_directory() == fresh_cache
+def test_what_another_process_has_compiled_is_found_without_the_compiler(fresh_cache: Path) -> None:
+    outputs = [
+        subprocess.run([sys.executable, "-c", ANOTHER_PROCESS], cwd=ROOT, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    (first, first_loads), (second, second_loads) = (done.stdout.splitlines() for done in outputs)
+    assert first == second
+    assert first_loads.startswith("True ")
+    assert second_loads.startswith("False ")
+    assert {"cuda.bindings.nvrtc", "cuda.core"}.isdisjoint(second_loads.split())
+    assert len(list(fresh_cache.rglob("*.cubin"))) == 1
 
 
 def test_the_cache_lies_where_the_variable_says(fresh_cache: Path) -> None:
@@ -83,6 +94,9 @@ def test_without_the_variable_it_is_the_users(monkeypatch: pytest.MonkeyPatch, t
     assert cache_directory() == tmp_path / "lt_runtime"
     monkeypatch.setenv(CACHE_VARIABLE, "")
     assert cache_directory() == tmp_path / "lt_runtime"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_directory() == tmp_path / "home" / ".cache" / "lt_runtime"
 
 
 def test_definitions_and_architecture_tell_kernels_apart(compiled: list[str]) -> None:
@@ -96,6 +110,74 @@ def test_definitions_and_architecture_tell_kernels_apart(compiled: list[str]) ->
     for variant in variants:
         compiler.compile_kernel(*variant)
     assert len(compiled) == 3
+
+
+@pytest.fixture
+def toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Of the CUDA runtime's headers a copy of those that are part of a kernel's key, and none else."""
+    headers = tmp_path / "include"
+    headers.mkdir()
+    for name in compiler._TOOLKIT_HEADERS:
+        shutil.copy(Path(compiler.runtime_headers()) / name, headers)
+    monkeypatch.setattr(compiler, "runtime_headers", lambda: str(headers))
+    return headers
+
+
+@pytest.mark.parametrize("source", sorted(file.name for file in kernel_sources().glob("*.cu")))
+def test_no_other_header_of_the_toolkit_is_included(source: str, toolkit: Path) -> None:
+    variant = next(each for each in VARIANTS if each.source == source)
+    assert compiler.compile_kernel(source, variant.macros, "sm_90")
+
+
+@pytest.mark.parametrize("edited", compiler._TOOLKIT_HEADERS)
+def test_with_another_header_of_the_toolkit_it_is_compiled_anew(
+    edited: str, compiled: list[str], toolkit: Path
+) -> None:
+    compiler.compile_kernel(*DROPOUT)
+    with (toolkit / edited).open("a") as file:
+        file.write("// edited\n")
+    compiler._included_files.cache_clear()
+    compiler.compile_kernel(*DROPOUT)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("change", ["content", "time", "size"])
+def test_another_compiler_compiles_anew(
+    change: str, compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "libnvrtc.so.13"
+    library.write_bytes(b"one build")
+    monkeypatch.setattr(nvrtc, "libraries", lambda: iter([library]))
+    compiler.compile_kernel(*DROPOUT)
+    compiler.compile_kernel(*DROPOUT)
+    assert len(compiled) == 1
+    status = library.stat()
+    if change != "time":
+        library.write_bytes(b"new build" if change == "content" else b"one build, patched")
+    os.utime(library, ns=(status.st_atime_ns, status.st_mtime_ns + (change == "time")))
+    compiler.compile_kernel(*DROPOUT)
+    assert len(compiled) == 2
+
+
+def test_what_is_expected_to_be_loaded_is_what_is_loaded() -> None:
+    code = "from lt_runtime.gpu import nvrtc; print(*(library.resolve() for library in nvrtc.libraries()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    expected, loaded = done.stdout.split()
+    assert expected == loaded
+
+
+def test_nothing_is_expected_where_the_compiler_is_loaded() -> None:
+    (loaded,) = list(nvrtc.libraries())[-1:]
+    assert list(nvrtc.libraries()) == [loaded]
+
+
+@pytest.mark.parametrize("found_via", ["CUDA_PATH", "system-ctk-root", None])
+def test_nothing_is_expected_where_the_loader_searches_the_system(
+    found_via: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = found_via and pathfinder.LocatedHeaderDir(compiler.runtime_headers(), found_via)
+    monkeypatch.setattr(pathfinder, "locate_nvidia_header_directory", lambda name: header)
+    assert nvrtc._expected() is None
 
 
 @pytest.mark.parametrize("edited", ["dropout.cu", "philox.cuh"])
@@ -131,11 +213,10 @@ def test_a_cache_that_cannot_be_made_costs_one_warning(
 
 
 def test_a_cache_that_cannot_be_written_to_costs_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(dict[Any, Any]):
-        def __setitem__(self, key: Any, value: Any) -> None:
-            raise OSError(28, "No space left on device")
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(compiler, "_open_cache", Full)
+    monkeypatch.setattr(KernelCache, "put", full)
     with pytest.warns(UserWarning, match="compiled anew .* No space left on device"):
         assert compiler.compile_kernel(*DROPOUT).startswith(b"\x7fELF")
 
@@ -161,7 +242,7 @@ def test_subnormal_numbers_are_flushed_where_that_is_said_and_nowhere_else() -> 
     flushing = {
         file.name
         for file in kernel_sources().glob("*.cu")
-        if b"--ftz=true" in compiler._options(file.name, (), "sm_90").as_bytes("nvrtc")
+        if b"--ftz=true" in compiler._options(file.name, (), "sm_90")
     }
     assert flushing == {"cross_entropy.cu"}
 
@@ -169,6 +250,28 @@ def test_subnormal_numbers_are_flushed_where_that_is_said_and_nowhere_else() -> 
 def test_an_architecture_that_does_not_exist() -> None:
     with pytest.raises(CompileError, match=r"dropout\.cu"):
         compiler.compile_kernel("dropout.cu", dropout_macros("float"), "sm_12345")
+
+
+def test_kernels_longest_not_used_make_room(fresh_cache: Path) -> None:
+    cache = KernelCache(fresh_cache, limit=25)
+    for age, key in enumerate("abc", start=1):
+        cache.put(key, b"0123456789")
+        os.utime(fresh_cache / f"{key}.cubin", ns=(0, age)) if key != "c" else None
+        cache.get("a")
+    assert [cache.get(key) is not None for key in "abc"] == [True, False, True]
+    (fresh_cache / "notes.txt").write_text("whatever else is there stays" * 2)
+    cache.put("d", b"0" * 26)
+    assert [file.name for file in fresh_cache.iterdir()] == ["notes.txt"]
+
+
+def test_a_directory_that_may_not_be_written_is_read(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    cache = KernelCache(fresh_cache)
+    cache.put("a", b"cubin")
+    monkeypatch.setattr(kernel_cache.os, "utime", refused)
+    assert cache.get("a") == b"cubin"
 
 
 WITHOUT_NVRTC = """

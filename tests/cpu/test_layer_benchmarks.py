@@ -23,7 +23,6 @@ from benchmarks.fresh import fresh_plans
 from benchmarks.timing import Timing
 from benchmarks.trees import Sample, fit
 from lt_runtime.errors import PlanError
-from lt_runtime.gpu import compiler
 from lt_runtime.paths import cache_directory
 from lt_runtime.planning import priors
 from lt_runtime.planning.store import plans_directory
@@ -379,7 +378,6 @@ def test_nothing_is_fused_where_all_is_split(refused: set[str]) -> None:
 
 def test_a_fresh_plan_cache_shares_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compiler, "_open_cache", lambda: None)
     (tmp_path / "plans").mkdir()
     with fresh_plans() as directory:
         assert plans_directory() == directory / "plans"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lt_runtime.files import TEMPORARY
 from lt_runtime.planning.document import Document
-from lt_runtime.planning.files import TEMPORARY
 from tests.plan_entries import H200
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -30,7 +29,7 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was there still is.
     """
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
     try:
         with temporary.open("xb") as file:
             file.write(content)
