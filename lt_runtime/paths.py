@@ -9,12 +9,13 @@ CACHE_VARIABLE = "LT_RUNTIME_CACHE_DIR"
 
 
 def cache_directory() -> Path:
-    """`$LT_RUNTIME_CACHE_DIR`, or lt_runtime's in the user's cache directory. Looking does not create it."""
+    """`$LT_RUNTIME_CACHE_DIR`, or the platform's cache directory for lt_runtime. Looking does not create it."""
     override = os.environ.get(CACHE_VARIABLE)
     if override:
         return Path(override)
-    # Not `Path.expanduser`, which raises where nobody knows a home directory.
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lt_runtime")  # noqa: PTH111
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("lt_runtime"))
 
 
 def kernel_sources() -> Path:
