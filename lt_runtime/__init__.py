@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.ops.adamw import AdamW, Parameter
+    from lt_runtime.bind import bind
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.loss import cross_entropy, mse_loss
@@ -39,6 +40,7 @@ _HOMES = {
     "Philox": "lt_runtime.problem",
     "Schedule": "lt_runtime.schedules",
     "TrainStep": "lt_runtime.training",
+    "bind": "lt_runtime.bind",
     "contiguous": "lt_runtime.arrays",
     "cross_entropy": "lt_runtime.ops.loss",
     "dropout": "lt_runtime.ops.dropout",
@@ -67,6 +69,7 @@ __all__ = [
     "Philox",
     "Schedule",
     "TrainStep",
+    "bind",
     "contiguous",
     "cross_entropy",
     "cublaslt",

@@ -4,13 +4,12 @@ from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.checks import check_device, check_no_overlap, check_same, check_shape
 from lt_runtime.arrays.libraries import Library, contiguous
 from lt_runtime.arrays.operand import Operand, device_of, device_of_address, is_host_array, on_host, read, read_step
-from lt_runtime.arrays.signatures import Signature, alignments_of, are_apart, signature_of
+from lt_runtime.arrays.signatures import Signature, are_apart, device_in, signature_of, without_addresses
 
 __all__ = [
     "Library",
     "Operand",
     "Signature",
-    "alignments_of",
     "are_apart",
     "arena_size",
     "arena_views",
@@ -19,6 +18,7 @@ __all__ = [
     "check_same",
     "check_shape",
     "contiguous",
+    "device_in",
     "device_of",
     "device_of_address",
     "host_zeros",
@@ -27,4 +27,5 @@ __all__ = [
     "read",
     "read_step",
     "signature_of",
+    "without_addresses",
 ]

@@ -5,22 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 _ALIGNED: Final = 256  # what is aligned better makes no difference
 
 
-class _Reader(NamedTuple):
-    """How arrays of one class are read: shape, strides, type and device; and the address."""
+Reader: TypeAlias = Callable[[Any], tuple[Any, ...]]
+"""Gives an array's address, device, shape, strides and type."""
+Signature: TypeAlias = tuple[Any, ...]
+"""All that a call's course depends on but its arrays' contents: what is asked, and what each array looks like."""
 
-    signature: Callable[[Any], Hashable]
-    address: Callable[[Any], int]
-
-
-Signature: TypeAlias = tuple[Hashable, tuple[int, ...]]
-"""All that a call's course depends on but its arrays' addresses and contents; and the addresses, None left out."""
-
-_readers: dict[type, _Reader] = {}
+_readers: dict[type, Reader] = {}
 
 
 def signature_of(arrays: tuple[Any, ...], asked: tuple[Any, ...]) -> Signature | None:
@@ -36,11 +31,23 @@ def signature_of(arrays: tuple[Any, ...], asked: tuple[Any, ...]) -> Signature |
     reader = _readers.get(kind) or _reader_of(kind)
     if reader is None:
         return None
-    present = [array for array in arrays if array is not None]
     try:
-        return (asked, *map(reader.signature, present)), tuple(map(reader.address, present))
+        return (asked, *[reader(array) for array in arrays if array is not None])
     except (AttributeError, TypeError):  # of another library than the first
         return None
+
+
+def device_in(signature: Signature) -> int:
+    """The ordinal of the first array's device."""
+    device: int = signature[1][1]
+    return device
+
+
+def without_addresses(signature: Signature) -> tuple[Hashable, tuple[int, ...]]:
+    """What is the same for all calls that differ in nothing but where their arrays begin; and where they do."""
+    asked, *looks = signature
+    addresses = tuple(look[0] for look in looks)
+    return (asked, *(look[1:] for look in looks), alignments_of(addresses)), addresses
 
 
 def alignments_of(addresses: Iterable[int]) -> tuple[int, ...]:
@@ -48,20 +55,20 @@ def alignments_of(addresses: Iterable[int]) -> tuple[int, ...]:
     return tuple(address & -address & _ALIGNED - 1 for address in addresses)
 
 
-def _reader_of(kind: type) -> _Reader | None:
+def _reader_of(kind: type) -> Reader | None:
     """None for classes that are not known through and through: subclasses too."""
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:
-        reader = _Reader(attrgetter("shape", "strides", "dtype", "data.device_id"), attrgetter("data.ptr"))
+        reader: Reader = attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")
     elif torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
-        reader = _Reader(_torch_signature, torch.Tensor.data_ptr)
+        reader = _look_at_tensor
     else:
         return None
     return _readers.setdefault(kind, reader)
 
 
-def _torch_signature(tensor: Any) -> Hashable:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _look_at_tensor(tensor: Any) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.get_device(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def are_apart(addresses: Sequence[int], sizes: Sequence[int], inputs: int) -> bool:

@@ -160,31 +160,8 @@ class PreparedMatmul:
             ArgumentError: a scalar that its type cannot hold.
             CublasLtError: the library refused the call.
         """
-        status = self._matmul(*self._arguments(alpha, a, b, beta, c, d, workspace, workspace_size, stream))
-        if status:
-            raise failure("cublasLtMatmul", status)
-
-    def bind(
-        self,
-        alpha: Scalar,
-        a: int,
-        b: int,
-        beta: Scalar,
-        c: int,
-        d: int,
-        workspace: int,
-        workspace_size: int,
-        stream: int,
-    ) -> BoundMatmul:
-        """The same call, to be made any number of times."""
-        return BoundMatmul(self, self._arguments(alpha, a, b, beta, c, d, workspace, workspace_size, stream))
-
-    def _arguments(
-        self, alpha: Scalar, a: int, b: int, beta: Scalar, c: int, d: int, workspace: int, size: int, stream: int
-    ) -> tuple[Any, ...]:
-        """What the library is called with."""
         desc, a_layout, b_layout, c_layout, d_layout = self._handles
-        return (
+        status = self._matmul(
             self._handle,
             desc,
             self._alphas.get(alpha) or self._alpha(alpha),
@@ -199,30 +176,9 @@ class PreparedMatmul:
             d_layout,
             self._algorithm,
             workspace,
-            size,
+            workspace_size,
             stream,
         )
-
-
-class BoundMatmul:
-    """One launch of a product, to be made any number of times.
-
-    Args:
-        prepared: what it is a launch of, whose descriptors it keeps open.
-        arguments: what the library is called with.
-    """
-
-    def __init__(self, prepared: PreparedMatmul, arguments: tuple[Any, ...]) -> None:
-        self._prepared, self._arguments = prepared, arguments
-        self._matmul = function("cublasLtMatmul")
-
-    def __call__(self) -> None:
-        """Puts the product on its stream.
-
-        Raises:
-            CublasLtError: the library refused the call.
-        """
-        status = self._matmul(*self._arguments)
         if status:
             raise failure("cublasLtMatmul", status)
 

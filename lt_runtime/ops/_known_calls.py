@@ -1,12 +1,12 @@
 """Calls like one made before: their operands are not looked at again, and what repeats exactly is nothing but launches.
 
-Calls with one signature differ in nothing but the addresses of their arrays. What an operation makes of a call, its
-plan above all, holds for all with the same alignments; launches are bound to the addresses that they have come with
-twice.
+What an operation makes of a call, its plan above all, holds for all that differ in nothing but their arrays'
+addresses, as long as these are aligned alike. Launches are bound to the addresses that they have come with twice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -14,12 +14,12 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from lt_runtime.arrays import Library, Operand, Signature, alignments_of, are_apart
-from lt_runtime.gpu.direct import is_current
+from lt_runtime.arrays import Library, Operand, Signature, are_apart, device_in, without_addresses
+from lt_runtime.gpu.direct import is_capturing, is_current
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.planning import BoundCall, recall, remember
+from lt_runtime.planning import BoundPlan, age, recall, remember
 
-_MOST: Final = 256  # of addresses that are remembered
+_MOST: Final = 64  # launches bound for a call with the same arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,11 @@ class New:
         array = self.library.empty(self.shape, self.dtype, self.device, stream)
         address = self.library.address(array)
         return (array if self.view is None else self.view(array)), address
+
+
+def address_of(operand: Operand | None) -> int:
+    """Its address; 0 if there is none."""
+    return 0 if operand is None else operand.address
 
 
 class Call(Protocol):
@@ -69,7 +74,8 @@ class KnownCall(Generic[_Call]):
 
     def __init__(self, call: _Call, operands: Sequence[Operand | None], inputs: int) -> None:
         present = [operand for operand in operands if operand is not None]
-        places = [-1 if operand is None else present.index(operand) for operand in operands]
+        count = itertools.count()
+        places = [-1 if operand is None else next(count) for operand in operands]
         self.call = call
         self.spread: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*places)
         self._sizes = [operand.extent * operand.itemsize for operand in present]
@@ -93,41 +99,22 @@ class RepeatedCall(Generic[_Call]):
 
     def __init__(self, call: _Call, addresses: tuple[int, ...], stream: int) -> None:
         self.call, self.addresses, self.stream = call, addresses, stream
-        self._bound: dict[tuple[float, ...], BoundCall | None] = {}
+        self._bound: dict[tuple[float, ...], BoundPlan | None] = {}
 
-    def bound(self, fresh: tuple[float, ...]) -> BoundCall | None:
-        """The launches, if it has come twice with what may still differ: addresses of arrays that it makes, scalars."""
-        return self._bound.get(fresh)
+    def bound(self, differing: tuple[float, ...]) -> BoundPlan | None:
+        """The launch, if it has come twice with what may still differ: addresses of arrays that it makes, scalars."""
+        return self._bound.get(differing)
 
-    def came_with(self, fresh: tuple[float, ...], bind: Callable[[], BoundCall]) -> None:
-        """Notes that it has been made with these; the second time, binds its launches."""
-        if fresh in self._bound:
-            self._bound[fresh] = bind()
+    def came_with(self, differing: tuple[float, ...], bind: Callable[[], BoundPlan]) -> None:
+        """Notes that it has been made with these; the second time, binds its plan."""
+        if is_capturing(self.stream):
+            return
+        if differing in self._bound:
+            self._bound[differing] = bind()
             return
         if len(self._bound) >= _MOST:
             self._bound.clear()
-        self._bound[fresh] = None
-
-
-class _AlikeCalls:
-    """All calls with one signature."""
-
-    __slots__ = ("device", "known", "repeated")
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.known: dict[tuple[int, ...], KnownCall[Any]] = {}
-        self.repeated: dict[tuple[tuple[int, ...], int], RepeatedCall[Any]] = {}
-
-    def repeat(self, addresses: tuple[int, ...], stream: int) -> RepeatedCall[Any] | None:
-        """The call with these addresses, if one with such alignments is known and no output meets another operand."""
-        known = self.known.get(alignments_of(addresses))
-        if known is None or not known.is_sound(addresses):
-            return None
-        if len(self.repeated) >= _MOST:
-            self.repeated.clear()
-        made = self.repeated[addresses, stream] = RepeatedCall(known.call, known.spread((*addresses, 0)), stream)
-        return made
+        self._bound[differing] = None
 
 
 def note(signature: Signature, known: KnownCall[Any], since: int) -> None:
@@ -136,10 +123,7 @@ def note(signature: Signature, known: KnownCall[Any], since: int) -> None:
     Args:
         since: what `planning.age` was before its plan was asked for.
     """
-    key, addresses = signature
-    alike = recall(key) or _AlikeCalls(known.call.device)
-    alike.known[alignments_of(addresses)] = known
-    remember(key, alike, since)
+    remember(without_addresses(signature)[0], known, since)
 
 
 def repeated(signature: Signature, stream: Any) -> RepeatedCall[Any] | None:
@@ -148,12 +132,22 @@ def repeated(signature: Signature, stream: Any) -> RepeatedCall[Any] | None:
     None if there was none, if outputs may share memory with other operands, or if its device is not the thread's
     current one: it takes another look.
     """
-    key, addresses = signature
+    device = device_in(signature)
+    if not is_current(device):
+        return None
+    handle = stream_handle(stream, device)
     try:
-        alike: _AlikeCalls | None = recall(key)
+        found: RepeatedCall[Any] | None = recall((signature, handle))
     except TypeError:  # an argument that is no value
         return None
-    if alike is None or not is_current(alike.device):
+    return found or _first_repeat(signature, handle)
+
+
+def _first_repeat(signature: Signature, stream: int) -> RepeatedCall[Any] | None:
+    since, (key, addresses) = age(), without_addresses(signature)
+    known: KnownCall[Any] | None = recall(key)
+    if known is None or not known.is_sound(addresses):
         return None
-    handle = stream_handle(stream, alike.device)
-    return alike.repeated.get((addresses, handle)) or alike.repeat(addresses, handle)
+    found = RepeatedCall(known.call, known.spread((*addresses, 0)), stream)
+    remember((signature, stream), found, since)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from lt_runtime.planning import BackwardPlan, ForwardPlan
 from lt_runtime.problem import Philox, Saved
 
 _BITS = 8  # of a byte
-_NONE_NEW = (0,) * len(Gradients._fields)
+NONE_NEW: Final = (0,) * len(Gradients._fields)
+"""The addresses of new gradients where there are none."""
 
 
 def new_kept(plan: ForwardPlan, library: Library) -> New | None:
@@ -87,7 +88,7 @@ class KnownBackward:
     def fresh(self, gradients: tuple[Any, ...], stream: int) -> tuple[Gradients, tuple[int, ...]]:
         """The gradients, in the caller's buffers or new ones, and the addresses of those that are new, else 0."""
         if not self.new:
-            return Gradients(*gradients), _NONE_NEW
+            return Gradients(*gradients), NONE_NEW
         made, at = list(gradients), [0] * len(gradients)
         for place, new in self.new.items():
             array, at[place] = new.make(stream)

@@ -10,10 +10,10 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, OverlapError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.layout import Layout, Order, batch_of, overlaps_itself
-from lt_runtime.ops._known_calls import KnownCall, New, note, repeated
+from lt_runtime.ops._known_calls import KnownCall, New, address_of, note, repeated
 from lt_runtime.ops._matmul_types import MatmulOperands, MatmulOptions, MatmulShape, product_shape, result_type
 from lt_runtime.ops._place import Place
-from lt_runtime.planning import ProductCall, ProductPlan, age, product_plan
+from lt_runtime.planning import BoundPlan, ProductCall, ProductPlan, age, product_plan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
 _INPUTS = 5  # a, b, c, bias, aux
@@ -50,34 +50,48 @@ class KnownMatmul:
 
 def run(arrays: MatmulOperands, options: MatmulOptions, stream: Any, signature: Signature | None) -> Any:
     """See `matmul`. The call is remembered by its signature, if it has one."""
-    place, since = Place.of("a", arrays.a, stream), age()
+    place = Place.of("a", arrays.a, stream)
     with activated(place.device):
-        a, b = place.read("a", arrays.a), place.read("b", arrays.b)
-        check_same(a, b)
-        dtype = DType.parse("a", a.dtype, fp64=True)
-        compute = Compute.parse(options.compute, dtype)
-        d_dtype = result_type(dtype, options.dtype, options.epilogue)
-        shape = product_shape(a.shape, b.shape)
-        given = {
-            name: place.read(name, getattr(arrays, name))
-            for name in ("c", "bias", "aux", "bias_gradient", "out")
-            if getattr(arrays, name) is not None
-        }
-        check_device(a, *given.values())
-        new = New(shape.of(shape.m, shape.n), d_dtype.numpy, a.library, place.device)
-        d = given.get("out") or place.read("out", new.make(place.stream)[0])
-        _check_operands(given, d, options.epilogue, shape, d_dtype)
-        _check_overlaps(a, b, given, d)
-        on_device, alpha, beta = _scalars(place, options, dtype)
-        problem = _problem(a, b, d, given, options.epilogue, shape, (dtype, d_dtype, compute), on_device, options.beta)
-        plan = product_plan(problem, place.device, place.stream)
-        call = KnownMatmul(plan, place.device, a.library, None if "out" in given else new, arrays.c is arrays.out)
-        operands = [given.get(name) for name in ("c", "bias", "aux", "bias_gradient", "out")]
-        at = tuple(0 if each is None else each.address for each in (a, b, *operands))
-        if signature is not None:
-            note(signature, KnownCall(call, (a, b, *_apart(operands, call)), inputs=_INPUTS), since)
-        plan.run(call.product_call(at, d.address, alpha, beta, place.stream))
-        return place.result(arrays.out, d, a)
+        call, addresses, d, alpha, beta = _look(place, arrays, options, signature)
+        call.plan.run(call.product_call(addresses, d.address, alpha, beta, place.stream))
+        return arrays.out if arrays.out is not None else call.library.export(d.array, place.stream)
+
+
+def bind(arrays: MatmulOperands, options: MatmulOptions, stream: Any) -> BoundPlan:
+    """See `bind`; arguments as of `run`."""
+    if arrays.out is None:
+        raise ArgumentError("out is None; a bound call makes no arrays: give it a buffer")
+    place = Place.of("a", arrays.a, stream)
+    with activated(place.device):
+        call, addresses, d, alpha, beta = _look(place, arrays, options, None)
+        return call.plan.bind(call.product_call(addresses, d.address, alpha, beta, place.stream))
+
+
+def _look(
+    place: Place, arrays: MatmulOperands, options: MatmulOptions, signature: Signature | None
+) -> tuple[KnownMatmul, tuple[int, ...], Operand, Any, Any]:
+    """What is made of a call, the addresses of its arrays, D, and α and β, all operands having been checked."""
+    since, a, b = age(), place.read("a", arrays.a), place.read("b", arrays.b)
+    check_same(a, b)
+    dtype = DType.parse("a", a.dtype, fp64=True)
+    compute = Compute.parse(options.compute, dtype)
+    d_dtype = result_type(dtype, options.dtype, options.epilogue)
+    shape = product_shape(a.shape, b.shape)
+    named = {name: getattr(arrays, name) for name in ("c", "bias", "aux", "bias_gradient", "out")}
+    given = {name: place.read(name, array) for name, array in named.items() if array is not None}
+    check_device(a, *given.values())
+    new = New(shape.of(shape.m, shape.n), d_dtype.numpy, a.library, place.device)
+    d = given.get("out") or place.read("out", new.make(place.stream)[0])
+    _check_operands(given, d, options.epilogue, shape, d_dtype)
+    _check_overlaps(a, b, given, d)
+    on_device, alpha, beta = _scalars(place, options, dtype)
+    problem = _problem(a, b, d, given, options.epilogue, shape, (dtype, d_dtype, compute), on_device, options.beta)
+    plan = product_plan(problem, place.device, place.stream)
+    call = KnownMatmul(plan, place.device, a.library, None if "out" in given else new, arrays.c is arrays.out)
+    operands = [given.get(name) for name in named]
+    if signature is not None:
+        note(signature, KnownCall(call, (a, b, *_apart(operands, call)), inputs=_INPUTS), since)
+    return call, tuple(map(address_of, (a, b, *operands))), d, alpha, beta
 
 
 def _apart(operands: list[Operand | None], call: KnownMatmul) -> list[Operand | None]:

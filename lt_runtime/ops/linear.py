@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, overload
 
 from lt_runtime.arrays import Signature, on_host, signature_of
 from lt_runtime.errors import ArgumentError, ShapeError
-from lt_runtime.ops import _linear_gpu, _linear_host
+from lt_runtime.ops import _linear_gpu_backward, _linear_gpu_forward, _linear_host
 from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted
 from lt_runtime.ops._place import check_dropout
 from lt_runtime.problem import Activation, Philox
@@ -81,13 +81,13 @@ def linear_fwd(
     arrays = (x, w, bias, out, out_z)
     given = (bias is None, out is None, out_z is None)
     signature = signature_of(arrays, (activation, negative_slope, dropout, compute, propagate_nan, given))
-    made = None if signature is None else _linear_gpu.forward_again(signature, arrays, rng, stream)
+    made = None if signature is None else _linear_gpu_forward.forward_again(signature, arrays, rng, stream)
     if made is not None:
         return made
-    options = _options(activation, negative_slope, dropout, rng, compute, propagate_nan)
+    options = options_of(activation, negative_slope, dropout, rng, compute, propagate_nan)
     if on_host({"x": x, "w": w}, {"bias": bias, "out": out, "out_z": out_z}):
         return _linear_host.forward(x, w, bias, options, out, out_z)
-    return _linear_gpu.forward(arrays, options, stream, signature)
+    return _linear_gpu_forward.forward(arrays, options, stream, signature)
 
 
 def linear(
@@ -105,13 +105,13 @@ def linear(
     """y = act(x · wᵀ + bias), for inference: nothing is kept. Arguments and errors as in `linear_fwd`."""
     arrays = (x, w, bias, out, None)
     signature = signature_of(arrays, (activation, negative_slope, compute, propagate_nan, bias is None, out is None))
-    made = None if signature is None else _linear_gpu.forward_again(signature, arrays, None, stream)
+    made = None if signature is None else _linear_gpu_forward.forward_again(signature, arrays, None, stream)
     if made is not None:
         return made[0]
-    options = _options(activation, negative_slope, 0.0, None, compute, propagate_nan, inference=True)
+    options = options_of(activation, negative_slope, 0.0, None, compute, propagate_nan, inference=True)
     if on_host({"x": x, "w": w}, {"bias": bias, "out": out}):
         return _linear_host.forward(x, w, bias, options, out, None)[0]
-    return _linear_gpu.forward(arrays, options, stream, signature)[0]
+    return _linear_gpu_forward.forward(arrays, options, stream, signature)[0]
 
 
 @overload
@@ -207,18 +207,23 @@ def linear_bwd(
     asked = (ctx.layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate, given)
     arrays = (dy, ctx.x, ctx.w, saved, saved_below, *buffers)
     signature = signature_of(arrays, asked)
-    made = None if signature is None else _linear_gpu.backward_again(signature, arrays, source, stream)
+    made = None if signature is None else _linear_gpu_backward.backward_again(signature, arrays, source, stream)
     if made is None:
-        wanted = _wanted(source, need_dx, need_dw, need_db, need_db_below, accumulate)
+        wanted = wanted_of(source, need_dx, need_dw, need_db, need_db_below, accumulate)
         made = _look(dy, source, wanted, Gradients(*buffers), stream, signature)
     if through is None:
         return LinearGradients(made.dx, made.dw, made.db)
     return ChainedGradients(made.dx, made.dw, made.db, made.db_below)
 
 
-def _wanted(
+def wanted_of(
     source: Source, need_dx: bool, need_dw: bool, need_db: bool, need_db_below: bool, accumulate: bool
 ) -> Wanted:
+    """The gradients that a call of `linear_bwd` asks for.
+
+    Raises:
+        ArgumentError, ShapeError: see `linear_bwd`.
+    """
     _check_chain(source, need_dx)
     below_has_bias = source.below is not None and source.below.has_bias
     return Wanted(need_dx, need_dw, need_db and source.layer.has_bias, need_db_below and below_has_bias, accumulate)
@@ -228,15 +233,24 @@ def _look(
     dy: Any, source: Source, wanted: Wanted, buffers: Gradients, stream: Any, signature: Signature | None
 ) -> Gradients:
     """Makes a backward call that is not known yet."""
-    of_use = (array if getattr(wanted, name, True) else None for name, array in buffers._asdict().items())
-    outputs = Gradients(*of_use)
-    _check_accumulation(wanted, outputs)
+    outputs = of_use(buffers, wanted)
     named = {f"out_{name}": array for name, array in outputs._asdict().items()}
     if on_host({"dy": dy, "x": source.layer.x}, named):
         return _linear_host.backward(dy, source, wanted, outputs)
     # A buffer that is of no use is in the signature, but not among what is looked at.
     are_all_looked_at = all(map(operator.is_, outputs, buffers))
-    return _linear_gpu.backward(dy, source, wanted, outputs, stream, signature if are_all_looked_at else None)
+    return _linear_gpu_backward.backward(dy, source, wanted, outputs, stream, signature if are_all_looked_at else None)
+
+
+def of_use(buffers: Gradients, wanted: Wanted) -> Gradients:
+    """The buffers for gradients that are wanted.
+
+    Raises:
+        ArgumentError: one is missing, to add to.
+    """
+    outputs = Gradients(*(array if getattr(wanted, name, True) else None for name, array in buffers._asdict().items()))
+    _check_accumulation(wanted, outputs)
+    return outputs
 
 
 def _check_chain(source: Source, need_dx: bool) -> None:
@@ -257,7 +271,7 @@ def _check_accumulation(wanted: Wanted, outputs: Gradients) -> None:
         raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
 
 
-def _options(
+def options_of(
     activation: str | Activation,
     negative_slope: float,
     dropout: float,
@@ -267,6 +281,11 @@ def _options(
     *,
     inference: bool = False,
 ) -> Options:
+    """The options of a call of `linear_fwd`, or of `linear` with `inference`.
+
+    Raises:
+        ArgumentError: see `linear_fwd`.
+    """
     if not isinstance(activation, Activation):
         activation = Activation(activation, negative_slope)
     return Options(activation, dropout, check_dropout(dropout, rng), compute, propagate_nan, inference)

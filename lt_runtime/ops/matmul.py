@@ -72,14 +72,26 @@ def matmul(
         made = None if signature is None else _matmul_gpu.run_again(signature, out, alpha, beta, stream)
         if made is not None:
             return made
-    chosen = epilogue if isinstance(epilogue, Epilogue) else Epilogue.parse(epilogue)
     operands = MatmulOperands(a, b, c, bias, aux, bias_gradient, out)
-    _check_presence(chosen, operands)
-    options = MatmulOptions(chosen, alpha, beta, dtype, compute)
+    options = options_of(operands, epilogue, alpha, beta, dtype, compute)
     optional = {name: value for name, value in operands._asdict().items() if name not in ("a", "b")}
     if on_host({"a": a, "b": b}, optional):
         return _matmul_host.run(operands, options)
     return _matmul_gpu.run(operands, options, stream, signature)
+
+
+def options_of(
+    operands: MatmulOperands, epilogue: str | Epilogue, alpha: Any, beta: Any, dtype: Any, compute: str
+) -> MatmulOptions:
+    """The options of a call of `matmul`.
+
+    Raises:
+        ArgumentError: an unknown epilogue; an operand that it needs and does not get, or gets and does not need.
+    """
+    chosen = epilogue if isinstance(epilogue, Epilogue) else Epilogue.parse(epilogue)
+    _check_presence(chosen, operands)
+    beta = (0.0 if operands.c is None else 1.0) if beta is None else beta
+    return MatmulOptions(chosen, alpha, beta, dtype, compute)
 
 
 def _check_presence(epilogue: Epilogue, operands: MatmulOperands) -> None:

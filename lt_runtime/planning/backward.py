@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.branches import branch
-from lt_runtime.gpu.direct import is_capturing
-from lt_runtime.gpu.driver import call as driver_call
+from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import StreamMemory, aligned, stream_memory
 from lt_runtime.planning.algorithms import Choose, known_algorithm
-from lt_runtime.planning.bound import BoundCall, in_order
+from lt_runtime.planning.bound import BoundPlan
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.launches import BackwardPass, DropoutState, Sums
 from lt_runtime.planning.matmul import MatmulPlan
@@ -134,65 +131,49 @@ class BackwardPlan:
         memory = stream_memory(self.device, operands.stream)
         with memory.lock:
             dz, partial = self._scratch(operands, memory)
-            _take(self._dz_steps(operands, dz, partial, memory, bound=False))
+            self._make_dz(operands, dz, partial, memory)
             beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
             with beside as other:
-                _take(self._dw_steps(operands, dz, other, bound=False))
-                _take(self._dx_steps(operands, dz, partial, memory, bound=False))
+                self._make_dw(operands, dz, other)
+                self._make_dx(operands, dz, partial, memory)
 
-    def bind(self, operands: BackwardCall) -> BoundCall:
-        """What does as `run` would with these arguments, each time that it is called."""
-        memory = stream_memory(self.device, operands.stream)
-        with memory.lock:
-            dz, partial = self._scratch(operands, memory)
-        steps = [
-            *self._dz_steps(operands, dz, partial, memory, bound=True),
-            *self._dw_steps(operands, dz, memory, bound=True),
-            *self._dx_steps(operands, dz, partial, memory, bound=True),
-        ]
-        eager = in_order(steps, memory)
-        if not self.strategy.beside:
-            return eager
-        _ = memory.branch  # made now, as none can be during a capture
+    def bind(self, operands: BackwardCall) -> BoundPlan:
+        """What does as `run` would with these arguments at each call, at the least cost to the host."""
+        run, stream = (lambda handle: self.run(operands._replace(stream=handle))), operands.stream
+        return BoundPlan(run, self.device, stream, self._reserve)
 
-        def launch() -> None:
-            if is_capturing(operands.stream):
-                self.run(operands)
-            else:
-                eager()
+    def _reserve(self, memory: StreamMemory) -> None:
+        """Has a stream's memory ready for `run`."""
+        memory.scratch(self._dz_bytes + self._partial_bytes)
+        if self.strategy.beside:
+            _ = memory.branch
 
-        return launch
-
-    def _dz_steps(
-        self, at: BackwardCall, dz: int, partial: int, memory: StreamMemory, *, bound: bool
-    ) -> Iterator[BoundCall]:
+    def _make_dz(self, at: BackwardCall, dz: int, partial: int, memory: StreamMemory) -> None:
         if self._first is not None:
-            launch = self._first.on(at.stream, shared=not bound)
-            yield launch.at(at.dy, at.saved, dz, at.db, partial, memory.tickets, at.dropout)
+            self._first.run(at.dy, at.saved, dz, at.db, partial, memory.tickets, at.dropout, at.stream)
         elif self.strategy.db is MadeBy.KERNEL:
-            yield functools.partial(self._zero, at.db, self.problem.dy.layout.cols, at.stream)
+            self._zero(at.db, self.problem.dy.layout.cols, at.stream)
 
-    def _dw_steps(self, at: BackwardCall, dz: int, memory: StreamMemory, *, bound: bool) -> Iterator[BoundCall]:
-        plan = self.products.get("dw")
-        if plan is not None:
-            vector = at.db if self.strategy.db is MadeBy.EPILOGUE else 0
-            beta = 1.0 if self.problem.accumulate else 0.0
-            yield plan.step(ProductCall(dz, at.x, at.dw, memory.stream, at.dw, vector, beta=beta), memory, bound=bound)
-
-    def _dx_steps(
-        self, at: BackwardCall, dz: int, partial: int, memory: StreamMemory, *, bound: bool
-    ) -> Iterator[BoundCall]:
+    def _make_dx(self, at: BackwardCall, dz: int, partial: int, memory: StreamMemory) -> None:
         plan, strategy = self.products.get("dx"), self.strategy
         if plan is None:
             return
         vector = at.db_below if strategy.db_below is MadeBy.EPILOGUE else 0
         aux = at.saved_below if strategy.derivative is MadeBy.EPILOGUE else 0
-        yield plan.step(ProductCall(dz, at.w, at.dx, at.stream, 0, vector, aux), memory, bound=bound)
+        plan.run(ProductCall(dz, at.w, at.dx, at.stream, vector=vector, aux=aux), memory)
         if self._last is not None:
-            launch = self._last.on(at.stream, shared=not bound)
-            yield launch.at(at.dx, at.saved_below, at.dx, at.db_below, partial, memory.tickets, at.dropout_below)
+            self._last.run(
+                at.dx, at.saved_below, at.dx, at.db_below, partial, memory.tickets, at.dropout_below, at.stream
+            )
         elif strategy.db_below is MadeBy.KERNEL:
-            yield functools.partial(self._zero, at.db_below, plan.problem.n, at.stream)
+            self._zero(at.db_below, plan.problem.n, at.stream)
+
+    def _make_dw(self, at: BackwardCall, dz: int, memory: StreamMemory) -> None:
+        plan = self.products.get("dw")
+        if plan is not None:
+            vector = at.db if self.strategy.db is MadeBy.EPILOGUE else 0
+            beta = 1.0 if self.problem.accumulate else 0.0
+            plan.run(ProductCall(dz, at.x, at.dw, memory.stream, c=at.dw, beta=beta, vector=vector), memory)
 
     def _scratch(self, at: BackwardCall, memory: StreamMemory) -> tuple[int, int]:
         """Addresses of dz and of the partial sums."""
@@ -204,9 +185,4 @@ class BackwardPlan:
     def _zero(self, db: int, cols: int, stream: int) -> None:
         """A sum over no rows."""
         if cols and not self.problem.accumulate:
-            driver_call("cuMemsetD8Async", db, 0, cols * self.problem.dtype.itemsize, stream)
-
-
-def _take(steps: Iterable[BoundCall]) -> None:
-    for step in steps:
-        step()
+            call("cuMemsetD8Async", db, 0, cols * self.problem.dtype.itemsize, stream)

@@ -1,31 +1,63 @@
-"""Plans bound to buffers: all that can be done beforehand is done, and a call is nothing but launches."""
+"""Plans bound to buffers and a stream: captured once, so that a call is the launch of one small graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+import weakref
+from collections.abc import Callable
 
-from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.direct import is_capturing
+from lt_runtime.gpu.graphs import Graph, no_collection
+from lt_runtime.gpu.memory import StreamMemory, stream_memory
+from lt_runtime.gpu.streams import order_after, private_stream
 
-BoundCall: TypeAlias = Callable[[], None]
-"""Puts the operation on its stream, over its buffers, which must be there still. GpuError if a launch fails."""
+_DEFAULT_STREAM = 0  # cannot be captured
 
 
-def in_order(steps: Sequence[BoundCall], memory: StreamMemory) -> BoundCall:
-    """Launches that nothing of another thread's gets between on the same stream."""
-    lock = memory.lock
-    if len(steps) == 1:
-        (only,) = steps
+class BoundPlan:
+    """Puts an operation on its stream, over its buffers, which must be there still; nothing is checked.
 
-        def launch_one() -> None:
-            with lock:
-                only()
+    The library's part costs the host as much as a launch of the whole graph, which, what is more, has a weight
+    gradient beside the input gradient where that is the plan. While the stream is being captured the operation is put
+    there launch by launch.
 
-        return launch_one
+    Args:
+        run: puts the operation on the stream whose handle it is given. It has run before, on any stream.
+        prepare: makes what `run` needs of a stream's memory.
+        device: ordinal of the GPU, which is current, and will be when the plan is called.
+        stream: a handle. What the graph keeps in scratch memory is this stream's own.
 
-    def launch() -> None:
-        with lock:
-            for step in steps:
-                step()
+    Raises:
+        CaptureError: the stream is being captured.
+    """
 
-    return launch
+    __slots__ = ("__weakref__", "_graph", "_lock", "_run", "_stream")
+
+    def __init__(
+        self,
+        run: Callable[[int], None],
+        device: int,
+        stream: int,
+        prepare: Callable[[StreamMemory], None] = lambda _: None,
+    ) -> None:
+        self._run, self._stream = run, stream
+        self._lock = stream_memory(device, stream).lock
+        captured = private_stream(device, f"bound to {stream:#x}")
+        with self._lock, no_collection():
+            prepare(stream_memory(device, captured))
+            self._graph = Graph(run, captured)
+        order_after(stream, captured)  # which zeroes that memory
+        weakref.finalize(self, _close, self._graph, device).atexit = False
+
+    def __call__(self) -> None:
+        """Raises GpuError if the launch fails."""
+        if self._stream != _DEFAULT_STREAM and is_capturing(self._stream):
+            self._run(self._stream)
+            return
+        with self._lock:
+            self._graph.launch(self._stream)
+
+
+def _close(graph: Graph, device: int) -> None:
+    with activated(device):
+        graph.close()

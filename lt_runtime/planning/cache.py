@@ -83,7 +83,7 @@ def remember(key: Hashable, call: Any, since: int) -> None:
         if since != _age:
             return
         if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
+            del _calls[next(iter(_calls))]  # the one that was remembered first
         _calls[key] = call
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from lt_runtime.gpu.memory import StreamMemory, stream_memory
+from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.planning.algorithms import Choose, known_algorithm
-from lt_runtime.planning.bound import BoundCall, in_order
+from lt_runtime.planning.bound import BoundPlan
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.launches import DropoutState, ForwardPass
 from lt_runtime.planning.strategies import ForwardStrategy, kept_spec
@@ -67,34 +65,18 @@ class ForwardPlan:
             kept: address of a matrix that lies as `kept_spec` says.
         """
         memory = stream_memory(self.device, stream)
+        target = kept if self._product_is_kept else y
+        vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
         with memory.lock:
-            for step in self._steps(x, w, bias, y, kept, dropout, memory, bound=False):
-                step()
+            self.product.run(ProductCall(x, w, target, stream, 0, vector, aux), memory)
+            if self._pass is not None:
+                self._pass.run(target, bias, y, dropout=dropout, stream=stream)
 
     def bind(
         self, x: int, w: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int
-    ) -> BoundCall:
-        """What does as `run` would with these arguments, each time that it is called."""
-        memory = stream_memory(self.device, stream)
-        return in_order([*self._steps(x, w, bias, y, kept, dropout, memory, bound=True)], memory)
-
-    def _steps(
-        self,
-        x: int,
-        w: int,
-        bias: int,
-        y: int,
-        kept: int,
-        dropout: DropoutState | None,
-        memory: StreamMemory,
-        *,
-        bound: bool,
-    ) -> Iterator[BoundCall]:
-        target = kept if self._product_is_kept else y
-        vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
-        yield self.product.step(ProductCall(x, w, target, memory.stream, 0, vector, aux), memory, bound=bound)
-        if self._pass is not None:
-            yield self._pass.on(memory.stream, shared=not bound).at(target, bias, y, dropout)
+    ) -> BoundPlan:
+        """What does as `run` would with these arguments at each call, at the least cost to the host."""
+        return BoundPlan(lambda handle: self.run(x, w, bias, y, kept, dropout, handle), self.device, stream)
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:

@@ -87,7 +87,7 @@ class ForwardPass:
         # Drawing random numbers takes a 16-bit pass longer than memory does; blocks then had better start only once.
         busy = problem.dropout and problem.dtype is not DType.FLOAT32
         self._tiling = sweep(problem.y.layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
-        self._launches: dict[int, ForwardLaunch] = {}
+        self._launches: dict[int, tuple[EpilogueFwdParams, Launch]] = {}
 
     def run(self, z: int, bias: int, y: int, *, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
@@ -96,18 +96,19 @@ class ForwardPass:
             z: address of the product.
             bias: address; looked at only if the pass adds it.
         """
-        self.on(stream, shared=True).at(z, bias, y, dropout)()
-
-    def on(self, stream: int, *, shared: bool) -> ForwardLaunch:
-        """A launch on a stream, with argument blocks of its own or those that all share who hold the stream's lock."""
-        if not shared:
-            return self._prepare(stream)
         known = self._launches.get(stream)
-        if known is None:
-            known = self._launches[stream] = self._prepare(stream)
-        return known
+        params, launch = known or self._prepare(stream)
+        params.in_.data, params.out.data = z, y
+        if self._keeps:
+            params.preactivation.data = z
+        if self._adds_bias:
+            params.bias = bias
+        if dropout is not None:
+            params.dropout = dropout.block()
+        launch()
 
-    def _prepare(self, stream: int) -> ForwardLaunch:
+    def _prepare(self, stream: int) -> tuple[EpilogueFwdParams, Launch]:
+        """The argument block of a stream, without addresses, and the launch that it is of."""
         layout, source = self._problem.y.layout, Matrix.at(0, self._source.layout)
         params = EpilogueFwdParams(
             in_=source,
@@ -117,30 +118,8 @@ class ForwardPass:
             cols=layout.cols,
             slope=self._problem.activation.negative_slope,
         )
-        launch = self._kernel.prepare(*self._tiling, params, stream)
-        return ForwardLaunch(params, launch, keeps=self._keeps, adds_bias=self._adds_bias)
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardLaunch:
-    """A pass on a stream, its argument block made but for addresses and random numbers."""
-
-    params: EpilogueFwdParams
-    launch: Launch
-    keeps: bool
-    adds_bias: bool
-
-    def at(self, z: int, bias: int, y: int, dropout: DropoutState | None) -> Launch:
-        """The launch with these addresses, until they are replaced by others; see `ForwardPass.run`."""
-        params = self.params
-        params.in_.data, params.out.data = z, y
-        if self.keeps:
-            params.preactivation.data = z
-        if self.adds_bias:
-            params.bias = bias
-        if dropout is not None:
-            params.dropout = dropout.block()
-        return self.launch
+        self._launches[stream] = params, self._kernel.prepare(*self._tiling, params, stream)
+        return self._launches[stream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +148,8 @@ class BackwardPass:
         self, dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, device: int, *, sums: Sums | None
     ) -> None:
         self._derivative, self._dy, self._dz, self._sums = derivative, dy, dz, sums
-        self._launches: dict[int, BackwardLaunch] = {}
+        self._reads_saved = derivative.saved_spec is not None
+        self._launches: dict[int, tuple[EpilogueBwdParams, Launch]] = {}
         transposes = dz is not None and (dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
         saved = derivative.saved_spec if derivative.saved is not Saved.MASK else None
         aligned = are_aligned(dtype, dy, saved, None if transposes else dz)
@@ -210,18 +190,22 @@ class BackwardPass:
             partial: address of `partial_bytes`.
             tickets: address of a zero uint32 for each block in x, which are zero again afterwards.
         """
-        self.on(stream, shared=True).at(dy, saved, dz, db, partial, tickets, dropout)()
-
-    def on(self, stream: int, *, shared: bool) -> BackwardLaunch:
-        """As of a forward pass."""
-        if not shared:
-            return self._prepare(stream)
         known = self._launches.get(stream)
-        if known is None:
-            known = self._launches[stream] = self._prepare(stream)
-        return known
+        params, launch = known or self._prepare(stream)
+        params.dy.data = dy
+        if self._reads_saved:
+            params.saved.data = saved
+        if self._dz is not None:
+            params.dz.data = dz
+        if self._sums is not None:
+            sums = params.db
+            sums.sum, sums.partial, sums.tickets = db, partial, tickets
+        if dropout is not None:
+            params.dropout = dropout.block()
+        launch()
 
-    def _prepare(self, stream: int) -> BackwardLaunch:
+    def _prepare(self, stream: int) -> tuple[EpilogueBwdParams, Launch]:
+        """The argument block of a stream, without addresses, and the launch that it is of."""
         layout, sums = self._dy.layout, self._sums
         params = EpilogueBwdParams(
             dy=Matrix.at(0, layout),
@@ -232,9 +216,8 @@ class BackwardPass:
             cols=layout.cols,
             slope=self._derivative.activation.negative_slope,
         )
-        launch = self._kernel.prepare(*self._tiling, params, stream)
-        reads_saved = self._derivative.saved_spec is not None
-        return BackwardLaunch(params, launch, reads_saved, writes_dz=self._dz is not None, sums=sums is not None)
+        self._launches[stream] = params, self._kernel.prepare(*self._tiling, params, stream)
+        return self._launches[stream]
 
     def _saved(self) -> Matrix:
         """How the saved tensor lies; a mask is a matrix of bytes to the kernel, each eight columns of a row."""
@@ -244,31 +227,3 @@ class BackwardPass:
         if self._derivative.saved is Saved.MASK:
             return Matrix(0, spec.layout.leading_dimension // OCTET, 1)
         return Matrix.at(0, spec.layout)
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardLaunch:
-    """A pass on a stream, its argument block made but for addresses and random numbers."""
-
-    params: EpilogueBwdParams
-    launch: Launch
-    reads_saved: bool
-    writes_dz: bool
-    sums: bool
-
-    def at(
-        self, dy: int, saved: int, dz: int, db: int, partial: int, tickets: int, dropout: DropoutState | None
-    ) -> Launch:
-        """The launch with these addresses, until they are replaced by others; see `BackwardPass.run`."""
-        params = self.params
-        params.dy.data = dy
-        if self.reads_saved:
-            params.saved.data = saved
-        if self.writes_dz:
-            params.dz.data = dz
-        if self.sums:
-            sums = params.db
-            sums.sum, sums.partial, sums.tickets = db, partial, tickets
-        if dropout is not None:
-            params.dropout = dropout.block()
-        return self.launch

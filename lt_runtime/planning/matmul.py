@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import Final
 
@@ -14,7 +13,6 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.gpu.memory import StreamMemory, workspace_size
 from lt_runtime.layout import Order
-from lt_runtime.planning.bound import BoundCall
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.library_terms import (
     DATA_TYPES,
@@ -80,7 +78,7 @@ class MatmulPlan:
         problem = self.problem
         self.handle = cublaslt.handle(self._device)
         first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
-        self._desc = self._describe()
+        self._desc = self._describe(first.layout.order, second.layout.order)
         _, _, operand, _, result, _ = self.types
         self._first = column_major(first, operand, problem.batch)
         self._second = column_major(second, operand, problem.batch)
@@ -168,13 +166,12 @@ class MatmulPlan:
         """Rows and columns of D as the library sees it."""
         return (self.problem.n, self.problem.m) if self._swapped else (self.problem.m, self.problem.n)
 
-    def _describe(self) -> cublaslt.MatmulDesc:
+    def _describe(self, first: Order, second: Order) -> cublaslt.MatmulDesc:
         problem, own = self.problem, self.problem.d.layout.order
-        first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         attribute, operation = cublaslt.MatmulDescAttribute, cublaslt.Operation
         desc = cublaslt.MatmulDesc(*self.types[:2])
-        desc.set(attribute.TRANSA, operation.N if first.layout.order is own else operation.T)
-        desc.set(attribute.TRANSB, operation.N if second.layout.order is own else operation.T)
+        desc.set(attribute.TRANSA, operation.N if first is own else operation.T)
+        desc.set(attribute.TRANSB, operation.N if second is own else operation.T)
         desc.set(attribute.EPILOGUE, library_epilogue(problem.epilogue, self._swapped))
         if problem.device_scalars:
             desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
@@ -273,29 +270,6 @@ class MatmulPlan:
                 self._desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
                 self._aux = aux
             prepared(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, stream)
-
-    def step(self, call: ProductCall, memory: StreamMemory, *, bound: bool) -> BoundCall:
-        """What does as `run` would with these arguments; whoever calls it holds `memory.lock`.
-
-        Args:
-            bound: it is to be called again and again: it gets a descriptor of its own, so that no address is ever
-                written again.
-        """
-        if not bound or self._prepared is None:
-            return functools.partial(self.run, call, memory)
-        a, b, d, stream, c, vector, aux, alpha, beta = call
-        if self._swapped:
-            a, b = b, a
-        if self.problem.c is None:
-            c, beta = d, self._no_beta(memory)
-        desc = self._describe()
-        if vector:
-            desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, vector)
-        if aux:
-            desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
-        operands = (self._first, self._second, self._c, self._d)
-        prepared = cublaslt.PreparedMatmul(self.handle, desc, *operands, self.algorithm)
-        return prepared.bind(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, stream)
 
     def _no_beta(self, memory: StreamMemory) -> float:
         """β where there is no C, which is then not looked at."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
-from lt_runtime.gpu.memory import StreamMemory, stream_memory
+from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Order
 from lt_runtime.planning.algorithms import Choose, known_algorithm
-from lt_runtime.planning.bound import BoundCall, in_order
+from lt_runtime.planning.bound import BoundPlan
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.matmul_pass import MatmulPass, c_lies_across
@@ -95,17 +93,12 @@ class ProductPlan:
         """Puts the product on the call's stream."""
         memory = stream_memory(self.device, call.stream)
         with memory.lock:
-            for step in self._steps(call, memory, bound=False):
-                step()
+            if self._pass is None:
+                self.product.run(call, memory)
+                return
+            self.product.run(call._replace(vector=0, aux=0), memory)
+            self._pass.run(call)
 
-    def bind(self, call: ProductCall) -> BoundCall:
-        """What does as `run` would with these arguments, each time that it is called."""
-        memory = stream_memory(self.device, call.stream)
-        return in_order([*self._steps(call, memory, bound=True)], memory)
-
-    def _steps(self, call: ProductCall, memory: StreamMemory, *, bound: bool) -> Iterator[BoundCall]:
-        if self._pass is None:
-            yield self.product.step(call, memory, bound=bound)
-        else:
-            yield self.product.step(call._replace(vector=0, aux=0), memory, bound=bound)
-            yield partial(self._pass.run, call)
+    def bind(self, call: ProductCall) -> BoundPlan:
+        """What does as `run` would with these arguments at each call, at the least cost to the host."""
+        return BoundPlan(lambda handle: self.run(call._replace(stream=handle)), self.device, call.stream)

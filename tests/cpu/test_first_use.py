@@ -69,7 +69,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(PlanStore(tmp_path / H200.file_name, H200))
     for name in ("decide_forward", "decide_backward", "ProductPlan"):
         monkeypatch.setattr(cache, name, made.plan)
-    for name in ("_forward", "_backward", "_products"):
+    for name in ("_forward", "_backward", "_products", "_calls"):
         monkeypatch.setattr(cache, name, {})
     monkeypatch.setattr(cache, "is_capturing", lambda stream: stream in made.capturing)
     monkeypatch.setattr(first_use, "_seen", set())

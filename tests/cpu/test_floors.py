@@ -23,7 +23,7 @@ FLOORS = (
     {"arrays", "cublaslt", "gpu", "reference"},
     {"planning"},
     {"ops"},
-    {"profiling", "training"},
+    {"bind", "profiling", "training"},
     {"cli"},
     {"__main__"},
 )

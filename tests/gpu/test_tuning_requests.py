@@ -25,7 +25,7 @@ def met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of problems that are met, by a process that has made no plan yet and whose plan cache is empty."""
     monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "met.jsonl"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    for name in ("_forward", "_backward", "_products"):
+    for name in ("_forward", "_backward", "_products", "_calls"):
         monkeypatch.setattr(cache, name, {})
     monkeypatch.setattr(first_use, "_seen", set())
     return tmp_path / "met.jsonl"
