@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lt_runtime import cublaslt, errors, raw, schedules
     from lt_runtime.arrays import contiguous
+    from lt_runtime.bind import bind
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.ops.adamw import AdamW, Parameter
-    from lt_runtime.bind import bind
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.loss import cross_entropy, mse_loss
