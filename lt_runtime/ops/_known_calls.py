@@ -15,9 +15,9 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import numpy as np
 
 from lt_runtime.arrays import Library, Operand, Signature, are_apart, device_in, without_addresses
-from lt_runtime.gpu.direct import is_capturing, is_current
+from lt_runtime.gpu.direct import is_current
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.planning import BoundPlan, age, recall, remember
+from lt_runtime.planning import BoundPlan, age, is_captured, recall, remember
 
 _MOST: Final = 64  # launches bound for a call with the same arrays
 
@@ -107,7 +107,7 @@ class RepeatedCall(Generic[_Call]):
 
     def came_with(self, differing: tuple[float, ...], bind: Callable[[], BoundPlan]) -> None:
         """Notes that it has been made with these; the second time, binds its plan."""
-        if is_capturing(self.stream):
+        if is_captured(self.stream):
             return
         if differing in self._bound:
             self._bound[differing] = bind()

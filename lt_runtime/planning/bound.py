@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.graphs import Graph, no_collection
@@ -12,6 +13,11 @@ from lt_runtime.gpu.memory import StreamMemory, stream_memory
 from lt_runtime.gpu.streams import order_after, private_stream
 
 _DEFAULT_STREAM = 0  # cannot be captured
+
+
+def is_captured(stream: int) -> bool:
+    """Whether a stream is being captured; sooner told of the default stream."""
+    return stream != _DEFAULT_STREAM and is_capturing(stream)
 
 
 class BoundPlan:
@@ -40,6 +46,8 @@ class BoundPlan:
         stream: int,
         prepare: Callable[[StreamMemory], None] = lambda _: None,
     ) -> None:
+        if is_captured(stream):
+            raise CaptureError(f"stream {stream:#x} is being captured; bind a call to it before the capture")
         self._run, self._stream = run, stream
         self._lock = stream_memory(device, stream).lock
         captured = private_stream(device, f"bound to {stream:#x}")
@@ -51,7 +59,7 @@ class BoundPlan:
 
     def __call__(self) -> None:
         """Raises GpuError if the launch fails."""
-        if self._stream != _DEFAULT_STREAM and is_capturing(self._stream):
+        if is_captured(self._stream):
             self._run(self._stream)
             return
         with self._lock:

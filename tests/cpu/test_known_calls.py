@@ -46,7 +46,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(signatures._readers, Array, look)
     monkeypatch.setattr(cache, "_calls", {})
     monkeypatch.setattr(_known_calls, "is_current", lambda device: device == state.device)
-    monkeypatch.setattr(_known_calls, "is_capturing", lambda stream: stream in state.captured)
+    monkeypatch.setattr(_known_calls, "is_captured", lambda stream: stream in state.captured)
     monkeypatch.setattr(_known_calls, "stream_handle", lambda stream, device: stream or 7)
     return state
 

@@ -44,7 +44,10 @@ def _forward_tolerance(case: LinearCase, data: Data) -> Array:
     """Rounding of the output, and of the pre-activation where it is stored on the way."""
     epsilon = 2 * EPSILON[case.dtype]
     slope = max(1.2, abs(case.activation.negative_slope))
-    return epsilon * (np.abs(data.expected_y) + slope * np.abs(data.z) * data.factors) + _TINY * (1 + data.factors)
+    exact = epsilon * (np.abs(data.expected_y) + slope * np.abs(data.z) * data.factors) + _TINY * (1 + data.factors)
+    # By the priors it is cuBLASLt's GELU in TF32, which is good to five digits.
+    fuses = case.compute == "tf32" and case.activation.name == "gelu"
+    return exact + (2e-5 * np.abs(data.z) * data.factors if fuses else 0.0)
 
 
 def _dz_tolerance(case: LinearCase, data: Data) -> Array:
