@@ -28,6 +28,7 @@ def _matmul(case: HostCase) -> Builders:
     a, b, d = at = host_lt.product(*case.shape)
     return {
         "lt": partial(host_lt.matmul, *at),
+        "lt_bound": partial(host_lt.matmul_bound, *at),
         "lt_plan": partial(host_lt.matmul_plan, *at),
         "cupy": lambda: partial(cp.matmul, a, b, out=d),
         "torch_eager": _peer("torch", "matmul", *at),
@@ -41,7 +42,9 @@ def _linear_forward(case: HostCase) -> Builders:
     return {
         "lt": partial(host_lt.linear_forward, at),
         "lt_out_z": partial(host_lt.linear_forward_buffers, at),
+        "lt_elsewhere": partial(host_lt.linear_forward_elsewhere, at),
         "lt_inference": partial(host_lt.linear_inference, at),
+        "lt_bound": partial(host_lt.linear_bound, at),
         "lt_plan": partial(host_lt.linear_plan, at),
         "torch_eager": _peer("torch", "linear_forward", at),
         "torch_eager_recording": _peer("torch", "linear_forward", at, gradients=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import lt_runtime as lt
 from benchmarks.buffers import labels, normal
@@ -12,6 +12,9 @@ from benchmarks.host_timing import Call
 from lt_runtime.layout import packed
 from lt_runtime.planning import ProductCall, forward_plan, product_plan
 from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, MatmulProblem, Spec
+
+_ALIGNED: Final = 256  # bytes, as all memory is that comes from an allocator
+_PLACES: Final = 20_000  # more than there are calls
 
 
 class Layer(NamedTuple):
@@ -54,6 +57,11 @@ def matmul_plan(a: Any, b: Any, d: Any) -> Call:
     return lambda: plan.run(call)
 
 
+def matmul_bound(a: Any, b: Any, d: Any) -> Call:
+    """`lt.bind` of the same."""
+    return lt.bind(lt.matmul, a, b, out=d)
+
+
 def linear_forward(at: Layer) -> Call:
     """With `out=`; what is kept for backward is allocated."""
     return lambda: lt.linear_fwd(at.x, at.w, at.bias, activation="gelu", out=at.y)
@@ -62,6 +70,19 @@ def linear_forward(at: Layer) -> Call:
 def linear_forward_buffers(at: Layer) -> Call:
     """With `out=` and `out_z=`: nothing is allocated."""
     return lambda: lt.linear_fwd(at.x, at.w, at.bias, activation="gelu", out=at.y, out_z=at.z)
+
+
+def linear_forward_elsewhere(at: Layer) -> Call:
+    """The same with x where no call has had it before: nothing but the plan is known."""
+    step = _ALIGNED // at.x.itemsize
+    memory = normal((at.x.size + _PLACES * step,), DType.BFLOAT16)
+    places = iter([memory[i * step : i * step + at.x.size].reshape(at.x.shape) for i in range(_PLACES)])
+    return lambda: lt.linear_fwd(next(places), at.w, at.bias, activation="gelu", out=at.y, out_z=at.z)
+
+
+def linear_bound(at: Layer) -> Call:
+    """`lt.bind` of `linear_forward_buffers`."""
+    return lt.bind(lt.linear_fwd, at.x, at.w, at.bias, activation="gelu", out=at.y, out_z=at.z)
 
 
 def linear_inference(at: Layer) -> Call:
