@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
@@ -21,6 +21,8 @@ from benchmarks.timing import take_turns
 from lt_runtime.planning.entries import now
 
 _MODES: Final = {"torch_compile": "default", "torch_max_autotune": "max-autotune-no-cudagraphs"}
+# Compiling takes a minute and more. Autocast is left out of it: it was 16 % to 27 % slower than BF16 parameters without.
+_COMPILED_WAYS: Final = (None, "bf16")
 _GRAPH: Final = "torch_graph"
 _NOTE: Final = "kernel_us, the sum of kernel times, takes a profiler and is left out"
 _LEAD: Final = 8  # a turn's replays come after an eighth as many, during which the host gets ahead
@@ -35,16 +37,19 @@ class Built(NamedTuple):
     left_out: dict[str, str]
 
 
-def measure_case(case: StepCase, rounds: int, stream: Any, *, compile_s: float | None = None) -> Row:
+def measure_case(
+    case: StepCase, rounds: int, stream: Any, *, compiled: Sequence[str] = (), compile_s: float = 0.0
+) -> Row:
     """Tunes a step in a fresh plan cache and lets all contenders take turns.
 
     Args:
         stream: a CuPy stream that can be captured.
-        compile_s: seconds that torch.compile has for each of its contenders; None leaves them out.
+        compiled: contenders by torch.compile, "torch_compile" and "torch_max_autotune".
+        compile_s: seconds that each of them has.
     """
     setup = Setup(case, stream)
     ours, facts = _ours(setup)
-    theirs = _build(_torch(setup, compile_s))
+    theirs = _build(_torch(setup, compiled, compile_s))
     contenders = ours | theirs.contenders
     timings = with_fastest(take_turns(_turns(contenders, case.replays, stream), rounds))
     setting = case.as_json() | {"when": now(), "rounds": rounds, "replays": case.replays} | facts
@@ -65,7 +70,7 @@ def _ours(setup: Setup) -> tuple[dict[str, Contender], dict[str, Any]]:
     return {"lt": tuned, "lt_untuned": untuned}, facts | {"unmeasured_problems": unmeasured}
 
 
-def _torch(setup: Setup, compile_s: float | None) -> Iterator[tuple[str, Callable[[], Contender]]]:
+def _torch(setup: Setup, compiled: Sequence[str], compile_s: float) -> Iterator[tuple[str, Callable[[], Contender]]]:
     """PyTorch's contenders by name; it is imported when they are built."""
 
     def build(*arguments: Any) -> Contender:
@@ -74,8 +79,8 @@ def _torch(setup: Setup, compile_s: float | None) -> Iterator[tuple[str, Callabl
 
     for way in setup.case.ways:
         yield _named(_GRAPH, way), partial(build, way)
-        for name, mode in _MODES.items() if compile_s is not None else ():
-            yield _named(name, way), partial(build, way, mode, compile_s)
+        for name in compiled if way in _COMPILED_WAYS else ():
+            yield _named(name, way), partial(build, way, _MODES[name], compile_s)
 
 
 def _named(name: str, way: str | None) -> str:

@@ -42,8 +42,9 @@ def jobs(arguments: argparse.Namespace) -> dict[str, Job]:
 def _step(case: StepCase, arguments: argparse.Namespace, stream: Any) -> Row:
     from benchmarks.step_row import measure_case
 
-    compile_s = arguments.compile_seconds if arguments.max_autotune else None
-    return measure_case(case, arguments.rounds, stream, compile_s=compile_s)
+    asked = {"torch_compile": arguments.torch_compile, "torch_max_autotune": arguments.max_autotune}
+    compiled = [name for name, is_asked in asked.items() if is_asked]
+    return measure_case(case, arguments.rounds, stream, compiled=compiled, compile_s=arguments.compile_seconds)
 
 
 def _prefetch(case: StepCase, arguments: argparse.Namespace, stream: Any) -> Row:
@@ -96,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     """What the command line accepts."""
     made = argparse.ArgumentParser(prog="benchmarks.steps", description=__doc__)
-    made.add_argument("--max-autotune", action="store_true", help="torch.compile as well, which takes its time")
+    made.add_argument("--max-autotune", action="store_true", help="torch.compile in this mode too, a minute each")
+    made.add_argument("--torch-compile", action="store_true", help="and in its default mode")
     made.add_argument("--compile-seconds", type=float, default=90.0, metavar="N", help="for each; default: %(default)s")
     made.add_argument("--soak", type=int, default=0, metavar="N", help="that many steps of mnist, and what they leave")
     made.add_argument("--prefetch", action="store_true", help="training from batches of the host, of gpt2-mlp-x2")

@@ -78,14 +78,22 @@ def test_names_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_contenders_of_pytorch() -> None:
-    def of(name: str, compile_s: float | None) -> list[str]:
+    def of(name: str, *compiled: str) -> list[str]:
         setup: Any = SimpleNamespace(case=BY_NAME[name])
-        return [made for made, _ in step_row._torch(setup, compile_s)]
+        return [made for made, _ in step_row._torch(setup, compiled, 9.0)]
 
-    assert of("mnist TF32", None) == ["torch_graph"]
-    assert of("mnist TF32", 9.0) == ["torch_graph", "torch_compile", "torch_max_autotune"]
-    assert of("mnist BF16", None) == ["torch_graph_autocast", "torch_graph_bf16"]
-    assert len(of("mnist BF16", 9.0)) == 6
+    assert of("mnist TF32") == ["torch_graph"]
+    assert of("mnist TF32", "torch_compile", "torch_max_autotune") == [
+        "torch_graph",
+        "torch_compile",
+        "torch_max_autotune",
+    ]
+    assert of("mnist BF16") == ["torch_graph_autocast", "torch_graph_bf16"]
+    assert of("mnist BF16", "torch_max_autotune") == [
+        "torch_graph_autocast",
+        "torch_graph_bf16",
+        "torch_max_autotune_bf16",
+    ]
 
 
 def test_who_cannot_be_built_is_left_out() -> None:
