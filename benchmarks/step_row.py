@@ -21,7 +21,7 @@ from benchmarks.timing import take_turns
 from lt_runtime.planning.entries import now
 
 _MODES: Final = {"torch_compile": "default", "torch_max_autotune": "max-autotune-no-cudagraphs"}
-# Compiling takes a minute and more. Autocast is left out of it: it was 16 % to 27 % slower than BF16 parameters without.
+# Compiling takes a minute and more. Autocast is left out of it: it was 16 % to 27 % slower than BF16 without it.
 _COMPILED_WAYS: Final = (None, "bf16")
 _GRAPH: Final = "torch_graph"
 _NOTE: Final = "kernel_us, the sum of kernel times, takes a profiler and is left out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +55,18 @@ class HostKernel:
         error = self._run(ctypes.addressof(params), *grid, batch, *block, shared, order)
         if error is not None:
             raise HostKernelError(error.decode())
+
+    def prepare(
+        self,
+        grid: Pair,
+        block: Pair,
+        params: ctypes.Structure,
+        stream: int = 0,
+        batch: int = 1,
+        shared: int = 0,
+    ) -> Callable[[], None]:
+        """The same, to be run at each call."""
+        return functools.partial(self.launch, grid, block, params, stream, batch, shared)
 
 
 class HostKernels:
