@@ -1,7 +1,8 @@
 """Whole training steps, each in one CUDA Graph, against PyTorch's: `python3 -m benchmarks.steps`.
 
 Contenders take turns; a figure is the median over the rounds of a step's time within many replays in a row. Names that
-end in `_call` are of calls as a script makes them, the host's time and the batch's copy included.
+end in `_call` are of calls as a script makes them, the host's time and the batch's copy included. `lt_update_last` is
+our step without updates beside the backward pass.
 """
 
 from __future__ import annotations
