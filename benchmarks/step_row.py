@@ -15,6 +15,7 @@ from benchmarks.cases import Target
 from benchmarks.fresh import fresh_plans
 from benchmarks.report import Row
 from benchmarks.step_cases import StepCase
+from benchmarks.step_kernels import kernel_times
 from benchmarks.step_lt import Contender, Setup
 from benchmarks.step_summary import with_fastest, without_any
 from benchmarks.timing import take_turns
@@ -24,7 +25,7 @@ _MODES: Final = {"torch_compile": "default", "torch_max_autotune": "max-autotune
 # Compiling takes a minute and more. Autocast is left out of it: it was 16 % to 27 % slower than BF16 without it.
 _COMPILED_WAYS: Final = (None, "bf16")
 _GRAPH: Final = "torch_graph"
-_NOTE: Final = "kernel_us, the sum of kernel times, takes a profiler and is left out"
+_PROFILED: Final = ("lt", _GRAPH, f"{_GRAPH}_bf16")
 _LEAD: Final = 8  # a turn's replays come after an eighth as many, during which the host gets ahead
 
 Turns = dict[str, Callable[[], float]]
@@ -53,11 +54,20 @@ def measure_case(
     contenders = ours | theirs.contenders
     timings = with_fastest(take_turns(_turns(contenders, case.replays, stream), rounds))
     setting = case.as_json() | {"when": now(), "rounds": rounds, "replays": case.replays} | facts
-    setting |= {"nodes": {name: each.nodes for name, each in contenders.items()}, "note": _NOTE}
+    setting |= {"nodes": {name: each.nodes for name, each in contenders.items()}}
+    setting |= {"kernel_us": {name: _kernel_times(each) for name, each in contenders.items() if name in _PROFILED}}
     setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
     target = Target(ratio={"torch_max_autotune": case.least})
     left_out = theirs.left_out | without_any(theirs.left_out, timings)
     return Row(case.name, timings, "lt", target=target, setting=setting, left_out=left_out)
+
+
+def _kernel_times(contender: Contender) -> dict[str, Any]:
+    """What its kernels take, or why that is not known: a profiler may be missing, or not allowed."""
+    try:
+        return kernel_times(contender.replays)
+    except Exception as error:
+        return {"left_out": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
 
 
 def _ours(setup: Setup) -> tuple[dict[str, Contender], dict[str, Any]]:

@@ -51,7 +51,7 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
     by_name = {row["case"]: row for row in rows}
     return [
         *_peers(rows),
-        *(_kernels(name, by_name.get(name, {})) for name in _MNIST),
+        *(finding for name in _MNIST for finding in _kernels(name, by_name.get(name, {}))),
         _most("nodes in a step that copy, allocate, free or call the host", _forbidden(rows)),
         _most("problems in a step without a measured plan", _unmeasured(rows)),
         *_soak(by_name.get(SOAK, {})),
@@ -68,9 +68,13 @@ def _peers(rows: Sequence[Row]) -> Iterable[Finding]:
             yield Finding(f"{peer} / lt, {case.name}", found.get(case.name), target, int(case.name in found))
 
 
-def _kernels(name: str, row: Row) -> Finding:
+def _kernels(name: str, row: Row) -> Iterable[Finding]:
     count = row.get("nodes", {}).get("lt", {}).get("kernel")
-    return Finding(f"kernels in a step of {name}", count, None, int(count is not None))
+    yield Finding(f"kernels in a step of {name}", count, None, int(count is not None))
+    times = row.get("kernel_us", {}).get("lt", {})
+    for part, what in (("sum", "sum of kernel times"), ("busy", "time in which any runs")):
+        us = times.get(part)
+        yield Finding(f"{what} of {name}, µs of {times.get('step', '?')} profiled", us, None, int(us is not None))
 
 
 def _forbidden(rows: Iterable[Row]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from benchmarks import report, resumable, step_row, step_summary, steps, summary
 from benchmarks.blocks import presets
 from benchmarks.report import Row
 from benchmarks.step_cases import StepCase, cases
+from benchmarks.step_kernels import covered
 from benchmarks.step_lt import Contender
 from benchmarks.step_summary import PREFETCH, SOAK, with_fastest, without_any
 from benchmarks.timing import Timing
@@ -222,3 +223,8 @@ def test_reading_the_cases_loads_no_gpu_library() -> None:
     code = "import sys, benchmarks.steps; print(*{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {"cupy", "torch"}.isdisjoint(done.stdout.split())
+
+
+def test_the_time_in_which_any_kernel_runs() -> None:
+    assert covered([]) == 0
+    assert covered([(0, 2), (1, 3), (1, 2), (5, 6), (6, 8)]) == 6
