@@ -272,6 +272,24 @@ def test_bound_gradients_are_added_up() -> None:
     assert_close([layer.out["out_dw"] / 3, layer.out["out_db"] / 3], layer.expected()[2:])
 
 
+def test_a_bound_call_may_be_let_go_of_during_a_capture() -> None:
+    layer, stream = Layer(14), cp.cuda.Stream(non_blocking=True)
+    cp.cuda.get_current_stream().synchronize()
+    bound = [lt.bind(lt.linear, layer.x, layer.w, out=layer.y, stream=stream)]
+    bound[0]()
+    lt.linear(layer.x, layer.w, out=layer.y, stream=stream)
+    stream.synchronize()
+    stream.begin_capture(cp.cuda.runtime.streamCaptureModeGlobal)
+    bound.clear()
+    lt.linear(layer.x, layer.w, out=layer.y, stream=stream)
+    graph = stream.end_capture()
+    layer.y.fill(0)
+    cp.cuda.get_current_stream().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert_close([layer.y], [layer.host[0] @ layer.host[1].T])
+
+
 def _bind_while_capturing(layer: Layer) -> None:
     stream = cp.cuda.Stream(non_blocking=True)
     lt.linear(layer.x, layer.w, out=layer.y, stream=stream)
