@@ -17,6 +17,7 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuCtxGetDevice": (_POINTER,),
     "cuGraphLaunch": (_POINTER, _POINTER),
     "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
+    "cuMemcpyDtoDAsync_v2": (_POINTER, _POINTER, ctypes.c_size_t, _POINTER),
     "cuStreamIsCapturing": (_POINTER, _POINTER),
 }
 _thread: Final = threading.local()
@@ -73,3 +74,14 @@ def launch_graph(executable: int, stream: int) -> None:
     status = function("cuGraphLaunch")(executable, stream)
     if status:
         check("cuGraphLaunch", status)
+
+
+def copy_on_device(target: int, source: int, size: int, stream: int) -> None:
+    """Puts a copy of `size` bytes from one address to another on a stream.
+
+    Raises:
+        DriverError: the driver refused.
+    """
+    status = function("cuMemcpyDtoDAsync_v2")(target, source, size, stream)
+    if status:
+        check("cuMemcpyDtoDAsync", status)

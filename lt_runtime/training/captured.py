@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -17,19 +17,20 @@ from lt_runtime.arrays import Operand, arena_size, arena_views
 from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.ops.tally import GpuTally
+from lt_runtime.planning import is_captured
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
-from lt_runtime.training.inputs import copy_rows
+from lt_runtime.training.inputs import RowCopy, row_copies
 
 MAX_GRAPHS: Final = 8
 """That one training step keeps, one for each size of batch and type of labels; the least recently used goes first."""
 
 _Key: TypeAlias = tuple[int, str]
+Copies: TypeAlias = tuple[list[RowCopy], list[RowCopy]]
 
 
 class Turn:
@@ -70,10 +71,13 @@ class Batches:
         self.parts = [*zip(self._x, self._target, strict=True)]
         self.graph: Graph | None = None
 
+    def copies(self, x: Operand, target: Operand) -> Copies:
+        """How a batch comes here, row by row into one micro-batch after the other: of x, and of the targets."""
+        return row_copies(x, self._x), row_copies(target, self._target)
+
     def fill(self, x: Operand, target: Operand, stream: int) -> None:
-        """Copies a batch, row by row into one micro-batch after the other."""
-        copy_rows(x, self._x, stream)
-        copy_rows(target, self._target, stream)
+        """Puts these copies on a stream."""
+        _put(self.copies(x, target), (x.address, target.address), stream)
 
 
 def _buffers(operand: Operand, parts: int, stream: int) -> list[Any]:
@@ -94,6 +98,7 @@ class GpuStep:
     def __init__(self, body: StepBody, device: int, parts: int, *, graph: bool) -> None:
         self._body, self._device, self._parts, self._captures = body, device, parts, graph
         self._batches: OrderedDict[_Key, Batches] = OrderedDict()
+        self._seen: dict[Hashable, tuple[_Key, Copies]] = {}
         with activated(device):
             stream = stream_handle(None, device)
             self.tally, self._spare = GpuTally(device, stream), GpuTally(device, stream)
@@ -101,8 +106,11 @@ class GpuStep:
         self._pool = cupy().cuda.MemoryPool(_device_memory)
         weakref.finalize(self, _close, device, self._batches)
 
-    def run(self, x: Operand, target: Operand, stream: int) -> None:
+    def run(self, x: Operand, target: Operand, stream: int, looks: Hashable = None) -> None:
         """Puts one step on a stream; the device is current.
+
+        Args:
+            looks: what such batches are to be known by for `repeat`; None if they are not.
 
         Raises:
             CaptureError: the stream is being captured: a graph cannot be captured in another.
@@ -113,18 +121,40 @@ class GpuStep:
             batches.fill(x, target, stream)
             self._body.run(batches.parts, self.tally, stream)
             return
-        if is_capturing(stream):
-            raise CaptureError(f"stream {stream:#x} is being captured; a step to be captured needs graph=False")
+        _check_capture(stream)
         with _turn(self._device).on(stream), range_of("step"):
             batches = self._find(x, target, stream)
-            batches.fill(x, target, stream)
-            if batches.graph is not None:
-                batches.graph.launch(stream)
+            copies = batches.copies(x, target)
+            self._launch(batches, copies, (x.address, target.address), stream)
+            if looks is not None:
+                self._seen[looks] = _key(x, target), copies
+
+    def repeat(self, looks: Hashable, addresses: tuple[int, ...], stream: int) -> bool:
+        """`run`, if a batch that looks the same has been before; says whether one has.
+
+        Args:
+            addresses: of x and of the targets.
+        """
+        seen = self._seen.get(looks)
+        if seen is None:
+            return False
+        _check_capture(stream)
+        with _turn(self._device).on(stream), range_of("step"):
+            key, copies = seen
+            self._batches.move_to_end(key)
+            self._launch(self._batches[key], copies, addresses, stream)
+        return True
+
+    def _launch(self, batches: Batches, copies: Copies, addresses: tuple[int, ...], stream: int) -> None:
+        _put(copies, addresses, stream)
+        if batches.graph is not None:
+            batches.graph.launch(stream)
 
     def _find(self, x: Operand, target: Operand, stream: int) -> Batches:
-        key = x.shape[0], target.dtype
+        key = _key(x, target)
         if key not in self._batches:
             while len(self._batches) >= MAX_GRAPHS:
+                self._seen.clear()  # some of it may be of those that go
                 _close(self._device, self._batches, 1)
             self._batches[key] = self._make(x, target, stream)
         self._batches.move_to_end(key)
@@ -163,6 +193,22 @@ class GpuStep:
     def _rehearse(self, batches: Batches, stream: int, pool: Any) -> None:
         with _memory_from(pool):
             self._body.run(batches.parts, self._spare, stream, updates=False)
+
+
+def _key(x: Operand, target: Operand) -> _Key:
+    """What batches with buffers and a graph of their own are told apart by."""
+    return x.shape[0], target.dtype
+
+
+def _put(copies: Copies, addresses: tuple[int, ...], stream: int) -> None:
+    for each, address in zip(copies, addresses, strict=True):
+        for copy in each:
+            copy.put(address, stream)
+
+
+def _check_capture(stream: int) -> None:
+    if is_captured(stream):
+        raise CaptureError(f"stream {stream:#x} is being captured; a step to be captured needs graph=False")
 
 
 @contextlib.contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings import driver
 
 from lt_runtime.arrays import Operand, check_shape, is_host_array, read
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError
+from lt_runtime.gpu.direct import copy_on_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.ops._loss_types import check_labels
 from lt_runtime.training.mlp import MLP
@@ -62,17 +64,40 @@ def _check_rows(operand: Operand) -> None:
         raise LayoutError(f"{operand.name} has strides {operand.strides}; its rows must be contiguous: lt.contiguous")
 
 
-def copy_rows(source: Operand, targets: Sequence[Any], stream: int) -> None:
-    """Puts copies of an operand's rows on a stream, into one row-major array after the other."""
-    address, width = source.address, source.itemsize * (source.shape[1] if len(source.shape) == 2 else 1)
-    pitch = source.strides[0] * source.itemsize if source.shape[0] > 1 else width
-    for target in targets:
-        rows = target.shape[0]
-        if pitch == width:
-            call("cuMemcpyDtoDAsync", target.data.ptr, address, rows * width, stream)
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """Rows of a batch that go into one of a step's buffers.
+
+    Attributes:
+        target: address of the buffer, in which there are no gaps between rows.
+        offset: bytes before the first of these rows in the batch. pitch: from one row to the next.
+        width: bytes of a row.
+    """
+
+    target: int
+    offset: int
+    pitch: int
+    width: int
+    rows: int
+
+    def put(self, batch: int, stream: int) -> None:
+        """Puts the copy on a stream, from the batch at an address."""
+        source = batch + self.offset
+        if self.pitch == self.width:
+            copy_on_device(self.target, source, self.rows * self.width, stream)
         else:
-            call("cuMemcpy2DAsync", _matrix_copy(address, pitch, target.data.ptr, width, rows), stream)
-        address += rows * pitch
+            call("cuMemcpy2DAsync", _matrix_copy(source, self.pitch, self.target, self.width, self.rows), stream)
+
+
+def row_copies(source: Operand, targets: Sequence[Any]) -> list[RowCopy]:
+    """How an operand's rows go into one row-major array after the other."""
+    width = source.itemsize * (source.shape[1] if len(source.shape) == 2 else 1)
+    pitch = source.strides[0] * source.itemsize if source.shape[0] > 1 else width
+    copies, row = [], 0
+    for target in targets:
+        copies.append(RowCopy(target.data.ptr, row * pitch, pitch, width, target.shape[0]))
+        row += target.shape[0]
+    return copies
 
 
 def _matrix_copy(source: int, pitch: int, target: int, width: int, rows: int) -> driver.CUDA_MEMCPY2D:

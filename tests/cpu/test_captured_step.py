@@ -37,6 +37,10 @@ class FakeBatches:
     def __init__(self, x: Any, target: Any, parts: int, stream: int) -> None:
         self.parts, self.graph = parts, None
 
+    def copies(self, x: Any, target: Any) -> Any:
+        copied = SimpleNamespace(put=lambda address, stream: captured.call("fill", x.shape[0], stream))
+        return [copied], []
+
     def fill(self, x: Any, target: Any, stream: int) -> None:
         captured.call("fill", x.shape[0], stream)
 
@@ -77,7 +81,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         "GpuTally": lambda *_: next(tallies),
         "Batches": FakeBatches,
         "Graph": lambda run, stream: FakeGraph(calls, run, stream),
-        "is_capturing": lambda stream: stream == 13,
+        "is_captured": lambda stream: stream == 13,
         "order_after": lambda stream, producer: calls.append(("order", stream, producer)),
         "private_stream": lambda *_: PRIVATE,
         "stream_handle": lambda *_: 0,
@@ -91,7 +95,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def operands(rows: int, labels: str = "int32") -> tuple[Any, Any]:
-    return SimpleNamespace(shape=(rows, 3)), SimpleNamespace(dtype=labels)
+    return SimpleNamespace(shape=(rows, 3), address=256), SimpleNamespace(dtype=labels, address=512)
 
 
 def events(log: list[Any], *names: str) -> list[Any]:
@@ -168,6 +172,27 @@ def test_a_failure_leaves_nothing_behind(log: list[Any], error: type[Exception])
         step.run(*operands(9), 5)
     assert Pool.freed == 1  # the first graph has its memory there
     step.run(*operands(8), 5)
+
+
+def test_a_batch_that_looks_like_one_before_is_not_looked_at(log: list[Any]) -> None:
+    step = GpuStep(Body(log), 0, 1, graph=True)
+    assert not step.repeat("8 rows", (256, 512), 5)
+    step.run(*operands(8), 5, "8 rows")
+    step.run(*operands(9), 5)
+    log.clear()
+    assert step.repeat("8 rows", (256, 512), 5)
+    assert log == [("fill", 8, 5), ("launch", 5), ("cuEventRecord", "event", 5)]
+    with pytest.raises(CaptureError, match="stream 0xd is being captured"):
+        step.repeat("8 rows", (256, 512), 13)
+    for rows in range(10, 10 + MAX_GRAPHS - 2):
+        step.run(*operands(rows), 5)
+    assert step.repeat("8 rows", (256, 512), 5)
+    step.run(*operands(100), 5)  # that of nine rows goes, of eight it was the last
+    assert ("close",) in log
+    assert not step.repeat("8 rows", (256, 512), 5)
+    log.clear()
+    step.run(*operands(8), 5)
+    assert events(log, "capture") == []
 
 
 def test_a_graph_cannot_be_captured_in_another(log: list[Any]) -> None:

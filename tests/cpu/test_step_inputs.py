@@ -30,6 +30,7 @@ def _memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(captured, "cupy_stream", stream)
     monkeypatch.setattr(inputs, "call", call)
+    monkeypatch.setattr(inputs, "copy_on_device", lambda *arguments: call("cuMemcpyDtoDAsync", *arguments))
     monkeypatch.setattr(inputs, "read", operand_of)
     monkeypatch.setattr(inputs, "is_host_array", lambda array: type(array) is np.ndarray)
 
