@@ -28,6 +28,7 @@ from lt_runtime.ops import dropout
 from lt_runtime.paths import kernel_sources
 from lt_runtime.planning.launches import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
 from lt_runtime.planning.losses import _ROW_THREADS
+from lt_runtime.planning.narrow_pass import _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.planning.strategies import forward_strategies
 from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, Saved, Spec
@@ -126,6 +127,22 @@ def _matmul_epilogue() -> list[Variant]:
     ]
 
 
+def _narrow() -> list[Variant]:
+    """Several rows a thread only where memory is moved in vectors."""
+    choices = itertools.product(SCALAR, (1, 2, 4, 8, MAX_WIDTH), (True, False))
+    return [
+        Variant(source, narrow_macros(dtype, width, aligned, rows))
+        for dtype, width, aligned in choices
+        for source, several in (
+            ("narrow_n.cu", (1, _SHARED_ROWS)),
+            ("narrow_k.cu", (1, _SHARED_ROWS)),
+            ("narrow_m.cu", (None,)),
+        )
+        for rows in several
+        if aligned or rows != _SHARED_ROWS
+    ]
+
+
 VARIANTS: Final = (
     *over("adamw.cu", MOMENT=[SCALAR[DType.FLOAT32], SCALAR[DType.BFLOAT16]], AMSGRAD="01", STOCHASTIC="01"),
     *over("gradient_norm.cu"),
@@ -140,6 +157,7 @@ VARIANTS: Final = (
     *over("mse.cu", SCALAR=SCALAR.values()),
     *over("tally.cu", SCALAR=SCALAR.values()),
     *_matmul_epilogue(),
+    *_narrow(),
 )
 """All of them, from the runtime's own tables: a new activation or type is among them by itself."""
 
@@ -147,13 +165,19 @@ VARIANTS: Final = (
 def sampled(variant: Variant) -> tuple[str, ...]:
     """The architectures that the tests compile a variant for; none for some.
 
-    All of them; but of a source with many variants a few of each, drawn by the variant's name. Everything takes
-    minutes, nearly all of it the compiler's own work: that is for the command, which continuous integration runs.
+    All of them; but of a source with many variants a few of each, drawn by the variant's name, and the source's first
+    ones for one each, so that it meets them all. Everything takes minutes, nearly all of it the compiler's own work:
+    that is for the command, which continuous integration runs.
     """
-    if sum(variant.source == each.source for each in VARIANTS) <= _FEW:
+    of_source = [each for each in VARIANTS if each.source == variant.source]
+    if len(of_source) <= _FEW:
         return ARCHITECTURES
-    draw = random.Random(str(variant))
-    return tuple(each for each in ARCHITECTURES if draw.random() < (_SAMPLED_MAIN if each == MAIN else _SAMPLED))
+    draw, index = random.Random(str(variant)), of_source.index(variant)
+    return tuple(
+        each
+        for i, each in enumerate(ARCHITECTURES)
+        if draw.random() < (_SAMPLED_MAIN if each == MAIN else _SAMPLED) or i == index
+    )
 
 
 @dataclass(frozen=True)

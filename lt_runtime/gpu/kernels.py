@@ -24,6 +24,7 @@ from lt_runtime.gpu.params import (
     MatmulBackwardParams,
     MatmulForwardParams,
     MseParams,
+    NarrowParams,
     OperandSumParams,
     TallyParams,
 )
@@ -43,6 +44,9 @@ _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
     "matmul_forward": ("matmul_epilogue.cu", MatmulForwardParams),
     "matmul_backward": ("matmul_epilogue.cu", MatmulBackwardParams),
     "operand_sum": ("matmul_epilogue.cu", OperandSumParams),
+    "narrow_n": ("narrow_n.cu", NarrowParams),
+    "narrow_k": ("narrow_k.cu", NarrowParams),
+    "narrow_m": ("narrow_m.cu", NarrowParams),
     "mse_loss": ("mse.cu", MseParams),
     "cross_entropy": ("cross_entropy.cu", CrossEntropyParams),
     "count_labels": ("cross_entropy.cu", CountLabelsParams),

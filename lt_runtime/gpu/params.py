@@ -155,6 +155,25 @@ class OperandSumParams(ctypes.Structure):
     )
 
 
+class NarrowParams(ctypes.Structure):
+    """`lt::NarrowParams`."""
+
+    _fields_ = (
+        ("a", Matrix),
+        ("b", Matrix),
+        ("c", Matrix),
+        ("d", Matrix),
+        ("vector", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("tickets", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+    )
+
+
 class DropoutParams(ctypes.Structure):
     """`lt::DropoutParams`."""
 

@@ -18,6 +18,7 @@ from lt_runtime.planning import ProductCall
 from lt_runtime.planning.matmul_pass import MatmulPass
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from tests.gpu.helpers import MaskPass
+from tests.gpu.test_narrow_matmul import KINDS, Product
 from tests.strategies import TYPES
 
 REPEATS = 100
@@ -118,6 +119,20 @@ def test_epilogues_of_a_product(epilogue: Epilogue, dtype: DType) -> None:
         addresses = (array.data.ptr for array in (a, b, d))
         own_pass.run(ProductCall(*addresses, stream, vector=vector.data.ptr, aux=kept.data.ptr))
         return [d, kept, vector]
+
+    assert_repeats(run)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize(("shape", "column_major", "epilogue"), KINDS)
+def test_products_tiny_in_a_dimension(
+    dtype: DType, shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue
+) -> None:
+    product = Product(shape, dtype, column_major, epilogue)
+
+    def run() -> list[Any]:
+        product.run()
+        return [product.d_gpu.array.copy(), product.vector_gpu.array.copy()]
 
     assert_repeats(run)
 

@@ -34,6 +34,8 @@ MACROS = (
     ("AMSGRAD", "1"),
     ("STOCHASTIC", "1"),
     ("ROW_THREADS", "320"),
+    ("WIDTH", "16"),
+    ("ROWS", "1"),
 )
 
 

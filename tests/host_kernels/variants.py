@@ -10,6 +10,7 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.params import SCALAR
 from lt_runtime.planning import losses
 from lt_runtime.planning.launches import ACTIVATION_NAMES
+from lt_runtime.planning.narrow_pass import _SHARED_ROWS, narrow_macros
 from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.host_kernels.build import Variant
@@ -185,6 +186,40 @@ MATMUL_EPILOGUES: Final = (
 
 
 @dataclass(frozen=True)
+class Narrow:
+    """A variant of the kernels of products that are tiny in one dimension, with any number of rows a thread."""
+
+    entry: str
+    dtype: DType
+    width: int
+    aligned: bool
+
+    @property
+    def variants(self) -> list[Variant]:
+        several = self.aligned and self.entry != "narrow_m"
+        rows = (None,) if self.entry == "narrow_m" else (1, _SHARED_ROWS) if several else (1,)
+        return [Variant(f"{self.entry}.cu", narrow_macros(self.dtype, self.width, self.aligned, each)) for each in rows]
+
+    def matches(self, entry: str, macros: Macros) -> bool:
+        """Whether that kernel is one of these."""
+        return Variant(f"{entry}.cu", macros) in self.variants
+
+    def __str__(self) -> str:
+        return f"{self.entry}-{self.dtype.value}-{self.width}-{_access_name(self.aligned)}"
+
+
+NARROW: Final = tuple(
+    Narrow(entry, dtype, width, aligned)
+    for entry in ("narrow_n", "narrow_k", "narrow_m")
+    for dtype, width, aligned in (
+        *((F32, 16, True), (F32, 4, False)),
+        *((F16, 8, True), (F16, 1, False)),
+        *((BF16, 2, True), (BF16, 16, False)),
+    )
+)
+
+
+@dataclass(frozen=True)
 class AdamWVariant:
     """A variant of adamw.cu: the moments' type, AMSGrad, and whether BF16 parameters may lack a master copy."""
 
@@ -232,6 +267,9 @@ SANITIZED_BACKWARD: Final = (
 SANITIZED_DROPPING: Final = (Dropping(F32, aligned=False), Dropping(F16, aligned=True))
 SANITIZED_LOSSES: Final = (F32, BF16)
 SANITIZED_MATMULS: Final = (MatmulEpilogue(F32, F32, "relu"),)
+SANITIZED_NARROW: Final = tuple(
+    each for each in NARROW if (each.dtype, each.width) in ((F32, 16), (BF16, 16), (F16, 1))
+)
 SANITIZED: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in SANITIZED_FORWARD),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
@@ -239,6 +277,7 @@ SANITIZED: Final = (
     Variant("mse.cu", scalar_macros(F32)),
     Variant("tally.cu", scalar_macros(BF16)),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in SANITIZED_MATMULS),
+    *(variant for narrow in SANITIZED_NARROW for variant in narrow.variants),
     *(Variant("dropout.cu", dropping.macros) for dropping in SANITIZED_DROPPING),
     *(Variant("adamw.cu", variant.macros) for variant in SANITIZED_ADAMW),
     Variant("gradient_norm.cu"),
@@ -253,6 +292,7 @@ ALL: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in FORWARD_EPILOGUES),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in BACKWARD_EPILOGUES),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
+    *(variant for narrow in NARROW for variant in narrow.variants),
     *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in TYPES),
     *(Variant("mse.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("tally.cu", scalar_macros(dtype)) for dtype in TYPES),

@@ -1,0 +1,174 @@
+// A product of few rows and many terms, such as the weight gradient of an output layer: A·B, A given by its transpose
+// (K, M), and the sum of A over K, the bias gradient. A thread multiplies four columns of some rows of B with the same
+// rows of Aᵀ; its sums are added up over a warp, over a block, and over the grid's blocks in y, each with a part of K. See
+// narrow.cuh; ALIGNED is said of B alone.
+//
+// blockDim.x threads lie side by side: a power of two, at most 16. Blocks are whole warps.
+
+#include "last_block.cuh"
+#include "narrow.cuh"
+
+namespace lt {
+
+constexpr int kQuad = 4;
+constexpr int kTerms = kQuad * WIDTH;  // that a thread sums up: a quad of each of D's rows
+constexpr int kMaxSide = 16, kMaxWarps = 8;
+constexpr int kUnrolled = WIDTH == 16 ? 2 : 4;  // rows that are loaded together
+
+struct Quad {
+  float v[kQuad];
+};
+
+#if ALIGNED
+template <class T>
+struct QuadWord {
+  using Type = uint2;
+};
+template <>
+struct QuadWord<float> {
+  using Type = uint4;
+};
+
+__device__ inline Quad load_quad(const SCALAR* p, int) {
+  const auto word = *reinterpret_cast<const QuadWord<SCALAR>::Type*>(p);
+  Pair<SCALAR>::Type pairs[kQuad / 2];
+  memcpy(static_cast<void*>(pairs), &word, sizeof(word));
+  const float2 low = Pair<SCALAR>::unpack(pairs[0]), high = Pair<SCALAR>::unpack(pairs[1]);
+  return Quad{{low.x, low.y, high.x, high.y}};
+}
+#else
+__device__ inline Quad load_quad(const SCALAR* p, int count) {
+  Quad out;
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) out.v[i] = i < count ? to_float(p[i]) : 0.0f;
+  return out;
+}
+#endif
+
+// Which columns a thread has. The one after the last is all ones where A is to be summed.
+struct Columns {
+  int64 first;
+  int count;  // that exist
+  int ones;   // which of the four is that of ones; none if negative
+
+  __device__ explicit Columns(const NarrowParams& p)
+      : first((static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kQuad), count(0), ones(-1) {
+    const int64 left = p.cols - first;
+    if (left > 0) count = left < kQuad ? static_cast<int>(left) : kQuad;
+    if (p.vector && left >= 0 && left < kQuad) ones = static_cast<int>(left);
+  }
+
+  __device__ Quad load(const SCALAR* row) const {
+    Quad out{};
+    if (count > 0) out = load_quad(row, count);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if (i == ones) out.v[i] = 1.0f;
+    }
+    return out;
+  }
+};
+
+// The thread's sums over its rows, of row i of D and column c of its four in 4 · i + c.
+__device__ inline void multiply(float (&sums)[kTerms], const NarrowParams& p, const Columns& columns) {
+  const int64 step = static_cast<int64>(gridDim.y) * blockDim.y;
+  int64 k = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y;
+  const SCALAR* a = element<SCALAR>(p.a, k, 0);
+  const SCALAR* b = element<SCALAR>(p.b, k, columns.first);
+#pragma unroll kUnrolled
+  for (; k < p.depth; k += step) {
+    const Quad x = columns.load(b);
+    float z[WIDTH];
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) z[i] = i < p.rows ? to_float(a[i]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kTerms; ++i) sums[i] += z[i / kQuad] * x.v[i % kQuad];
+    a += step * p.a.row_stride;
+    b += step * p.b.row_stride;
+  }
+}
+
+// Adds up terms over the lanes of a warp that have the same columns. They differ in the bits of their numbers up to
+// `distance`. Calls `use(term, sum)` once for each, whose first is the calling lane's `first`.
+template <int kCount, class Use>
+__device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, Use use) {
+  const uint32 lane = (threadIdx.y * blockDim.x + threadIdx.x) % kWarp;
+  if constexpr (kCount > 1) {
+    if (distance >= blockDim.x) {
+      const int half = add_half<kCount / 2>(terms, lane, distance) ? kCount / 2 : 0;
+      sum_over_lanes<kCount / 2>(terms, first + half, distance / 2, use);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) use(first + i, terms[i]);
+  } else {
+    const uint32 alike = distance ? 2 * distance : 1;  // lanes that will have the sum, but for their columns
+    const bool uses = lane % alike < blockDim.x;
+    for (; distance >= blockDim.x; distance /= 2) *terms += __shfl_xor_sync(0xFFFFFFFF, *terms, distance);
+    if (uses) use(first, *terms);
+  }
+}
+
+// One for all uses of it in a kernel.
+__device__ inline float* shared_sums() {
+  __shared__ float sums[kMaxWarps * kMaxSide * kTerms];
+  return sums;
+}
+
+// Adds up terms over the block's threads that have the same columns. Calls `use(i, c, sum)` once for each of the block's
+// columns c in each row i of D.
+template <class Use>
+__device__ inline void sum_over_block(float (&terms)[kTerms], uint32 rows, Use use) {
+  float* sums = shared_sums();
+  const uint32 self = threadIdx.y * blockDim.x + threadIdx.x, threads = blockDim.x * blockDim.y;
+  const uint32 width = blockDim.x * kQuad, pitch = WIDTH * width;
+  float* own = sums + self / kWarp * pitch + threadIdx.x * kQuad;
+  sum_over_lanes<kTerms>(terms, 0, kWarp / 2,
+                         [&](int term, float sum) { own[term / kQuad * width + term % kQuad] = sum; });
+  __syncthreads();
+  for (uint32 i = self; i < rows * width; i += threads) {
+    float sum = 0.0f;
+    for (uint32 warp = 0; warp < threads / kWarp; ++warp) sum += sums[warp * pitch + i];
+    use(i / width, i % width, sum);
+  }
+}
+
+__device__ inline void store(const NarrowParams& p, int64 row, int64 col, float sum) {
+  if (col < p.cols) {
+    *element<SCALAR>(p.d, row, col) = from_float<SCALAR>(p.alpha * sum + addend(p, row, col));
+  } else if (col == p.cols && p.vector) {
+    p.vector[row] = from_float<SCALAR>(sum);
+  }
+}
+
+// The block that is last in the grid's column adds the parts of K, in their order.
+__device__ inline void sum_over_parts(const NarrowParams& p, float (&terms)[kTerms]) {
+  const uint32 width = blockDim.x * kQuad, size = static_cast<uint32>(p.rows) * width;
+  const int64 pitch = static_cast<int64>(gridDim.x) * size;
+  float* block = p.partial + blockIdx.x * static_cast<int64>(size);
+  float* own = block + blockIdx.y * pitch;
+  sum_over_block(terms, p.rows, [&](uint32 row, uint32 col, float sum) { own[row * width + col] = sum; });
+  if (!is_last_block(p.tickets + blockIdx.x, gridDim.y)) return;
+  for (uint32 i = threadIdx.y * blockDim.x + threadIdx.x; i < size; i += blockDim.x * blockDim.y) {
+    float sum = 0.0f;
+#pragma unroll 8
+    for (uint32 part = 0; part < gridDim.y; ++part) sum += __ldcg(block + part * pitch + i);
+    store(p, i / width, static_cast<int64>(blockIdx.x) * width + i % width, sum);
+  }
+}
+
+}  // namespace lt
+
+extern "C" __global__ void __launch_bounds__(256, 1) narrow_m(const lt::NarrowParams p) {
+  using namespace lt;
+  const Columns columns(p);
+  wait_for_predecessor();
+  float sums[kTerms] = {};
+  multiply(sums, p, columns);
+  if (gridDim.y > 1) {
+    sum_over_parts(p, sums);
+    return;
+  }
+  const int64 first = static_cast<int64>(blockIdx.x) * blockDim.x * kQuad;
+  sum_over_block(sums, p.rows, [&](uint32 row, uint32 col, float sum) { store(p, row, first + col, sum); });
+}

@@ -1,0 +1,174 @@
+"""Which products are ours because a dimension is tiny, and how their threads share them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.kernels import MAX_GRID_Y
+from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import narrow_pass, tiling
+from lt_runtime.planning.narrow_pass import MAX_WIDTH, NarrowPass, takes
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+
+H200 = DeviceInfo(0, "", 90, multiprocessors=132, memory=0)
+
+
+def across(rows: int, cols: int) -> Spec:
+    """A packed column-major matrix."""
+    return Spec(Layout(rows, cols, Order.COLUMN, rows))
+
+
+def problem_of(a: Spec, b: Spec, epilogue: Epilogue = Epilogue.NONE, dtype: DType = DType.BFLOAT16) -> MatmulProblem:
+    d = Spec(packed(a.layout.rows, b.layout.cols))
+    return MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d, epilogue)
+
+
+def forward(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.BIAS) -> MatmulProblem:
+    return problem_of(Spec(packed(m, k)), across(k, n), epilogue)
+
+
+def input_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
+    return problem_of(Spec(packed(m, k)), Spec(packed(k, n)), epilogue)
+
+
+def weight_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.BGRADA) -> MatmulProblem:
+    return problem_of(across(m, k), Spec(packed(k, n)), epilogue)
+
+
+PRODUCTS = (forward(256, 10, 512), input_gradient(256, 512, 10), weight_gradient(10, 512, 256))
+
+
+@pytest.mark.parametrize("problem", PRODUCTS)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
+def test_an_output_layer_is_taken(problem: MatmulProblem, dtype: DType) -> None:
+    problem = replace(problem, dtype=dtype, d_dtype=dtype)
+    assert takes(problem)
+    assert takes(replace(problem, epilogue=Epilogue.NONE, c=problem.d))
+    assert takes(replace(problem, compute=Compute.TF32))
+
+
+@pytest.mark.parametrize("problem", PRODUCTS)
+def test_what_is_refused(problem: MatmulProblem) -> None:
+    c = problem.d
+    for change in (
+        {"dtype": DType.FLOAT64, "d_dtype": DType.FLOAT64},
+        {"d_dtype": DType.FLOAT32},
+        {"batch": 2},
+        {"device_scalars": True},
+        {"aux": c},
+        {"c": across(*c.layout.shape)},
+        {"d": across(*c.layout.shape)},
+        {"epilogue": Epilogue.RELU},
+        {"epilogue": Epilogue.BGRADB},
+    ):
+        assert not takes(replace(problem, **change)), change
+
+
+def test_epilogues_are_those_of_the_kind() -> None:
+    assert not takes(forward(256, 10, 512, Epilogue.BGRADA))
+    assert not takes(input_gradient(256, 512, 10, Epilogue.BIAS))
+    assert not takes(weight_gradient(10, 512, 256, Epilogue.BIAS))
+
+
+@pytest.mark.parametrize("shape", [(256, 17, 512), (256, 512, 17), (17, 512, 256), (0, 10, 512), (256, 10, 0)])
+def test_sizes_that_are_refused(shape: tuple[int, int, int]) -> None:
+    assert not any(takes(make(*shape, Epilogue.NONE)) for make in (forward, input_gradient, weight_gradient))
+
+
+def test_layouts_that_are_refused() -> None:
+    assert not takes(problem_of(across(256, 512), across(512, 10)))
+    assert not takes(problem_of(Spec(packed(256, 512)), Spec(packed(512, 10))))
+    assert not takes(problem_of(across(256, 10), Spec(packed(10, 512))))
+    assert not takes(problem_of(Spec(packed(10, 256)), Spec(packed(256, 512))))
+
+
+def test_a_single_row_or_column_lies_either_way() -> None:
+    column, row = Spec(packed(512, 1)), Spec(packed(1, 512))
+    assert takes(problem_of(Spec(packed(256, 512)), column))
+    assert takes(problem_of(row, Spec(packed(512, 264)), Epilogue.BGRADA)), "the transpose of a column"
+    assert takes(problem_of(across(256, 1), Spec(packed(1, 512))))
+    gaps = Spec(Layout(512, 1, Order.ROW, 3))
+    assert not takes(problem_of(Spec(packed(256, 512)), gaps))
+
+
+def test_what_is_not_taken_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="tiny"):
+        NarrowPass(forward(256, 512, 512), 0)
+
+
+class _Recorded:
+    """How a pass was compiled and is launched."""
+
+    def __init__(self, problem: MatmulProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+        def get(entry: str, macros: Macros, device: int) -> None:
+            self.entry, self.macros = entry, dict(macros)
+
+        monkeypatch.setattr(narrow_pass, "get_kernel", get)
+        monkeypatch.setattr(tiling, "device_info", lambda _: H200)
+        made = NarrowPass(problem, 0)
+        (self.grid, self.block), self.scratch_bytes = made._tiling, made.scratch_bytes
+        self.blocks, self.threads = self.grid[0] * self.grid[1], self.block[0] * self.block[1]
+
+
+@pytest.mark.parametrize(
+    ("problem", "entry", "width", "rows"),
+    [
+        (forward(256, 10, 512), "narrow_n", "16", "1"),
+        (forward(2048, 1, 256), "narrow_n", "1", "1"),
+        (forward(65536, 10, 512), "narrow_n", "16", "4"),
+        (input_gradient(256, 512, 10), "narrow_k", "16", "1"),
+        (input_gradient(65536, 512, 3), "narrow_k", "4", "4"),
+        (weight_gradient(10, 512, 256), "narrow_m", "16", None),
+        (weight_gradient(1, 256, 2048), "narrow_m", "1", None),
+    ],
+)
+def test_blocks_spread_over_the_gpu(
+    problem: MatmulProblem, entry: str, width: str, rows: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _Recorded(problem, monkeypatch)
+    assert (made.entry, made.macros["WIDTH"], made.macros.get("ROWS")) == (entry, width, rows)
+    assert made.macros["ALIGNED"] == "1"
+    assert made.blocks >= 64
+    assert not made.scratch_bytes, "one kernel, no block of which waits for another"
+
+
+def test_blocks_share_a_long_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _Recorded(weight_gradient(10, 512, 65536), monkeypatch)
+    assert made.grid[1] > 1
+    assert 132 <= made.blocks <= 2 * 132
+    assert made.scratch_bytes == 4 * made.blocks * 10 * 64
+
+
+SIZES = (1, 2, 7, 8, 33, 256, 1000, 4096, 100_000, 3_000_000)
+
+
+@pytest.mark.parametrize("width", [1, 3, MAX_WIDTH])
+@pytest.mark.parametrize("first", SIZES)
+@pytest.mark.parametrize("second", SIZES)
+def test_any_sizes_fit_the_hardware(width: int, first: int, second: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = Epilogue.NONE
+    for problem in (
+        forward(first, width, second, none),
+        input_gradient(first, second, width, none),
+        weight_gradient(width, first, second, none),
+    ):
+        made = _Recorded(problem, monkeypatch)
+        x, y = made.block
+        assert x & (x - 1) == y & (y - 1) == 0, "powers of two"
+        assert made.threads <= 256
+        assert made.grid[0] < 2**31
+        assert made.grid[1] <= MAX_GRID_Y
+        if made.entry != "narrow_k":
+            assert made.threads % 32 == 0, "whole warps"
+        if made.entry == "narrow_n":
+            assert x >= int(made.macros["WIDTH"])
+            assert x <= 32 or made.macros["ROWS"] == "1"
+        if made.entry == "narrow_m":
+            assert x <= 16
+            assert made.grid[1] == 1 or made.grid[0] <= MAX_TICKETS

@@ -1,0 +1,236 @@
+"""Products that are tiny in one dimension, launched by the runtime, against float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
+from lt_runtime.planning import narrow_pass, tiling
+from lt_runtime.planning.call import ProductCall
+from lt_runtime.planning.narrow_pass import NarrowPass, takes
+from lt_runtime.problem import Compute, MatmulProblem, Spec
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
+from tests.host_kernels.cases import FEW, axes, orders, seeds, suit_place
+from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
+from tests.host_kernels.variants import F32, NARROW, Narrow
+from tests.strategies import Placement, placements
+
+Array = NDArray[np.float64]
+SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
+_TRANSPOSED = {"narrow_n": (False, True), "narrow_k": (False, False), "narrow_m": (True, False)}
+"""Whether A and B are column-major."""
+_MOVED = {"narrow_n": "ab", "narrow_k": "bcd", "narrow_m": "b"}
+"""Which matrices a kernel moves in vectors."""
+_EPILOGUE = {"narrow_n": Epilogue.BIAS, "narrow_m": Epilogue.BGRADA}
+
+Asked = list[tuple[str, Macros]]
+
+
+class _Turns:
+    """A kernel on the CPU whose blocks and threads take their turns in a given order."""
+
+    def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
+        self._kernel, self._order = host.get(entry, macros), order
+
+    def prepare(self, *arguments: Any) -> Callable[[], None]:
+        return functools.partial(self._kernel.launch, *arguments, order=self._order)
+
+
+class _Memory:
+    """A stream's scratch memory and tickets."""
+
+    def __init__(self) -> None:
+        self._scratch: list[Guarded] = []
+        self._tickets = vector(np.zeros(MAX_TICKETS), F32)
+        self.tickets = self._tickets.address
+
+    def scratch(self, size: int) -> int:
+        self._scratch.append(vector(np.full(size // 4, np.nan), F32))
+        return self._scratch[-1].address
+
+    def check(self) -> None:
+        """Fails if anything around the scratch memory was written, or tickets are not zero again."""
+        self._tickets.assert_unchanged()
+        for each in self._scratch:
+            each.values()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_a_small_gpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
+        yield
+
+
+@dataclass(frozen=True)
+class NarrowCase:
+    """A product.
+
+    Attributes:
+        tiny: the dimension that is tiny, counted down from the variant's width.
+        long: the two others, in the order M, N, K.
+        c: where C is: nowhere, where D is, or apart.
+        vector: whether there is a bias, or a bias gradient is wanted.
+        busy: the GPU has few threads, and blocks share K early.
+    """
+
+    tiny: int
+    long: tuple[int, int]
+    alpha: float
+    beta: float
+    c: str
+    vector: bool
+    busy: bool
+    places: tuple[Placement, Placement, Placement, Placement]
+    order: int
+    seed: int
+
+    def shape(self, variant: Narrow) -> tuple[int, int, int]:
+        """M, N and K; where the variant is aligned the contiguous axis of what it moves is whole octets."""
+        width = max(variant.width - self.tiny, variant.width // 2 + 1)
+        first, second = self.long
+        if variant.aligned:
+            second = -(-second // 8) * 8
+        axis = "nkm".index(variant.entry[-1])
+        return ((first, width, second), (first, second, width), (width, second, first))[axis]
+
+
+cases = st.builds(
+    NarrowCase,
+    tiny=st.integers(0, 7),
+    long=st.tuples(st.one_of(axes, st.sampled_from((257, 700))), st.one_of(axes, st.sampled_from((264, 1030)))),
+    alpha=st.sampled_from((1.0, 1.0, -0.75)),
+    beta=st.sampled_from((1.0, 1.0, 0.0, 0.5)),
+    c=st.sampled_from(("nowhere", "in place", "apart")),
+    vector=st.booleans(),
+    busy=st.booleans(),
+    places=st.tuples(placements, placements, placements, placements),
+    order=orders,
+    seed=seeds,
+)
+
+
+def spec_of(matrix: Guarded) -> Spec:
+    return Spec(matrix.layout, min(ALIGNMENT, matrix.address & -matrix.address))
+
+
+class Product:
+    """Operands of a case, and what is to come of them."""
+
+    def __init__(self, case: NarrowCase, variant: Narrow) -> None:
+        self.case, self.variant = case, variant
+        (m, n, k), generator = case.shape(variant), np.random.default_rng(case.seed)
+        shapes = {"a": (m, k), "b": (k, n), "c": (m, n), "d": (m, n)}
+        across = dict(zip("ab", _TRANSPOSED[variant.entry], strict=True))
+        self.operands: dict[str, Guarded] = {}
+        for (name, shape), place in zip(shapes.items(), case.places, strict=True):
+            at = self._suited(name, shape, place, column_major=across.get(name, False))
+            self.operands[name] = Guarded(numbers(generator, shape, variant.dtype), at)
+        if case.c == "in place":
+            self.operands["c"] = self.operands["d"]
+        has_vector = case.vector and variant.entry in _EPILOGUE
+        self.epilogue = _EPILOGUE[variant.entry] if has_vector else Epilogue.NONE
+        self.vector = vector(
+            numbers(generator, (n if variant.entry == "narrow_n" else m,), variant.dtype), variant.dtype
+        )
+        self._expect()
+
+    def _suited(self, name: str, shape: tuple[int, int], place: Placement, *, column_major: bool) -> Placement:
+        aligned = self.variant.aligned and name in _MOVED[self.variant.entry]
+        suited = suit_place(place, shape, self.variant.dtype, aligned=aligned, column_major=column_major)
+        if name == "b" and not aligned:  # so that the fast path is not taken by chance
+            return replace(suited, offset=suited.offset | 1)
+        return suited
+
+    def _expect(self) -> None:
+        a, b, c = (self.operands[name].array.astype(np.float64) for name in "abc")
+        bias = self.vector.array[0].astype(np.float64) if self.epilogue is Epilogue.BIAS else 0.0
+        beta = 0.0 if self.case.c == "nowhere" else self.case.beta
+        self.expected = self.case.alpha * (a @ b) + beta * c + bias
+        size = abs(self.case.alpha) * (np.abs(a) @ np.abs(b)) + np.abs(beta * c) + np.abs(bias)
+        # each term is rounded, and each addition off by half a unit of at most the sum of magnitudes
+        self.limit = rounding(self.variant.dtype, self.expected) + (a.shape[1] + 4) * EPS32 * size
+        self.sums, magnitudes = a.sum(axis=1), np.abs(a).sum(axis=1)
+        self.sums_limit = rounding(self.variant.dtype, self.sums) + a.shape[1] * EPS32 * magnitudes
+
+    @property
+    def problem(self) -> MatmulProblem:
+        a, b, c, d = (spec_of(self.operands[name]) for name in "abcd")
+        dtype, has_c = self.variant.dtype, self.case.c != "nowhere"
+        return MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d, self.epilogue, c=c if has_c else None)
+
+    @property
+    def call(self) -> ProductCall:
+        a, b, c, d = (self.operands[name].address for name in "abcd")
+        return ProductCall(a, b, d, 0, c, self.vector.address, 0, self.case.alpha, self.case.beta)
+
+    def run(self, host: HostKernels, order: int) -> Asked:
+        """Runs the product; returns the kernel that it asked for."""
+        asked: Asked = []
+
+        def get(entry: str, macros: Macros, device: int) -> _Turns:
+            asked.append((entry, macros))
+            assume(self.variant.matches(entry, macros))
+            return _Turns(host, entry, macros, order)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(narrow_pass, "get_kernel", get)
+            if self.case.busy:
+                patch.setattr(narrow_pass, "_BUSY_THREADS", 64)
+                patch.setattr(narrow_pass, "_LONG", 1)
+            product, memory = NarrowPass(self.problem, 0), _Memory()
+        product.run(self.call, memory)  # type: ignore[arg-type]
+        memory.check()
+        return asked
+
+    def check(self) -> None:
+        """Compares the results, and fails if anything else was written."""
+        assert_close("d", self.operands["d"].values(), self.expected, self.limit)
+        if self.epilogue is Epilogue.BGRADA:
+            assert_close("sums", self.vector.values()[0], self.sums, self.sums_limit)
+        else:
+            self.vector.assert_unchanged()
+        for operand in self.operands.values():
+            if operand is not self.operands["d"]:
+                operand.assert_unchanged()
+
+
+MANY = NarrowCase(3, (700, 264), 1.0, 1.0, "in place", True, True, (FLAT, FLAT, FLAT, FLAT), FORWARD, 0)
+"""Threads have several rows of D, and blocks share K."""
+
+
+@pytest.mark.parametrize("variant", NARROW, ids=str)
+@FEW
+@example(case=MANY)
+@example(case=replace(MANY, busy=False, c="nowhere"))
+@given(case=cases)
+def test_products(host: HostKernels, variant: Narrow, case: NarrowCase) -> None:
+    product = Product(case, variant)
+    assert takes(product.problem)
+    product.run(host, case.order)
+    product.check()
+
+
+@pytest.mark.parametrize("variant", [each for each in NARROW if each.dtype is F32], ids=str)
+@FEW
+@example(case=MANY)
+@given(case=cases)
+def test_the_order_of_execution_does_not_reach_the_bits(host: HostKernels, variant: Narrow, case: NarrowCase) -> None:
+    runs = []
+    for order in (FORWARD, REVERSE, 2 + case.order):
+        product = Product(case, variant)
+        product.run(host, order)
+        runs.append(product.operands["d"].array.tobytes() + product.vector.array.tobytes())
+    assert runs[0] == runs[1] == runs[2]
