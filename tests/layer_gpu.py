@@ -83,14 +83,14 @@ class LayerGpu:
         monkeypatch.setattr(layer_tuner, "heuristic_algorithm", self._plan)
         monkeypatch.setattr(layer_tuner, "known_algorithm", self._known)
         monkeypatch.setattr(candidates, "configuration", lambda _: {"ID": 2})
-        monkeypatch.setattr(layer_tuner, "MatmulPlan", self._tuned_plan)
+        monkeypatch.setattr(layer_tuner, "plan_by", self._tuned_plan)
         monkeypatch.setattr(layer_finals, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(layer_finals, "LayerTrial", self._trial)
         monkeypatch.setattr(row_tuner, "buffer_sets", lambda *_: 2)
         monkeypatch.setattr(row_trial, "LayerTrial", self._trial)
         monkeypatch.setattr(row_tuner, "known_algorithm", self._tuned_or_known)
         monkeypatch.setattr(row_tuner, "heuristic_algorithm", self._plan)
-        monkeypatch.setattr(row_tuner, "MatmulPlan", self._tuned_plan)
+        monkeypatch.setattr(row_tuner, "plan_by", self._tuned_plan)
         monkeypatch.setattr(row_tuner, "take_times", self._take_times_in_row)
         monkeypatch.setattr(tuning, "workbench", self._workbench)
         monkeypatch.setattr(tuning, "forget", lambda problems, _: self.forgotten.extend(problems))
@@ -125,7 +125,7 @@ class LayerGpu:
     def _tuned_or_known(self, problem: MatmulProblem, device: int) -> Any:
         return self._plan(problem, device, tuned=self.store.product(problem_key(problem)) is not None)
 
-    def _tuned_plan(self, problem: MatmulProblem, device: int, *, algorithm: bytes) -> Any:
+    def _tuned_plan(self, problem: MatmulProblem, device: int, algorithm: bytes) -> Any:
         return self._plan(problem, device, tuned=algorithm == TUNED)
 
     def _tune_on(self, _: Bench, problem: MatmulProblem, effort: Any, budget_s: float) -> ProductVerdict:

@@ -9,6 +9,7 @@ from lt_runtime.errors import PlanError
 from lt_runtime.planning.entries import ProductEntry
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.narrow import plan_by
 from lt_runtime.planning.store import plan_store
 from lt_runtime.problem import MatmulProblem
 
@@ -27,7 +28,7 @@ def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
 
     def validate(_: str, entry: ProductEntry) -> str | None:
         try:
-            made.append(MatmulPlan(problem, device, algorithm=entry.algorithm))
+            made.append(plan_by(problem, device, entry.algorithm))
         except PlanError as error:
             return str(error)
         return None

@@ -12,6 +12,7 @@ from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, ReductionScheme
 from lt_runtime.planning.entries import ProductEntry, now
 from lt_runtime.planning.guesses import guesses
 from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.narrow import NARROW
 
 MOST: Final = 16
 """Candidates at default effort: what the first query returns, and as many again from the others."""
@@ -62,7 +63,9 @@ def deep_candidates(plan: MatmulPlan, known: Iterable[Algorithm]) -> list[Algori
 
 
 def configuration(algorithm: Algorithm) -> dict[str, int]:
-    """What an algorithm's configuration says, by attribute's name."""
+    """What an algorithm's configuration says, by attribute's name; our own kernel has none."""
+    if algorithm.blob == NARROW.blob:
+        return {}
     return {attribute.name: int(algorithm.get(attribute)) for attribute in AlgoConfigAttribute}
 
 

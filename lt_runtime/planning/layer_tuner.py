@@ -23,6 +23,7 @@ from lt_runtime.planning.layer_finals import Finals, Table, sums_of
 from lt_runtime.planning.links import LayerProblem, Link
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.names import algorithm_in_words, describe
+from lt_runtime.planning.narrow import plan_by
 from lt_runtime.planning.product_tuner import is_empty, tune_on
 from lt_runtime.planning.store import plan_store
 from lt_runtime.planning.timing import Timing
@@ -175,7 +176,7 @@ class _Search:
         entry = self._products.get(problem)
         if entry is None:
             return known_algorithm(problem, device)
-        return MatmulPlan(problem, device, algorithm=entry.algorithm)
+        return plan_by(problem, device, entry.algorithm)
 
     def conclude(self, before: Alternatives, after: Alternatives) -> Decision:
         """What the finals say; what runs untuned stays where it is faster than the winner after all."""

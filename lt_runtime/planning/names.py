@@ -60,7 +60,12 @@ def strategy_in_words(strategy: Mapping[str, object]) -> str:
 
 
 def algorithm_in_words(config: Mapping[str, int]) -> str:
-    """An algorithm's configuration, by the names of the attributes, such as "id 66, tile 128x256, split-K 1"."""
+    """An algorithm's configuration, by the names of the attributes, such as "id 66, tile 128x256, split-K 1".
+
+    Our kernel for narrow products has none.
+    """
+    if not config:
+        return "our kernel for narrow products"
     known = [name for name in _PARTS if name in config]
     return ", ".join(_part(name, config[name]) for name in dict.fromkeys((*known, *config)))
 

@@ -160,10 +160,15 @@ class NarrowPass:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch memory for sums over parts of K."""
+        """Bytes of a stream's workspace for sums over parts of K: its scratch memory may hold an operand."""
         (columns, parts), (x, _) = self._tiling
         is_shared = self._form.entry == "narrow_m" and parts > 1
         return 4 * parts * columns * x * _QUAD * self._problem.m if is_shared else 0
+
+    @property
+    def tickets(self) -> int:
+        """Counters that blocks which share sums need."""
+        return self._tiling.grid[0] if self.scratch_bytes else 0
 
     def run(self, call: ProductCall, memory: StreamMemory) -> None:
         """Puts the product on the call's stream, whose memory's lock the caller holds."""
@@ -174,7 +179,7 @@ class NarrowPass:
         params.vector = call.vector if self._problem.epilogue is not Epilogue.NONE else 0
         params.alpha, params.beta = call.alpha, call.beta
         if self.scratch_bytes:
-            params.partial, params.tickets = memory.scratch(self.scratch_bytes), memory.tickets
+            params.partial, params.tickets = memory.workspace, memory.tickets
         launch()
 
     def _prepare(self, stream: int) -> tuple[NarrowParams, Launch]:

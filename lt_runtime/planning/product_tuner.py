@@ -16,6 +16,8 @@ from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.candidates import configuration, deep_candidates, heuristic_candidates
 from lt_runtime.planning.entries import Effort, ProductEntry, RejectedAlgorithm
 from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.narrow import NARROW, plan_by
+from lt_runtime.planning.narrow_pass import takes
 from lt_runtime.planning.product import library_may_fuse
 from lt_runtime.planning.timing import Launch, Timing, buffer_sets, fastest, take_times
 from lt_runtime.planning.trial import NORMAL, Trial
@@ -33,7 +35,7 @@ class ProductVerdict:
     """What the tuner found.
 
     Attributes:
-        algorithm: 64 bytes, for `MatmulPlan(..., algorithm=...)`.
+        algorithm: 64 bytes, for `plan_by`.
         config: its configuration by attribute's name.
         us: microseconds that it takes, median of the rounds. spread: their interquartile range.
         first_us: what the heuristic's first takes.
@@ -130,10 +132,12 @@ class Field:
             algorithms = deep_candidates(own, algorithms)
         for number, algorithm in enumerate(algorithms):
             self._admit(f"candidate {number}" if number else _FIRST, algorithm)
+        if takes(problem):
+            self._admit("ours", NARROW)
 
     def _admit(self, name: str, algorithm: Algorithm) -> None:
         try:
-            plan = MatmulPlan(self.problem, self.device, algorithm=algorithm.blob)
+            plan = plan_by(self.problem, self.device, algorithm.blob)
         except PlanError as error:
             self._note(algorithm, str(error))
             return

@@ -20,6 +20,7 @@ from lt_runtime.planning.layer_finals import Table
 from lt_runtime.planning.links import LayerProblem
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.names import describe, strategy_in_words
+from lt_runtime.planning.narrow import plan_by
 from lt_runtime.planning.product_tuner import is_empty
 from lt_runtime.planning.row_trial import alone, row_trial
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, from_entry
@@ -169,7 +170,7 @@ class _Search:
         entry = self._products.get(problem)
         if entry is None:
             return known_algorithm(problem, device)
-        return MatmulPlan(problem, device, algorithm=entry.algorithm)
+        return plan_by(problem, device, entry.algorithm)
 
     def _by_heuristic(self, problem: LayerProblem, entry: LayerEntry) -> _Option | None:
         """None where that is how it runs already, or one of the algorithms was rejected or is none."""

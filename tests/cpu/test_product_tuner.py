@@ -17,6 +17,8 @@ from lt_runtime.errors import ArgumentError, PlanError
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning import product_tuner
 from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.names import algorithm_in_words
+from lt_runtime.planning.narrow import NARROW, NarrowPlan, plan_by
 from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
 from lt_runtime.planning.timing import Launch
 from lt_runtime.planning.trial import Trial
@@ -227,3 +229,63 @@ def test_bad_arguments() -> None:
     problem = replace(a_problem(epilogue=Epilogue.BIAS), d=flipped)
     with pytest.raises(PlanError, match="cuBLASLt is not to be asked for MatmulProblem"):
         tune_product(problem, 0)
+
+
+class FakeNarrowPass:
+    scratch_bytes = tickets = 0
+
+    def __init__(self, problem: MatmulProblem, device: int) -> None:
+        pass
+
+
+NARROW_PROBLEM = MatmulProblem(
+    DType.FLOAT32,
+    DType.FLOAT32,
+    Compute.FLOAT32,
+    Spec(packed(32, 40)),
+    Spec(packed(10, 40)).transposed,
+    Spec(packed(32, 10)),
+)
+
+
+@pytest.fixture
+def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What the fake library takes for our kernel's id."""
+    monkeypatch.setattr("lt_runtime.planning.narrow.NarrowPass", FakeNarrowPass)
+    monkeypatch.setattr("lt_runtime.planning.narrow.workspace_size", lambda _: WORKSPACE)
+    return NARROW.get(AlgoConfigAttribute.ID)
+
+
+def test_our_kernel_is_one_more_candidate(gpu: FakeGpu, narrow: int) -> None:
+    gpu.us = {3: 8.0, narrow: 6.0}
+    verdict = tune(NARROW_PROBLEM)
+    assert (verdict.algorithm, verdict.us, verdict.candidates) == (NARROW.blob, 6.0, 5)
+    assert algorithm_in_words(verdict.config) == "our kernel for narrow products"
+    assert isinstance(plan_by(NARROW_PROBLEM, 0, verdict.algorithm), NarrowPlan)
+    gpu.us = {3: 8.0, narrow: 9.0}
+    assert tune(NARROW_PROBLEM).algorithm[0] == 3
+
+
+def test_our_kernel_is_verified_like_any_other(gpu: FakeGpu, narrow: int) -> None:
+    gpu.us, gpu.faults = {narrow: 6.0}, {narrow: corrupt_first}
+    verdict = tune(NARROW_PROBLEM)
+    assert verdict.algorithm != NARROW.blob
+    (rejected,) = verdict.rejected
+    assert rejected.algorithm == NARROW.blob
+    assert rejected.reason.startswith("wrong: ")
+
+
+def corrupt_first(trial: Trial) -> None:
+    trial._buffers["d"].bits[0, 0, 0] += 1 << 20
+
+
+def test_our_kernel_is_for_narrow_products_alone(gpu: FakeGpu) -> None:
+    assert NARROW.blob not in {each.algorithm for each in tune().rejected}
+    with pytest.raises(PlanError, match="does not take"):
+        plan_by(a_problem(), 0, NARROW.blob)
+
+
+def test_partial_sums_that_have_no_room(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeNarrowPass, "scratch_bytes", WORKSPACE + 1)
+    with pytest.raises(PlanError, match="no room"):
+        plan_by(NARROW_PROBLEM, 0, NARROW.blob)
