@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections import Counter
@@ -28,7 +27,6 @@ from lt_runtime.planning.recording import RECORD_VARIABLE, read_recorded
 from lt_runtime.planning.store import plan_store
 from lt_runtime.planning.tuning import tune_problems
 from lt_runtime.training import captured
-from lt_runtime.training.body import StepBody
 
 
 class Contender(NamedTuple):
@@ -89,12 +87,10 @@ def batch(case: StepCase) -> tuple[Any, Any]:
     return x, labels(*outputs) if case.loss == "cross_entropy" else normal(outputs, case.dtype)
 
 
-def contender(setup: Setup, *, update_last: bool = False) -> Contender:
-    """A step, captured; with `update_last` its whole update comes after the backward pass."""
+def contender(setup: Setup) -> Contender:
+    """A step, captured."""
     setup.restore()
     step, stream = setup.step(), setup.stream
-    if update_last:
-        step._gpu._body = StepBody(setup.model, setup.optimizer, setup.case.loss, beside_from=math.inf)
     with stream:
         first_loss = float(step(setup.x, setup.target))
     graph = _graph(step)

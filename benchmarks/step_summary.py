@@ -18,10 +18,7 @@ SOAK: Final = "soak mnist BF16"
 _MNIST: Final = ("mnist TF32", "mnist BF16")
 _WAYS: Final = ("_autocast", "_bf16")
 _FORBIDDEN: Final = ("memcpy", "mem_alloc", "mem_free", "host")
-_SHOWN: Final = (
-    *("lt_untuned", "lt_update_last", "torch_graph", "torch_compile", "torch_max_autotune"),
-    *("lt_call", "torch_graph_call"),
-)
+_SHOWN: Final = ("lt_untuned", "torch_graph", "torch_compile", "torch_max_autotune", "lt_call", "torch_graph_call")
 
 Row = Mapping[str, Any]
 
@@ -60,8 +57,8 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _peers(rows: Sequence[Row]) -> Iterable[Finding]:
-    """By case, first against the peer that the target is about; the others are told."""
-    for peer, is_judged in (("torch_max_autotune", True), ("torch_graph", False), ("lt_update_last", False)):
+    """By case, first against the peer that the target is about; the other is told."""
+    for peer, is_judged in (("torch_max_autotune", True), ("torch_graph", False)):
         found = speedups(rows, peer)
         for case in cases():
             target = case.least if is_judged else None

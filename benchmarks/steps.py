@@ -1,8 +1,7 @@
 """Whole training steps, each in one CUDA Graph, against PyTorch's: `python3 -m benchmarks.steps`.
 
 Contenders take turns; a figure is the median over the rounds of a step's time within many replays in a row. Names that
-end in `_call` are of calls as a script makes them, the host's time and the batch's copy included. `lt_update_last` is
-our step without updates beside the backward pass.
+end in `_call` are of calls as a script makes them, the host's time and the batch's copy included.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-// AdamW over every parameter of a model. A block handles one chunk of one tensor, a thread eight elements of it. A step is
-// one launch, or several over parts of the table, in any order or at once. lt_runtime/reference/adamw.py holds the same
-// update.
+// AdamW over every parameter of a model in one launch. A block handles one chunk of one tensor, a thread eight elements of
+// it. lt_runtime/reference/adamw.py holds the same update.
 // Compiled for one MOMENT type (float or __nv_bfloat16), AMSGRAD (0 or 1), and STOCHASTIC (0 or 1: whether there are BF16
 // parameters without a master copy).
 
@@ -54,7 +53,6 @@ struct AdamWParams {
   float growth_factor;
   float backoff_factor;
   int growth_interval;
-  uint32 blocks;  // of the whole step, in all of its launches
 };
 
 // What one thread reads for its block: the first words of OptimizerState, and the loss scale.
@@ -127,11 +125,11 @@ __device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
   *p.growth_tracker = grows ? 0 : successes;
 }
 
-// Counts the block in once it has read the state; the last one of the step, in whichever launch it is, writes what the next
-// step will read. That need not wait for any update.
+// Counts the block in once it has read the state; the last one writes what the next step will read. That need not wait for
+// any update.
 __device__ inline void advance(const AdamWParams& p, const Progress& now, bool skipped) {
   __threadfence();
-  if (atomicInc(&p.state->update_ticket, p.blocks - 1) != p.blocks - 1) return;
+  if (atomicInc(&p.state->update_ticket, gridDim.x - 1) != gridDim.x - 1) return;
   if (skipped) {
     p.state->skipped = now.skipped + 1;
   } else {

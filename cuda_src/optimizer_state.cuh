@@ -10,8 +10,8 @@ struct alignas(16) OptimizerState {
   uint32 skipped;        // updates left out because of a gradient that was NaN or infinite
   uint32 nonfinite;      // threads that have met such a gradient since the last update
   float norm;            // of all gradients, unscaled, at the last update
-  uint32 update_ticket;  // of the step's blocks that have read this, zero between steps
-  uint32 norm_ticket;    // of a launch's blocks, zero between launches
+  uint32 update_ticket;  // counters of blocks, zero between launches
+  uint32 norm_ticket;
   uint32 reserved0;
   uint32 reserved1;
 };

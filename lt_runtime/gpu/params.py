@@ -338,7 +338,6 @@ class AdamWParams(ctypes.Structure):
         ("growth_factor", ctypes.c_float),
         ("backoff_factor", ctypes.c_float),
         ("growth_interval", ctypes.c_int),
-        ("blocks", ctypes.c_uint32),
     )
 
 

@@ -15,27 +15,21 @@ from lt_runtime.errors import DeviceError, DTypeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.kernels import THREADS, Kernel, get_kernel
-from lt_runtime.gpu.params import SCALAR, AdamWChunk, AdamWParams, GradientNormParams, OptimizerState
+from lt_runtime.gpu.params import SCALAR, AdamWParams, GradientNormParams, OptimizerState
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.ops._adamw_parts import StepInParts
-from lt_runtime.ops._adamw_table import Tensor, norm_table, rows_of_tensors, update_table
+from lt_runtime.ops._adamw_table import Tensor, norm_table, update_table
 from lt_runtime.ops._adamw_types import Options, Parameter
 from lt_runtime.ops._place import Place
 from lt_runtime.problem import DType
 from lt_runtime.schedules import DECAYS
 
 _WORDS: Final = [name for name, *_ in OptimizerState._fields_]  # each of 32 bits
-_ROW_BYTES: Final = np.dtype(AdamWChunk).itemsize
 
 
 class _Launch(NamedTuple):
     kernel: Kernel
     blocks: int
     params: AdamWParams | GradientNormParams
-
-    def put(self, stream: int) -> None:
-        """Puts it on a stream."""
-        self.kernel.launch((self.blocks, 1), (THREADS, 1), self.params, stream)
 
 
 class GpuState:
@@ -51,10 +45,8 @@ class GpuState:
             self.moments: Sequence[tuple[Any, ...]] = self._moments(parameters)
             tensors = [self._tensor(*pair) for pair in zip(parameters, self.moments, strict=True)]
             self._scale = None if options.scaler is None else self._scale_arrays(options.scaler.init_scale)
-            table = update_table(tensors)
-            self._rows = rows_of_tensors(table, len(tensors))
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
-            self._launches = [*norms, self._update(tensors, table, words)]
+            self._launches = [*norms, self._update(tensors, words)]
             call("cuStreamSynchronize", self._place.stream)  # later steps may come on any stream
         if options.scaler is not None and self._scale is not None:
             options.scaler.bind(*self._scale)
@@ -68,28 +60,17 @@ class GpuState:
         with activated(device):
             handle = stream_handle(stream, device)
             for launch in self._launches:
-                launch.put(handle)
+                launch.kernel.launch((launch.blocks, 1), (THREADS, 1), launch.params, handle)
 
-    def in_parts(self) -> StepInParts | None:
-        """See `State`: one launch for each run of parameters that lie side by side in the table."""
-        return None if self._options.judges_gradients else StepInParts(self._update_rows, self._rows)
-
-    def _update_rows(self, rows: range, stream: Any) -> None:
-        (whole,) = self._launches
-        device, params = self._place.device, AdamWParams.from_buffer_copy(whole.params)
-        params.chunks += rows.start * _ROW_BYTES
-        with activated(device):
-            _Launch(whole.kernel, len(rows), params).put(stream_handle(stream, device))
-
-    def _update(self, tensors: Sequence[Tensor], table: NDArray[Any], words: Any) -> _Launch:
-        options = self._options
+    def _update(self, tensors: Sequence[Tensor], words: Any) -> _Launch:
+        table, options = update_table(tensors), self._options
         in_place = any(tensor.value[1] is not DType.FLOAT32 for tensor in tensors)
         macros = (
             ("MOMENT", SCALAR[options.moments]),
             ("AMSGRAD", str(int(options.amsgrad))),
             ("STOCHASTIC", str(int(in_place))),
         )
-        params = adamw_params(options, self._upload(table), len(table), words.data.ptr)
+        params = adamw_params(options, self._upload(table), words.data.ptr)
         if self._scale is not None:
             params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
         return _Launch(get_kernel("adamw", macros, self._place.device), len(table), params)
@@ -160,12 +141,11 @@ class GpuState:
         return int(array.data.ptr)
 
 
-def adamw_params(options: Options, chunks: int, blocks: int, state: int) -> AdamWParams:
+def adamw_params(options: Options, chunks: int, state: int) -> AdamWParams:
     """The update's argument block without a scaler's arrays.
 
     Args:
         chunks, state: addresses of the table and of an `OptimizerState`.
-        blocks: of the whole step, one for each row of the table.
     """
     hyper, schedule, scaler = options.hyper, options.hyper.schedule, options.scaler
     return AdamWParams(
@@ -189,7 +169,6 @@ def adamw_params(options: Options, chunks: int, blocks: int, state: int) -> Adam
         growth_factor=scaler.growth_factor if scaler else 0.0,
         backoff_factor=scaler.backoff_factor if scaler else 0.0,
         growth_interval=scaler.growth_interval if scaler else 0,
-        blocks=blocks,
     )
 
 

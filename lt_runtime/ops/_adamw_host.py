@@ -47,9 +47,6 @@ class HostState:
             if self._options.scaler is not None:
                 _move(self._options.scaler, finite)
 
-    def in_parts(self) -> None:
-        """See `State`; nothing runs beside anything."""
-
     def _judge(self) -> tuple[float, bool]:
         """What the gradients are to be multiplied by, and whether all are finite."""
         options = self._options

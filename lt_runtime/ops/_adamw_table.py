@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -52,12 +51,6 @@ class Tensor:
 def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
     """Rows of type `AdamWChunk`, at least one: the block that updates nothing still advances the step."""
     return _joined([_update_rows(i, tensor) for i, tensor in enumerate(tensors)], np.dtype(AdamWChunk))
-
-
-def rows_of_tensors(table: NDArray[Any], count: int) -> list[range]:
-    """Which rows of an `update_table` each of its `count` tensors has: they lie side by side, in the tensors' order."""
-    starts = np.searchsorted(table["tensor"], np.arange(count + 1)).tolist()
-    return [range(*pair) for pair in itertools.pairwise(starts)]
 
 
 def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:

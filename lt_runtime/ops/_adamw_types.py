@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.ops._adamw_parts import StepInParts
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper
 
@@ -87,6 +86,3 @@ class State(Protocol):
 
     def step(self, stream: Any) -> None:
         """One update of all parameters."""
-
-    def in_parts(self) -> StepInParts | None:
-        """See `AdamW.step_in_parts`."""

@@ -1,4 +1,4 @@
-"""AdamW over all parameters of a model, in one launch or in parts."""
+"""AdamW over all parameters of a model in one launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from lt_runtime.errors import ArgumentError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.ops._adamw_gpu import GpuState
 from lt_runtime.ops._adamw_host import HostState
-from lt_runtime.ops._adamw_parts import StepInParts
 from lt_runtime.ops._adamw_types import Options, Parameter, State
 from lt_runtime.problem import DType, Philox
 from lt_runtime.reference import AdamWHyper
@@ -109,14 +108,6 @@ class AdamW:
             GpuError: the driver or the compiler failed.
         """
         self._state.step(stream)
-
-    def step_in_parts(self) -> StepInParts | None:
-        """A step of several launches, which updates some parameters while the gradients of others are still being made.
-
-        The bits are those of `step`. None on the host, and with `max_norm`, `skip_nonfinite` or `scaler`: there every
-        gradient has to be known before any update.
-        """
-        return self._state.in_parts()
 
 
 def _by_name(parameters: Sequence[Parameter], parts: tuple[str, ...]) -> dict[str, Any]:

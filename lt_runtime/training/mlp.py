@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -148,23 +148,13 @@ class MLP:
             contexts.append(ctx)
         return x, contexts
 
-    def backward(
-        self,
-        dy: Any,
-        contexts: Sequence[Any],
-        *,
-        accumulate: bool = False,
-        stream: Any = None,
-        layer_done: Callable[[int], object] | None = None,
-    ) -> None:
+    def backward(self, dy: Any, contexts: Sequence[Any], *, accumulate: bool = False, stream: Any = None) -> None:
         """Puts every parameter's gradient into `Parameter.grad`.
 
         Args:
             dy: (M, dims[-1]), the gradient with respect to the outputs.
             contexts: from `forward`.
             accumulate: add to the gradients instead of replacing them.
-            layer_done: called after each layer, from the last on, with its index: the stream has been given all that
-                makes its parameters' gradients, and all that reads the parameters themselves.
         """
         chain = [*zip(self.layers, contexts, strict=True)]
         for i in reversed(range(len(chain))):
@@ -172,8 +162,6 @@ class MLP:
             with range_of(f"backward/{layer.name}"):
                 below = chain[i - 1] if i else None
                 dy = layer.backward(dy, ctx, below, last=last, accumulate=accumulate, stream=stream)
-            if layer_done is not None:
-                layer_done(i)
 
     def _layer(self, index: int, weight: Parameter, bias: Parameter) -> Linear:
         last = index == len(self.dims) - 2

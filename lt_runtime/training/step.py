@@ -37,11 +37,10 @@ class TrainStep:
 
     On a GPU the whole step is one CUDA graph, captured at the first batch of each size, by what has been tuned until
     then: the step is rehearsed without the update, so that everything is planned; the graph is launched at every call,
-    the first too. In it the update of each large layer but the first runs beside the backward pass of the layers
-    before it, unless the optimizer has to judge the gradients first. The step's number, the learning rate, the loss
-    scale and dropout's masks advance on the device. Batches are copied into buffers that stay. No call waits for the
-    GPU, and none allocates but the first of a size. With `graph=False` the same operations are launched one by one,
-    the update last, with the same results, bit by bit, each of them a range. A model of NumPy arrays knows no graphs.
+    the first too. The step's number, the learning rate, the loss scale and dropout's masks advance on the device.
+    Batches are copied into buffers that stay. No call waits for the GPU, and none allocates but the first of a size.
+    With `graph=False` the same operations are launched one by one, with the same results, bit by bit, each of them a
+    range. A model of NumPy arrays knows no graphs.
 
     Args:
         model: an `MLP`.

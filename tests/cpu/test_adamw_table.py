@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lt_runtime.ops._adamw_table import UPDATE_CHUNK, Tensor, norm_table, rows_of_tensors, update_table
+from lt_runtime.ops._adamw_table import UPDATE_CHUNK, Tensor, norm_table, update_table
 from lt_runtime.problem import DType
 
 F32, F16, BF16 = DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
@@ -45,14 +45,6 @@ def test_update_rows_cover_a_tensor(size: int) -> None:
     row = rows[0]
     assert (row["v_max"], row["lr_scale"], row["weight_decay"], row["aligned"]) == (0, 0.5, 0.25, 1)
     assert (row["value_type"], row["copy_type"], row["gradient_type"]) == (0, 1, 2)
-
-
-def test_rows_of_a_tensor_lie_side_by_side() -> None:
-    sizes = [0, 3, 2 * UPDATE_CHUNK + 1, 0, UPDATE_CHUNK, 0]
-    tensors = [tensor(size) for size in sizes]
-    assert [tuple(rows) for rows in rows_of_tensors(update_table(tensors), 6)] == [(), (0,), (1, 2, 3), (), (4,), ()]
-    nothing = [tensor(0), tensor(0)]
-    assert [tuple(rows) for rows in rows_of_tensors(update_table(nothing), 2)] == [(0,), ()]
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -72,7 +72,7 @@ def test_names_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_row, "timed_replays", lambda *_: "graph")
     monkeypatch.setattr(step_row, "timed_calls", lambda *_: "call")
     contender = Contender(print, print, 0.0, {})
-    names = "lt", "lt_update_last", "lt_untuned", "torch_graph_bf16", "torch_max_autotune_bf16"
+    names = "lt", "lt_untuned", "torch_graph_bf16", "torch_max_autotune_bf16"
     turns = step_row._turns(dict.fromkeys(names, contender), 1, None)
     graphs, calls = dict.fromkeys(names, "graph"), dict.fromkeys(("lt_call", "torch_graph_call_bf16"), "call")
     assert turns == graphs | calls
@@ -159,14 +159,11 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 
 def test_tables() -> None:
     console = Console(width=250)
-    rows = [
-        row("mnist BF16", lt_untuned=11.0, lt_update_last=10.5, torch_graph=12.5),
-        {"case": SOAK, "us": {"lt_call": 1.0}},
-    ]
+    rows = [row("mnist BF16", lt_untuned=11.0, torch_graph=12.5), {"case": SOAK, "us": {"lt_call": 1.0}}]
     with console.capture() as capture:
         console.print(step_summary.rows_table([*rows, {"case": "mnist TF32", "us": {}, "error": "DriverError"}]))
     lines = [line.split() for line in capture.get().splitlines()]
-    assert lines[1] == ["mnist", "BF16", "10.0", "0.10", "1.100", "1.050", "1.250", "14"]
+    assert lines[1] == ["mnist", "BF16", "10.0", "0.10", "1.100", "1.250", "14"]
     assert lines[2] == [*SOAK.split(), "see", "below"]
     assert lines[3] == ["mnist", "TF32", "no", "result"]
 

@@ -287,45 +287,6 @@ def test_a_replayed_graph_does_what_calls_do(scaled: bool, options: dict[str, An
     assert replayed[-1] == (128.0 if scaled else None)
 
 
-@pytest.mark.parametrize("name", ["plain", "amsgrad", "BF16 moments", "in place"])
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_step_in_parts_does_what_one_launch_does(name: str, captured: bool) -> None:
-    whole, parts = (_parameters(BF16, BF16, 23, master=name != "in place") for _ in range(2))
-    schedule = warmup_cosine(2, 5)
-    one, other = (lt.AdamW(each, schedule=schedule, **OPTIONS[name]) for each in (whole, parts))
-    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
-    cp.cuda.get_current_stream().synchronize()
-
-    def step() -> None:
-        update = other.step_in_parts()
-        assert update is not None
-        streams[1].wait_event(streams[0].record())
-        update.update([7, 2], streams[1])
-        update.update([3], streams[0])
-        update.update([4, 5], streams[1])
-        update.finish(streams[0])
-        streams[0].wait_event(streams[1].record())
-
-    if captured:
-        streams[0].begin_capture()
-        step()
-        graph = streams[0].end_capture()
-    for i in range(8):
-        one.step()
-        if captured:
-            graph.launch(streams[0])
-        else:
-            step()
-        streams[0].synchronize()
-        assert int(other.steps[0]) == i + 1
-    assert _bytes(whole) == _bytes(parts)
-
-
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"skip_nonfinite": True}, {"scaler": lt.GradScaler()}])
-def test_gradients_that_are_judged_first_take_one_launch(options: dict[str, Any]) -> None:
-    assert lt.AdamW(_parameters(F32, F32, 29), **options).step_in_parts() is None
-
-
 @pytest.fixture
 def large_memory() -> Iterator[None]:
     cp.get_default_memory_pool().free_all_blocks()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import cupy as cp
@@ -14,13 +13,11 @@ import lt_runtime as lt
 from lt_runtime.errors import CaptureError, DeviceError, DTypeError, GpuError, LayoutError, LtError, OperandError
 from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.gpu.streams import private_stream
-from lt_runtime.ops._adamw_parts import StepInParts
 from lt_runtime.ops.tally import GpuTally, HostTally, Scores
 from lt_runtime.planning import cache
 from lt_runtime.planning.stacks import Stack
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.training import captured
-from lt_runtime.training.body import StepBody
 
 ROWS, INPUTS, CLASSES = 96, 40, 10
 
@@ -31,14 +28,11 @@ class _Run:
     def __init__(self, dtype: str = "float32", loss: str = "cross_entropy", seed: int = 3, **options: Any) -> None:
         dropout = options.pop("dropout", 0.2)
         optimizer = options.pop("optimizer", {})
-        dims, beside_from = options.pop("dims", [INPUTS, 64, 72, CLASSES]), options.pop("beside_from", None)
         scaler = lt.GradScaler(1024.0, growth_interval=3) if dtype == "float16" else None
-        self.model = lt.MLP(dims, "gelu", dtype=dtype, dropout=dropout, seed=seed, device="cuda")
+        self.model = lt.MLP([INPUTS, 64, 72, CLASSES], "gelu", dtype=dtype, dropout=dropout, seed=seed, device="cuda")
         schedule = lt.schedules.warmup_cosine(3, 40)
         self.optimizer = lt.AdamW(self.model.parameters(), lr=1e-2, schedule=schedule, scaler=scaler, **optimizer)
         self.step = lt.TrainStep(self.model, self.optimizer, loss=loss, **{"batch_size": ROWS, **options})
-        if beside_from is not None:
-            self.step._gpu._body = StepBody(self.model, self.optimizer, loss, beside_from=beside_from)
         self._loss = loss
 
     def batch(self, i: int, rows: int = ROWS) -> tuple[Any, Any]:
@@ -74,75 +68,6 @@ def test_graph_and_eager_agree_bitwise(dtype: str, loss: str, accumulate: int) -
     assert int(runs[0].optimizer.steps[0]) + int(runs[0].optimizer.skipped_steps[0]) == 8
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(
-    ("dtype", "optimizer"),
-    [
-        ("float32", {}),
-        ("bfloat16", {}),
-        ("bfloat16", {"stochastic_rounding": True, "moments": "bfloat16", "amsgrad": True, "seed": 5}),
-        ("float16", {}),  # with a scaler: one launch, after all gradients have been judged
-    ],
-)
-def test_updates_beside_the_backward_pass_change_no_bit(
-    dtype: str, optimizer: dict[str, Any], dropout: float, accumulate: int
-) -> None:
-    options: dict[str, Any] = {"optimizer": optimizer, "dropout": dropout, "accumulate": accumulate}
-    runs = [
-        _Run(dtype, beside_from=0, **options),
-        _Run(dtype, beside_from=math.inf, **options),
-        _Run(dtype, graph=False, **options),
-    ]
-    losses = [run.train(12) for run in runs]
-    assert losses[0] == losses[1] == losses[2]
-    assert runs[0].state() == runs[1].state() == runs[2].state()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_large_updates_beside_the_backward_pass(dtype: str) -> None:
-    """Long enough, both of them, to run at the same time; replays follow each other at once."""
-    dims = [INPUTS, 2048, 2048, 2048, 1024, CLASSES]
-    runs = [_Run(dtype, dims=dims, graph=graph) for graph in (True, False)]
-    assert [*runs[0].step._gpu._body._late] == [1, 2, 3]
-    batches = [runs[0].batch(i) for i in range(4)]
-    for i in range(100):
-        for run in runs:
-            run.step(*batches[i % 4])
-    assert runs[0].state() == runs[1].state()
-    assert int(runs[0].optimizer.steps[0]) == 100
-
-
-def test_updates_beside_are_kernels_of_their_own() -> None:
-    counts = []
-    for beside_from in (0, 64 * 72 + 72, math.inf):
-        run = _Run("bfloat16", beside_from=beside_from)
-        run.train(1)
-        counts.append(_nodes(run).count("KERNEL"))
-    assert counts == [counts[2] + 2] * 2 + counts[2:]  # without the last layer on a branch, what is left lies apart
-
-
-def test_a_failure_while_capturing_with_an_update_on_its_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, expected = _Run(beside_from=0), _Run(beside_from=0)
-    state, rows = run.optimizer._state, []
-
-    def launch(given: range, stream: Any) -> None:
-        rows.append(given)
-        if len(rows) == 2:
-            raise GpuError("the second launch failed")
-        state._update_rows(given, stream)
-
-    before = run.state()
-    with monkeypatch.context() as patch:
-        patch.setattr(run.optimizer, "step_in_parts", lambda: StepInParts(launch, state._rows))
-        with pytest.raises(GpuError, match="the second launch failed"):
-            run.step(*run.batch(0))
-    assert len(rows) == 2
-    assert run.state() == before
-    assert run.train(3) == expected.train(3)
-    assert run.state() == expected.state()
-
-
 def test_eager_steps_may_follow_graphs() -> None:
     mixed, graphs = _Run(), _Run()
     eager = lt.TrainStep(mixed.model, mixed.optimizer, batch_size=ROWS, graph=False)
@@ -159,20 +84,15 @@ def test_masks_differ_from_step_to_step() -> None:
     assert len({float(step(*batch)) for _ in range(5)}) == 5
 
 
-def _nodes(run: _Run) -> list[str]:
-    """Of the graph of a step that has been captured."""
-    gpu = run.step._gpu
-    (batches,) = gpu._batches.values()
-    with captured._memory_from(gpu._pool):
-        return captured_nodes(
-            lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(0, "training")
-        )
-
-
 def test_a_graph_holds_kernels_alone() -> None:
     run = _Run("bfloat16", optimizer={"max_norm": 1.0})
     run.train(1)
-    nodes = _nodes(run)
+    gpu = run.step._gpu
+    (batches,) = gpu._batches.values()
+    with captured._memory_from(gpu._pool):
+        nodes = captured_nodes(
+            lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(0, "training")
+        )
     print(f"a step of 3 layers with max_norm: {len(nodes)} nodes")
     assert set(nodes) <= {"KERNEL", "MEMSET"}  # of tile counters, where a product needs them
     assert len(nodes) < 30

@@ -57,13 +57,6 @@ def test_a_tuned_step_follows_what_was_measured(case: StepCase, stream: Any) -> 
     assert tuned.first_loss == pytest.approx(untuned.first_loss, rel=0.02)
 
 
-def test_updates_come_last_where_that_is_asked_for(stream: Any) -> None:
-    setup = Setup(replace(SMALL[2], dims=(48, 1024, 1024)), stream)
-    beside, last = (step_lt.contender(setup, update_last=each) for each in (False, True))
-    assert beside.nodes["kernel"] == last.nodes["kernel"] + 1
-    assert beside.first_loss == last.first_loss
-
-
 @pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.name} {case.loss}")
 def test_pytorch_begins_with_the_same_loss(case: StepCase, stream: Any) -> None:
@@ -83,7 +76,7 @@ def test_pytorch_begins_with_the_same_loss(case: StepCase, stream: Any) -> None:
 def test_a_row(stream: Any) -> None:
     row = measure_case(SMALL[2], 3, stream).as_json()
     theirs = {f"torch_graph{call}{way}" for call in ("", "_call") for way in ("", "_autocast", "_bf16")}
-    assert set(row["us"]) == {"lt", "lt_update_last", "lt_untuned", "lt_call"} | (theirs if HAS_TORCH else set())
+    assert set(row["us"]) == {"lt", "lt_untuned", "lt_call"} | (theirs if HAS_TORCH else set())
     assert row["unmeasured_problems"] == 0
     assert steps.missing(["small BF16"], {"small BF16": row}, max_autotune=False) == []
 

@@ -154,20 +154,14 @@ class HostOptimizer:
         partial.values()
         assert self.state["norm_ticket"] == 0
 
-    def update(
-        self, tensors: Sequence[HostTensor], order: int = 0, octet: int = 0, cuts: Sequence[slice] = (slice(None),)
-    ) -> None:
-        """Launches adamw for each of `cuts` of the table; `octet` is added to where elements are counted from."""
+    def update(self, tensors: Sequence[HostTensor], order: int = 0, octet: int = 0) -> None:
+        """Launches adamw; `octet` is added to where the tensors' elements are counted from."""
         table = update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
-        before = self.state.copy()
-        for cut in cuts:
-            assert self.state["steps"] == before["steps"], "the step is over before its last launch"
-            rows = table[cut]
-            params = adamw_params(self._options, rows.ctypes.data, table.size, self.state.ctypes.data)
-            if self._options.scaler:
-                params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
-            self._update.launch((rows.size, 1), (THREADS, 1), params, order=order)
+        params = adamw_params(self._options, table.ctypes.data, self.state.ctypes.data)
+        if self._options.scaler:
+            params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
+        self._update.launch((table.size, 1), (THREADS, 1), params, order=order)
         assert self.state["update_ticket"] == self.state["nonfinite"] == 0
 
 

@@ -203,25 +203,6 @@ def test_thread_order_changes_no_bit(host: HostKernels, variant: AdamWVariant) -
 
 
 @pytest.mark.parametrize("variant", ADAMW, ids=str)
-def test_launches_over_parts_change_no_bit(host: HostKernels, variant: AdamWVariant) -> None:
-    cases = [TensorCase(5000, BF16, F16, in_place=variant.stochastic), TensorCase(37), TensorCase(2049, F16, BF16)]
-    hyper = replace(HYPER, schedule=warmup_cosine(2, 6))
-
-    def run(*cuts: slice) -> list[bytes]:
-        generator = np.random.default_rng(15)
-        parameters = [HostTensor(case, variant, generator) for case in cases]
-        optimizer = HostOptimizer(host, variant, replace(OPTIONS, hyper=hyper, seed=9))
-        for step in range(1, 5):
-            optimizer.update(parameters, order=step, cuts=cuts)
-            assert optimizer.state["steps"] == step
-        return [*(x.array.tobytes() for t in parameters for x in t.written), optimizer.state.tobytes()]
-
-    whole = run(slice(0, 6))  # three blocks, one and two
-    assert whole == run(slice(0, 3), slice(3, 6)) == run(slice(4, 6), slice(0, 4))
-    assert whole == run(*(slice(i, i + 1) for i in (5, 0, 3, 1, 4, 2)))
-
-
-@pytest.mark.parametrize("variant", ADAMW, ids=str)
 def test_alignment_changes_no_bit(host: HostKernels, variant: AdamWVariant) -> None:
     def run(offsets: tuple[int, int, int]) -> list[bytes]:
         generator = np.random.default_rng(8)

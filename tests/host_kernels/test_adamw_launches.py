@@ -19,7 +19,6 @@ from lt_runtime.ops._adamw_gpu import GpuState
 from lt_runtime.ops._adamw_host import HostState
 from lt_runtime.ops._adamw_types import Options, Parameter
 from lt_runtime.problem import DType
-from lt_runtime.schedules import warmup_cosine
 from tests.fake_device import HostLibrary, HostPlace, call
 from tests.host_kernels.arrays import numbers
 from tests.host_kernels.harness import HostKernels
@@ -105,42 +104,6 @@ def test_does_what_the_numpy_state_does(options: Options, dtype: DType, gradient
         if found.data.size > 1000:  # the random numbers are the same
             close = np.isclose(exact(found), exact(wanted), 2e-6, 2e-7)
             assert close.mean() > 0.99
-
-
-@pytest.mark.parametrize("options", [OPTIONS, ALL_OPTIONS["BF16 moments"]], ids=["plain", "BF16 moments"])
-def test_a_step_in_parts_does_what_one_launch_does(options: Options) -> None:
-    options = replace(options, hyper=replace(HYPER, schedule=warmup_cosine(2, 5)))
-    sets = [parameters(BF16, F32) for _ in range(2)]
-    states = [GpuState(each, options) for each in sets]
-    generator = np.random.default_rng(8)
-    for early in ([3, 4], [1, 3], [2], [], [4, 0, 1, 2, 3]):
-        for pair in zip(*sets, strict=True):
-            pair[0].grad[...] = pair[1].grad[...] = generator.standard_normal(pair[0].grad.shape)
-        states[0].step(None)
-        parts = states[1].in_parts()
-        assert parts is not None
-        parts.update(early, None)
-        parts.finish(None)
-        assert states[0].steps[0] == states[1].steps[0]
-        for one, other in zip(*sets, strict=True):
-            assert one.data.tobytes() == other.data.tobytes()
-            assert one.master.tobytes() == other.master.tobytes()
-
-
-def test_a_step_of_empty_tensors_advances_in_parts_too() -> None:
-    nothing = [Parameter(np.ones(0, np.float32), np.ones(0, np.float32)) for _ in range(2)]
-    state = GpuState(nothing, OPTIONS)
-    parts = state.in_parts()
-    assert parts is not None
-    parts.update([1], None)
-    assert state.steps[0] == 0
-    parts.finish(None)
-    assert state.steps[0] == 1
-
-
-def test_judged_gradients_have_no_step_in_parts() -> None:
-    for name in ("clipping", "skipping", "everything"):
-        assert GpuState(parameters(F32, F32), ALL_OPTIONS[name]).in_parts() is None
 
 
 def test_a_graph_s_arguments_never_change() -> None:
