@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Final
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.memory import StreamMemory, stream_memory
-from lt_runtime.gpu.streams import order_after, private_stream
+from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures
 
-_DEFAULT_STREAM = 0  # cannot be captured
+_DEFAULT_STREAM: Final = 0  # cannot be captured
+
+_ended: Final[list[tuple[Graph, int]]] = []
+"""Graphs to be freed, with their devices: a capture of the thread that ends a plan would not survive that."""
 
 
 def is_captured(stream: int) -> bool:
@@ -49,13 +53,15 @@ class BoundPlan:
         if is_captured(stream):
             raise CaptureError(f"stream {stream:#x} is being captured; bind a call to it before the capture")
         self._run, self._stream = run, stream
-        self._lock = stream_memory(device, stream).lock
-        captured = private_stream(device, f"bound to {stream:#x}")
-        with self._lock, no_collection():
-            prepare(stream_memory(device, captured))
-            self._graph = Graph(run, captured)
-        order_after(stream, captured)  # which zeroes that memory
-        weakref.finalize(self, _close, self._graph, device).atexit = False
+        with relaxed_captures():
+            self._lock = stream_memory(device, stream).lock
+            captured = private_stream(device, f"bound to {stream:#x}")
+            with self._lock, no_collection():
+                _free_ended()
+                prepare(stream_memory(device, captured))
+                self._graph = Graph(run, captured)
+            order_after(stream, captured)  # which zeroes that memory
+        weakref.finalize(self, _ended.append, (self._graph, device)).atexit = False
 
     def __call__(self) -> None:
         """Raises GpuError if the launch fails."""
@@ -66,6 +72,9 @@ class BoundPlan:
             self._graph.launch(self._stream)
 
 
-def _close(graph: Graph, device: int) -> None:
-    with activated(device):
-        graph.close()
+def _free_ended() -> None:
+    """Frees the graphs of plans that have ended since, which may have been in the middle of a capture."""
+    while _ended:
+        graph, device = _ended.pop()
+        with activated(device):
+            graph.close()
