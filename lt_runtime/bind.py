@@ -35,7 +35,8 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
             `stream` is the one that each call will run on.
 
     Returns:
-        A callable without arguments and results. A failing launch raises GpuError.
+        A callable without arguments and results, to be called with the arrays' GPU current. A failing launch raises
+        GpuError.
 
     Raises:
         ArgumentError: another operation, or a buffer is missing.
