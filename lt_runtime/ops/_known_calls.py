@@ -7,6 +7,7 @@ addresses, as long as these are aligned alike. Launches are bound to the address
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -15,6 +16,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import numpy as np
 
 from lt_runtime.arrays import Library, Operand, Signature, are_apart, device_in, without_addresses
+from lt_runtime.errors import GpuError
 from lt_runtime.gpu.direct import is_current
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.planning import BoundPlan, age, is_captured, recall, remember
@@ -95,22 +97,30 @@ class RepeatedCall(Generic[_Call]):
         stream: its handle.
     """
 
-    __slots__ = ("_bound", "addresses", "call", "stream")
+    __slots__ = ("_bound", "_has_failed", "addresses", "call", "stream")
 
     def __init__(self, call: _Call, addresses: tuple[int, ...], stream: int) -> None:
         self.call, self.addresses, self.stream = call, addresses, stream
         self._bound: dict[tuple[float, ...], BoundPlan | None] = {}
+        self._has_failed = False
 
     def bound(self, differing: tuple[float, ...]) -> BoundPlan | None:
         """The launch, if it has come twice with what may still differ: addresses of arrays that it makes, scalars."""
         return self._bound.get(differing)
 
     def came_with(self, differing: tuple[float, ...], bind: Callable[[], BoundPlan]) -> None:
-        """Notes that it has been made with these; the second time, binds its plan."""
-        if is_captured(self.stream):
+        """Notes that it has been made with these; the second time, binds its plan.
+
+        What cannot be bound, for want of memory perhaps, costs a warning: the call itself has been made.
+        """
+        if is_captured(self.stream) or self._has_failed:
             return
         if differing in self._bound:
-            self._bound[differing] = bind()
+            try:
+                self._bound[differing] = bind()
+            except GpuError as error:
+                self._has_failed = True
+                warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
             return
         if len(self._bound) >= _MOST:
             self._bound.clear()

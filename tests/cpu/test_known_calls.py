@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_runtime.arrays import are_apart, signature_of, signatures, without_addresses
+from lt_runtime.errors import GpuError
 from lt_runtime.ops import _known_calls
 from lt_runtime.ops._known_calls import KnownCall, note, repeated
 from lt_runtime.planning import age, cache, first_use
@@ -165,3 +166,19 @@ def test_launches_are_bound_when_they_come_a_second_time(world: Any) -> None:
     for address in range(1, 200):
         found.came_with((address,), bind)
     assert len(found._bound) <= _known_calls._MOST
+
+
+def test_what_cannot_be_bound_stays_as_it_was() -> None:
+    remember(X, OUT)
+    found = repeated(signature(X, OUT), None)
+    assert found is not None
+
+    def bind() -> Any:
+        raise GpuError("no memory")
+
+    found.came_with((0,), bind)
+    with pytest.warns(UserWarning, match=r"could not be bound and stays as it was \(no memory\)"):
+        found.came_with((0,), bind)
+    for _ in range(3):
+        found.came_with((0,), bind)
+    assert found.bound((0,)) is None

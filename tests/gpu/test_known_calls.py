@@ -100,6 +100,24 @@ def test_repeats_agree_with_the_reference_and_are_looked_at_once(
         assert len(launches) == 2 * (REPEATS - 3)
 
 
+@pytest.mark.parametrize("buffers", [True, False])
+def test_repeats_of_tensors(buffers: bool, looks: list[Any], launches: list[BoundPlan]) -> None:
+    torch = pytest.importorskip("torch")
+    layer = Layer(15)
+    for name in ("x", "w", "bias", "dy", "y", "z"):
+        setattr(layer, name, torch.from_dlpack(getattr(layer, name)))
+    layer.out = {name: torch.from_dlpack(array) for name, array in layer.out.items()}
+    cp.cuda.Device().synchronize()
+    for turn in range(REPEATS):
+        results = layer.run(buffers=buffers)
+        cp.cuda.Device().synchronize()
+        assert all(type(each) is torch.Tensor for each in results)
+        assert_close([cp.from_dlpack(each) for each in results], layer.expected())
+        assert len(looks) == 2, turn
+    if buffers:
+        assert len(launches) == 2 * (REPEATS - 3)
+
+
 def test_what_is_looked_at_is_what_arrays_hold_now(looks: list[Any]) -> None:
     layer, other = Layer(1), Layer(2)
     for _ in range(REPEATS):
