@@ -65,7 +65,8 @@ def matmul(
     """
     beta = (0.0 if c is None else 1.0) if beta is None else beta
     signature = None
-    if type(alpha) is type(beta) is float:
+    if isinstance(alpha, (int, float)) and isinstance(beta, (int, float)):
+        alpha, beta = float(alpha), float(beta)
         given = (c is None, c is out, bias is None, aux is None, bias_gradient is None, out is None)
         arrays = (a, b, None if c is out else c, bias, aux, bias_gradient, out)
         signature = signature_of(arrays, (epilogue, dtype, compute, beta == 0.0, given))
