@@ -21,7 +21,7 @@ from lt_runtime.gpu.direct import is_current
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.planning import BoundPlan, age, is_captured, recall, remember
 
-_MOST: Final = 64  # launches bound for a call with the same arrays
+_MOST: Final = 8  # launches bound for a call with the same arrays: each is a graph, which takes memory
 
 
 @dataclass(frozen=True, slots=True)

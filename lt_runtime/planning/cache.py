@@ -26,7 +26,7 @@ _backward: dict[tuple[BackwardProblem, int], BackwardPlan] = {}
 _products: dict[tuple[MatmulProblem, int], ProductPlan] = {}
 _lock = threading.RLock()
 
-_MOST_CALLS: Final = 4096
+_MOST_CALLS: Final = 1024
 _calls: dict[Hashable, Any] = {}
 _age = 0
 
