@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cupy as cp
-import numpy as np
 
 import lt_runtime as lt
 from benchmarks.block_lt import DEVICE
@@ -56,10 +55,16 @@ class Setup:
     def __init__(self, case: StepCase, stream: Any) -> None:
         self.case, self.stream = case, stream
         self.model = lt.MLP(
-            case.dims, case.activation, dtype=case.dtype.value, compute=case.compute.value, device=f"cuda:{DEVICE}"
+            case.dims,
+            case.activation,
+            dtype=case.dtype.value,
+            compute=case.compute.value,
+            device=f"cuda:{DEVICE}",
+            master_weights=case.master,
         )
         parameters = self.model.parameters()
-        self.optimizer = lt.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        kept = {} if case.master else {"moments": "bfloat16", "stochastic_rounding": True}
+        self.optimizer = lt.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **kept)
         arrays = [array for each in parameters for array in (each.data, each.master) if array is not None]
         self._kept = [(array, array.copy()) for array in arrays]
         self.x, self.target = batch(case)
@@ -67,8 +72,10 @@ class Setup:
 
     @property
     def values(self) -> list[Any]:
-        """The parameters as they are drawn, in FP32, layer by layer weight and bias."""
-        return [initial for _, initial in self._kept if initial.dtype == np.float32]
+        """The parameters as they are drawn, in FP32 if we have them so, layer by layer weight and bias."""
+        initial = {id(array): values for array, values in self._kept}
+        arrays = [each.data if each.master is None else each.master for each in self.model.parameters()]
+        return [initial[id(array)] for array in arrays]
 
     def restore(self) -> None:
         """Gives our parameters their initial values; the optimizer keeps its moments."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Final, NamedTuple
@@ -77,7 +78,10 @@ def _ours(setup: Setup) -> tuple[dict[str, Contender], dict[str, Any]]:
         untuned = step_lt.contender(setup)
         facts = step_lt.tune(setup.case)
         tuned, unmeasured = step_lt.tuned_contender(setup, directory)
-    return {"lt": tuned, "lt_untuned": untuned}, facts | {"unmeasured_problems": unmeasured}
+        made = {"lt": tuned, "lt_untuned": untuned}
+        if not setup.case.master:
+            made["lt_master"] = step_lt.contender(Setup(replace(setup.case, master=True), setup.stream))
+    return made, facts | {"unmeasured_problems": unmeasured}
 
 
 def _torch(setup: Setup, compiled: Sequence[str], compile_s: float) -> Iterator[tuple[str, Callable[[], Contender]]]:

@@ -18,7 +18,15 @@ SOAK: Final = "soak mnist BF16"
 _MNIST: Final = ("mnist TF32", "mnist BF16")
 _WAYS: Final = ("_autocast", "_bf16")
 _FORBIDDEN: Final = ("memcpy", "mem_alloc", "mem_free", "host")
-_SHOWN: Final = ("lt_untuned", "torch_graph", "torch_compile", "torch_max_autotune", "lt_call", "torch_graph_call")
+_SHOWN: Final = (
+    "lt_untuned",
+    "lt_master",
+    "torch_graph",
+    "torch_compile",
+    "torch_max_autotune",
+    "lt_call",
+    "torch_graph_call",
+)
 
 Row = Mapping[str, Any]
 

@@ -82,6 +82,8 @@ class MLP:
         dims: inputs, hidden sizes and outputs, at least two.
         activation: a name of `lt.ACTIVATIONS`, or an `Activation`.
         dtype: "float32", "float16" or "bfloat16". Below FP32 each parameter has an FP32 master copy.
+        master_weights: False does without these copies in BF16, for `lt.AdamW(..., stochastic_rounding=True)`, which
+            then updates the parameters themselves; any other makes its own copies.
         dropout: probability after each hidden layer.
         seed: of the initial values and of dropout.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
@@ -107,6 +109,7 @@ class MLP:
         seed: int = 0,
         device: str = "auto",
         compute: str = "float32",
+        master_weights: bool = True,
     ) -> None:
         if len(dims) < 2 or min(dims) < 1:
             raise ArgumentError(f"dims is {list(dims)}; accepted are at least two positive sizes")
@@ -114,11 +117,14 @@ class MLP:
         Philox(seed)  # refuses what is no 64-bit seed
         self.dims = tuple(dims)
         self.dtype = DType.parse("the model", dtype)
+        if not master_weights and self.dtype is not DType.BFLOAT16:
+            raise ArgumentError(f"master_weights is False, which is for bfloat16 alone; dtype is {self.dtype.value!r}")
         self.compute = Compute.parse(compute, self.dtype).value
         self.device = ComputeDevice.parse(device)
         self.activation = activation if isinstance(activation, Activation) else Activation(activation)
         self.dropout, self.seed = dropout, seed
-        parameters = self._parameters(np.random.default_rng(seed))
+        has_masters = master_weights and self.dtype is not DType.FLOAT32
+        parameters = self._parameters(np.random.default_rng(seed), has_masters)
         pairs = zip(parameters[::2], parameters[1::2], strict=True)
         self.layers = [self._layer(i, *pair) for i, pair in enumerate(pairs)]
 
@@ -168,7 +174,7 @@ class MLP:
         activation, dropout = (Activation(), 0.0) if last else (self.activation, self.dropout)
         return Linear(f"layer{index}", weight, bias, activation, dropout, Philox(self.seed, index))
 
-    def _parameters(self, generator: np.random.Generator) -> list[Parameter]:
+    def _parameters(self, generator: np.random.Generator, has_masters: bool) -> list[Parameter]:
         """Weights and biases; values, gradients and master copies lie in an arena each."""
         values: dict[str, NDArray[np.float32]] = {}
         for i, (inputs, outputs) in enumerate(itertools.pairwise(self.dims)):
@@ -177,7 +183,7 @@ class MLP:
                 values[f"layer{i}.{part}"] = generator.uniform(-bound, bound, shape).astype(np.float32)
         drawn, own = [*values.values()], self.dtype.numpy
         data, grads = self._arena(drawn, own), self._arena([np.zeros_like(array) for array in drawn], own)
-        masters = [None] * len(drawn) if self.dtype is DType.FLOAT32 else self._arena(drawn, np.dtype(np.float32))
+        masters = self._arena(drawn, np.dtype(np.float32)) if has_masters else [None] * len(drawn)
         return [Parameter(*arrays) for arrays in zip(data, grads, masters, values, strict=True)]
 
     def _arena(self, values: Sequence[NDArray[np.float32]], dtype: np.dtype[Any]) -> list[Any]:

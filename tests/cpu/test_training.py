@@ -44,6 +44,18 @@ def test_a_small_model_learns(dtype: str) -> None:
     assert np.mean(losses[-20:]) < 0.25
 
 
+def test_a_small_model_learns_without_master_weights() -> None:
+    points, labels = toy_problem("bfloat16")
+    model = model_of("bfloat16", master_weights=False)
+    kept = {"moments": "bfloat16", "stochastic_rounding": True}
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2, **kept), batch_size=BATCH)
+    order = np.random.default_rng(1).integers(0, len(labels), (200, BATCH))
+    losses = [float(step(points[batch], labels[batch])) for batch in order]
+    assert all(parameter.master is None for parameter in model.parameters())
+    assert np.mean(losses[:5]) > 0.9
+    assert np.mean(losses[-20:]) < 0.3
+
+
 def test_a_seed_decides_everything() -> None:
     first = curve(seed=3, dropout=0.2, steps=20)
     assert curve(seed=3, dropout=0.2, steps=20) == first
@@ -184,6 +196,12 @@ def test_steps_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
         ({"activation": None}, ArgumentError, "activation is None"),
         ({"dtype": "float64"}, DTypeError, "has type float64; accepted are float32, float16, bfloat16"),
         ({"dropout": 1.0}, ArgumentError, "dropout probability is 1.0"),
+        (
+            {"master_weights": False},
+            ArgumentError,
+            "master_weights is False, which is for bfloat16 alone",
+        ),
+        ({"master_weights": False, "dtype": "float16"}, ArgumentError, "dtype is 'float16'"),
         ({"seed": -1}, ArgumentError, "seed is -1; it must be an integer"),
         ({"seed": 2**64}, ArgumentError, "seed is 18446744073709551616"),
         ({"compute": "fp8"}, ArgumentError, "compute is 'fp8'"),

@@ -29,7 +29,8 @@ class _Run:
         dropout = options.pop("dropout", 0.2)
         optimizer = options.pop("optimizer", {})
         scaler = lt.GradScaler(1024.0, growth_interval=3) if dtype == "float16" else None
-        self.model = lt.MLP([INPUTS, 64, 72, CLASSES], "gelu", dtype=dtype, dropout=dropout, seed=seed, device="cuda")
+        kept = {"dtype": dtype, "master_weights": options.pop("master_weights", True)}
+        self.model = lt.MLP([INPUTS, 64, 72, CLASSES], "gelu", dropout=dropout, seed=seed, device="cuda", **kept)
         schedule = lt.schedules.warmup_cosine(3, 40)
         self.optimizer = lt.AdamW(self.model.parameters(), lr=1e-2, schedule=schedule, scaler=scaler, **optimizer)
         self.step = lt.TrainStep(self.model, self.optimizer, loss=loss, **{"batch_size": ROWS, **options})
@@ -66,6 +67,15 @@ def test_graph_and_eager_agree_bitwise(dtype: str, loss: str, accumulate: int) -
     assert metrics[0] == metrics[1]
     assert metrics[0].loss == pytest.approx(np.mean(losses[0]), rel=1e-5)
     assert int(runs[0].optimizer.steps[0]) + int(runs[0].optimizer.skipped_steps[0]) == 8
+
+
+def test_graph_and_eager_agree_bitwise_without_master_weights() -> None:
+    optimizer = {"moments": "bfloat16", "stochastic_rounding": True}
+    runs = [_Run("bfloat16", graph=graph, master_weights=False, optimizer=optimizer) for graph in (True, False)]
+    losses = [run.train(8) for run in runs]
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+    assert runs[0].state() == runs[1].state()
 
 
 def test_eager_steps_may_follow_graphs() -> None:
