@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -20,8 +18,6 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemcpyDtoDAsync_v2": (_POINTER, _POINTER, ctypes.c_size_t, _POINTER),
     "cuStreamIsCapturing": (_POINTER, _POINTER),
 }
-_thread: Final = threading.local()
-"""`has_context` where the thread has had a current context, which is not taken away by those that share it."""
 
 
 @functools.cache
@@ -41,15 +37,9 @@ def function(name: str) -> Callable[..., int]:
 
 def is_current(device: int) -> bool:
     """Whether the calling thread has a context, and that of `device`."""
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and hasattr(_thread, "has_context"):  # quicker, but tells nothing of a context
-        return bool(cupy.cuda.runtime.getDevice() == device)
     ordinal = ctypes.c_int()
     status = function("cuCtxGetDevice")(ctypes.addressof(ordinal))
-    if status:  # there is none
-        return False
-    _thread.has_context = True
-    return ordinal.value == device
+    return not status and ordinal.value == device  # a status says that there is no context
 
 
 def is_capturing(stream: int) -> bool:

@@ -9,7 +9,7 @@ from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import private_stream
+from lt_runtime.gpu.streams import order_after, private_stream
 
 ALIGNMENT: Final = 256
 MAX_TICKETS: Final = 4096
@@ -79,6 +79,7 @@ class StreamMemory:
         if self._branch is None:
             self._check_capture(self.workspace_size)
             self._branch = StreamMemory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
+            order_after(self.stream, self._branch.stream)  # which zeroes its memory
         return self._branch
 
     def _check_capture(self, size: int) -> None:

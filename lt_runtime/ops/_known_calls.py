@@ -6,6 +6,7 @@ addresses, as long as these are aligned alike. Launches are bound to the address
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import numpy as np
 
 from lt_runtime.arrays import Library, Operand, Signature, are_apart, device_in, without_addresses
-from lt_runtime.errors import GpuError
+from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.direct import is_current
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.planning import BoundPlan, age, is_captured, recall, remember
@@ -118,7 +119,7 @@ class RepeatedCall(Generic[_Call]):
         if differing in self._bound:
             try:
                 self._bound[differing] = bind()
-            except GpuError as error:
+            except (GpuError, CaptureError) as error:  # a capture may have begun in between
                 self._has_failed = True
                 warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
             return
@@ -128,12 +129,13 @@ class RepeatedCall(Generic[_Call]):
 
 
 def note(signature: Signature, known: KnownCall[Any], since: int) -> None:
-    """Remembers a call.
+    """Remembers a call, unless one of its options is no value.
 
     Args:
         since: what `planning.age` was before its plan was asked for.
     """
-    remember(without_addresses(signature)[0], known, since)
+    with contextlib.suppress(TypeError):  # such an option cannot be looked up either
+        remember(without_addresses(signature)[0], known, since)
 
 
 def repeated(signature: Signature, stream: Any) -> RepeatedCall[Any] | None:

@@ -103,7 +103,7 @@ def forward_again(
         launch()
     else:
         _launch_forward(known, fresh, rng)
-    return call.result(x, w, y, kept, rng, known.stream)
+    return call.result(x, w, y, kept, rng if call.layer.dropout else None, known.stream)
 
 
 def _launch_forward(known: RepeatedCall[KnownForward], fresh: tuple[int, ...], rng: Philox | None) -> None:

@@ -33,7 +33,7 @@ class BoundPlan:
 
     Args:
         run: puts the operation on the stream whose handle it is given. It has run before, on any stream.
-        prepare: makes what `run` needs of a stream's memory.
+        prepare: makes what `run` needs of a stream's memory, which it then has even while the stream is captured.
         device: ordinal of the GPU, which is current, and will be when the plan is called.
         stream: a handle. What the graph keeps in scratch memory is this stream's own.
 
@@ -58,7 +58,8 @@ class BoundPlan:
             captured = private_stream(device, f"bound to {stream:#x}")
             with self._lock, no_collection():
                 _free_ended()
-                prepare(stream_memory(device, captured))
+                for each in (captured, stream):  # the latter for captures
+                    prepare(stream_memory(device, each))
                 self._graph = Graph(run, captured)
             order_after(stream, captured)  # which zeroes that memory
         weakref.finalize(self, _ended.append, (self._graph, device)).atexit = False
@@ -74,7 +75,10 @@ class BoundPlan:
 
 def _free_ended() -> None:
     """Frees the graphs of plans that have ended since, which may have been in the middle of a capture."""
-    while _ended:
-        graph, device = _ended.pop()
+    while True:
+        try:
+            graph, device = _ended.pop()
+        except IndexError:  # other threads free them too
+            return
         with activated(device):
             graph.close()

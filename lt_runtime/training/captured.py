@@ -135,11 +135,13 @@ class GpuStep:
         Args:
             addresses: of x and of the targets.
         """
-        seen = self._seen.get(looks)
-        if seen is None:
+        if looks not in self._seen:
             return False
         _check_capture(stream)
         with _turn(self._device).on(stream), range_of("step"):
+            seen = self._seen.get(looks)
+            if seen is None:  # another thread's step has let go of it
+                return False
             key, copies = seen
             self._batches.move_to_end(key)
             self._launch(self._batches[key], copies, addresses, stream)

@@ -62,7 +62,7 @@ def bind(log: list[Any], stream: int = 5) -> BoundPlan:
 
 def test_what_is_bound_is_captured_once_and_launched_at_each_call(log: list[Any]) -> None:
     plan = bind(log)
-    captured = [("prepare", PRIVATE), ("capture", PRIVATE), ("run", PRIVATE), ("order", 5, PRIVATE)]
+    captured = [("prepare", PRIVATE), ("prepare", 5), ("capture", PRIVATE), ("run", PRIVATE), ("order", 5, PRIVATE)]
     assert log == ["relaxed", *captured, "as before"]
     log.clear()
     plan()

@@ -24,8 +24,8 @@ class Driver:
         monkeypatch.setattr(memory, "call", lambda name, *_: next(addresses) if name == "cuMemAlloc" else None)
         monkeypatch.setattr(memory, "workspace_size", lambda _: 1 << 10)
         monkeypatch.setattr(memory, "private_stream", lambda *_: BESIDE)
-        monkeypatch.setattr(branches, "order_after", lambda stream, producer: self.waits.append((stream, producer)))
         for module in (memory, branches):
+            monkeypatch.setattr(module, "order_after", lambda stream, producer: self.waits.append((stream, producer)))
             monkeypatch.setattr(module, "is_capturing", self.captured.__contains__)
 
 
@@ -38,13 +38,14 @@ def test_outside_of_a_capture_there_is_no_branch(driver: Driver) -> None:
     own = StreamMemory(0, STREAM)
     with branch(own) as other:
         assert other is own
-    assert driver.waits == []
+    assert driver.waits == [(STREAM, BESIDE)]  # for its memory to be zeroed
 
 
 def test_a_branch_waits_for_its_stream_and_is_waited_for(driver: Driver) -> None:
     own = StreamMemory(0, STREAM)
     with branch(own):
         pass  # makes its memory, as no capture could
+    driver.waits.clear()
     driver.captured.add(STREAM)
     with branch(own) as other:
         assert other.stream == BESIDE

@@ -182,3 +182,8 @@ def test_what_cannot_be_bound_stays_as_it_was() -> None:
     for _ in range(3):
         found.came_with((0,), bind)
     assert found.bound((0,)) is None
+
+
+def test_what_has_an_option_that_is_no_value_is_looked_at_each_time() -> None:
+    remember(X, OUT, asked=(["gelu"],))
+    assert repeated(signature(X, OUT, asked=(["gelu"],)), None) is None

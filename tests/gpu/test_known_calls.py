@@ -226,6 +226,33 @@ def test_what_is_planned_anew_is_looked_at_anew(looks: list[Any]) -> None:
     assert looks[2].plan is not looks[0].plan
 
 
+def test_a_thread_without_a_context() -> None:
+    layer = Layer(16)
+    for _ in range(REPEATS):
+        layer.run(buffers=True)
+    seen: list[list[Any]] = []
+    thread = threading.Thread(target=lambda: seen.extend(layer.run(buffers=i % 2 == 0) for i in range(2 * REPEATS)))
+    thread.start()
+    thread.join()
+    cp.cuda.Device().synchronize()
+    assert len(seen) == 2 * REPEATS
+    for results in seen:
+        assert_close(results, layer.expected())
+
+
+def test_a_bound_call_may_first_be_made_in_a_capture() -> None:
+    layer, stream = Layer(17), cp.cuda.Stream(non_blocking=True)
+    _, ctx = lt.linear_fwd(layer.x, layer.w, layer.bias, activation="gelu")
+    cp.cuda.get_current_stream().synchronize()
+    backward = lt.bind(lt.linear_bwd, layer.dy, ctx, stream=stream, **layer.out)
+    stream.begin_capture()
+    backward()
+    graph = stream.end_capture()
+    graph.launch(stream)
+    stream.synchronize()
+    assert_close([*layer.out.values()], layer.expected()[1:])
+
+
 def test_threads_that_share_a_stream() -> None:
     layers, stream = [Layer(20 + i) for i in range(4)], cp.cuda.Stream(non_blocking=True)
     cp.cuda.get_current_stream().synchronize()

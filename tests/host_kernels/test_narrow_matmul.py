@@ -49,22 +49,19 @@ class _Turns:
 
 
 class _Memory:
-    """A stream's scratch memory and tickets."""
+    """A stream's workspace, just as large as it is needed, and tickets."""
 
-    def __init__(self) -> None:
-        self._scratch: list[Guarded] = []
+    def __init__(self, size: int) -> None:
+        self._workspace = vector(np.full(size // 4, np.nan), F32) if size else None
+        self.workspace = 0 if self._workspace is None else self._workspace.address
         self._tickets = vector(np.zeros(MAX_TICKETS), F32)
         self.tickets = self._tickets.address
 
-    def scratch(self, size: int) -> int:
-        self._scratch.append(vector(np.full(size // 4, np.nan), F32))
-        return self._scratch[-1].address
-
     def check(self) -> None:
-        """Fails if anything around the scratch memory was written, or tickets are not zero again."""
+        """Fails if anything around the workspace was written, or tickets are not zero again."""
         self._tickets.assert_unchanged()
-        for each in self._scratch:
-            each.values()
+        if self._workspace is not None:
+            self._workspace.values()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -190,7 +187,8 @@ class Product:
             if self.case.busy:
                 patch.setattr(narrow_pass, "_BUSY_THREADS", 64)
                 patch.setattr(narrow_pass, "_LONG", 1)
-            product, memory = NarrowPass(self.problem, 0), _Memory()
+            product = NarrowPass(self.problem, 0)
+        memory = _Memory(product.scratch_bytes)
         product.run(self.call, memory)  # type: ignore[arg-type]
         memory.check()
         return asked
