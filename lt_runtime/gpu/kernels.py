@@ -68,18 +68,6 @@ class Kernel:
         if size != ctypes.sizeof(params):
             raise GpuError(f"{entry} takes {size} bytes of parameters, {params.__name__} has {ctypes.sizeof(params)}")
 
-    def launch(
-        self,
-        grid: tuple[int, int],
-        block: tuple[int, int],
-        params: ctypes.Structure,
-        stream: int,
-        batch: int = 1,
-        shared: int = 0,
-    ) -> None:
-        """Puts the kernel on a stream. The driver copies `params` before this returns. Arguments as for `prepare`."""
-        self.prepare(grid, block, params, stream, batch, shared)()
-
     def prepare(
         self,
         grid: tuple[int, int],
@@ -89,7 +77,7 @@ class Kernel:
         batch: int = 1,
         shared: int = 0,
     ) -> Launch:
-        """A launch to be made any number of times.
+        """A launch to be made any number of times, each with what `params` hold then.
 
         Args:
             grid: blocks in x and y.

@@ -6,13 +6,15 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from cuda.bindings import driver
 
 from lt_runtime.errors import ArgumentError, CaptureError, DriverError
 from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.driver import call
+
+_DEFAULT_STREAM: Final = 0
 
 
 def stream_handle(stream: Any, device: int) -> int:
@@ -45,6 +47,15 @@ def private_stream(device: int, purpose: str) -> int:
     It neither waits for the default stream nor is waited for.
     """
     return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+
+
+def is_captured(stream: int) -> bool:
+    """Whether a graph is being captured from a stream; the default one, which cannot be, is not asked.
+
+    Raises:
+        DriverError: see `is_capturing`.
+    """
+    return stream != _DEFAULT_STREAM and is_capturing(stream)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from lt_runtime.errors import DeviceError, DTypeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.kernels import THREADS, Kernel, get_kernel
+from lt_runtime.gpu.launch import Launch
 from lt_runtime.gpu.params import SCALAR, AdamWParams, GradientNormParams, OptimizerState
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._adamw_table import Tensor, norm_table, update_table
@@ -39,6 +40,7 @@ class GpuState:
         first = parameters[0]
         self._place = Place.of(f"{first.name}.data", first.data, None)
         self._options = options
+        self._prepared: dict[int, list[Launch]] = {}
         self._kept: list[Any] = []  # arrays whose addresses the kernels have
         with activated(self._place.device):
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
@@ -59,8 +61,14 @@ class GpuState:
         device = self._place.device
         with activated(device):
             handle = stream_handle(stream, device)
-            for launch in self._launches:
-                launch.kernel.launch((launch.blocks, 1), (THREADS, 1), launch.params, handle)
+            for launch in self._prepared.get(handle) or self._prepare(handle):
+                launch()
+
+    def _prepare(self, stream: int) -> list[Launch]:
+        """What a step launches on a stream, where it has none before."""
+        made = [each.kernel.prepare((each.blocks, 1), (THREADS, 1), each.params, stream) for each in self._launches]
+        self._prepared[stream] = made
+        return made
 
     def _update(self, tensors: Sequence[Tensor], words: Any) -> _Launch:
         table, options = update_table(tensors), self._options

@@ -12,16 +12,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
 from lt_runtime.arrays import Library, Operand, Signature, are_apart, device_in, without_addresses
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.direct import is_current
-from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.planning import BoundPlan, age, is_captured, recall, remember
+from lt_runtime.gpu.streams import is_captured, stream_handle
+from lt_runtime.planning import BoundPlan, age, recall, remember
 
+_Call = TypeVar("_Call")
 _MOST: Final = 8  # launches bound for a call with the same arrays: each is a graph, which takes memory
 
 
@@ -46,21 +47,14 @@ class New:
         address = self.library.address(array)
         return (array if self.view is None else self.view(array)), address
 
+    def export(self, array: Any, stream: int) -> Any:
+        """What `make` has made in the form that the caller gets."""
+        return self.library.export(array, stream)
+
 
 def address_of(operand: Operand | None) -> int:
     """Its address; 0 if there is none."""
     return 0 if operand is None else operand.address
-
-
-class Call(Protocol):
-    """What an operation makes of a call."""
-
-    @property
-    def device(self) -> int:
-        """The ordinal of its GPU."""
-
-
-_Call = TypeVar("_Call", bound=Call)
 
 
 class KnownCall(Generic[_Call]):

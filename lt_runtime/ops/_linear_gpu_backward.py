@@ -63,7 +63,7 @@ def _look(
     through = _derivative(under, below, vectors["db_below"]) if under else None
     problem = _problem(ctx, x, w, dy, own, through, _specs(given, new), wanted)
     plan = backward_plan(problem, place.device, place.stream)
-    call = KnownBackward(plan, place.device, x.library, {_PLACES[name]: each for name, each in new.items()})
+    call = KnownBackward(plan, {_PLACES[name]: each for name, each in new.items()})
     operands = (*inputs, *(given.get(name) for name in Gradients._fields))
     if signature is not None:
         note(signature, KnownCall(call, operands, inputs=_INPUTS), since)
@@ -87,7 +87,7 @@ def backward_again(signature: Signature, arrays: tuple[Any, ...], source: Source
 
 def _launch_backward(known: RepeatedCall[KnownBackward], fresh: tuple[int, ...], source: Source) -> None:
     call, stream = known.call, known.stream
-    dropout = _dropout(Place(call.device, stream), source)
+    dropout = _dropout(Place(call.plan.device, stream), source)
     operands = _backward_call(known.addresses, fresh, *dropout, stream)
     call.plan.run(operands)
     if dropout == (None, None):

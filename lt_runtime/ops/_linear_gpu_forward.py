@@ -12,7 +12,7 @@ from lt_runtime.ops._known_calls import KnownCall, New, RepeatedCall, address_of
 from lt_runtime.ops._linear_known import KnownForward, new_kept
 from lt_runtime.ops._linear_types import Layer, LinearContext, Options, problem_shape
 from lt_runtime.ops._place import Place
-from lt_runtime.planning import BoundPlan, DropoutState, ForwardPlan, age, forward_plan
+from lt_runtime.planning import BoundPlan, DropoutState, age, forward_plan
 from lt_runtime.problem import Compute, DType, ForwardProblem, Philox, Saved, Spec
 
 _INPUTS: Final = 3  # x, w, bias
@@ -76,11 +76,13 @@ def _look(
         not options.inference,
     )
     plan = forward_plan(problem, place.device, place.stream)
-    layer = _layer(plan, (m, n, k), options, has_bias=bias is not None)
     new_y = None if y else New((m, n), dtype.numpy, x.library, place.device)
     new_z = None if z else new_kept(plan, x.library)
     keeps = plan.saved in (Saved.PREACTIVATION, Saved.MASK)
-    call = KnownForward(plan, place.device, keeps, layer, x.library, new_y, new_z)
+    layout = plan.kept_spec.layout if keeps and plan.kept_spec is not None else None
+    has_bias = bias is not None
+    layer = Layer((m, n, k), plan.saved, layout, options.activation, options.dropout, options.compute, has_bias)
+    call = KnownForward(plan, keeps, layer, new_y, new_z)
     operands = (x, w, bias, y, z)
     if signature is not None:
         note(signature, KnownCall(call, operands, inputs=_INPUTS), since)
@@ -111,13 +113,7 @@ def _launch_forward(known: RepeatedCall[KnownForward], fresh: tuple[int, ...], r
     x, w, bias, y, kept = known.addresses
     y, kept = y or fresh[0], kept or fresh[1]
     p = call.layer.dropout
-    dropout = Place(call.device, stream).dropout(p, rng) if p else None
+    dropout = Place(call.plan.device, stream).dropout(p, rng) if p else None
     call.plan.run(x, w, bias, y, kept, dropout, stream)
     if not p:  # dropout's masks are others each time
         known.came_with(fresh, lambda: call.plan.bind(x, w, bias, y, kept, None, stream))
-
-
-def _layer(plan: ForwardPlan, shape: tuple[int, int, int], options: Options, *, has_bias: bool) -> Layer:
-    is_kept = plan.saved in (Saved.PREACTIVATION, Saved.MASK) and plan.kept_spec is not None
-    layout = plan.kept_spec.layout if is_kept and plan.kept_spec else None
-    return Layer(shape, plan.saved, layout, options.activation, options.dropout, options.compute, has_bias)

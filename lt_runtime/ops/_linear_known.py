@@ -46,10 +46,8 @@ class KnownForward:
     """
 
     plan: ForwardPlan
-    device: int
     keeps: bool
     layer: Layer
-    library: Library
     y: New | None
     kept: New | None
 
@@ -69,7 +67,7 @@ class KnownForward:
             context.saved = y if self.layer.saved_as is Saved.OUTPUT else None
         elif self.layer.saved_as is Saved.MASK:
             context.preactivation = None
-        return (y if self.y is None else self.library.export(y, stream)), context
+        return (y if self.y is None else self.y.export(y, stream)), context
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +79,6 @@ class KnownBackward:
     """
 
     plan: BackwardPlan
-    device: int
-    library: Library
     new: dict[int, New]
 
     def fresh(self, gradients: tuple[Any, ...], stream: int) -> tuple[Gradients, tuple[int, ...]]:
@@ -92,5 +88,5 @@ class KnownBackward:
         made, at = list(gradients), [0] * len(gradients)
         for place, new in self.new.items():
             array, at[place] = new.make(stream)
-            made[place] = self.library.export(array, stream)
+            made[place] = new.export(array, stream)
         return Gradients(*made), tuple(at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lt_runtime.arrays import Library, Operand, Signature, check_device, check_no_overlap, check_same, check_shape
+from lt_runtime.arrays import Operand, Signature, check_device, check_no_overlap, check_same, check_shape
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, OverlapError
 from lt_runtime.gpu.devices import activated
@@ -31,8 +31,6 @@ class KnownMatmul:
     """
 
     plan: ProductPlan
-    device: int
-    library: Library
     d: New | None
     in_place: bool
 
@@ -54,7 +52,7 @@ def run(arrays: MatmulOperands, options: MatmulOptions, stream: Any, signature: 
     with activated(place.device):
         call, addresses, d, alpha, beta = _look(place, arrays, options, signature)
         call.plan.run(call.product_call(addresses, d.address, alpha, beta, place.stream))
-        return arrays.out if arrays.out is not None else call.library.export(d.array, place.stream)
+        return arrays.out if call.d is None else call.d.export(d.array, place.stream)
 
 
 def bind(arrays: MatmulOperands, options: MatmulOptions, stream: Any) -> BoundPlan:
@@ -87,7 +85,7 @@ def _look(
     on_device, alpha, beta = _scalars(place, options, dtype)
     problem = _problem(a, b, d, given, options.epilogue, shape, (dtype, d_dtype, compute), on_device, options.beta)
     plan = product_plan(problem, place.device, place.stream)
-    call = KnownMatmul(plan, place.device, a.library, None if "out" in given else new, arrays.c is arrays.out)
+    call = KnownMatmul(plan, None if "out" in given else new, arrays.c is arrays.out)
     operands = [given.get(name) for name in named]
     if signature is not None:
         note(signature, KnownCall(call, (a, b, *_apart(operands, call)), inputs=_INPUTS), since)
@@ -114,7 +112,7 @@ def run_again(signature: Signature, out: Any, alpha: float, beta: float, stream:
         product_call = call.product_call(known.addresses, new_d, float(alpha), float(beta), known.stream)
         call.plan.run(product_call)
         known.came_with(differing, lambda: call.plan.bind(product_call))
-    return out if call.d is None else call.library.export(d, known.stream)
+    return out if call.d is None else call.d.export(d, known.stream)
 
 
 def _check_operands(

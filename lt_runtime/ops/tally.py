@@ -117,7 +117,7 @@ class GpuTally:
             if scores is not None:
                 dtype, blocks = _set_scores(params, scores, place)
             kernel = get_kernel("tally", (("SCALAR", SCALAR[dtype]),), self._device)
-            kernel.launch((blocks, 1), (THREADS, 1), params, place.stream)
+            kernel.prepare((blocks, 1), (THREADS, 1), params, place.stream)()
 
     def read(self, stream: Any) -> Totals:
         """See `Tally`."""

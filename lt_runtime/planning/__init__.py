@@ -1,7 +1,7 @@
 """Plans: a problem with its strategy, algorithms and kernels, ready to launch."""
 
 from lt_runtime.planning.backward import BackwardCall, BackwardPlan
-from lt_runtime.planning.bound import BoundPlan, is_captured
+from lt_runtime.planning.bound import BoundPlan
 from lt_runtime.planning.cache import age, backward_plan, forward_plan, product_plan, recall, remember
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.forward import ForwardPlan
@@ -19,7 +19,6 @@ __all__ = [
     "age",
     "backward_plan",
     "forward_plan",
-    "is_captured",
     "product_plan",
     "recall",
     "remember",

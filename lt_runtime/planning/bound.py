@@ -8,20 +8,12 @@ from typing import Final
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.memory import StreamMemory, stream_memory
-from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures
-
-_DEFAULT_STREAM: Final = 0  # cannot be captured
+from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures
 
 _ended: Final[list[tuple[Graph, int]]] = []
 """Graphs to be freed, with their devices: a capture of the thread that ends a plan would not survive that."""
-
-
-def is_captured(stream: int) -> bool:
-    """Whether a stream is being captured; sooner told of the default stream."""
-    return stream != _DEFAULT_STREAM and is_capturing(stream)
 
 
 class BoundPlan:

@@ -149,7 +149,7 @@ class CrossEntropyPass:
             held=self._held,
             streams=self._streams and (logits | gradient) % VECTOR_BYTES == 0,
         )
-        self._kernel.launch((self._blocks, 1), (_ROW_THREADS, 1), params, stream, shared=self._shared)
+        self._kernel.prepare((self._blocks, 1), (_ROW_THREADS, 1), params, stream, shared=self._shared)()
 
     def _count_labels(self, labels: Labels, counted: int, ticket: int, stream: int) -> int:
         """Has the labels counted if that is worth a launch; the count's address, or 0."""
@@ -165,7 +165,7 @@ class CrossEntropyPass:
             ignore_index=labels.ignore_index,
             wide_labels=labels.wide,
         )
-        self._count.launch((self._count_blocks, 1), (THREADS, 1), params, stream)
+        self._count.prepare((self._count_blocks, 1), (THREADS, 1), params, stream)()
         return counted
 
 
@@ -207,7 +207,7 @@ class MsePass:
             gradient_scale=2.0 / size * scale.number,
             size=size,
         )
-        self._kernel.launch((self._blocks, 1), (THREADS, 1), params, stream)
+        self._kernel.prepare((self._blocks, 1), (THREADS, 1), params, stream)()
 
 
 def flattened(layouts: Sequence[Layout]) -> Sequence[Layout]:

@@ -104,7 +104,7 @@ class MatmulPass:
 
     def _put(self, grid: tuple[int, int], block: tuple[int, int], params: Any, stream: int) -> None:
         if 0 not in grid and self._problem.batch:
-            self._kernel.launch(grid, block, params, stream, self._problem.batch)
+            self._kernel.prepare(grid, block, params, stream, self._problem.batch)()
 
     def _addend(self, call: ProductCall, *, transposed: bool) -> Addend:
         """β·C, where the product has left it to this pass."""

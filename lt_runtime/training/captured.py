@@ -19,9 +19,8 @@ from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import Graph, no_collection
-from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
+from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.ops.tally import GpuTally
-from lt_runtime.planning import is_captured
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
 from lt_runtime.training.inputs import RowCopy, row_copies

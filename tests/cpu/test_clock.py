@@ -153,3 +153,8 @@ def test_another_failure_of_the_driver_is_its_own(gpu: Driver, monkeypatch: pyte
     monkeypatch.setattr(gpu, "cuStreamIsCapturing", fails)
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_HANDLE"), streams.beside_captures(0):
         pass
+
+
+def test_the_default_stream_is_not_asked_for_a_capture(gpu: Driver) -> None:
+    gpu.capturing, gpu.implicit = {9}, True
+    assert [streams.is_captured(stream) for stream in (0, 5, 9)] == [False, False, True]

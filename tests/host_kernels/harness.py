@@ -56,17 +56,9 @@ class HostKernel:
         if error is not None:
             raise HostKernelError(error.decode())
 
-    def prepare(
-        self,
-        grid: Pair,
-        block: Pair,
-        params: ctypes.Structure,
-        stream: int = 0,
-        batch: int = 1,
-        shared: int = 0,
-    ) -> Callable[[], None]:
-        """The same, to be run at each call."""
-        return functools.partial(self.launch, grid, block, params, stream, batch, shared)
+    def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
+        """`launch`, to be made at each call."""
+        return functools.partial(self.launch, *arguments, **more)
 
 
 class HostKernels:

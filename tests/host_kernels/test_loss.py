@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +52,9 @@ class _Launcher:
     entry: str
     kernel: HostKernel
 
-    def launch(self, *arguments: Any, **more: Any) -> None:
+    def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
         self.runner.launched.append(self.entry)
-        self.kernel.launch(*arguments, **more, order=self.runner.order)
+        return self.kernel.prepare(*arguments, **more, order=self.runner.order)
 
 
 @pytest.fixture(scope="module")
