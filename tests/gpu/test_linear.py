@@ -248,7 +248,8 @@ def test_nothing_is_allocated_with_buffers() -> None:
         _, ctx = lt.linear_fwd(x, w, b, activation=case.activation, out=y, out_z=z)
         lt.linear_bwd(dy, ctx, out_dx=dx, out_dw=dw, out_db=db)
 
-    run()
+    for _ in range(3):  # the stream's workspaces are made once, that of repeated calls when a call first repeats
+        run()
     pool = cp.get_default_memory_pool()
     before, used = pool.total_bytes(), pool.used_bytes()
     free, _ = cp.cuda.runtime.memGetInfo()

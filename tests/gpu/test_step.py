@@ -72,9 +72,9 @@ def test_graph_and_eager_agree_bitwise(dtype: str, loss: str, accumulate: int) -
 def test_graph_and_eager_agree_bitwise_without_master_weights() -> None:
     optimizer = {"moments": "bfloat16", "stochastic_rounding": True}
     runs = [_Run("bfloat16", graph=graph, master_weights=False, optimizer=optimizer) for graph in (True, False)]
-    losses = [run.train(8) for run in runs]
+    losses = [[float(run.step(*run.batch(0))) for _ in range(12)] for run in runs]
     assert losses[0] == losses[1]
-    assert losses[0][-1] < losses[0][0]
+    assert losses[0][-1] < 0.9 * losses[0][0]
     assert runs[0].state() == runs[1].state()
 
 
