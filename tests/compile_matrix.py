@@ -156,6 +156,7 @@ VARIANTS: Final = (
     *over("cross_entropy.cu", SCALAR=SCALAR.values(), ROW_THREADS=[str(_ROW_THREADS)]),
     *over("mse.cu", SCALAR=SCALAR.values()),
     *over("tally.cu", SCALAR=SCALAR.values()),
+    *over("resize.cu", SCALAR=SCALAR.values()),
     *_matmul_epilogue(),
     *_narrow(),
 )

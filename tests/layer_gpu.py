@@ -117,7 +117,7 @@ class LayerGpu:
         if problem.epilogue.value in self.refused:
             raise PlanError(f"cuBLASLt offers 0 sound algorithms for {problem.epilogue.value}")
         blob = TUNED if tuned else BY_HEURISTIC
-        return SimpleNamespace(problem=problem, tuned=tuned, algorithm=SimpleNamespace(blob=blob))
+        return SimpleNamespace(problem=problem, tuned=tuned, blob=blob)
 
     def _known(self, problem: MatmulProblem, device: int) -> Any:
         return self._plan(problem, device)

@@ -26,6 +26,7 @@ from lt_runtime.gpu.params import (
     MseParams,
     NarrowParams,
     OperandSumParams,
+    ResizeParams,
     TallyParams,
 )
 
@@ -47,6 +48,7 @@ _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
     "narrow_n": ("narrow_n.cu", NarrowParams),
     "narrow_k": ("narrow_k.cu", NarrowParams),
     "narrow_m": ("narrow_m.cu", NarrowParams),
+    "resize": ("resize.cu", ResizeParams),
     "mse_loss": ("mse.cu", MseParams),
     "cross_entropy": ("cross_entropy.cu", CrossEntropyParams),
     "count_labels": ("cross_entropy.cu", CountLabelsParams),

@@ -174,6 +174,29 @@ class NarrowParams(ctypes.Structure):
     )
 
 
+class Resized(ctypes.Structure):
+    """`lt::Resized`."""
+
+    _fields_ = (
+        ("from_", Matrix),
+        ("to", Matrix),
+        ("from_rows", ctypes.c_int64),
+        ("from_cols", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+    )
+
+
+RESIZED: Final = 3
+"""Matrices of one launch of `resize`, at most."""
+
+
+class ResizeParams(ctypes.Structure):
+    """`lt::ResizeParams`."""
+
+    _fields_ = (("items", Resized * RESIZED),)
+
+
 class DropoutParams(ctypes.Structure):
     """`lt::DropoutParams`."""
 

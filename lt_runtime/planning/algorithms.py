@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TypeAlias
 
 from lt_runtime.errors import PlanError
+from lt_runtime.planning.blobs import plan_by
 from lt_runtime.planning.entries import ProductEntry
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.narrow import plan_by
+from lt_runtime.planning.padded import PaddedPlan, pays_untuned
 from lt_runtime.planning.store import plan_store
 from lt_runtime.problem import MatmulProblem
 
@@ -18,7 +20,7 @@ Choose: TypeAlias = Callable[[MatmulProblem, int], MatmulPlan]
 
 
 def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
-    """By the algorithm that was measured to be the fastest; by the heuristic's, where nothing was measured.
+    """By the algorithm that was measured to be the fastest; as `heuristic_algorithm`, where nothing was measured.
 
     A measured one that the library refuses now, or that is known to be wrong by now, is barred in the plan cache.
     """
@@ -34,11 +36,14 @@ def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
         return None
 
     plan_store(device).product(problem_key(problem), validate)
-    return made[0] if made else MatmulPlan(problem, device)
+    return made[0] if made else heuristic_algorithm(problem, device)
 
 
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
-    """By the first that the heuristic offers that is lean, whatever was measured."""
+    """By the first that the heuristic offers that is lean, whatever was measured; on padded copies where that pays."""
+    if pays_untuned(problem):
+        with contextlib.suppress(PlanError):  # as where there is no room for the copies
+            return PaddedPlan(problem, device)
     return MatmulPlan(problem, device)
 
 

@@ -9,10 +9,10 @@ from typing import Final
 
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, ReductionScheme
+from lt_runtime.planning.blobs import configuration
 from lt_runtime.planning.entries import ProductEntry, now
 from lt_runtime.planning.guesses import guesses
 from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.narrow import NARROW
 
 MOST: Final = 16
 """Candidates at default effort: what the first query returns, and as many again from the others."""
@@ -49,27 +49,19 @@ def deep_candidates(plan: MatmulPlan, known: Iterable[Algorithm]) -> list[Algori
     worst guesses of each.
     """
     taken = [*known]
-    configurations = [configuration(each) for each in taken]
+    configurations = [configuration(each.blob) for each in taken]
     chosen = [each.get(AlgoConfigAttribute.ID) for each in taken]
     ids = dict.fromkeys((*chosen, *cublaslt.algo_get_ids(plan.handle, *plan.types)))
     by_id = [guesses(plan, algo_id) for algo_id in ids]
     for guess in itertools.chain.from_iterable(itertools.zip_longest(*by_id)):
         if len(taken) >= MOST_DEEP:
             break
-        if guess is not None and configuration(guess) not in configurations:
+        if guess is not None and configuration(guess.blob) not in configurations:
             taken.append(guess)
-            configurations.append(configuration(guess))
+            configurations.append(configuration(guess.blob))
     return taken
 
 
-def configuration(algorithm: Algorithm) -> dict[str, int]:
-    """What an algorithm's configuration says, by attribute's name; our own kernel has none."""
-    if algorithm.blob == NARROW.blob:
-        return {}
-    return {attribute.name: int(algorithm.get(attribute)) for attribute in AlgoConfigAttribute}
-
-
-def with_algorithm(entry: ProductEntry, algorithm: Algorithm) -> ProductEntry:
+def with_algorithm(entry: ProductEntry, blob: bytes) -> ProductEntry:
     """The entry with the heuristic's first algorithm in place of the one that was found."""
-    config, us = configuration(algorithm), entry.first_us
-    return replace(entry, algorithm=algorithm.blob, config=config, us=us, when=now())
+    return replace(entry, algorithm=blob, config=configuration(blob), us=entry.first_us, when=now())

@@ -24,7 +24,7 @@ Strategy: TypeAlias = Mapping[str, str | bool | int | None]
 EFFORTS: Final[tuple[str, ...]] = get_args(Effort)
 """How hard it was searched, the least first."""
 
-_ALGORITHM_BYTES: Final = 64
+_ALGORITHM_BYTES: Final = (64, 128)  # of the library's, and with the mark of padded copies before it
 _DATE: Final = "%Y-%m-%dT%H:%M:%SZ"
 _DIGEST_DIGITS: Final = 16
 
@@ -39,7 +39,7 @@ class RejectedAlgorithm:
     """An algorithm that was measured or checked and is not to be used.
 
     Attributes:
-        algorithm: the 64 opaque bytes of `cublasLtMatmulAlgo_t`.
+        algorithm: as in `ProductEntry`.
         config: its configuration, by the names of the attributes.
         reason: such as "wrong: ...", "not deterministic", "slow: ...", "refused at the launch".
     """
@@ -82,7 +82,8 @@ class ProductEntry:
     """The best algorithm found for one matrix product.
 
     Attributes:
-        algorithm: the 64 opaque bytes of `cublasLtMatmulAlgo_t`, good for one version of the library.
+        algorithm: what `plan_by` makes a plan of: the 64 opaque bytes of `cublasLtMatmulAlgo_t`, good for one version
+            of the library, or what stands for more than that.
         config: its configuration, by the names of the attributes; for people, nothing is made from it.
         us: median time in µs. first_us: that of the first algorithm that the heuristic offers.
         spread: interquartile range of the times in µs.
@@ -189,8 +190,8 @@ def _digest(key: str, plain: Json) -> str:
 
 
 def _check_algorithm(algorithm: bytes, config: Mapping[str, int]) -> None:
-    if not isinstance(algorithm, bytes) or len(algorithm) != _ALGORITHM_BYTES:
-        raise ArgumentError(f"algorithm is {algorithm!r}; accepted are {_ALGORITHM_BYTES} bytes")
+    if not isinstance(algorithm, bytes) or len(algorithm) not in _ALGORITHM_BYTES:
+        raise ArgumentError(f"algorithm is {algorithm!r}; accepted are {' or '.join(map(str, _ALGORITHM_BYTES))} bytes")
     if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
         raise ArgumentError(f"config is {config!r}; accepted are numbers by name")
     for name, value in config.items():

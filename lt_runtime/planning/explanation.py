@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated, device_info, highest_clocks
 from lt_runtime.planning.backward import BackwardPlan
-from lt_runtime.planning.candidates import configuration
+from lt_runtime.planning.blobs import configuration
 from lt_runtime.planning.decisions import decide_backward, decide_forward
 from lt_runtime.planning.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm
 from lt_runtime.planning.forward import ForwardPlan
@@ -180,7 +180,7 @@ def _rejected(entry: LayerEntry) -> tuple[str, ...]:
 def _explained(name: str, plan: MatmulPlan, device: int) -> ProductExplanation:
     problem = plan.problem
     is_empty = 0 in (problem.batch, problem.m, problem.n, problem.k)
-    algorithm = "" if is_empty else algorithm_in_words(configuration(plan.algorithm))
+    algorithm = "" if is_empty else algorithm_in_words(configuration(plan.blob))
     entry = plan_store(device).product(problem_key(problem))
     return ProductExplanation(name, describe(problem), algorithm, entry)
 

@@ -16,6 +16,7 @@ from typing import Final
 from lt_runtime.errors import PlanError
 from lt_runtime.planning.algorithms import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.planning.alternatives import Alternatives, Half, products_of
+from lt_runtime.planning.blobs import plan_by
 from lt_runtime.planning.candidates import with_algorithm
 from lt_runtime.planning.entries import EFFORTS, Effort, LayerEntry, ProductEntry, RejectedStrategy
 from lt_runtime.planning.keys import problem_key
@@ -23,7 +24,6 @@ from lt_runtime.planning.layer_finals import Finals, Table, sums_of
 from lt_runtime.planning.links import LayerProblem, Link
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.names import algorithm_in_words, describe
-from lt_runtime.planning.narrow import plan_by
 from lt_runtime.planning.product_tuner import is_empty, tune_on
 from lt_runtime.planning.store import plan_store
 from lt_runtime.planning.timing import Timing
@@ -204,14 +204,14 @@ class _Search:
         if is_empty(plan.problem):
             return False
         entry = self._products.get(plan.problem) or self._stored(plan.problem)
-        return entry is not None and plan.algorithm.blob in [each.algorithm for each in entry.rejected]
+        return entry is not None and plan.blob in [each.algorithm for each in entry.rejected]
 
     def _by_heuristic(self, halves: Iterable[Half]) -> dict[str, ProductEntry]:
         """Entries of some halves' products with the heuristic's algorithms, which they were planned by."""
         plans = {plan.problem: plan for half in halves for plan in products_of(half) if not is_empty(plan.problem)}
         entries = {problem: self._products.get(problem) or self._stored(problem) for problem in plans}
         return {
-            problem_key(problem): with_algorithm(entry, plans[problem].algorithm)
+            problem_key(problem): with_algorithm(entry, plans[problem].blob)
             for problem, entry in entries.items()
             if entry is not None
         }

@@ -44,6 +44,7 @@ class MatmulPlan:
         rank: which of the candidates to use; None for the first that is lean, see `is_lean`.
         algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
             The heuristic is then not asked.
+        reserved: bytes at the end of the workspace that the library may not use.
 
     Attributes:
         candidates: the algorithms that the heuristic offers and that are not known to be wrong, best first.
@@ -60,8 +61,10 @@ class MatmulPlan:
         rank: int | None = None,
         *,
         algorithm: bytes | None = None,
+        reserved: int = 0,
     ) -> None:
         self.problem = problem
+        self._reserved = reserved
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
         self._device = device
         self._swapped = problem.d.layout.order is Order.ROW
@@ -86,7 +89,7 @@ class MatmulPlan:
         self._c = self._d if problem.c is None else column_major(problem.c, result, problem.batch)
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
-        self.candidates = tuple(self.query(workspace_size(self._device), self.reductions))
+        self.candidates = tuple(self.query(self.workspace_size, self.reductions))
         if len(self.candidates) <= (rank or 0):
             raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")
         return self._first_lean() if rank is None else self.candidates[rank]
@@ -118,7 +121,7 @@ class MatmulPlan:
         nowhere = ProductCall(_ANY_ADDRESS, _ANY_ADDRESS, _ANY_ADDRESS, stream=0, c=2 * _ANY_ADDRESS)
         if self.problem.device_scalars:
             nowhere = nowhere._replace(alpha=_ANY_ADDRESS, beta=_ANY_ADDRESS)
-        size = workspace_size(self._device)
+        size = self.workspace_size
 
         def launch(stream: int) -> None:
             a, b, d, _, c, *_ = nowhere
@@ -145,6 +148,16 @@ class MatmulPlan:
             return rehearse(launch, self._device)
         except CublasLtError:  # the heuristic offers some that it then refuses to launch
             return []
+
+    @property
+    def blob(self) -> bytes:
+        """What stands for the algorithm in the plan cache, and makes the same plan again, see `plan_by`."""
+        return self.algorithm.blob
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes that the library may use."""
+        return workspace_size(self._device) - self._reserved
 
     @property
     def adds_memsets(self) -> bool:
@@ -216,7 +229,7 @@ class MatmulPlan:
             checked = cublaslt.algo_check(self.handle, self._desc, *operands, algorithm)
         except CublasLtError as error:
             raise PlanError(f"cuBLASLt refuses the algorithm for {self.problem}: {error}") from error
-        facts, most = self._facts(checked), workspace_size(self._device)
+        facts, most = self._facts(checked), self.workspace_size
         effect = cublaslt.is_known_bad(facts)
         if effect is not None:
             raise PlanError(f"the algorithm is known to be wrong for {self.problem}: {effect}")
@@ -269,7 +282,7 @@ class MatmulPlan:
             if aux and aux != self._aux:
                 self._desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
                 self._aux = aux
-            prepared(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, stream)
+            prepared(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size - self._reserved, stream)
 
     def _no_beta(self, memory: StreamMemory) -> float:
         """β where there is no C, which is then not looked at."""

@@ -12,6 +12,7 @@ from lt_runtime.planning.strategies import MadeBy
 from lt_runtime.problem import BackwardProblem, Compute, ForwardProblem, MatmulProblem, Saved
 
 _PARTS: Final = {
+    "PADDED": ("padded", None),
     "ID": ("id", None),
     "TILE_ID": ("tile", MatmulTile),
     "STAGES_ID": ("stages", MatmulStages),

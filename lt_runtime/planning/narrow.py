@@ -49,17 +49,3 @@ class NarrowPlan(MatmulPlan):
     def run(self, call: ProductCall, memory: StreamMemory) -> None:
         """See `MatmulPlan`."""
         self._pass.run(call, memory)
-
-
-def plan_by(problem: MatmulProblem, device: int, algorithm: bytes) -> MatmulPlan:
-    """The plan of a product by an algorithm of the library, or by our kernel.
-
-    Args:
-        algorithm: 64 bytes, as an earlier plan's `algorithm.blob`.
-
-    Raises:
-        PlanError: see `MatmulPlan` and `NarrowPlan`.
-    """
-    if algorithm == NARROW.blob:
-        return NarrowPlan(problem, device)
-    return MatmulPlan(problem, device, algorithm=algorithm)

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
-from lt_runtime.cublaslt import Algorithm
 from lt_runtime.errors import ArgumentError, PlanError
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.memory import StreamMemory, stream_memory, workspace_size
+from lt_runtime.gpu.memory import StreamMemory, stream_memory
+from lt_runtime.planning.blobs import configuration, plan_by
 from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.candidates import configuration, deep_candidates, heuristic_candidates
+from lt_runtime.planning.candidates import deep_candidates, heuristic_candidates
 from lt_runtime.planning.entries import Effort, ProductEntry, RejectedAlgorithm
 from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.narrow import NARROW, plan_by
+from lt_runtime.planning.narrow import NARROW
 from lt_runtime.planning.narrow_pass import takes
+from lt_runtime.planning.padded import PADDED, PaddedPlan, padded_problem, pays_untuned
 from lt_runtime.planning.product import library_may_fuse
 from lt_runtime.planning.timing import Launch, Timing, buffer_sets, fastest, take_times
 from lt_runtime.planning.trial import NORMAL, Trial
@@ -35,10 +36,10 @@ class ProductVerdict:
     """What the tuner found.
 
     Attributes:
-        algorithm: 64 bytes, for `plan_by`.
+        algorithm: for `plan_by`.
         config: its configuration by attribute's name.
         us: microseconds that it takes, median of the rounds. spread: their interquartile range.
-        first_us: what the heuristic's first takes.
+        first_us: what the heuristic's first takes, on padded copies if it runs so untuned.
         candidates: how many were timed in full.
         rejected: those that cannot be launched, are far behind, or would have won but are wrong or not twice the same.
         effort: how hard it was searched. seconds: that it all took.
@@ -118,7 +119,7 @@ class Field:
     """The candidates for one problem.
 
     Attributes:
-        plans: one for each that is still in it, by name; the heuristic's own choice is the first.
+        plans: one for each that is still in it, by name; what runs untuned is the first.
         rejected: those that are out.
     """
 
@@ -126,38 +127,51 @@ class Field:
         self.problem, self.device = problem, device
         self.plans: dict[str, MatmulPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
-        own = MatmulPlan(problem, device)
-        algorithms = heuristic_candidates(own, workspace_size(device))
-        if effort == "deep":
-            algorithms = deep_candidates(own, algorithms)
-        for number, algorithm in enumerate(algorithms):
-            self._admit(f"candidate {number}" if number else _FIRST, algorithm)
+        plain, padded = _offered(MatmulPlan(problem, device), effort), self._padded(effort)
+        for number, blob in enumerate(padded + plain if pays_untuned(problem) else plain + padded):
+            self._admit(f"candidate {number}" if number else _FIRST, blob)
         if takes(problem):
-            self._admit("ours", NARROW)
+            self._admit("ours", NARROW.blob)
 
-    def _admit(self, name: str, algorithm: Algorithm) -> None:
+    def _padded(self, effort: str) -> list[bytes]:
+        """The library's algorithms on padded copies."""
+        if padded_problem(self.problem) is None:
+            return []
         try:
-            plan = plan_by(self.problem, self.device, algorithm.blob)
+            plan = PaddedPlan(self.problem, self.device).padded
+        except PlanError:  # as where there is no room for the copies
+            return []
+        return [PADDED + blob for blob in _offered(plan, effort)]
+
+    def _admit(self, name: str, blob: bytes) -> None:
+        try:
+            plan = plan_by(self.problem, self.device, blob)
         except PlanError as error:
-            self._note(algorithm, str(error))
+            self._note(blob, str(error))
             return
         if plan.is_lean(plan.algorithm):
             self.plans[name] = plan
         else:
-            self._note(algorithm, "cannot be launched as at most two kernels and nothing else")
+            self._note(blob, "cannot be launched as at most two kernels and nothing else")
 
     def reject(self, name: str, reason: str) -> None:
         """Takes a candidate out."""
-        self._note(self.plans.pop(name).algorithm, reason)
+        self._note(self.plans.pop(name).blob, reason)
 
-    def _note(self, algorithm: Algorithm, reason: str) -> None:
-        self.rejected.append(RejectedAlgorithm(algorithm.blob, configuration(algorithm), reason))
+    def _note(self, blob: bytes, reason: str) -> None:
+        self.rejected.append(RejectedAlgorithm(blob, configuration(blob), reason))
+
+
+def _offered(plan: MatmulPlan, effort: str) -> list[bytes]:
+    """The library's algorithms for a product, the plan's own first."""
+    algorithms = heuristic_candidates(plan, plan.workspace_size)
+    return [each.blob for each in (deep_candidates(plan, algorithms) if effort == "deep" else algorithms)]
 
 
 def _compete(bench: Bench, field: Field, deadline: float) -> dict[str, Timing]:
     """Times the candidates and verifies the winner; all that is slower than a right one need not be looked at.
 
-    The heuristic's first is what runs untuned, and is verified in any case. Where the winner is wrong the rest compete
+    What runs untuned is verified in any case. Where the winner is wrong the rest compete
     again: they may have been far behind that one alone.
     """
     clock, memory = bench.clock, stream_memory(field.device, bench.clock.stream)
@@ -214,10 +228,10 @@ def _verdict(field: Field, timings: Mapping[str, Timing], effort: Effort, second
         reasons = "; ".join(f"{each.config}: {each.reason}" for each in field.rejected)
         raise PlanError(f"none of cuBLASLt's algorithms is of use for {field.problem}: {reasons}")
     chosen = _fastest(field, timings)
-    algorithm, timing = field.plans[chosen].algorithm, timings[chosen]
+    blob, timing = field.plans[chosen].blob, timings[chosen]
     return ProductVerdict(
-        algorithm=algorithm.blob,
-        config=configuration(algorithm),
+        algorithm=blob,
+        config=configuration(blob),
         us=timing.median_us,
         spread=timing.spread_us,
         first_us=timings.get(_FIRST, timing).median_us,

@@ -13,6 +13,7 @@ from lt_runtime.errors import PlanError
 from lt_runtime.planning.algorithms import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.planning.alternatives import Half, products_of
 from lt_runtime.planning.backward import BackwardPlan
+from lt_runtime.planning.blobs import plan_by
 from lt_runtime.planning.candidates import with_algorithm
 from lt_runtime.planning.entries import Alternative, LayerEntry, ProductEntry, now
 from lt_runtime.planning.forward import ForwardPlan
@@ -20,7 +21,6 @@ from lt_runtime.planning.layer_finals import Table
 from lt_runtime.planning.links import LayerProblem
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.names import describe, strategy_in_words
-from lt_runtime.planning.narrow import plan_by
 from lt_runtime.planning.product_tuner import is_empty
 from lt_runtime.planning.row_trial import alone, row_trial
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, from_entry
@@ -181,11 +181,11 @@ class _Search:
         products: dict[MatmulProblem, ProductEntry] = {}
         for each in products_of(plan):
             known = None if is_empty(each.problem) else self._products.get(each.problem) or self._known(each.problem)
-            if known is None or each.algorithm.blob == known.algorithm:
+            if known is None or each.blob == known.algorithm:
                 continue
-            if each.algorithm.blob in [one.algorithm for one in known.rejected]:
+            if each.blob in [one.algorithm for one in known.rejected]:
                 return None
-            products[each.problem] = replace(with_algorithm(known, each.algorithm), in_row=True)
+            products[each.problem] = replace(with_algorithm(known, each.blob), in_row=True)
         return _Option(plan, entry, products) if products else None
 
     def _launch(self, plans: Mapping[LayerProblem, Half]) -> Launch:

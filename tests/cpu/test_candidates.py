@@ -18,7 +18,8 @@ from lt_runtime.cublaslt import (
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.planning import guesses
-from lt_runtime.planning.candidates import MOST, MOST_DEEP, configuration, deep_candidates, heuristic_candidates
+from lt_runtime.planning.blobs import configuration
+from lt_runtime.planning.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from tests.algorithm_library import BOTH, NONE, TILES, WORKSPACE, FakeLibrary, waves
@@ -144,7 +145,7 @@ def test_deep_candidates_are_configurations_of_all_ids(library: FakeLibrary) -> 
     assert ids(found[:2]) == [1, 2]  # no configuration of 1: it is not listed
     assert ids(found[2:6]) == [2, 7, 2, 7]
     assert set(ids(found[2:])) == {2, 7}
-    configurations = [configuration(each) for each in found]
+    configurations = [configuration(each.blob) for each in found]
     assert all(configurations.count(each) == 1 for each in configurations)
     tiles = {each["TILE_ID"] for each in configurations[2:]}
     assert tiles == set(TILES) - {5000}  # whose shape is not known
@@ -159,7 +160,7 @@ def test_deep_candidates_respect_what_an_algorithm_can_do(library: FakeLibrary) 
     library.capabilities[AlgoCapAttribute.CUSTOM_OPTION_MAX] = struct.pack("i", 0)
     library.capabilities[AlgoCapAttribute.STAGES_IDS] = b""
     library.capabilities[AlgoCapAttribute.TILE_IDS] = b""
-    for each in map(configuration, deep(library)[1:]):
+    for each in (configuration(one.blob) for one in deep(library)[1:]):
         assert (each["SPLITK_NUM"], each["CTA_SWIZZLING"], each["CUSTOM_OPTION"], each["STAGES_ID"]) == (0, 0, 0, 0)
         assert each["TILE_ID"] == MatmulTile.UNDEFINED
 
@@ -213,7 +214,7 @@ def test_shapes_of_tiles() -> None:
 
 
 def test_configurations_are_by_name() -> None:
-    found = configuration(Algorithm(bytes(64)).set(SPLITK, 3))
+    found = configuration(Algorithm(bytes(64)).set(SPLITK, 3).blob)
     assert found["SPLITK_NUM"] == 3
     assert list(found) == [attribute.name for attribute in cublaslt.AlgoConfigAttribute]
     assert {type(value) for value in found.values()} == {int}

@@ -42,7 +42,7 @@ DX = replace(PRODUCT, a=Y, b=W.transposed, d=X, epilogue=Epilogue.NONE, aux=None
 
 
 def pretended_product(problem: MatmulProblem) -> Any:
-    return SimpleNamespace(problem=problem, algorithm=None)
+    return SimpleNamespace(problem=problem, blob=b"")
 
 
 def pretended_forward(problem: ForwardProblem, device: int) -> Any:
@@ -62,7 +62,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanStore:
     monkeypatch.setattr(explanation, "activated", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(explanation, "decide_forward", pretended_forward)
     monkeypatch.setattr(explanation, "decide_backward", pretended_backward)
-    monkeypatch.setattr(explanation, "configuration", lambda algorithm: CONFIG)
+    monkeypatch.setattr(explanation, "configuration", lambda _: CONFIG)
     monkeypatch.setattr(explanation, "hardware", lambda device: HARDWARE)
     monkeypatch.setattr(requests, "ordinal_of", lambda device: 0)
     return made

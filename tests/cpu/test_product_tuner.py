@@ -16,9 +16,10 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, PlanError
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning import product_tuner
+from lt_runtime.planning.blobs import plan_by
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.names import algorithm_in_words
-from lt_runtime.planning.narrow import NARROW, NarrowPlan, plan_by
+from lt_runtime.planning.narrow import NARROW, NarrowPlan
 from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
 from lt_runtime.planning.timing import Launch
 from lt_runtime.planning.trial import Trial
@@ -56,7 +57,6 @@ class FakeGpu(FakeLibrary):
         memory = SimpleNamespace(workspace=0x1000, workspace_size=WORKSPACE)
         monkeypatch.setattr(product_tuner, "workbench", self._workbench)
         monkeypatch.setattr(product_tuner, "stream_memory", lambda device, stream: memory)
-        monkeypatch.setattr(product_tuner, "workspace_size", lambda _: WORKSPACE)
         monkeypatch.setattr(product_tuner, "buffer_sets", lambda size, device: 2)
         monkeypatch.setattr(product_tuner, "call", lambda *_: None)
         monkeypatch.setattr(product_tuner, "launcher", self._launcher)

@@ -34,7 +34,7 @@ def test_an_entry_is_read_back(entry: ProductEntry | LayerEntry) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"algorithm": b"short"}, "accepted are 64 bytes"),
+        ({"algorithm": b"short"}, "accepted are 64 or 128 bytes"),
         ({"config": {"id": 1.5}}, "id of the configuration is 1.5"),
         ({"config": {1: 1}}, "accepted are numbers by name"),
         ({"us": -1.0}, "us is -1.0"),

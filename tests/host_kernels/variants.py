@@ -276,6 +276,7 @@ SANITIZED: Final = (
     *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in SANITIZED_LOSSES),
     Variant("mse.cu", scalar_macros(F32)),
     Variant("tally.cu", scalar_macros(BF16)),
+    Variant("resize.cu", scalar_macros(F16)),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in SANITIZED_MATMULS),
     *(variant for narrow in SANITIZED_NARROW for variant in narrow.variants),
     *(Variant("dropout.cu", dropping.macros) for dropping in SANITIZED_DROPPING),
@@ -296,6 +297,7 @@ ALL: Final = (
     *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in TYPES),
     *(Variant("mse.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("tally.cu", scalar_macros(dtype)) for dtype in TYPES),
+    *(Variant("resize.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("adamw.cu", variant.macros) for variant in ADAMW),
     Variant("gradient_norm.cu"),
 )

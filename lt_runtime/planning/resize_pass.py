@@ -1,0 +1,61 @@
+"""Copies of matrices into others of a different size, several in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lt_runtime.gpu.kernels import get_kernel
+from lt_runtime.gpu.launch import Launch
+from lt_runtime.gpu.params import SCALAR, Matrix, Resized, ResizeParams
+from lt_runtime.layout import Layout, Order
+from lt_runtime.planning.tiling import grid_for
+from lt_runtime.problem import DType
+
+
+class Resize(NamedTuple):
+    """How a matrix lies that is copied, and the one that it is copied into: in the same order, of any size.
+
+    What the target has beyond the source becomes zero; what it lacks is left out.
+    """
+
+    source: Layout
+    target: Layout
+
+
+class ResizePass:
+    """Up to `RESIZED` copies in one kernel."""
+
+    def __init__(self, dtype: DType, resizes: Sequence[Resize], device: int) -> None:
+        self._resizes = [Resize(*map(_as_rows, each)) for each in resizes]
+        rows = max(each.target.rows for each in self._resizes)
+        cols = max(each.target.cols for each in self._resizes)
+        self._tiling = grid_for(Layout(rows, cols, Order.ROW, cols))
+        self._kernel = get_kernel("resize", (("SCALAR", SCALAR[dtype]),), device)
+        self._launches: dict[int, tuple[ResizeParams, Launch]] = {}
+
+    def run(self, addresses: Iterable[tuple[int, int]], stream: int) -> None:
+        """Puts the copies on a stream, whose memory's lock the caller holds.
+
+        Args:
+            addresses: of each copy's source and target.
+        """
+        params, launch = self._launches.get(stream) or self._prepare(stream)
+        for item, (source, target) in zip(params.items, addresses, strict=False):
+            item.from_.data, item.to.data = source, target
+        launch()
+
+    def _prepare(self, stream: int) -> tuple[ResizeParams, Launch]:
+        """The argument block of a stream, without addresses, and the launch that it is of."""
+        params = ResizeParams()
+        for number, (source, target) in enumerate(self._resizes):
+            shapes = (*source.shape, *target.shape)
+            params.items[number] = Resized(Matrix.at(0, source), Matrix.at(0, target), *shapes)
+        launch = self._kernel.prepare(*self._tiling, params, stream, batch=len(self._resizes))
+        self._launches[stream] = params, launch
+        return params, launch
+
+
+def _as_rows(layout: Layout) -> Layout:
+    """The matrix or its transpose, whichever is row-major."""
+    return layout if layout.order is Order.ROW else layout.transposed

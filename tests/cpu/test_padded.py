@@ -1,0 +1,225 @@
+"""Which products are computed on padded copies, and how those lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu.memory import ALIGNMENT
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import algorithms, padded
+from lt_runtime.planning.blobs import configuration, plan_by
+from lt_runtime.planning.call import ProductCall
+from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.padded import PADDED, PaddedPlan, padded_problem, pays_untuned
+from lt_runtime.planning.resize_pass import Resize
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from tests.algorithm_library import BOTH, WORKSPACE, FakeLibrary
+
+M, N, K = 2048, 1024, 479
+SHAPES = [(2048, 1024, 479), (2048, 479, 1024), (479, 1024, 2048), (33, 35, 37), (1, 3, 1001)]
+
+
+def across(rows: int, cols: int) -> Spec:
+    """A packed column-major matrix."""
+    return Spec(Layout(rows, cols, Order.COLUMN, rows))
+
+
+def problem_of(a: Spec, b: Spec, dtype: DType = DType.BFLOAT16, **changes: Any) -> MatmulProblem:
+    d = Spec(packed(a.layout.rows, b.layout.cols))
+    return replace(MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d), **changes)
+
+
+def forward(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
+    return problem_of(Spec(packed(m, k)), across(k, n), **changes)
+
+
+def input_gradient(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
+    return problem_of(Spec(packed(m, k)), Spec(packed(k, n)), **changes)
+
+
+def weight_gradient(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
+    return problem_of(across(m, k), Spec(packed(k, n)), **changes)
+
+
+def found(problem: MatmulProblem) -> MatmulProblem:
+    inner = padded_problem(problem)
+    assert inner is not None
+    return inner
+
+
+@pytest.mark.parametrize("make", [forward, input_gradient, weight_gradient])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_all_that_is_contiguous_is_whole_octets(make: Any, shape: tuple[int, int, int], dtype: DType) -> None:
+    problem = make(*shape, dtype=dtype)
+    inner = padded_problem(problem) or problem
+    for spec in (inner.a, inner.b, inner.d):
+        rows, cols = spec.layout.shape
+        assert (cols if spec.layout.order is Order.ROW else rows) % 8 == 0
+        assert spec.layout.leading_dimension % 8 == 0
+        assert spec.alignment == ALIGNMENT
+    assert inner.a.layout.shape == (inner.m, inner.k)
+    assert inner.b.layout.shape == (inner.k, inner.n)
+    assert all(own <= wide < own + 8 for own, wide in zip(shape, (inner.m, inner.n, inner.k), strict=True))
+    orders = [[each.layout.order for each in (one.a, one.b, one.d)] for one in (problem, inner)]
+    assert orders[0] == orders[1]
+
+
+def test_what_need_not_be_copied_is_used_where_it_is() -> None:
+    problem = input_gradient(M, N, K)
+    inner = found(problem)
+    assert (inner.m, inner.n, inner.k) == (M, N, 480)
+    assert inner.d == problem.d
+    assert inner.b.layout == packed(480, N), "K is its other axis, and has to grow as well"
+    assert found(weight_gradient(K, N, M)).b == weight_gradient(K, N, M).b
+
+
+def test_lines_off_16_bytes_are_copied_too() -> None:
+    gaps = Spec(Layout(64, 64, Order.ROW, 65))
+    assert found(problem_of(gaps, across(64, 64))).a == Spec(packed(64, 64))
+    off = Spec(packed(64, 64), alignment=2)
+    assert found(problem_of(off, across(64, 64))).a == Spec(packed(64, 64))
+
+
+def test_what_is_left_as_it_is() -> None:
+    assert padded_problem(forward(M, N, 480)) is None
+    problem = forward(M, N, K)
+    for change in (
+        {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32},
+        {"dtype": DType.FLOAT64, "d_dtype": DType.FLOAT64},
+        {"d_dtype": DType.FLOAT32},
+        {"batch": 2},
+    ):
+        assert padded_problem(replace(problem, **change)) is None, change
+    assert padded_problem(forward(M, N, K, dtype=DType.FLOAT32, d_dtype=DType.FLOAT32, compute=Compute.TF32))
+    assert padded_problem(forward(0, N, K)) is None
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.GELU_AUX_BIAS, Epilogue.DGELU_BGRAD, Epilogue.BGRADA])
+def test_epilogues_where_only_k_grows(epilogue: Epilogue) -> None:
+    problem = forward(M, N, K, epilogue=epilogue, c=Spec(packed(M, N)))
+    assert found(problem).epilogue is epilogue
+    assert found(problem).c == problem.c
+
+
+def test_epilogues_where_d_grows() -> None:
+    problem = forward(M, K, N)
+    assert found(replace(problem, epilogue=Epilogue.BIAS, vector=2)).vector == 256
+    assert padded_problem(replace(problem, epilogue=Epilogue.GELU_AUX_BIAS)) is None
+    assert padded_problem(replace(problem, epilogue=Epilogue.BGRADA)) is None
+    assert padded_problem(replace(problem, c=problem.d)) is None
+
+
+def test_small_ones_wait_for_a_measurement() -> None:
+    assert pays_untuned(forward(2048, 1024, 479))
+    assert not pays_untuned(forward(2048, 1024, 480))
+    assert not pays_untuned(forward(256, 10, 511))
+
+
+class _Passes:
+    """Stands in for the copies' kernel."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[list[Resize], list[tuple[int, int]]]] = []
+
+    def __call__(self, dtype: DType, resizes: list[Resize], device: int) -> Any:
+        passes = self
+
+        class Made:
+            def run(self, addresses: list[tuple[int, int]], stream: int) -> None:
+                passes.done.append((resizes, addresses))
+
+        return Made()
+
+
+class _Memory:
+    workspace, workspace_size = 1 << 20, WORKSPACE
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Passes]:
+    made = _Passes()
+    monkeypatch.setattr(padded, "ResizePass", made)
+    monkeypatch.setattr(padded, "workspace_size", lambda _: WORKSPACE)
+    monkeypatch.setattr(MatmulPlan, "is_lean", lambda *_: True)
+    return made
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    return FakeLibrary(monkeypatch)
+
+
+def _offer(library: FakeLibrary, *ids: int, reserved: int) -> None:
+    library.offered = {(WORKSPACE - reserved, BOTH): [*ids]}
+
+
+def test_copies_lie_at_the_end_of_the_workspace(
+    library: FakeLibrary, passes: _Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"a": 2 * 2048 * 1024, "b": 2 * 1024 * 480, "d": 2 * 2048 * 480}
+    reserved = sum(sizes.values()) - sizes["a"] + ALIGNMENT * 4
+    problem = replace(forward(2048, 479, 1024), epilogue=Epilogue.BIAS)
+    _offer(library, 1, reserved=reserved)
+    plan = PaddedPlan(problem, 0)
+    ran: list[ProductCall] = []
+    monkeypatch.setattr(plan.padded, "run", lambda call, memory: ran.append(call))
+    plan.run(ProductCall(a=0x1000, b=0x2002, d=0x3002, stream=5, vector=0x4002), _Memory())  # type: ignore[arg-type]
+    (before, filled), (after, trimmed) = passes.done
+    end = _Memory.workspace + _Memory.workspace_size
+    (inner,) = ran
+    assert inner.a == 0x1000, "is whole octets, and read where it is"
+    assert end - reserved <= min(inner.b, inner.d, inner.vector)
+    assert not any(address % ALIGNMENT for address in (inner.b, inner.d, inner.vector))
+    assert filled == [(0x2002, inner.b), (0x4002, inner.vector)]
+    assert trimmed == [(inner.d, 0x3002)]
+    assert [each.target.shape for each in before] == [(1024, 480), (1, 480)]
+    assert [(each.source.shape, each.target.shape) for each in after] == [((2048, 480), (2048, 479))]
+    ends = sorted([(inner.b, sizes["b"]), (inner.d, sizes["d"]), (inner.vector, 960)])
+    assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(ends))
+    assert ends[-1][0] + ends[-1][1] <= end
+
+
+def test_the_library_keeps_to_its_part_of_the_workspace(library: FakeLibrary, passes: _Passes) -> None:
+    reserved = 2 * 480 * (2048 + 1024)
+    _offer(library, 1, reserved=reserved)
+    library.workspace = lambda _: WORKSPACE - reserved
+    blob = PaddedPlan(forward(M, N, K), 0).blob
+    assert plan_by(forward(M, N, K), 0, blob).blob == blob
+    library.workspace = lambda _: WORKSPACE - reserved + 1
+    with pytest.raises(PlanError, match="workspace"):
+        plan_by(forward(M, N, K), 0, blob)
+
+
+def test_no_room_for_copies(library: FakeLibrary, passes: _Passes) -> None:
+    library.offered = {(WORKSPACE, BOTH): [1]}
+    problem = forward(1 << 16, 64, 479)
+    with pytest.raises(PlanError, match="no room"):
+        PaddedPlan(problem, 0)
+    assert type(algorithms.heuristic_algorithm(problem, 0)) is MatmulPlan
+
+
+def test_untuned_large_ones_are_padded(library: FakeLibrary, passes: _Passes) -> None:
+    _offer(library, 1, reserved=2 * 480 * (2048 + 1024))
+    assert type(algorithms.heuristic_algorithm(forward(M, N, K), 0)) is PaddedPlan
+    library.offered = {(WORKSPACE, BOTH): [1]}
+    assert type(algorithms.heuristic_algorithm(forward(64, 64, 479), 0)) is MatmulPlan
+
+
+def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
+    _offer(library, 7, reserved=2 * 480 * (2048 + 1024))
+    plan = PaddedPlan(forward(M, N, K), 0)
+    assert plan.blob == PADDED + plan.padded.algorithm.blob
+    assert configuration(plan.blob) == configuration(plan.padded.blob) | {"PADDED": 1}
+    again = plan_by(plan.problem, 0, plan.blob)
+    assert isinstance(again, PaddedPlan)
+    assert again.padded.problem == plan.padded.problem
+    with pytest.raises(PlanError, match="padding"):
+        plan_by(forward(M, N, 480), 0, plan.blob)

@@ -1,0 +1,99 @@
+"""Copies of matrices in other sizes, launched by the runtime: the very bits, and zeros beyond them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.layout import Layout, Order
+from lt_runtime.planning import resize_pass
+from lt_runtime.planning.resize_pass import Resize, ResizePass
+from lt_runtime.problem import DType
+from tests.host_kernels.arrays import FLAT, Guarded, numbers
+from tests.host_kernels.cases import FEW, orders, seeds, shapes
+from tests.host_kernels.harness import HostKernels
+from tests.host_kernels.variants import BF16, F16, F32, TYPES
+from tests.strategies import Placement, placements
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A matrix and the one that it is copied into, in the same order."""
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    places: tuple[Placement, Placement]
+
+
+def _same_order(places: tuple[Placement, Placement]) -> tuple[Placement, Placement]:
+    return places[0], replace(places[1], column_major=places[0].column_major)
+
+
+copies = st.builds(Copy, shapes, shapes, st.tuples(placements, placements).map(_same_order))
+PADDING = Copy((3, 13), (3, 16), (Placement(False, 0, 1), FLAT))
+TRIMMING = Copy((8, 16), (7, 13), (Placement(True, 0, 0), Placement(True, 2, 1)))
+LARGE = Copy((300, 479), (300, 480), (FLAT, FLAT))
+
+
+def _layout(shape: tuple[int, int], place: Placement) -> Layout:
+    """Not as read from strides, which do not tell the order of a single row."""
+    order = Order.COLUMN if place.column_major else Order.ROW
+    return Layout(*shape, order, shape[0 if place.column_major else 1] + place.gap)
+
+
+class _Operands:
+    def __init__(self, copy: Copy, dtype: DType, generator: np.random.Generator) -> None:
+        values = numbers(generator, copy.source, dtype)
+        values[0, 0] = np.inf
+        self.source, self.target = (
+            Guarded(each, place)
+            for each, place in zip((values, np.ones(copy.target, values.dtype)), copy.places, strict=True)
+        )
+        self.expected = np.zeros(copy.target, values.dtype)
+        rows, cols = map(min, copy.source, copy.target)
+        self.expected[:rows, :cols] = values[:rows, :cols]
+        self.resize = Resize(*(_layout(*each) for each in zip((copy.source, copy.target), copy.places, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda each: each.value)
+@FEW
+@example(drawn=[PADDING, TRIMMING, LARGE], order=0, seed=0)
+@example(drawn=[TRIMMING], order=1, seed=1)
+@given(drawn=st.lists(copies, min_size=1, max_size=3), order=orders, seed=seeds)
+def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], order: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    operands = [_Operands(each, dtype, generator) for each in drawn]
+
+    class Turns:
+        def __init__(self, entry: str, macros: Macros, _: int) -> None:
+            self._kernel = host.get(entry, macros)
+
+        def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
+            return functools.partial(self._kernel.launch, *arguments, **more, order=order)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resize_pass, "get_kernel", Turns)
+        made = ResizePass(dtype, [each.resize for each in operands], 0)
+    made.run([(each.source.address, each.target.address) for each in operands], 0)
+    for each in operands:
+        each.target.values()  # nothing around it was written
+        assert each.target.array.tobytes() == each.expected.tobytes()
+        each.source.assert_unchanged()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=lambda each: each.value)
+def test_nan_stays_nan(host: HostKernels, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.full((2, 9), np.nan, dtype.numpy)
+    source, target = Guarded(values), Guarded(np.ones((2, 16), dtype.numpy))
+    monkeypatch.setattr(resize_pass, "get_kernel", host.get)
+    ResizePass(dtype, [Resize(source.layout, target.layout)], 0).run([(source.address, target.address)], 0)
+    assert np.isnan(target.values()[:, :9]).all()
+    assert not target.values()[:, 9:].any()
