@@ -187,27 +187,26 @@ __device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, c
 }
 
 // BF16 moments are rounded stochastically: to nearest, β₂ = 0.999 would never move v.
-__device__ inline void store_moments(const AdamWChunk& chunk, const Quads& at, const RoundingBits& random,
+__device__ inline void store_moments(const AdamWChunk& chunk, const Quads& at, const Words& random,
                                      const Octets& result) {
   if (kMoment == kFloat32) {
     store_bits(chunk.m, kMoment, at, pack(result.m, kMoment));
     store_bits(chunk.v, kMoment, at, pack(result.v, kMoment));
     if (AMSGRAD) store_bits(chunk.v_max, kMoment, at, pack(result.v_max, kMoment));
   } else {
-    store_bits(chunk.m, kMoment, at, pack_randomly(result.m, rounding_words(random, Rounded::kFirstMoment)));
-    const Words words = rounding_words(random, Rounded::kSecondMoment);
+    store_bits(chunk.m, kMoment, at, pack_randomly(result.m, lanes_for(Rounded::kFirstMoment, random)));
+    const Words words = lanes_for(Rounded::kSecondMoment, random);
     store_bits(chunk.v, kMoment, at, pack_randomly(result.v, words));
     if (AMSGRAD) store_bits(chunk.v_max, kMoment, at, pack_randomly(result.v_max, words));
   }
 }
 
-__device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, const RoundingBits& random,
-                                   const Octet& value) {
+__device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, const Words& random, const Octet& value) {
   if (value_type(chunk) == kFloat32) {
     store_bits(chunk.value, kFloat32, at, pack(value, kFloat32));
     if (chunk.copy) store_bits(chunk.copy, chunk.copy_type, at, pack(value, chunk.copy_type));
   } else {
-    store_bits(chunk.value, kBfloat16, at, pack_randomly(value, rounding_words(random, Rounded::kParameter)));
+    store_bits(chunk.value, kBfloat16, at, pack_randomly(value, lanes_for(Rounded::kParameter, random)));
   }
 }
 
@@ -231,7 +230,8 @@ extern "C" __global__ void __launch_bounds__(256, 4) adamw(const lt::AdamWParams
   if (threadIdx.x == 0) advance(p, now, step.skipped);
   if (step.skipped) return;
   const Octets result = update(p, chunk, step, old);
-  const RoundingBits random{p.seed, chunk.octet + threadIdx.x, chunk.tensor, step.number};
+  const bool rounds = STOCHASTIC || kMoment == kBfloat16;
+  const Words random = rounds ? rounding_words(p.seed, chunk.octet + threadIdx.x, chunk.tensor, step.number) : Words{};
   store_value(chunk, at, random, result.value);
   store_moments(chunk, at, random, result);
 }

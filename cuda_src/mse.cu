@@ -36,6 +36,76 @@ __device__ inline OctetPlace place_octet(const MseParams& p, int64 index, int64 
   return {row, col, exists ? octet_count(col, p.cols) : 0};
 }
 
+// How octets are moved where not all of them are whole and on 16 bytes: as each of them allows.
+struct EachAsItLies {
+  using Raw = Octet;
+  using Place = OctetPlace;
+  static __device__ Place place(const MseParams& p, int64 index, int64 octets_per_row) {
+    return place_octet(p, index, octets_per_row);
+  }
+  static __device__ Raw load(const Matrix& m, const OctetPlace& at) {
+    return lt::load<SCALAR>(m, at.row, at.col, at.count);
+  }
+  static __device__ Octet unpack(const Raw& raw) { return raw; }
+  static __device__ void store(const Matrix& m, const OctetPlace& at, const Octet& octet) {
+    lt::store<SCALAR>(m, at.row, at.col, at.count, octet);
+  }
+};
+
+// Where all are. Nothing is converted before all loads are on their way.
+struct Whole {
+  using Raw = Packed<SCALAR>;
+  using Place = int64;  // of the octet's first element; none beyond the last
+  static __device__ Place place(const MseParams&, int64 index, int64 octets) {
+    return index < octets ? index * kOctet : -1;
+  }
+  static __device__ Raw load(const Matrix& m, Place at) {
+    return at >= 0 ? load_packed(static_cast<const SCALAR*>(m.data) + at) : Raw{};
+  }
+  static __device__ Octet unpack(const Raw& raw) { return lt::unpack<SCALAR>(raw); }
+  static __device__ void store(const Matrix& m, Place at, const Octet& octet) {
+    if (at >= 0) store_packed(static_cast<SCALAR*>(m.data) + at, pack<SCALAR>(octet));
+  }
+};
+
+__device__ inline bool all_whole(const MseParams& p) {
+  const uint64 addresses = reinterpret_cast<uint64>(p.prediction.data) | reinterpret_cast<uint64>(p.target.data) |
+                           reinterpret_cast<uint64>(p.gradient.data);
+  const bool contiguous = p.prediction.col_stride == 1 && p.target.col_stride == 1 && p.gradient.col_stride == 1;
+  return p.rows == 1 && p.cols % kOctet == 0 && contiguous && addresses % 16 == 0;
+}
+
+// Writes the gradient, and returns the calling thread's part of the squares' sum.
+template <class Octets>
+__device__ inline float sum_squares(const MseParams& p, float scale) {
+  const int64 octets_per_row = (p.cols + kOctet - 1) / kOctet, octets = p.rows * octets_per_row;
+  float sum = 0.0f;
+  for (int64 first = static_cast<int64>(blockIdx.x) * blockDim.x * kInFlight; first < octets;
+       first += static_cast<int64>(gridDim.x) * blockDim.x * kInFlight) {
+    typename Octets::Place at[kInFlight];
+    typename Octets::Raw prediction[kInFlight], target[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      at[k] = Octets::place(p, first + k * blockDim.x + threadIdx.x, octets_per_row);
+      prediction[k] = Octets::load(p.prediction, at[k]);
+      target[k] = Octets::load(p.target, at[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      const Octet left = Octets::unpack(prediction[k]), right = Octets::unpack(target[k]);
+      Octet gradient;
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        const float difference = left.v[i] - right.v[i];
+        sum += difference * difference;
+        gradient.v[i] = difference * scale;
+      }
+      Octets::store(p.gradient, at[k], gradient);
+    }
+  }
+  return sum;
+}
+
 }  // namespace lt
 
 extern "C" __global__ void __launch_bounds__(256) mse_loss(const lt::MseParams p) {
@@ -43,29 +113,6 @@ extern "C" __global__ void __launch_bounds__(256) mse_loss(const lt::MseParams p
   __shared__ float scratch[kMaxWarps];
   wait_for_predecessor();
   const float scale = p.grad_scale ? p.gradient_scale * *p.grad_scale : p.gradient_scale;
-  const int64 octets_per_row = (p.cols + kOctet - 1) / kOctet, octets = p.rows * octets_per_row;
-  float sum = 0.0f;
-  for (int64 first = static_cast<int64>(blockIdx.x) * blockDim.x * kInFlight; first < octets;
-       first += static_cast<int64>(gridDim.x) * blockDim.x * kInFlight) {
-    OctetPlace at[kInFlight];
-    Octet prediction[kInFlight], target[kInFlight];
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      at[k] = place_octet(p, first + k * blockDim.x + threadIdx.x, octets_per_row);
-      prediction[k] = load<SCALAR>(p.prediction, at[k].row, at[k].col, at[k].count);
-      target[k] = load<SCALAR>(p.target, at[k].row, at[k].col, at[k].count);
-    }
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      Octet gradient;
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        const float difference = prediction[k].v[i] - target[k].v[i];
-        sum += difference * difference;
-        gradient.v[i] = difference * scale;
-      }
-      store<SCALAR>(p.gradient, at[k].row, at[k].col, at[k].count, gradient);
-    }
-  }
+  float sum = all_whole(p) ? sum_squares<Whole>(p, scale) : sum_squares<EachAsItLies>(p, scale);
   if (sum_over_grid(sum, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = sum / p.size;
 }

@@ -6,24 +6,28 @@
 
 namespace lt {
 
-// Where the random numbers of an optimizer's update come from. A call of Philox gives eight 16-bit lanes; the call has the
-// number `octet`, the thread's eight elements in the order that Quads has them take its lanes.
-struct RoundingBits {
-  uint64 seed;
-  uint64 octet;
-  uint32 tensor;
-  uint32 step;
-};
-
 constexpr uint32 kRoundingCalls = 1u << 31;  // apart from the ids of dropout's layers
 
-// What is rounded: each has numbers of its own.
-enum class Rounded : uint32 { kParameter, kFirstMoment, kSecondMoment };
+// What is rounded.
+enum class Rounded { kParameter, kFirstMoment, kSecondMoment };
 
-__device__ inline Words rounding_words(const RoundingBits& r, Rounded rounded) {
-  const uint32 stream = kRoundingCalls + 4 * r.tensor + static_cast<uint32>(rounded);
-  const Words counter{{static_cast<uint32>(r.octet), static_cast<uint32>(r.octet >> 32), stream, r.step}};
-  return philox4x32(counter, static_cast<uint32>(r.seed), static_cast<uint32>(r.seed >> 32));
+// The random bits of an optimizer's update: the call of Philox with the number `octet` gives eight 16-bit lanes, which the
+// thread's eight elements take in the order that Quads has them.
+__device__ inline Words rounding_words(uint64 seed, uint64 octet, uint32 tensor, uint32 step) {
+  const Words counter{{static_cast<uint32>(octet), static_cast<uint32>(octet >> 32), kRoundingCalls + tensor, step}};
+  return philox4x32(counter, static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
+}
+
+// The same lanes in another order for each of an element's numbers, which so draw independently: a moment takes the lane of
+// the element's neighbour, the second one that of the element two further on. A call for each costs more than the update.
+__device__ inline Words lanes_for(Rounded rounded, const Words& words) {
+  const uint32* w = words.w;
+  if (rounded == Rounded::kParameter) return words;
+  if (rounded == Rounded::kSecondMoment) return Words{{w[1], w[2], w[3], w[0]}};
+  Words swapped;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) swapped.w[i] = w[i] >> 16 | w[i] << 16;
+  return swapped;
 }
 
 // Away from zero with the probability that the bits cut off say; `lane` has 16 random bits. NaN stays NaN.

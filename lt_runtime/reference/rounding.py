@@ -17,11 +17,19 @@ _LANES: Final = 8
 
 
 class RoundedTensor(enum.IntEnum):
-    """What an update rounds: each draws random numbers of its own. AMSGrad's largest v shares those of v."""
+    """What an update rounds: an element's three take different lanes. AMSGrad's largest v shares that of v."""
 
     PARAMETER = 0
     M = 1
     V = 2
+
+
+_ORDER: Final = {
+    RoundedTensor.PARAMETER: (0, 1, 2, 3, 4, 5, 6, 7),
+    RoundedTensor.M: (1, 0, 3, 2, 5, 4, 7, 6),
+    RoundedTensor.V: (2, 3, 4, 5, 6, 7, 0, 1),
+}
+"""Which lane of a call each of its eight elements takes: one call does for all three."""
 
 
 def rounding_lanes(
@@ -30,8 +38,9 @@ def rounding_lanes(
     """Sixteen random bits for each element of a tensor.
 
     A call of Philox4x32-10, whose key is the seed and whose counter is (number of the call: low word, high word;
-    2³¹ + 4·tensor + part; step), gives eight lanes, low half of word 0 first. Elements 256·t + 4·l + i and
-    256·t + 128 + 4·l + i, where l < 32 and i < 4, take lanes i and 4 + i of call 32·t + l: they are one thread's.
+    2³¹ + tensor; step), gives eight lanes, low half of word 0 first. Elements 256·t + 4·l + i and
+    256·t + 128 + 4·l + i, where l < 32 and i < 4, are the i-th and (4 + i)-th of call 32·t + l, and one thread's. The
+    j-th takes lane j for the parameter, lane j ^ 1 for m, and lane j + 2 modulo 8 for v.
 
     Args:
         size: elements.
@@ -46,9 +55,10 @@ def rounding_lanes(
     call = np.arange(tiles * (_TILE // _LANES), dtype=np.uint64) + np.uint64(first // _LANES)
     counter = np.empty((call.size, 4), np.uint64)
     counter[:, 0], counter[:, 1] = call & np.uint64(0xFFFFFFFF), call >> np.uint64(32)
-    counter[:, 2], counter[:, 3] = _STREAMS + 4 * tensor + part, step
+    counter[:, 2], counter[:, 3] = _STREAMS + tensor, step
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    lanes = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=2).astype(np.uint16)
+    halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=2).astype(np.uint16)
+    lanes = halves.reshape(-1, _LANES)[:, _ORDER[part]]
     in_order: NDArray[np.uint16] = lanes.reshape(tiles, _TILE // _LANES, 2, 4).swapaxes(1, 2).reshape(-1)
     return in_order[:size]
 

@@ -17,9 +17,10 @@ def lane_of(element: int, tensor: int, step: int, part: RoundedTensor) -> int:
     half, rest = divmod(within, 128)
     thread, i = divmod(rest, 4)
     call = 32 * tile + thread
-    counter = np.array([[call & 0xFFFFFFFF, call >> 32, (1 << 31) + 4 * tensor + int(part), step]], np.uint64)
+    counter = np.array([[call & 0xFFFFFFFF, call >> 32, (1 << 31) + tensor, step]], np.uint64)
     words = philox4x32(counter, (SEED & 0xFFFFFFFF, SEED >> 32))[0]
-    lane = 4 * half + i
+    place = 4 * half + i
+    lane = {RoundedTensor.PARAMETER: place, RoundedTensor.M: place ^ 1, RoundedTensor.V: (place + 2) % 8}[part]
     return int(words[lane // 2]) >> (16 * (lane % 2)) & 0xFFFF
 
 
@@ -48,6 +49,12 @@ def test_everything_draws_its_own() -> None:
         for part in RoundedTensor
     ]
     assert len(set(drawn)) == len(drawn)
+
+
+def test_an_element_s_numbers_are_independent() -> None:
+    drawn = [rounding_lanes(1 << 16, SEED, 3, 4, part).astype(np.float64) for part in RoundedTensor]
+    correlations = np.corrcoef(drawn)[np.triu_indices(len(drawn), 1)]
+    assert np.abs(correlations).max() < 5 / np.sqrt(1 << 16)
 
 
 def test_is_right_on_average() -> None:
