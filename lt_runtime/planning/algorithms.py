@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's algorithms a plan's products use."""
+"""Which algorithms a plan's products use: cuBLASLt's, or our kernel for narrow ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lt_runtime.errors import PlanError
 from lt_runtime.planning.entries import ProductEntry
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.narrow import plan_by
+from lt_runtime.planning.narrow import plan_by, untuned_plan
 from lt_runtime.planning.store import plan_store
 from lt_runtime.problem import MatmulProblem
 
 Choose: TypeAlias = Callable[[MatmulProblem, int], MatmulPlan]
-"""Makes the plan of a product on a device, which is current. PlanError if cuBLASLt does not do it."""
+"""Makes the plan of a product on a device, which is current. PlanError if neither cuBLASLt nor our kernel does it."""
 
 
 def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
@@ -34,12 +34,12 @@ def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
         return None
 
     plan_store(device).product(problem_key(problem), validate)
-    return made[0] if made else MatmulPlan(problem, device)
+    return made[0] if made else untuned_plan(problem, device)
 
 
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
-    """By the first that the heuristic offers that is lean, whatever was measured."""
-    return MatmulPlan(problem, device)
+    """By the first that the heuristic offers that is lean, whatever was measured; by our kernel where there is none."""
+    return untuned_plan(problem, device)
 
 
 def first_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:

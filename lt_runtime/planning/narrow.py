@@ -51,6 +51,20 @@ class NarrowPlan(MatmulPlan):
         self._pass.run(call, memory)
 
 
+def untuned_plan(problem: MatmulProblem, device: int) -> MatmulPlan:
+    """The plan of a product by the library's heuristic, or by our kernel where the library offers nothing.
+
+    Raises:
+        PlanError: see `MatmulPlan` and `NarrowPlan`.
+    """
+    try:
+        return MatmulPlan(problem, device)
+    except PlanError:
+        if not takes(problem):
+            raise
+        return NarrowPlan(problem, device)
+
+
 def plan_by(problem: MatmulProblem, device: int, algorithm: bytes) -> MatmulPlan:
     """The plan of a product by an algorithm of the library, or by our kernel.
 

@@ -16,7 +16,7 @@ from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.candidates import configuration, deep_candidates, heuristic_candidates
 from lt_runtime.planning.entries import Effort, ProductEntry, RejectedAlgorithm
 from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.narrow import NARROW, plan_by
+from lt_runtime.planning.narrow import NARROW, NarrowPlan, plan_by, untuned_plan
 from lt_runtime.planning.narrow_pass import takes
 from lt_runtime.planning.product import library_may_fuse
 from lt_runtime.planning.timing import Launch, Timing, buffer_sets, fastest, take_times
@@ -82,7 +82,7 @@ def tune_product(problem: MatmulProblem, device: int, *, effort: str = "default"
 
     Raises:
         ArgumentError: the effort is neither.
-        PlanError: the library has no algorithm for the problem, or none whose results are right.
+        PlanError: there is no algorithm for the problem, or none whose results are right.
         MissingLibraryError: CuPy is not installed.
         CaptureError: see `timing_session`.
         MemoryError: there is not enough of it on the GPU for the operands and for the reference in FP64.
@@ -118,7 +118,7 @@ class Field:
     """The candidates for one problem.
 
     Attributes:
-        plans: one for each that is still in it, by name; the heuristic's own choice is the first.
+        plans: one for each that is still in it, by name; the heuristic's own choice is the first, if there is one.
         rejected: those that are out.
     """
 
@@ -126,9 +126,9 @@ class Field:
         self.problem, self.device = problem, device
         self.plans: dict[str, MatmulPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
-        own = MatmulPlan(problem, device)
-        algorithms = heuristic_candidates(own, workspace_size(device))
-        if effort == "deep":
+        own = untuned_plan(problem, device)
+        algorithms = [] if isinstance(own, NarrowPlan) else heuristic_candidates(own, workspace_size(device))
+        if algorithms and effort == "deep":
             algorithms = deep_candidates(own, algorithms)
         for number, algorithm in enumerate(algorithms):
             self._admit(f"candidate {number}" if number else _FIRST, algorithm)
