@@ -29,7 +29,6 @@ struct EpilogueBwdParams {
 };
 
 #if SAVED == 3
-// Of the mask's bits, which are in a row's order from a byte's lowest on: an octet's are one byte.
 struct MaskCursor {
   using Raw = uint32;
 
@@ -48,12 +47,7 @@ struct MaskCursor {
 
 using SavedReader = ReadAhead<MaskCursor>;
 
-__device__ inline Octet unpack_saved(uint32 bits) {
-  Octet out;
-#pragma unroll
-  for (int i = 0; i < kOctet; ++i) out.v[i] = bits >> i & 1 ? 1.0f : 0.0f;
-  return out;
-}
+__device__ inline Octet unpack_saved(uint32 bits) { return unpack_bits(bits); }
 
 __device__ inline float derivative(float positive, float) { return positive; }
 #else

@@ -17,14 +17,15 @@ struct NarrowParams {
   Matrix b;          // (K, N), or its transpose
   Matrix c;          // may be absent, or `d`
   Matrix d;
-  SCALAR* vector;    // (N) the bias, or (M) where the sum of A over K goes; may be absent
-  float* partial;    // sums over parts of K; only for more than one part
+  SCALAR* vector;    // (N) the bias, (M) where the sum of A over K goes, or (N) that of D over M; may be absent
+  float* partial;    // sums over parts of K, or of M; only for more than one part
   uint32* tickets;   // likewise, see last_block.cuh
   int64 rows;        // M
   int64 cols;        // N
   int64 depth;       // K
   float alpha;
   float beta;
+  Matrix aux;        // as D, a pre-activation, or ReLU's mask, whose strides are in bytes; may be absent
 };
 
 // β·C

@@ -1,16 +1,59 @@
 // A product over few terms, such as the input gradient of an output layer: A·B, which is little more than writing D. A
-// thread makes an octet of D in each of its rows. See narrow.cuh; ALIGNED is said of B, C and D. Compiled for so many ROWS
-// a thread at a time: 1, or more to load B less often where there are more octets than threads.
+// thread makes an octet of D in each of its rows. See narrow.cuh. Compiled for
+// - so many ROWS a thread at a time: 1, or more to load B less often where there are more octets than threads;
+// - what AUX holds: 0 nothing, 1 a pre-activation, 2 ReLU's mask. D is multiplied by GELU's or ReLU's derivative there;
+// - SUMS 0 or 1: whether that D, before it is rounded, is summed up over its rows, the bias gradient of the layer below.
+// ALIGNED is said of B, C, D and a pre-activation.
+//
+// With SUMS both sides of a block are powers of two.
 
+#include "activations.cuh"
+#include "column_sum.cuh"
 #include "narrow.cuh"
 
 namespace lt {
 
 using Load = Access<SCALAR>;
 
-constexpr int kInFlight = ROWS == 1 ? 256 : 128;  // bytes of B that a thread waits for at once
+// Bytes of B that a thread waits for at once: all of it where few threads have a row each, and then wait for each other.
+constexpr int kInFlight = ROWS > 1 ? 128 : SUMS && ALIGNED ? 512 : 256;
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
 constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // rows of B
+
+// What an octet of D is multiplied by.
+struct Aux {
+#if AUX == 1
+  using Raw = Load::Raw;
+
+  static __device__ Raw load(const NarrowParams& p, int64 row, int64 col, int count) {
+    return Load::load(element<SCALAR>(p.aux, row, col), 1, count);
+  }
+  static __device__ void apply(Octet& gradient, const Raw& raw) {
+    const Octet z = Load::unpack(raw);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) gradient.v[i] *= Gelu::derivative(z.v[i], 0.0f);
+  }
+#elif AUX == 2
+  using Raw = uint32;
+
+  static __device__ Raw load(const NarrowParams& p, int64 row, int64 col, int) {
+    return *element<unsigned char>(p.aux, row, col / kOctet);
+  }
+  static __device__ void apply(Octet& gradient, Raw bits) {
+    const Octet positive = unpack_bits(bits);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) gradient.v[i] *= positive.v[i];
+  }
+#else
+  struct Raw {};
+
+  static __device__ Raw load(const NarrowParams&, int64, int64, int) { return {}; }
+  static __device__ void apply(Octet&, Raw) {}
+#endif
+};
+
+// `row`, or the last one beyond it.
+__device__ inline int64 existing(const NarrowParams& p, int64 row) { return row < p.rows ? row : p.rows - 1; }
 
 // The octets of a column of octets, in ROWS rows of A·B from `first` on; beyond the last row, that one again.
 __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int64 first, int64 col, int count) {
@@ -23,10 +66,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
       if (start + k >= p.depth) continue;  // the same for all threads
       raw[k] = Load::load(element<SCALAR>(p.b, start + k, col), 1, count);
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const int64 row = first + r < p.rows ? first + r : p.rows - 1;
-        a[r][k] = to_float(*element<SCALAR>(p.a, row, start + k));
-      }
+      for (int r = 0; r < ROWS; ++r) a[r][k] = to_float(*element<SCALAR>(p.a, existing(p, first + r), start + k));
     }
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
@@ -41,12 +81,15 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
   }
 }
 
-__device__ inline void store(const NarrowParams& p, int64 row, int64 col, int count, const Octet& sums) {
+// D, from A·B.
+__device__ inline Octet result(const NarrowParams& p, int64 row, int64 col, int count, const Octet& sums,
+                               const Aux::Raw& aux) {
   Octet out{};
   if (p.c.data) out = Load::unpack(Load::load(element<SCALAR>(p.c, row, col), 1, count));
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) out.v[i] = p.alpha * sums.v[i] + (p.c.data ? p.beta * out.v[i] : 0.0f);
-  Load::store(element<SCALAR>(p.d, row, col), 1, count, out);
+  Aux::apply(out, aux);
+  return out;
 }
 
 }  // namespace lt
@@ -57,13 +100,24 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_k(const lt::NarrowPa
   const int64 step = static_cast<int64>(gridDim.y) * blockDim.y * ROWS;
   const int count = octet_count(col, p.cols);
   wait_for_predecessor();
-  if (count == 0) return;
-  for (int64 first = (static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y) * ROWS; first < p.rows; first += step) {
+  if (!SUMS && count == 0) return;
+  // For the barriers of the sum threads beyond the last column stay, with nothing to do.
+  const int64 rows = SUMS && count == 0 ? 0 : p.rows;
+  Octet total{};
+  for (int64 first = (static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y) * ROWS; first < rows; first += step) {
     Octet sums[ROWS] = {};
+    Aux::Raw aux[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) aux[r] = Aux::load(p, existing(p, first + r), col, count);
     multiply(sums, p, first, col, count);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      if (first + r < p.rows) store(p, first + r, col, count, sums[r]);
+      if (first + r >= p.rows) continue;
+      const Octet out = result(p, first + r, col, count, sums[r], aux[r]);
+      Load::store(element<SCALAR>(p.d, first + r, col), 1, count, out);
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) total.v[i] += out.v[i];
     }
   }
+  if constexpr (SUMS) sum_over_grid(ColumnSum<SCALAR>{p.vector, p.partial, p.tickets, 0}, total, p.cols);
 }

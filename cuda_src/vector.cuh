@@ -169,6 +169,14 @@ __device__ inline void store(const Matrix& m, int64 row, int64 col, int count, c
   }
 }
 
+// Of a mask's bits, which are in a row's order from a byte's lowest on, an octet's are one byte.
+__device__ inline Octet unpack_bits(uint32 bits) {
+  Octet out;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) out.v[i] = bits >> i & 1 ? 1.0f : 0.0f;
+  return out;
+}
+
 // How many of the eight columns from `col` on exist.
 __device__ inline int octet_count(int64 col, int64 cols) {
   if (col >= cols) return 0;

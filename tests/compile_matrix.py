@@ -28,7 +28,7 @@ from lt_runtime.ops import dropout
 from lt_runtime.paths import kernel_sources
 from lt_runtime.planning.launches import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
 from lt_runtime.planning.losses import _ROW_THREADS
-from lt_runtime.planning.narrow_pass import _SHARED_ROWS, MAX_WIDTH, narrow_macros
+from lt_runtime.planning.narrow_pass import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.planning.strategies import forward_strategies
 from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, Saved, Spec
@@ -131,15 +131,16 @@ def _narrow() -> list[Variant]:
     """Several rows a thread only where memory is moved in vectors."""
     choices = itertools.product(SCALAR, (1, 2, 4, 8, MAX_WIDTH), (True, False))
     return [
-        Variant(source, narrow_macros(dtype, width, aligned, rows))
+        Variant(source, narrow_macros(dtype, width, aligned, rows, epilogue))
         for dtype, width, aligned in choices
-        for source, several in (
-            ("narrow_n.cu", (1, _SHARED_ROWS)),
-            ("narrow_k.cu", (1, _SHARED_ROWS)),
-            ("narrow_m.cu", (None,)),
+        for source, several, epilogues in (
+            ("narrow_n.cu", (1, _SHARED_ROWS), (None,)),
+            ("narrow_k.cu", (1, _SHARED_ROWS), (Epilogue.NONE, *_DERIVATIVES)),
+            ("narrow_m.cu", (None,), (None,)),
         )
         for rows in several
         if aligned or rows != _SHARED_ROWS
+        for epilogue in epilogues
     ]
 
 

@@ -171,6 +171,7 @@ class NarrowParams(ctypes.Structure):
         ("depth", ctypes.c_int64),
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
+        ("aux", Matrix),
     )
 
 

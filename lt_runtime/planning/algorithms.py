@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's algorithms a plan's products use."""
+"""Which algorithms a plan's products use: cuBLASLt's, or our kernel for narrow ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from lt_runtime.planning.blobs import plan_by
 from lt_runtime.planning.entries import ProductEntry
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.narrow import NarrowPlan
+from lt_runtime.planning.narrow_pass import takes
 from lt_runtime.planning.padded import PaddedPlan, pays_untuned
 from lt_runtime.planning.store import plan_store
 from lt_runtime.problem import MatmulProblem
 
 Choose: TypeAlias = Callable[[MatmulProblem, int], MatmulPlan]
-"""Makes the plan of a product on a device, which is current. PlanError if cuBLASLt does not do it."""
+"""Makes the plan of a product on a device, which is current. PlanError if neither cuBLASLt nor our kernel does it."""
 
 
 def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
@@ -40,11 +42,19 @@ def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
 
 
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
-    """By the first that the heuristic offers that is lean, whatever was measured; on padded copies where that pays."""
+    """By the first that the heuristic offers that is lean, whatever was measured; on padded copies where that pays.
+
+    By our kernel where the library offers none.
+    """
     if pays_untuned(problem):
         with contextlib.suppress(PlanError):  # as where there is no room for the copies
             return PaddedPlan(problem, device)
-    return MatmulPlan(problem, device)
+    try:
+        return MatmulPlan(problem, device)
+    except PlanError:
+        if not takes(problem):
+            raise
+        return NarrowPlan(problem, device)
 
 
 def first_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:

@@ -47,7 +47,7 @@ class ProductExplanation:
         if self.algorithm:
             yield _line("", self.algorithm)
         if self.entry is None:
-            yield _line("", "the heuristic's choice, not measured")
+            yield _line("", "chosen without a measurement")
             return
         entry = self.entry
         gain = f", {entry.first_us / entry.us:.2f} times as fast as the heuristic's first" if entry.us else ""

@@ -24,6 +24,7 @@ from lt_runtime.planning.layer_finals import Finals, Table, sums_of
 from lt_runtime.planning.links import LayerProblem, Link
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.names import algorithm_in_words, describe
+from lt_runtime.planning.narrow_pass import takes
 from lt_runtime.planning.product_tuner import is_empty, tune_on
 from lt_runtime.planning.store import plan_store
 from lt_runtime.planning.timing import Timing
@@ -133,7 +134,10 @@ class _Search:
                 self._halves |= timings
 
     def promising(self, alternatives: Alternatives) -> set[str]:
-        """Names of the priors' halves, and of those that are not far behind, alone and with what goes with them."""
+        """Names of the priors' halves, and of those that are not far behind, alone and with what goes with them.
+
+        With the heuristic's algorithms, that is, which says little where our kernel takes a product: all such are in.
+        """
         halves, sums = alternatives.halves, sums_of(alternatives, self._halves)
         best: dict[LayerProblem, float] = {}
         for name, timing in self._halves.items():
@@ -142,7 +146,8 @@ class _Search:
         limit = _PROMISING * min(sums.values())
         names = {name for pair, us in sums.items() if us <= limit for name in pair if name}
         near = {name for name in names if self._halves[name].median_us <= _PROMISING * best[halves[name].problem]}
-        return near | set(alternatives.prior() or ())
+        ours = {name for name, half in halves.items() if any(takes(each.problem) for each in products_of(half))}
+        return near | ours | set(alternatives.prior() or ())
 
     def tune_products(self, alternatives: Alternatives, names: Iterable[str]) -> None:
         """Finds the algorithms of the products of some halves, those that are not known already."""

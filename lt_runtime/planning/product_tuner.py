@@ -83,7 +83,7 @@ def tune_product(problem: MatmulProblem, device: int, *, effort: str = "default"
 
     Raises:
         ArgumentError: the effort is neither.
-        PlanError: the library has no algorithm for the problem, or none whose results are right.
+        PlanError: there is no algorithm for the problem, or none whose results are right.
         MissingLibraryError: CuPy is not installed.
         CaptureError: see `timing_session`.
         MemoryError: there is not enough of it on the GPU for the operands and for the reference in FP64.
@@ -119,7 +119,7 @@ class Field:
     """The candidates for one problem.
 
     Attributes:
-        plans: one for each that is still in it, by name; what runs untuned is the first.
+        plans: one for each that is still in it, by name; what runs untuned is the first, if that is the library's.
         rejected: those that are out.
     """
 
@@ -127,11 +127,20 @@ class Field:
         self.problem, self.device = problem, device
         self.plans: dict[str, MatmulPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
-        plain, padded = _offered(MatmulPlan(problem, device), effort), self._padded(effort)
+        plain, padded = self._plain(effort), self._padded(effort)
         for number, blob in enumerate(padded + plain if pays_untuned(problem) else plain + padded):
             self._admit(f"candidate {number}" if number else _FIRST, blob)
         if takes(problem):
             self._admit("ours", NARROW.blob)
+
+    def _plain(self, effort: str) -> list[bytes]:
+        """The library's algorithms."""
+        try:
+            return _offered(MatmulPlan(self.problem, self.device), effort)
+        except PlanError:
+            if not takes(self.problem):
+                raise
+            return []  # our kernel is then the only one
 
     def _padded(self, effort: str) -> list[bytes]:
         """The library's algorithms on padded copies."""

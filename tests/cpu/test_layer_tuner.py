@@ -11,6 +11,7 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning import layer_tuner
 from lt_runtime.planning.entries import LayerEntry, ProductEntry
 from lt_runtime.planning.keys import problem_key
 from lt_runtime.planning.layer_tuner import BUDGETS
@@ -109,7 +110,8 @@ def test_a_wrong_forward_is_rejected(gpu: LayerGpu) -> None:
     assert tuned.after_us == 20.0
 
 
-def test_a_slow_split_is_left_behind(gpu: LayerGpu) -> None:
+def test_a_slow_split_is_left_behind(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_tuner, "takes", lambda _: False)
     gpu.us = {BGRAD.format("output"): 25.0, SPLIT: 500.0}
     tuned = tune()
     assert f"{BGRAD.format('output')}: slow: 25.0 µs" in tuned.rejected
@@ -117,6 +119,11 @@ def test_a_slow_split_is_left_behind(gpu: LayerGpu) -> None:
     assert 25.0 in [each.us for each in entry(gpu, pair()[1]).alternatives]
     tuned_products = [problem for problem, _ in gpu.tuned]
     assert Epilogue.BIAS not in [problem.epilogue for problem in tuned_products]
+
+
+def test_a_slow_split_stays_in_where_our_kernel_takes_a_product(gpu: LayerGpu) -> None:
+    gpu.us, gpu.tuned_us = {BGRAD.format("output"): 25.0}, {BGRAD.format("output"): 5.0}
+    assert "db by epilogue" in tune().strategy
 
 
 def test_a_challenger_within_the_noise_does_not_replace_the_priors_choice(gpu: LayerGpu) -> None:

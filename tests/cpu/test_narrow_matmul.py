@@ -41,6 +41,15 @@ def weight_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.BGRADA
     return problem_of(across(m, k), Spec(packed(k, n)), epilogue)
 
 
+DERIVATIVES = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
+
+
+def through(m: int, n: int, k: int, epilogue: Epilogue) -> MatmulProblem:
+    """An input gradient before the activation of the layer below."""
+    aux = Spec(Layout(m, n, Order.ROW, -(-n // 128) * 128))
+    return replace(input_gradient(m, n, k, epilogue), aux=aux)
+
+
 PRODUCTS = (forward(256, 10, 512), input_gradient(256, 512, 10), weight_gradient(10, 512, 256))
 
 
@@ -68,6 +77,20 @@ def test_what_is_refused(problem: MatmulProblem) -> None:
         {"epilogue": Epilogue.BGRADB},
     ):
         assert not takes(replace(problem, **change)), change
+
+
+@pytest.mark.parametrize("epilogue", DERIVATIVES)
+def test_the_derivative_of_the_layer_below_is_taken(epilogue: Epilogue) -> None:
+    problem = through(256, 512, 10, epilogue)
+    assert takes(problem)
+    assert takes(replace(problem, c=problem.d))
+    assert takes(through(256, 1, 1, epilogue)), "of the three kernels the one that knows it"
+    assert not takes(through(256, 512, 17, epilogue))
+    assert not takes(replace(problem, aux=None))
+    assert not takes(replace(problem, aux=across(256, 512)))
+    column = through(256, 1, 10, epilogue)
+    bits_down = replace(column, d=across(256, 1), aux=across(256, 1))
+    assert not takes(bits_down), "a single column of bits may run down the rows"
 
 
 def test_epilogues_are_those_of_the_kind() -> None:
@@ -112,7 +135,7 @@ class _Recorded:
         monkeypatch.setattr(narrow_pass, "get_kernel", get)
         monkeypatch.setattr(tiling, "device_info", lambda _: H200)
         made = NarrowPass(problem, 0)
-        (self.grid, self.block), self.scratch_bytes = made._tiling, made.scratch_bytes
+        (self.grid, self.block), self.scratch_bytes, self.tickets = made._tiling, made.scratch_bytes, made.tickets
         self.blocks, self.threads = self.grid[0] * self.grid[1], self.block[0] * self.block[1]
 
 
@@ -124,6 +147,8 @@ class _Recorded:
         (forward(65536, 10, 512), "narrow_n", "16", "4"),
         (input_gradient(256, 512, 10), "narrow_k", "16", "1"),
         (input_gradient(65536, 512, 3), "narrow_k", "4", "4"),
+        (through(256, 512, 10, Epilogue.DGELU), "narrow_k", "16", "1"),
+        (through(256, 512, 10, Epilogue.DRELU_BGRAD), "narrow_k", "16", "1"),
         (weight_gradient(10, 512, 256), "narrow_m", "16", None),
         (weight_gradient(1, 256, 2048), "narrow_m", "1", None),
     ],
@@ -145,6 +170,33 @@ def test_blocks_share_a_long_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.scratch_bytes == 4 * made.blocks * 10 * 64
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rows"), [(512, 512, 10, "1"), (2048, 256, 1, "4"), (2049, 200, 16, "4"), (40_000, 512, 10, "4")]
+)
+def test_blocks_share_a_bias_gradient(m: int, n: int, k: int, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _Recorded(through(m, n, k, Epilogue.DGELU_BGRAD), monkeypatch)
+    assert made.macros["ROWS"] == rows
+    assert made.grid[1] > 1
+    assert 60 <= made.blocks <= 132
+    assert made.scratch_bytes == 4 * made.blocks * 32
+    assert made.tickets == made.grid[0]
+
+
+def test_what_a_derivative_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {each: _Recorded(through(256, 512, 10, each), monkeypatch).macros for each in DERIVATIVES}
+    found = {each: (macros["AUX"], macros["SUMS"]) for each, macros in asked.items()}
+    relu = {Epilogue.DRELU: ("2", "0"), Epilogue.DRELU_BGRAD: ("2", "1")}
+    assert found == relu | {Epilogue.DGELU: ("1", "0"), Epilogue.DGELU_BGRAD: ("1", "1")}
+
+
+def test_a_mask_may_lie_anywhere_and_a_preactivation_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for epilogue, aligned in ((Epilogue.DRELU, "1"), (Epilogue.DGELU, "0")):
+        problem = through(256, 512, 10, epilogue)
+        assert problem.aux is not None
+        askew = replace(problem, aux=replace(problem.aux, alignment=2))
+        assert _Recorded(askew, monkeypatch).macros["ALIGNED"] == aligned
+
+
 SIZES = (1, 2, 7, 8, 33, 256, 1000, 4096, 100_000, 3_000_000)
 
 
@@ -156,6 +208,7 @@ def test_any_sizes_fit_the_hardware(width: int, first: int, second: int, monkeyp
     for problem in (
         forward(first, width, second, none),
         input_gradient(first, second, width, none),
+        through(first, second, width, Epilogue.DRELU_BGRAD),
         weight_gradient(width, first, second, none),
     ):
         made = _Recorded(problem, monkeypatch)
@@ -171,4 +224,5 @@ def test_any_sizes_fit_the_hardware(width: int, first: int, second: int, monkeyp
             assert x <= 32 or made.macros["ROWS"] == "1"
         if made.entry == "narrow_m":
             assert x <= 16
+        if made.entry == "narrow_m" or problem.epilogue.has_bias_gradient:
             assert made.grid[1] == 1 or made.grid[0] <= MAX_TICKETS

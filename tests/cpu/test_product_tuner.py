@@ -16,6 +16,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, PlanError
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning import product_tuner
+from lt_runtime.planning.algorithms import heuristic_algorithm
 from lt_runtime.planning.blobs import plan_by
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.names import algorithm_in_words
@@ -283,6 +284,17 @@ def test_our_kernel_is_for_narrow_products_alone(gpu: FakeGpu) -> None:
     assert NARROW.blob not in {each.algorithm for each in tune().rejected}
     with pytest.raises(PlanError, match="does not take"):
         plan_by(a_problem(), 0, NARROW.blob)
+
+
+@pytest.mark.parametrize("effort", ["default", "deep"])
+def test_our_kernel_serves_where_the_library_offers_nothing(gpu: FakeGpu, narrow: int, effort: str) -> None:
+    gpu.offered = {}
+    verdict = tune(NARROW_PROBLEM, effort=effort)
+    assert (verdict.algorithm, verdict.candidates, verdict.rejected) == (NARROW.blob, 1, ())
+    assert verdict.us == verdict.first_us
+    assert isinstance(heuristic_algorithm(NARROW_PROBLEM, 0), NarrowPlan)
+    with pytest.raises(PlanError, match="offers 0 sound algorithms"):
+        heuristic_algorithm(a_problem(), 0)
 
 
 def test_partial_sums_that_have_no_room(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.memory import ALIGNMENT, stream_memory
-from lt_runtime.layout import layout_of
+from lt_runtime.layout import Layout, Order, layout_of
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.narrow_pass import NarrowPass, takes
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.planning.trial import Trial
+from lt_runtime.planning.verification import verify
+from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
+from lt_runtime.reference import derivative, pack_mask
 from tests.gpu.helpers import EPSILON, Guarded, assert_close
 from tests.strategies import TYPES, Placement
 
@@ -68,21 +71,32 @@ class Product:
         self.c, self.c_gpu = draw(m, n)
         self.d_gpu = self.c_gpu if c == "in place" else draw(m, n)[1]
         self.has_c = c != "nowhere"
-        self.bias, self.vector_gpu = draw(1, n if epilogue is Epilogue.BIAS else m)
+        self.bias, self.vector_gpu = draw(1, m if epilogue in (Epilogue.NONE, Epilogue.BGRADA) else n)
+        self.z, self.z_gpu = draw(m, n)
+        self.mask_gpu = cp.asarray(pack_mask(self.z > 0))
         specs = [_spec_of(each.array) for each in (self.a_gpu, self.b_gpu, self.d_gpu)]
         c_spec = _spec_of(self.c_gpu.array) if self.has_c else None
-        self.problem = MatmulProblem(dtype, dtype, Compute.FLOAT32, *specs, epilogue, c=c_spec)
+        aux = self._aux_spec() if epilogue.is_derivative else None
+        self.problem = MatmulProblem(dtype, dtype, Compute.FLOAT32, *specs, epilogue, c=c_spec, aux=aux)
         assert takes(self.problem)
         self.plan = NarrowPass(self.problem, 0)
+
+    def _aux_spec(self) -> Spec:
+        """How the auxiliary matrix lies, a mask in bits."""
+        if self.epilogue.activation == "gelu":
+            return _spec_of(self.z_gpu.array)
+        m, n = self.z.shape
+        return Spec(Layout(m, n, Order.ROW, 8 * self.mask_gpu.shape[1]))
 
     def run(self) -> None:
         """Puts the product on the current stream."""
         stream = cp.cuda.get_current_stream().ptr
         arrays = (self.a_gpu, self.b_gpu, self.d_gpu, self.c_gpu, self.vector_gpu)
         a, b, d, c, vector = (int(each.array.data.ptr) for each in arrays)
+        aux = self.z_gpu.array if self.epilogue.activation == "gelu" else self.mask_gpu
         memory = stream_memory(0, stream)
         with memory.lock:
-            self.plan.run(ProductCall(a, b, d, stream, c, vector, 0, self.alpha, self.beta), memory)
+            self.plan.run(ProductCall(a, b, d, stream, c, vector, int(aux.data.ptr), self.alpha, self.beta), memory)
 
     def check(self) -> None:
         """Compares what one run has made with float64."""
@@ -93,13 +107,20 @@ class Product:
         if self.epilogue is Epilogue.BIAS:
             bias = self.bias.astype(np.float64)
             expected, size = expected + bias, size + np.abs(bias)
-        assert_close("d", self.d_gpu.values(), expected, self._limit(expected, size))
-        sums = a.sum(axis=1) if self.epilogue is Epilogue.BGRADA else self.bias[0].astype(np.float64)
-        assert_close("vector", self.vector_gpu.values()[0], sums, self._limit(sums, np.abs(a).sum(axis=1).max()))
+        terms = a.T  # of the bias gradient
+        if self.epilogue.is_derivative:
+            z = self.z.astype(np.float64)
+            expected = expected * derivative(z, Activation(self.epilogue.activation))
+            size, terms = 4.0 * size * (1.0 + np.abs(z)), expected  # what the approximation adds is of the product
+        assert_close("d", self.d_gpu.values(), expected, self._limit(expected, size, self.a.shape[1]))
+        sums, sizes = self.bias[0].astype(np.float64), np.abs(self.bias[0].astype(np.float64))
+        if self.epilogue.has_bias_gradient:
+            sums, sizes = terms.sum(axis=0), (size if self.epilogue.is_derivative else np.abs(terms)).sum(axis=0)
+        assert_close("vector", self.vector_gpu.values()[0], sums, self._limit(sums, sizes, len(terms)))
 
-    def _limit(self, expected: Array, size: Array) -> Array:
+    def _limit(self, expected: Array, size: Array, additions: int) -> Array:
         """Half a unit of the result, and of each addition's magnitude at most."""
-        limit: Array = EPSILON[self.dtype] * np.abs(expected) + (self.a.shape[1] + 4) * EPS32 * size + _TINY
+        limit: Array = EPSILON[self.dtype] * np.abs(expected) + (additions + 4) * EPS32 * size + _TINY
         return limit
 
 
@@ -130,6 +151,16 @@ def test_input_gradient(dtype: DType, shape: tuple[int, int, int], place: str) -
 
 
 @pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("shape", INPUT_GRADIENT)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("epilogue", [Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD])
+def test_input_gradient_before_an_activation(
+    dtype: DType, shape: tuple[int, int, int], place: str, epilogue: Epilogue
+) -> None:
+    _check(shape, dtype, (False, False), epilogue, place=place)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("shape", WEIGHT_GRADIENT)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.BGRADA])
@@ -140,6 +171,8 @@ def test_weight_gradient(dtype: DType, shape: tuple[int, int, int], place: str, 
 KINDS = [
     ((256, 10, 512), (False, True), Epilogue.BIAS),
     ((256, 512, 10), (False, False), Epilogue.NONE),
+    ((256, 512, 10), (False, False), Epilogue.DRELU_BGRAD),
+    ((20_000, 264, 10), (False, False), Epilogue.DGELU_BGRAD),
     ((10, 512, 256), (True, False), Epilogue.BGRADA),
     ((10, 264, 20_000), (True, False), Epilogue.BGRADA),
 ]
@@ -195,3 +228,14 @@ def test_tf32_is_computed_in_full(
     product.plan = NarrowPass(replace(product.problem, compute=Compute.TF32), 0)
     product.run()
     product.check()
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize(("shape", "column_major", "epilogue"), KINDS)
+def test_the_tuner_has_nothing_against_them(
+    dtype: DType, shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue
+) -> None:
+    product = Product(shape, dtype, column_major, epilogue)
+    trial, stream = Trial(cp, product.problem), cp.cuda.get_current_stream().ptr
+    memory = stream_memory(0, stream)
+    assert verify({"ours": lambda: product.plan.run(trial.call(stream), memory)}, trial) == {}

@@ -14,7 +14,8 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.planning import BackwardCall, BackwardPlan, ForwardPlan
-from lt_runtime.planning.algorithms import heuristic_algorithm
+from lt_runtime.planning.algorithms import Choose, heuristic_algorithm
+from lt_runtime.planning.narrow import NarrowPlan
 from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
 from tests.gpu.helpers import to_host
@@ -96,8 +97,12 @@ def test_our_kernel_reads_it(dtype: DType, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("maker", [MadeBy.KERNEL, MadeBy.EPILOGUE])
-def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], maker: MadeBy) -> None:
-    """In place, behind the product of the layer above, and within that product: the same to the last bit."""
+@pytest.mark.parametrize("choose", [heuristic_algorithm, NarrowPlan])
+def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], maker: MadeBy, choose: Choose) -> None:
+    """In place, behind the product of the layer above, and within that product: the same to the last bit.
+
+    Where the library offers nothing, the heuristic's algorithm is our kernel.
+    """
     outputs, layer, (m, n, _) = 16, Layer(dtype, shape), shape
     _, mask = layer.run()
     below = Derivative(Activation("relu"), Saved.MASK, layer.plan.kept_spec, db=256)
@@ -116,12 +121,7 @@ def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], m
     dy, w = lattice(generator, (m, outputs), dtype), lattice(generator, (outputs, n), dtype)
     arrays = [cp.asarray(each) for each in (dy, w)]
     dx, db = cp.empty((m, n), dtype.numpy), cp.empty(n, dtype.numpy)
-    try:
-        plan = BackwardPlan(problem, 0, BackwardStrategy(MadeBy.NOBODY, maker, maker), heuristic_algorithm)
-    except PlanError:
-        if maker is MadeBy.KERNEL:
-            raise
-        pytest.skip("cuBLASLt does not do this")
+    plan = BackwardPlan(problem, 0, BackwardStrategy(MadeBy.NOBODY, maker, maker), choose)
     addresses = (arrays[0].data.ptr, 0, arrays[1].data.ptr, cp.cuda.get_current_stream().ptr)
     plan.run(BackwardCall(*addresses, dx=dx.data.ptr, saved_below=mask.data.ptr, db_below=db.data.ptr))
     expected = dy.astype(np.float64) @ w.astype(np.float64) * slopes(mask, n)

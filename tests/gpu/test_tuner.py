@@ -17,6 +17,7 @@ from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning import ProductCall, product_tuner
 from lt_runtime.planning.matmul import MatmulPlan
+from lt_runtime.planning.narrow import NARROW, plan_by
 from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
 from lt_runtime.planning.timing import Launch, measure
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
@@ -120,6 +121,17 @@ def test_problems_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
         assert verdict.us <= verdict.first_us
         assert not any(each.reason.startswith(("wrong", "two runs")) for each in verdict.rejected), verdict.rejected
     assert len(seconds) >= 8
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("n", [512, 509])
+@pytest.mark.parametrize("epilogue", [Epilogue.DRELU_BGRAD, Epilogue.DGELU_BGRAD])
+def test_our_kernel_makes_what_the_library_may_refuse(dtype: DType, n: int, epilogue: Epilogue) -> None:
+    problem = a_problem(256, n, 10, dtype, epilogue, w_transposed=False)
+    verdict = tune(problem)
+    assert plan_by(problem, 0, verdict.algorithm).algorithm.blob == verdict.algorithm
+    ours = [each.reason for each in verdict.rejected if each.algorithm == NARROW.blob]
+    assert not any(each.startswith(("wrong", "two runs")) for each in ours)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

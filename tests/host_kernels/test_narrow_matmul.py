@@ -17,11 +17,13 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
+from lt_runtime.layout import Layout, Order
 from lt_runtime.planning import narrow_pass, tiling
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.narrow_pass import NarrowPass, takes
-from lt_runtime.problem import Compute, MatmulProblem, Spec
-from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
+from lt_runtime.problem import Activation, Compute, MatmulProblem, Spec
+from lt_runtime.reference import derivative, unpack_mask
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds, suit_place
 from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
 from tests.host_kernels.variants import F32, NARROW, Narrow
@@ -31,9 +33,10 @@ Array = NDArray[np.float64]
 SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 _TRANSPOSED = {"narrow_n": (False, True), "narrow_k": (False, False), "narrow_m": (True, False)}
 """Whether A and B are column-major."""
-_MOVED = {"narrow_n": "ab", "narrow_k": "bcd", "narrow_m": "b"}
+_MOVED = {"narrow_n": ("a", "b"), "narrow_k": ("b", "c", "d", "aux"), "narrow_m": ("b",)}
 """Which matrices a kernel moves in vectors."""
 _EPILOGUE = {"narrow_n": Epilogue.BIAS, "narrow_m": Epilogue.BGRADA}
+_OPERANDS = ("a", "b", "c", "d", "aux")
 
 Asked = list[tuple[str, Macros]]
 
@@ -79,7 +82,7 @@ class NarrowCase:
         tiny: the dimension that is tiny, counted down from the variant's width.
         long: the two others, in the order M, N, K.
         c: where C is: nowhere, where D is, or apart.
-        vector: whether there is a bias, or a bias gradient is wanted.
+        vector: whether there is a bias, or a bias gradient is wanted, where a kernel is not compiled for one of both.
         busy: the GPU has few threads, and blocks share K early.
     """
 
@@ -90,7 +93,7 @@ class NarrowCase:
     c: str
     vector: bool
     busy: bool
-    places: tuple[Placement, Placement, Placement, Placement]
+    places: tuple[Placement, ...]
     order: int
     seed: int
 
@@ -113,7 +116,7 @@ cases = st.builds(
     c=st.sampled_from(("nowhere", "in place", "apart")),
     vector=st.booleans(),
     busy=st.booleans(),
-    places=st.tuples(placements, placements, placements, placements),
+    places=st.tuples(*(placements for _ in _OPERANDS)),
     order=orders,
     seed=seeds,
 )
@@ -129,7 +132,7 @@ class Product:
     def __init__(self, case: NarrowCase, variant: Narrow) -> None:
         self.case, self.variant = case, variant
         (m, n, k), generator = case.shape(variant), np.random.default_rng(case.seed)
-        shapes = {"a": (m, k), "b": (k, n), "c": (m, n), "d": (m, n)}
+        shapes = dict(zip(_OPERANDS, ((m, k), (k, n), (m, n), (m, n), (m, n)), strict=True))
         across = dict(zip("ab", _TRANSPOSED[variant.entry], strict=True))
         self.operands: dict[str, Guarded] = {}
         for (name, shape), place in zip(shapes.items(), case.places, strict=True):
@@ -137,11 +140,12 @@ class Product:
             self.operands[name] = Guarded(numbers(generator, shape, variant.dtype), at)
         if case.c == "in place":
             self.operands["c"] = self.operands["d"]
-        has_vector = case.vector and variant.entry in _EPILOGUE
-        self.epilogue = _EPILOGUE[variant.entry] if has_vector else Epilogue.NONE
-        self.vector = vector(
-            numbers(generator, (n if variant.entry == "narrow_n" else m,), variant.dtype), variant.dtype
-        )
+        self.epilogue = variant.epilogue or (_EPILOGUE[variant.entry] if case.vector else Epilogue.NONE)
+        self.has_mask = self.epilogue.activation == "relu"
+        if self.has_mask:
+            self.operands["aux"] = mask(self.operands["aux"].array > 0, case.places[-1].gap)
+        length = m if variant.entry == "narrow_m" else n
+        self.vector = vector(numbers(generator, (length,), variant.dtype), variant.dtype)
         self._expect()
 
     def _suited(self, name: str, shape: tuple[int, int], place: Placement, *, column_major: bool) -> Placement:
@@ -155,23 +159,46 @@ class Product:
         a, b, c = (self.operands[name].array.astype(np.float64) for name in "abc")
         bias = self.vector.array[0].astype(np.float64) if self.epilogue is Epilogue.BIAS else 0.0
         beta = 0.0 if self.case.c == "nowhere" else self.case.beta
-        self.expected = self.case.alpha * (a @ b) + beta * c + bias
+        expected = self.case.alpha * (a @ b) + beta * c + bias
         size = abs(self.case.alpha) * (np.abs(a) @ np.abs(b)) + np.abs(beta * c) + np.abs(bias)
         # each term is rounded, and each addition off by half a unit of at most the sum of magnitudes
-        self.limit = rounding(self.variant.dtype, self.expected) + (a.shape[1] + 4) * EPS32 * size
-        self.sums, magnitudes = a.sum(axis=1), np.abs(a).sum(axis=1)
-        self.sums_limit = rounding(self.variant.dtype, self.sums) + a.shape[1] * EPS32 * magnitudes
+        error = (a.shape[1] + 4) * EPS32 * size
+        terms, errors = a.T, np.zeros(a.T.shape)  # of the bias gradient
+        if self.epilogue.is_derivative:
+            slopes = self._slopes()
+            approximation = 0.0 if self.has_mask else 16 * EPS32 * (1.0 + np.abs(self.operands["aux"].array))
+            expected, error = expected * slopes, error * np.abs(slopes) + size * approximation
+            terms, errors = expected, error
+        self.expected, self.limit = expected, rounding(self.variant.dtype, expected) + error
+        self.sums, magnitudes = terms.sum(axis=0), np.abs(terms).sum(axis=0)
+        self.sums_limit = rounding(self.variant.dtype, self.sums) + len(terms) * EPS32 * magnitudes + errors.sum(axis=0)
+
+    def _slopes(self) -> Array:
+        """What D is multiplied by."""
+        aux = self.operands["aux"].array
+        if self.has_mask:
+            return unpack_mask(aux, self.vector.array.shape[1]).astype(np.float64)
+        return derivative(aux.astype(np.float64), Activation("gelu"))
 
     @property
     def problem(self) -> MatmulProblem:
         a, b, c, d = (spec_of(self.operands[name]) for name in "abcd")
         dtype, has_c = self.variant.dtype, self.case.c != "nowhere"
-        return MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d, self.epilogue, c=c if has_c else None)
+        aux = self._aux_spec() if self.epilogue.is_derivative else None
+        return MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d, self.epilogue, c=c if has_c else None, aux=aux)
+
+    def _aux_spec(self) -> Spec:
+        """How the auxiliary matrix lies, a mask in bits."""
+        aux = self.operands["aux"]
+        if not self.has_mask:
+            return spec_of(aux)
+        m, n, _ = self.case.shape(self.variant)
+        return Spec(Layout(m, n, Order.ROW, 8 * aux.array.strides[0]))
 
     @property
     def call(self) -> ProductCall:
-        a, b, c, d = (self.operands[name].address for name in "abcd")
-        return ProductCall(a, b, d, 0, c, self.vector.address, 0, self.case.alpha, self.case.beta)
+        a, b, c, d, aux = (self.operands[name].address for name in _OPERANDS)
+        return ProductCall(a, b, d, 0, c, self.vector.address, aux, self.case.alpha, self.case.beta)
 
     def run(self, host: HostKernels, order: int) -> Asked:
         """Runs the product; returns the kernel that it asked for."""
@@ -196,7 +223,7 @@ class Product:
     def check(self) -> None:
         """Compares the results, and fails if anything else was written."""
         assert_close("d", self.operands["d"].values(), self.expected, self.limit)
-        if self.epilogue is Epilogue.BGRADA:
+        if self.epilogue.has_bias_gradient:
             assert_close("sums", self.vector.values()[0], self.sums, self.sums_limit)
         else:
             self.vector.assert_unchanged()
@@ -205,13 +232,17 @@ class Product:
                 operand.assert_unchanged()
 
 
-MANY = NarrowCase(3, (700, 264), 1.0, 1.0, "in place", True, True, (FLAT, FLAT, FLAT, FLAT), FORWARD, 0)
+MANY = NarrowCase(3, (700, 264), 1.0, 1.0, "in place", True, True, (FLAT,) * len(_OPERANDS), FORWARD, 0)
 """Threads have several rows of D, and blocks share K."""
+LONG = replace(MANY, long=(800, 32), c="nowhere")
+"""Blocks share M, and their threads have several rows."""
 
 
 @pytest.mark.parametrize("variant", NARROW, ids=str)
 @FEW
 @example(case=MANY)
+@example(case=LONG)
+@example(case=replace(LONG, long=(700, 8)))
 @example(case=replace(MANY, busy=False, c="nowhere"))
 @given(case=cases)
 def test_products(host: HostKernels, variant: Narrow, case: NarrowCase) -> None:
@@ -224,6 +255,7 @@ def test_products(host: HostKernels, variant: Narrow, case: NarrowCase) -> None:
 @pytest.mark.parametrize("variant", [each for each in NARROW if each.dtype is F32], ids=str)
 @FEW
 @example(case=MANY)
+@example(case=LONG)
 @given(case=cases)
 def test_the_order_of_execution_does_not_reach_the_bits(host: HostKernels, variant: Narrow, case: NarrowCase) -> None:
     runs = []

@@ -35,7 +35,7 @@ SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are
     "test_adamw.py::test_scaling_clipping_and_skipping",
     "test_gradient_norm.py::test_norms",
     f"test_tally.py::test_rows_are_counted[{BF16}]",
-    *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if each.entry != "narrow_k"),
+    *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if each.shares),
 ]
 TESTS = [
     *SHARED_MEMORY_TESTS,
@@ -49,7 +49,7 @@ TESTS = [
         for dropping in SANITIZED_DROPPING
     ),
     *(f"test_matmul_epilogue.py::test_epilogues[{epilogue}]" for epilogue in SANITIZED_MATMULS),
-    *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if each.entry == "narrow_k"),
+    *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if not each.shares),
     *(
         f"test_dropout.py::test_factors_from_any_index_on[{probe}]"
         for probe in ("dropout_probe-1", "whole_dropout_probe-8")

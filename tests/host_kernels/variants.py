@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Final
 
+from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.params import SCALAR
 from lt_runtime.planning import losses
@@ -187,35 +188,57 @@ MATMUL_EPILOGUES: Final = (
 
 @dataclass(frozen=True)
 class Narrow:
-    """A variant of the kernels of products that are tiny in one dimension, with any number of rows a thread."""
+    """A variant of the kernels of products that are tiny in one dimension, with any number of rows a thread.
+
+    Attributes:
+        epilogue: that narrow_k is compiled for; None for the others.
+    """
 
     entry: str
     dtype: DType
     width: int
     aligned: bool
+    epilogue: Epilogue | None = None
 
     @property
     def variants(self) -> list[Variant]:
         several = self.aligned and self.entry != "narrow_m"
         rows = (None,) if self.entry == "narrow_m" else (1, _SHARED_ROWS) if several else (1,)
-        return [Variant(f"{self.entry}.cu", narrow_macros(self.dtype, self.width, self.aligned, each)) for each in rows]
+        macros = (narrow_macros(self.dtype, self.width, self.aligned, each, self.epilogue) for each in rows)
+        return [Variant(f"{self.entry}.cu", each) for each in macros]
 
     def matches(self, entry: str, macros: Macros) -> bool:
         """Whether that kernel is one of these."""
         return Variant(f"{entry}.cu", macros) in self.variants
 
+    @property
+    def shares(self) -> bool:
+        """Whether threads hand each other sums."""
+        return self.epilogue is None or self.epilogue.has_bias_gradient
+
     def __str__(self) -> str:
-        return f"{self.entry}-{self.dtype.value}-{self.width}-{_access_name(self.aligned)}"
+        epilogue = f"-{self.epilogue.value}" if self.epilogue is not None else ""
+        return f"{self.entry}-{self.dtype.value}-{self.width}-{_access_name(self.aligned)}{epilogue}"
 
 
-NARROW: Final = tuple(
-    Narrow(entry, dtype, width, aligned)
-    for entry in ("narrow_n", "narrow_k", "narrow_m")
-    for dtype, width, aligned in (
-        *((F32, 16, True), (F32, 4, False)),
-        *((F16, 8, True), (F16, 1, False)),
-        *((BF16, 2, True), (BF16, 16, False)),
-    )
+NARROW: Final = (
+    *(
+        Narrow(entry, dtype, width, aligned, epilogue)
+        for entry, epilogue in (("narrow_n", None), ("narrow_k", Epilogue.NONE), ("narrow_m", None))
+        for dtype, width, aligned in (
+            *((F32, 16, True), (F32, 4, False)),
+            *((F16, 8, True), (F16, 1, False)),
+            *((BF16, 2, True), (BF16, 16, False)),
+        )
+    ),
+    *(
+        Narrow("narrow_k", dtype, width, aligned, epilogue)
+        for dtype, width, aligned, epilogue in (
+            *((F32, 16, True, Epilogue.DRELU_BGRAD), (F32, 4, False, Epilogue.DGELU_BGRAD)),
+            *((F16, 8, True, Epilogue.DGELU), (F16, 1, False, Epilogue.DRELU_BGRAD)),
+            *((BF16, 2, True, Epilogue.DGELU_BGRAD), (BF16, 16, False, Epilogue.DRELU)),
+        )
+    ),
 )
 
 
