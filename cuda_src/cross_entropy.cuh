@@ -1,4 +1,4 @@
-// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type.
+// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type, and ROW_THREADS of a block.
 #pragma once
 
 #include <math_constants.h>
@@ -33,6 +33,15 @@ struct CrossEntropyParams {
   uint32 held;      // octets that each thread has shared memory for
   int streams;      // the rows lie alike, on 16 bytes, and are held as a whole: see stream_rows
 };
+
+constexpr uint32 kRowThreads = ROW_THREADS;
+
+__device__ inline int64 label_at(const void* labels, int wide, int64 row) {
+  return wide ? static_cast<const int64*>(labels)[row] : static_cast<const int*>(labels)[row];
+}
+__device__ inline int64 label_at(const CrossEntropyParams& p, int64 row) {
+  return label_at(p.labels, p.wide_labels, row);
+}
 
 // The i-th number of a word.
 template <class T>
@@ -135,11 +144,11 @@ __device__ inline void wait_for_all_but(uint32 left) {
 
 // This thread's part of the shared memory: its slots lie a block apart, so that a warp's accesses do not collide.
 struct Held {
-  uint4* memory;
+  uint4* own;
   uint32 slots;
 
   __device__ uint4* packet(uint32 slot, int i) const {
-    return memory + (slot * Raw::kPackets + i) * blockDim.x + threadIdx.x;
+    return own + (slot * Raw::kPackets + i) * kRowThreads;
   }
   __device__ void put(uint32 slot, const Raw& raw) const {
 #pragma unroll
@@ -186,6 +195,14 @@ struct Row {
     if (!alike || p.logits.col_stride != 1 || p.gradient.col_stride != 1) return;
     head = ((16 - offset) & 15) / static_cast<uint32>(sizeof(SCALAR));
     if (p.cols >= head) octets = static_cast<uint32>((p.cols - head) / kOctet);
+  }
+
+  // The row that lies so many below this one, where rows lie alike; not to be read where there is none.
+  __device__ Row below(const CrossEntropyParams& p, uint32 rows) const {
+    Row other = *this;
+    other.logits += rows * p.logits.row_stride;
+    other.gradient += rows * p.gradient.row_stride;
+    return other;
   }
 
   // The octet that a column belongs to, or one that there is not.

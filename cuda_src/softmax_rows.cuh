@@ -146,6 +146,12 @@ struct Slope {
   float at_label;
 
   __device__ float of(float logit) const { return exponential(logit, max) * scale + shift; }
+  __device__ Octet of(const Raw& raw) const {
+    Octet octet;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) octet.v[i] = of(raw[i]);
+    return octet;
+  }
 };
 
 // Says whether the octet `wanted` is among those that this thread has written.
@@ -166,10 +172,7 @@ __device__ inline bool write_octets(const Row& row, const Group& group, const He
     for (int k = 0; k < kOctetsInFlight; ++k) {
       const uint32 octet = first + k * group.lanes;
       if (octet >= row.octets) break;
-      Octet gradient;
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) gradient.v[i] = slope.of(raw[k][i]);
-      store_octet(row.gradient + row.octet_col(octet), gradient);
+      store_octet(row.gradient + row.octet_col(octet), slope.of(raw[k]));
       found |= octet == wanted;
     }
   }
@@ -199,42 +202,48 @@ __device__ inline void clear(const CrossEntropyParams& p, const Row& row, const 
   }
 }
 
-// What a row's label asks for. A label out of range makes loss and gradient NaN.
-struct Target {
-  int64 label;
-  bool valid;
-  float picked;  // the label's logit
+struct Smoothing {
   float certainty;
   float share;  // of the smoothed target that each class has
 
-  __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label_)
-      : label(label_),
-        valid(label >= 0 && label < p.cols),
+  __device__ explicit Smoothing(const CrossEntropyParams& p)
+      : certainty(1.0f - p.smoothing), share(p.smoothing / static_cast<float>(p.cols)) {}
+};
+
+// What a row's label asks for. A label out of range makes loss and gradient NaN.
+struct Target {
+  bool valid;
+  float picked;  // the label's logit
+  Smoothing smoothing;
+
+  __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label, const Smoothing& smoothing_)
+      : valid(label >= 0 && label < p.cols),
         picked(valid ? to_float(row.logit(p, label)) : CUDART_NAN_F),
-        certainty(1.0f - p.smoothing),
-        share(p.smoothing / static_cast<float>(p.cols)) {}
+        smoothing(smoothing_) {}
 
   __device__ Slope slope(const Softmax& softmax, float scale) const {
-    return {softmax.max, valid ? scale / softmax.sum : CUDART_NAN_F, -share * scale, -certainty * scale};
+    return {softmax.max, valid ? scale / softmax.sum : CUDART_NAN_F, -smoothing.share * scale,
+            -smoothing.certainty * scale};
   }
+  __device__ float gradient(const Slope& slope) const { return slope.of(picked) + slope.at_label; }
   __device__ float loss(const Softmax& softmax) const {
-    const float loss = softmax.max + logf(softmax.sum) - certainty * picked;
-    return share > 0.0f ? loss - share * softmax.total : loss;
+    const float loss = softmax.max + logf(softmax.sum) - smoothing.certainty * picked;
+    return smoothing.share > 0.0f ? loss - smoothing.share * softmax.total : loss;
   }
 };
 
 // Writes the gradient of a row and returns its loss.
 __device__ inline float do_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
-                               const Held& held, float scale) {
-  const Target target(p, row, label);
+                               const Held& held, const Smoothing& smoothing, float scale) {
+  const Target target(p, row, label, smoothing);
   Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
-  read_octets(softmax, row, group, held, target.share > 0.0f);
+  read_octets(softmax, row, group, held, smoothing.share > 0.0f);
   read_singles(softmax, p, row, group);
   softmax = reduce_row(softmax, group);
   const Slope slope = target.slope(softmax, scale);
   // The label's element of an octet is mended by the thread that has written the octet.
   const bool writes_label = write_octets(row, group, held, slope, row.octet_of(label));
-  if (writes_label) row.set_gradient(p, label, slope.of(target.picked) + slope.at_label);
+  if (writes_label) row.set_gradient(p, label, target.gradient(slope));
   write_singles(p, row, group, slope, label);
   return target.loss(softmax);
 }
