@@ -59,6 +59,21 @@ __device__ inline float unpack<__half>(uint32 word, int i) {
   return __half2float(reinterpret_cast<const __half*>(&word)[i]);
 }
 
+// The larger numbers of two words. Passes over NaN, as fmaxf does.
+template <class T>
+__device__ inline uint32 max_of_words(uint32 a, uint32 b) {
+  typename Pair<T>::Type pairs[2];
+  memcpy(static_cast<void*>(&pairs[0]), &a, sizeof(a));
+  memcpy(static_cast<void*>(&pairs[1]), &b, sizeof(b));
+  pairs[0] = __hmax2(pairs[0], pairs[1]);
+  memcpy(&a, &pairs[0], sizeof(a));
+  return a;
+}
+template <>
+__device__ inline uint32 max_of_words<float>(uint32 a, uint32 b) {
+  return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+}
+
 // Eight logits as they lie in memory. In words, since the compiler would give each half a register of its own.
 struct Raw {
   static constexpr int kPerWord = sizeof(uint32) / sizeof(SCALAR);
@@ -70,6 +85,28 @@ struct Raw {
     const uint4& packet = packets[i / kPerWord / 4];
     const int word = i / kPerWord % 4;
     return unpack<SCALAR>(word == 0 ? packet.x : word == 1 ? packet.y : word == 2 ? packet.z : packet.w, i % kPerWord);
+  }
+
+  // Place by place; of NaN and a number, the number.
+  __device__ Raw max(const Raw& other) const {
+    Raw larger;
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) larger.packets[i] = max_of(packets[i], other.packets[i]);
+    return larger;
+  }
+  __device__ float max() const {
+    uint4 packet = packets[0];
+#pragma unroll
+    for (int i = 1; i < kPackets; ++i) packet = max_of(packet, packets[i]);
+    const uint32 word = max_of_words<SCALAR>(max_of_words<SCALAR>(packet.x, packet.y),
+                                             max_of_words<SCALAR>(packet.z, packet.w));
+    return fmaxf(unpack<SCALAR>(word, 0), unpack<SCALAR>(word, kPerWord - 1));
+  }
+
+ private:
+  static __device__ uint4 max_of(const uint4& a, const uint4& b) {
+    return {max_of_words<SCALAR>(a.x, b.x), max_of_words<SCALAR>(a.y, b.y), max_of_words<SCALAR>(a.z, b.z),
+            max_of_words<SCALAR>(a.w, b.w)};
   }
 };
 
@@ -195,14 +232,6 @@ struct Row {
     if (!alike || p.logits.col_stride != 1 || p.gradient.col_stride != 1) return;
     head = ((16 - offset) & 15) / static_cast<uint32>(sizeof(SCALAR));
     if (p.cols >= head) octets = static_cast<uint32>((p.cols - head) / kOctet);
-  }
-
-  // The row that lies so many below this one, where rows lie alike; not to be read where there is none.
-  __device__ Row below(const CrossEntropyParams& p, uint32 rows) const {
-    Row other = *this;
-    other.logits += rows * p.logits.row_stride;
-    other.gradient += rows * p.gradient.row_stride;
-    return other;
   }
 
   // The octet that a column belongs to, or one that there is not.

@@ -12,11 +12,26 @@ namespace lt {
 constexpr int kOctetsInFlight = 8 / sizeof(SCALAR);
 constexpr int kSinglesInFlight = 8;
 
-// Subtracting first costs an instruction more than one multiply-add would, and holds for logits of any size.
 __device__ inline float exponential(float logit, float max) { return exp2_approx((logit - max) * kLog2E); }
 
-// What logits come to.
-struct Softmax {
+// exp(logit - max) with one multiply-add, an instruction less: 2^(logit · log₂e - max · log₂e), whose second product is
+// rounded. All exponentials are out by the same factor for it, at most 2^64, which the correction undoes. Of larger maxima
+// the products would overflow; there any other logit is 64 below or more, and a power of 2 as small as one of e.
+struct Exponential {
+  static constexpr float kLarge = 1 << 30;
+
+  float factor;
+  float base;
+  float correction;
+
+  __device__ explicit Exponential(float max) : factor(fabsf(max) < kLarge ? kLog2E : 1.0f), base(max * factor) {
+    correction = exp2_approx(-fmaf(max, factor, -base));
+  }
+  __device__ float operator()(float logit) const { return exp2_approx(fmaf(logit, factor, -base)); }
+};
+
+// What logits come to. Moves as a whole.
+struct alignas(16) Softmax {
   float max;
   float sum;    // of exp(logit - max)
   float total;  // of the logits; kept where labels are smoothed
@@ -29,38 +44,23 @@ struct Softmax {
 
   // What to subtract before exp: nothing as long as all logits are -inf.
   __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
-
-  __device__ void merge(Softmax other) {
-    raise_max(other.max);
-    other.raise_max(max);
-    sum += other.sum;
-    total += other.total;
-  }
-
-  __device__ Softmax of_peer(const Group& group, uint32 step) const {
-    return {__shfl_xor_sync(group.peers, max, step), __shfl_xor_sync(group.peers, sum, step),
-            __shfl_xor_sync(group.peers, total, step)};
-  }
 };
 
 // Takes in the first `count` of some octets; the others are `nothing()`.
 template <int kCount>
 __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total) {
-  float max = raw[0][0];
+  Raw largest = raw[0];
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) max = fmaxf(max, raw[k][i]);  // passes over NaN, which the sum keeps
-  }
-  softmax.raise_max(max);
-  const float base = softmax.finite_max();
+  for (int k = 1; k < kCount; ++k) largest = largest.max(raw[k]);
+  softmax.raise_max(largest.max());
+  const Exponential exponential(softmax.finite_max());
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) sum += exponential(raw[k][i], base);
+    for (int i = 0; i < kOctet; ++i) sum += exponential(raw[k][i]);
   }
-  softmax.sum += sum;
+  softmax.sum += sum * exponential.correction;
   if (!with_total) return;
   float total = 0.0f;
 #pragma unroll
@@ -96,6 +96,12 @@ __device__ inline void read_octets(Softmax& softmax, const Row& row, const Group
   }
 }
 
+__device__ inline void take_in(Softmax& softmax, float logit) {
+  softmax.raise_max(logit);
+  softmax.sum += exponential(logit, softmax.finite_max());
+  softmax.total += logit;
+}
+
 __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& p, const Row& row,
                                     const Group& group) {
   const int64 singles = p.cols - row.octet_cols();
@@ -120,32 +126,52 @@ __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& 
   }
 }
 
+// What the threads of a warp that share a row have, to each of them. The maximum comes first, for it takes but one
+// exponential.
+__device__ inline Softmax reduce_warp(Softmax softmax, const Group& group) {
+  const uint32 lanes = group.lanes < kWarp ? group.lanes : kWarp;
+  float max = softmax.max;
+#pragma unroll 1
+  for (uint32 step = lanes / 2; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(group.peers, max, step));
+  softmax.raise_max(max);
+#pragma unroll 1
+  for (uint32 step = lanes / 2; step > 0; step /= 2) {
+    softmax.sum += __shfl_xor_sync(group.peers, softmax.sum, step);
+    softmax.total += __shfl_xor_sync(group.peers, softmax.total, step);
+  }
+  return softmax;
+}
+
 // The whole row's, to every thread of the group. What the group has read before may be overwritten afterwards.
 __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
-  __shared__ Softmax of_warp[kMaxWarps];
-#pragma unroll 1
-  for (uint32 step = (group.lanes < kWarp ? group.lanes : kWarp) / 2; step > 0; step /= 2) {
-    softmax.merge(softmax.of_peer(group, step));
-  }
+  constexpr int kWarps = kRowThreads / kWarp;
+  __shared__ Softmax of_warp[kWarps];
+  softmax = reduce_warp(softmax, group);
   __syncwarp(group.peers);
   if (group.lanes <= kWarp) return softmax;
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = softmax;
   __syncthreads();
-  softmax = of_warp[0];
-#pragma unroll 1
-  for (uint32 warp = 1; warp < blockDim.x / kWarp; ++warp) softmax.merge(of_warp[warp]);
+  Softmax row{-CUDART_INF_F, 0.0f, 0.0f};
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) row.max = fmaxf(row.max, of_warp[warp].max);
+  const float base = row.finite_max();
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    row.sum += of_warp[warp].sum * exponential(of_warp[warp].max, base);
+    row.total += of_warp[warp].total;
+  }
   __syncthreads();
-  return softmax;
+  return row;
 }
 
 // gradient = softmax · scale + shift, and `at_label` more at the label.
 struct Slope {
-  float max;
-  float scale;
+  Exponential exponential;
+  float scale;  // by the sum, and corrected
   float shift;
   float at_label;
 
-  __device__ float of(float logit) const { return exponential(logit, max) * scale + shift; }
+  __device__ float of(float logit) const { return exponential(logit) * scale + shift; }
   __device__ Octet of(const Raw& raw) const {
     Octet octet;
 #pragma unroll
@@ -222,7 +248,8 @@ struct Target {
         smoothing(smoothing_) {}
 
   __device__ Slope slope(const Softmax& softmax, float scale) const {
-    return {softmax.max, valid ? scale / softmax.sum : CUDART_NAN_F, -smoothing.share * scale,
+    const Exponential exponential(softmax.max);
+    return {exponential, valid ? scale / softmax.sum * exponential.correction : CUDART_NAN_F, -smoothing.share * scale,
             -smoothing.certainty * scale};
   }
   __device__ float gradient(const Slope& slope) const { return slope.of(picked) + slope.at_label; }
@@ -237,8 +264,8 @@ __device__ inline float do_row(const CrossEntropyParams& p, const Row& row, int6
                                const Held& held, const Smoothing& smoothing, float scale) {
   const Target target(p, row, label, smoothing);
   Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
-  read_octets(softmax, row, group, held, smoothing.share > 0.0f);
   read_singles(softmax, p, row, group);
+  read_octets(softmax, row, group, held, smoothing.share > 0.0f);
   softmax = reduce_row(softmax, group);
   const Slope slope = target.slope(softmax, scale);
   // The label's element of an octet is mended by the thread that has written the octet.

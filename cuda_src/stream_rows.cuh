@@ -82,26 +82,27 @@ __device__ inline void write_fetched(SCALAR* to, const SCALAR* next, bool has_ne
 }
 
 // Writes the gradient of a row that is on its way, and returns its loss. Memory is read while it is written, without a
-// pause between rows.
-__device__ inline float stream_row(const CrossEntropyParams& p, const Row& row, int64 label, const Row& next,
+// pause between rows. `next` is the row after it, if there is one.
+__device__ inline float stream_row(const CrossEntropyParams& p, const Row& row, int64 label, const SCALAR* next,
                                    bool has_next, const Group& group, const Held& held, const Batches& batches,
                                    const Smoothing& smoothing, float scale) {
-  const int64 first = static_cast<int64>(group.lane) * kOctet;
+  const uint32 first = group.lane * kOctet, single = row.octets * kOctet + group.lane;
   if (p.ignores && label == p.ignore_index) {
     wait_for_all_but<0>();
     clear(p, row, group);
-    if (has_next) fetch_row(held, batches, next.logits + first);
+    if (has_next) fetch_row(held, batches, next + first);
     return 0.0f;
   }
-  const bool has_singles = p.cols % kOctet != 0;
   const Target target(p, row, label, smoothing);
   Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
+  if (single < p.cols) take_in(softmax, to_float(row.logits[single]));
   read_fetched(softmax, held, batches, smoothing.share > 0.0f);
-  if (has_singles) read_singles(softmax, p, row, group);
   softmax = reduce_row(softmax, group);
   const Slope slope = target.slope(softmax, scale);
-  write_fetched(row.gradient + first, next.logits + first, has_next, held, batches, slope);
-  if (has_singles) write_singles(p, row, group, slope, label);
+  write_fetched(row.gradient + first, next + first, has_next, held, batches, slope);
+  if (single < p.cols) {
+    row.set_gradient(p, single, label == single ? target.gradient(slope) : slope.of(to_float(row.logits[single])));
+  }
   const uint32 octet = row.octet_of(label);
   if (octet < row.octets && octet % kRowThreads == group.lane) row.set_gradient(p, label, target.gradient(slope));
   return target.loss(softmax);
@@ -113,17 +114,18 @@ __device__ inline float stream_rows(const CrossEntropyParams& p, const Group& gr
   Row row(p, blockIdx.x);  // there are no more blocks than rows
   const Batches batches(row, group, held);
   int64 label = label_at(p, blockIdx.x);
-  fetch_row(held, batches, row.logits + static_cast<int64>(group.lane) * kOctet);
+  fetch_row(held, batches, row.logits + group.lane * kOctet);
   float loss = 0.0f;
 #pragma unroll 1
   for (int64 index = blockIdx.x; index < p.rows; index += gridDim.x) {
     const int64 next_index = index + gridDim.x;
     const bool has_next = next_index < p.rows;
-    const Row next = row.below(p, gridDim.x);
+    const SCALAR* next = row.logits + gridDim.x * p.logits.row_stride;
     const int64 next_label = has_next ? label_at(p, next_index) : 0;  // known when it is needed
     const float loss_of_row = stream_row(p, row, label, next, has_next, group, held, batches, smoothing, scale);
     if (group.lane == 0) loss += loss_of_row;
-    row = next;
+    row.logits = next;
+    row.gradient += gridDim.x * p.gradient.row_stride;
     label = next_label;
   }
   return loss;
