@@ -1,4 +1,4 @@
-// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type.
+// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type, and ROW_THREADS of a block.
 #pragma once
 
 #include <math_constants.h>
@@ -34,6 +34,15 @@ struct CrossEntropyParams {
   int streams;      // the rows lie alike, on 16 bytes, and are held as a whole: see stream_rows
 };
 
+constexpr uint32 kRowThreads = ROW_THREADS;
+
+__device__ inline int64 label_at(const void* labels, int wide, int64 row) {
+  return wide ? static_cast<const int64*>(labels)[row] : static_cast<const int*>(labels)[row];
+}
+__device__ inline int64 label_at(const CrossEntropyParams& p, int64 row) {
+  return label_at(p.labels, p.wide_labels, row);
+}
+
 // The i-th number of a word.
 template <class T>
 __device__ inline float unpack(uint32 word, int i);
@@ -50,6 +59,21 @@ __device__ inline float unpack<__half>(uint32 word, int i) {
   return __half2float(reinterpret_cast<const __half*>(&word)[i]);
 }
 
+// The larger numbers of two words. Passes over NaN, as fmaxf does.
+template <class T>
+__device__ inline uint32 max_of_words(uint32 a, uint32 b) {
+  typename Pair<T>::Type pairs[2];
+  memcpy(static_cast<void*>(&pairs[0]), &a, sizeof(a));
+  memcpy(static_cast<void*>(&pairs[1]), &b, sizeof(b));
+  pairs[0] = __hmax2(pairs[0], pairs[1]);
+  memcpy(&a, &pairs[0], sizeof(a));
+  return a;
+}
+template <>
+__device__ inline uint32 max_of_words<float>(uint32 a, uint32 b) {
+  return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+}
+
 // Eight logits as they lie in memory. In words, since the compiler would give each half a register of its own.
 struct Raw {
   static constexpr int kPerWord = sizeof(uint32) / sizeof(SCALAR);
@@ -61,6 +85,28 @@ struct Raw {
     const uint4& packet = packets[i / kPerWord / 4];
     const int word = i / kPerWord % 4;
     return unpack<SCALAR>(word == 0 ? packet.x : word == 1 ? packet.y : word == 2 ? packet.z : packet.w, i % kPerWord);
+  }
+
+  // Place by place; of NaN and a number, the number.
+  __device__ Raw max(const Raw& other) const {
+    Raw larger;
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) larger.packets[i] = max_of(packets[i], other.packets[i]);
+    return larger;
+  }
+  __device__ float max() const {
+    uint4 packet = packets[0];
+#pragma unroll
+    for (int i = 1; i < kPackets; ++i) packet = max_of(packet, packets[i]);
+    const uint32 word = max_of_words<SCALAR>(max_of_words<SCALAR>(packet.x, packet.y),
+                                             max_of_words<SCALAR>(packet.z, packet.w));
+    return fmaxf(unpack<SCALAR>(word, 0), unpack<SCALAR>(word, kPerWord - 1));
+  }
+
+ private:
+  static __device__ uint4 max_of(const uint4& a, const uint4& b) {
+    return {max_of_words<SCALAR>(a.x, b.x), max_of_words<SCALAR>(a.y, b.y), max_of_words<SCALAR>(a.z, b.z),
+            max_of_words<SCALAR>(a.w, b.w)};
   }
 };
 
@@ -135,11 +181,11 @@ __device__ inline void wait_for_all_but(uint32 left) {
 
 // This thread's part of the shared memory: its slots lie a block apart, so that a warp's accesses do not collide.
 struct Held {
-  uint4* memory;
+  uint4* own;
   uint32 slots;
 
   __device__ uint4* packet(uint32 slot, int i) const {
-    return memory + (slot * Raw::kPackets + i) * blockDim.x + threadIdx.x;
+    return own + (slot * Raw::kPackets + i) * kRowThreads;
   }
   __device__ void put(uint32 slot, const Raw& raw) const {
 #pragma unroll

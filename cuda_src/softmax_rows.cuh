@@ -12,11 +12,26 @@ namespace lt {
 constexpr int kOctetsInFlight = 8 / sizeof(SCALAR);
 constexpr int kSinglesInFlight = 8;
 
-// Subtracting first costs an instruction more than one multiply-add would, and holds for logits of any size.
 __device__ inline float exponential(float logit, float max) { return exp2_approx((logit - max) * kLog2E); }
 
-// What logits come to.
-struct Softmax {
+// exp(logit - max) with one multiply-add, an instruction less: 2^(logit · log₂e - max · log₂e), whose second product is
+// rounded. All exponentials are out by the same factor for it, at most 2^64, which the correction undoes. Of larger maxima
+// the products would overflow; there any other logit is 64 below or more, and a power of 2 as small as one of e.
+struct Exponential {
+  static constexpr float kLarge = 1 << 30;
+
+  float factor;
+  float base;
+  float correction;
+
+  __device__ explicit Exponential(float max) : factor(fabsf(max) < kLarge ? kLog2E : 1.0f), base(max * factor) {
+    correction = exp2_approx(-fmaf(max, factor, -base));
+  }
+  __device__ float operator()(float logit) const { return exp2_approx(fmaf(logit, factor, -base)); }
+};
+
+// What logits come to. Moves as a whole.
+struct alignas(16) Softmax {
   float max;
   float sum;    // of exp(logit - max)
   float total;  // of the logits; kept where labels are smoothed
@@ -29,38 +44,23 @@ struct Softmax {
 
   // What to subtract before exp: nothing as long as all logits are -inf.
   __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
-
-  __device__ void merge(Softmax other) {
-    raise_max(other.max);
-    other.raise_max(max);
-    sum += other.sum;
-    total += other.total;
-  }
-
-  __device__ Softmax of_peer(const Group& group, uint32 step) const {
-    return {__shfl_xor_sync(group.peers, max, step), __shfl_xor_sync(group.peers, sum, step),
-            __shfl_xor_sync(group.peers, total, step)};
-  }
 };
 
 // Takes in the first `count` of some octets; the others are `nothing()`.
 template <int kCount>
 __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total) {
-  float max = raw[0][0];
+  Raw largest = raw[0];
 #pragma unroll
-  for (int k = 0; k < kCount; ++k) {
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) max = fmaxf(max, raw[k][i]);  // passes over NaN, which the sum keeps
-  }
-  softmax.raise_max(max);
-  const float base = softmax.finite_max();
+  for (int k = 1; k < kCount; ++k) largest = largest.max(raw[k]);
+  softmax.raise_max(largest.max());
+  const Exponential exponential(softmax.finite_max());
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) sum += exponential(raw[k][i], base);
+    for (int i = 0; i < kOctet; ++i) sum += exponential(raw[k][i]);
   }
-  softmax.sum += sum;
+  softmax.sum += sum * exponential.correction;
   if (!with_total) return;
   float total = 0.0f;
 #pragma unroll
@@ -96,6 +96,12 @@ __device__ inline void read_octets(Softmax& softmax, const Row& row, const Group
   }
 }
 
+__device__ inline void take_in(Softmax& softmax, float logit) {
+  softmax.raise_max(logit);
+  softmax.sum += exponential(logit, softmax.finite_max());
+  softmax.total += logit;
+}
+
 __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& p, const Row& row,
                                     const Group& group) {
   const int64 singles = p.cols - row.octet_cols();
@@ -120,32 +126,58 @@ __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& 
   }
 }
 
+// What the threads of a warp that share a row have, to each of them. The maximum comes first, for it takes but one
+// exponential.
+__device__ inline Softmax reduce_warp(Softmax softmax, const Group& group) {
+  const uint32 lanes = group.lanes < kWarp ? group.lanes : kWarp;
+  float max = softmax.max;
+#pragma unroll 1
+  for (uint32 step = lanes / 2; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(group.peers, max, step));
+  softmax.raise_max(max);
+#pragma unroll 1
+  for (uint32 step = lanes / 2; step > 0; step /= 2) {
+    softmax.sum += __shfl_xor_sync(group.peers, softmax.sum, step);
+    softmax.total += __shfl_xor_sync(group.peers, softmax.total, step);
+  }
+  return softmax;
+}
+
 // The whole row's, to every thread of the group. What the group has read before may be overwritten afterwards.
 __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
-  __shared__ Softmax of_warp[kMaxWarps];
-#pragma unroll 1
-  for (uint32 step = (group.lanes < kWarp ? group.lanes : kWarp) / 2; step > 0; step /= 2) {
-    softmax.merge(softmax.of_peer(group, step));
-  }
+  constexpr int kWarps = kRowThreads / kWarp;
+  __shared__ Softmax of_warp[kWarps];
+  softmax = reduce_warp(softmax, group);
   __syncwarp(group.peers);
   if (group.lanes <= kWarp) return softmax;
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = softmax;
   __syncthreads();
-  softmax = of_warp[0];
-#pragma unroll 1
-  for (uint32 warp = 1; warp < blockDim.x / kWarp; ++warp) softmax.merge(of_warp[warp]);
+  Softmax row{-CUDART_INF_F, 0.0f, 0.0f};
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) row.max = fmaxf(row.max, of_warp[warp].max);
+  const float base = row.finite_max();
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    row.sum += of_warp[warp].sum * exponential(of_warp[warp].max, base);
+    row.total += of_warp[warp].total;
+  }
   __syncthreads();
-  return softmax;
+  return row;
 }
 
 // gradient = softmax · scale + shift, and `at_label` more at the label.
 struct Slope {
-  float max;
-  float scale;
+  Exponential exponential;
+  float scale;  // by the sum, and corrected
   float shift;
   float at_label;
 
-  __device__ float of(float logit) const { return exponential(logit, max) * scale + shift; }
+  __device__ float of(float logit) const { return exponential(logit) * scale + shift; }
+  __device__ Octet of(const Raw& raw) const {
+    Octet octet;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) octet.v[i] = of(raw[i]);
+    return octet;
+  }
 };
 
 // Says whether the octet `wanted` is among those that this thread has written.
@@ -166,10 +198,7 @@ __device__ inline bool write_octets(const Row& row, const Group& group, const He
     for (int k = 0; k < kOctetsInFlight; ++k) {
       const uint32 octet = first + k * group.lanes;
       if (octet >= row.octets) break;
-      Octet gradient;
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) gradient.v[i] = slope.of(raw[k][i]);
-      store_octet(row.gradient + row.octet_col(octet), gradient);
+      store_octet(row.gradient + row.octet_col(octet), slope.of(raw[k]));
       found |= octet == wanted;
     }
   }
@@ -199,42 +228,49 @@ __device__ inline void clear(const CrossEntropyParams& p, const Row& row, const 
   }
 }
 
-// What a row's label asks for. A label out of range makes loss and gradient NaN.
-struct Target {
-  int64 label;
-  bool valid;
-  float picked;  // the label's logit
+struct Smoothing {
   float certainty;
   float share;  // of the smoothed target that each class has
 
-  __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label_)
-      : label(label_),
-        valid(label >= 0 && label < p.cols),
+  __device__ explicit Smoothing(const CrossEntropyParams& p)
+      : certainty(1.0f - p.smoothing), share(p.smoothing / static_cast<float>(p.cols)) {}
+};
+
+// What a row's label asks for. A label out of range makes loss and gradient NaN.
+struct Target {
+  bool valid;
+  float picked;  // the label's logit
+  Smoothing smoothing;
+
+  __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label, const Smoothing& smoothing_)
+      : valid(label >= 0 && label < p.cols),
         picked(valid ? to_float(row.logit(p, label)) : CUDART_NAN_F),
-        certainty(1.0f - p.smoothing),
-        share(p.smoothing / static_cast<float>(p.cols)) {}
+        smoothing(smoothing_) {}
 
   __device__ Slope slope(const Softmax& softmax, float scale) const {
-    return {softmax.max, valid ? scale / softmax.sum : CUDART_NAN_F, -share * scale, -certainty * scale};
+    const Exponential exponential(softmax.max);
+    return {exponential, valid ? scale / softmax.sum * exponential.correction : CUDART_NAN_F, -smoothing.share * scale,
+            -smoothing.certainty * scale};
   }
+  __device__ float gradient(const Slope& slope) const { return slope.of(picked) + slope.at_label; }
   __device__ float loss(const Softmax& softmax) const {
-    const float loss = softmax.max + logf(softmax.sum) - certainty * picked;
-    return share > 0.0f ? loss - share * softmax.total : loss;
+    const float loss = softmax.max + logf(softmax.sum) - smoothing.certainty * picked;
+    return smoothing.share > 0.0f ? loss - smoothing.share * softmax.total : loss;
   }
 };
 
 // Writes the gradient of a row and returns its loss.
 __device__ inline float do_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
-                               const Held& held, float scale) {
-  const Target target(p, row, label);
+                               const Held& held, const Smoothing& smoothing, float scale) {
+  const Target target(p, row, label, smoothing);
   Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
-  read_octets(softmax, row, group, held, target.share > 0.0f);
   read_singles(softmax, p, row, group);
+  read_octets(softmax, row, group, held, smoothing.share > 0.0f);
   softmax = reduce_row(softmax, group);
   const Slope slope = target.slope(softmax, scale);
   // The label's element of an octet is mended by the thread that has written the octet.
   const bool writes_label = write_octets(row, group, held, slope, row.octet_of(label));
-  if (writes_label) row.set_gradient(p, label, slope.of(target.picked) + slope.at_label);
+  if (writes_label) row.set_gradient(p, label, target.gradient(slope));
   write_singles(p, row, group, slope, label);
   return target.loss(softmax);
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -317,6 +318,19 @@ def test_labels_far_out_of_range(runner: Runner, far: int, place: str) -> None:
     assert np.isfinite(gradient.values()[[0, 2]]).all()
 
 
+@pytest.mark.parametrize("classes", [2056, 2568, 4001])
+@pytest.mark.parametrize("beyond", [0, 1, 7, 319])
+def test_labels_just_out_of_range(runner: Runner, classes: int, beyond: int) -> None:
+    """Of rows that a block streams: no thread takes one for its own."""
+    place = Placement(column_major=False, gap=-classes % 8, offset=0)
+    logits, gradient = (Guarded(np.zeros((3, classes), np.float32), place) for _ in range(2))
+    labels = np.array([classes - 1, classes + beyond, 0])
+    assert math.isnan(run_cross_entropy(runner, logits, labels, gradient))
+    assert np.isnan(gradient.values()).all(axis=1).tolist() == [False, True, False]
+    assert (gradient.values()[[0, 2]] < 0).sum(axis=1).tolist() == [1, 1]
+    assert gradient.values()[0, classes - 1] < 0
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("col", [0, 3, 299, slice(None)])
@@ -340,6 +354,26 @@ def test_logits_far_apart_do_not_overflow(runner: Runner) -> None:
         assert loss == pytest.approx(expected, abs=1e-3)
     run_cross_entropy(runner, Guarded(values), np.array([0, 2, 2]), gradient)
     np.testing.assert_allclose(gradient.values(), cross_entropy(values, np.array([0, 2, 2]))[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("classes", [40, 5000])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_logits_of_any_size(runner: Runner, dtype: DType, classes: int, sign: int, smoothing: float) -> None:
+    """Maxima on both sides of where the exponential's factor changes, in one launch."""
+    largest = min(float(ml_dtypes.finfo(dtype.numpy).max), 3e38)
+    powers = [1.0, 1e3, 2.0**16, 2.0**20, 1e8, 2.0**29, 2.0**30 - 64, 2.0**30, 2.0**31, 1e20, 3e38]
+    maxima = sign * np.array([0.0, *(power for power in powers if power < largest), largest])
+    below = np.resize([0.0, 0.25, 1, 3, 0, 10, 40, 64, 100, 128, 1e4, 1e10, 1e38], classes)
+    logits = Guarded(np.maximum(maxima[:, None] - below, -largest).astype(dtype.numpy))
+    gradient = Guarded(np.zeros_like(logits.array))
+    rows = len(maxima)
+    labels = np.arange(rows)
+    loss = run_cross_entropy(runner, logits, labels, gradient, smoothing=smoothing)
+    exact = cross_entropy(logits.array.astype(np.float64), labels, label_smoothing=smoothing)[1]
+    assert smoothing or not math.isnan(loss)  # the sum of such logits overflows
+    assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 128 * EPS32 / rows)
 
 
 @pytest.mark.parametrize("classes", [2, 33, 1000, 3000])

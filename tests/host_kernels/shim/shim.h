@@ -108,6 +108,12 @@ inline float __int_as_float(int bits) {
 
 inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
 
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
 namespace shim {
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 }  // namespace shim
