@@ -5,11 +5,16 @@ Those are an algorithm of the library's, such a one on padded copies, or our ker
 
 from __future__ import annotations
 
+from typing import Final
+
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.narrow import NARROW, NarrowPlan
-from lt_runtime.planning.padded import PADDED, PaddedPlan
+from lt_runtime.planning.padded import K_MAJOR, PADDED, PaddedPlan
 from lt_runtime.problem import MatmulProblem
+
+_ALGORITHM: Final = 64  # bytes of the library's
+_MARKS: Final = {PADDED: "PADDED", K_MAJOR: "K_MAJOR"}
 
 
 def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> MatmulPlan:
@@ -20,15 +25,15 @@ def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> MatmulPlan:
     """
     if blob == NARROW.blob:
         return NarrowPlan(problem, device)
-    if blob.startswith(PADDED):
-        return PaddedPlan(problem, device, algorithm=blob.removeprefix(PADDED))
+    if blob[:-_ALGORITHM] in (PADDED, K_MAJOR):
+        return PaddedPlan(problem, device, algorithm=blob[-_ALGORITHM:], k_major=blob.startswith(K_MAJOR))
     return MatmulPlan(problem, device, algorithm=blob)
 
 
 def configuration(blob: bytes) -> dict[str, int]:
-    """What an algorithm's configuration says, by attribute's name; PADDED on padded copies. Our own kernel has none."""
+    """What an algorithm's configuration says, by attribute's name, and on which copies. Our own kernel has none."""
     if blob == NARROW.blob:
         return {}
-    algorithm = Algorithm(blob.removeprefix(PADDED))
+    algorithm, mark = Algorithm(blob[-_ALGORITHM:]), blob[:-_ALGORITHM]
     found = {attribute.name: int(algorithm.get(attribute)) for attribute in AlgoConfigAttribute}
-    return found | ({"PADDED": 1} if blob.startswith(PADDED) else {})
+    return found | ({_MARKS[mark]: 1} if mark else {})

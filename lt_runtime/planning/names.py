@@ -13,6 +13,7 @@ from lt_runtime.problem import BackwardProblem, Compute, ForwardProblem, MatmulP
 
 _PARTS: Final = {
     "PADDED": ("padded", None),
+    "K_MAJOR": ("along K", None),
     "ID": ("id", None),
     "TILE_ID": ("tile", MatmulTile),
     "STAGES_ID": ("stages", MatmulStages),

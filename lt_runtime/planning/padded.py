@@ -1,10 +1,14 @@
-"""Plans of products whose rows are no whole vectors, over copies that are.
+"""Plans of products over copies of their operands that suit the library's kernels better.
 
 cuBLASLt's kernels for such products are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs, 2048x1024x480
 takes 5.7. Leading dimensions of whole vectors make no difference, the extents count. So operands are copied with zeros
 behind their contiguous axis, which add nothing to any sum, and a result with such a tail is copied without it.
 
-To the tuner and the plan cache the padding is a part of the algorithm.
+Hopper's tensor cores read TF32 operands along K alone. Where an operand of a gradient's product lies the other way
+cuBLASLt falls back to older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So
+copies of the operands that lie along K are candidates as well.
+
+To the tuner and the plan cache the copies are a part of the algorithm.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
 PADDED: Final = b"lt_runtime: padded".ljust(64, b"\0")
 """Stands before an algorithm of the library's that works on padded copies."""
+K_MAJOR: Final = b"lt_runtime: k-major".ljust(64, b"\0")
+"""The same of copies that also lie along K."""
 
 _PAYS: Final = 1 << 29
 """Multiply-adds from which padding is faster without a measurement: of half as many the copies take as long as they
@@ -38,16 +44,24 @@ _RESULTS: Final = (
 """Epilogues that a padded D may have: what they write besides would have to be padded as well."""
 
 
-def padded_problem(problem: MatmulProblem) -> MatmulProblem | None:
-    """The product of the padded copies; None where nothing is to be padded, or not on tensor cores, or not by us.
+def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulProblem | None:
+    """The product of the padded copies; None where nothing is to be copied, or not on tensor cores, or not by us.
 
-    An operand that is whole vectors already, and whose extents stay, is used where it is.
+    An operand that is whole vectors already, and whose extents and order stay, is used where it is.
+
+    Args:
+        k_major: A and B are to lie along K; None, then, where they do, or in other types than TF32.
     """
     if problem.dtype is not problem.d_dtype or problem.batch != 1 or not _on_tensor_cores(problem):
         return None
-    m, n, k = _rounded(problem)
-    a, b = _copied(problem.a, m, k, problem.dtype), _copied(problem.b, k, n, problem.dtype)
-    d = _copied(problem.d, m, n, problem.dtype)
+    lie_along_k = Order.ROW, Order.COLUMN
+    orders = problem.a.layout.order, problem.b.layout.order
+    if k_major and (problem.compute is not Compute.TF32 or orders == lie_along_k or problem.epilogue.sums_operand):
+        return None
+    orders = lie_along_k if k_major else orders
+    (m, n, k), kind = _rounded(problem, *orders), problem.dtype
+    a, b = _copied(problem.a, m, k, orders[0], kind), _copied(problem.b, k, n, orders[1], kind)
+    d = _copied(problem.d, m, n, problem.d.layout.order, kind)
     if (a, b, d) == (problem.a, problem.b, problem.d):
         return None
     if d == problem.d:
@@ -67,22 +81,22 @@ def _on_tensor_cores(problem: MatmulProblem) -> bool:
     return 0 not in (problem.m, problem.n, problem.k) and (sixteen_bits or problem.compute is Compute.TF32)
 
 
-def _rounded(problem: MatmulProblem) -> tuple[int, int, int]:
-    """M, N and K, those that are the contiguous axis of an operand rounded up to whole octets."""
-    rows = {name: getattr(problem, name).layout.order is Order.ROW for name in ("a", "b", "d")}
-    grows_m = not rows["a"] or not rows["d"]
-    grows_n, grows_k = rows["b"] or rows["d"], rows["a"] or not rows["b"]
+def _rounded(problem: MatmulProblem, a: Order, b: Order) -> tuple[int, int, int]:
+    """M, N and K, those that are an operand's contiguous axis rounded up to whole octets; A and B in those orders."""
+    d = problem.d.layout.order
+    grows_m = Order.COLUMN in (a, d)
+    grows_n, grows_k = Order.ROW in (b, d), a is Order.ROW or b is Order.COLUMN
     extents = ((problem.m, grows_m), (problem.n, grows_n), (problem.k, grows_k))
     m, n, k = (-(-extent // OCTET) * OCTET if grows else extent for extent, grows in extents)
     return m, n, k
 
 
-def _copied(spec: Spec, rows: int, cols: int, dtype: DType) -> Spec:
-    """How an operand of that size lies: as it does, or packed on its own."""
+def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spec:
+    """How an operand of that size and order lies: as it does, or packed on its own."""
     layout = spec.layout
-    if layout.shape == (rows, cols) and moves_vectors(spec, dtype):
+    if layout.shape == (rows, cols) and layout.order is order and moves_vectors(spec, dtype):
         return spec
-    return Spec(Layout(rows, cols, layout.order, cols if layout.order is Order.ROW else rows))
+    return Spec(Layout(rows, cols, order, cols if order is Order.ROW else rows))
 
 
 class PaddedPlan(MatmulPlan):
@@ -90,18 +104,22 @@ class PaddedPlan(MatmulPlan):
 
     Args:
         algorithm: 64 bytes, of the product of the copies; None for the heuristic's choice.
+        k_major: see `padded_problem`.
 
     Attributes:
         padded: the plan of the product of the copies.
 
     Raises:
-        PlanError: there is nothing to pad, no room for the copies, or the library does not do it; see `MatmulPlan`.
+        PlanError: there is nothing to copy, no room for it, or the library does not do it; see `MatmulPlan`.
     """
 
-    def __init__(self, problem: MatmulProblem, device: int, *, algorithm: bytes | None = None) -> None:
-        inner = padded_problem(problem)
+    def __init__(
+        self, problem: MatmulProblem, device: int, *, algorithm: bytes | None = None, k_major: bool = False
+    ) -> None:
+        inner = padded_problem(problem, k_major=k_major)
         if inner is None:
             raise PlanError(f"padding is not for {problem}")
+        self._mark = K_MAJOR if k_major else PADDED
         self.problem, self._device, self._lock = problem, device, threading.Lock()
         self._sources, self._offsets = _resizes(problem, inner), dict[str, int]()
         self._reserved = 0
@@ -119,7 +137,7 @@ class PaddedPlan(MatmulPlan):
     @property
     def blob(self) -> bytes:
         """See `MatmulPlan`."""
-        return PADDED + self.algorithm.blob
+        return self._mark + self.algorithm.blob
 
     @property
     def adds_memsets(self) -> bool:

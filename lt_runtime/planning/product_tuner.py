@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from lt_runtime.planning.entries import Effort, ProductEntry, RejectedAlgorithm
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.narrow import NARROW
 from lt_runtime.planning.narrow_pass import takes
-from lt_runtime.planning.padded import PADDED, PaddedPlan, padded_problem, pays_untuned
+from lt_runtime.planning.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
 from lt_runtime.planning.product import library_may_fuse
 from lt_runtime.planning.timing import Launch, Timing, buffer_sets, fastest, take_times
 from lt_runtime.planning.trial import NORMAL, Trial
@@ -143,14 +144,15 @@ class Field:
             return []  # our kernel is then the only one
 
     def _padded(self, effort: str) -> list[bytes]:
-        """The library's algorithms on padded copies."""
-        if padded_problem(self.problem) is None:
-            return []
-        try:
-            plan = PaddedPlan(self.problem, self.device).padded
-        except PlanError:  # as where there is no room for the copies
-            return []
-        return [PADDED + blob for blob in _offered(plan, effort)]
+        """The library's algorithms on copies."""
+        found: list[bytes] = []
+        for mark, k_major in ((PADDED, False), (K_MAJOR, True)):
+            if padded_problem(self.problem, k_major=k_major) is None:
+                continue
+            with contextlib.suppress(PlanError):  # as where there is no room for them
+                plan = PaddedPlan(self.problem, self.device, k_major=k_major).padded
+                found += [mark + blob for blob in _offered(plan, effort)]
+        return found
 
     def _admit(self, name: str, blob: bytes) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Copies of matrices into others of a different size, several in one launch."""
+"""Copies of matrices into others of a different size or order, several in one launch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from lt_runtime.gpu.kernels import get_kernel
 from lt_runtime.gpu.launch import Launch
 from lt_runtime.gpu.params import SCALAR, Matrix, Resized, ResizeParams
-from lt_runtime.layout import Layout, Order
-from lt_runtime.planning.tiling import grid_for
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.planning.tiling import grid_for, turning
 from lt_runtime.problem import DType
 
 
 class Resize(NamedTuple):
-    """How a matrix lies that is copied, and the one that it is copied into: in the same order, of any size.
+    """How a matrix lies that is copied, and the one that it is copied into: in any order, of any size.
 
     What the target has beyond the source becomes zero; what it lacks is left out.
     """
@@ -22,15 +22,23 @@ class Resize(NamedTuple):
     source: Layout
     target: Layout
 
+    @property
+    def by_rows(self) -> Resize:
+        """The same, or that of the transposes, whichever target is row-major."""
+        if self.target.order is Order.ROW:
+            return self
+        return Resize(self.source.transposed, self.target.transposed)
+
 
 class ResizePass:
     """Up to `RESIZED` copies in one kernel."""
 
     def __init__(self, dtype: DType, resizes: Sequence[Resize], device: int) -> None:
-        self._resizes = [Resize(*map(_as_rows, each)) for each in resizes]
+        self._resizes = [each.by_rows for each in resizes]
         rows = max(each.target.rows for each in self._resizes)
         cols = max(each.target.cols for each in self._resizes)
-        self._tiling = grid_for(Layout(rows, cols, Order.ROW, cols))
+        turns = any(each.source.order is Order.COLUMN for each in self._resizes)
+        self._tiling = (turning if turns else grid_for)(packed(rows, cols))
         self._kernel = get_kernel("resize", (("SCALAR", SCALAR[dtype]),), device)
         self._launches: dict[int, tuple[ResizeParams, Launch]] = {}
 
@@ -54,8 +62,3 @@ class ResizePass:
         launch = self._kernel.prepare(*self._tiling, params, stream, batch=len(self._resizes))
         self._launches[stream] = params, launch
         return params, launch
-
-
-def _as_rows(layout: Layout) -> Layout:
-    """The matrix or its transpose, whichever is row-major."""
-    return layout if layout.order is Order.ROW else layout.transposed

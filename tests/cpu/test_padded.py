@@ -17,7 +17,7 @@ from lt_runtime.planning import algorithms, padded
 from lt_runtime.planning.blobs import configuration, plan_by
 from lt_runtime.planning.call import ProductCall
 from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.padded import PADDED, PaddedPlan, padded_problem, pays_untuned
+from lt_runtime.planning.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
 from lt_runtime.planning.resize_pass import Resize
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from tests.algorithm_library import BOTH, WORKSPACE, FakeLibrary
@@ -115,6 +115,27 @@ def test_epilogues_where_d_grows() -> None:
     assert padded_problem(replace(problem, epilogue=Epilogue.GELU_AUX_BIAS)) is None
     assert padded_problem(replace(problem, epilogue=Epilogue.BGRADA)) is None
     assert padded_problem(replace(problem, c=problem.d)) is None
+
+
+TF32 = {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32, "compute": Compute.TF32}
+
+
+@pytest.mark.parametrize("make", [input_gradient, weight_gradient])
+@pytest.mark.parametrize("shape", [(256, 512, 384), (33, 35, 37)])
+def test_copies_along_k(make: Any, shape: tuple[int, int, int]) -> None:
+    problem = make(*shape, **TF32)
+    inner = padded_problem(problem, k_major=True)
+    assert inner is not None
+    assert (inner.a.layout.order, inner.b.layout.order) == (Order.ROW, Order.COLUMN)
+    assert inner.k % 8 == inner.n % 8 == 0
+    assert inner.m == problem.m, "no contiguous axis"
+    assert (inner.d == problem.d) is (shape[1] % 8 == 0)
+    assert padded_problem(make(*shape), k_major=True) is None, "BF16 is read either way"
+
+
+def test_what_lies_along_k_is_not_turned() -> None:
+    assert padded_problem(forward(256, 512, 384, **TF32), k_major=True) is None
+    assert padded_problem(weight_gradient(256, 512, 384, epilogue=Epilogue.BGRADA, **TF32), k_major=True) is None
 
 
 def test_small_ones_wait_for_a_measurement() -> None:
@@ -223,3 +244,15 @@ def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
     assert again.padded.problem == plan.padded.problem
     with pytest.raises(PlanError, match="padding"):
         plan_by(forward(M, N, 480), 0, plan.blob)
+
+
+def test_what_stands_for_copies_along_k(library: FakeLibrary, passes: _Passes) -> None:
+    problem = input_gradient(256, 512, 384, **TF32)
+    _offer(library, 7, reserved=4 * 512 * 384)
+    plan = PaddedPlan(problem, 0, k_major=True)
+    assert plan.blob == K_MAJOR + plan.padded.algorithm.blob
+    assert configuration(plan.blob) == configuration(plan.padded.blob) | {"K_MAJOR": 1}
+    again = plan_by(problem, 0, plan.blob)
+    assert isinstance(again, PaddedPlan)
+    assert again.padded.problem == plan.padded.problem
+    assert again.blob == plan.blob

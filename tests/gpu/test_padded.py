@@ -89,6 +89,13 @@ def test_what_is_added_to() -> None:
     assert not faults(a_problem((256, 512, 479), "rr", c=Spec(packed(256, 512))))
 
 
+@pytest.mark.parametrize("shape", [(256, 512, 384), *SHAPES])
+@pytest.mark.parametrize("orders", ["rr", "cr", "cc"])
+def test_copies_along_k(shape: tuple[int, int, int], orders: str) -> None:
+    problem = a_problem(shape, orders, (FP32, Compute.TF32))
+    assert not faults(problem, PaddedPlan(problem, 0, k_major=True))
+
+
 def test_from_the_plan_cache_s_bytes() -> None:
     problem = a_problem((256, 479, 512))
     again = plan_by(problem, 0, PaddedPlan(problem, 0).blob)
