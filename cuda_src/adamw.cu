@@ -140,6 +140,9 @@ __device__ inline void advance(const AdamWParams& p, const Progress& now, bool s
 }
 
 constexpr int kMoment = kTypeOf<MOMENT>;
+// That a multiprocessor shall hold. What moves fewer bytes an element needs more of them to hide what a block waits for; with
+// one more than that here, registers spill.
+constexpr int kBlocks = kMoment == kBfloat16 && !AMSGRAD ? 5 : 4;
 
 struct Tensors {
   Bits value, m, v, v_max, gradient;
@@ -212,7 +215,7 @@ __device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, con
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(256, 4) adamw(const lt::AdamWParams p) {
+extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) adamw(const lt::AdamWParams p) {
   using namespace lt;
   __shared__ AdamWChunk chunk;  // what is needed after the loads is kept here rather than in registers
   __shared__ Progress now;

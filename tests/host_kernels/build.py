@@ -25,7 +25,7 @@ _FLAGS: Final = (
     *("-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),  # `#pragma unroll` is none of g++'s
 )
-_ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[\w, ]*\) )?(\w+)\(')
+_ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[\w:, ]*\) )?(\w+)\(')
 _MAX_THREADS: Final = 1024
 
 
