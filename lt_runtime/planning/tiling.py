@@ -94,10 +94,13 @@ def turning(layout: Layout) -> Tiling:
     return _cover(layout, _TURNING_BLOCK, MAX_GRID_Y)
 
 
-def reduction(layout: Layout, wave: int, *, transposes: bool) -> Tiling:
+def reduction(layout: Layout, wave: int, *, transposes: bool, strips: bool = True) -> Tiling:
     """A pass that may sum up columns: in one wave, and by one block a column of the grid where the matrix is small.
 
     The order of the sum, and with it the bits, depend on `wave`, which is the GPU's.
+
+    Args:
+        strips: whether a block may see all rows of a small matrix.
 
     Raises:
         ShapeError: more rows than a kernel can count.
@@ -106,8 +109,7 @@ def reduction(layout: Layout, wave: int, *, transposes: bool) -> Tiling:
     x, y = _UPRIGHT_BLOCK
     fills = layout.size <= _UPRIGHT_ELEMENTS and layout.rows >= y and layout.cols >= OCTET * x
     block = _UPRIGHT_BLOCK if transposes or fills else tile(layout.rows, layout.cols)
-    strips = -(-layout.cols // (OCTET * _STRIP_OCTETS))
-    if not transposes and layout.rows <= _STRIP_ROWS and strips <= wave:
+    if strips and not transposes and layout.rows <= _STRIP_ROWS and -(-layout.cols // (OCTET * _STRIP_OCTETS)) <= wave:
         block = (_STRIP_OCTETS, min(_STRIP_THREADS, next_power_of_two(layout.rows)))
         return _cover(layout, block, 1)
     columns = _cover(layout, block, 1).grid[0]
