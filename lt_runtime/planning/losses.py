@@ -16,7 +16,8 @@ from lt_runtime.problem import DType
 # What may be tuned; cross_entropy.cu has the rest: its launch bounds, and what a thread waits for at once. The order of
 # sums, and with it the bits, follow from all of it but the memory. The loss's last bits also depend on the number of
 # multiprocessors where long rows are streamed.
-_ROW_THREADS: Final = 320  # of a block of cross_entropy: whole warps, no more than its __launch_bounds__
+_WARP_ROW_THREADS: Final = 320  # of a block of cross_entropy, whole warps, where a warp at most shares a row
+_BLOCK_ROW_THREADS: Final = 256  # where the block does: its barriers wait for fewer, and each has a longer share
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
 _WARP_OCTETS: Final = 256  # longer rows are a whole block's
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
@@ -50,32 +51,38 @@ class RowSharing:
 
     Attributes:
         lanes: threads that share a row.
+        threads: of a block.
         blocks: of the grid.
         octets: that the longest share of a row has.
     """
 
     lanes: int
+    threads: int
     blocks: int
     octets: int
 
     @classmethod
     def of(cls, logits: Layout) -> RowSharing:
         """A function of the shape and order alone."""
-        octets = logits.cols // OCTET
+        octets, threads = logits.cols // OCTET, _WARP_ROW_THREADS
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
         elif octets > _WARP_OCTETS:
-            lanes = _ROW_THREADS
+            lanes = threads = _BLOCK_ROW_THREADS
         else:
             lanes = min(32, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
-        blocks = min(-(-logits.rows * lanes // _ROW_THREADS), _MAX_BLOCKS)
-        return cls(lanes, blocks, -(-octets // lanes))
+        blocks = min(-(-logits.rows * lanes // threads), _MAX_BLOCKS)
+        return cls(lanes, threads, blocks, -(-octets // lanes))
 
     def held_octets(self, itemsize: int, device: int) -> int:
         """How many of a thread's octets fit into shared memory, its block's share of it."""
         of_block, of_multiprocessor = shared_memory(device)
         room = min(of_block, of_multiprocessor // _BLOCKS_PER_MULTIPROCESSOR) - _RESERVED_SHARED
-        return min(self.octets, room // _held_bytes(itemsize))
+        return min(self.octets, room // self.held_bytes(itemsize))
+
+    def held_bytes(self, itemsize: int) -> int:
+        """Of shared memory, for an octet of each thread."""
+        return self.threads * OCTET * itemsize
 
 
 class CrossEntropyPass:
@@ -86,8 +93,8 @@ class CrossEntropyPass:
         self._sharing = RowSharing.of(logits)
         contiguous = logits.order is Order.ROW
         self._held = self._sharing.held_octets(dtype.itemsize, device) if contiguous else 0
-        self._shared = self._held * _held_bytes(dtype.itemsize)
-        macros = (("SCALAR", SCALAR[dtype]), ("ROW_THREADS", str(_ROW_THREADS)))
+        self._shared = self._held * self._sharing.held_bytes(dtype.itemsize)
+        macros = (("SCALAR", SCALAR[dtype]), ("ROW_THREADS", str(self._sharing.threads)))
         self._streams = self._can_stream(dtype)
         self._blocks = self._sharing.blocks
         if self._streams:
@@ -102,7 +109,8 @@ class CrossEntropyPass:
         layouts = (self._logits, self._gradient)
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
-        return straight and even and self._sharing.lanes == _ROW_THREADS and self._held == self._sharing.octets
+        whole = self._sharing.lanes == self._sharing.threads and self._held == self._sharing.octets
+        return straight and even and whole
 
     @property
     def scratch_bytes(self) -> int:
@@ -149,7 +157,7 @@ class CrossEntropyPass:
             held=self._held,
             streams=self._streams and (logits | gradient) % VECTOR_BYTES == 0,
         )
-        self._kernel.prepare((self._blocks, 1), (_ROW_THREADS, 1), params, stream, shared=self._shared)()
+        self._kernel.prepare((self._blocks, 1), (self._sharing.threads, 1), params, stream, shared=self._shared)()
 
     def _count_labels(self, labels: Labels, counted: int, ticket: int, stream: int) -> int:
         """Has the labels counted if that is worth a launch; the count's address, or 0."""
@@ -217,8 +225,3 @@ def flattened(layouts: Sequence[Layout]) -> Sequence[Layout]:
     if all(layout.order is Order.ROW and layout.leading_dimension == layout.cols for layout in layouts):
         layouts = [packed(1, layout.size) for layout in layouts]
     return layouts
-
-
-def _held_bytes(itemsize: int) -> int:
-    """Bytes of shared memory for an octet of each thread."""
-    return _ROW_THREADS * OCTET * itemsize

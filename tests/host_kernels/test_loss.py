@@ -318,8 +318,8 @@ def test_labels_far_out_of_range(runner: Runner, far: int, place: str) -> None:
     assert np.isfinite(gradient.values()[[0, 2]]).all()
 
 
-@pytest.mark.parametrize("classes", [2056, 2568, 4001])
-@pytest.mark.parametrize("beyond", [0, 1, 7, 319])
+@pytest.mark.parametrize("classes", [2056, 4001, 4104])
+@pytest.mark.parametrize("beyond", [0, 1, 7, 255])
 def test_labels_just_out_of_range(runner: Runner, classes: int, beyond: int) -> None:
     """Of rows that a block streams: no thread takes one for its own."""
     place = Placement(column_major=False, gap=-classes % 8, offset=0)
