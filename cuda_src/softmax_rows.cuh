@@ -242,6 +242,8 @@ struct Target {
   float picked;  // the label's logit
   Smoothing smoothing;
 
+  __device__ Target(bool valid_, float picked_, const Smoothing& smoothing_)
+      : valid(valid_), picked(picked_), smoothing(smoothing_) {}
   __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label, const Smoothing& smoothing_)
       : valid(label >= 0 && label < p.cols),
         picked(valid ? to_float(row.logit(p, label)) : CUDART_NAN_F),

@@ -20,12 +20,16 @@ _WARP_ROW_THREADS: Final = 320  # of a block of cross_entropy, whole warps, wher
 _BLOCK_ROW_THREADS: Final = 256  # where the block does: its barriers wait for fewer, and each has a longer share
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
 _WARP_OCTETS: Final = 256  # longer rows are a whole block's
+_FEW_CLASSES: Final = 16  # that a thread keeps in registers, as cross_entropy.cu has it
+_FEW_ROWS: Final = 1024  # of few classes that a block takes on alone, a thread each
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
 _MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up
 _BLOCKS_PER_MULTIPROCESSOR: Final = 2  # that share its memory among them when rows are long
 _RESERVED_SHARED: Final = 2048  # bytes a block: the kernel's own, and the driver's
 _COUNTED_IN_BLOCKS: Final = 1024  # labels; more are counted by a launch of their own, not by every block again
+
+_WARP: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class RowSharing:
         elif octets > _WARP_OCTETS:
             lanes = threads = _BLOCK_ROW_THREADS
         else:
-            lanes = min(32, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
+            lanes = min(_WARP, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
         blocks = min(-(-logits.rows * lanes // threads), _MAX_BLOCKS)
         return cls(lanes, threads, blocks, -(-octets // lanes))
 
@@ -91,16 +95,19 @@ class CrossEntropyPass:
     def __init__(self, dtype: DType, logits: Layout, gradient: Layout, device: int) -> None:
         self._logits, self._gradient = logits, gradient
         self._sharing = RowSharing.of(logits)
-        contiguous = logits.order is Order.ROW
-        self._held = self._sharing.held_octets(dtype.itemsize, device) if contiguous else 0
+        few = logits.cols <= _FEW_CLASSES and logits.rows <= _FEW_ROWS
+        holds = logits.order is Order.ROW and not few
+        self._held = self._sharing.held_octets(dtype.itemsize, device) if holds else 0
         self._shared = self._held * self._sharing.held_bytes(dtype.itemsize)
         macros = (("SCALAR", SCALAR[dtype]), ("ROW_THREADS", str(self._sharing.threads)))
         self._streams = self._can_stream(dtype)
-        self._blocks = self._sharing.blocks
-        if self._streams:
+        self._threads, self._blocks = self._sharing.threads, self._sharing.blocks
+        if few:
+            self._threads, self._blocks = _WARP * -(-logits.rows // _WARP), 1
+        elif self._streams:
             processors = device_info(device).multiprocessors
             self._blocks = min(logits.rows, processors * _BLOCKS_PER_MULTIPROCESSOR)
-        self._kernel = get_kernel("cross_entropy", macros, device)
+        self._kernel = get_kernel("cross_entropy_few" if few else "cross_entropy", macros, device)
         self._count = get_kernel("count_labels", macros, device)
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
 
@@ -157,7 +164,7 @@ class CrossEntropyPass:
             held=self._held,
             streams=self._streams and (logits | gradient) % VECTOR_BYTES == 0,
         )
-        self._kernel.prepare((self._blocks, 1), (self._sharing.threads, 1), params, stream, shared=self._shared)()
+        self._kernel.prepare((self._blocks, 1), (self._threads, 1), params, stream, shared=self._shared)()
 
     def _count_labels(self, labels: Labels, counted: int, ticket: int, stream: int) -> int:
         """Has the labels counted if that is worth a launch; the count's address, or 0."""
