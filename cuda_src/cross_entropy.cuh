@@ -43,6 +43,42 @@ __device__ inline int64 label_at(const CrossEntropyParams& p, int64 row) {
   return label_at(p.labels, p.wide_labels, row);
 }
 
+// Labels that are not `ignored`, of every `step`-th row from `first` on.
+__device__ inline float count_others(const void* labels, int wide, int64 ignored, int64 rows, int64 first, int64 step) {
+  constexpr int kInFlight = 4;
+  float count = 0.0f;
+#pragma unroll 1
+  for (; first < rows; first += kInFlight * step) {
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      const int64 row = first + k * step;
+      if (row < rows) count += label_at(labels, wide, row) != ignored ? 1.0f : 0.0f;
+    }
+  }
+  return count;
+}
+
+// What the mean makes of a row's gradient. Every thread of a block makes it at once.
+struct Mean {
+  float rows;   // that it is over
+  float scale;  // of their gradients
+
+  Mean() = default;
+  __device__ Mean(const CrossEntropyParams& p, float* scratch) {
+    const float factor = p.grad_scale ? *p.grad_scale : 1.0f;
+    rows = count(p, scratch);
+    scale = p.gradient_scale * factor / rows;
+  }
+
+ private:
+  static __device__ float count(const CrossEntropyParams& p, float* scratch) {
+    if (!p.ignores) return static_cast<float>(p.rows);
+    if (p.counted) return *p.counted;
+    const float own = count_others(p.labels, p.wide_labels, p.ignore_index, p.rows, threadIdx.x, blockDim.x);
+    return sum_over_block(own, scratch);
+  }
+};
+
 // The i-th number of a word.
 template <class T>
 __device__ inline float unpack(uint32 word, int i);

@@ -9,15 +9,20 @@ namespace lt {
 constexpr int kWarp = 32;
 constexpr int kMaxWarps = 32;
 
+// The sum over a warp, to every thread of it.
+__device__ inline float sum_over_warp(float value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, step);
+  return value;
+}
+
 // The sum over a block; every thread gets it. `scratch` has an element a warp and may be reused afterwards.
 __device__ inline float sum_over_block(float value, float* scratch) {
-#pragma unroll 1
-  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, step);
-  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = value;
+  const uint32 lane = threadIdx.x % kWarp;
+  value = sum_over_warp(value);
+  if (lane == 0) scratch[threadIdx.x / kWarp] = value;
   __syncthreads();
-  float sum = 0.0f;
-#pragma unroll 1
-  for (uint32 warp = 0; warp < blockDim.x / kWarp; ++warp) sum += scratch[warp];
+  const float sum = sum_over_warp(lane < blockDim.x / kWarp ? scratch[lane] : 0.0f);
   __syncthreads();
   return sum;
 }

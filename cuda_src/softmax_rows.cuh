@@ -242,6 +242,8 @@ struct Target {
   float picked;  // the label's logit
   Smoothing smoothing;
 
+  __device__ Target(bool valid_, float picked_, const Smoothing& smoothing_)
+      : valid(valid_), picked(picked_), smoothing(smoothing_) {}
   __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label, const Smoothing& smoothing_)
       : valid(label >= 0 && label < p.cols),
         picked(valid ? to_float(row.logit(p, label)) : CUDART_NAN_F),
@@ -259,20 +261,21 @@ struct Target {
   }
 };
 
-// Writes the gradient of a row and returns its loss.
-__device__ inline float do_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
-                               const Held& held, const Smoothing& smoothing, float scale) {
-  const Target target(p, row, label, smoothing);
+__device__ inline Softmax read_row(const CrossEntropyParams& p, const Row& row, const Group& group, const Held& held,
+                                   const Smoothing& smoothing) {
   Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
   read_singles(softmax, p, row, group);
   read_octets(softmax, row, group, held, smoothing.share > 0.0f);
-  softmax = reduce_row(softmax, group);
-  const Slope slope = target.slope(softmax, scale);
+  return reduce_row(softmax, group);
+}
+
+// Writes the gradient of a row that has been read.
+__device__ inline void write_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
+                                 const Held& held, const Slope& slope, const Target& target) {
   // The label's element of an octet is mended by the thread that has written the octet.
   const bool writes_label = write_octets(row, group, held, slope, row.octet_of(label));
   if (writes_label) row.set_gradient(p, label, target.gradient(slope));
   write_singles(p, row, group, slope, label);
-  return target.loss(softmax);
 }
 
 }  // namespace lt

@@ -108,13 +108,15 @@ __device__ inline float stream_row(const CrossEntropyParams& p, const Row& row, 
   return target.loss(softmax);
 }
 
-// The calling thread's part of the sum of all losses.
-__device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float scale) {
+// The calling thread's part of the sum of all losses. Labels are counted while the first row is on its way.
+__device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch,
+                                    Mean& mean) {
   const Smoothing smoothing(p);
   Row row(p, blockIdx.x);  // there are no more blocks than rows
   const Batches batches(row, group, held);
   int64 label = label_at(p, blockIdx.x);
   fetch_row(held, batches, row.logits + group.lane * kOctet);
+  mean = Mean(p, scratch);
   float loss = 0.0f;
 #pragma unroll 1
   for (int64 index = blockIdx.x; index < p.rows; index += gridDim.x) {
@@ -122,7 +124,7 @@ __device__ inline float stream_rows(const CrossEntropyParams& p, const Group& gr
     const bool has_next = next_index < p.rows;
     const SCALAR* next = row.logits + gridDim.x * p.logits.row_stride;
     const int64 next_label = has_next ? label_at(p, next_index) : 0;  // known when it is needed
-    const float loss_of_row = stream_row(p, row, label, next, has_next, group, held, batches, smoothing, scale);
+    const float loss_of_row = stream_row(p, row, label, next, has_next, group, held, batches, smoothing, mean.scale);
     if (group.lane == 0) loss += loss_of_row;
     row.logits = next;
     row.gradient += gridDim.x * p.gradient.row_stride;

@@ -51,6 +51,7 @@ _SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
     "resize": ("resize.cu", ResizeParams),
     "mse_loss": ("mse.cu", MseParams),
     "cross_entropy": ("cross_entropy.cu", CrossEntropyParams),
+    "cross_entropy_few": ("cross_entropy.cu", CrossEntropyParams),
     "count_labels": ("cross_entropy.cu", CountLabelsParams),
     "gradient_norm": ("gradient_norm.cu", GradientNormParams),
     "adamw": ("adamw.cu", AdamWParams),

@@ -16,15 +16,20 @@ from lt_runtime.problem import DType
 # What may be tuned; cross_entropy.cu has the rest: its launch bounds, and what a thread waits for at once. The order of
 # sums, and with it the bits, follow from all of it but the memory. The loss's last bits also depend on the number of
 # multiprocessors where long rows are streamed.
-_ROW_THREADS: Final = 320  # of a block of cross_entropy: whole warps, no more than its __launch_bounds__
+_WARP_ROW_THREADS: Final = 320  # of a block of cross_entropy, whole warps, where a warp at most shares a row
+_BLOCK_ROW_THREADS: Final = 256  # where the block does: its barriers wait for fewer, and each has a longer share
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
 _WARP_OCTETS: Final = 256  # longer rows are a whole block's
+_FEW_CLASSES: Final = 16  # that a thread keeps in registers, as cross_entropy.cu has it
+_FEW_ROWS: Final = 1024  # of few classes that a block takes on alone, a thread each
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
 _MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up
 _BLOCKS_PER_MULTIPROCESSOR: Final = 2  # that share its memory among them when rows are long
 _RESERVED_SHARED: Final = 2048  # bytes a block: the kernel's own, and the driver's
 _COUNTED_IN_BLOCKS: Final = 1024  # labels; more are counted by a launch of their own, not by every block again
+
+_WARP: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +55,38 @@ class RowSharing:
 
     Attributes:
         lanes: threads that share a row.
+        threads: of a block.
         blocks: of the grid.
         octets: that the longest share of a row has.
     """
 
     lanes: int
+    threads: int
     blocks: int
     octets: int
 
     @classmethod
     def of(cls, logits: Layout) -> RowSharing:
         """A function of the shape and order alone."""
-        octets = logits.cols // OCTET
+        octets, threads = logits.cols // OCTET, _WARP_ROW_THREADS
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
         elif octets > _WARP_OCTETS:
-            lanes = _ROW_THREADS
+            lanes = threads = _BLOCK_ROW_THREADS
         else:
-            lanes = min(32, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
-        blocks = min(-(-logits.rows * lanes // _ROW_THREADS), _MAX_BLOCKS)
-        return cls(lanes, blocks, -(-octets // lanes))
+            lanes = min(_WARP, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
+        blocks = min(-(-logits.rows * lanes // threads), _MAX_BLOCKS)
+        return cls(lanes, threads, blocks, -(-octets // lanes))
 
     def held_octets(self, itemsize: int, device: int) -> int:
         """How many of a thread's octets fit into shared memory, its block's share of it."""
         of_block, of_multiprocessor = shared_memory(device)
         room = min(of_block, of_multiprocessor // _BLOCKS_PER_MULTIPROCESSOR) - _RESERVED_SHARED
-        return min(self.octets, room // _held_bytes(itemsize))
+        return min(self.octets, room // self.held_bytes(itemsize))
+
+    def held_bytes(self, itemsize: int) -> int:
+        """Of shared memory, for an octet of each thread."""
+        return self.threads * OCTET * itemsize
 
 
 class CrossEntropyPass:
@@ -84,16 +95,19 @@ class CrossEntropyPass:
     def __init__(self, dtype: DType, logits: Layout, gradient: Layout, device: int) -> None:
         self._logits, self._gradient = logits, gradient
         self._sharing = RowSharing.of(logits)
-        contiguous = logits.order is Order.ROW
-        self._held = self._sharing.held_octets(dtype.itemsize, device) if contiguous else 0
-        self._shared = self._held * _held_bytes(dtype.itemsize)
-        macros = (("SCALAR", SCALAR[dtype]), ("ROW_THREADS", str(_ROW_THREADS)))
+        few = logits.cols <= _FEW_CLASSES and logits.rows <= _FEW_ROWS
+        holds = logits.order is Order.ROW and not few
+        self._held = self._sharing.held_octets(dtype.itemsize, device) if holds else 0
+        self._shared = self._held * self._sharing.held_bytes(dtype.itemsize)
+        macros = (("SCALAR", SCALAR[dtype]), ("ROW_THREADS", str(self._sharing.threads)))
         self._streams = self._can_stream(dtype)
-        self._blocks = self._sharing.blocks
-        if self._streams:
+        self._threads, self._blocks = self._sharing.threads, self._sharing.blocks
+        if few:
+            self._threads, self._blocks = _WARP * -(-logits.rows // _WARP), 1
+        elif self._streams:
             processors = device_info(device).multiprocessors
             self._blocks = min(logits.rows, processors * _BLOCKS_PER_MULTIPROCESSOR)
-        self._kernel = get_kernel("cross_entropy", macros, device)
+        self._kernel = get_kernel("cross_entropy_few" if few else "cross_entropy", macros, device)
         self._count = get_kernel("count_labels", macros, device)
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
 
@@ -102,7 +116,8 @@ class CrossEntropyPass:
         layouts = (self._logits, self._gradient)
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
-        return straight and even and self._sharing.lanes == _ROW_THREADS and self._held == self._sharing.octets
+        whole = self._sharing.lanes == self._sharing.threads and self._held == self._sharing.octets
+        return straight and even and whole
 
     @property
     def scratch_bytes(self) -> int:
@@ -149,7 +164,7 @@ class CrossEntropyPass:
             held=self._held,
             streams=self._streams and (logits | gradient) % VECTOR_BYTES == 0,
         )
-        self._kernel.prepare((self._blocks, 1), (_ROW_THREADS, 1), params, stream, shared=self._shared)()
+        self._kernel.prepare((self._blocks, 1), (self._threads, 1), params, stream, shared=self._shared)()
 
     def _count_labels(self, labels: Labels, counted: int, ticket: int, stream: int) -> int:
         """Has the labels counted if that is worth a launch; the count's address, or 0."""
@@ -217,8 +232,3 @@ def flattened(layouts: Sequence[Layout]) -> Sequence[Layout]:
     if all(layout.order is Order.ROW and layout.leading_dimension == layout.cols for layout in layouts):
         layouts = [packed(1, layout.size) for layout in layouts]
     return layouts
-
-
-def _held_bytes(itemsize: int) -> int:
-    """Bytes of shared memory for an octet of each thread."""
-    return _ROW_THREADS * OCTET * itemsize

@@ -14,21 +14,22 @@ from lt_runtime.planning.losses import RowSharing, flattened
 @given(rows=st.integers(1, 10**6), cols=st.integers(1, 10**6), order=st.sampled_from(Order))
 def test_every_row_has_threads(rows: int, cols: int, order: Order) -> None:
     sharing = RowSharing.of(Layout(rows, cols, order, max(rows, cols)))
-    threads = losses._ROW_THREADS
+    threads = sharing.threads
+    assert threads == (losses._BLOCK_ROW_THREADS if sharing.lanes > 32 else losses._WARP_ROW_THREADS)
     assert sharing.lanes == threads or (sharing.lanes <= 32 and sharing.lanes & (sharing.lanes - 1) == 0)
     assert threads % sharing.lanes == 0 == threads % 32
     assert 1 <= sharing.blocks <= losses._MAX_BLOCKS
     assert sharing.octets * sharing.lanes >= cols // 8
 
 
-@pytest.mark.parametrize(("itemsize", "held"), [(2, 20), (4, 11)])
+@pytest.mark.parametrize(("itemsize", "held"), [(2, 25), (4, 14)])
 def test_rows_are_held_as_far_as_two_blocks_have_memory(
     itemsize: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """50,304 classes on an H200: the whole row of a 16-bit type, half of one in FP32."""
     monkeypatch.setattr(losses, "shared_memory", lambda _: (227 << 10, 228 << 10))
     sharing = RowSharing.of(packed(8192, 50304))
-    assert sharing.octets == 20
+    assert sharing.octets == 25
     assert sharing.held_octets(itemsize, 0) == held
 
 

@@ -28,9 +28,12 @@ REPOSITORY = HERE.parent.parent
 SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are slow
     *(f"test_epilogue_bwd.py::test_backward[{epilogue}]" for epilogue in SANITIZED_BACKWARD),
     f"test_loss.py::test_mse[{F32}]",
-    *(f"test_loss.py::test_labels_far_out_of_range[{place}-4294967297]" for place in ("apart", "in place")),
+    *(
+        f"test_loss.py::test_labels_far_out_of_range[{case}-4294967297]"
+        for case in ("7-in place", "20-apart", "20-in place")
+    ),
     *(f"test_loss.py::test_a_block_goes_from_row_to_row[{classes}]" for classes in (40, 3000)),
-    "test_loss.py::test_the_ignored_are_counted[300]",
+    *(f"test_loss.py::test_the_ignored_are_counted[300-{classes}]" for classes in (3, 17)),
     *(f"test_adamw.py::test_updates[{variant}]" for variant in SANITIZED_ADAMW),
     "test_adamw.py::test_scaling_clipping_and_skipping",
     "test_gradient_norm.py::test_norms",
@@ -40,8 +43,9 @@ SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are
 TESTS = [
     *SHARED_MEMORY_TESTS,
     *(f"test_loss.py::test_cross_entropy[{dtype}]" for dtype in SANITIZED_LOSSES),
+    *(f"test_loss.py::test_few_classes[{dtype}]" for dtype in SANITIZED_LOSSES),
     *(f"test_loss.py::test_many_classes[{BF16}-50304-1-{memory}]" for memory in ("held", "read again")),
-    "test_loss.py::test_the_ignored_are_counted[5000]",
+    "test_loss.py::test_the_ignored_are_counted[5000-17]",
     *(f"test_epilogue_fwd.py::test_forward[{epilogue}]" for epilogue in SANITIZED_FORWARD),
     *(
         f"test_dropout.py::{test}[{dropping}]"
@@ -119,7 +123,7 @@ def test_wrong_kernels_are_found(build_directory: Path, sanitizer: Sanitizer, en
 
 
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
-@pytest.mark.parametrize("entry", ["mirror", "early_return", "turns", "warp_sum", "segments", "warp_barrier"])
+@pytest.mark.parametrize("entry", ["mirror", "early_return", "turns", "votes", "warp_sum", "segments", "warp_barrier"])
 def test_right_kernels_pass(build_directory: Path, sanitizer: Sanitizer, entry: str) -> None:
     library = Builder(build_directory, sanitizer).library(PROBE)
     done = run_python(sanitizer, build_directory, ["-m", "tests.host_kernels.probes", str(library), entry])

@@ -38,6 +38,11 @@ def test_barriers_hold(host: HostKernels, order: int) -> None:
 
 
 @pytest.mark.parametrize("order", range(5))
+def test_barriers_count(host: HostKernels, order: int) -> None:
+    assert (run_probe(host.kernel(PROBE, "votes"), grid=(2, 1), order=order)[0] == 604).all()
+
+
+@pytest.mark.parametrize("order", range(5))
 def test_a_missing_barrier_shows_as_nan(host: HostKernels, order: int) -> None:
     out, _ = run_probe(host.kernel(PROBE, "missing_barrier"), order=order)
     assert np.isnan(out).sum() == 8

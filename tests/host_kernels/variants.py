@@ -9,8 +9,8 @@ from typing import Final
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.params import SCALAR
-from lt_runtime.planning import losses
 from lt_runtime.planning.launches import ACTIVATION_NAMES
+from lt_runtime.planning.losses import _BLOCK_ROW_THREADS, _WARP_ROW_THREADS
 from lt_runtime.planning.narrow_pass import _SHARED_ROWS, narrow_macros
 from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
@@ -19,6 +19,7 @@ from tests.host_kernels.build import Variant
 TYPES: Final = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 F32, F16, BF16 = TYPES
 _SAVED: Final = {Saved.NOTHING: "0", Saved.PREACTIVATION: "1", Saved.OUTPUT: "2", Saved.MASK: "3"}
+_ROW_THREADS: Final = (_WARP_ROW_THREADS, _BLOCK_ROW_THREADS)
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 
 
@@ -111,9 +112,9 @@ def scalar_macros(dtype: DType) -> Macros:
     return (("SCALAR", SCALAR[dtype]),)
 
 
-def row_macros(dtype: DType) -> Macros:
+def row_macros(dtype: DType, threads: int) -> Macros:
     """Of cross_entropy.cu."""
-    return (*scalar_macros(dtype), ("ROW_THREADS", str(losses._ROW_THREADS)))
+    return (*scalar_macros(dtype), ("ROW_THREADS", str(threads)))
 
 
 def _saved_modes(activation: str) -> tuple[Saved, ...]:
@@ -296,7 +297,11 @@ SANITIZED_NARROW: Final = tuple(
 SANITIZED: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in SANITIZED_FORWARD),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
-    *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in SANITIZED_LOSSES),
+    *(
+        Variant("cross_entropy.cu", row_macros(dtype, threads))
+        for dtype in SANITIZED_LOSSES
+        for threads in _ROW_THREADS
+    ),
     Variant("mse.cu", scalar_macros(F32)),
     Variant("tally.cu", scalar_macros(BF16)),
     Variant("resize.cu", scalar_macros(F16)),
@@ -317,7 +322,7 @@ ALL: Final = (
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in BACKWARD_EPILOGUES),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
     *(variant for narrow in NARROW for variant in narrow.variants),
-    *(Variant("cross_entropy.cu", row_macros(dtype)) for dtype in TYPES),
+    *(Variant("cross_entropy.cu", row_macros(dtype, threads)) for dtype in TYPES for threads in _ROW_THREADS),
     *(Variant("mse.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("tally.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("resize.cu", scalar_macros(dtype)) for dtype in TYPES),

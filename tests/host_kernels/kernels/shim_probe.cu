@@ -56,6 +56,12 @@ extern "C" __global__ void early_return(const ShimProbeParams p) {
   p.out[thread_of_grid()] = shared[blockDim.x - 1 - threadIdx.x];
 }
 
+// How many threads' places are multiples of three, and right after it of five.
+extern "C" __global__ void votes(const ShimProbeParams p) {
+  const int threes = __syncthreads_count(threadIdx.x % 3 == 0), fives = __syncthreads_count(threadIdx.x % 5 == 0);
+  p.out[thread_of_grid()] = static_cast<float>(100 * threes + fives);
+}
+
 // Only the first block writes what every block reads.
 extern "C" __global__ void stale_shared_memory(const ShimProbeParams p) {
   __shared__ float shared;

@@ -23,6 +23,7 @@
 // A barrier is known by its place in the source: threads of a block must all wait at the same one. So must the lanes of
 // a warp that exchange values.
 #define __syncthreads() shim::sync_threads(__FILE__, __LINE__)
+#define __syncthreads_count(predicate) shim::sync_count(__FILE__, __LINE__, predicate)
 #define __syncwarp (shim::WarpBarrier{__FILE__, __LINE__})
 #define __shfl_sync(...) shim::shuffle<shim::From>(__FILE__, __LINE__, __VA_ARGS__)
 #define __shfl_down_sync(...) shim::shuffle<shim::Down>(__FILE__, __LINE__, __VA_ARGS__)
@@ -36,6 +37,19 @@ struct WarpBarrier {
 
   void operator()(unsigned mask = 0xFFFFFFFF) const { exchange(file, line, mask, thread_index() % kWarp, 0); }
 };
+
+// How many threads say so. One count is enough, since every thread takes its own part back before any of them goes on.
+inline int sync_count(const char* file, int line, int predicate) {
+  static int count = 0;
+  const int own = predicate != 0;
+  __atomic_fetch_add(&count, own, __ATOMIC_RELAXED);
+  sync_threads(file, line);
+  const int counted = __atomic_load_n(&count, __ATOMIC_RELAXED);
+  sync_threads(file, line);
+  __atomic_fetch_sub(&count, own, __ATOMIC_RELAXED);
+  sync_threads(file, line);
+  return counted;
+}
 
 // Which lane each shuffle reads, the warp being cut into segments of `width` lanes.
 struct From {

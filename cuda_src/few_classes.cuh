@@ -1,0 +1,91 @@
+// Rows of few classes, a thread each: a row is in registers as a whole, so that all of its loads are under way at once and
+// none comes twice. Compiled for one SCALAR type.
+#pragma once
+
+#include "softmax_rows.cuh"
+
+namespace lt {
+
+constexpr int kFewClasses = 16;
+
+// A number for each class there is.
+struct FewClasses {
+  using Two = Pair<SCALAR>::Type;
+
+  float v[kFewClasses];
+
+  // Where there is no class, a logit that counts for nothing.
+  static __device__ FewClasses load(const Matrix& m, int64 row, int cols) {
+    const SCALAR* const from = element<const SCALAR>(m, row, 0);
+    FewClasses out;
+    if (in_pairs(m, cols)) {
+      Two pairs[kFewClasses / 2];  // as they lie, so that no conversion waits between loads
+#pragma unroll
+      for (int i = 0; i < kFewClasses; i += 2) {
+        pairs[i / 2] = Pair<SCALAR>::pack(float2{-CUDART_INF_F, -CUDART_INF_F});
+        if (i < cols) pairs[i / 2] = reinterpret_cast<const Two*>(from)[i / 2];
+      }
+#pragma unroll
+      for (int i = 0; i < kFewClasses; i += 2) {
+        const float2 pair = Pair<SCALAR>::unpack(pairs[i / 2]);
+        out.v[i] = pair.x;
+        out.v[i + 1] = pair.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kFewClasses; ++i) out.v[i] = i < cols ? to_float(from[i * m.col_stride]) : -CUDART_INF_F;
+    }
+    return out;
+  }
+
+  __device__ void store(const Matrix& m, int64 row, int cols) const {
+    SCALAR* const to = element<SCALAR>(m, row, 0);
+    if (in_pairs(m, cols)) {
+#pragma unroll
+      for (int i = 0; i < kFewClasses; i += 2) {
+        if (i < cols) reinterpret_cast<Two*>(to)[i / 2] = Pair<SCALAR>::pack(float2{v[i], v[i + 1]});
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kFewClasses; ++i) {
+        if (i < cols) to[i * m.col_stride] = from_float<SCALAR>(v[i]);
+      }
+    }
+  }
+
+ private:
+  // Half the accesses where every row lies on the boundary of a pair and ends with one.
+  static __device__ bool in_pairs(const Matrix& m, int cols) {
+    return m.col_stride == 1 && (m.row_stride | cols) % 2 == 0 && reinterpret_cast<uint64>(m.data) % sizeof(Two) == 0;
+  }
+};
+
+__device__ inline Softmax softmax_of(const FewClasses& logits, int cols) {
+  Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < kFewClasses; i += 2) softmax.max = fmaxf(softmax.max, fmaxf(logits.v[i], logits.v[i + 1]));
+  const Exponential exponential(softmax.finite_max());
+#pragma unroll
+  for (int i = 0; i < kFewClasses; i += 2) softmax.sum += exponential(logits.v[i]) + exponential(logits.v[i + 1]);
+  softmax.sum *= exponential.correction;
+#pragma unroll
+  for (int i = 0; i < kFewClasses; ++i) softmax.total += i < cols ? logits.v[i] : 0.0f;
+  return softmax;
+}
+
+// Makes a row's gradient of its logits, and returns its loss.
+__device__ inline float to_gradient(FewClasses& row, int cols, int64 label, const Smoothing& smoothing, float scale) {
+  const bool valid = label >= 0 && label < cols;
+  const int place = valid ? static_cast<int>(label) : -1;
+  float picked = CUDART_NAN_F;
+#pragma unroll
+  for (int i = 0; i < kFewClasses; ++i) picked = i == place ? row.v[i] : picked;
+  const Target target(valid, picked, smoothing);
+  const Softmax softmax = softmax_of(row, cols);
+  const Slope slope = target.slope(softmax, scale);
+#pragma unroll
+  for (int i = 0; i < kFewClasses; ++i) row.v[i] = slope.of(row.v[i]) + (i == place ? slope.at_label : 0.0f);
+  return target.loss(softmax);
+}
+
+}  // namespace lt
