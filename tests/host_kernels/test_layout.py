@@ -30,6 +30,8 @@ MACROS = (
     ("ALIGNED", "1"),
     ("BLOCKS", "1"),
     ("OPERAND", "float"),
+    ("AUX", "1"),
+    ("SUMS", "1"),
     ("MOMENT", "float"),
     ("AMSGRAD", "1"),
     ("STOCHASTIC", "1"),
