@@ -20,7 +20,7 @@ from lt_runtime.planning.stacks import Stack
 from lt_runtime.planning.timing import buffer_sets
 from lt_runtime.planning.tuning import Tuned, tune_problems
 
-_COMPILING_S: Final = 90.0  # that torch.compile has for a block
+_COMPILING_S: Final = 150.0  # that torch.compile has for a block
 _NEAR: Final = 1.25  # candidates that by the tuner's times are further behind than this are not measured again
 _MOST_CANDIDATES: Final = 10
 _SHOWN: Final = 200  # characters of a reason
