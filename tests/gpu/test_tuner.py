@@ -16,8 +16,9 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning import ProductCall, product_tuner
+from lt_runtime.planning.blobs import plan_by
 from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.narrow import NARROW, plan_by
+from lt_runtime.planning.narrow import NARROW
 from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
 from lt_runtime.planning.timing import Launch, measure
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
@@ -115,8 +116,8 @@ def test_problems_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
             )
             for each in verdict.rejected:
                 print(f"\n    {each.reason}", end="")
-        plan = MatmulPlan(problem, 0, algorithm=verdict.algorithm)
-        assert plan.algorithm.blob == verdict.algorithm
+        plan = plan_by(problem, 0, verdict.algorithm)
+        assert plan.blob == verdict.algorithm
         assert plan.is_lean(plan.algorithm)
         assert verdict.us <= verdict.first_us
         assert not any(each.reason.startswith(("wrong", "two runs")) for each in verdict.rejected), verdict.rejected
@@ -129,7 +130,7 @@ def test_problems_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_our_kernel_makes_what_the_library_may_refuse(dtype: DType, n: int, epilogue: Epilogue) -> None:
     problem = a_problem(256, n, 10, dtype, epilogue, w_transposed=False)
     verdict = tune(problem)
-    assert plan_by(problem, 0, verdict.algorithm).algorithm.blob == verdict.algorithm
+    assert plan_by(problem, 0, verdict.algorithm).blob == verdict.algorithm
     ours = [each.reason for each in verdict.rejected if each.algorithm == NARROW.blob]
     assert not any(each.startswith(("wrong", "two runs")) for each in ours)
 
@@ -178,7 +179,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, planted: Planted, spared: int | None,
 
     def wrapped(plan: MatmulPlan, calls: Sequence[ProductCall], memory: Any) -> Launch:
         launch, number = launcher(plan, calls, memory), len(blobs)
-        blobs.append(plan.algorithm.blob)
+        blobs.append(plan.blob)
         is_planted = number == only if spared is None else number != spared
         return planted(launch, calls) if is_planted else launch
 
