@@ -24,10 +24,11 @@ Measures = Mapping[str, Callable[[], Row]]
 
 
 def kept_rows(file: Path | None) -> Rows:
-    """The rows that a file holds; none if there is no file."""
+    """The rows that a file holds, with the commit that each was measured at; none if there is no file."""
     if file is None or not file.exists():
         return {}
-    return {row["case"]: row for row in json.loads(file.read_text())["rows"]}
+    result = json.loads(file.read_text())
+    return {row["case"]: {**row, "commit": row.get("commit", result["commit"])} for row in result["rows"]}
 
 
 def arguments_of(parser: argparse.ArgumentParser, result: Path, rounds: int) -> None:

@@ -158,6 +158,15 @@ def test_a_run_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, t
     assert [each.name for each in tmp_path.iterdir()] == ["layers.json"]
 
 
+def test_rows_that_are_kept_name_their_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
+    file, (first, second) = tmp_path / "layers.json", (block.name for block in blocks()[:2])
+    for commit, name in (("old", first), ("new", second)):
+        monkeypatch.setenv("GIT_COMMIT", commit)
+        layers.save(resumable.kept_rows(file) | {name: row(name)}, file)
+    assert {name: each["commit"] for name, each in resumable.kept_rows(file).items()} == {first: "old", second: "new"}
+
+
 @pytest.mark.parametrize("module", [layers, tuning])
 def test_without_a_gpu_the_suites_say_so(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_count", lambda: 0)
