@@ -31,8 +31,9 @@ def matmul(
 
     Operands are read where they lie: row- or column-major, with any leading dimension, transposed, or a batch with
     any stride, 0 included. On a GPU this is one kernel of cuBLASLt's, and at most one more: where the library refuses
-    an epilogue, or is known to get it wrong, a pass of our own follows the plain product. Nothing is transposed,
-    copied or converted.
+    an epilogue, or is known to get it wrong, a pass of our own follows the plain product. Nothing is converted.
+    Where the library is slow for what lies so, as for rows that are no multiple of 16 bytes, a kernel each before and
+    after may copy operands to and from the stream's workspace: if that was measured to be faster, or for large ones.
 
     Args:
         a: (M, K) or (batch, M, K), float32, float16, bfloat16 or float64.

@@ -44,7 +44,7 @@ def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
     """By the first that the heuristic offers that is lean, whatever was measured; on padded copies where that pays.
 
-    By our kernel where the library offers none.
+    Where the library offers none, by our kernel, or else on padded copies.
     """
     if pays_untuned(problem):
         with contextlib.suppress(PlanError):  # as where there is no room for the copies
@@ -52,9 +52,11 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
     try:
         return MatmulPlan(problem, device)
     except PlanError:
-        if not takes(problem):
-            raise
-        return NarrowPlan(problem, device)
+        if takes(problem):
+            return NarrowPlan(problem, device)
+        with contextlib.suppress(PlanError):
+            return PaddedPlan(problem, device)
+        raise
 
 
 def first_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
+from lt_runtime.errors import PlanError
 from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.planning.narrow import NARROW, NarrowPlan
 from lt_runtime.planning.padded import K_MAJOR, PADDED, PaddedPlan
@@ -21,12 +22,14 @@ def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> MatmulPlan:
     """The plan of a product that an earlier plan's `blob` stands for.
 
     Raises:
-        PlanError: see `MatmulPlan`, `NarrowPlan` and `PaddedPlan`.
+        PlanError: see `MatmulPlan`, `NarrowPlan` and `PaddedPlan`; or another version wrote it.
     """
     if blob == NARROW.blob:
         return NarrowPlan(problem, device)
     if blob[:-_ALGORITHM] in (PADDED, K_MAJOR):
         return PaddedPlan(problem, device, algorithm=blob[-_ALGORITHM:], k_major=blob.startswith(K_MAJOR))
+    if len(blob) != _ALGORITHM:
+        raise PlanError(f"it is not known what {blob[:-_ALGORITHM]!r} stands for")
     return MatmulPlan(problem, device, algorithm=blob)
 
 

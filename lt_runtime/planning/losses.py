@@ -13,14 +13,14 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.planning.tiling import next_power_of_two
 from lt_runtime.problem import DType
 
-# What may be tuned; cross_entropy.cu has the rest: its launch bounds, and what a thread waits for at once. The order of
+# What may be tuned; the sources have the rest: launch bounds, and what a thread waits for at once. The order of
 # sums, and with it the bits, follow from all of it but the memory. The loss's last bits also depend on the number of
 # multiprocessors where long rows are streamed.
 _WARP_ROW_THREADS: Final = 320  # of a block of cross_entropy, whole warps, where a warp at most shares a row
 _BLOCK_ROW_THREADS: Final = 256  # where the block does: its barriers wait for fewer, and each has a longer share
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
 _WARP_OCTETS: Final = 256  # longer rows are a whole block's
-_FEW_CLASSES: Final = 16  # that a thread keeps in registers, as cross_entropy.cu has it
+_FEW_CLASSES: Final = 16  # that a thread keeps in registers, as few_classes.cuh has it
 _FEW_ROWS: Final = 1024  # of few classes that a block takes on alone, a thread each
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
 _MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once

@@ -5,7 +5,6 @@ To the tuner and the plan cache the kernel is one more algorithm, whose blob no 
 
 from __future__ import annotations
 
-import threading
 from typing import Final
 
 from lt_runtime.cublaslt import Algorithm
@@ -32,7 +31,7 @@ class NarrowPlan(MatmulPlan):
             raise PlanError(f"the kernel for narrow products does not take {problem}")
         self.problem, self.algorithm = problem, NARROW
         self.candidates = ()
-        self._device, self._lock = device, threading.Lock()
+        self._device = device
         self._pass = NarrowPass(problem, device)
         if self._pass.scratch_bytes > workspace_size(device) or self._pass.tickets > MAX_TICKETS:
             raise PlanError(f"the kernel for narrow products has no room for the partial sums of {problem}")

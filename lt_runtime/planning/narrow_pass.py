@@ -137,7 +137,7 @@ def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
 
 
 def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
-    """Of narrow_k with sums: blocks share a strip of columns, unless one has a thread for each row.
+    """Of narrow_k with sums: blocks share a strip of columns, unless there are no more rows than threads.
 
     That one waits for no other, and its strip is as narrow as it takes to occupy the GPU. A multiprocessor holds a
     block: so many registers it takes to have all of B's rows under way.

@@ -13,7 +13,7 @@ To the tuner and the plan cache the copies are a part of the algorithm.
 
 from __future__ import annotations
 
-import threading
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -37,6 +37,8 @@ K_MAJOR: Final = b"lt_runtime: k-major".ljust(64, b"\0")
 _PAYS: Final = 1 << 29
 """Multiply-adds from which padding is faster without a measurement: of half as many the copies take as long as they
 save (H200, BF16 and TF32)."""
+_PAYING_AXIS: Final = 128
+"""So long is each axis then: with a shorter one there is more to copy for as many."""
 _RESULTS: Final = (
     Epilogue.NONE,
     *(Epilogue.BIAS, Epilogue.RELU, Epilogue.GELU, Epilogue.RELU_BIAS, Epilogue.GELU_BIAS),
@@ -73,7 +75,8 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
 
 def pays_untuned(problem: MatmulProblem) -> bool:
     """Whether a product is large enough to be padded although nobody has measured it."""
-    return problem.m * problem.n * problem.k >= _PAYS and padded_problem(problem) is not None
+    axes = problem.m, problem.n, problem.k
+    return min(axes) >= _PAYING_AXIS and math.prod(axes) >= _PAYS and padded_problem(problem) is not None
 
 
 def _on_tensor_cores(problem: MatmulProblem) -> bool:
@@ -120,7 +123,7 @@ class PaddedPlan(MatmulPlan):
         if inner is None:
             raise PlanError(f"padding is not for {problem}")
         self._mark = K_MAJOR if k_major else PADDED
-        self.problem, self._device, self._lock = problem, device, threading.Lock()
+        self.problem, self._device = problem, device
         self._sources, self._offsets = _resizes(problem, inner), dict[str, int]()
         self._reserved = 0
         for name, resize in self._sources.items():
@@ -163,6 +166,6 @@ def _resizes(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:
     """What is copied, by the names of a call's addresses; that of D is made from its copy."""
     pairs = {name: (getattr(problem, name), getattr(inner, name)) for name in ("a", "b", "d")}
     found = {name: Resize(own.layout, copy.layout) for name, (own, copy) in pairs.items() if own != copy}
-    if problem.epilogue.has_bias and inner.n != problem.n:
+    if problem.epilogue.has_bias and (inner.n, inner.vector) != (problem.n, problem.vector):
         found["vector"] = Resize(packed(1, problem.n), packed(1, inner.n))
     return found

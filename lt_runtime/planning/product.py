@@ -53,7 +53,7 @@ def plain_product(problem: MatmulProblem) -> MatmulProblem:
 
 
 class ProductPlan:
-    """One product with its epilogue on one device, ready to launch in at most two kernels.
+    """One product with its epilogue on one device, ready to launch in at most two kernels, besides copies of operands.
 
     Kernels alone where there is a way; a large product has a memset before its kernel, whoever does its epilogue.
 
@@ -64,7 +64,7 @@ class ProductPlan:
         product: the plan of the library's part, with the epilogue or without.
 
     Raises:
-        PlanError: the library has no algorithm even for the plain product.
+        PlanError: there is no algorithm even for the plain product.
     """
 
     def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:

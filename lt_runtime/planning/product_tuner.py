@@ -72,7 +72,7 @@ class ProductVerdict:
 
 
 def tune_product(problem: MatmulProblem, device: int, *, effort: str = "default") -> ProductVerdict | None:
-    """The fastest algorithm of cuBLASLt for a product whose results are right; None where nothing is to be multiplied.
+    """The fastest algorithm for a product whose results are right; None where nothing is to be multiplied.
 
     It works on a stream and in memory of its own, and frees all but that stream's workspace.
 
@@ -128,20 +128,21 @@ class Field:
         self.problem, self.device = problem, device
         self.plans: dict[str, MatmulPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
-        plain, padded = self._plain(effort), self._padded(effort)
+        padded = self._padded(effort)
+        plain = self._plain(effort, needed=not padded and not takes(problem))
         for number, blob in enumerate(padded + plain if pays_untuned(problem) else plain + padded):
             self._admit(f"candidate {number}" if number else _FIRST, blob)
         if takes(problem):
             self._admit("ours", NARROW.blob)
 
-    def _plain(self, effort: str) -> list[bytes]:
-        """The library's algorithms."""
+    def _plain(self, effort: str, *, needed: bool) -> list[bytes]:
+        """The library's algorithms. If it offers none, copies or our kernel may remain; or else that is an error."""
         try:
             return _offered(MatmulPlan(self.problem, self.device), effort)
         except PlanError:
-            if not takes(self.problem):
+            if needed:
                 raise
-            return []  # our kernel is then the only one
+            return []
 
     def _padded(self, effort: str) -> list[bytes]:
         """The library's algorithms on copies."""
@@ -237,7 +238,7 @@ def _run_afresh(launch: Launch, memory: StreamMemory, stream: int) -> None:
 def _verdict(field: Field, timings: Mapping[str, Timing], effort: Effort, seconds: float) -> ProductVerdict:
     if not field.plans:
         reasons = "; ".join(f"{each.config}: {each.reason}" for each in field.rejected)
-        raise PlanError(f"none of cuBLASLt's algorithms is of use for {field.problem}: {reasons}")
+        raise PlanError(f"no algorithm is of use for {field.problem}: {reasons}")
     chosen = _fastest(field, timings)
     blob, timing = field.plans[chosen].blob, timings[chosen]
     return ProductVerdict(

@@ -117,6 +117,16 @@ def test_epilogues_where_d_grows() -> None:
     assert padded_problem(replace(problem, c=problem.d)) is None
 
 
+def test_a_bias_that_a_padded_d_has_aligned_is_copied() -> None:
+    d = Spec(Layout(256, 512, Order.ROW, 515), alignment=2)
+    problem = forward(256, 512, 480, epilogue=Epilogue.BIAS, vector=2, d=d)
+    inner = found(problem)
+    assert (inner.n, inner.vector) == (512, 256)
+    assert padded._resizes(problem, inner).keys() == {"d", "vector"}
+    aligned = replace(problem, vector=256)
+    assert padded._resizes(aligned, found(aligned)).keys() == {"d"}
+
+
 TF32 = {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32, "compute": Compute.TF32}
 
 
@@ -142,6 +152,7 @@ def test_small_ones_wait_for_a_measurement() -> None:
     assert pays_untuned(forward(2048, 1024, 479))
     assert not pays_untuned(forward(2048, 1024, 480))
     assert not pays_untuned(forward(256, 10, 511))
+    assert not pays_untuned(forward(1 << 20, 1, 512)), "little is multiplied for what would be copied"
 
 
 class _Passes:
@@ -232,6 +243,21 @@ def test_untuned_large_ones_are_padded(library: FakeLibrary, passes: _Passes) ->
     assert type(algorithms.heuristic_algorithm(forward(M, N, K), 0)) is PaddedPlan
     library.offered = {(WORKSPACE, BOTH): [1]}
     assert type(algorithms.heuristic_algorithm(forward(64, 64, 479), 0)) is MatmulPlan
+
+
+def test_copies_where_the_library_offers_nothing_else(library: FakeLibrary, passes: _Passes) -> None:
+    problem = forward(64, 64, 63)
+    _offer(library, 1, reserved=2 * 64 * (64 + 64))
+    assert not pays_untuned(problem)
+    assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
+    library.offered = {}
+    with pytest.raises(PlanError, match="offers 0"):
+        algorithms.heuristic_algorithm(problem, 0)
+
+
+def test_a_blob_of_another_version(library: FakeLibrary) -> None:
+    with pytest.raises(PlanError, match="not known"):
+        plan_by(forward(M, N, K), 0, b"lt_runtime: tomorrow".ljust(128, b"\0"))
 
 
 def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:

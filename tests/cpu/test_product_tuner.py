@@ -200,7 +200,7 @@ def test_when_time_is_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_none_is_right(gpu: FakeGpu) -> None:
     gpu.faults = dict.fromkeys(range(1, 5), corrupt)
-    with pytest.raises(PlanError, match=r"none of cuBLASLt's algorithms is of use for .*: wrong: d"):
+    with pytest.raises(PlanError, match=r"no algorithm is of use for .*: wrong: d"):
         tune()
 
 

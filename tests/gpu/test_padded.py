@@ -80,6 +80,11 @@ def test_epilogues(epilogue: Epilogue, shape: tuple[int, int, int], types: tuple
     assert not faults(a_problem(shape, types=types, epilogue=epilogue))
 
 
+@pytest.mark.parametrize("types", TYPES, ids=lambda each: each[0].value)
+def test_a_bias_off_its_boundary(types: tuple[DType, Compute]) -> None:
+    assert not faults(a_problem((256, 512, 512), types=types, epilogue=Epilogue.BIAS, gap=3, alignment=4, vector=4))
+
+
 def test_an_epilogue_with_more_outputs() -> None:
     aux = Spec(packed(256, 512))
     assert not faults(a_problem((256, 512, 479), epilogue=Epilogue.GELU_AUX_BIAS, aux=aux))
