@@ -1,4 +1,4 @@
-"""Which algorithms a plan's products use: cuBLASLt's, or our kernel for narrow ones."""
+"""Which algorithms a plan's products use: cuBLASLt's, on the operands or on copies, or our kernel for narrow ones."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> MatmulPlan:
     """
     if blob == NARROW.blob:
         return NarrowPlan(problem, device)
-    if blob[:-_ALGORITHM] in (PADDED, K_MAJOR):
+    if blob[:-_ALGORITHM] in _MARKS:
         return PaddedPlan(problem, device, algorithm=blob[-_ALGORITHM:], k_major=blob.startswith(K_MAJOR))
     if len(blob) != _ALGORITHM:
         raise PlanError(f"it is not known what {blob[:-_ALGORITHM]!r} stands for")

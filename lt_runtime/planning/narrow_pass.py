@@ -252,9 +252,7 @@ def _is_aligned(form: _Form, problem: MatmulProblem) -> bool:
     return are_aligned(problem.dtype, *moved[form.entry])
 
 
-def narrow_macros(
-    dtype: DType, width: int, aligned: bool, rows: int | None = None, epilogue: Epilogue | None = None
-) -> Macros:
+def narrow_macros(dtype: DType, width: int, aligned: bool, rows: int | None, epilogue: Epilogue | None) -> Macros:
     """What a kernel is compiled under; `rows` and `epilogue` are None where it is not compiled for them."""
     shared = () if rows is None else (("ROWS", str(rows)),)
     macros = (("SCALAR", SCALAR[dtype]), ("WIDTH", str(width)), *shared, ("ALIGNED", str(int(aligned))))

@@ -1,8 +1,9 @@
 """Plans of products over copies of their operands that suit the library's kernels better.
 
-cuBLASLt's kernels for such products are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs, 2048x1024x480
-takes 5.7. Leading dimensions of whole vectors make no difference, the extents count. So operands are copied with zeros
-behind their contiguous axis, which add nothing to any sum, and a result with such a tail is copied without it.
+Where rows are no whole vectors cuBLASLt's kernels are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs,
+2048x1024x480 takes 5.7. Leading dimensions of whole vectors make no difference, the extents count. So operands are
+copied with zeros behind their contiguous axis, which add nothing to any sum, and a result with such a tail is copied
+without it.
 
 Hopper's tensor cores read TF32 operands along K alone. Where an operand of a gradient's product lies the other way
 cuBLASLt falls back to older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So
