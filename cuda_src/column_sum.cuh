@@ -60,6 +60,37 @@ __device__ inline void store_sum(const ColumnSum<T>& c, int64 col, int64 cols, f
   if (col < cols) c.sum[col] = from_float<T>(c.accumulate ? to_float(c.sum[col]) + sum : sum);
 }
 
+// The calling thread's part of the sum over the parts, of the octet at `partial` in each. All that it waits for at once is
+// asked for without conditions on what came before, also at the end.
+__device__ inline Octet sum_of_parts(const float* partial, int64 pitch) {
+  constexpr int kInFlight = 4, kQuarters = kOctet / 4;
+  const int parts = static_cast<int>(gridDim.y), step = blockDim.y;
+  Octet total{};
+#pragma unroll 1
+  for (int first = threadIdx.y; first < parts; first += kInFlight * step) {
+    float4 quarters[kInFlight][kQuarters] = {};
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      const float4* part = reinterpret_cast<const float4*>(partial + (first + k * step) * pitch);
+#pragma unroll
+      for (int i = 0; i < kQuarters; ++i) {
+        if (first + k * step < parts) quarters[k][i] = __ldcg(part + i);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+#pragma unroll
+      for (int i = 0; i < kQuarters; ++i) {
+        total.v[4 * i] += quarters[k][i].x;
+        total.v[4 * i + 1] += quarters[k][i].y;
+        total.v[4 * i + 2] += quarters[k][i].z;
+        total.v[4 * i + 3] += quarters[k][i].w;
+      }
+    }
+  }
+  return total;
+}
+
 // Adds up what the threads of a grid's column have summed. The block that is last there adds the parts, in their order.
 template <class T>
 __device__ inline void sum_over_grid(const ColumnSum<T>& c, const Octet& octet, int64 cols) {
@@ -72,19 +103,7 @@ __device__ inline void sum_over_grid(const ColumnSum<T>& c, const Octet& octet, 
   float* own = c.partial + blockIdx.y * pitch + first;
   sum_over_block(octet, [&](int column, float sum) { own[column] = sum; });
   if (!is_last_block(c.tickets + blockIdx.x, gridDim.y)) return;
-  Octet total{};
-#pragma unroll 4
-  for (int part = threadIdx.y; part < static_cast<int>(gridDim.y); part += blockDim.y) {
-    const float* p = c.partial + part * pitch + first + threadIdx.x * kOctet;
-#pragma unroll
-    for (int i = 0; i < kOctet; i += 4) {
-      const float4 quarter = __ldcg(reinterpret_cast<const float4*>(p + i));
-      total.v[i] += quarter.x;
-      total.v[i + 1] += quarter.y;
-      total.v[i + 2] += quarter.z;
-      total.v[i + 3] += quarter.w;
-    }
-  }
+  const Octet total = sum_of_parts(c.partial + first + threadIdx.x * kOctet, pitch);
   sum_over_block(total, [&](int column, float sum) { store_sum(c, first + column, cols, sum); });
 }
 

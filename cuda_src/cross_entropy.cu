@@ -56,11 +56,20 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2) cross_entropy(const
   DYNAMIC_SHARED(uint4, memory);
   __shared__ float scratch[kMaxWarps];
   wait_for_predecessor();
-  Mean mean{};
   const Group group(p.lanes);
   const Held held{memory + threadIdx.x, p.held};
-  float loss = p.streams ? stream_rows(p, group, held, scratch, mean) : do_rows(p, group, held, scratch, mean);
-  if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / mean.rows;
+  if (p.streams) {
+    const Mean mean = stream_rows(p, group, held, scratch);
+    if (!is_last_block(p.ticket, gridDim.x)) return;
+    const float loss = sum_over_block(sum_of_parts(p.partial, static_cast<uint32>(p.rows)), scratch);
+    if (threadIdx.x != 0) return;
+    *p.loss = loss / mean.rows;
+    *p.claimed = 0;
+  } else {
+    Mean mean{};
+    float loss = do_rows(p, group, held, scratch, mean);
+    if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / mean.rows;
+  }
 }
 
 // Of few classes, and of no more rows than a block has threads: a training step waits for it as long as its memory does

@@ -19,9 +19,10 @@ struct CrossEntropyParams {
   const void* labels;
   const float* counted;     // rows that are not ignored, from count_labels; absent where each block counts them itself
   const float* grad_scale;  // on the device; may be absent
-  float* partial;           // one a block
+  float* partial;           // one a block, or, where rows are streamed, a row
   float* loss;
   uint32* ticket;
+  uint32* claimed;  // rows that blocks have taken after their first ones; zero before and after
   int64 rows;
   int64 cols;
   int64 ignore_index;
@@ -164,8 +165,11 @@ __device__ inline Raw nothing() {
   return raw;
 }
 
-// Streams past logits that L2 may still be asked for. Not an assignment, which the compiler takes apart into words here.
-__device__ inline void store_octet(SCALAR* p, const Octet& octet) {
+// Not an assignment, which the compiler takes apart into words here.
+__device__ inline void store_octet(SCALAR* p, const Octet& octet) { store_packed(p, pack<SCALAR>(octet)); }
+
+// Past the logits that L2 will be asked for again. A row that shared memory holds is better stored without a hint.
+__device__ inline void store_past(SCALAR* p, const Octet& octet) {
   const Packed<SCALAR> packed = pack<SCALAR>(octet);
 #pragma unroll
   for (int i = 0; i < Raw::kPackets; ++i) {

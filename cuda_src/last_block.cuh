@@ -10,13 +10,16 @@ namespace lt {
 // past L1, with __ldcg. The counter is zero before the first and after the last, so that the next launch finds it so.
 __device__ inline bool is_last_block(uint32* ticket, uint32 blocks) {
   __shared__ uint32 arrived;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0 && threadIdx.y == 0) arrived = atomicInc(ticket, blocks - 1);
+  if (threadIdx.x == 0 && threadIdx.y == 0) {
+    // One thread's fences do for all: they order whatever a barrier has ordered before or after them. Fences of all
+    // would wait for each thread's stores.
+    __threadfence();
+    arrived = atomicInc(ticket, blocks - 1);
+    __threadfence();
+  }
   __syncthreads();
-  const bool last = arrived == blocks - 1;
-  if (last) __threadfence();
-  return last;
+  return arrived == blocks - 1;
 }
 
 }  // namespace lt

@@ -27,6 +27,24 @@ __device__ inline float sum_over_block(float value, float* scratch) {
   return sum;
 }
 
+// The calling thread's part of the sum of `count` numbers that other blocks have written.
+__device__ inline float sum_of_parts(const float* partial, uint32 count) {
+  constexpr int kInFlight = 8;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (uint32 first = threadIdx.x; first < count; first += kInFlight * blockDim.x) {
+    float parts[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      const uint32 part = first + k * blockDim.x;
+      parts[k] = part < count ? __ldcg(partial + part) : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) sum += parts[k];
+  }
+  return sum;
+}
+
 // The sum over a grid in x. The last block to get here has it in `value`, in every thread, and it alone is told so.
 // `partial` has an element a block; `ticket` is that of `is_last_block`.
 __device__ inline bool sum_over_grid(float& value, float* partial, uint32* ticket, float* scratch) {
@@ -34,10 +52,7 @@ __device__ inline bool sum_over_grid(float& value, float* partial, uint32* ticke
   if (gridDim.x == 1) return true;  // nobody to wait for
   if (threadIdx.x == 0) partial[blockIdx.x] = value;
   if (!is_last_block(ticket, gridDim.x)) return false;
-  value = 0.0f;
-#pragma unroll 1
-  for (uint32 block = threadIdx.x; block < gridDim.x; block += blockDim.x) value += __ldcg(partial + block);
-  value = sum_over_block(value, scratch);
+  value = sum_over_block(sum_of_parts(partial, gridDim.x), scratch);
   return true;
 }
 

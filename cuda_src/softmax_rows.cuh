@@ -198,7 +198,7 @@ __device__ inline bool write_octets(const Row& row, const Group& group, const He
     for (int k = 0; k < kOctetsInFlight; ++k) {
       const uint32 octet = first + k * group.lanes;
       if (octet >= row.octets) break;
-      store_octet(row.gradient + row.octet_col(octet), slope.of(raw[k]));
+      store_past(row.gradient + row.octet_col(octet), slope.of(raw[k]));
       found |= octet == wanted;
     }
   }

@@ -81,56 +81,81 @@ __device__ inline void write_fetched(SCALAR* to, const SCALAR* next, bool has_ne
   end_batch();
 }
 
-// Writes the gradient of a row that is on its way, and returns its loss. Memory is read while it is written, without a
-// pause between rows. `next` is the row after it, if there is one.
-__device__ inline float stream_row(const CrossEntropyParams& p, const Row& row, int64 label, const SCALAR* next,
-                                   bool has_next, const Group& group, const Held& held, const Batches& batches,
-                                   const Smoothing& smoothing, float scale) {
+// The row that a block does next. Rows go to whichever block is ready first, since memory serves some faster than others.
+// One thread asks for it early, and its block learns it at a barrier.
+struct NextRow {
+  const SCALAR* logits;
+  int64 index;
+  bool exists;
+  int64 label;
+
+  // Of a row that nobody has taken; the counter is zero at first.
+  static __device__ uint32 claim(const CrossEntropyParams& p, const Group& group) {
+    return group.lane == 0 ? gridDim.x + atomicAdd(p.claimed, 1u) : 0;
+  }
+  __device__ NextRow(const CrossEntropyParams& p, int64 index_)
+      : logits(element<const SCALAR>(p.logits, index_, 0)),
+        index(index_),
+        exists(index_ < p.rows),
+        label(exists ? label_at(p, index_) : 0) {}
+};
+
+// Writes the gradient and the loss of a row that is on its way, and says which row is fetched meanwhile: memory is read
+// while it is written, without a pause between rows. `place` is where the block's threads leave word for each other.
+__device__ inline NextRow stream_row(const CrossEntropyParams& p, const Row& row, int64 index, int64 label,
+                                     const Group& group, const Held& held, const Batches& batches,
+                                     const Smoothing& smoothing, float scale, uint32& place) {
+  const uint32 claimed = NextRow::claim(p, group);
   const uint32 first = group.lane * kOctet, single = row.octets * kOctet + group.lane;
   if (p.ignores && label == p.ignore_index) {
+    if (group.lane == 0) {
+      place = claimed;
+      p.partial[index] = 0.0f;
+    }
+    __syncthreads();
+    const NextRow next(p, place);
     wait_for_all_but<0>();
     clear(p, row, group);
-    if (has_next) fetch_row(held, batches, next + first);
-    return 0.0f;
+    if (next.exists) fetch_row(held, batches, next.logits + first);
+    return next;
   }
   const Target target(p, row, label, smoothing);
   Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
   if (single < p.cols) take_in(softmax, to_float(row.logits[single]));
   read_fetched(softmax, held, batches, smoothing.share > 0.0f);
+  if (group.lane == 0) place = claimed;
   softmax = reduce_row(softmax, group);
+  const NextRow next(p, place);
   const Slope slope = target.slope(softmax, scale);
-  write_fetched(row.gradient + first, next + first, has_next, held, batches, slope);
+  write_fetched(row.gradient + first, next.logits + first, next.exists, held, batches, slope);
   if (single < p.cols) {
     row.set_gradient(p, single, label == single ? target.gradient(slope) : slope.of(to_float(row.logits[single])));
   }
   const uint32 octet = row.octet_of(label);
   if (octet < row.octets && octet % kRowThreads == group.lane) row.set_gradient(p, label, target.gradient(slope));
-  return target.loss(softmax);
+  if (group.lane == 0) p.partial[index] = target.loss(softmax);
+  return next;
 }
 
-// The calling thread's part of the sum of all losses. Labels are counted while the first row is on its way.
-__device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch,
-                                    Mean& mean) {
+// All rows. Labels are counted while the first row is on its way. Each row's loss is kept for itself: which block does it
+// is a matter of chance.
+__device__ inline Mean stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch) {
+  __shared__ uint32 places[2];  // in turns: who is behind may still read the other
   const Smoothing smoothing(p);
-  Row row(p, blockIdx.x);  // there are no more blocks than rows
+  int64 index = blockIdx.x, label = label_at(p, index);  // there are no more blocks than rows
+  Row row(p, index);
   const Batches batches(row, group, held);
-  int64 label = label_at(p, blockIdx.x);
   fetch_row(held, batches, row.logits + group.lane * kOctet);
-  mean = Mean(p, scratch);
-  float loss = 0.0f;
+  const Mean mean(p, scratch);
 #pragma unroll 1
-  for (int64 index = blockIdx.x; index < p.rows; index += gridDim.x) {
-    const int64 next_index = index + gridDim.x;
-    const bool has_next = next_index < p.rows;
-    const SCALAR* next = row.logits + gridDim.x * p.logits.row_stride;
-    const int64 next_label = has_next ? label_at(p, next_index) : 0;  // known when it is needed
-    const float loss_of_row = stream_row(p, row, label, next, has_next, group, held, batches, smoothing, mean.scale);
-    if (group.lane == 0) loss += loss_of_row;
-    row.logits = next;
-    row.gradient += gridDim.x * p.gradient.row_stride;
-    label = next_label;
+  for (uint32 turn = 0; index < p.rows; turn ^= 1) {
+    const NextRow next = stream_row(p, row, index, label, group, held, batches, smoothing, mean.scale, places[turn]);
+    index = next.index;
+    label = next.label;
+    row.logits = next.logits;
+    row.gradient = element<SCALAR>(p.gradient, index, 0);
   }
-  return loss;
+  return mean;
 }
 
 }  // namespace lt

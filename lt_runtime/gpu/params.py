@@ -240,6 +240,7 @@ class CrossEntropyParams(ctypes.Structure):
         ("partial", ctypes.c_void_p),
         ("loss", ctypes.c_void_p),
         ("ticket", ctypes.c_void_p),
+        ("claimed", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("cols", ctypes.c_int64),
         ("ignore_index", ctypes.c_int64),

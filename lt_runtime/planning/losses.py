@@ -14,8 +14,7 @@ from lt_runtime.planning.tiling import next_power_of_two
 from lt_runtime.problem import DType
 
 # What may be tuned; the sources have the rest: launch bounds, and what a thread waits for at once. The order of
-# sums, and with it the bits, follow from all of it but the memory. The loss's last bits also depend on the number of
-# multiprocessors where long rows are streamed.
+# sums, and with it the bits, follow from all of it but the memory.
 _WARP_ROW_THREADS: Final = 320  # of a block of cross_entropy, whole warps, where a warp at most shares a row
 _BLOCK_ROW_THREADS: Final = 256  # where the block does: its barriers wait for fewer, and each has a longer share
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
@@ -122,7 +121,8 @@ class CrossEntropyPass:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch memory: partial sums, and before them the number of rows that are not ignored."""
-        return 4 * (1 + max(self._blocks, self._count_blocks))
+        sums = max(self._blocks, self._logits.rows) if self._streams else self._blocks
+        return 4 * (1 + max(sums, self._count_blocks))
 
     def run(
         self,
@@ -141,7 +141,7 @@ class CrossEntropyPass:
 
         Args:
             logits, gradient, loss, scratch: addresses.
-            ticket: address of a counter that is zero, and is so again afterwards.
+            ticket: address of two counters that are zero, and are so again afterwards.
         """
         counted = self._count_labels(labels, scratch, ticket, stream)
         params = CrossEntropyParams(
@@ -153,6 +153,7 @@ class CrossEntropyPass:
             partial=scratch + 4,
             loss=loss,
             ticket=ticket,
+            claimed=ticket + 4,
             rows=self._logits.rows,
             cols=self._logits.cols,
             ignore_index=labels.ignore_index or 0,
