@@ -72,28 +72,26 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2) cross_entropy(const
   }
 }
 
-// Of few classes, and of no more rows than a block has threads: a training step waits for it as long as its memory does
-// to answer, so labels and logits are asked for together, and nothing is summed over a grid. More rows are bound by the
-// number of accesses; vectors take fewer.
+// Of few classes, a thread a row: a training step waits for it as long as its memory does to answer, so labels and logits
+// are asked for together.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::CrossEntropyParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];
   wait_for_predecessor();
-  const int64 row = threadIdx.x;
+  const int64 row = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int cols = row < p.rows ? static_cast<int>(p.cols) : 0;
   const int64 label = cols > 0 ? label_at(p, row) : 0;
   const float factor = p.grad_scale ? *p.grad_scale : 1.0f;
   FewClasses classes = FewClasses::load(p.logits, row, cols);
   const bool counts = cols > 0 && !(p.ignores && label == p.ignore_index);
-  const float averaged = static_cast<float>(__syncthreads_count(counts));
+  const float averaged = count_by_threads(p, counts);
   float loss = to_gradient(classes, cols, label, Smoothing(p), p.gradient_scale * factor / averaged);
   if (!counts) {
     classes = {};
     loss = 0.0f;
   }
   classes.store(p.gradient, row, cols);
-  loss = sum_over_block(loss, scratch);
-  if (row == 0) *p.loss = loss / averaged;
+  if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / averaged;
 }
 
 // Counts the rows that are not ignored. A launch of its own: no gradient can be written before their number is known.

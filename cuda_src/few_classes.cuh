@@ -73,6 +73,13 @@ __device__ inline Softmax softmax_of(const FewClasses& logits, int cols) {
   return softmax;
 }
 
+// The rows that the mean is over, of which each thread has one that counts or not. One block sees them all; for several
+// they have been counted before, if any may be left out.
+__device__ inline float count_by_threads(const CrossEntropyParams& p, bool counts) {
+  if (gridDim.x == 1) return static_cast<float>(__syncthreads_count(counts));
+  return p.ignores ? *p.counted : static_cast<float>(p.rows);
+}
+
 // Makes a row's gradient of its logits, and returns its loss.
 __device__ inline float to_gradient(FewClasses& row, int cols, int64 label, const Smoothing& smoothing, float scale) {
   const bool valid = label >= 0 && label < cols;

@@ -20,13 +20,13 @@ _BLOCK_ROW_THREADS: Final = 256  # where the block does: its barriers wait for f
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
 _WARP_OCTETS: Final = 256  # longer rows are a whole block's
 _FEW_CLASSES: Final = 16  # that a thread keeps in registers, as few_classes.cuh has it
-_FEW_ROWS: Final = 1024  # of few classes that a block takes on alone, a thread each
+_ROWS_OF_ONE_BLOCK: Final = 1024  # of few classes, a thread each: it counts labels by itself, and nobody waits for others
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
 _MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up
 _BLOCKS_PER_MULTIPROCESSOR: Final = 2  # that share its memory among them when rows are long
 _RESERVED_SHARED: Final = 2048  # bytes a block: the kernel's own, and the driver's
-_COUNTED_IN_BLOCKS: Final = 1024  # labels; more are counted by a launch of their own, not by every block again
+_COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK  # labels; more are counted by a launch of their own, not by every block again
 
 _WARP: Final = 32
 
@@ -94,7 +94,7 @@ class CrossEntropyPass:
     def __init__(self, dtype: DType, logits: Layout, gradient: Layout, device: int) -> None:
         self._logits, self._gradient = logits, gradient
         self._sharing = RowSharing.of(logits)
-        few = logits.cols <= _FEW_CLASSES and logits.rows <= _FEW_ROWS
+        few = logits.cols <= _FEW_CLASSES
         holds = logits.order is Order.ROW and not few
         self._held = self._sharing.held_octets(dtype.itemsize, device) if holds else 0
         self._shared = self._held * self._sharing.held_bytes(dtype.itemsize)
@@ -102,7 +102,8 @@ class CrossEntropyPass:
         self._streams = self._can_stream(dtype)
         self._threads, self._blocks = self._sharing.threads, self._sharing.blocks
         if few:
-            self._threads, self._blocks = _WARP * -(-logits.rows // _WARP), 1
+            self._threads = _WARP * -(-logits.rows // _WARP) if logits.rows <= _ROWS_OF_ONE_BLOCK else THREADS
+            self._blocks = -(-logits.rows // self._threads)
         elif self._streams:
             processors = device_info(device).multiprocessors
             self._blocks = min(logits.rows, processors * _BLOCKS_PER_MULTIPROCESSOR)
