@@ -1,6 +1,6 @@
 // Softmax cross-entropy and its gradient. Each row is read once, kept in shared memory as far as that goes, and its
 // gradient written once. What does not fit is read again, for the most part from L2.
-// Compiled for one SCALAR type, and ROW_THREADS of a block.
+// Compiled for one SCALAR type, ROW_THREADS of a block, and ROW_LANES, the threads that share a row that is streamed.
 
 #include "cross_entropy.cuh"
 #include "few_classes.cuh"
@@ -56,20 +56,18 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2) cross_entropy(const
   DYNAMIC_SHARED(uint4, memory);
   __shared__ float scratch[kMaxWarps];
   wait_for_predecessor();
+  Mean mean{};
   const Group group(p.lanes);
   const Held held{memory + threadIdx.x, p.held};
-  if (p.streams) {
-    const Mean mean = stream_rows(p, group, held, scratch);
+  float loss = p.streams ? stream_rows(p, group, held, scratch, mean) : do_rows(p, group, held, scratch, mean);
+  if (p.streams && kBlockRows) {
     if (!is_last_block(p.ticket, gridDim.x)) return;
-    const float loss = sum_over_block(sum_of_parts(p.partial, static_cast<uint32>(p.rows)), scratch);
-    if (threadIdx.x != 0) return;
-    *p.loss = loss / mean.rows;
-    *p.claimed = 0;
-  } else {
-    Mean mean{};
-    float loss = do_rows(p, group, held, scratch, mean);
-    if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / mean.rows;
+    loss = sum_over_block(sum_of_parts(p.partial, static_cast<uint32>(p.rows)), scratch);
+    if (threadIdx.x == 0) *p.claimed = 0;
+  } else if (!sum_over_grid(loss, p.partial, p.ticket, scratch)) {
+    return;
   }
+  if (threadIdx.x == 0) *p.loss = loss / mean.rows;
 }
 
 // Of few classes, a thread a row: a training step waits for it as long as its memory does to answer, so labels and logits

@@ -1,13 +1,16 @@
-// Long rows that lie alike, one after another by a block that holds a row as a whole: while the gradient of one is
-// written, the next is fetched into the shared memory that becomes free. All of a row but its base is the same for each,
-// and known before the first. Compiled for one SCALAR type, and ROW_THREADS of a block.
+// Rows that lie alike, one after another by a group of threads that holds a row as a whole, a block or a warp: while the
+// gradient of one is written, the next is fetched into the shared memory that becomes free. All of a row but its base is
+// the same for each, and known before the first. Compiled for one SCALAR type, ROW_THREADS of a block, and ROW_LANES, the
+// threads of a group.
 #pragma once
 
 #include "softmax_rows.cuh"
 
 namespace lt {
 
-constexpr int64 kOctetStride = static_cast<int64>(kRowThreads) * kOctet;  // from one of a thread's octets to the next
+constexpr uint32 kLanes = ROW_LANES;
+constexpr bool kBlockRows = kLanes == kRowThreads;  // or a warp's
+constexpr int64 kOctetStride = static_cast<int64>(kLanes) * kOctet;  // from one of a thread's octets to the next
 constexpr int64 kBatchStride = kOctetStride * kOctetsInFlight;
 
 // How a thread's octets of a row are cut into batches.
@@ -17,7 +20,7 @@ struct Batches {
 
   __device__ Batches(const Row& row, const Group& group, const Held& held)
       : whole((held.slots - 1) / kOctetsInFlight),
-        rest(octets_from(group.lane, row.octets, kRowThreads) - whole * kOctetsInFlight) {}
+        rest(octets_from(group.lane, row.octets, kLanes) - whole * kOctetsInFlight) {}
 };
 
 // Starts to copy a batch of octets into shared memory.
@@ -81,18 +84,13 @@ __device__ inline void write_fetched(SCALAR* to, const SCALAR* next, bool has_ne
   end_batch();
 }
 
-// The row that a block does next. Rows go to whichever block is ready first, since memory serves some faster than others.
-// One thread asks for it early, and its block learns it at a barrier.
+// The row that a group does next.
 struct NextRow {
   const SCALAR* logits;
   int64 index;
   bool exists;
   int64 label;
 
-  // Of a row that nobody has taken; the counter is zero at first.
-  static __device__ uint32 claim(const CrossEntropyParams& p, const Group& group) {
-    return group.lane == 0 ? gridDim.x + atomicAdd(p.claimed, 1u) : 0;
-  }
   __device__ NextRow(const CrossEntropyParams& p, int64 index_)
       : logits(element<const SCALAR>(p.logits, index_, 0)),
         index(index_),
@@ -100,62 +98,85 @@ struct NextRow {
         label(exists ? label_at(p, index_) : 0) {}
 };
 
-// Writes the gradient and the loss of a row that is on its way, and says which row is fetched meanwhile: memory is read
-// while it is written, without a pause between rows. `place` is where the block's threads leave word for each other.
-__device__ inline NextRow stream_row(const CrossEntropyParams& p, const Row& row, int64 index, int64 label,
-                                     const Group& group, const Held& held, const Batches& batches,
-                                     const Smoothing& smoothing, float scale, uint32& place) {
-  const uint32 claimed = NextRow::claim(p, group);
+// Which that is. Rows of blocks go to whichever is ready first, since memory serves some faster than others: one thread
+// asks for a row early, and its block learns it behind a barrier. Warps, which are many, take turns.
+struct Succession {
+  int64 index;
+  uint32* place;  // where threads of a block leave word for each other
+
+  __device__ Succession(const CrossEntropyParams& p, const Group& group, int64 current, uint32* place_)
+      : index(current + gridDim.x * (blockDim.x / kLanes)), place(place_) {
+    if (kBlockRows && group.lane == 0) index = gridDim.x + atomicAdd(p.claimed, 1u);
+  }
+  __device__ void announce(const Group& group) const {
+    if (kBlockRows && group.lane == 0) *place = static_cast<uint32>(index);
+  }
+  // After an announcement and a barrier.
+  __device__ NextRow next(const CrossEntropyParams& p) const { return {p, kBlockRows ? *place : index}; }
+};
+
+struct Done {
+  NextRow next;
+  float loss;
+};
+
+// Writes the gradient of a row that is on its way, and fetches another meanwhile: memory is read while it is written,
+// without a pause between rows.
+__device__ inline Done stream_row(const CrossEntropyParams& p, const Row& row, int64 label, const Succession& succession,
+                                  const Group& group, const Held& held, const Batches& batches,
+                                  const Smoothing& smoothing, float scale) {
   const uint32 first = group.lane * kOctet, single = row.octets * kOctet + group.lane;
   if (p.ignores && label == p.ignore_index) {
-    if (group.lane == 0) {
-      place = claimed;
-      p.partial[index] = 0.0f;
-    }
-    __syncthreads();
-    const NextRow next(p, place);
+    succession.announce(group);
+    if (kBlockRows) __syncthreads();
+    const NextRow next = succession.next(p);
     wait_for_all_but<0>();
     clear(p, row, group);
     if (next.exists) fetch_row(held, batches, next.logits + first);
-    return next;
+    return {next, 0.0f};
   }
   const Target target(p, row, label, smoothing);
   Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
   if (single < p.cols) take_in(softmax, to_float(row.logits[single]));
   read_fetched(softmax, held, batches, smoothing.share > 0.0f);
-  if (group.lane == 0) place = claimed;
+  succession.announce(group);
   softmax = reduce_row(softmax, group);
-  const NextRow next(p, place);
+  const NextRow next = succession.next(p);
   const Slope slope = target.slope(softmax, scale);
   write_fetched(row.gradient + first, next.logits + first, next.exists, held, batches, slope);
   if (single < p.cols) {
     row.set_gradient(p, single, label == single ? target.gradient(slope) : slope.of(to_float(row.logits[single])));
   }
   const uint32 octet = row.octet_of(label);
-  if (octet < row.octets && octet % kRowThreads == group.lane) row.set_gradient(p, label, target.gradient(slope));
-  if (group.lane == 0) p.partial[index] = target.loss(softmax);
-  return next;
+  if (octet < row.octets && octet % kLanes == group.lane) row.set_gradient(p, label, target.gradient(slope));
+  return {next, target.loss(softmax)};
 }
 
-// All rows. Labels are counted while the first row is on its way. Each row's loss is kept for itself: which block does it
-// is a matter of chance.
-__device__ inline Mean stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch) {
+// All rows; returns the calling thread's part of the sum of their losses. Which block has a row is a matter of chance, so
+// those that blocks stream are kept instead, each for itself. Labels are counted while the first rows are on their way.
+__device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch,
+                                    Mean& mean) {
   __shared__ uint32 places[2];  // in turns: who is behind may still read the other
   const Smoothing smoothing(p);
-  int64 index = blockIdx.x, label = label_at(p, index);  // there are no more blocks than rows
-  Row row(p, index);
+  NextRow now(p, static_cast<int64>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes);
+  Row row(p, now.exists ? now.index : 0);
   const Batches batches(row, group, held);
-  fetch_row(held, batches, row.logits + group.lane * kOctet);
-  const Mean mean(p, scratch);
+  if (now.exists) fetch_row(held, batches, row.logits + group.lane * kOctet);
+  mean = Mean(p, scratch);
+  float loss = 0.0f;
 #pragma unroll 1
-  for (uint32 turn = 0; index < p.rows; turn ^= 1) {
-    const NextRow next = stream_row(p, row, index, label, group, held, batches, smoothing, mean.scale, places[turn]);
-    index = next.index;
-    label = next.label;
-    row.logits = next.logits;
-    row.gradient = element<SCALAR>(p.gradient, index, 0);
+  for (uint32 turn = 0; now.exists; turn ^= 1) {
+    const Succession succession(p, group, now.index, &places[turn]);
+    const Done done = stream_row(p, row, now.label, succession, group, held, batches, smoothing, mean.scale);
+    if (group.lane == 0) {
+      loss += done.loss;
+      if (kBlockRows) p.partial[now.index] = done.loss;
+    }
+    now = done.next;
+    row.logits = now.logits;
+    row.gradient = element<SCALAR>(p.gradient, now.index, 0);
   }
-  return mean;
+  return loss;
 }
 
 }  // namespace lt

@@ -27,7 +27,7 @@ from lt_runtime.layout import packed
 from lt_runtime.ops import dropout
 from lt_runtime.paths import kernel_sources
 from lt_runtime.planning.launches import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
-from lt_runtime.planning.losses import _BLOCK_ROW_THREADS, _WARP_ROW_THREADS
+from lt_runtime.planning.losses import _BLOCK_ROW_THREADS, _WARP_ROW_THREADS, row_macros
 from lt_runtime.planning.narrow_pass import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.planning.strategies import forward_strategies
 from lt_runtime.planning.tiling import access_macros
@@ -154,10 +154,12 @@ VARIANTS: Final = (
     ),
     *_epilogue_bwd(),
     *_epilogue_fwd(),
-    *over(
-        "cross_entropy.cu",
-        SCALAR=SCALAR.values(),
-        ROW_THREADS=[str(threads) for threads in (_WARP_ROW_THREADS, _BLOCK_ROW_THREADS)],
+    *(
+        variant
+        for threads in (_WARP_ROW_THREADS, _BLOCK_ROW_THREADS)
+        for variant in over(
+            "cross_entropy.cu", SCALAR=SCALAR.values(), **{name: [value] for name, value in row_macros(threads)}
+        )
     ),
     *over("mse.cu", SCALAR=SCALAR.values()),
     *over("tally.cu", SCALAR=SCALAR.values()),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_info, shared_memory
 from lt_runtime.gpu.kernels import OCTET, THREADS, VECTOR_BYTES, get_kernel
 from lt_runtime.gpu.params import SCALAR, CountLabelsParams, CrossEntropyParams, Matrix, MseParams
@@ -20,15 +21,22 @@ _BLOCK_ROW_THREADS: Final = 256  # where the block does: its barriers wait for f
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
 _WARP_OCTETS: Final = 256  # longer rows are a whole block's
 _FEW_CLASSES: Final = 16  # that a thread keeps in registers, as few_classes.cuh has it
-_ROWS_OF_ONE_BLOCK: Final = 1024  # of few classes, a thread each: it counts labels by itself, and nobody waits for others
+_ROWS_OF_ONE_BLOCK: Final = (
+    1024  # of few classes, a thread each: it counts labels by itself, and nobody waits for others
+)
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
 _MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up
 _BLOCKS_PER_MULTIPROCESSOR: Final = 2  # that share its memory among them when rows are long
 _RESERVED_SHARED: Final = 2048  # bytes a block: the kernel's own, and the driver's
-_COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK  # labels; more are counted by a launch of their own, not by every block again
+_COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK  # labels of so many rows; of more by a launch of their own
 
 _WARP: Final = 32
+
+
+def row_macros(threads: int) -> Macros:
+    """What cross_entropy is compiled for, besides a type: threads of a block, and of them those that share a row."""
+    return ("ROW_THREADS", str(threads)), ("ROW_LANES", str(threads if threads == _BLOCK_ROW_THREADS else _WARP))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ class CrossEntropyPass:
         holds = logits.order is Order.ROW and not few
         self._held = self._sharing.held_octets(dtype.itemsize, device) if holds else 0
         self._shared = self._held * self._sharing.held_bytes(dtype.itemsize)
-        macros = (("SCALAR", SCALAR[dtype]), ("ROW_THREADS", str(self._sharing.threads)))
+        macros = (("SCALAR", SCALAR[dtype]), *row_macros(self._sharing.threads))
         self._streams = self._can_stream(dtype)
         self._threads, self._blocks = self._sharing.threads, self._sharing.blocks
         if few:
@@ -106,23 +114,24 @@ class CrossEntropyPass:
             self._blocks = -(-logits.rows // self._threads)
         elif self._streams:
             processors = device_info(device).multiprocessors
-            self._blocks = min(logits.rows, processors * _BLOCKS_PER_MULTIPROCESSOR)
+            self._blocks = min(self._sharing.blocks, processors * _BLOCKS_PER_MULTIPROCESSOR)
         self._kernel = get_kernel("cross_entropy_few" if few else "cross_entropy", macros, device)
         self._count = get_kernel("count_labels", macros, device)
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
 
     def _can_stream(self, dtype: DType) -> bool:
-        """Whether rows are a block's, held as a whole, and begin on 16 bytes if the first ones do."""
+        """Whether rows are a block's or a warp's, held as a whole, and begin on 16 bytes if the first ones do."""
         layouts = (self._logits, self._gradient)
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
-        whole = self._sharing.lanes == self._sharing.threads and self._held == self._sharing.octets
+        whole = self._sharing.lanes >= _WARP and self._held == self._sharing.octets
         return straight and even and whole
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch memory: partial sums, and before them the number of rows that are not ignored."""
-        sums = max(self._blocks, self._logits.rows) if self._streams else self._blocks
+        keeps_rows = self._streams and self._sharing.lanes == self._sharing.threads
+        sums = max(self._blocks, self._logits.rows) if keeps_rows else self._blocks
         return 4 * (1 + max(sums, self._count_blocks))
 
     def run(

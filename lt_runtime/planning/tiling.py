@@ -19,9 +19,9 @@ _STRIP_THREADS: Final = 128
 _STRIP_ROWS: Final = 4 * _STRIP_THREADS
 _UPRIGHT_BLOCK: Final = (8, 32)  # transposed, lines of 32 elements are written
 _SQUARE_BLOCK: Final = (16, 16)
-# Up to so many elements, sums are better shared out among more columns of blocks, each with fewer parts to add up: on an
-# H200 in BF16 a derivative with its sum over 8192x3072 takes 38.1 µs with square blocks and 39.4 with a warp side by
-# side, over 8192x768 11.2 and 14.3. Larger ones want longer rows: there the parts are fewer by themselves.
+# Up to so many elements, sums are better shared out among more columns of blocks, each with fewer parts to add up: on
+# an H200 in BF16 a derivative with its sum over 8192x3072 takes 38.1 µs with square blocks and 39.4 with a warp side
+# by side, over 8192x768 11.2 and 14.3. Larger ones want longer rows: there the parts are fewer by themselves.
 _UPRIGHT_ELEMENTS: Final = 1 << 21
 _SQUARE_ELEMENTS: Final = 1 << 25
 _TURNING_BLOCK: Final = (4, 64)  # a warp reads eight elements of a column at a time: of FP32, whole sectors of 32 bytes

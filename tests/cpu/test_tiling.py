@@ -113,8 +113,15 @@ def test_a_large_one_is_not(rows: int, cols: int) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "block"),
-    [((2048, 1024), (8, 32)), ((2048, 1032), (16, 16)), ((8192, 64), (8, 32)), ((1 << 18, 120), (16, 16))]
-    + [((8192, 3072), (16, 16)), ((8192, 12288), (32, 8)), ((1 << 20, 24), (4, 64)), ((8, 1 << 20), (32, 8))],
+    [
+        ((2048, 1024), (8, 32)),
+        ((8192, 64), (8, 32)),
+        ((2048, 1032), (16, 16)),
+        ((8192, 3072), (16, 16)),
+        ((8192, 12288), (32, 8)),
+        ((1 << 20, 24), (4, 64)),
+        ((8, 1 << 20), (32, 8)),
+    ],
 )
 def test_blocks_that_sum_are_the_wider_the_larger_the_matrix(shape: tuple[int, int], block: tuple[int, int]) -> None:
     assert reduction(packed(*shape), WAVE, transposes=False).block == block

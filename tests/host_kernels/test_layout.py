@@ -36,6 +36,7 @@ MACROS = (
     ("AMSGRAD", "1"),
     ("STOCHASTIC", "1"),
     ("ROW_THREADS", "320"),
+    ("ROW_LANES", "32"),
     ("WIDTH", "16"),
     ("ROWS", "1"),
 )

@@ -292,12 +292,15 @@ def test_many_classes(runner: Runner, dtype: DType, classes: int, offset: int, l
     check_cross_entropy(runner, dtype, case, np.array([classes - 1, 777]), 0.1, None)
 
 
-@pytest.mark.parametrize("classes", [40, 3000])
-def test_a_block_goes_from_row_to_row(runner: Runner, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shared memory, over which a row is reduced, serves the next row too."""
+@pytest.mark.parametrize("dtype", [F32, DType.BFLOAT16], ids=str)
+@pytest.mark.parametrize("classes", [40, 504, 1000, 1001, 2040, 3000])
+def test_a_block_goes_from_row_to_row(
+    runner: Runner, classes: int, dtype: DType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shared memory, in which a row is held and over which it is reduced, serves the next row too."""
     monkeypatch.setattr(losses, "_MAX_BLOCKS", 1)
-    rows = 3 if classes > 2048 else 200
-    check_cross_entropy(runner, F32, LossCase((rows, classes), in_place=True), np.arange(rows) % 3, 0.1, 1)
+    rows = 7 if classes > 2048 else 45 if classes > 256 else 200
+    check_cross_entropy(runner, dtype, LossCase((rows, classes), in_place=True), np.arange(rows) % 3, 0.1, 1)
 
 
 @pytest.mark.parametrize("classes", [3, 17])

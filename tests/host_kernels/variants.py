@@ -10,7 +10,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.params import SCALAR
 from lt_runtime.planning.launches import ACTIVATION_NAMES
-from lt_runtime.planning.losses import _BLOCK_ROW_THREADS, _WARP_ROW_THREADS
+from lt_runtime.planning.losses import _BLOCK_ROW_THREADS, _WARP_ROW_THREADS, row_macros
 from lt_runtime.planning.narrow_pass import _SHARED_ROWS, narrow_macros
 from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
@@ -112,9 +112,8 @@ def scalar_macros(dtype: DType) -> Macros:
     return (("SCALAR", SCALAR[dtype]),)
 
 
-def row_macros(dtype: DType, threads: int) -> Macros:
-    """Of cross_entropy.cu."""
-    return (*scalar_macros(dtype), ("ROW_THREADS", str(threads)))
+def cross_entropy_macros(dtype: DType, threads: int) -> Macros:
+    return (*scalar_macros(dtype), *row_macros(threads))
 
 
 def _saved_modes(activation: str) -> tuple[Saved, ...]:
@@ -298,7 +297,7 @@ SANITIZED: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in SANITIZED_FORWARD),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
     *(
-        Variant("cross_entropy.cu", row_macros(dtype, threads))
+        Variant("cross_entropy.cu", cross_entropy_macros(dtype, threads))
         for dtype in SANITIZED_LOSSES
         for threads in _ROW_THREADS
     ),
@@ -322,7 +321,7 @@ ALL: Final = (
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in BACKWARD_EPILOGUES),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
     *(variant for narrow in NARROW for variant in narrow.variants),
-    *(Variant("cross_entropy.cu", row_macros(dtype, threads)) for dtype in TYPES for threads in _ROW_THREADS),
+    *(Variant("cross_entropy.cu", cross_entropy_macros(dtype, threads)) for dtype in TYPES for threads in _ROW_THREADS),
     *(Variant("mse.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("tally.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("resize.cu", scalar_macros(dtype)) for dtype in TYPES),
