@@ -25,8 +25,8 @@ from lt_runtime.gpu.kernels import _SOURCES
 
 ROOT: Final = Path(__file__).parents[1]
 TOOLS: Final = ("memcheck", "racecheck", "initcheck")
-WITH_PRODUCTS: Final = ("linear", "matmul", "relu_masks")
-ALONE: Final = ("adamw", "dropout", "loss", "masks", "narrow_matmul", "padded", "passes")
+WITH_PRODUCTS: Final = ("linear", "matmul", "padded", "relu_masks")
+ALONE: Final = ("adamw", "dropout", "loss", "masks", "narrow_matmul", "passes", "resize")
 SANITIZER: Final = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 KERNELS: Final = frozenset(_SOURCES)
 FAULTY: Final = "faulty_kernel"

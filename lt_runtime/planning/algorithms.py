@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeAlias
 
+from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.planning.blobs import plan_by
 from lt_runtime.planning.entries import ProductEntry
@@ -44,7 +45,8 @@ def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
     """By the first that the heuristic offers that is lean, whatever was measured; on padded copies where that pays.
 
-    Where the library offers none, by our kernel, or else on padded copies.
+    Where the library offers none, by our kernel; or else a plain product is made on padded copies, and an epilogue is
+    left to our own pass.
     """
     if pays_untuned(problem):
         with contextlib.suppress(PlanError):  # as where there is no room for the copies
@@ -54,8 +56,9 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
     except PlanError:
         if takes(problem):
             return NarrowPlan(problem, device)
-        with contextlib.suppress(PlanError):
-            return PaddedPlan(problem, device)
+        if problem.epilogue is Epilogue.NONE:
+            with contextlib.suppress(PlanError):
+                return PaddedPlan(problem, device)
         raise
 
 

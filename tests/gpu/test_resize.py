@@ -1,0 +1,40 @@
+"""Copies of matrices in other sizes and orders, without a product: the very bits, and zeros beyond them."""
+
+from __future__ import annotations
+
+import cupy as cp
+import numpy as np
+import pytest
+
+from lt_runtime.layout import Layout, layout_of
+from lt_runtime.planning.resize_pass import Resize, ResizePass
+from lt_runtime.problem import DType
+from tests.gpu.helpers import Guarded
+from tests.strategies import TYPES, Placement
+
+PLACES = {"rows": Placement(False, 0, 0), "columns": Placement(True, 0, 0), "rows off 16 bytes": Placement(False, 3, 1)}
+SIZES = [((255, 479), (255, 480)), ((300, 512), (297, 509)), ((7, 1001), (8, 1008)), ((1, 5), (3, 2))]
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("source", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("target", PLACES.values(), ids=PLACES)
+def test_several_in_one_launch(dtype: DType, source: Placement, target: Placement) -> None:
+    generator = np.random.default_rng(1)
+    for sizes in (SIZES[:1], SIZES[1:]):
+        values = [generator.standard_normal(size, np.float32).astype(dtype.numpy) for size, _ in sizes]
+        given = [Guarded(each, source) for each in values]
+        made = [Guarded(np.ones(size, dtype.numpy), target) for _, size in sizes]
+        pairs = [(one.array, other.array) for one, other in zip(given, made, strict=True)]
+        resizes = [Resize(*(_layout(each) for each in pair)) for pair in pairs]
+        stream = cp.cuda.get_current_stream().ptr
+        ResizePass(dtype, resizes, 0).run([(one.data.ptr, other.data.ptr) for one, other in pairs], stream)
+        for each, copy in zip(values, made, strict=True):
+            expected = np.zeros(copy.array.shape, np.float64)
+            rows, cols = map(min, each.shape, expected.shape)
+            expected[:rows, :cols] = each[:rows, :cols]
+            np.testing.assert_array_equal(copy.values(), expected)
+
+
+def _layout(array: cp.ndarray) -> Layout:
+    return layout_of("copy", array.shape, [stride // array.itemsize for stride in array.strides])
