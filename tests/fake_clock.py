@@ -6,6 +6,8 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+from lt_runtime.gpu.stopwatch import Stopwatch
+
 STREAM = 7
 
 
@@ -14,6 +16,7 @@ class FakeClock:
 
     Attributes:
         now: seconds that have passed.
+        watch: what it says those were spent on; it reads the clock where `time.monotonic` is made to be `now`.
         launched: the names and numbers of all launches.
         alone: the names of those that were waited for one by one.
         open: graphs that are not freed.
@@ -24,7 +27,7 @@ class FakeClock:
     stream = STREAM
 
     def __init__(self, noise: Iterator[float] | None = None) -> None:
-        self.now = 0.0
+        self.now, self.watch = 0.0, Stopwatch()
         self.launched: list[tuple[str, int]] = []
         self.alone: list[str] = []
         self.open = 0

@@ -130,7 +130,8 @@ class LayerGpu:
 
     def _tune_on(self, _: Bench, problem: MatmulProblem, effort: Any, budget_s: float) -> ProductVerdict:
         self.tuned.append((problem, budget_s))
-        self.clock.now += budget_s
+        with self.clock.watch.running():
+            self.clock.now += budget_s
         if problem.epilogue.value in self.useless | self.refused:
             raise PlanError("none of cuBLASLt's algorithms is of use")
         wrong = RejectedAlgorithm(BY_HEURISTIC, {"ID": 2}, "wrong: d[0, 0, 0] is 1 and not 2")

@@ -10,6 +10,7 @@ from cuda.bindings import driver
 
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import Graph
+from lt_runtime.gpu.stopwatch import Stopwatch
 from lt_runtime.gpu.streams import private_stream
 
 
@@ -18,10 +19,12 @@ class Clock:
 
     Attributes:
         stream: the handle, the same for every clock of a device, so that the memory which belongs to it is made once.
+        watch: counts what the host spends on timing.
     """
 
     def __init__(self, device: int) -> None:
         self.stream = private_stream(device, "timing")
+        self.watch = Stopwatch()
 
     def once(self, run: Callable[[int], object]) -> float:
         """Microseconds that `run(stream)` takes, the host's time to launch it included where the GPU waits for it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +39,7 @@ class Table:
     def take_times(self, contenders: Mapping[str, Sequence[Half]], rounds: int, budget_s: float) -> dict[str, Timing]:
         """See `timing.take_times`; a contender is the plans that it runs one after the other."""
         launches = {name: partial(self._launch, plans) for name, plans in contenders.items()}
-        return take_times(launches, self._bench.clock, len(self._trials), time.monotonic() + budget_s, rounds)
+        return take_times(launches, self._bench.clock, len(self._trials), budget_s, rounds)
 
     def _launch(self, plans: Sequence[Half], number: int, stream: int) -> None:
         for plan in plans:

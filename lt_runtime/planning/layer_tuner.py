@@ -8,7 +8,6 @@ kernels do.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -34,7 +33,7 @@ from lt_runtime.problem import MatmulProblem, Saved
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Seconds after which a stage times nothing more."""
+    """Seconds of timing after which a stage times nothing more; see `Stopwatch`."""
 
     screening: float
     products: float
@@ -153,9 +152,10 @@ class _Search:
         """Finds the algorithms of the products of some halves, those that are not known already."""
         products = [each.problem for name in names if name for each in products_of(alternatives.halves[name])]
         unknown = [each for each in dict.fromkeys(products) if not is_empty(each) and not self._is_known(each)]
-        deadline = time.monotonic() + self.budget.products
+        watch = self.bench.clock.watch
+        deadline = watch.seconds + self.budget.products
         for number, problem in enumerate(unknown):
-            left = max(deadline - time.monotonic(), 0.0) / (len(unknown) - number)
+            left = max(deadline - watch.seconds, 0.0) / (len(unknown) - number)
             self._tune_product(problem, max(left, _LEAST_PRODUCT_S))
 
     def _is_known(self, problem: MatmulProblem) -> bool:

@@ -108,11 +108,11 @@ def tune_on(bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: floa
     """`tune_product` of a problem that is not empty, at a workbench that is set up already.
 
     Args:
-        budget_s: seconds after which nothing more is timed.
+        budget_s: seconds of timing after which nothing more is timed; see `Stopwatch`.
     """
     started = time.monotonic()
     field = Field(problem, bench.device, effort)
-    timings = _compete(bench, field, started + budget_s)
+    timings = _compete(bench, field, budget_s)
     return _verdict(field, timings, effort, time.monotonic() - started)
 
 
@@ -180,13 +180,14 @@ def _offered(plan: MatmulPlan, effort: str) -> list[bytes]:
     return [each.blob for each in (deep_candidates(plan, algorithms) if effort == "deep" else algorithms)]
 
 
-def _compete(bench: Bench, field: Field, deadline: float) -> dict[str, Timing]:
+def _compete(bench: Bench, field: Field, budget_s: float) -> dict[str, Timing]:
     """Times the candidates and verifies the winner; all that is slower than a right one need not be looked at.
 
     What runs untuned is verified in any case. Where the winner is wrong the rest compete
     again: they may have been far behind that one alone.
     """
     clock, memory = bench.clock, stream_memory(field.device, bench.clock.stream)
+    deadline = clock.watch.seconds + budget_s
     first = Trial(bench.xp, field.problem)
     trials = [first, *(Trial(bench.xp, field.problem) for _ in range(1, buffer_sets(first.size, field.device)))]
     calls = [trial.call(clock.stream) for trial in trials]
@@ -195,7 +196,8 @@ def _compete(bench: Bench, field: Field, deadline: float) -> dict[str, Timing]:
     while field.plans:
         for seed, trial in enumerate(trials):
             trial.fill(NORMAL, seed)
-        timings |= take_times({name: launches[name] for name in field.plans}, clock, len(trials), deadline)
+        left = deadline - clock.watch.seconds
+        timings |= take_times({name: launches[name] for name in field.plans}, clock, len(trials), left)
         chosen = _fastest(field, timings)
         judged = [name for name in dict.fromkeys((chosen, _FIRST)) if name in field.plans]
         faults = verify({name: partial(_run_afresh, launches[name], memory, clock.stream) for name in judged}, first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,8 +138,7 @@ class _Search:
         options = self._options(problem)
         contenders = {_AS_IT_IS: self._launch(self._plans)}
         contenders |= {name: self._launch(self._plans | {problem: each.plan}) for name, each in options.items()}
-        deadline = time.monotonic() + _BUDGET_S
-        timings = take_times(contenders, self._bench.clock, len(self._trials), deadline, _ROUNDS, in_a_loop=True)
+        timings = take_times(contenders, self._bench.clock, len(self._trials), _BUDGET_S, _ROUNDS, in_a_loop=True)
         self._measured += len(timings)
         chosen = fastest(timings, _AS_IT_IS)
         takes = chosen != _AS_IT_IS and self._agrees(problem, options[chosen].plan)

@@ -12,7 +12,6 @@ import contextlib
 import math
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -78,8 +77,8 @@ def measure(
         device: ordinal of the GPU.
         sets: number of buffer sets, see `buffer_sets`; contenders get numbers below it.
         rounds: how often each is replayed, as long as it is within reach of the best.
-        budget_s: seconds after which no further contender is tried and, once there have been three, no further round
-            begun.
+        budget_s: seconds of timing after which no further contender is tried and, once there have been three, no
+            further round begun. A contender's first launch, which may load what it needs, does not count.
 
     Returns:
         By name, in the order of `contenders`; one that was not tried is left out.
@@ -89,14 +88,14 @@ def measure(
         Whatever a contender raises.
     """
     with timing_session(device) as clock:
-        return take_times(contenders, clock, sets, time.monotonic() + budget_s, rounds)
+        return take_times(contenders, clock, sets, budget_s, rounds)
 
 
 def take_times(
     contenders: Mapping[str, Launch],
     clock: Clock,
     sets: int,
-    deadline: float,
+    budget_s: float,
     rounds: int = 7,
     *,
     in_a_loop: bool = False,
@@ -104,10 +103,10 @@ def take_times(
     """`measure` with a clock of one's own.
 
     Args:
-        deadline: what `time.monotonic` will say when time is up.
         in_a_loop: whether contenders stand for what follows upon itself, as a training step does. What one leaves in
             the caches then counts for itself alone. Where sets of buffers take turns, nothing is left.
     """
+    deadline = clock.watch.seconds + budget_s
     probes = _probe(contenders, clock, deadline)
     best = min(probes.values())
     near = {name: contenders[name] for name, us in probes.items() if us <= _FAR_BEHIND * best}
@@ -120,12 +119,13 @@ def _probe(contenders: Mapping[str, Launch], clock: Clock, deadline: float) -> d
     """Microseconds of a single launch. Nothing is queued behind one of which no more is known: it may run for long."""
     times: dict[str, float] = {}
     for name, launch in contenders.items():
-        if times and time.monotonic() > deadline:
+        if times and clock.watch.seconds > deadline:
             break
         run = partial(launch, 0)
         times[name] = clock.once(run)  # loads the kernel, and warms up
         if times[name] <= _FAR_BEHIND * min(times.values()) + _LOADING_US:
-            times[name] = clock.once(run)
+            with clock.watch.running():
+                times[name] = clock.once(run)
     return times
 
 
@@ -152,11 +152,12 @@ def _replay(
             for name, launch in contenders.items()
         }
         for number in range(rounds):
-            if number >= _FEWEST_ROUNDS and time.monotonic() > deadline:
+            if number >= _FEWEST_ROUNDS and clock.watch.seconds > deadline:
                 break
             names = _within_reach(times) if number >= _FEWEST_ROUNDS else list(graphs)
             names = names if number % 2 == 0 else names[::-1]
-            replayed = clock.replay([graphs[name] for name in names], behind_itself=behind_itself)
+            with clock.watch.running():
+                replayed = clock.replay([graphs[name] for name in names], behind_itself=behind_itself)
             for name, us in zip(names, replayed, strict=True):
                 times[name].append(us / launches)
     return {name: _summary(values) for name, values in times.items()}

@@ -190,7 +190,7 @@ def test_one_that_the_check_refuses_is_rejected(gpu: FakeGpu) -> None:
 
 
 def test_when_time_is_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu.us = {1: 1.1e6}
+    gpu.us = {1: 2.1e6}
     monkeypatch.setattr("time.monotonic", lambda: gpu.clock.now)
     verdict = tune()
     assert set(reasons(verdict)) == {2, 3, 4}

@@ -17,9 +17,9 @@ from tests.fake_clock import FakeClock
 FOREVER = float("inf")
 
 
-def times(clock: FakeClock, contenders: dict[str, Any], sets: int = 1, deadline: float = FOREVER) -> dict[str, Timing]:
+def times(clock: FakeClock, contenders: dict[str, Any], sets: int = 1, budget_s: float = FOREVER) -> dict[str, Timing]:
     assert not clock.open
-    measured = take_times(contenders, clock, sets, deadline)  # type: ignore[arg-type]
+    measured = take_times(contenders, clock, sets, budget_s)  # type: ignore[arg-type]
     assert not clock.open
     return measured
 
@@ -98,15 +98,25 @@ def test_a_graph_holds_some_launches_of_every_set(us: float, sets: int, launches
 def test_when_time_is_up_what_was_not_tried_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    measured = times(clock, clock.contenders(a=1e5, b=1e5, c=1e5), deadline=0.3)
+    measured = times(clock, clock.contenders(a=1e5, b=1e5, c=1e5), budget_s=0.15)
     assert list(measured) == ["a", "b"]
     assert len(clock.rounds) == 3
+
+
+def test_what_is_compiled_and_loaded_takes_no_time_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    contenders = {name: clock.contender(name, 1.0, first_us=4e5) for name in "abc"}
+    measured = times(clock, contenders, budget_s=0.5)
+    assert {name: timing.dropped for name, timing in measured.items()} == dict.fromkeys("abc", False)
+    assert len(clock.rounds) > 3
+    assert clock.watch.seconds < 0.5 < clock.now
 
 
 def test_at_least_the_first_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    assert list(times(clock, clock.contenders(a=1.0, b=1.0), deadline=-1.0)) == ["a"]
+    assert list(times(clock, clock.contenders(a=1.0, b=1.0), budget_s=-1.0)) == ["a"]
 
 
 def test_what_a_contender_raises_comes_through_and_graphs_are_freed() -> None:
