@@ -62,7 +62,7 @@ __device__ inline void store_sum(const ColumnSum<T>& c, int64 col, int64 cols, f
 
 // The calling thread's part of the sum over the parts, of the octet at `partial` in each. All that it waits for at once is
 // asked for without conditions on what came before, also at the end.
-__device__ inline Octet sum_of_parts(const float* partial, int64 pitch) {
+__device__ inline Octet sum_of_octets(const float* partial, int64 pitch) {
   constexpr int kInFlight = 4, kQuarters = kOctet / 4;
   const int parts = static_cast<int>(gridDim.y), step = blockDim.y;
   Octet total{};
@@ -103,7 +103,7 @@ __device__ inline void sum_over_grid(const ColumnSum<T>& c, const Octet& octet, 
   float* own = c.partial + blockIdx.y * pitch + first;
   sum_over_block(octet, [&](int column, float sum) { own[column] = sum; });
   if (!is_last_block(c.tickets + blockIdx.x, gridDim.y)) return;
-  const Octet total = sum_of_parts(c.partial + first + threadIdx.x * kOctet, pitch);
+  const Octet total = sum_of_octets(c.partial + first + threadIdx.x * kOctet, pitch);
   sum_over_block(total, [&](int column, float sum) { store_sum(c, first + column, cols, sum); });
 }
 

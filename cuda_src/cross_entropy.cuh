@@ -19,7 +19,7 @@ struct CrossEntropyParams {
   const void* labels;
   const float* counted;     // rows that are not ignored, from count_labels; absent where each block counts them itself
   const float* grad_scale;  // on the device; may be absent
-  float* partial;           // one a block, or, where rows are streamed, a row
+  float* partial;           // one a block, or, where blocks stream rows, a row
   float* loss;
   uint32* ticket;
   uint32* claimed;  // rows that blocks have taken after their first ones; zero before and after

@@ -27,7 +27,7 @@ from lt_runtime.layout import packed
 from lt_runtime.ops import dropout
 from lt_runtime.paths import kernel_sources
 from lt_runtime.planning.launches import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
-from lt_runtime.planning.losses import _BLOCK_ROW_THREADS, _WARP_ROW_THREADS, row_macros
+from lt_runtime.planning.losses import row_macros
 from lt_runtime.planning.narrow_pass import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.planning.strategies import forward_strategies
 from lt_runtime.planning.tiling import access_macros
@@ -156,9 +156,11 @@ VARIANTS: Final = (
     *_epilogue_fwd(),
     *(
         variant
-        for threads in (_WARP_ROW_THREADS, _BLOCK_ROW_THREADS)
+        for block_rows in (False, True)
         for variant in over(
-            "cross_entropy.cu", SCALAR=SCALAR.values(), **{name: [value] for name, value in row_macros(threads)}
+            "cross_entropy.cu",
+            SCALAR=SCALAR.values(),
+            **{name: [value] for name, value in row_macros(block_rows=block_rows)},
         )
     ),
     *over("mse.cu", SCALAR=SCALAR.values()),

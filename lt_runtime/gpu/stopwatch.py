@@ -12,6 +12,9 @@ class Stopwatch:
 
     Compiling kernels and loading them do not count: that happens once on a machine, and while others use its disk and
     processors it takes longer than all of the timing.
+
+    Attributes:
+        seconds: so far. What is known to be timing without having been watched may be added.
     """
 
     def __init__(self) -> None:

@@ -15,28 +15,34 @@ from lt_runtime.planning.tiling import next_power_of_two
 from lt_runtime.problem import DType
 
 # What may be tuned; the sources have the rest: launch bounds, and what a thread waits for at once. The order of
-# sums, and with it the bits, follow from all of it but the memory.
+# sums, and with it the bits, follow from all of it. The loss's last bits also depend on the GPU where rows might be
+# streamed: on the number of its multiprocessors, and on whether their shared memory holds a row.
 _WARP_ROW_THREADS: Final = 320  # of a block of cross_entropy, whole warps, where a warp at most shares a row
 _BLOCK_ROW_THREADS: Final = 256  # where the block does: its barriers wait for fewer, and each has a longer share
 _OCTETS_PER_LANE: Final = 2  # as many threads share a row as leave each of them so many, up to a warp
 _WARP_OCTETS: Final = 256  # longer rows are a whole block's
 _FEW_CLASSES: Final = 16  # that a thread keeps in registers, as few_classes.cuh has it
-_ROWS_OF_ONE_BLOCK: Final = (
-    1024  # of few classes, a thread each: it counts labels by itself, and nobody waits for others
-)
+_ROWS_OF_ONE_BLOCK: Final = 1024  # of few classes, a thread each: it counts labels itself, and waits for nobody
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
 _MSE_OCTETS: Final = 2  # that a thread of mse_loss waits for at once
-_MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up
+_MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last one adds up; of few classes there may be more
 _BLOCKS_PER_MULTIPROCESSOR: Final = 2  # that share its memory among them when rows are long
 _RESERVED_SHARED: Final = 2048  # bytes a block: the kernel's own, and the driver's
-_COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK  # labels of so many rows; of more by a launch of their own
+# So many labels each block counts itself; more are counted by a launch of their own. No fewer, since several blocks of
+# few classes rely on that.
+_COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK
 
 _WARP: Final = 32
 
 
-def row_macros(threads: int) -> Macros:
-    """What cross_entropy is compiled for, besides a type: threads of a block, and of them those that share a row."""
-    return ("ROW_THREADS", str(threads)), ("ROW_LANES", str(threads if threads == _BLOCK_ROW_THREADS else _WARP))
+def row_macros(*, block_rows: bool) -> Macros:
+    """What cross_entropy is compiled for, besides a type: threads of a block, and of them those that stream a row.
+
+    Args:
+        block_rows: whether a block shares a row, or at most a warp.
+    """
+    threads = _BLOCK_ROW_THREADS if block_rows else _WARP_ROW_THREADS
+    return ("ROW_THREADS", str(threads)), ("ROW_LANES", str(threads if block_rows else _WARP))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,11 @@ class RowSharing:
         blocks = min(-(-logits.rows * lanes // threads), _MAX_BLOCKS)
         return cls(lanes, threads, blocks, -(-octets // lanes))
 
+    @property
+    def shared_by_block(self) -> bool:
+        """Whether a block shares a row, or at most a warp."""
+        return self.lanes > _WARP
+
     def held_octets(self, itemsize: int, device: int) -> int:
         """How many of a thread's octets fit into shared memory, its block's share of it."""
         of_block, of_multiprocessor = shared_memory(device)
@@ -106,7 +117,7 @@ class CrossEntropyPass:
         holds = logits.order is Order.ROW and not few
         self._held = self._sharing.held_octets(dtype.itemsize, device) if holds else 0
         self._shared = self._held * self._sharing.held_bytes(dtype.itemsize)
-        macros = (("SCALAR", SCALAR[dtype]), *row_macros(self._sharing.threads))
+        macros = (("SCALAR", SCALAR[dtype]), *row_macros(block_rows=self._sharing.shared_by_block))
         self._streams = self._can_stream(dtype)
         self._threads, self._blocks = self._sharing.threads, self._sharing.blocks
         if few:
@@ -129,8 +140,8 @@ class CrossEntropyPass:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch memory: partial sums, and before them the number of rows that are not ignored."""
-        keeps_rows = self._streams and self._sharing.lanes == self._sharing.threads
+        """Bytes of scratch memory: losses of blocks or rows, and before them the number of rows that count."""
+        keeps_rows = self._streams and self._sharing.shared_by_block
         sums = max(self._blocks, self._logits.rows) if keeps_rows else self._blocks
         return 4 * (1 + max(sums, self._count_blocks))
 

@@ -28,7 +28,7 @@ from lt_runtime.planning.workbench import Bench, workbench
 from lt_runtime.problem import MatmulProblem
 
 BUDGET_S: Final = {"default": 2.0, "deep": 20.0}
-"""Seconds after which nothing more is timed, by effort."""
+"""Seconds of timing after which nothing more is timed, by effort; see `Stopwatch`."""
 _FIRST: Final = "first"
 
 

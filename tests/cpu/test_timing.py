@@ -113,6 +113,13 @@ def test_what_is_compiled_and_loaded_takes_no_time_from_the_others(monkeypatch: 
     assert clock.watch.seconds < 0.5 < clock.now
 
 
+def test_slow_ones_use_up_the_time_although_they_are_tried_but_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    contenders = {"a": clock.contender("a", 1.0), **{f"slow {n}": clock.contender(f"slow {n}", 3e6) for n in range(9)}}
+    assert list(times(clock, contenders, budget_s=1.5)) == ["a", "slow 0", "slow 1"]
+
+
 def test_at_least_the_first_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)

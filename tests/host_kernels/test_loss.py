@@ -299,7 +299,7 @@ def test_a_block_goes_from_row_to_row(
 ) -> None:
     """Its shared memory, in which a row is held and over which it is reduced, serves the next row too."""
     monkeypatch.setattr(losses, "_MAX_BLOCKS", 1)
-    rows = 7 if classes > 2048 else 45 if classes > 256 else 200
+    rows = 4 if classes > 2048 else 21 if classes > 256 else 200
     check_cross_entropy(runner, dtype, LossCase((rows, classes), in_place=True), np.arange(rows) % 3, 0.1, 1)
 
 

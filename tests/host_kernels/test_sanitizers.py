@@ -32,7 +32,10 @@ SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are
         f"test_loss.py::test_labels_far_out_of_range[{case}-4294967297]"
         for case in ("7-in place", "20-apart", "20-in place")
     ),
-    *(f"test_loss.py::test_a_block_goes_from_row_to_row[{classes}]" for classes in (40, 3000)),
+    *(
+        f"test_loss.py::test_a_block_goes_from_row_to_row[{case}]"
+        for case in (f"40-{F32}", f"1000-{BF16}", f"3000-{F32}")
+    ),
     *(f"test_loss.py::test_the_ignored_are_counted[300-{classes}]" for classes in (3, 17)),
     *(f"test_adamw.py::test_updates[{variant}]" for variant in SANITIZED_ADAMW),
     "test_adamw.py::test_scaling_clipping_and_skipping",

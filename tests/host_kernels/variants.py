@@ -10,7 +10,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.params import SCALAR
 from lt_runtime.planning.launches import ACTIVATION_NAMES
-from lt_runtime.planning.losses import _BLOCK_ROW_THREADS, _WARP_ROW_THREADS, row_macros
+from lt_runtime.planning.losses import row_macros
 from lt_runtime.planning.narrow_pass import _SHARED_ROWS, narrow_macros
 from lt_runtime.planning.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
@@ -19,7 +19,6 @@ from tests.host_kernels.build import Variant
 TYPES: Final = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 F32, F16, BF16 = TYPES
 _SAVED: Final = {Saved.NOTHING: "0", Saved.PREACTIVATION: "1", Saved.OUTPUT: "2", Saved.MASK: "3"}
-_ROW_THREADS: Final = (_WARP_ROW_THREADS, _BLOCK_ROW_THREADS)
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 
 
@@ -112,8 +111,8 @@ def scalar_macros(dtype: DType) -> Macros:
     return (("SCALAR", SCALAR[dtype]),)
 
 
-def cross_entropy_macros(dtype: DType, threads: int) -> Macros:
-    return (*scalar_macros(dtype), *row_macros(threads))
+def cross_entropy_macros(dtype: DType, block_rows: bool) -> Macros:
+    return (*scalar_macros(dtype), *row_macros(block_rows=block_rows))
 
 
 def _saved_modes(activation: str) -> tuple[Saved, ...]:
@@ -297,9 +296,9 @@ SANITIZED: Final = (
     *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in SANITIZED_FORWARD),
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
     *(
-        Variant("cross_entropy.cu", cross_entropy_macros(dtype, threads))
+        Variant("cross_entropy.cu", cross_entropy_macros(dtype, block_rows))
         for dtype in SANITIZED_LOSSES
-        for threads in _ROW_THREADS
+        for block_rows in (False, True)
     ),
     Variant("mse.cu", scalar_macros(F32)),
     Variant("tally.cu", scalar_macros(BF16)),
@@ -321,7 +320,11 @@ ALL: Final = (
     *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in BACKWARD_EPILOGUES),
     *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
     *(variant for narrow in NARROW for variant in narrow.variants),
-    *(Variant("cross_entropy.cu", cross_entropy_macros(dtype, threads)) for dtype in TYPES for threads in _ROW_THREADS),
+    *(
+        Variant("cross_entropy.cu", cross_entropy_macros(dtype, block_rows))
+        for dtype in TYPES
+        for block_rows in (False, True)
+    ),
     *(Variant("mse.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("tally.cu", scalar_macros(dtype)) for dtype in TYPES),
     *(Variant("resize.cu", scalar_macros(dtype)) for dtype in TYPES),
