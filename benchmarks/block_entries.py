@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.block_lt import DEVICE, strategy_name
-from lt_runtime.planning.entries import LayerEntry
-from lt_runtime.planning.keys import Problem, problem_key
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.store import plan_store
-from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, forward_strategies, from_entry
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, forward_strategies, from_entry
 from lt_runtime.problem import ForwardProblem, Saved
+from lt_runtime.store.entries import LayerEntry
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import plan_store
+from lt_runtime.tuning.stacks import Stack
 
 Entries = dict[str, dict[str, float]]
 """Microseconds by role and strategy; the chosen strategy comes first."""

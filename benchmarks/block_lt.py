@@ -9,12 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 from benchmarks.blocks import Block
 from benchmarks.buffers import normal
 from lt_runtime.errors import PlanError
-from lt_runtime.planning.algorithms import Choose, first_algorithm, heuristic_algorithm, known_algorithm
-from lt_runtime.planning.backward import BackwardCall, BackwardPlan
-from lt_runtime.planning.decisions import decide_backward, decide_forward, prior_backward, prior_forward
-from lt_runtime.planning.forward import ForwardPlan
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.strategies import (
+from lt_runtime.plans.backward import BackwardCall, BackwardPlan
+from lt_runtime.plans.decisions import decide_backward, decide_forward, prior_backward, prior_forward
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,
     MadeBy,
@@ -22,6 +20,8 @@ from lt_runtime.planning.strategies import (
     forward_strategies,
 )
 from lt_runtime.problem import BackwardProblem, Saved
+from lt_runtime.products.choose import Choose, first_algorithm, heuristic_algorithm, known_algorithm
+from lt_runtime.tuning.stacks import Stack
 
 DEVICE = 0
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Final
 
-from lt_runtime.planning.stacks import Stack
 from lt_runtime.problem import Activation, Compute, DType
+from lt_runtime.tuning.stacks import Stack
 
 TYPES: Final[Mapping[str, tuple[DType, Compute]]] = {
     "bf16": (DType.BFLOAT16, Compute.FLOAT32),

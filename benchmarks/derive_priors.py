@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.layers import RESULT
 from benchmarks.trees import Fitted, Sample, fit
-from lt_runtime.planning import priors
+from lt_runtime.plans import priors
 
 _PLANNING: Final = Path(priors.__file__).parent
 _ITEMSIZE: Final = {"bf16": 2, "tf32": 4}

@@ -9,8 +9,9 @@ from benchmarks.buffers import labels, normal
 from benchmarks.cases import AdamWStep
 from benchmarks.host_cases import StepSizes
 from benchmarks.host_timing import Call
+from lt_runtime.kernels.call import ProductCall
 from lt_runtime.layout import packed
-from lt_runtime.planning import ProductCall, forward_plan, product_plan
+from lt_runtime.plans.cache import forward_plan, product_plan
 from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, MatmulProblem, Spec
 
 _ALIGNED: Final = 256  # bytes, as all memory is that comes from an allocator

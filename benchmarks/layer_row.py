@@ -15,10 +15,10 @@ from benchmarks.blocks import Block
 from benchmarks.fresh import fresh_plans
 from benchmarks.graphs import Contender
 from benchmarks.report import Row
-from lt_runtime.planning.entries import Effort, now
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.timing import buffer_sets
-from lt_runtime.planning.tuning import Tuned, tune_problems
+from lt_runtime.store.entries import Effort, now
+from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuning.timing import buffer_sets
+from lt_runtime.tuning.tuning import Tuned, tune_problems
 
 _COMPILING_S: Final = 150.0  # that torch.compile has for a block
 _NEAR: Final = 1.25  # candidates that by the tuner's times are further behind than this are not measured again

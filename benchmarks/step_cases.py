@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from benchmarks.blocks import TYPES, presets
-from lt_runtime.planning.stacks import Stack
 from lt_runtime.problem import Activation, Compute, DType
+from lt_runtime.tuning.stacks import Stack
 
 LEARNING_RATE: Final = 1e-3
 WEIGHT_DECAY: Final = 0.01

@@ -20,12 +20,12 @@ from benchmarks.step_cases import LEARNING_RATE, WEIGHT_DECAY, StepCase
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph, captured_nodes, no_collection
 from lt_runtime.gpu.streams import private_stream
-from lt_runtime.planning.cache import forget
-from lt_runtime.planning.keys import problem_key
-from lt_runtime.planning.recording import RECORD_VARIABLE, read_recorded
-from lt_runtime.planning.store import plan_store
-from lt_runtime.planning.tuning import tune_problems
+from lt_runtime.plans.cache import forget
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import plan_store
+from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
 from lt_runtime.training import captured
+from lt_runtime.tuning.tuning import tune_problems
 
 
 class Contender(NamedTuple):

@@ -20,7 +20,7 @@ from benchmarks.step_kernels import kernel_times
 from benchmarks.step_lt import Contender, Setup
 from benchmarks.step_summary import with_fastest, without_any
 from benchmarks.timing import take_turns
-from lt_runtime.planning.entries import now
+from lt_runtime.store.entries import now
 
 _MODES: Final = {"torch_compile": "default", "torch_max_autotune": "max-autotune-no-cudagraphs"}
 # Compiling takes a minute and more. Autocast is left out of it: it was 16 % to 27 % slower than BF16 without it.

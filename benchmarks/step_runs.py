@@ -20,7 +20,7 @@ from benchmarks.step_cases import StepCase
 from benchmarks.step_lt import Setup
 from benchmarks.step_row import timed_calls
 from benchmarks.timing import Timing, take_turns
-from lt_runtime.planning.entries import now
+from lt_runtime.store.entries import now
 
 _BATCHES: Final = 4  # different ones, which come again and again
 _LEAST_STEPS: Final = 50  # in a turn

@@ -43,7 +43,7 @@ def measure(block: Block, rounds: int, stream: Any) -> Row:
     """Tunes a block, and again with more effort where that is tried, and lets both plans take turns."""
     from benchmarks import block_lt, graphs
     from benchmarks.layer_row import as_json, contender, tune
-    from lt_runtime.planning.timing import buffer_sets
+    from lt_runtime.tuning.timing import buffer_sets
 
     stack, sets = block.stack, buffer_sets(block.bytes, block_lt.DEVICE)
     tuned = {"lt": tune(stack)}

@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.blocks import Block, blocks
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
-from lt_runtime.planning.decisions import decide_backward, decide_forward
-from lt_runtime.planning.keys import Problem, problem_key
-from lt_runtime.planning.store import plan_store
+from lt_runtime.plans.decisions import decide_backward, decide_forward
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import plan_store
 
 _DEVICE = 0
 

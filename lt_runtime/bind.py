@@ -8,13 +8,13 @@ from typing import Any
 
 from lt_runtime.arrays import on_host
 from lt_runtime.errors import ArgumentError, DeviceError
+from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.ops import _linear_gpu_backward, _linear_gpu_forward, _matmul_gpu
 from lt_runtime.ops._linear_types import Gradients, Source
 from lt_runtime.ops._matmul_types import MatmulOperands
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd, of_use, options_of, wanted_of
 from lt_runtime.ops.matmul import matmul
 from lt_runtime.ops.matmul import options_of as matmul_options_of
-from lt_runtime.planning import BoundPlan
 
 
 def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> BoundPlan:

@@ -14,7 +14,8 @@ from lt_runtime.errors import AlignmentError, ArgumentError, DeviceError, Overla
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.layout import Layout, may_overlap, packed
-from lt_runtime.planning import BackwardCall, backward_plan, forward_plan
+from lt_runtime.plans.backward import BackwardCall
+from lt_runtime.plans.cache import backward_plan, forward_plan
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
 
 _ITEMSIZE = 4

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from lt_runtime.errors import PlanError
-from lt_runtime.planning import alternatives, candidates, layer_finals, layer_tuner, row_trial, row_tuner, tuning
-from lt_runtime.planning.alternatives import half_name
-from lt_runtime.planning.backward import BackwardCall, BackwardPlan
-from lt_runtime.planning.entries import RejectedAlgorithm
-from lt_runtime.planning.forward import ForwardPlan
-from lt_runtime.planning.keys import problem_key
-from lt_runtime.planning.layer_trial import LayerTrial
-from lt_runtime.planning.product_tuner import ProductVerdict
-from lt_runtime.planning.store import PlanStore
-from lt_runtime.planning.strategies import ForwardStrategy, backward_strategies, forward_strategies
-from lt_runtime.planning.timing import Timing, take_times
-from lt_runtime.planning.workbench import Bench
+from lt_runtime.plans.backward import BackwardCall, BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import ForwardStrategy, backward_strategies, forward_strategies
 from lt_runtime.problem import ForwardProblem, MatmulProblem
+from lt_runtime.store.entries import RejectedAlgorithm
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.tuning import alternatives, candidates, layer_finals, layer_tuner, row_trial, row_tuner, tuning
+from lt_runtime.tuning.alternatives import half_name
+from lt_runtime.tuning.layer_trial import LayerTrial
+from lt_runtime.tuning.product_tuner import ProductVerdict
+from lt_runtime.tuning.timing import Timing, take_times
+from lt_runtime.tuning.workbench import Bench
 from tests.fake_clock import FakeClock
 from tests.plan_entries import H200
 

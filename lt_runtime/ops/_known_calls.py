@@ -18,9 +18,10 @@ import numpy as np
 
 from lt_runtime.arrays import Library, Operand, Signature, are_apart, device_in, without_addresses
 from lt_runtime.errors import CaptureError, GpuError
+from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.direct import is_current
 from lt_runtime.gpu.streams import is_captured, stream_handle
-from lt_runtime.planning import BoundPlan, age, recall, remember
+from lt_runtime.plans.cache import age, recall, remember
 
 _Call = TypeVar("_Call")
 _MOST: Final = 8  # launches bound for a call with the same arrays: each is a graph, which takes memory
@@ -126,7 +127,7 @@ def note(signature: Signature, known: KnownCall[Any], since: int) -> None:
     """Remembers a call, unless one of its options is no value.
 
     Args:
-        since: what `planning.age` was before its plan was asked for.
+        since: what `plans.cache.age` was before its plan was asked for.
     """
     with contextlib.suppress(TypeError):  # such an option cannot be looked up either
         remember(without_addresses(signature)[0], known, since)

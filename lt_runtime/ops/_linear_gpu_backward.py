@@ -7,14 +7,17 @@ from typing import Any, Final
 
 from lt_runtime.arrays import Operand, Signature, check_same, check_shape
 from lt_runtime.errors import ArgumentError
+from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
+from lt_runtime.kernels.epilogue import DropoutState
 from lt_runtime.layout import packed
 from lt_runtime.ops._known_calls import KnownCall, New, RepeatedCall, address_of, note, repeated
 from lt_runtime.ops._linear_known import NONE_NEW, KnownBackward
 from lt_runtime.ops._linear_types import Gradients, LinearContext, Source, Wanted
 from lt_runtime.ops._place import Place
-from lt_runtime.planning import BackwardCall, BoundPlan, DropoutState, age, backward_plan
-from lt_runtime.planning.strategies import unchanged
+from lt_runtime.plans.backward import BackwardCall
+from lt_runtime.plans.cache import age, backward_plan
+from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, Spec
 
 _INPUTS: Final = 5  # dy, x, w, and two saved tensors

@@ -6,13 +6,15 @@ from typing import Any, Final
 
 from lt_runtime.arrays import Signature, check_same
 from lt_runtime.errors import ArgumentError
+from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
+from lt_runtime.kernels.epilogue import DropoutState
 from lt_runtime.layout import packed
 from lt_runtime.ops._known_calls import KnownCall, New, RepeatedCall, address_of, note, repeated
 from lt_runtime.ops._linear_known import KnownForward, new_kept
 from lt_runtime.ops._linear_types import Layer, LinearContext, Options, problem_shape
 from lt_runtime.ops._place import Place
-from lt_runtime.planning import BoundPlan, DropoutState, age, forward_plan
+from lt_runtime.plans.cache import age, forward_plan
 from lt_runtime.problem import Compute, DType, ForwardProblem, Philox, Saved, Spec
 
 _INPUTS: Final = 3  # x, w, bias

@@ -11,7 +11,8 @@ from lt_runtime.arrays import Library
 from lt_runtime.layout import Order
 from lt_runtime.ops._known_calls import New
 from lt_runtime.ops._linear_types import Gradients, Layer, LinearContext
-from lt_runtime.planning import BackwardPlan, ForwardPlan
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.problem import Philox, Saved
 
 _BITS = 8  # of a byte

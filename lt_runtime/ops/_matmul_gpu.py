@@ -8,13 +8,16 @@ from typing import Any
 from lt_runtime.arrays import Operand, Signature, check_device, check_no_overlap, check_same, check_shape
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, OverlapError
+from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
+from lt_runtime.kernels.call import ProductCall
 from lt_runtime.layout import Layout, Order, batch_of, overlaps_itself
 from lt_runtime.ops._known_calls import KnownCall, New, address_of, note, repeated
 from lt_runtime.ops._matmul_types import MatmulOperands, MatmulOptions, MatmulShape, product_shape, result_type
 from lt_runtime.ops._place import Place
-from lt_runtime.planning import BoundPlan, ProductCall, ProductPlan, age, product_plan
+from lt_runtime.plans.cache import age, product_plan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.product import ProductPlan
 
 _INPUTS = 5  # a, b, c, bias, aux
 _MASK_BITS = 128  # cuBLASLt's granularity of a ReLU mask's leading dimension

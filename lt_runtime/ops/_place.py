@@ -13,7 +13,7 @@ from lt_runtime import reference
 from lt_runtime.arrays import Operand, check_no_overlap, check_same, check_shape, device_of, read, read_step
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, OperandError, OverlapError
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.planning import DropoutState
+from lt_runtime.kernels.epilogue import DropoutState
 from lt_runtime.problem import DType, Philox, keep_threshold
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lt_runtime.errors import CaptureError
-from lt_runtime.planning import bound
-from lt_runtime.planning.bound import BoundPlan
+from lt_runtime.gpu import bound
+from lt_runtime.gpu.bound import BoundPlan
 
 CAPTURED, PRIVATE = 13, 99
 

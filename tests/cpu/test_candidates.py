@@ -17,11 +17,11 @@ from lt_runtime.cublaslt import (
 )
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
-from lt_runtime.planning import guesses
-from lt_runtime.planning.blobs import configuration
-from lt_runtime.planning.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
-from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.blobs import configuration
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.tuning import guesses
+from lt_runtime.tuning.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
 from tests.algorithm_library import BOTH, NONE, TILES, WORKSPACE, FakeLibrary, waves
 
 ID, TILE, SPLITK, SCHEME = (

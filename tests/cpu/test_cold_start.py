@@ -19,12 +19,12 @@ LATER = {
     "importlib.metadata",
     "lt_runtime.cli",
     "lt_runtime.cublaslt.tiles",
-    "lt_runtime.planning.explanation",
-    "lt_runtime.planning.layer_tuner",
-    "lt_runtime.planning.roofline",
-    "lt_runtime.planning.trial",
-    "lt_runtime.planning.tuning",
-    "lt_runtime.planning.verification",
+    "lt_runtime.tuning.explanation",
+    "lt_runtime.tuning.layer_tuner",
+    "lt_runtime.tuning.roofline",
+    "lt_runtime.tuning.trial",
+    "lt_runtime.tuning.tuning",
+    "lt_runtime.tuning.verification",
 }
 """Modules that neither a call nor a training step needs."""
 
@@ -65,8 +65,8 @@ lt.raw.forward_raw, lt.raw.backward_raw
 """
 
 KEY = """
-from lt_runtime.planning.fingerprint import Fingerprint, kernels_digest
-from lt_runtime.planning.store import PlanStore, plans_directory
+from lt_runtime.store.fingerprint import Fingerprint, kernels_digest
+from lt_runtime.store.plan_store import PlanStore, plans_directory
 fingerprint = Fingerprint("NVIDIA H200", 90, 132, 130100, "580.95.05", kernels_digest())
 assert PlanStore(plans_directory() / fingerprint.file_name, fingerprint).layer("unknown") is None
 """

@@ -15,13 +15,7 @@ import lt_runtime as lt
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.ops import tuning as requests
-from lt_runtime.planning import explanation
-from lt_runtime.planning.entries import RejectedAlgorithm
-from lt_runtime.planning.keys import problem_key
-from lt_runtime.planning.roofline import Hardware, least_us
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.store import PlanStore
-from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
 from lt_runtime.problem import (
     Activation,
     BackwardProblem,
@@ -31,6 +25,12 @@ from lt_runtime.problem import (
     MatmulProblem,
     Saved,
 )
+from lt_runtime.store.entries import RejectedAlgorithm
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.tuning import explanation
+from lt_runtime.tuning.roofline import Hardware, least_us
+from lt_runtime.tuning.stacks import Stack
 from tests.plan_entries import H200, algorithm, layer, product
 
 STACK = Stack(8192, (768, 3072, 768), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)

@@ -17,10 +17,10 @@ from lt_runtime.cublaslt import prototypes
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, MissingLibraryError
 from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.kernels.call import ProductCall
 from lt_runtime.layout import Layout, Order
-from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.matmul import MatmulPlan
 from tests.cublaslt_fake import FAILURE, Recorder, creates, offers, succeeds
 from tests.cublaslt_product import HANDLE, Product
 
@@ -248,9 +248,9 @@ CALL = ProductCall(0x10000, 0x20000, 0x30000, 7, c=0x40000, vector=0x50000, aux=
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     info = DeviceInfo(0, "pretended", 90, 132, 1 << 36)
-    monkeypatch.setattr("lt_runtime.planning.matmul.device_info", lambda _: info)
-    monkeypatch.setattr("lt_runtime.planning.matmul.workspace_size", lambda _: 1 << 20)
-    monkeypatch.setattr("lt_runtime.planning.matmul.rehearse", lambda run, device: ["KERNEL"])
+    monkeypatch.setattr("lt_runtime.products.matmul.device_info", lambda _: info)
+    monkeypatch.setattr("lt_runtime.products.matmul.workspace_size", lambda _: 1 << 20)
+    monkeypatch.setattr("lt_runtime.products.matmul.rehearse", lambda run, device: ["KERNEL"])
 
 
 @pytest.mark.usefixtures("a_gpu")

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from lt_runtime.errors import ArgumentError, CaptureError, PlanError
-from lt_runtime.planning import cache, first_use, tuning
-from lt_runtime.planning.cache import backward_plan, forget, forward_plan, product_plan
-from lt_runtime.planning.first_use import TUNE_VARIABLE
-from lt_runtime.planning.keys import Problem, problem_key
-from lt_runtime.planning.recording import RECORD_VARIABLE, read_recorded
-from lt_runtime.planning.stacks import Stack, plain_backward
-from lt_runtime.planning.store import PlanStore
+from lt_runtime.plans import cache, first_use
+from lt_runtime.plans.cache import backward_plan, forget, forward_plan, product_plan
+from lt_runtime.plans.first_use import TUNE_VARIABLE
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
+from lt_runtime.tuning import tuning
+from lt_runtime.tuning.stacks import Stack, plain_backward
 from tests.plan_entries import H200, layer, product
 
 STACK = Stack(64, (32, 48, 24), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)

@@ -21,19 +21,22 @@ FLOORS = (
     {"errors", "files", "paths"},
     {"epilogue", "grad_scaler", "layout", "problem", "ranges", "schedules"},
     {"arrays", "cublaslt", "gpu", "reference"},
-    {"planning"},
+    {"kernels", "store"},
+    {"products"},
+    {"plans"},
+    {"tuning"},
     {"ops"},
     {"bind", "profiling", "training"},
     {"cli"},
     {"__main__"},
 )
-NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
+NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu"), ("plans", "tuning")}
 """The only imports from one room to another of the same floor."""
 
 LIKE_A_USER = {"cli", "__main__"}
 """The rooms above the package's public names, which may import the package itself."""
 
-KNOW_CTYPES = {"cublaslt", "gpu"}
+KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}
 
 
 class Import(NamedTuple):
@@ -126,11 +129,11 @@ def test_only_the_bindings_know_ctypes():
         ("lt_runtime.gpu.streams", "from lt_runtime import arrays", False),
         ("lt_runtime.gpu.streams", "from lt_runtime.gpu.events import Event", True),
         ("lt_runtime.reference.linear", "def f():\n    from lt_runtime.gpu import streams", False),
-        ("lt_runtime.planning.plan", "if TYPE_CHECKING:\n    from lt_runtime.ops import linear", False),
+        ("lt_runtime.plans.forward", "if TYPE_CHECKING:\n    from lt_runtime.ops import linear", False),
         ("lt_runtime.training.step", "import lt_runtime.profiling.report", False),
         ("lt_runtime.training.step", "from lt_runtime import linear_fwd", False),
         ("lt_runtime.training.step", "from lt_runtime.ops import linear_fwd", True),
-        ("lt_runtime.raw", "from lt_runtime.planning import plan", True),
+        ("lt_runtime.raw", "from lt_runtime.plans import forward", True),
         ("lt_runtime.cli.demo", "import lt_runtime as lt", True),
         ("lt_runtime.ops.linear", "from lt_runtime.cli import main", False),
     ],
@@ -148,7 +151,7 @@ def test_the_rule_of_floors(importer: str, source: str, allowed: bool):
         ("lt_runtime.ops.linear", "from lt_runtime import ops", True),
         ("lt_runtime.raw", "from lt_runtime.ops.linear import linear_fwd", True),
         ("lt_runtime.ops.linear", "from lt_runtime.ops._checks import check", False),
-        ("lt_runtime.ops.linear", "from lt_runtime.planning import plan", False),
+        ("lt_runtime.ops.linear", "from lt_runtime.plans import forward", False),
         ("lt_runtime.ops", "from lt_runtime.ops.linear import linear_fwd", False),
     ],
 )

@@ -15,7 +15,8 @@ from lt_runtime.arrays import are_apart, signature_of, signatures, without_addre
 from lt_runtime.errors import GpuError
 from lt_runtime.ops import _known_calls
 from lt_runtime.ops._known_calls import KnownCall, note, repeated
-from lt_runtime.planning import age, cache, first_use
+from lt_runtime.plans import cache, first_use
+from lt_runtime.plans.cache import age
 
 _AT = 0x10000
 

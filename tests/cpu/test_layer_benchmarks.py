@@ -24,10 +24,10 @@ from benchmarks.timing import Timing
 from benchmarks.trees import Sample, fit
 from lt_runtime.errors import PlanError
 from lt_runtime.paths import cache_directory
-from lt_runtime.planning import priors
-from lt_runtime.planning.store import plans_directory
-from lt_runtime.planning.strategies import BackwardStrategy, backward_strategies, forward_strategies, from_entry
+from lt_runtime.plans import priors
+from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies, from_entry
 from lt_runtime.problem import Saved
+from lt_runtime.store.plan_store import plans_directory
 
 ROOT = Path(__file__).parents[2]
 BLOCK = Block("test", 64, 32, 16, "bf16", "gelu")

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from lt_runtime import reference
-from lt_runtime.planning.backward import BackwardCall, BackwardPlan
-from lt_runtime.planning.forward import ForwardPlan
-from lt_runtime.planning.layer_trial import LayerTrial, disagreement
-from lt_runtime.planning.links import Link, with_saved
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.strategies import backward_strategies, forward_strategies
-from lt_runtime.planning.trial import NORMAL
+from lt_runtime.plans.backward import BackwardCall, BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import backward_strategies, forward_strategies
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Saved, Spec
+from lt_runtime.tuning.layer_trial import LayerTrial, disagreement
+from lt_runtime.tuning.links import Link, with_saved
+from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuning.trial import NORMAL
 
 STACK = Stack(32, (40, 24, 16), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
 LINK = Link(STACK.forward(0), STACK.backward(1), "through")

@@ -12,14 +12,15 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import ALIGNMENT
+from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.resize import Resize
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import algorithms, padded
-from lt_runtime.planning.blobs import configuration, plan_by
-from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
-from lt_runtime.planning.resize_pass import Resize
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products import choose as algorithms
+from lt_runtime.products import padded
+from lt_runtime.products.blobs import configuration, plan_by
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
 from tests.algorithm_library import BOTH, WORKSPACE, FakeLibrary
 
 M, N, K = 2048, 1024, 479

@@ -15,17 +15,17 @@ from lt_runtime.cublaslt import AlgoConfigAttribute
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, PlanError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import product_tuner
-from lt_runtime.planning.algorithms import heuristic_algorithm
-from lt_runtime.planning.blobs import plan_by
-from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.names import algorithm_in_words
-from lt_runtime.planning.narrow import NARROW, NarrowPlan
-from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
-from lt_runtime.planning.timing import Launch
-from lt_runtime.planning.trial import Trial
-from lt_runtime.planning.workbench import Bench
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.blobs import plan_by
+from lt_runtime.products.choose import heuristic_algorithm
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.narrow import NARROW, NarrowPlan
+from lt_runtime.tuning import product_tuner
+from lt_runtime.tuning.names import algorithm_in_words
+from lt_runtime.tuning.product_tuner import ProductVerdict, tune_product
+from lt_runtime.tuning.timing import Launch
+from lt_runtime.tuning.trial import Trial
+from lt_runtime.tuning.workbench import Bench
 from tests.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 from tests.fake_clock import FakeClock
 from tests.trial_products import right
@@ -252,8 +252,8 @@ NARROW_PROBLEM = MatmulProblem(
 @pytest.fixture
 def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
     """What the fake library takes for our kernel's id."""
-    monkeypatch.setattr("lt_runtime.planning.narrow.NarrowPass", FakeNarrowPass)
-    monkeypatch.setattr("lt_runtime.planning.narrow.workspace_size", lambda _: WORKSPACE)
+    monkeypatch.setattr("lt_runtime.products.narrow.NarrowPass", FakeNarrowPass)
+    monkeypatch.setattr("lt_runtime.products.narrow.workspace_size", lambda _: WORKSPACE)
     return NARROW.get(AlgoConfigAttribute.ID)
 
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import verification
-from lt_runtime.planning.trial import EDGES, LATTICE, NORMAL, ONES, Trial
-from lt_runtime.planning.verification import KINDS, disagreement, expected_outputs, verify
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.tuning import verification
+from lt_runtime.tuning.trial import EDGES, LATTICE, NORMAL, ONES, Trial
+from lt_runtime.tuning.verification import KINDS, disagreement, expected_outputs, verify
 from tests.trial_products import compute, encode, operands, right
 
 M, N, K = 24, 40, 72

@@ -12,9 +12,9 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, OverlapError, ShapeError
+from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.ops import _known_calls
-from lt_runtime.planning import cache
-from lt_runtime.planning.bound import BoundPlan
+from lt_runtime.plans import cache
 
 M, N, K = 96, 64, 80
 REPEATS = 4  # the first looks, the second is like it, the third repeats and is bound, the fourth is bound

@@ -17,10 +17,10 @@ from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.kernels.call import ProductCall
 from lt_runtime.layout import Order, batch_of, packed
-from lt_runtime.planning import ProductCall
-from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.matmul import MatmulPlan
 from tests.gpu.helpers import EPSILON, Guarded, assert_close, to_host
 from tests.strategies import MatmulCase, Placement, lattice, matmul_cases
 

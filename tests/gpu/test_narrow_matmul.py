@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.memory import ALIGNMENT, stream_memory
+from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order, layout_of
-from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.narrow_pass import NarrowPass, takes
-from lt_runtime.planning.trial import Trial
-from lt_runtime.planning.verification import verify
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
+from lt_runtime.tuning.trial import Trial
+from lt_runtime.tuning.verification import verify
 from tests.gpu.helpers import EPSILON, Guarded, assert_close
 from tests.strategies import TYPES, Placement
 

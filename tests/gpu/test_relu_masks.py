@@ -13,11 +13,12 @@ from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
-from lt_runtime.planning import BackwardCall, BackwardPlan, ForwardPlan
-from lt_runtime.planning.algorithms import Choose, heuristic_algorithm
-from lt_runtime.planning.narrow import NarrowPlan
-from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, unchanged
+from lt_runtime.plans.backward import BackwardCall, BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
+from lt_runtime.products.choose import Choose, heuristic_algorithm
+from lt_runtime.products.narrow import NarrowPlan
 from tests.gpu.helpers import to_host
 from tests.strategies import TYPES, lattice
 

@@ -13,9 +13,9 @@ import pytest
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import packed
-from lt_runtime.planning import ProductCall
-from lt_runtime.planning.matmul_pass import MatmulPass
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from tests.gpu.helpers import MaskPass
 from tests.gpu.test_narrow_matmul import KINDS, Product

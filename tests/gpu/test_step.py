@@ -14,10 +14,10 @@ from lt_runtime.errors import CaptureError, DeviceError, DTypeError, GpuError, L
 from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.ops.tally import GpuTally, HostTally, Scores
-from lt_runtime.planning import cache
-from lt_runtime.planning.stacks import Stack
+from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.training import captured
+from lt_runtime.tuning.stacks import Stack
 
 ROWS, INPUTS, CLASSES = 96, 40, 10
 

@@ -16,9 +16,9 @@ from lt_runtime import reference
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import BackwardCall, BackwardPlan, ForwardPlan
-from lt_runtime.planning.algorithms import heuristic_algorithm
-from lt_runtime.planning.strategies import (
+from lt_runtime.plans.backward import BackwardCall, BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,
     MadeBy,
@@ -37,6 +37,7 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
+from lt_runtime.products.choose import heuristic_algorithm
 from tests.gpu.helpers import EPSILON, assert_close, to_host
 from tests.strategies import lattice
 

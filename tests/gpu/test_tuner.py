@@ -14,14 +14,15 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CaptureError, PlanError
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.kernels.call import ProductCall
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import ProductCall, product_tuner
-from lt_runtime.planning.blobs import plan_by
-from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.narrow import NARROW
-from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
-from lt_runtime.planning.timing import Launch, measure
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.blobs import plan_by
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.narrow import NARROW
+from lt_runtime.tuning import product_tuner
+from lt_runtime.tuning.product_tuner import ProductVerdict, tune_product
+from lt_runtime.tuning.timing import Launch, measure
 from tests.gpu.helpers import EPSILON, assert_close, to_host
 
 FP32, BF16, FP16 = DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16
