@@ -63,11 +63,12 @@ def epilogue_forward(case: cases.EpilogueForward, buffers: Sets) -> Contender:
         y=spec,
         dropout=True,
     )
-    forward, state = ForwardPass(problem, 0, source=spec, adds_bias=False), _state(case.dropout)
+    forward = ForwardPass(problem, 0, product=spec, product_dtype=problem.dtype, kept=None, adds_bias=False)
+    state = _state(case.dropout)
 
     def run(i: int, stream: int) -> None:
         z, y = buffers[i]
-        forward.run(z.data.ptr, 0, y.data.ptr, dropout=state, stream=stream)
+        forward.run(z.data.ptr, 0, y.data.ptr, 0, state, stream)
 
     return Contender(run, capture)
 

@@ -69,14 +69,16 @@ def _swept(bare: Variant, blocks: Mapping[DType, int]) -> list[Variant]:
 
 
 def _epilogue_fwd() -> list[Variant]:
+    """A product of y's type, or an FP32 one, whose sum with the bias is rounded only once."""
     return [
         variant
-        for keep in (0, 1)
+        for keep, scalar in itertools.product((0, 1), SCALAR.values())
         for bare in over(
             "epilogue_fwd.cu",
-            SCALAR=SCALAR.values(),
+            SCALAR=[scalar],
             ACTIVATION=ACTIVATION_NAMES.values(),
             DROPOUT="01",
+            PRODUCT=sorted({scalar, SCALAR[DType.FLOAT32]}),
             KEEP=[str(keep)],
         )
         for variant in _swept(bare, dict.fromkeys(SCALAR, _FORWARD_BLOCKS - keep))
@@ -113,14 +115,16 @@ def _epilogue_bwd() -> list[Variant]:
 
 
 def _matmul_epilogue() -> list[Variant]:
-    """D has the type of A and B, or is FP32."""
+    """D has the type of A and B, or is FP32; the product has D's type, or is FP32."""
     activations = sorted({ACTIVATION_NAMES[epilogue.activation] for epilogue in Epilogue})
     return [
         variant
         for operand in SCALAR
+        for scalar in sorted({SCALAR[operand], SCALAR[DType.FLOAT32]})
         for variant in over(
             "matmul_epilogue.cu",
-            SCALAR=sorted({SCALAR[operand], SCALAR[DType.FLOAT32]}),
+            SCALAR=[scalar],
+            PRODUCT=sorted({scalar, SCALAR[DType.FLOAT32]}),
             OPERAND=[SCALAR[operand]],
             ACTIVATION=activations,
         )

@@ -67,21 +67,34 @@ def _macros(dtype: DType, activation: Activation, dropout: bool) -> Macros:
 
 
 class ForwardPass:
-    """y = dropout(act(z + bias)) over one matrix.
+    """y = dropout(act(product + bias)) over one matrix.
 
     Args:
-        source: how the product lies where it is kept; None where it lies in y.
-        adds_bias: the product has no bias yet. What is kept gets it as well.
+        product: how the product lies, which may be where y or the kept pre-activation is.
+        product_dtype: the problem's type, or FP32 for a product whose sum with the bias is to be rounded only once.
+        kept: how the pre-activation lies that the pass writes besides y; None where it writes none.
+        adds_bias: whether the product lacks the bias.
     """
 
-    def __init__(self, problem: ForwardProblem, device: int, *, source: Spec | None, adds_bias: bool) -> None:
-        self._problem, self._source = problem, source or problem.y
-        self._keeps, self._adds_bias = adds_bias and source is not None, adds_bias
-        aligned = are_aligned(problem.dtype, self._source, problem.y)
+    def __init__(
+        self,
+        problem: ForwardProblem,
+        device: int,
+        *,
+        product: Spec,
+        product_dtype: DType,
+        kept: Spec | None,
+        adds_bias: bool,
+    ) -> None:
+        self._problem, self._product, self._kept = problem, product, kept
+        self._adds_bias = adds_bias
+        aligned = are_aligned(product_dtype, product) and are_aligned(problem.dtype, problem.y, kept)
+        keeps = kept is not None
         macros = (
             *_macros(problem.dtype, problem.activation, problem.dropout),
-            ("KEEP", str(int(self._keeps))),
-            *access_macros(aligned, _FORWARD_BLOCKS - self._keeps),
+            ("PRODUCT", SCALAR[product_dtype]),
+            ("KEEP", str(int(keeps))),
+            *access_macros(aligned, _FORWARD_BLOCKS - keeps),
         )
         self._kernel = get_kernel("epilogue_fwd", macros, device)
         # Drawing random numbers takes a 16-bit pass longer than memory does; blocks then had better start only once.
@@ -89,18 +102,18 @@ class ForwardPass:
         self._tiling = sweep(problem.y.layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches: dict[int, tuple[EpilogueFwdParams, Launch]] = {}
 
-    def run(self, z: int, bias: int, y: int, *, dropout: DropoutState | None, stream: int) -> None:
+    def run(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            z: address of the product.
-            bias: address; looked at only if the pass adds it.
+            product, bias, y, kept: addresses. The bias is read only by a pass that adds it, `kept` is written only by
+                a pass that was made with such a matrix.
         """
         known = self._launches.get(stream)
         params, launch = known or self._prepare(stream)
-        params.in_.data, params.out.data = z, y
-        if self._keeps:
-            params.preactivation.data = z
+        params.in_.data, params.out.data = product, y
+        if self._kept is not None:
+            params.preactivation.data = kept
         if self._adds_bias:
             params.bias = bias
         if dropout is not None:
@@ -109,10 +122,10 @@ class ForwardPass:
 
     def _prepare(self, stream: int) -> tuple[EpilogueFwdParams, Launch]:
         """The argument block of a stream, without addresses, and the launch that it is of."""
-        layout, source = self._problem.y.layout, Matrix.at(0, self._source.layout)
+        layout = self._problem.y.layout
         params = EpilogueFwdParams(
-            in_=source,
-            preactivation=source if self._keeps else Matrix(),
+            in_=Matrix.at(0, self._product.layout),
+            preactivation=Matrix.at(0, self._kept.layout) if self._kept else Matrix(),
             out=Matrix.at(0, layout),
             rows=layout.rows,
             cols=layout.cols,

@@ -19,7 +19,7 @@ from lt_runtime.kernels.params import (
 )
 from lt_runtime.kernels.tiling import grid_for
 from lt_runtime.layout import Layout, Order
-from lt_runtime.problem import MatmulProblem, Spec
+from lt_runtime.problem import DType, MatmulProblem, Spec
 
 _BITS = 8
 
@@ -32,14 +32,21 @@ def c_lies_across(problem: MatmulProblem) -> bool:
 class MatmulPass:
     """What the epilogue of a problem does, in one kernel after the plain product.
 
-    For outputs, sizes and layouts that the library refuses or gets wrong; it takes any.
+    It takes every layout and size, also those that the library refuses or gets wrong.
+
+    Args:
+        product: how the FP32 product lies, of D's shape and in any layout, where the pass's result is to be rounded
+            only once; None for a product of D's type that lies in D and is overwritten. The pass adds β·C to a
+            separate product, and to a product in D only if C lies across D: otherwise the library has added it.
     """
 
-    def __init__(self, problem: MatmulProblem, device: int) -> None:
-        self._problem = problem
+    def __init__(self, problem: MatmulProblem, device: int, product: Spec | None = None) -> None:
+        self._problem, self._product = problem, product or problem.d
+        self._adds_c = problem.c is not None and (product is not None or c_lies_across(problem))
         self._mask = problem.epilogue.activation == "relu" and problem.aux is not None
         macros = (
             ("SCALAR", SCALAR[problem.d_dtype]),
+            ("PRODUCT", SCALAR[DType.FLOAT32 if product else problem.d_dtype]),
             ("OPERAND", SCALAR[problem.dtype]),
             ("ACTIVATION", ACTIVATION_NAMES[problem.epilogue.activation]),
         )
@@ -51,17 +58,23 @@ class MatmulPass:
             entry, self._launch = "matmul_forward", self._launch_forward
         self._kernel = get_kernel(entry, macros, device)
 
-    def run(self, call: ProductCall) -> None:
-        """Puts the pass on the call's stream, after the plain product."""
-        self._launch(call)
+    def run(self, call: ProductCall, product: int) -> None:
+        """Puts the pass on the call's stream, after the plain product.
 
-    def _launch_forward(self, call: ProductCall) -> None:
+        Args:
+            product: address of the product, which is D's unless the pass was made for a separate one.
+        """
+        self._launch(call, product)
+
+    def _launch_forward(self, call: ProductCall, product: int) -> None:
         problem = self._problem
         # The kernel's columns are D's contiguous axis, so that a byte of ReLU's mask is one thread's.
         flipped = problem.d.layout.order is Order.COLUMN
         spec = problem.d.transposed if flipped else problem.d
-        layout = spec.layout
+        layout, source = spec.layout, self._product.layout
         params = MatmulForwardParams(
+            product=Matrix.at(product, source.transposed if flipped else source),
+            product_batch_stride=self._product.batch_stride,
             d=Matrix.at(call.d, layout),
             d_batch_stride=spec.batch_stride,
             addend=self._addend(call, transposed=flipped),
@@ -74,9 +87,11 @@ class MatmulPass:
         )
         self._put(*grid_for(layout), params, call.stream)
 
-    def _launch_backward(self, call: ProductCall) -> None:
+    def _launch_backward(self, call: ProductCall, product: int) -> None:
         problem, layout = self._problem, self._problem.d.layout
         params = MatmulBackwardParams(
+            product=Matrix.at(product, self._product.layout),
+            product_batch_stride=self._product.batch_stride,
             d=Matrix.at(call.d, layout),
             d_batch_stride=problem.d.batch_stride,
             addend=self._addend(call, transposed=False),
@@ -92,7 +107,7 @@ class MatmulPass:
             grid = (grid[0], 1)
         self._put(grid, block, params, call.stream)
 
-    def _launch_operand_sum(self, call: ProductCall) -> None:
+    def _launch_operand_sum(self, call: ProductCall, product: int) -> None:
         problem = self._problem
         of_a = problem.epilogue is Epilogue.BGRADA
         spec: Spec = problem.a.transposed if of_a else problem.b
@@ -107,9 +122,9 @@ class MatmulPass:
             self._kernel.prepare(grid, block, params, stream, self._problem.batch)()
 
     def _addend(self, call: ProductCall, *, transposed: bool) -> Addend:
-        """β·C, where the product has left it to this pass."""
+        """β·C where this pass adds it, otherwise nothing."""
         problem = self._problem
-        if problem.c is None or not c_lies_across(problem):
+        if problem.c is None or not self._adds_c:
             return Addend()
         layout = problem.c.layout.transposed if transposed else problem.c.layout
         pointer, beta = (int(call.beta), 0.0) if problem.device_scalars else (0, call.beta)

@@ -115,6 +115,8 @@ class MatmulForwardParams(ctypes.Structure):
     """`lt::MatmulForwardParams`."""
 
     _fields_ = (
+        ("product", Matrix),
+        ("product_batch_stride", ctypes.c_int64),
         ("d", Matrix),
         ("d_batch_stride", ctypes.c_int64),
         ("addend", Addend),
@@ -131,6 +133,8 @@ class MatmulBackwardParams(ctypes.Structure):
     """`lt::MatmulBackwardParams`."""
 
     _fields_ = (
+        ("product", Matrix),
+        ("product_batch_stride", ctypes.c_int64),
         ("d", Matrix),
         ("d_batch_stride", ctypes.c_int64),
         ("addend", Addend),

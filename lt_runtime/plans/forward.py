@@ -39,9 +39,16 @@ class ForwardPlan:
         self._pass = self._own_pass() if self._has_pass and problem.y.layout.size else None
 
     def _own_pass(self) -> ForwardPass:
-        source = self.kept_spec if self._product_is_kept else None
-        adds_bias = self.problem.bias is not None and not self._adds_bias
-        return ForwardPass(self.problem, self.device, source=source, adds_bias=adds_bias)
+        problem, adds_bias = self.problem, self.problem.bias is not None and not self._adds_bias
+        kept = self.kept_spec if self._product_is_kept else None
+        return ForwardPass(
+            problem,
+            self.device,
+            product=kept or problem.y,
+            product_dtype=problem.dtype,
+            kept=kept if adds_bias else None,
+            adds_bias=adds_bias,
+        )
 
     def _matmul_problem(self) -> MatmulProblem:
         problem = self.problem
@@ -70,7 +77,7 @@ class ForwardPlan:
         with memory.lock:
             self.product.run(ProductCall(x, w, target, stream, 0, vector, aux), memory)
             if self._pass is not None:
-                self._pass.run(target, bias, y, dropout=dropout, stream=stream)
+                self._pass.run(target, bias, y, kept, dropout, stream)
 
     def bind(
         self, x: int, w: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int

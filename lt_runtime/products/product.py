@@ -97,7 +97,7 @@ class ProductPlan:
                 self.product.run(call, memory)
                 return
             self.product.run(call._replace(vector=0, aux=0), memory)
-            self._pass.run(call)
+            self._pass.run(call, call.d)
 
     def bind(self, call: ProductCall) -> BoundPlan:
         """What does as `run` would with these arguments at each call, at the least cost to the host."""

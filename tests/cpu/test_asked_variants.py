@@ -98,11 +98,17 @@ def _compiled(source: str) -> set[Variant]:
     return {variant for variant in VARIANTS if variant.source == source}
 
 
+def _rounds_once(variant: Variant) -> bool:
+    """Whether a 16-bit result is made from an FP32 product, which no plan asks for yet."""
+    macros = dict(variant.macros)
+    return macros["PRODUCT"] != macros["SCALAR"]
+
+
 def test_forward(asked: set[Variant]) -> None:
     for problem in _forward_problems():
         for strategy in forward_strategies(problem):
             ForwardPlan(problem, 0, strategy, _no_product)
-    assert asked == _compiled("epilogue_fwd.cu")
+    assert asked == {variant for variant in _compiled("epilogue_fwd.cu") if not _rounds_once(variant)}
 
 
 def test_backward(asked: set[Variant]) -> None:

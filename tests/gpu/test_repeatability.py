@@ -117,7 +117,7 @@ def test_epilogues_of_a_product(epilogue: Epilogue, dtype: DType) -> None:
     def run() -> list[Any]:
         d, kept, vector = product.copy(), aux.copy(), bias.copy()
         addresses = (array.data.ptr for array in (a, b, d))
-        own_pass.run(ProductCall(*addresses, stream, vector=vector.data.ptr, aux=kept.data.ptr))
+        own_pass.run(ProductCall(*addresses, stream, vector=vector.data.ptr, aux=kept.data.ptr), d.data.ptr)
         return [d, kept, vector]
 
     assert_repeats(run)

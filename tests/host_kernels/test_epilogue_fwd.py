@@ -62,10 +62,17 @@ class ForwardCase:
         """The nearest case that the variant takes."""
         shape = suit_shape(self.shape, aligned=variant.aligned)
         product, preactivation, y = (
-            suit_place(place, shape, variant.dtype, aligned=variant.aligned)
-            for place in (self.product, self.preactivation, self.y)
+            suit_place(place, shape, dtype, aligned=variant.aligned)
+            for place, dtype in (
+                (self.product, variant.product),
+                (self.preactivation, variant.dtype),
+                (self.y, variant.dtype),
+            )
         )
-        return replace(self, shape=shape, product=product, preactivation=preactivation, y=y)
+        # a matrix of another type cannot lie where the product is
+        kept_in_place, in_place = (each and not variant.once for each in (self.kept_in_place, self.in_place))
+        places = {"product": product, "preactivation": preactivation, "y": y}
+        return replace(self, shape=shape, kept_in_place=kept_in_place, in_place=in_place, **places)
 
 
 cases = st.builds(
@@ -96,7 +103,7 @@ class Operands:
     @classmethod
     def of(cls, case: ForwardCase, variant: Forward) -> Operands:
         generator, dtype = np.random.default_rng(case.seed), variant.dtype
-        product = Guarded(numbers(generator, case.shape, dtype), case.product)
+        product = Guarded(numbers(generator, case.shape, variant.product), case.product)
         empty = np.zeros(case.shape)
         kept = None
         if variant.keeps:
@@ -146,6 +153,22 @@ def test_forward(host: HostKernels, variant: Forward, drawn: ForwardCase) -> Non
     operands.bias.assert_unchanged()
     if operands.product not in (operands.y, operands.preactivation):
         operands.product.assert_unchanged()
+
+
+@pytest.mark.parametrize("variant", [v for v in FORWARD_EPILOGUES if v.once], ids=str)
+@FEW
+@given(drawn=cases)
+def test_a_sum_with_an_fp32_product_is_rounded_once(host: HostKernels, variant: Forward, drawn: ForwardCase) -> None:
+    case = drawn.suited(variant)
+    operands = Operands.of(case, variant)
+    bias = operands.bias.array.astype(np.float32) if case.bias else np.zeros((1, case.shape[1]), np.float32)
+    rounded = (operands.product.array + bias).astype(variant.dtype.numpy).astype(np.float64)
+    launch(host, variant, case, operands, case.order)
+    if operands.preactivation is not None:
+        assert np.array_equal(operands.preactivation.values(), rounded)
+    if variant.activation == "none":
+        assert np.array_equal(operands.y.values(), rounded)
+    operands.product.assert_unchanged()
 
 
 @pytest.mark.parametrize("variant", [v for v in FORWARD_EPILOGUES if v.keeps], ids=str)

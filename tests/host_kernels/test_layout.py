@@ -24,6 +24,7 @@ MACROS = (
     ("LABEL", "int"),
     ("ACTIVATION", "lt::Relu"),
     ("DROPOUT", "1"),
+    ("PRODUCT", "float"),
     ("KEEP", "1"),
     ("SAVED", "1"),
     ("DZ", "2"),

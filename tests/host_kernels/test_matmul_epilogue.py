@@ -88,6 +88,8 @@ class MatmulCase:
     beta: float  # of a C that lies across D; 0 where there is none
     beta_in_memory: bool
     d: Placement
+    c: Placement  # of a C that meets a separate product
+    product: Placement  # of a separate one
     operand: Placement
     aux_gap: int
     seed: int
@@ -103,6 +105,8 @@ cases = st.builds(
     beta=st.sampled_from((0.0, 0.0, 1.0, -0.75)),
     beta_in_memory=st.booleans(),
     d=placements,
+    c=placements,
+    product=placements,
     operand=placements,
     aux_gap=st.sampled_from((0, 8)),
     seed=seeds,
@@ -115,11 +119,15 @@ class Product:
     def __init__(self, case: MatmulCase, variant: MatmulEpilogue) -> None:
         self.case, self.variant = case, variant
         self.generator = np.random.default_rng(case.seed)
-        self.d = self.batch((case.batch, *case.shape), variant.dtype, case.d)
+        shape = (case.batch, *case.shape)
+        self.d = self.batch(shape, variant.dtype, case.d)
+        # the product, in D or apart from it
+        self.source = self.batch(shape, DType.FLOAT32, case.product) if variant.once else self.d
+        # over a product in D the pass adds only a C that lies across D
         across = replace(case.d, column_major=not case.d.column_major)
-        self.c = self.batch((case.batch, *case.shape), variant.dtype, across)
-        self.before = self.d.values() + case.beta * self.c.values()
-        self.size = 1.0 + np.abs(self.d.values()) + np.abs(self.c.values())
+        self.c = self.batch(shape, variant.dtype, case.c if variant.once else across)
+        self.before = self.source.values() + case.beta * self.c.values()
+        self.size = 1.0 + np.abs(self.source.values()) + np.abs(self.c.values())
         self.aux_place = Placement(case.d.column_major, case.aux_gap, 0)
 
     def batch(self, shape: tuple[int, ...], dtype: DType, place: Placement) -> Batch:
@@ -166,15 +174,22 @@ class Product:
             beta=beta.ctypes.data if self.case.beta_in_memory else self.case.beta,
             stream=0,
         )
-        MatmulPass(problem, 0).run(call)
+        product = self.source.spec if self.variant.once else None
+        MatmulPass(problem, 0, product).run(call, self.source.address)
         self.c.guarded.assert_unchanged()
+        if self.variant.once:
+            self.source.guarded.assert_unchanged()
 
     def positive(self, bias: Array) -> NDArray[np.bool_]:
-        """Whether D + β·C + bias is positive, with the kernel's roundings."""
-        d, c = (matrix.values().astype(np.float32) for matrix in (self.d, self.c))
-        sums = d + np.float32(self.case.beta) * c if self.case.beta else d
-        positive: NDArray[np.bool_] = sums + bias.astype(np.float32) > 0
+        """Whether the product + β·C + bias is positive, with the kernel's roundings."""
+        positive: NDArray[np.bool_] = self.in_fp32(bias) > 0
         return positive
+
+    def in_fp32(self, bias: Array) -> NDArray[np.float32]:
+        """The product + β·C + bias, added in the kernel's order."""
+        product, c = (matrix.values().astype(np.float32) for matrix in (self.source, self.c))
+        sums = product + np.float32(self.case.beta) * c if self.case.beta else product
+        return sums + bias.astype(np.float32)
 
 
 @pytest.mark.parametrize("variant", MATMUL_EPILOGUES, ids=str)
@@ -183,7 +198,8 @@ class Product:
 def test_epilogues(variant: MatmulEpilogue, case: MatmulCase) -> None:
     if variant.activation == "none":
         plain = replace(case, beta=0.0)
-        check_operand_sum(Product(plain, variant), Epilogue.BGRADA if case.keep else Epilogue.BGRADB)
+        if not variant.once:
+            check_operand_sum(Product(plain, variant), Epilogue.BGRADA if case.keep else Epilogue.BGRADB)
         check_forward(Product(case, variant), Epilogue.BIAS if case.bias else Epilogue.NONE)
         return
     name = f"{variant.activation}{'_aux' if case.keep else ''}{'_bias' if case.bias else ''}"
@@ -210,10 +226,14 @@ def check_forward(product: Product, epilogue: Epilogue) -> None:
     )
     expected = activate(z, Activation(variant.activation))
     assert_close("d", product.d.values(), expected, rounding(variant.dtype, expected) + 8 * EPS32 * size)
+    once = product.in_fp32(added).astype(variant.dtype.numpy).astype(np.float64) if variant.once else None
+    if once is not None and variant.activation == "none":
+        assert np.array_equal(product.d.values(), once), "rounded once"
     if keeps and is_mask:
         assert np.array_equal(mask.bytes, mask.expected())
     elif keeps:
         assert_close("aux", kept.values(), z, rounding(variant.dtype, z) + 2 * EPS32 * size)
+        assert once is None or np.array_equal(kept.values(), once), "rounded once"
     bias.assert_unchanged()
 
 
