@@ -82,9 +82,10 @@ __device__ inline Octet load_product(const Matrix& product, const Addend& addend
   return z;
 }
 
-__device__ inline unsigned char pack_positive(const Octet& z) {
+// ReLU's bits of eight elements. The bit of NaN is set, so that backward hands its gradient on.
+__device__ inline unsigned char pack_passed(const Octet& z) {
   unsigned char bits = 0;
-  for (int i = 0; i < kOctet; ++i) bits |= static_cast<unsigned char>(z.v[i] > 0.0f) << i;
+  for (int i = 0; i < kOctet; ++i) bits |= static_cast<unsigned char>(!(z.v[i] <= 0.0f)) << i;
   return bits;
 }
 
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::Ma
     }
     if (aux.data) store<SCALAR>(aux, row, col, count, z);
     if (p.mask.data) {
-      p.mask.data[blockIdx.z * p.mask.batch_stride + row * p.mask.line_stride + col / kOctet] = pack_positive(z);
+      p.mask.data[blockIdx.z * p.mask.batch_stride + row * p.mask.line_stride + col / kOctet] = pack_passed(z);
     }
     for (int i = 0; i < kOctet; ++i) z.v[i] = ACTIVATION::forward(z.v[i], 0.0f);
     store<SCALAR>(d, row, col, count, z);

@@ -23,7 +23,7 @@ def activate(z: NDArray[Any], activation: Activation) -> Array:
 
 
 def derivative(z: NDArray[Any], activation: Activation) -> Array:
-    """act'(z), elementwise; at z = 0 that of ReLU is 0 and that of leaky ReLU is its slope."""
+    """act'(z), elementwise; at z = 0 ReLU's is 0 and leaky ReLU's is its slope, and ReLU's is 1 where z is NaN."""
     return _DERIVATIVE[activation.name](z.astype(np.float64), activation.negative_slope)
 
 
@@ -79,7 +79,7 @@ _FORWARD: Final[Mapping[str, _Function]] = {
 
 _DERIVATIVE: Final[Mapping[str, _Function]] = {
     "none": lambda z, _: np.ones_like(z),
-    "relu": lambda z, _: (z > 0).astype(np.float64),
+    "relu": lambda z, _: np.where(z <= 0, 0.0, 1.0),
     "leaky_relu": lambda z, slope: np.where(z > 0, 1.0, slope),
     "sigmoid": lambda z, _: _sigmoid(z) * (1.0 - _sigmoid(z)),
     "tanh": lambda z, _: 1.0 - np.tanh(z) ** 2,

@@ -282,6 +282,23 @@ def test_special_values(host: HostKernels, variant: Backward) -> None:
     assert_close("dz", dz.values(), expected, rounding(variant.dtype, expected) + 16 * EPS32)
 
 
+RELU_FROM_VALUES = [
+    each for each in BACKWARD_EPILOGUES if each.activation == "relu" and each.dz and each.saved is not Saved.MASK
+]
+
+
+@pytest.mark.parametrize("variant", RELU_FROM_VALUES, ids=str)
+def test_relu_hands_on_the_gradient_of_nan(host: HostKernels, variant: Backward) -> None:
+    values = np.array([[np.nan, -np.nan, 1.0, -1.0, 0.0, -0.0, np.inf, 7.0]], np.float32)
+    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
+    saved, dy = (Guarded(each, dtype=variant.dtype) for each in (values, np.full(values.shape, 3.0)))
+    dz = Guarded(np.zeros(values.shape), place, dtype=variant.dtype)
+    keeps_all = DropoutState(65536, Philox()).block()
+    params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), *values.shape, keeps_all, 0.0)
+    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 8), params)
+    assert dz.values().tolist() == [[3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 3.0, 3.0]]
+
+
 @pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.saved is Saved.MASK and v.dz], ids=str)
 @pytest.mark.parametrize("positive", [False, True])
 def test_a_mask_leaves_no_nan_out(host: HostKernels, variant: Backward, positive: bool) -> None:

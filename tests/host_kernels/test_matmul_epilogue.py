@@ -259,6 +259,31 @@ def check_backward(product: Product, epilogue: Epilogue) -> None:
     assert np.array_equal(mask.bytes, mask.expected())
 
 
+@pytest.mark.parametrize("variant", [each for each in MATMUL_EPILOGUES if each.activation == "relu"], ids=str)
+def test_the_mask_of_nan_is_set(variant: MatmulEpilogue) -> None:
+    place = Placement(column_major=False, gap=0, offset=0)
+    values = np.array([[[np.nan, 1.0, -1.0, 0.0, -0.0, np.inf, -np.inf, 2.0]]])
+    d = Batch(values, place, variant.dtype)
+    product = Batch(values, place, DType.FLOAT32)
+    bits = BitMask(~(values <= 0), Order.ROW)
+    problem = MatmulProblem(
+        variant.operand,
+        variant.dtype,
+        Compute.FLOAT32,
+        Spec(Layout(1, 4, Order.ROW, 4)),
+        Spec(Layout(4, 8, Order.ROW, 8)),
+        d.spec,
+        Epilogue.RELU_AUX,
+        aux=bits.spec,
+    )
+    own_pass = MatmulPass(problem, 0, product.spec if variant.once else None)
+    own_pass.run(
+        ProductCall(0, 0, d.address, 0, aux=bits.bytes.ctypes.data), product.address if variant.once else d.address
+    )
+    assert np.array_equal(bits.bytes, bits.expected())
+    assert np.array_equal(d.values(), np.where(values <= 0, 0.0, values), equal_nan=True)
+
+
 def check_operand_sum(product: Product, epilogue: Epilogue) -> None:
     case, variant = product.case, product.variant
     (m, n), k = case.shape, case.k
