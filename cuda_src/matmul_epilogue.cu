@@ -30,30 +30,17 @@ struct Addend {
   float beta;
 };
 
-struct MatmulForwardParams {
+struct MatmulEpilogueParams {
   Matrix product;  // of type PRODUCT; may be `d` if the types agree
   int64 product_batch_stride;
-  Matrix d;  // columns are the contiguous axis
+  Matrix d;  // matmul_forward takes D's contiguous axis for its columns
   int64 d_batch_stride;
   Addend addend;
-  Matrix bias;  // a zero stride along the axis that it does not vary with; may be absent
-  Matrix aux;   // where the pre-activation is kept; may be absent
+  Matrix bias;  // matmul_forward; a zero stride along the axis that it does not vary with; may be absent
+  Matrix aux;   // the pre-activation, which matmul_forward writes and matmul_backward reads; may be absent
   int64 aux_batch_stride;
-  Mask mask;  // where ReLU's bits are kept
-  int64 rows;
-  int64 cols;
-};
-
-struct MatmulBackwardParams {
-  Matrix product;  // of type PRODUCT; may be `d` if the types agree
-  int64 product_batch_stride;
-  Matrix d;
-  int64 d_batch_stride;
-  Addend addend;
-  Matrix aux;  // the pre-activation; absent where the mask is not
-  int64 aux_batch_stride;
-  Mask mask;
-  SCALAR* bias_gradient;  // (batch, cols) sums over the rows; may be absent
+  Mask mask;              // ReLU's bits instead
+  SCALAR* bias_gradient;  // matmul_backward; (batch, cols) sums over the rows; may be absent
   int64 rows;
   int64 cols;
 };
@@ -95,7 +82,7 @@ __device__ inline bool mask_bit(const Mask& mask, int64 row, int64 col) {
   return (byte >> (bit % 8)) & 1;
 }
 
-__device__ inline Octet slopes(const MatmulBackwardParams& p, const Matrix& aux, int64 row, int64 col, int count) {
+__device__ inline Octet slopes(const MatmulEpilogueParams& p, const Matrix& aux, int64 row, int64 col, int count) {
   Octet out{};
   if (p.mask.data) {
     for (int i = 0; i < count; ++i) out.v[i] = mask_bit(p.mask, row, col + i) ? 1.0f : 0.0f;
@@ -118,7 +105,7 @@ __device__ inline void store_sums(SCALAR* sums, int64 cols, const Octet& octet) 
 
 // D = act(product + β·C + bias), keeping the pre-activation or ReLU's bits.
 // One block a multiprocessor is asked for, and more fit: without the 1, NVRTC 13.0 spills a register for occupancy.
-extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::MatmulForwardParams p) {
+extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::MatmulEpilogueParams p) {
   using namespace lt;
   wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
@@ -143,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::Ma
 }
 
 // D = (product + β·C) · act'(aux). With a bias gradient the grid has one block in y, which sees every row.
-extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::MatmulBackwardParams p) {
+extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::MatmulEpilogueParams p) {
   using namespace lt;
   wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;

@@ -1,27 +1,78 @@
-"""cuBLASLt's epilogues as a pass of our own over a product that is already stored."""
+"""matmul_epilogue.cu: cuBLASLt's epilogues as a pass of our own over a product that is already stored."""
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from typing import Any, Final
 
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.kernels.blocks import SCALAR, Matrix
 from lt_runtime.kernels.call import ProductCall
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.kernel import get_kernel
-from lt_runtime.kernels.params import (
-    SCALAR,
-    Addend,
-    Mask,
-    MatmulBackwardParams,
-    MatmulForwardParams,
-    Matrix,
-    OperandSumParams,
-)
-from lt_runtime.kernels.tiling import grid_for
-from lt_runtime.layout import Layout, Order
+from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.tiling import Tiling, grid_for
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, MatmulProblem, Spec
 
-_BITS = 8
+_BITS: Final = 8
+
+
+class Mask(ctypes.Structure):
+    """`lt::Mask`; strides are in bytes."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("line_stride", ctypes.c_int64),
+        ("batch_stride", ctypes.c_int64),
+        ("along_rows", ctypes.c_int),
+    )
+
+
+class Addend(ctypes.Structure):
+    """`lt::Addend`."""
+
+    _fields_ = (
+        ("c", Matrix),
+        ("batch_stride", ctypes.c_int64),
+        ("beta_pointer", ctypes.c_void_p),
+        ("beta", ctypes.c_float),
+    )
+
+
+class MatmulEpilogueParams(ctypes.Structure):
+    """`lt::MatmulEpilogueParams`."""
+
+    _fields_ = (
+        ("product", Matrix),
+        ("product_batch_stride", ctypes.c_int64),
+        ("d", Matrix),
+        ("d_batch_stride", ctypes.c_int64),
+        ("addend", Addend),
+        ("bias", Matrix),
+        ("aux", Matrix),
+        ("aux_batch_stride", ctypes.c_int64),
+        ("mask", Mask),
+        ("bias_gradient", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+    )
+
+
+class OperandSumParams(ctypes.Structure):
+    """`lt::OperandSumParams`."""
+
+    _fields_ = (
+        ("operand", Matrix),
+        ("batch_stride", ctypes.c_int64),
+        ("sum", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+    )
+
+
+MATMUL_FORWARD: Final = Entry("matmul_forward", "matmul_epilogue.cu", MatmulEpilogueParams)
+MATMUL_BACKWARD: Final = Entry("matmul_backward", "matmul_epilogue.cu", MatmulEpilogueParams)
+OPERAND_SUM: Final = Entry("operand_sum", "matmul_epilogue.cu", OperandSumParams)
 
 
 def c_lies_across(problem: MatmulProblem) -> bool:
@@ -41,103 +92,85 @@ class MatmulPass:
     """
 
     def __init__(self, problem: MatmulProblem, device: int, product: Spec | None = None) -> None:
-        self._problem, self._product = problem, product or problem.d
+        self._problem, self._product, epilogue = problem, product or problem.d, problem.epilogue
         self._adds_c = problem.c is not None and (product is not None or c_lies_across(problem))
-        self._mask = problem.epilogue.activation == "relu" and problem.aux is not None
+        self._has_mask = epilogue.activation == "relu" and problem.aux is not None
+        # Forward's columns are D's contiguous axis, so that one thread writes a whole byte of ReLU's mask.
+        self._flips = problem.d.layout.order is Order.COLUMN and not epilogue.is_derivative
         macros = (
             ("SCALAR", SCALAR[problem.d_dtype]),
             ("PRODUCT", SCALAR[DType.FLOAT32 if product else problem.d_dtype]),
             ("OPERAND", SCALAR[problem.dtype]),
-            ("ACTIVATION", ACTIVATION_NAMES[problem.epilogue.activation]),
+            ("ACTIVATION", ACTIVATION_NAMES[epilogue.activation]),
         )
-        if problem.epilogue.sums_operand:
-            entry, self._launch = "operand_sum", self._launch_operand_sum
-        elif problem.epilogue.is_derivative:
-            entry, self._launch = "matmul_backward", self._launch_backward
+        params: MatmulEpilogueParams | OperandSumParams
+        if epilogue.sums_operand:
+            entry, params, self._write = OPERAND_SUM, self._operand_sum_params(), self._write_operand_sum
         else:
-            entry, self._launch = "matmul_forward", self._launch_forward
-        self._kernel = get_kernel(entry, macros, device)
+            entry = MATMUL_BACKWARD if epilogue.is_derivative else MATMUL_FORWARD
+            params, self._write = self._epilogue_params(), self._write_epilogue
+        grid, block = grid_for(packed(params.rows, params.cols))
+        if epilogue.has_bias_gradient:
+            grid = (grid[0], 1)  # a block sees every row of the columns that it sums up
+        self._is_empty = 0 in grid or problem.batch == 0
+        self._launches: Launches[Any] = Launches(
+            entry, macros, device, Tiling(grid, block), params, batch=problem.batch
+        )
 
     def run(self, call: ProductCall, product: int) -> None:
-        """Puts the pass on the call's stream, after the plain product.
+        """Puts the pass on the call's stream, after the plain product; the caller holds the lock of its memory.
 
         Args:
             product: address of the product, which is D's unless the pass was made for a separate one.
         """
-        self._launch(call, product)
+        if self._is_empty:
+            return
+        params, launch = self._launches[call.stream]
+        self._write(params, call, product)
+        launch()
 
-    def _launch_forward(self, call: ProductCall, product: int) -> None:
+    def _write_operand_sum(self, params: Any, call: ProductCall, product: int) -> None:
+        params.operand.data = call.a if self._problem.epilogue is Epilogue.BGRADA else call.b
+        params.sum = call.vector
+
+    def _write_epilogue(self, params: Any, call: ProductCall, product: int) -> None:
+        params.product.data, params.d.data = product, call.d
+        params.bias.data = params.bias_gradient = call.vector  # a kernel looks at one of them
+        if self._has_mask:
+            params.mask.data = call.aux
+        elif self._problem.aux is not None:
+            params.aux.data = call.aux
+        if self._adds_c:
+            addend, on_device = params.addend, self._problem.device_scalars
+            addend.c.data = call.c
+            addend.beta_pointer, addend.beta = (int(call.beta), 0.0) if on_device else (0, call.beta)
+
+    def _operand_sum_params(self) -> OperandSumParams:
         problem = self._problem
-        # The kernel's columns are D's contiguous axis, so that a byte of ReLU's mask is one thread's.
-        flipped = problem.d.layout.order is Order.COLUMN
-        spec = problem.d.transposed if flipped else problem.d
-        layout, source = spec.layout, self._product.layout
-        params = MatmulForwardParams(
-            product=Matrix.at(product, source.transposed if flipped else source),
-            product_batch_stride=self._product.batch_stride,
-            d=Matrix.at(call.d, layout),
-            d_batch_stride=spec.batch_stride,
-            addend=self._addend(call, transposed=flipped),
-            bias=Matrix(call.vector, int(flipped), int(not flipped)),
-            aux=self._aux(call.aux, transposed=flipped),
-            aux_batch_stride=problem.aux.batch_stride if problem.aux else 0,
-            mask=self._mask_at(call.aux, along_rows=False),
-            rows=layout.rows,
-            cols=layout.cols,
-        )
-        self._put(*grid_for(layout), params, call.stream)
+        spec = problem.a.transposed if problem.epilogue is Epilogue.BGRADA else problem.b
+        layout = spec.layout
+        return OperandSumParams(Matrix.of(layout), spec.batch_stride, 0, layout.rows, layout.cols)
 
-    def _launch_backward(self, call: ProductCall, product: int) -> None:
-        problem, layout = self._problem, self._problem.d.layout
-        params = MatmulBackwardParams(
-            product=Matrix.at(product, self._product.layout),
+    def _epilogue_params(self) -> MatmulEpilogueParams:
+        problem, layout, c, aux = self._problem, self._turned(self._problem.d), self._problem.c, self._problem.aux
+        params = MatmulEpilogueParams(
+            product=Matrix.of(self._turned(self._product)),
             product_batch_stride=self._product.batch_stride,
-            d=Matrix.at(call.d, layout),
+            d=Matrix.of(layout),
             d_batch_stride=problem.d.batch_stride,
-            addend=self._addend(call, transposed=False),
-            aux=self._aux(call.aux, transposed=False),
-            aux_batch_stride=problem.aux.batch_stride if problem.aux else 0,
-            mask=self._mask_at(call.aux, along_rows=layout.order is Order.COLUMN),
-            bias_gradient=call.vector,
+            bias=Matrix(0, int(self._flips), int(not self._flips)),
             rows=layout.rows,
             cols=layout.cols,
         )
-        grid, block = grid_for(layout)
-        if problem.epilogue.has_bias_gradient:
-            grid = (grid[0], 1)
-        self._put(grid, block, params, call.stream)
+        if c is not None and self._adds_c:
+            params.addend = Addend(Matrix.of(self._turned(c)), c.batch_stride)
+        if aux is not None and self._has_mask:
+            along_rows = problem.d.layout.order is Order.COLUMN and not self._flips
+            params.mask = Mask(0, aux.layout.leading_dimension // _BITS, aux.batch_stride // _BITS, int(along_rows))
+        elif aux is not None:
+            params.aux, params.aux_batch_stride = Matrix.of(self._turned(aux)), aux.batch_stride
+        return params
 
-    def _launch_operand_sum(self, call: ProductCall, product: int) -> None:
-        problem = self._problem
-        of_a = problem.epilogue is Epilogue.BGRADA
-        spec: Spec = problem.a.transposed if of_a else problem.b
-        layout: Layout = spec.layout
-        operand = Matrix.at(call.a if of_a else call.b, layout)
-        params = OperandSumParams(operand, spec.batch_stride, call.vector, layout.rows, layout.cols)
-        grid, block = grid_for(layout)
-        self._put((grid[0], 1), block, params, call.stream)
-
-    def _put(self, grid: tuple[int, int], block: tuple[int, int], params: Any, stream: int) -> None:
-        if 0 not in grid and self._problem.batch:
-            self._kernel.prepare(grid, block, params, stream, self._problem.batch)()
-
-    def _addend(self, call: ProductCall, *, transposed: bool) -> Addend:
-        """β·C where this pass adds it, otherwise nothing."""
-        problem = self._problem
-        if problem.c is None or not self._adds_c:
-            return Addend()
-        layout = problem.c.layout.transposed if transposed else problem.c.layout
-        pointer, beta = (int(call.beta), 0.0) if problem.device_scalars else (0, call.beta)
-        return Addend(Matrix.at(call.c, layout), problem.c.batch_stride, pointer, beta)
-
-    def _aux(self, address: int, *, transposed: bool) -> Matrix:
-        spec = self._problem.aux
-        if spec is None or self._mask:
-            return Matrix()
-        return Matrix.at(address, spec.layout.transposed if transposed else spec.layout)
-
-    def _mask_at(self, address: int, *, along_rows: bool) -> Mask:
-        spec = self._problem.aux
-        if spec is None or not self._mask:
-            return Mask()
-        return Mask(address, spec.layout.leading_dimension // _BITS, spec.batch_stride // _BITS, int(along_rows))
+    def _turned(self, spec: Spec) -> Layout:
+        """The layout of a matrix as the kernel sees it."""
+        return spec.layout.transposed if self._flips else spec.layout

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.kernels import epilogue as launches
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.params import SCALAR
+from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan
@@ -38,7 +38,7 @@ WHOLE, ODD = Spec(packed(16, 24)), Spec(packed(16, 23))
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
     """What has been asked for."""
     seen: set[Variant] = set()
-    monkeypatch.setattr(launches, "get_kernel", lambda entry, macros, _: seen.add(Variant(f"{entry}.cu", macros)))
+    monkeypatch.setattr(kernels, "get_kernel", lambda entry, macros, _: seen.add(Variant(entry.source, macros)))
     monkeypatch.setattr(tiling, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=132, memory=0))
     return seen
 

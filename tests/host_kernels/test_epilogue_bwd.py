@@ -11,10 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.epilogue import DropoutState
-from lt_runtime.kernels.kernel import OCTET
-from lt_runtime.kernels.params import ColumnSum, EpilogueBwdParams, Matrix
-from lt_runtime.kernels.tiling import Tiling, reduction
+from lt_runtime.kernels.blocks import ColumnSum, Matrix
+from lt_runtime.kernels.epilogue import EPILOGUE_BWD, DropoutState, EpilogueBwdParams
+from lt_runtime.kernels.tiling import OCTET, Tiling, reduction
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, DType, Philox, Saved, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
@@ -174,7 +173,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
         dropout=state.block() if variant.dropout else NO_DROPOUT,
         slope=case.slope,
     )
-    host.get("epilogue_bwd", variant.macros).launch(*tiling, params, order=order)
+    host.get(EPILOGUE_BWD, variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.drops.philox.step
     operands.partial.values()
     operands.tickets.assert_unchanged()  # zero again
@@ -276,7 +275,7 @@ def test_special_values(host: HostKernels, variant: Backward) -> None:
     cols = SPECIAL.shape[1]
     keeps_all = DropoutState(65536, Philox()).block()
     params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), 1, cols, keeps_all, 0.25)
-    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 8), params)
+    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = derivative(saved.array, Activation(variant.activation, 0.25))
     assert_close("dz", dz.values(), expected, rounding(variant.dtype, expected) + 16 * EPS32)
@@ -295,7 +294,7 @@ def test_relu_hands_on_the_gradient_of_nan(host: HostKernels, variant: Backward)
     dz = Guarded(np.zeros(values.shape), place, dtype=variant.dtype)
     keeps_all = DropoutState(65536, Philox()).block()
     params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), *values.shape, keeps_all, 0.0)
-    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 8), params)
+    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
     assert dz.values().tolist() == [[3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 3.0, 3.0]]
 
 
@@ -307,6 +306,6 @@ def test_a_mask_leaves_no_nan_out(host: HostKernels, variant: Backward, positive
     dy, dz = Guarded(values, FLAT, variant.dtype), Guarded(np.zeros(values.shape), place, variant.dtype)
     saved = mask(np.full(values.shape, positive), 0)
     params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), *values.shape, NO_DROPOUT, 0.0)
-    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 8), params)
+    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
     with np.errstate(invalid="ignore"):
         assert_close("dz", dz.values(), values * float(positive), 0.0)

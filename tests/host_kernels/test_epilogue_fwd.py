@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.params import EpilogueFwdParams, Matrix
+from lt_runtime.kernels.blocks import Matrix
+from lt_runtime.kernels.epilogue import EPILOGUE_FWD, EpilogueFwdParams
 from lt_runtime.kernels.tiling import sweep
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, keep_scale, keep_threshold
@@ -126,7 +127,7 @@ def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Ope
         slope=case.slope,
     )
     tiling = case.blocks.tiling(case.shape) if case.blocks else sweep(packed(*case.shape), None)
-    host.get("epilogue_fwd", variant.macros).launch(*tiling, params, order=order)
+    host.get(EPILOGUE_FWD, variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.drops.philox.step
 
 
@@ -192,7 +193,7 @@ def test_special_values(host: HostKernels, variant: Forward) -> None:
     x, y = Guarded(SPECIAL), Guarded(np.zeros_like(SPECIAL))
     cols = SPECIAL.shape[1]
     params = EpilogueFwdParams(x.matrix, Matrix(), y.matrix, 0, 1, cols, NO_DROPOUT, 0.25)
-    host.get("epilogue_fwd", variant.macros).launch((1, 1), (2, 1), params)
+    host.get(EPILOGUE_FWD, variant.macros).launch((1, 1), (2, 1), params)
     with np.errstate(over="ignore"):
         expected = activate(SPECIAL, Activation(variant.activation, 0.25))
     assert_close(str(variant), y.values(), expected, 8 * EPS32 * np.abs(SPECIAL) + 1e-37)

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
-from lt_runtime.kernels import epilogue as launches
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.epilogue import BackwardPass, DropoutState, ForwardPass, Sums
+from lt_runtime.kernels.kernel import Entry
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import Activation, Compute, Derivative, ForwardProblem, Saved, Spec
@@ -36,12 +37,12 @@ SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu(host: HostKernels) -> Iterator[None]:
-    def get(entry: str, macros: Macros, device: int) -> HostKernel:
+    def get(entry: Entry, macros: Macros, device: int) -> HostKernel:
         # the CPU's kernels are the same whatever a multiprocessor shall hold
         return host.get(entry, tuple((name, "1" if name == "BLOCKS" else value) for name, value in macros), device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "get_kernel", get)
+        patch.setattr(kernels, "get_kernel", get)
         patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
         yield
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels import matmul_epilogue as matmul_pass
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.call import ProductCall
 from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import Layout, Order
@@ -31,7 +31,7 @@ PITCH = 16  # bytes that a mask's rows lie a multiple of apart
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu(host: HostKernels) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul_pass, "get_kernel", host.get)
+        patch.setattr(kernels, "get_kernel", host.get)
         yield
 
 

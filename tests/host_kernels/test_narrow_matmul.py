@@ -17,9 +17,11 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import narrow as narrow_pass
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Compute, MatmulProblem, Spec
@@ -205,13 +207,13 @@ class Product:
         """Runs the product; returns the kernel that it asked for."""
         asked: Asked = []
 
-        def get(entry: str, macros: Macros, device: int) -> _Turns:
-            asked.append((entry, macros))
-            assume(self.variant.matches(entry, macros))
+        def get(entry: Entry, macros: Macros, device: int) -> _Turns:
+            asked.append((entry.name, macros))
+            assume(self.variant.matches(entry.name, macros))
             return _Turns(host, entry, macros, order)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(narrow_pass, "get_kernel", get)
+            patch.setattr(kernels, "get_kernel", get)
             if self.case.busy:
                 patch.setattr(narrow_pass, "_BUSY_THREADS", 64)
                 patch.setattr(narrow_pass, "_LONG", 1)
