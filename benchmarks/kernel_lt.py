@@ -11,7 +11,8 @@ from benchmarks import cases
 from benchmarks.buffers import Sets, normal
 from benchmarks.graphs import Contender, capture
 from lt_runtime.gpu.memory import MAX_TICKETS
-from lt_runtime.kernels.epilogue import BackwardPass, DropoutState, ForwardPass, Sums
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
 from lt_runtime.layout import packed
 from lt_runtime.problem import (
     Activation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import get_kernel
 from lt_runtime.kernels.params import (
@@ -51,39 +51,41 @@ class MatmulPass:
             entry, self._launch = "matmul_forward", self._launch_forward
         self._kernel = get_kernel(entry, macros, device)
 
-    def run(self, call: ProductCall) -> None:
+    def run(self, call: Call) -> None:
         """Puts the pass on the call's stream, after the plain product."""
         self._launch(call)
 
-    def _launch_forward(self, call: ProductCall) -> None:
+    def _launch_forward(self, call: Call) -> None:
         problem = self._problem
+        _, _, _, vector, aux, d = call.addresses
         # The kernel's columns are D's contiguous axis, so that a byte of ReLU's mask is one thread's.
         flipped = problem.d.layout.order is Order.COLUMN
         spec = problem.d.transposed if flipped else problem.d
         layout = spec.layout
         params = MatmulForwardParams(
-            d=Matrix.at(call.d, layout),
+            d=Matrix.at(d, layout),
             d_batch_stride=spec.batch_stride,
             addend=self._addend(call, transposed=flipped),
-            bias=Matrix(call.vector, int(flipped), int(not flipped)),
-            aux=self._aux(call.aux, transposed=flipped),
+            bias=Matrix(vector, int(flipped), int(not flipped)),
+            aux=self._aux(aux, transposed=flipped),
             aux_batch_stride=problem.aux.batch_stride if problem.aux else 0,
-            mask=self._mask_at(call.aux, along_rows=False),
+            mask=self._mask_at(aux, along_rows=False),
             rows=layout.rows,
             cols=layout.cols,
         )
         self._put(*grid_for(layout), params, call.stream)
 
-    def _launch_backward(self, call: ProductCall) -> None:
+    def _launch_backward(self, call: Call) -> None:
         problem, layout = self._problem, self._problem.d.layout
+        _, _, _, vector, aux, d = call.addresses
         params = MatmulBackwardParams(
-            d=Matrix.at(call.d, layout),
+            d=Matrix.at(d, layout),
             d_batch_stride=problem.d.batch_stride,
             addend=self._addend(call, transposed=False),
-            aux=self._aux(call.aux, transposed=False),
+            aux=self._aux(aux, transposed=False),
             aux_batch_stride=problem.aux.batch_stride if problem.aux else 0,
-            mask=self._mask_at(call.aux, along_rows=layout.order is Order.COLUMN),
-            bias_gradient=call.vector,
+            mask=self._mask_at(aux, along_rows=layout.order is Order.COLUMN),
+            bias_gradient=vector,
             rows=layout.rows,
             cols=layout.cols,
         )
@@ -92,13 +94,14 @@ class MatmulPass:
             grid = (grid[0], 1)
         self._put(grid, block, params, call.stream)
 
-    def _launch_operand_sum(self, call: ProductCall) -> None:
+    def _launch_operand_sum(self, call: Call) -> None:
         problem = self._problem
         of_a = problem.epilogue is Epilogue.BGRADA
         spec: Spec = problem.a.transposed if of_a else problem.b
         layout: Layout = spec.layout
-        operand = Matrix.at(call.a if of_a else call.b, layout)
-        params = OperandSumParams(operand, spec.batch_stride, call.vector, layout.rows, layout.cols)
+        a, b, _, vector, _, _ = call.addresses
+        operand = Matrix.at(a if of_a else b, layout)
+        params = OperandSumParams(operand, spec.batch_stride, vector, layout.rows, layout.cols)
         grid, block = grid_for(layout)
         self._put((grid[0], 1), block, params, call.stream)
 
@@ -106,14 +109,15 @@ class MatmulPass:
         if 0 not in grid and self._problem.batch:
             self._kernel.prepare(grid, block, params, stream, self._problem.batch)()
 
-    def _addend(self, call: ProductCall, *, transposed: bool) -> Addend:
+    def _addend(self, call: Call, *, transposed: bool) -> Addend:
         """β·C, where the product has left it to this pass."""
         problem = self._problem
         if problem.c is None or not c_lies_across(problem):
             return Addend()
         layout = problem.c.layout.transposed if transposed else problem.c.layout
-        pointer, beta = (int(call.beta), 0.0) if problem.device_scalars else (0, call.beta)
-        return Addend(Matrix.at(call.c, layout), problem.c.batch_stride, pointer, beta)
+        c, beta = call.addresses[2], call.scalars[1]
+        pointer, beta = (int(beta), 0.0) if problem.device_scalars else (0, beta)
+        return Addend(Matrix.at(c, layout), problem.c.batch_stride, pointer, beta)
 
     def _aux(self, address: int, *, transposed: bool) -> Matrix:
         spec = self._problem.aux

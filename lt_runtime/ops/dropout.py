@@ -9,7 +9,7 @@ import numpy as np
 
 from lt_runtime.arrays import Operand, on_host
 from lt_runtime.gpu.devices import activated
-from lt_runtime.kernels.epilogue import DropoutState
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import OCTET, get_kernel
 from lt_runtime.kernels.params import SCALAR, DropoutParams, Matrix
 from lt_runtime.kernels.tiling import access_macros, are_aligned, sweep, wave_of

@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.epilogue import DropoutState
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import OCTET
 from lt_runtime.kernels.params import Dropout
 from lt_runtime.kernels.tiling import Tiling

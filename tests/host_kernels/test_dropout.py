@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.epilogue import DropoutState
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.params import Dropout, DropoutParams
 from lt_runtime.kernels.tiling import sweep
 from lt_runtime.layout import packed

@@ -19,7 +19,8 @@ from lt_runtime.store.plan_store import plan_store
 TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
 _MODES: Final = ("off", "first-use")
 
-_asked_for: ContextVar[Effort | None] = ContextVar("lt_runtime_tuning", default=None)
+asked_for: Final[ContextVar[Effort | None]] = ContextVar("lt_runtime_tuning", default=None)
+"""The effort at which the calling thread is to measure even what it has run before; None if it is not to."""
 _is_busy: ContextVar[bool] = ContextVar("lt_runtime_is_tuning", default=False)
 _seen: set[tuple[Problem, int, Effort]] = set()
 """Problems that need no look any more: measured, or not to be measured."""
@@ -42,11 +43,11 @@ def tuning(effort: Effort = "default") -> Iterator[None]:
     Raises:
         ArgumentError: the effort is neither.
     """
-    token = _asked_for.set(checked_effort(effort))
+    token = asked_for.set(checked_effort(effort))
     try:
         yield
     finally:
-        _asked_for.reset(token)
+        asked_for.reset(token)
 
 
 def checked_effort(effort: str) -> Effort:
@@ -60,9 +61,9 @@ def checked_effort(effort: str) -> Effort:
     return cast(Effort, effort)
 
 
-def is_asked_for() -> bool:
+def isasked_for() -> bool:
     """Whether the calling thread is to measure even what it has run before."""
-    return _asked_for.get() is not None
+    return asked_for.get() is not None
 
 
 def tune_at_first_use(problem: Problem, device: int) -> None:
@@ -73,7 +74,7 @@ def tune_at_first_use(problem: Problem, device: int) -> None:
     Raises:
         ArgumentError: the environment asks for something unknown.
     """
-    effort = _asked_for.get() or _effort_of_process()
+    effort = asked_for.get() or _effort_of_process()
     if effort is None or _is_busy.get() or (problem, device, effort) in _seen:
         return
     with _one_at_a_time:
