@@ -198,7 +198,7 @@ def test_a_table_says_what_was_missed_or_left_out() -> None:
 
 
 def test_reading_the_cases_loads_no_gpu_library() -> None:
-    modules = ", ".join(f"benchmarks.{name}" for name in (*SUITES, "priors"))
+    modules = ", ".join(f"benchmarks.{name}" for name in (*SUITES, "compare", "readme", "priors"))
     code = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {"cupy", "torch", "nvmath"}.isdisjoint(done.stdout.split())
