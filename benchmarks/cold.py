@@ -100,4 +100,4 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
     return {IMPORT: imports, **{name: partial(firsts, task) for task, name in NAMES.items()}}
 
 
-SUITE: Final = Suite(rounds=4, order=[IMPORT, *NAMES.values()], jobs=_jobs, findings=findings)
+SUITE: Final = Suite(rounds=4, order=[IMPORT, *NAMES.values()], jobs=_jobs, findings=findings, has_context=False)

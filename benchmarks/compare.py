@@ -62,17 +62,24 @@ def processes(suites: Sequence[str], count: int) -> Iterator[Process]:
 class Comparison:
     """Two checkouts and the folder for everything that their processes leave."""
 
-    def __init__(self, checkouts: Mapping[str, Path], work: Path, only: str | None) -> None:
-        self.checkouts, self.work, self._only = checkouts, work, only
+    def __init__(
+        self, checkouts: Mapping[str, Path], work: Path, only: str | None = None, rounds: int | None = None
+    ) -> None:
+        self.checkouts, self.work, self._only, self._rounds = checkouts, work, only, rounds
         self._code = work / "code"
 
     def prepare(self) -> None:
         """Makes a folder from which a process imports this benchmark code, and checks that both packages are found.
 
         Raises:
-            SystemExit: a process would import another lt_runtime than its checkout's.
+            SystemExit: a process would import another lt_runtime than its checkout's; or the folder for the results
+                holds those of another comparison.
         """
         self._code.mkdir(parents=True, exist_ok=True)
+        what, file = json.dumps(self._what()), self.work / "what.json"
+        if file.exists() and file.read_text() != what:
+            raise SystemExit(f"{self.work} is of another comparison; give another --work\nit is of {file.read_text()}")
+        file.write_text(what)
         link = self._code / "benchmarks"
         if not link.exists():
             link.symlink_to(Path(__file__).resolve().parent, target_is_directory=True)
@@ -83,15 +90,19 @@ class Comparison:
             if checkout not in Path(done.stdout.strip() or "/").parents:
                 raise SystemExit(f"--{side} is {checkout}: no lt_runtime can be imported from there\n{done.stderr}")
 
+    def _what(self) -> dict[str, Any]:
+        sides = {side: [str(folder), report.commit(folder)] for side, folder in self.checkouts.items()}
+        return sides | {"only": self._only, "rounds": self._rounds}
+
     def environment(self, side: str) -> dict[str, str]:
         """The variables of a process."""
         path = os.pathsep.join((str(self._code), str(self.checkouts[side])))
         return os.environ | {"PYTHONPATH": path, CACHE_VARIABLE: str(self.work / f"cache-{side}")}
 
-    def command(self, process: Process, rounds: int) -> list[str]:
+    def command(self, process: Process) -> list[str]:
         """What a process runs."""
         command = [sys.executable, "-m", "benchmarks", process.suite, "--ours", "--out", str(self.work / process.name)]
-        command += ["--rounds", str(1 if process.number == 0 else rounds)]
+        command += ["--rounds", str(self._rounds or ROUNDS[process.suite]) if process.number else "1"]
         command += ["--keep-plans"] if process.suite != "host" else []
         return command + (["--only", self._only] if self._only else [])
 
@@ -99,7 +110,7 @@ class Comparison:
         """Whether an earlier command has run a process to its end."""
         return (self.work / process.name / "done").exists()
 
-    def run(self, process: Process, rounds: int) -> None:
+    def run(self, process: Process) -> None:
         """Runs a process to its end.
 
         Raises:
@@ -107,7 +118,7 @@ class Comparison:
         """
         folder = self.work / process.name
         folder.mkdir(parents=True, exist_ok=True)
-        command, log = self.command(process, rounds), folder / "log"
+        command, log = self.command(process), folder / "log"
         with log.open("w") as output:
             done = subprocess.run(
                 command,
@@ -214,7 +225,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs what is not done yet, as long as there is time, and compares what there is."""
     options = parser().parse_args(argv)
     checkouts = {side: getattr(options, side).resolve() for side in _SIDES}
-    comparison = Comparison(checkouts, options.work.resolve(), options.only)
+    comparison = Comparison(checkouts, options.work.resolve(), options.only, options.rounds)
     comparison.prepare()
     start = time.monotonic()
     for process in processes(options.suites, options.processes):
@@ -222,7 +233,7 @@ def main(argv: Sequence[str]) -> None:
             print("time is up; the same command goes on from here")
             break
         if not comparison.is_done(process):
-            comparison.run(process, options.rounds or ROUNDS[process.suite])
+            comparison.run(process)
             print(f"{time.monotonic() - start:.0f} s: {process.name} is done", flush=True)
     _report(comparison, options)
 

@@ -44,8 +44,7 @@ def times(ratio: float | None) -> str:
     """A ratio, in bold where we lose; empty for None."""
     if ratio is None:
         return ""
-    text = f"{ratio:.2f}×"
-    return f"**{text}**" if float(text[:-1]) < 1 else text
+    return f"**{ratio:.2f}×**" if ratio < 1 else f"{ratio:.2f}×"
 
 
 def fastest(row: Json, names: Iterable[str]) -> float | None:
@@ -149,7 +148,8 @@ def steps() -> str:
         found = row["us"]
         masters = ", FP32 masters" if row["type"] == "bf16" and row["master"] else ""
         sizes = "-".join(map(str, row["dims"]))
-        what = f"{sizes}, batch {row['rows']}, {_ACTIVATIONS[row['activation']]}, {row['loss'].replace('_', '-')}, {row['type'].upper()}{masters}"
+        of_layers = f"{_ACTIVATIONS[row['activation']]}, {row['loss'].replace('_', '-')}"
+        what = f"{sizes}, batch {row['rows']}, {of_layers}, {row['type'].upper()}{masters}"
         cells = [us(found["lt"]), us(found["lt_call"])]
         for name in ("torch_graph", "torch_max_autotune", "torch_graph_call", "lt_untuned"):
             ours = "lt_call" if name.endswith("_call") else "lt"

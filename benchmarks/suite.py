@@ -49,6 +49,7 @@ class Suite:
         facts: what else a file says beside its rows.
         lines: a table of rows as they stand in the file, printed at the end instead of one after each row.
         compiled: the cases in which torch.compile takes part under --max-autotune.
+        has_context: whether the jobs work on the GPU themselves, and not only in other processes.
     """
 
     rounds: int
@@ -58,6 +59,7 @@ class Suite:
     facts: Callable[[Sequence[Json]], Json] = _nothing
     lines: Callable[[Sequence[Json]], Table] | None = None
     compiled: Sequence[str] = ()
+    has_context: bool = True
 
 
 def kept_rows(file: Path | None) -> Rows:
@@ -105,12 +107,10 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     """
     if not has_gpu():
         raise SystemExit(f"the suite {name} needs an NVIDIA GPU")
-    import cupy as cp
-
     file = file_of(name, options)
     rows = kept_rows(file) if options.resume else {}
     jobs, console = missing(suite, options, rows), report.console()
-    stream, start = cp.cuda.Stream(non_blocking=True), time.monotonic()
+    stream, start = _stream() if suite.has_context else None, time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(name, total=len(jobs))
@@ -119,7 +119,8 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
                 break
             progress.update(task, description=case)
             rows[case] = _measured(case, job, stream, None if suite.lines else console)
-            release()
+            if suite.has_context:
+                release()
             save(suite, rows, file)
             progress.advance(task)
     if suite.lines is not None:
@@ -129,6 +130,12 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     if file is not None:
         console.print(f"written to {file}")
     return rows
+
+
+def _stream() -> Any:
+    import cupy as cp
+
+    return cp.cuda.Stream(non_blocking=True)
 
 
 def _measured(case: str, job: Job, stream: Any, console: Console | None) -> dict[str, Any]:

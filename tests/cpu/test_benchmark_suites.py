@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report, suite
-from benchmarks.__main__ import options_of
+from benchmarks.__main__ import SUITES, options_of
 from benchmarks.report import Finding, Row
 from benchmarks.suite import Suite, plan_cache
 from benchmarks.timing import Timing
@@ -25,7 +28,7 @@ STREAM = object()
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with a GPU on which nothing runs."""
     fake = SimpleNamespace(cuda=SimpleNamespace(Stream=lambda **_: STREAM))
-    monkeypatch.setitem(__import__("sys").modules, "cupy", fake)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(suite, "has_gpu", lambda: True)
     monkeypatch.setattr(suite, "release", lambda: None)
     monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
@@ -98,6 +101,18 @@ def test_a_run_goes_on_where_one_ended(tmp_path: Path, capsys: pytest.CaptureFix
 def test_what_is_measured_and_written(options: tuple[str, ...], rows: list[str], is_written: bool) -> None:
     assert [*suite.run("some", suite_of("one", "two"), asked(*options))] == rows
     assert (report.RESULTS / "some.json").exists() is is_written
+
+
+def test_a_suite_of_other_processes_has_no_context_of_its_own(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    def job(stream: Any) -> Row:
+        given.append(stream)
+        return measured("one")
+
+    suite.run("some", replace(suite_of("one", one=job), has_context=False), asked("--out", str(tmp_path)))
+    assert given == [None]
+    assert [name for name in SUITES if not import_module(f"benchmarks.{name}").SUITE.has_context] == ["cold"]
 
 
 def test_the_file_is_whole_after_each_row(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, readme
+from benchmarks import readme
 from benchmarks.__main__ import main
 from benchmarks.compare import Comparison, Process, compared, findings, lacking, processes
 
@@ -63,12 +63,20 @@ def test_a_process_imports_its_checkout_s_package_and_these_benchmarks(tmp_path:
     environment = comparison.environment("old")
     assert environment["PYTHONPATH"].split(":") == [str(tmp_path / "work" / "code"), str(sides["old"])]
     assert environment["LT_RUNTIME_CACHE_DIR"] != comparison.environment("new")["LT_RUNTIME_CACHE_DIR"]
-    command = comparison.command(Process("layers", 3, "old"), 5)
+    command = comparison.command(Process("layers", 3, "old"))
     assert command[1:5] == ["-m", "benchmarks", "layers", "--ours"]
     assert command[5:] == [
         *("--out", str(tmp_path / "work" / "layers-3-old"), "--rounds", "5", "--keep-plans", "--only", "mnist")
     ]
-    assert "--keep-plans" not in comparison.command(Process("host", 1, "new"), 5)
+    assert comparison.command(Process("layers", 0, "old"))[8] == "1", "one round is enough to fill a cache"
+    assert "--keep-plans" not in comparison.command(Process("host", 1, "new"))
+
+
+def test_results_of_another_comparison_are_not_taken_for_this_one_s(tmp_path: Path) -> None:
+    sides = {side: checkout(tmp_path / side) for side in ("old", "new")}
+    Comparison(sides, tmp_path / "work", "mnist").prepare()
+    with pytest.raises(SystemExit, match="is of another comparison"):
+        Comparison(sides, tmp_path / "work", "gpt2").prepare()
 
 
 def test_a_checkout_without_the_package_is_refused(tmp_path: Path) -> None:
@@ -85,7 +93,7 @@ def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     comparison.prepare()
     process = Process("host", 1, "new")
     with pytest.raises(SystemExit, match=r"(?s)host-1-new failed.*the suite host needs an NVIDIA GPU"):
-        comparison.run(process, 5)
+        comparison.run(process)
     assert not comparison.is_done(process)
 
 
@@ -94,9 +102,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of processes that were run; each leaves a result of its own."""
     names: list[str] = []
 
-    def run(comparison: Comparison, process: Process, rounds: int) -> None:
+    def run(comparison: Comparison, process: Process) -> None:
         names.append(process.name)
-        assert rounds == compare.ROUNDS[process.suite]
         us = {"old": 10.0, "new": 9.0}[process.side] + process.number
         folder = comparison.work / process.name
         folder.mkdir(parents=True)

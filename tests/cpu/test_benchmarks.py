@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -237,6 +240,75 @@ def test_a_kernel_s_fraction_is_of_the_copy_of_the_same_run(monkeypatch: pytest.
     assert row.fraction_of_copy == pytest.approx(case.bytes / 1e6 / 4000)
     assert measured == ["stream"], "once in a run"
     assert kernels.SUITE.facts([row.as_json(), copy.as_json()]) == {"copy_gb_s": 4000.0, "copy": "fast"}
+
+
+class Graph:
+    """Stands in for a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def upload(self, stream: Any) -> None: ...
+
+    def launch(self, stream: Any) -> None:
+        self.launches += 1
+
+
+class Stream(contextlib.nullcontext[None]):
+    """Stands in for a CuPy stream that can be captured."""
+
+    ptr = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.is_capturing = Graph(), False
+
+    def begin_capture(self) -> None:
+        self.is_capturing = True
+
+    def end_capture(self) -> Graph:
+        self.is_capturing = False
+        return self.graph
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    monkeypatch.setattr(timing, "synchronize", lambda: None)
+    return Stream()
+
+
+def test_a_capture_goes_round_the_buffer_sets_and_keeps_the_last_results(stream: Stream) -> None:
+    calls: list[tuple[int, int, bool]] = []
+    results: list[weakref.ref[Any]] = []
+
+    class Result: ...
+
+    def run(number: int, handle: int) -> object:
+        calls.append((number, handle, stream.is_capturing))
+        result = Result()
+        results.append(weakref.ref(result))
+        return result
+
+    replay = timing.capture(run, 4, 2, stream)
+    assert [number for number, _, is_captured in calls if not is_captured] == [0, 1], "to warm up"
+    assert [number for number, _, is_captured in calls if is_captured] == [0, 1, 0, 1]
+    assert {handle for _, handle, _ in calls} == {7}
+    gc.collect()
+    assert [each() is not None for each in results] == [False] * 4 + [True] * 2
+    replay()
+    assert stream.graph.launches == 1
+
+
+def test_a_capture_that_fails_is_ended(stream: Stream) -> None:
+    def run(number: int, _: int) -> None:
+        if stream.is_capturing:
+            raise ValueError(number)
+
+    with pytest.raises(ValueError, match="0"):
+        timing.capture(run, 1, 1, stream)
+    assert not stream.is_capturing
 
 
 def test_every_copy_compiles() -> None:
