@@ -329,11 +329,13 @@ def _version(module: str) -> str | None:
 
 
 def commit(directory: Path | None = None) -> str:
-    """$GIT_COMMIT, for a copy without its history, or what git says of a directory."""
+    """$GIT_COMMIT, for a copy without its history, or what git says; of a given directory, if that is a checkout."""
     if directory is None and "GIT_COMMIT" in os.environ:
         return os.environ["GIT_COMMIT"]
-    command = ["git", "rev-parse", "HEAD"]
+    command = ["git", "rev-parse", "--show-prefix", "HEAD"]
     try:
-        return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    prefix, _, head = found.strip("\n").rpartition("\n")
+    return "unknown" if directory is not None and prefix else head  # A folder in a checkout may hold anything.

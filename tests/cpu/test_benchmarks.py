@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import re
 import subprocess
 import sys
 import weakref
@@ -167,6 +168,13 @@ def test_the_commit_is_git_s_where_none_is_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     monkeypatch.chdir(tmp_path)
     assert report.commit() == "unknown"
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "inside").mkdir()
+    assert re.fullmatch("[0-9a-f]{40}", report.commit())
+    assert report.commit(tmp_path) == report.commit()
+    assert report.commit(tmp_path / "inside") == "unknown"
 
 
 @pytest.mark.parametrize("file", sorted(report.RESULTS.glob("*.json")), ids=lambda file: file.name)
