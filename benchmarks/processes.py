@@ -1,6 +1,7 @@
-"""What a process of its own does for `benchmarks.cold`: `python3 -m benchmarks.cold_child import|linear|step`.
+"""What a process of its own does for the suites `cold` and `tuning`: `python -m benchmarks.processes TASK`.
 
-Prints JSON: microseconds by stage, and whether the CUDA driver was loaded.
+The tasks are import, linear, step, and plans BLOCK... Each prints a line of JSON. What is imported here at the top is
+imported before the clock starts, so it is as little as possible.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,20 +18,20 @@ _DIMS: Final = (784, 512, 512, 10)
 
 
 class Stages:
-    """Times from one mark to the next."""
+    """Microseconds from one mark to the next."""
 
     def __init__(self) -> None:
         self.us: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def mark(self, name: str) -> None:
-        """A stage is over."""
+        """Ends a stage."""
         now = time.perf_counter()
         self.us[name], self._last = 1e6 * (now - self._last), now
 
 
 def import_(stages: Stages) -> None:
-    """The package, and then all that its names stand for."""
+    """The package, and then everything that its names stand for."""
     import lt_runtime as lt
 
     stages.mark("import")
@@ -63,16 +64,16 @@ def step(stages: Stages) -> None:
 
 
 def _libraries(stages: Stages) -> tuple[Any, Any, Callable[[tuple[int, ...]], Any]]:
-    """CuPy, the package, and what makes a random BF16 array on the GPU without a kernel."""
+    """CuPy, the package, and a function that makes a random BF16 array on the GPU without a kernel."""
     import cupy as cp
+    import ml_dtypes
     import numpy as np
 
     import lt_runtime as lt
-    from lt_runtime.problem import DType
 
     generator = np.random.default_rng(0)
     stages.mark("import")
-    return cp, lt, lambda shape: cp.asarray(generator.standard_normal(shape).astype(DType.BFLOAT16.numpy))
+    return cp, lt, lambda shape: cp.asarray(generator.standard_normal(shape).astype(ml_dtypes.bfloat16))
 
 
 def _done(cp: Any, stages: Stages, name: str) -> None:
@@ -85,15 +86,31 @@ def loads_driver() -> bool:
     return "libcuda.so" in Path("/proc/self/maps").read_text()
 
 
+def plans(names: Sequence[str]) -> dict[str, Any]:
+    """Builds the plans of blocks by their names, with every problem measured before; see `internals.SecondProcess`."""
+    from benchmarks.internals import SecondProcess
+    from benchmarks.layers import blocks
+
+    process = SecondProcess()
+    for block in blocks():
+        if block.name in names:
+            process.build(block)
+    return {"measurements": process.measurements, "known": process.known, "us": process.us}
+
+
 TASKS: Final[Mapping[str, Callable[[Stages], None]]] = {"import": import_, "linear": linear, "step": step}
 
 
-def main(task: str) -> None:
+def main(task: str, names: Sequence[str]) -> None:
     """Does one task and prints its times."""
-    stages = Stages()
-    TASKS[task](stages)
-    print(json.dumps({"us": stages.us, "loads_driver": loads_driver()}))
+    if task == "plans":
+        found = plans(names)
+    else:
+        stages = Stages()
+        TASKS[task](stages)
+        found = {"us": stages.us, "loads_driver": loads_driver()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])

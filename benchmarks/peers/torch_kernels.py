@@ -1,35 +1,59 @@
-"""PyTorch's side of the kernels' suite; the import fails where it is not installed."""
+"""PyTorch's contenders in the suite `kernels`, and what its contenders in all suites share."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
 import cupy as cp
+import numpy as np
 import torch
 
-from benchmarks import cases
 from benchmarks.buffers import Sets, normal
-from benchmarks.graphs import Contender, capture_torch
-from lt_runtime.problem import DType
+from benchmarks.timing import Contender, Replay, Run, warm_up
 
 _aten = torch.ops.aten
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 def tensor(array: Any) -> torch.Tensor:
     """The same memory as a tensor; BF16 goes by way of integers, which every version exchanges."""
-    if array.dtype == DType.BFLOAT16.numpy:
+    if array.dtype == np.dtype("bfloat16"):
         return torch.from_dlpack(array.view(cp.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
 
 
+def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
+    """A graph of what PyTorch launches on a CuPy stream, in memory of the graph's own.
+
+    What `run` returns is kept until the same buffer set comes round again, so that the results of consecutive
+    repetitions lie in different memory.
+    """
+    outside = torch.cuda.ExternalStream(stream.ptr)
+    with torch.cuda.stream(outside):
+        warm_up(run, sets, stream)
+    graph = torch.cuda.CUDAGraph()
+    kept: collections.deque[object] = collections.deque(maxlen=sets)
+    with torch.cuda.graph(graph, stream=outside):
+        for i in range(repetitions):
+            kept.append(run(i % sets, stream.ptr))
+
+    def replay() -> None:
+        with torch.cuda.stream(outside):
+            graph.replay()
+
+    return replay
+
+
 def _over(sets: list[tuple[torch.Tensor, ...]], task: Callable[..., object]) -> Contender:
-    """The task on each set's tensors; the stream that is captured is the current one."""
-    return Contender(lambda i, _: task(*sets[i]), capture_torch)
+    """The task on the tensors of each set. It runs on the current stream, which is the captured one."""
+    return Contender(lambda i, _: task(*sets[i]), capture)
 
 
 def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
-    """The first arrays of each set; PyTorch makes its own results."""
+    """The first arrays of each set as tensors; PyTorch allocates its results itself."""
     return [tuple(tensor(array) for array in arrays[:count]) for arrays in buffers]
 
 
@@ -38,7 +62,7 @@ def gelu_backward(buffers: Sets) -> Contender:
     return _over(_inputs(buffers, 2), lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"))
 
 
-def epilogue_backward(case: cases.EpilogueBackward, buffers: Sets) -> Contender:
+def epilogue_backward(buffers: Sets, dropout: float = 0.0) -> Contender:
     """dz, and its column sums as the bias gradient."""
 
     def task(dy: torch.Tensor, z: torch.Tensor) -> object:
@@ -46,62 +70,62 @@ def epilogue_backward(case: cases.EpilogueBackward, buffers: Sets) -> Contender:
         return dz, dz.sum(0)
 
     def task_with_dropout(dy: torch.Tensor, z: torch.Tensor, mask: torch.Tensor) -> object:
-        return task(_aten.native_dropout_backward(dy, mask, 1 / (1 - case.dropout)), z)
+        return task(_aten.native_dropout_backward(dy, mask, 1 / (1 - dropout)), z)
 
     inputs = _inputs(buffers, 2)
-    if not case.dropout:
+    if not dropout:
         return _over(inputs, task)
-    return _over([(dy, z, torch.rand_like(dy) >= case.dropout) for dy, z in inputs], task_with_dropout)
+    return _over([(dy, z, torch.rand_like(dy) >= dropout) for dy, z in inputs], task_with_dropout)
 
 
-def epilogue_forward(case: cases.EpilogueForward, buffers: Sets) -> Contender:
+def epilogue_forward(buffers: Sets, dropout: float) -> Contender:
     """GELU, then dropout, which stores its mask."""
 
     def task(z: torch.Tensor) -> object:
-        return torch.native_dropout(torch.nn.functional.gelu(z, approximate="tanh"), case.dropout, True)
+        return torch.native_dropout(torch.nn.functional.gelu(z, approximate="tanh"), dropout, True)
 
     return _over(_inputs(buffers, 1), task)
 
 
-def dropout(case: cases.Dropout, buffers: Sets) -> Contender:
+def dropout(buffers: Sets, p: float) -> Contender:
     """What F.dropout and its derivative run: the mask is stored, a byte an element."""
 
     def task(x: torch.Tensor, dy: torch.Tensor) -> object:
-        y, mask = torch.native_dropout(x, case.p, True)
-        return y, mask, _aten.native_dropout_backward(dy, mask, 1 / (1 - case.p))
+        y, mask = torch.native_dropout(x, p, True)
+        return y, mask, _aten.native_dropout_backward(dy, mask, 1 / (1 - p))
 
     return _over(_inputs(buffers, 2), task)
 
 
-def _parameters(case: cases.AdamWStep) -> list[torch.nn.Parameter]:
-    made = [torch.nn.Parameter(tensor(normal(shape, DType.FLOAT32))) for shape in case.shapes]
+def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(tensor(normal(shape, "float32"))) for shape in shapes]
     for parameter in made:
-        parameter.grad = tensor(normal(tuple(parameter.shape), DType.FLOAT32))
+        parameter.grad = tensor(normal(tuple(parameter.shape), "float32"))
     return made
 
 
-def adamw(case: cases.AdamWStep) -> Contender:
+def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
     """The fused optimizer in FP32.
 
-    With a low-precision copy of the parameters, what a script does around it: gradients to FP32, clipping, the step,
-    and parameters back.
+    For BF16 parameters it does what a script does around that optimizer: gradients to FP32, clipping, the step, and
+    parameters back to BF16.
     """
-    parameters = _parameters(case)
+    parameters = _parameters(shapes)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=True)
-    if case.dtype is DType.FLOAT32:
-        return Contender(lambda *_: optimizer.step(), capture_torch)
-    copies = [tensor(normal(shape, case.dtype)) for shape in case.shapes]
-    gradients = [tensor(normal(shape, case.dtype)) for shape in case.shapes]
+    if dtype == "float32":
+        return Contender(lambda *_: optimizer.step(), capture)
+    copies = [tensor(normal(shape, dtype)) for shape in shapes]
+    gradients = [tensor(normal(shape, dtype)) for shape in shapes]
 
     def run(*_: int) -> None:
         torch._foreach_copy_([parameter.grad for parameter in parameters], gradients)
-        if case.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, case.max_norm, foreach=True)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(copies, parameters)
 
-    return Contender(run, capture_torch)
+    return Contender(run, capture)
 
 
 def cross_entropy(buffers: Sets, targets: Any) -> Contender:

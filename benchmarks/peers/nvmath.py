@@ -1,4 +1,4 @@
-"""nvmath-python's side of the host's suite, planned beforehand; the import fails where it is not installed."""
+"""nvmath-python's contenders in the suite `host`, planned beforehand. They allocate their results."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 from nvmath.linalg.advanced import Matmul, MatmulEpilog
 
-from benchmarks.host_lt import Layer
-from benchmarks.host_timing import Call
+from benchmarks.host import Layer
+from benchmarks.timing import Call
 
 
 def matmul(a: Any, b: Any, _: Any) -> Call:
-    """The result is allocated."""
+    """D = A·B."""
     product = Matmul(a, b)
     product.plan()
     call: Call = product.execute
@@ -19,8 +19,8 @@ def matmul(a: Any, b: Any, _: Any) -> Call:
 
 
 def linear_forward(at: Layer) -> Call:
-    """yᵀ = GELU(w · xᵀ + bias): a bias runs along rows. On PyTorch's tensors, for BF16; the result is allocated."""
-    from benchmarks.kernel_torch import tensor
+    """yᵀ = GELU(w · xᵀ + bias), because its bias runs along rows; on PyTorch's tensors, because CuPy has no BF16."""
+    from benchmarks.peers.torch_kernels import tensor
 
     x, w, bias = (tensor(each) for each in (at.x, at.w, at.bias))
     product = Matmul(w, x.T)

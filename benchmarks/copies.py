@@ -1,24 +1,20 @@
-"""The ceiling for anything that streams through memory: the best copy that can be written, read and write counted."""
+"""The fastest copy in device memory, which is the ceiling for every kernel that streams through it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import cupy as cp
 import numpy as np
 
 from benchmarks.buffers import normal
-from benchmarks.graphs import Contender, Run, capture, measure
-from benchmarks.timing import Timing, repetitions
-from lt_runtime.problem import DType
+from benchmarks.timing import Contender, Run, Timing, measure, repetitions
 
 SIZE: Final = 1 << 30  # bytes of each buffer, twenty times the L2 cache
 
 SOURCE: Final = r"""
-// A thread has kLoads 16-byte loads in flight, a block's width apart.
+// Each thread has kLoads 16-byte loads in flight, one block's width apart.
 template <int kLoads, bool kStreaming>
 __global__ void __launch_bounds__(1024) copy(const uint4* __restrict__ in, uint4* __restrict__ out, long long size) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x * kLoads;
@@ -50,33 +46,39 @@ NAMES: Final = {
     for loads in _LOADS
     for streaming in (False, True)
 }
-"""The instances of the kernel, by loads in flight and whether caches are told that nothing is used again."""
+"""The instances of the kernel, by loads in flight and by whether caches are told that nothing is used again."""
+_ROUNDS: Final = 11  # of fifty copies
 
 
 class Ceiling(NamedTuple):
-    """The best copy: its name, its bandwidth in GB/s (10⁹ bytes), and the times of all that were tried."""
+    """The fastest copy: its name, its bandwidth (read and written) in GB/s of 10⁹ bytes, and the times of all."""
 
     best: str
     gb_s: float
     timings: dict[str, Timing]
 
 
-def measure_copies(rounds: int, stream: Any, advance: Callable[[], None] = lambda: None) -> Ceiling:
-    """Lets every copy take turns; two buffers of `SIZE` bytes each."""
-    source, target = (normal((SIZE // 4,), DType.FLOAT32) for _ in range(2))
-    made = {name: partial(Contender, run, capture) for name, run in _copies(source, target).items()}
-    timings, left_out = measure(made, 1, repetitions(2 * SIZE, 1), rounds, stream, advance)
+def measure_copies(stream: Any) -> Ceiling:
+    """Lets all copies take turns on two buffers of `SIZE` bytes."""
+    source, target = (normal((SIZE // 4,), "float32") for _ in range(2))
+    builders = {name: partial(Contender, run) for name, run in _copies(source, target).items()}
+    timings, left_out = measure(builders, 1, repetitions(2 * SIZE, 1), _ROUNDS, stream)
     assert not left_out, left_out
     best = min(timings, key=lambda name: timings[name].median)
     return Ceiling(best, 2 * SIZE / timings[best].median / 1e3, timings)
 
 
 def _copies(source: Any, target: Any) -> dict[str, Run]:
-    """Every kernel in every shape of launch, and the driver's own copy."""
+    """Every kernel with every shape of launch, and the driver's own copy."""
+    import cupy as cp
+
+    def by_driver(_: int, stream: int) -> None:
+        target.data.copy_from_device_async(source.data, SIZE, cp.cuda.ExternalStream(stream))
+
     module = cp.RawModule(code=SOURCE, options=("-std=c++17",), name_expressions=tuple(NAMES.values()))
     processors = cp.cuda.Device().attributes["MultiProcessorCount"]
     arguments = source, target, np.int64(SIZE // 16)
-    runs: dict[str, Run] = {"cudaMemcpyAsync": partial(_copy_by_driver, source, target)}
+    runs: dict[str, Run] = {"cudaMemcpyAsync": by_driver}
     for (loads, streaming), threads, persistent in itertools.product(NAMES, _THREADS, (False, True)):
         blocks = processors * (2048 // threads) if persistent else -(-SIZE // (16 * threads * loads))
         hint, grid = "streaming" if streaming else "plain", "persistent" if persistent else "one pass"
@@ -85,10 +87,6 @@ def _copies(source: Any, target: Any) -> dict[str, Run]:
     return runs
 
 
-def _copy_by_driver(source: Any, target: Any, _: int, stream: int) -> None:
-    target.data.copy_from_device_async(source.data, SIZE, cp.cuda.ExternalStream(stream))
-
-
 def _launch(kernel: Any, blocks: int, threads: int, arguments: tuple[Any, ...], *_: int) -> None:
-    """CuPy launches on its current stream, which is the one being captured."""
+    """CuPy launches on its current stream, which is the captured one."""
     kernel((blocks,), (threads,), arguments)

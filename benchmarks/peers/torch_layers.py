@@ -1,4 +1,4 @@
-"""PyTorch's side of a two-layer block; the import fails where it is not installed."""
+"""PyTorch's contenders in the suite `layers`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from benchmarks.block_lt import Arrays
-from benchmarks.blocks import Block
-from benchmarks.graphs import Contender, capture_torch
-from benchmarks.kernel_torch import tensor
+from benchmarks.layers import Arrays, Block
+from benchmarks.peers.torch_kernels import capture, tensor
+from benchmarks.timing import Contender
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # newer versions have another name for it as well
+    warnings.simplefilter("ignore")  # Newer versions have another name for it as well.
     torch.backends.cuda.matmul.allow_tf32 = True
 
 Inputs = tuple[torch.Tensor, ...]
@@ -25,15 +24,15 @@ Forward = Callable[..., torch.Tensor]
 
 
 def eager(block: Block, buffers: list[Arrays]) -> Contender:
-    """Its kernels, gradients by autograd."""
+    """PyTorch's own kernels, with gradients by autograd."""
     return _contender(_forward(block), [_inputs(each) for each in buffers])
 
 
 def compiled(block: Block, buffers: list[Arrays], seconds: float) -> Contender:
-    """What torch.compile makes of it at its greatest effort.
+    """The block by torch.compile at its greatest effort.
 
     Raises:
-        TimeoutError: that takes longer than `seconds`.
+        TimeoutError: compiling takes longer than `seconds`.
     """
     torch._dynamo.reset()
     forward = torch.compile(_forward(block), mode="max-autotune-no-cudagraphs", dynamic=False)
@@ -45,12 +44,12 @@ def compiled(block: Block, buffers: list[Arrays], seconds: float) -> Contender:
 
 
 def _contender(forward: Forward, inputs: list[tuple[Inputs, torch.Tensor]]) -> Contender:
-    return Contender(lambda i, _: _task(forward, *inputs[i]), capture_torch)
+    return Contender(lambda i, _: _task(forward, *inputs[i]), capture)
 
 
 def _task(forward: Forward, inputs: Inputs, dy: torch.Tensor) -> object:
     y = forward(*inputs)
-    with torch.autograd.set_multithreading_enabled(False):  # another thread would have no CUDA context yet, and warn
+    with torch.autograd.set_multithreading_enabled(False):  # Another thread has no CUDA context yet, and warns.
         return y.detach(), torch.autograd.grad(y, inputs, dy)
 
 
@@ -71,10 +70,10 @@ def _inputs(buffers: Arrays) -> tuple[Inputs, torch.Tensor]:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Ends what takes longer; in the main thread alone, and not before Python has its turn again.
+    """Ends the block when it takes longer: only in the main thread, and only once Python code runs again.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the block took longer.
     """
 
     def expire(*_: object) -> None:

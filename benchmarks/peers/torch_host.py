@@ -1,18 +1,17 @@
-"""PyTorch's side of the host's suite; the import fails where it is not installed."""
+"""PyTorch's contenders in the suite `host`: each function returns a call."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks import kernel_torch
-from benchmarks.cases import AdamWStep
-from benchmarks.host_cases import StepSizes
-from benchmarks.host_lt import Layer
-from benchmarks.host_timing import Call
-from benchmarks.kernel_torch import tensor
+from benchmarks.host import Layer
+from benchmarks.peers import torch_kernels
+from benchmarks.peers.torch_kernels import Shapes, tensor
+from benchmarks.timing import Call
 
 
 def matmul(a: Any, b: Any, d: Any) -> Call:
@@ -22,7 +21,7 @@ def matmul(a: Any, b: Any, d: Any) -> Call:
 
 
 def matmul_linear(a: Any, b: Any, _: Any) -> Call:
-    """The same product as F.linear, whose result is allocated."""
+    """The same product by F.linear, which allocates its result."""
     x, w = tensor(a), tensor(b).T
     return lambda: functional.linear(x, w)
 
@@ -36,19 +35,19 @@ def _gelu_of_linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> tor
 
 
 def linear_forward(at: Layer, *, gradients: bool = False) -> Call:
-    """F.linear and F.gelu; with `gradients`, autograd notes what backward needs, as `linear_fwd` does."""
+    """F.linear and F.gelu; with `gradients`, autograd records what backward needs, as `linear_fwd` does."""
     x, w, bias = _operands(at, gradients=gradients)
     return lambda: _gelu_of_linear(x, w, bias)
 
 
 def linear_both(at: Layer) -> Call:
-    """Forward, and all gradients by autograd, whose thread does backward while the caller waits."""
+    """Forward, and all gradients by autograd, which runs backward in a thread of its own while the caller waits."""
     operands, dy = _operands(at, gradients=True), tensor(at.dy)
     return lambda: torch.autograd.grad(_gelu_of_linear(*operands), operands, dy)
 
 
 def linear_both_one_thread(at: Layer) -> Call:
-    """The same with backward in the caller's thread."""
+    """The same, with backward in the calling thread."""
     call = linear_both(at)
 
     def in_one_thread() -> object:
@@ -58,17 +57,17 @@ def linear_both_one_thread(at: Layer) -> Call:
     return in_one_thread
 
 
-def adamw(case: AdamWStep) -> Call:
-    """The fused optimizer that can be captured."""
-    run = kernel_torch.adamw(case).run
+def adamw(shapes: Shapes) -> Call:
+    """The fused optimizer, in the form that can be captured."""
+    run = torch_kernels.adamw(shapes).run
     return lambda: run(0, 0)
 
 
-def train_step(sizes: StepSizes, x: Any, targets: Any) -> Call:
+def train_step(dims: tuple[int, ...], x: Any, targets: Any) -> Call:
     """Copies of the batch into the graph's buffers, and the replay of a whole step."""
     inputs, wanted = tensor(x), tensor(targets)
     static_inputs, static_wanted = inputs.clone(), wanted.clone()
-    model = _model(sizes)
+    model = _model(dims)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True, capturable=True)
 
     def step() -> None:
@@ -78,7 +77,7 @@ def train_step(sizes: StepSizes, x: Any, targets: Any) -> Call:
 
     graph = _captured(step)
 
-    def call(_held: object = (model, optimizer)) -> None:  # the graph has no more than their addresses
+    def call(_held: object = (model, optimizer)) -> None:  # The graph holds only their addresses.
         static_inputs.copy_(inputs)
         static_wanted.copy_(wanted)
         graph.replay()
@@ -86,15 +85,15 @@ def train_step(sizes: StepSizes, x: Any, targets: Any) -> Call:
     return call
 
 
-def _model(sizes: StepSizes) -> torch.nn.Module:
+def _model(dims: tuple[int, ...]) -> torch.nn.Module:
     layers: list[torch.nn.Module] = []
-    for inputs, outputs in zip(sizes.dims, sizes.dims[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(dims):
         layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
     return torch.nn.Sequential(*layers[:-1]).to("cuda", torch.bfloat16)
 
 
 def _captured(step: Call) -> torch.cuda.CUDAGraph:
-    """A graph of a whole step, warmed up and captured as PyTorch's documentation has it."""
+    """A graph of a whole step, warmed up and captured as PyTorch's documentation says."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
