@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.device_memory import DeviceMemory, matrix_at
-from tests.support.fake_streams import MEMCPY, Streams
+from tests.support.fake_streams import MEMCPY, Capture, Streams
 
 
 class Gpu(Protocol):
@@ -187,6 +187,22 @@ class Stream:
 
     def synchronize(self) -> None:
         self._streams.synchronize(self.ptr)
+
+    def begin_capture(self) -> None:
+        self._streams.begin_capture(self.ptr)
+
+    def end_capture(self) -> Graph:
+        return Graph(self._streams, self._streams.end_capture(self.ptr))
+
+
+class Graph:
+    """`cupy.cuda.Graph`."""
+
+    def __init__(self, streams: Streams, capture: Capture) -> None:
+        self._streams, self._capture = streams, capture
+
+    def launch(self, stream: Stream) -> None:
+        self._streams.launch_graph(self._capture, stream.ptr)
 
 
 class OutOfMemoryError(Exception):

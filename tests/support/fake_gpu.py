@@ -44,7 +44,7 @@ class FakeGpu:
     Attributes:
         lt: the package, imported on top of the GPU.
         cp: stands in for CuPy.
-        stream: one that is not the default stream, for tests to use.
+        stream, other_stream: two that are not the default stream, for tests to use.
         library: cuBLASLt.
     """
 
@@ -58,7 +58,7 @@ class FakeGpu:
         self.driver = FakeDriver(self.memory, self.streams, self.kernels.launch, self.kernels.driver_functions)
         self.library: FakeCublasLt
         self.cp = fake_cupy(self)
-        self.stream = self.cp.cuda.Stream()
+        self.stream, self.other_stream = self.cp.cuda.Stream(), self.cp.cuda.Stream()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

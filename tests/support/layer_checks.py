@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.problem import Activation, DType, Philox
-from tests.strategies import LinearCase, Placement, lattice
+from tests.strategies import LinearCase, lattice
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import FLAT, Placed, assert_close, host_of
 
@@ -87,6 +87,16 @@ class Layer:
         self.dx = Placed(gpu, np.zeros((m, k), kind), case.dx)
         self.dw, self.db = Placed(gpu, self.data.dw, case.dw), gpu.cp.asarray(self.data.db)
 
+    def refill(self, seed: int) -> None:
+        """Gives all arrays other contents, where they lie. The buffers for dw and db start anew."""
+        self.data = LayerData(self.case, seed)
+        for placed, values in ((self.x, self.data.x), (self.w, self.data.w), (self.dy, self.data.dy)):
+            placed.fill(values)
+        if self.bias is not None:
+            host_of(self.gpu, self.bias)[...] = self.data.bias
+        self.dw.fill(self.data.dw)
+        host_of(self.gpu, self.db)[...] = self.data.db
+
     def settings(self) -> dict[str, Any]:
         """What a forward call is asked for, arrays apart."""
         case, rng = self.case, self.case.rng
@@ -160,8 +170,3 @@ class Layer:
         assert y is self.y.array
         self.check_forward()
         self.check_backward(self.backward(ctx))
-
-
-def shifted(place: Placement = FLAT) -> Placement:
-    """The same placement, one element further."""
-    return Placement(place.column_major, place.gap, place.offset + 1)

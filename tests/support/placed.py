@@ -51,6 +51,11 @@ class Placed:
         turned = block.swapaxes(1, 2) if self._place.column_major else block
         return turned[0] if self._plain else turned
 
+    def fill(self, values: NDArray[Any]) -> None:
+        """Puts other values into the matrix, at once: nothing that reads the old ones may be waiting."""
+        self._block(self._host)[...] = values
+        host_of(self._gpu, self._buffer)[...] = self._host
+
     def values(self) -> NDArray[np.float64]:
         """What the matrix holds; fails if anything around it was written."""
         now = host_of(self._gpu, self._buffer).copy()
