@@ -37,7 +37,7 @@ class Memory:
 class MemoryPointer:
     """A place in an allocation."""
 
-    def __init__(self, mem: Memory, offset: int) -> None:
+    def __init__(self, mem: Any, offset: int) -> None:
         self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, 0
 
     def __add__(self, offset: int) -> MemoryPointer:
@@ -213,19 +213,31 @@ class CUDARuntimeError(Exception):
     """Never raised."""
 
 
-class MemoryPool:
-    """Hands memory out; nothing is kept."""
+class _Block:
+    """Memory of a pool in use; it goes back with its last user."""
 
-    def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None) -> None:
-        self._allocator = allocator or MemoryPool.default
+    def __init__(self, mem: Memory, back: list[Memory]) -> None:
+        self.ptr, self.size, self.device_id = mem.ptr, mem.size, 0
+        weakref.finalize(self, back.append, mem).atexit = False
+
+
+class MemoryPool:
+    """Hands memory out, and again what has been given back, to the stream that had it before, as CuPy does."""
 
     default: Callable[[int], MemoryPointer]
+    current_stream: Callable[[], int]
+
+    def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None) -> None:
+        self._allocator = allocator or self.default
+        self._free: dict[tuple[int, int], list[Memory]] = {}
 
     def malloc(self, size: int) -> MemoryPointer:
-        return self._allocator(size)
+        back = self._free.setdefault((self.current_stream(), size), [])
+        mem = back.pop() if back else self._allocator(size).mem
+        return MemoryPointer(_Block(mem, back), 0)
 
     def free_all_blocks(self) -> None:
-        pass
+        self._free.clear()
 
 
 _CREATORS: Final = ("zeros", "ones", "arange")
@@ -274,7 +286,8 @@ def _cuda(gpu: Gpu) -> Any:
     stream._current = [stream(ptr=0)]
     stream.null = stream._current[0]
     allocators: list[Callable[[int], MemoryPointer]] = [lambda size: MemoryPointer(Memory(gpu, size), 0)]
-    pool = type("MemoryPool", (MemoryPool,), {"default": staticmethod(allocators[0])})
+    here = {"default": staticmethod(allocators[0]), "current_stream": staticmethod(lambda: stream._current[-1].ptr)}
+    pool = type("MemoryPool", (MemoryPool,), here)
 
     @contextlib.contextmanager
     def using_allocator(allocator: Callable[[int], MemoryPointer]) -> Iterator[None]:
