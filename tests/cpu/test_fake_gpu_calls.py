@@ -179,8 +179,18 @@ class Chain:
             assert_close(name, host_of(self.gpu, made[name]).astype(np.float64), values, limit)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", "none", "tanh"])
-@pytest.mark.parametrize("changes", [{}, {"dropout": 0.5}, {"m": 17, "n": 21}], ids=["plain", "dropout", "odd"])
+@pytest.mark.parametrize(
+    ("activation", "changes"),
+    [
+        ("relu", {}),
+        ("relu", {"m": 17, "n": 21}),
+        ("gelu", {}),
+        ("gelu", {"dropout": 0.5}),
+        ("gelu", {"m": 17, "n": 21}),
+        ("none", {}),
+        ("tanh", {}),
+    ],
+)
 def test_backward_through_the_layer_below(gpu: FakeGpu, activation: str, changes: dict[str, Any]) -> None:
     below = layer_case(activation=activation, **changes)
     above = layer_case(m=below.m, n=24, k=below.n, activation="gelu", data_seed=2)
@@ -195,7 +205,8 @@ def _raw(gpu: FakeGpu, array: Any) -> int:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_raw_addresses(gpu: FakeGpu, activation: str) -> None:
-    m, k, n, index = 32, 64, 16, ACTIVATIONS.index(activation)
+    index = ACTIVATIONS.index(activation)
+    m, k, n = 32, 64, 16 + index % 2  # aligned or not as in the tests of layers: fewer kernels are built
     trans_a, trans_b, with_bias = index % 2 == 1, index // 2 % 2 == 1, activation != "sigmoid"
     generator = np.random.default_rng(7)
     a, b, bias, g = (generator.standard_normal(s).astype(np.float32) for s in ((m, k), (k, n), (n,), (m, n)))

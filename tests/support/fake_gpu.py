@@ -54,7 +54,7 @@ class FakeGpu:
         self.memory, self.streams = DeviceMemory(), Streams()
         self._directory, self._package = directory, package
         self._modules: dict[str, ModuleType] = {}
-        self.kernels = FakeKernels(kernels, self._structure)
+        self.kernels = FakeKernels(kernels, self.memory, self._structure)
         self.driver = FakeDriver(self.memory, self.streams, self.kernels.launch, self.kernels.driver_functions)
         self.library: FakeCublasLt
         self.cp = fake_cupy(self)

@@ -6,13 +6,14 @@ import ctypes
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from cuda.bindings import nvrtc
 
 from lt_runtime.paths import kernel_sources
 from tests.host_kernels.harness import HostKernel, HostKernels
+from tests.support.device_memory import BadAddressError, DeviceMemory
 
 _MACRO: Final = re.compile(r"--define-macro=(\w+)=(.*)")
 _OCCUPANCY: Final = ("BLOCKS", "1")
@@ -24,19 +25,24 @@ class FakeKernels:
 
     Args:
         host: builds and launches kernels on the host.
+        memory: where all addresses that kernels are given must lie.
         param_types: gives the ctypes structure of a name.
 
     Attributes:
         launched: names of the kernels that were launched, in the order of the calls.
+        fault: changes the argument block of a kernel, by its name: what a wrong program would have launched.
     """
 
-    def __init__(self, host: HostKernels, param_types: Callable[[str], type[ctypes.Structure]]) -> None:
-        self._host, self._param_types = host, param_types
+    def __init__(
+        self, host: HostKernels, memory: DeviceMemory, param_types: Callable[[str], type[ctypes.Structure]]
+    ) -> None:
+        self._host, self._memory, self._param_types = host, memory, param_types
+        self.fault: Callable[[str, Any], None] = lambda name, params: None
         self._handles = itertools.count(0x9000, 0x10)
         self._programs: dict[int, bytes] = {}
         self._names: dict[int, str] = {}
         self._modules: dict[int, dict[str, Any]] = {}
-        self._functions: dict[int, tuple[str, HostKernel, int]] = {}
+        self._functions: dict[int, tuple[str, HostKernel, type[ctypes.Structure]]] = {}
         self._count = itertools.count()
         self.launched: list[str] = []
 
@@ -57,7 +63,7 @@ class FakeKernels:
         return {
             "cuModuleLoadData": self._load,
             "cuModuleGetFunction": self._find,
-            "cuFuncGetParamInfo": lambda function, _: (0, self._functions[function][2]),
+            "cuFuncGetParamInfo": lambda function, _: (0, ctypes.sizeof(self._functions[function][2])),
             "cuFuncSetAttribute": lambda *_: None,
         }
 
@@ -84,16 +90,20 @@ class FakeKernels:
     def _find(self, module: int, entry: bytes) -> int:
         made, name, handle = self._modules[module], entry.decode(), next(self._handles)
         macros = tuple(_OCCUPANCY if key == _OCCUPANCY[0] else (key, value) for key, value in made["macros"])
-        size = ctypes.sizeof(self._param_types(_params_of(made["source"], name)))
-        self._functions[handle] = name, self._host.get(name, macros), size
+        kind = self._param_types(_params_of(made["source"], name))
+        self._functions[handle] = name, self._host.get(name, macros), kind
         return handle
 
     def launch(
         self, function: int, params: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
     ) -> Callable[[], None]:
         """A launch as work, with what the argument block holds now. Blocks and threads take turns in varying orders."""
-        name, kernel, size = self._functions[function]
-        copied = ctypes.create_string_buffer(ctypes.string_at(params, size), size)
+        name, kernel, kind = self._functions[function]
+        copied = kind.from_buffer_copy(ctypes.string_at(params, ctypes.sizeof(kind)))
+        self.fault(name, copied)
+        for field, address in _addresses(copied):
+            if not self._memory.holds(address):
+                raise BadAddressError(f"{name} is given {field} {address:#x}, which belongs to no allocation")
         self.launched.append(name)
         order = next(self._count) % 3
 
@@ -101,6 +111,16 @@ class FakeKernels:
             kernel.launch(grid[:2], block[:2], copied, 0, grid[2], shared, order=order)  # type: ignore[arg-type]
 
         return run
+
+
+def _addresses(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The addresses in an argument block, and the names of their fields."""
+    for field, kind, *_ in params._fields_:
+        value = getattr(params, field)
+        if isinstance(value, ctypes.Structure):
+            yield from _addresses(value, f"{prefix}{field}.")
+        elif kind is ctypes.c_void_p and value:
+            yield prefix + field, value
 
 
 def _params_of(source: str, entry: str) -> str:
