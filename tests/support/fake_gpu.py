@@ -102,6 +102,7 @@ class FakeGpu:
         try:
             if not self._modules:
                 self.lt = importlib.import_module(_PACKAGE)
+                self.lt.cublaslt.get_version()  # loads the library
             yield
         finally:
             self._modules = _taken_modules()

@@ -131,6 +131,13 @@ class Streams:
         for stream in list(self._streams):
             self._run_to(stream, self._streams[stream].given)
 
+    def abandon(self) -> None:
+        """Forgets all work that is not done, and all captures."""
+        self.captures.clear()
+        for own in self._streams.values():
+            own.waiting.clear()
+            own.done = own.given
+
     def left_undone(self) -> dict[int, int]:
         """By stream, how much of its work nobody has waited for."""
         return {handle: len(own.waiting) for handle, own in self._streams.items() if own.waiting}
