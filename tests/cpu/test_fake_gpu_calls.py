@@ -49,16 +49,27 @@ def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None
             layer.check()
 
 
+def test_same_buffers_on_other_streams(gpu: FakeGpu) -> None:
+    layer = Layer(gpu, layer_case())
+    for seed, stream in enumerate([gpu.stream] * _CALLS + [gpu.other_stream, None, gpu.stream] * _CALLS):
+        layer.stream = stream
+        layer.refill(seed)
+        layer.check()
+
+
 @_repeated
 def test_new_arrays_for_results(gpu: FakeGpu, case: LinearCase) -> None:
     case = dataclasses.replace(case, accumulate=False)
     layer, kept = Layer(gpu, case, gpu.stream), []
-    for seed in range(_CALLS):
-        layer.refill(seed)
-        y, ctx = layer.forward(into_buffers=False)
-        layer.check_forward(y)
-        layer.check_backward(layer.backward(ctx, into_buffers=False))
-        kept.append(y if seed % 2 else None)  # some addresses come again, some do not
+    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):  # addresses come again, as with CuPy's own pool
+        for seed in range(4 * _CALLS):
+            layer.refill(seed)
+            y, ctx = layer.forward(into_buffers=False)
+            layer.check_forward(y)
+            result = layer.backward(ctx, into_buffers=False)
+            layer.check_backward(result)
+            if seed % _CALLS == 0:  # so that the next ones have others
+                kept.append((y, result))
 
 
 @pytest.mark.parametrize("name", ["x", "w", "y", "dy", "dx", "dw"])
@@ -271,11 +282,14 @@ def test_bound_products(gpu: FakeGpu) -> None:
 
 
 def test_products_again_with_other_scalars(gpu: FakeGpu) -> None:
-    case = matmul_case(with_c=True)
-    for alpha, beta in ((1.0, 1.0), (2.0, -0.5), (2.0, -0.5), (-0.5, 2.0), (1.0, 1.0), (1.0, 0.0)):
-        product = Product(gpu, dataclasses.replace(case, alpha=alpha, beta=beta), gpu.stream)
-        for _ in range(_CALLS):
-            product.check()
+    product = Product(gpu, matmul_case(with_c=True), gpu.stream)
+    fresh = {name: value for name, value in product.operands.items() if name != "out"}
+    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):
+        for alpha, beta in ((1.0, 1.0), (2.0, -0.5), (-0.5, -0.5), (2.0, -0.5), (2.0, 2.0), (1.0, 1.0), (1.0, 0.0)):
+            product.rescale(alpha, beta)
+            for _ in range(_CALLS):
+                product.check()
+                product.check_results(gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream))
 
 
 def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:

@@ -42,6 +42,9 @@ _CASES = {
     "float64 device scalars": matmul_case(dtype=DType.FLOAT64, alpha=-0.5, device_scalars=True),
     "float16": matmul_case(dtype=DType.FLOAT16, epilogue=Epilogue.GELU_AUX_BIAS),
     "bfloat16": matmul_case(dtype=DType.BFLOAT16, epilogue=Epilogue.RELU_AUX_BIAS),
+    "copies of rows that are no whole vectors": matmul_case(
+        m=904, n=905, k=657, dtype=DType.FLOAT16, epilogue=Epilogue.BIAS, bias_offset=1
+    ),
     "bfloat16 to float32": matmul_case(dtype=DType.BFLOAT16, d_dtype=DType.FLOAT32, epilogue=Epilogue.BIAS),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -44,14 +45,23 @@ class Product:
         self.c = _draw(generator, self.batch, (m, n), case.d_dtype) if case.with_c else None
         self.bias = lattice(generator, (n,), case.d_dtype) if case.epilogue.has_bias else None
         self.z = _draw(generator, self.batch, (m, n), case.d_dtype)  # where a derivative is taken
-        scalars = {"alpha": case.alpha, "beta": case.beta}
+        self._expect()
+        self._place()
+
+    def _expect(self) -> None:
+        case, scalars = self.case, {"alpha": self.case.alpha, "beta": self.case.beta}
         aux = self.z if case.epilogue.is_derivative else None
         self.expected = reference.matmul(
             self.a, self.b, self.c, **scalars, epilogue=case.epilogue, bias=self.bias, aux=aux
         )
         plain = Epilogue.NONE if self.bias is None else Epilogue.BIAS
         self.product = reference.matmul(self.a, self.b, self.c, **scalars, epilogue=plain, bias=self.bias).d
-        self._place()
+
+    def rescale(self, alpha: float, beta: float) -> None:
+        """Other scalars for the same arrays."""
+        self.case = dataclasses.replace(self.case, alpha=alpha, beta=beta)
+        self.operands |= {"alpha": self._scalar(alpha), "beta": self._scalar(beta)}
+        self._expect()
 
     def _place(self) -> None:
         gpu, case = self.gpu, self.case
@@ -115,12 +125,13 @@ class Product:
         assert self.run() is self.operands["out"]
         self.check_results()
 
-    def check_results(self) -> None:
-        """That D, what the derivative will need, and the bias gradient are right."""
+    def check_results(self, d: Any = None) -> None:
+        """That D, what the derivative will need, and the bias gradient are right; `d` where it is not in the buffer."""
         current = self.gpu.cp.cuda.get_current_stream()
         self.gpu.synchronize((current if self.stream is None else self.stream).ptr)
         tolerance = self._tolerance()
-        assert_close("d", self.out.values(), self.expected.d, tolerance)
+        made = self.out.values() if d is None else host_of(self.gpu, d).astype(np.float64)
+        assert_close("d", made, self.expected.d, tolerance)
         if self.case.epilogue.has_aux_output:
             self._check_aux()
         if self.case.epilogue.has_bias_gradient:
