@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import lt_runtime as host_lt
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import host_of
 
-_DIMS, _ROWS = [24, 40, 32, 5], 16
+_DIMS, _ROWS, _STEPS = [24, 40, 32, 5], 16, 5
 
 
 def _trained(lt: Any, device: str, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -47,20 +46,23 @@ def _batch(seed: int, loss: str, dtype: np.dtype[Any]) -> tuple[Any, Any]:
 )
 def test_training(gpu: FakeGpu, options: dict[str, Any]) -> None:
     loss = options.get("loss", "cross_entropy")
+    with gpu.others_package() as host_lt:
+        expected_model, expected_step = _trained(host_lt, "cpu", {**options, "graph": True})
+        dtype = expected_model.parameters()[0].data.dtype
+        batches = [_batch(seed % 3, loss, dtype) for seed in range(_STEPS)]
+        expected_losses = [float(expected_step(*batch)) for batch in batches]
+        expected_metrics = expected_step.metrics()
     model, step = _trained(gpu.lt, "cuda", options)
-    expected_model, expected_step = _trained(host_lt, "cpu", {**options, "graph": True})
-    dtype = expected_model.parameters()[0].data.dtype
-    tolerance = 3e-2 if options.get("dtype") else 2e-5
     gpu.streams.synchronize_all()  # what made the model was given to the default stream
-    for seed in range(5):
-        x, target = _batch(seed % 3, loss, dtype)
+    tolerance = 3e-2 if options.get("dtype") else 2e-5
+    for (x, target), expected in zip(batches, expected_losses, strict=True):
         made = step(gpu.cp.asarray(x), gpu.cp.asarray(target), stream=gpu.stream)
-        expected = expected_step(x, target)
         gpu.synchronize(gpu.stream.ptr)
         np.testing.assert_allclose(host_of(gpu, made), expected, rtol=tolerance)
     for parameter, other in zip(model.parameters(), expected_model.parameters(), strict=True):
         actual = host_of(gpu, parameter.data).astype(np.float64)
         np.testing.assert_allclose(actual, other.data.astype(np.float64), atol=tolerance, err_msg=parameter.name)
-    metrics, expected_metrics = step.metrics(stream=gpu.stream), expected_step.metrics()
-    assert metrics.steps == 5
+    metrics = step.metrics(stream=gpu.stream)
+    assert metrics.steps == _STEPS
     assert metrics.loss == pytest.approx(expected_metrics.loss, rel=tolerance)
+    assert metrics.accuracy == pytest.approx(expected_metrics.accuracy)

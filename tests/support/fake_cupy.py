@@ -44,8 +44,8 @@ class MemoryPointer:
         return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
 
 
-class Array:
-    """`cupy.ndarray`. Host code that reads it waits for the current stream, as with CuPy.
+class Array(np.lib.mixins.NDArrayOperatorsMixin):
+    """`cupy.ndarray`. What NumPy computes from its values waits for the current stream.
 
     The base of one class a pretended GPU: see `fake_cupy`.
     """
@@ -120,7 +120,10 @@ class Array:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         values = value._settled.copy() if isinstance(value, Array) else np.array(value)
-        target = self._host[_view_key(key)]
+        target = self._host[_view_key(_settled(key))]
+        if not np.shares_memory(target, self._host):  # places picked by a mask or by numbers
+            self._settled[_settled(key)] = values
+            return
 
         def run() -> None:
             target[...] = values
@@ -138,17 +141,54 @@ class Array:
         """A copy on the host, once the current stream has done its work."""
         return self._settled.copy()
 
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if options.pop("out", None):
+            return NotImplemented
+        return self._made(getattr(function, method)(*map(_settled, inputs), **options))
+
+    def __array_function__(self, function: Any, _: Any, arguments: Any, options: Any) -> Any:
+        return self._made(function(*map(_settled, arguments), **options))
+
+    def _made(self, result: Any) -> Any:
+        """A result of NumPy's as an array of this kind."""
+        if isinstance(result, tuple):
+            return tuple(map(self._made, result))
+        return self._module.asarray(np.asarray(result))
+
+    def _computed(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments, **options: self._made(
+            getattr(self._settled, name)(*map(_settled, arguments), **options)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS:
+            return self._computed(name)
+        raise AttributeError(name)
+
     def item(self) -> Any:
         return self.get().item()
 
     def __float__(self) -> float:
         return float(self.item())
 
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
     def __len__(self) -> int:
         return self.shape[0]
 
     def __array__(self, *_: Any, **__: Any) -> NDArray[Any]:
         raise TypeError("Implicit conversion to a NumPy array is not allowed")  # as CuPy says
+
+
+_METHODS: Final = ("all", "any", "astype", "copy", "max", "mean", "min", "nonzero", "sum")
+
+
+def _settled(value: Any) -> Any:
+    return value._settled if isinstance(value, Array) else value
 
 
 def _view_key(key: Any) -> tuple[Any, ...]:

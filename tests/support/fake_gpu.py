@@ -54,6 +54,7 @@ class FakeGpu:
         self.memory, self.streams = DeviceMemory(), Streams()
         self._directory, self._package = directory, package
         self._modules: dict[str, ModuleType] = {}
+        self._others: dict[str, ModuleType] = {}
         self.kernels = FakeKernels(kernels, self.memory, self._structure)
         self.driver = FakeDriver(self.memory, self.streams, self.kernels.launch, self.kernels.driver_functions)
         self.library: FakeCublasLt
@@ -97,7 +98,7 @@ class FakeGpu:
         """The copy of the package in the place of the others' one."""
         if self._package is not None:
             monkeypatch.syspath_prepend(self._package)
-        others = _taken_modules()
+        self._others = _taken_modules()
         sys.modules.update(self._modules)
         try:
             if not self._modules:
@@ -106,7 +107,18 @@ class FakeGpu:
             yield
         finally:
             self._modules = _taken_modules()
-            sys.modules.update(others)
+            sys.modules.update(self._others)
+
+    @contextlib.contextmanager
+    def others_package(self) -> Iterator[Any]:
+        """The package that the tests themselves have imported. It imports some of its modules at their first use."""
+        own = _taken_modules()
+        sys.modules.update(self._others)
+        try:
+            yield sys.modules[_PACKAGE]
+        finally:
+            self._others = _taken_modules()
+            sys.modules.update(own)
 
     def _structure(self, name: str) -> type[ctypes.Structure]:
         """The ctypes structure of a name, wherever the package has it."""

@@ -68,9 +68,10 @@ def in_late_order(nodes: list[Node]) -> Iterator[Node]:
 
 @dataclass
 class Event:
-    """What a stream had been given when the event was recorded."""
+    """What a stream had been given when the event was recorded; `at_us`, when that was done."""
 
     stream: int | None = None
+    at_us: float = 0.0
     count: int = 0
     capture: Capture | None = None
     tails: frozenset[int] = frozenset()
@@ -78,9 +79,9 @@ class Event:
 
 @dataclass
 class _Stream:
-    """Work not done yet, and how much was ever given and is done."""
+    """What is not done yet, and whether it is work or an event; how much was ever given and is done."""
 
-    waiting: list[Callable[[], None]] = field(default_factory=list)
+    waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
     given: int = 0
     done: int = 0
 
@@ -91,25 +92,34 @@ class Streams:
     Attributes:
         captures: by stream, the capture that it takes part in.
         log: the kinds of work that were given to each stream, captures included.
+        costs_us: what each kind of work costs, 1 where nothing is said.
+        now_us: the sum of what all that was done has cost.
     """
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
         self.captures: dict[int, Capture] = {}
         self.log: dict[int, list[str]] = {}
+        self.costs_us: dict[str, float] = {}
+        self.now_us = 0.0
 
     def put(self, stream: int, kind: Any, name: str, run: Callable[[], None]) -> None:
         """Gives a stream work."""
         self.log.setdefault(stream, []).append(name)
+
+        def work() -> None:
+            run()
+            self.now_us += self.costs_us.get(name, 1.0)
+
         capture = self.captures.get(stream)
         if capture is not None:
-            capture.add(stream, kind, run)
+            capture.add(stream, kind, work)
             return
-        self._give(stream, run)
+        self._give(stream, work)
 
-    def _give(self, stream: int, run: Callable[[], None]) -> None:
+    def _give(self, stream: int, run: Callable[[], None], *, is_work: bool = True) -> None:
         own = self._streams.setdefault(stream, _Stream())
-        own.waiting.append(run)
+        own.waiting.append((run, is_work))
         own.given += 1
 
     def synchronize(self, stream: int) -> None:
@@ -122,7 +132,7 @@ class Streams:
     def _run_to(self, stream: int, count: int) -> None:
         own = self._streams.setdefault(stream, _Stream())
         while own.done < count:
-            run = own.waiting.pop(0)
+            run, _ = own.waiting.pop(0)
             own.done += 1
             run()
 
@@ -140,7 +150,8 @@ class Streams:
 
     def left_undone(self) -> dict[int, int]:
         """By stream, how much of its work nobody has waited for."""
-        return {handle: len(own.waiting) for handle, own in self._streams.items() if own.waiting}
+        undone = {handle: sum(is_work for _, is_work in own.waiting) for handle, own in self._streams.items()}
+        return {handle: count for handle, count in undone.items() if count}
 
     def record(self, event: Event, stream: int) -> None:
         """What `cuEventRecord` does."""
@@ -148,8 +159,13 @@ class Streams:
         event.stream, event.capture = stream, capture
         if capture is not None:
             event.tails = capture.tails[stream]
-        else:
-            event.count = self._streams.setdefault(stream, _Stream()).given
+            return
+
+        def mark() -> None:
+            event.at_us = self.now_us
+
+        self._give(stream, mark, is_work=False)
+        event.count = self._streams[stream].given
 
     def wait_event(self, stream: int, event: Event) -> None:
         """What `cuStreamWaitEvent` does: within a capture it makes an edge, and brings another stream in."""
@@ -158,7 +174,7 @@ class Streams:
             return
         if capture is None and own is None:
             producer, count = event.stream, event.count
-            self._give(stream, lambda: self._run_to(producer, count))
+            self._give(stream, lambda: self._run_to(producer, count), is_work=False)
             return
         if capture is None or own not in (None, capture):
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
