@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.kernel_families import ENTRIES
+from tests.support.kernel_families import ENTRIES
 
 ROOT: Final = Path(__file__).parents[1]
 TOOLS: Final = ("memcheck", "racecheck", "initcheck")

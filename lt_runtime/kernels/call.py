@@ -1,24 +1,54 @@
-"""One launch of a matrix product."""
+"""One run of a plan: all that may differ between two runs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lt_runtime.kernels.blocks import ROUNDS, Dropout
+from lt_runtime.problem import Philox, keep_scale
+from lt_runtime.reference.philox import round_keys
 
 
-class ProductCall(NamedTuple):
-    """Where a product's operands are, and on which stream it runs; addresses are 0 where there is no such operand.
+@functools.lru_cache(maxsize=1024)
+def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
+    """The key of each of Philox's rounds."""
+    return tuple(round_keys((seed & 0xFFFFFFFF, seed >> 32), ROUNDS))
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutState:
+    """What a kernel needs to draw a layer's dropout mask.
 
     Attributes:
-        vector: address of the bias or the bias gradient. aux: of the auxiliary matrix.
-        alpha, beta: numbers, or addresses if the problem has `device_scalars`.
+        threshold: see `keep_threshold`.
+        philox: seed, layer and step that the random numbers come from.
+        step_address: address of a uint32 on the device that the kernel reads instead of `philox.step`; 0 if none.
     """
 
-    a: int
-    b: int
-    d: int
+    threshold: int
+    philox: Philox
+    step_address: int = 0
+
+    def block(self) -> Dropout:
+        """The kernels' argument block."""
+        step = 0 if self.step_address else self.philox.step
+        limit, scale = (self.threshold << 16) - 1, keep_scale(self.threshold)
+        return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)
+
+
+class Call(NamedTuple):
+    """The arguments of one run of a plan.
+
+    Attributes:
+        addresses: of the operands, in the order of `problem.operands`; 0 where an operand is absent.
+        stream: handle of the stream that the work is put on.
+        scalars: α and β of a product: numbers, or device addresses if the problem has `device_scalars`.
+        dropouts: masks of the layer and, in a backward pass, of the layer below; None where there is no dropout.
+    """
+
+    addresses: tuple[int, ...]
     stream: int
-    c: int = 0
-    vector: int = 0
-    aux: int = 0
-    alpha: float = 1.0
-    beta: float = 0.0
+    scalars: tuple[Any, Any] = (1.0, 0.0)
+    dropouts: tuple[DropoutState | None, DropoutState | None] = (None, None)

@@ -8,7 +8,7 @@ import threading
 from typing import Final
 
 from lt_runtime.kernels.blocks import SCALAR, Dropout, Matrix
-from lt_runtime.kernels.epilogue import DropoutState
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, sweep, wave_of
 from lt_runtime.layout import Order, packed

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.kernels.blocks import ROUNDS, SCALAR, ColumnSum, Dropout, Matrix
+from lt_runtime.kernels.blocks import SCALAR, ColumnSum, Dropout, Matrix
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
 from lt_runtime.layout import Order
-from lt_runtime.problem import Activation, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_scale
-from lt_runtime.reference.philox import round_keys
+from lt_runtime.problem import Activation, Derivative, DType, ForwardProblem, Saved, Spec
 
 ACTIVATION_NAMES: Final = {
     "none": "lt::None",
@@ -31,31 +30,6 @@ _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Save
 # memory's latency shows; with more blocks the compiler moves the early loads to the end of the loop.
 _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
-
-
-@functools.lru_cache(maxsize=1024)
-def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
-    """The key of each of Philox's rounds."""
-    return tuple(round_keys((seed & 0xFFFFFFFF, seed >> 32), ROUNDS))
-
-
-@dataclass(frozen=True, slots=True)
-class DropoutState:
-    """Dropout as a launch needs it: threshold of `keep_threshold`, and where the random numbers come from.
-
-    Attributes:
-        step_address: of a uint32 on the device that replaces `philox.step`; 0 if there is none.
-    """
-
-    threshold: int
-    philox: Philox
-    step_address: int = 0
-
-    def block(self) -> Dropout:
-        """The kernels' argument block."""
-        step = 0 if self.step_address else self.philox.step
-        limit, scale = (self.threshold << 16) - 1, keep_scale(self.threshold)
-        return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)
 
 
 class EpilogueFwdParams(ctypes.Structure):

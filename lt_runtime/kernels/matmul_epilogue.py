@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.blocks import SCALAR, Matrix
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import Tiling, grid_for
@@ -117,33 +117,35 @@ class MatmulPass:
             entry, macros, device, Tiling(grid, block), params, batch=problem.batch
         )
 
-    def run(self, call: ProductCall, product: int) -> None:
-        """Puts the pass on the call's stream, after the plain product; the caller holds the lock of its memory.
+    def run(self, call: Call, product: int, stream: int) -> None:
+        """Puts the pass on `stream`, whose memory's lock the caller holds, after the plain product.
 
         Args:
+            call: of the whole problem; its own stream is not read.
             product: address of the product, which is D's unless the pass was made for a separate one.
         """
         if self._is_empty:
             return
-        params, launch = self._launches[call.stream]
+        params, launch = self._launches[stream]
         self._write(params, call, product)
         launch()
 
-    def _write_operand_sum(self, params: Any, call: ProductCall, product: int) -> None:
-        params.operand.data = call.a if self._problem.epilogue is Epilogue.BGRADA else call.b
-        params.sum = call.vector
+    def _write_operand_sum(self, params: Any, call: Call, product: int) -> None:
+        a, b, _, params.sum, _, _ = call.addresses
+        params.operand.data = a if self._problem.epilogue is Epilogue.BGRADA else b
 
-    def _write_epilogue(self, params: Any, call: ProductCall, product: int) -> None:
-        params.product.data, params.d.data = product, call.d
-        params.bias.data = params.bias_gradient = call.vector  # a kernel looks at one of them
+    def _write_epilogue(self, params: Any, call: Call, product: int) -> None:
+        _, _, c, vector, aux, d = call.addresses
+        params.product.data, params.d.data = product, d
+        params.bias.data = params.bias_gradient = vector  # a kernel looks at one of them
         if self._has_mask:
-            params.mask.data = call.aux
+            params.mask.data = aux
         elif self._problem.aux is not None:
-            params.aux.data = call.aux
+            params.aux.data = aux
         if self._adds_c:
-            addend, on_device = params.addend, self._problem.device_scalars
-            addend.c.data = call.c
-            addend.beta_pointer, addend.beta = (int(call.beta), 0.0) if on_device else (0, call.beta)
+            addend, beta = params.addend, call.scalars[1]
+            addend.c.data = c
+            addend.beta_pointer, addend.beta = (beta, 0.0) if self._problem.device_scalars else (0, beta)
 
     def _operand_sum_params(self) -> OperandSumParams:
         problem = self._problem

@@ -10,7 +10,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.blocks import SCALAR, Matrix
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import (
     MAX_GRID_Y,
@@ -242,14 +242,16 @@ class NarrowPass:
         """Counters that the blocks need which share sums."""
         return self._tiling.grid[0] if self.scratch_bytes else 0
 
-    def run(self, call: ProductCall, memory: StreamMemory) -> None:
-        """Puts the product on the call's stream, whose memory's lock the caller holds."""
-        params, launch = self._launches[call.stream]
-        params.a.data, params.b.data, params.d.data = call.a, call.b, call.d
-        params.c.data = call.c if self._form.c and call.beta else 0
-        params.vector = call.vector if self._has_vector else 0
-        params.aux.data = call.aux if self._form.aux else 0
-        params.alpha, params.beta = call.alpha, call.beta
+    def run(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the product on the memory's stream; the caller holds the memory's lock."""
+        params, launch = self._launches[memory.stream]
+        a, b, c, vector, aux, d = call.addresses
+        alpha, beta = call.scalars
+        params.a.data, params.b.data, params.d.data = a, b, d
+        params.c.data = c if self._form.c and beta else 0
+        params.vector = vector if self._has_vector else 0
+        params.aux.data = aux if self._form.aux else 0
+        params.alpha, params.beta = alpha, beta
         if self.scratch_bytes:
             params.partial, params.tickets = memory.workspace, memory.tickets
         launch()

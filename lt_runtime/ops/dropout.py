@@ -9,8 +9,8 @@ import numpy as np
 
 from lt_runtime.arrays import Operand, on_host
 from lt_runtime.gpu.devices import activated
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.dropout import DropoutPass
-from lt_runtime.kernels.epilogue import DropoutState
 from lt_runtime.ops._place import Place, check_dropout, host_dropout, host_output
 from lt_runtime.problem import DType, Philox, Spec
 

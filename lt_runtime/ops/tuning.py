@@ -10,7 +10,7 @@ from lt_runtime.errors import ArgumentError, DeviceError
 from lt_runtime.gpu.devices import current_device, device_count
 from lt_runtime.ops._tuning_report import TuningReport
 from lt_runtime.ops._tuning_run import progress_bar, tune_in_parts
-from lt_runtime.plans.first_use import checked_effort
+from lt_runtime.ops.first_use import checked_effort
 from lt_runtime.problem import (
     Activation,
     BackwardProblem,

@@ -4,53 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import NamedTuple
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.branches import branch
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.memory import StreamMemory, aligned, stream_memory
-from lt_runtime.kernels.call import ProductCall
-from lt_runtime.kernels.epilogue import BackwardPass, DropoutState, Sums
+from lt_runtime.gpu.memory import StreamMemory, aligned
+from lt_runtime.kernels.call import Call, DropoutState
+from lt_runtime.kernels.epilogue import BackwardPass, Sums
 from lt_runtime.plans.strategies import BackwardStrategy, MadeBy, dz_spec, unchanged
 from lt_runtime.problem import BackwardProblem, Derivative, MatmulProblem, Spec
 from lt_runtime.products.choose import Choose, known_algorithm
-from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.plan import AlgorithmPlan, Plan
 
 
-class BackwardCall(NamedTuple):
-    """Addresses of a backward pass's operands, as the problem says; 0 where it has no such operand.
-
-    Attributes:
-        saved_below, db_below, dropout_below: of the layer that the gradient is taken through.
-        dropout: what forward's masks were drawn from.
-    """
-
-    dy: int
-    x: int
-    w: int
-    stream: int
-    saved: int = 0
-    dx: int = 0
-    dw: int = 0
-    db: int = 0
-    dz: int = 0
-    saved_below: int = 0
-    db_below: int = 0
-    dropout: DropoutState | None = None
-    dropout_below: DropoutState | None = None
-
-
-class BackwardPlan:
-    """One backward problem on one device, split as a strategy says; immutable, and safe to share between threads.
+class BackwardPlan(Plan):
+    """A backward problem on one device, split as a strategy says.
 
     Args:
         strategy: one of `backward_strategies`.
         choose: makes the plans of its products.
 
     Attributes:
-        products: the plans of dx and dw, by those names, where they are wanted.
+        products: those of "dx" and "dw", by these names, where they are wanted.
 
     Raises:
         PlanError: cuBLASLt refuses one of the strategy's products.
@@ -68,9 +43,8 @@ class BackwardPlan:
         # The two passes have their partial sums one after the other, in one place.
         self._partial_bytes = max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
         problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
-        self.products: dict[str, MatmulPlan] = {
-            name: choose(each, device) for name, each in problems.items() if each is not None
-        }
+        self.products = {name: choose(each, device) for name, each in problems.items() if each is not None}
+        self._dx, self._dw = self.products.get("dx"), self.products.get("dw")
 
     def _scratch_for_dz(self) -> int:
         if not self._needs_dz or self.problem.dz is not None:
@@ -126,61 +100,48 @@ class BackwardPlan:
     def _product_dz(self) -> Spec:
         return self._dz if self._needs_dz else self.problem.dy
 
-    def run(self, operands: BackwardCall) -> None:
-        """Puts the backward pass on the call's stream."""
-        memory = stream_memory(self.device, operands.stream)
-        with memory.lock:
-            dz, partial = self._scratch(operands, memory)
-            self._make_dz(operands, dz, partial, memory)
-            beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
-            with beside as other:
-                self._make_dw(operands, dz, other)
-                self._make_dx(operands, dz, partial, memory)
-
-    def bind(self, operands: BackwardCall) -> BoundPlan:
-        """What does as `run` would with these arguments at each call, at the least cost to the host."""
-        run, stream = (lambda handle: self.run(operands._replace(stream=handle))), operands.stream
-        return BoundPlan(run, self.device, stream, self._reserve)
-
-    def _reserve(self, memory: StreamMemory) -> None:
-        """Has a stream's memory ready for `run`."""
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
         memory.scratch(self._dz_bytes + self._partial_bytes)
         if self.strategy.beside:
             _ = memory.branch
 
-    def _make_dz(self, at: BackwardCall, dz: int, partial: int, memory: StreamMemory) -> None:
-        if self._first is not None:
-            self._first.run(at.dy, at.saved, dz, at.db, partial, memory.tickets, at.dropout, at.stream)
-        elif self.strategy.db is MadeBy.KERNEL:
-            self._zero(at.db, self.problem.dy.layout.cols, at.stream)
-
-    def _make_dx(self, at: BackwardCall, dz: int, partial: int, memory: StreamMemory) -> None:
-        plan, strategy = self.products.get("dx"), self.strategy
-        if plan is None:
-            return
-        vector = at.db_below if strategy.db_below is MadeBy.EPILOGUE else 0
-        aux = at.saved_below if strategy.derivative is MadeBy.EPILOGUE else 0
-        plan.run(ProductCall(dz, at.w, at.dx, at.stream, vector=vector, aux=aux), memory)
-        if self._last is not None:
-            self._last.run(
-                at.dx, at.saved_below, at.dx, at.db_below, partial, memory.tickets, at.dropout_below, at.stream
-            )
-        elif strategy.db_below is MadeBy.KERNEL:
-            self._zero(at.db_below, plan.problem.n, at.stream)
-
-    def _make_dw(self, at: BackwardCall, dz: int, memory: StreamMemory) -> None:
-        plan = self.products.get("dw")
-        if plan is not None:
-            vector = at.db if self.strategy.db is MadeBy.EPILOGUE else 0
-            beta = 1.0 if self.problem.accumulate else 0.0
-            plan.run(ProductCall(dz, at.x, at.dw, memory.stream, c=at.dw, beta=beta, vector=vector), memory)
-
-    def _scratch(self, at: BackwardCall, memory: StreamMemory) -> tuple[int, int]:
-        """Addresses of dz and of the partial sums."""
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        dy, x, w, saved, saved_below, dx, dw, db, dz, db_below = call.addresses
         scratch = memory.scratch(self._dz_bytes + self._partial_bytes)
-        if not self._needs_dz:
-            return at.dy, scratch
-        return (at.dz or scratch), scratch + self._dz_bytes
+        partial = scratch + self._dz_bytes
+        dropout, dropout_below = call.dropouts
+        if self._first is not None:
+            dz = (dz or scratch) if self._needs_dz else dy
+            self._first.run(dy, saved, dz, db, partial, memory.tickets, dropout, memory.stream)
+        else:
+            dz = dy
+            if self.strategy.db is MadeBy.KERNEL:
+                self._zero(db, self.problem.dy.layout.cols, memory.stream)
+        beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
+        with beside as other:
+            if self._dw is not None:
+                self._put_dw(self._dw, dz, x, dw, db, other)
+            if self._dx is not None:
+                vector = db_below if self.strategy.db_below is MadeBy.EPILOGUE else 0
+                aux = saved_below if self.strategy.derivative is MadeBy.EPILOGUE else 0
+                self._dx.put(Call((dz, w, 0, vector, aux, dx), memory.stream), memory)
+                self._put_below(dx, saved_below, db_below, partial, dropout_below, memory)
+
+    def _put_dw(self, product: AlgorithmPlan, dz: int, x: int, dw: int, db: int, memory: StreamMemory) -> None:
+        vector = db if self.strategy.db is MadeBy.EPILOGUE else 0
+        beta = 1.0 if self.problem.accumulate else 0.0
+        product.put(Call((dz, x, dw, vector, 0, dw), memory.stream, (1.0, beta)), memory)
+
+    def _put_below(
+        self, dx: int, saved: int, db: int, partial: int, dropout: DropoutState | None, memory: StreamMemory
+    ) -> None:
+        """Puts what our kernel does of the layer below on the stream, after dx."""
+        if self._last is not None:
+            self._last.run(dx, saved, dx, db, partial, memory.tickets, dropout, memory.stream)
+        elif self.strategy.db_below is MadeBy.KERNEL:
+            self._zero(db, self.problem.x.layout.cols, memory.stream)
 
     def _zero(self, db: int, cols: int, stream: int) -> None:
         """A sum over no rows."""

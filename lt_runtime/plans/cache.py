@@ -1,122 +1,56 @@
-"""Plans already made, by problem and device."""
+"""Plans and calls in memory: what has been made once is found again by problem and device."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.direct import is_capturing
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import decide_backward, decide_forward
-from lt_runtime.plans.first_use import is_asked_for, tune_at_first_use
-from lt_runtime.plans.forward import ForwardPlan
-from lt_runtime.problem import BackwardProblem, Derivative, ForwardProblem, MatmulProblem, Saved
-from lt_runtime.products.product import ProductPlan
+from lt_runtime.plans.decisions import decide
+from lt_runtime.problem import BackwardProblem, Derivative, Saved
+from lt_runtime.products.plan import Plan
 from lt_runtime.store.keys import Problem
 from lt_runtime.store.recording import record
 
-_Problem = TypeVar("_Problem", ForwardProblem, BackwardProblem, MatmulProblem)
-_Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan, ProductPlan)
+OnMiss: TypeAlias = Callable[[Problem, int], None]
+"""Is told of a problem and a device before a plan is made, and may measure the problem first."""
 
-_forward: dict[tuple[ForwardProblem, int], ForwardPlan] = {}
-_backward: dict[tuple[BackwardProblem, int], BackwardPlan] = {}
-_products: dict[tuple[MatmulProblem, int], ProductPlan] = {}
+calls: Final[dict[Hashable, Any]] = {}
+"""What operations have made of calls, plans included, by all but their addresses."""
+repeats: Final[dict[Hashable, Any]] = {}
+"""The same by their addresses as well. `remember` adds to the two, `forget` empties them."""
+
+_MOST: Final = 1024
+_plans: dict[tuple[Problem, int], Plan] = {}
 _lock = threading.RLock()
-
-_MOST_CALLS: Final = 1024
-_calls: dict[Hashable, Any] = {}
 _age = 0
 
 
-def forward_plan(problem: ForwardProblem, device: int, stream: int) -> ForwardPlan:
+def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew: bool = False) -> Plan:
     """The plan for a problem, made at its first use.
 
-    Raises:
-        CaptureError: it has to be made while `stream` is being captured.
-        PlanError: cuBLASLt has no algorithm for it.
-    """
-    return _look_up(_forward, decide_forward, problem, device, stream)
-
-
-def backward_plan(problem: BackwardProblem, device: int, stream: int) -> BackwardPlan:
-    """As `forward_plan`, for backward."""
-    return _look_up(_backward, decide_backward, problem, device, stream)
-
-
-def product_plan(problem: MatmulProblem, device: int, stream: int) -> ProductPlan:
-    """As `forward_plan`, for a single product."""
-    return _look_up(_products, ProductPlan, problem, device, stream)
-
-
-def forget(problems: Iterable[Problem], device: int) -> None:
-    """Lets go of the plans for problems, because something better is known: their next use plans anew.
-
-    Of a backward problem also those that differ in what forward has saved, which was decided with it.
-    """
-    global _age
-    wanted = {_whatever_is_saved(problem) for problem in problems}
-    tables: tuple[dict[Any, Any], ...] = (_forward, _backward, _products)
-    with _lock:
-        for plans in tables:
-            for problem, of in list(plans):
-                if of == device and _whatever_is_saved(problem) in wanted:
-                    del plans[problem, of]
-        _calls.clear()
-        _age += 1
-
-
-def age() -> int:
-    """A number that changes whenever plans are let go."""
-    return _age
-
-
-def remember(key: Hashable, call: Any, since: int) -> None:
-    """Keeps what an operation has made of a call, its plan included, for `recall`, until a plan is let go.
-
     Args:
-        since: what `age` was before the plan was asked for.
+        stream: that the plan is to run on.
+        on_miss: see `OnMiss`.
+        anew: whether `on_miss` is to be told of a problem that has a plan already.
+
+    Raises:
+        CaptureError: the plan has to be made while `stream` is being captured.
+        PlanError: cuBLASLt has no algorithm for the problem.
     """
-    with _lock:
-        if since != _age:
-            return
-        if len(_calls) >= _MOST_CALLS:
-            del _calls[next(iter(_calls))]  # the one that was remembered first
-        _calls[key] = call
-
-
-def recall(key: Hashable) -> Any:
-    """What `remember` was given with an equal key; None if it has been let go, or the thread is to measure anew."""
-    return None if is_asked_for() else _calls.get(key)
-
-
-def _whatever_is_saved(problem: Problem) -> Problem:
-    if not isinstance(problem, BackwardProblem):
-        return problem
-    through = problem.through and _saving_nothing(problem.through)
-    return replace(problem, own=_saving_nothing(problem.own), through=through)
-
-
-def _saving_nothing(derivative: Derivative) -> Derivative:
-    return replace(derivative, saved=Saved.NOTHING, saved_spec=None)
-
-
-def _look_up(
-    plans: dict[tuple[_Problem, int], _Plan],
-    make: Callable[[_Problem, int], _Plan],
-    problem: _Problem,
-    device: int,
-    stream: int,
-) -> _Plan:
-    plan = plans.get((problem, device))
-    if plan is not None and not is_asked_for():
+    plan = _plans.get((problem, device))
+    if plan is not None and not anew:
         return plan
     if not is_capturing(stream):
         record(problem)
-        tune_at_first_use(problem, device)
-        return _planned(plans, make, problem, device)
+        on_miss(problem, device)
+        with _lock:
+            if (problem, device) not in _plans:
+                _plans[problem, device] = decide(problem, device)
+            return _plans[problem, device]
     if plan is None:
         raise CaptureError(
             f"no plan yet for {problem}, and stream {stream:#x} is being captured; "
@@ -125,10 +59,48 @@ def _look_up(
     return plan
 
 
-def _planned(
-    plans: dict[tuple[_Problem, int], _Plan], make: Callable[[_Problem, int], _Plan], problem: _Problem, device: int
-) -> _Plan:
+def forget(problems: Iterable[Problem], device: int) -> None:
+    """Lets go of the plans for problems, because something better is known: their next use plans anew.
+
+    Backward problems that differ only in what forward has saved are forgotten together: that was decided with them.
+    """
+    global _age
+    wanted = {_without_saved(problem) for problem in problems}
     with _lock:
-        if (problem, device) not in plans:
-            plans[problem, device] = make(problem, device)
-        return plans[problem, device]
+        for problem, of in list(_plans):
+            if of == device and _without_saved(problem) in wanted:
+                del _plans[problem, of]
+        calls.clear()
+        repeats.clear()
+        _age += 1
+
+
+def age() -> int:
+    """A number that changes whenever plans are let go."""
+    return _age
+
+
+def remember(table: dict[Hashable, Any], key: Hashable, call: Any, since: int) -> None:
+    """Keeps what an operation has made of a call, its plan included, until a plan is let go.
+
+    Args:
+        table: `calls` or `repeats`.
+        since: what `age` was before the plan was asked for.
+    """
+    with _lock:
+        if since != _age:
+            return
+        if len(table) >= _MOST:
+            del table[next(iter(table))]  # the one that was remembered first
+        table[key] = call
+
+
+def _without_saved(problem: Problem) -> Problem:
+    if not isinstance(problem, BackwardProblem):
+        return problem
+    through = problem.through and _saving_nothing(problem.through)
+    return replace(problem, own=_saving_nothing(problem.own), through=through)
+
+
+def _saving_nothing(derivative: Derivative) -> Derivative:
+    return replace(derivative, saved=Saved.NOTHING, saved_spec=None)

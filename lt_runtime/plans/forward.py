@@ -1,26 +1,26 @@
-"""Plans of a linear layer's forward pass: the product and the kernel that may follow, ready to launch."""
+"""Plans of a linear layer's forward pass: a matrix product, and the kernel that may follow it."""
 
 from __future__ import annotations
 
-from lt_runtime.gpu.bound import BoundPlan
-from lt_runtime.gpu.memory import stream_memory
-from lt_runtime.kernels.call import ProductCall
-from lt_runtime.kernels.epilogue import DropoutState, ForwardPass
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.epilogue import ForwardPass
 from lt_runtime.plans.strategies import ForwardStrategy, kept_spec
 from lt_runtime.problem import Activation, ForwardProblem, MatmulProblem
 from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.plan import Plan
 
 
-class ForwardPlan:
-    """One forward problem on one device, split as a strategy says; immutable, and safe to share between threads.
+class ForwardPlan(Plan):
+    """A forward problem on one device, split as a strategy says.
 
     Args:
         strategy: one of `forward_strategies`.
-        choose: makes the plan of its product.
+        choose: makes the plan of the product.
 
     Attributes:
-        saved: what is kept for backward.
-        kept_spec: how the matrix lies that `run` writes besides y; None if there is none.
+        kept_spec: how the matrix lies that is written besides y; None if there is none.
+        products: the product, by the name "y".
 
     Raises:
         PlanError: cuBLASLt refuses the strategy's product.
@@ -30,13 +30,14 @@ class ForwardPlan:
         self, problem: ForwardProblem, device: int, strategy: ForwardStrategy, choose: Choose = known_algorithm
     ) -> None:
         self.problem, self.device, self.strategy = problem, device, strategy
-        self.saved, self.kept_spec = strategy.saved, kept_spec(problem, strategy.saved)
+        self.kept_spec = kept_spec(problem, strategy.saved)
         self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
-        self._has_pass = leaves_a_pass(problem, strategy)
-        # What the pass reads is kept by storing the product there.
-        self._product_is_kept = self._has_pass and self.kept_spec is not None
-        self.product = choose(self._matmul_problem(), device)
-        self._pass = self._own_pass() if self._has_pass and problem.y.layout.size else None
+        has_pass = leaves_a_pass(problem, strategy)
+        # Our kernel reads the product where it is to be kept, which saves a copy.
+        self._product_is_kept = has_pass and self.kept_spec is not None
+        self._product = choose(self._matmul_problem(), device)
+        self.products = {"y": self._product}
+        self._pass = self._own_pass() if has_pass and problem.y.layout.size else None
 
     def _own_pass(self) -> ForwardPass:
         problem, adds_bias = self.problem, self.problem.bias is not None and not self._adds_bias
@@ -65,25 +66,14 @@ class ForwardPlan:
             aux=self.kept_spec if self._writes_aux else None,
         )
 
-    def run(self, x: int, w: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
-        """Puts the forward pass on `stream`; addresses are as the problem says, 0 where it has no such operand.
-
-        Args:
-            kept: address of a matrix that lies as `kept_spec` says.
-        """
-        memory = stream_memory(self.device, stream)
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        x, w, bias, y, kept = call.addresses
         target = kept if self._product_is_kept else y
         vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
-        with memory.lock:
-            self.product.run(ProductCall(x, w, target, stream, 0, vector, aux), memory)
-            if self._pass is not None:
-                self._pass.run(target, bias, y, kept, dropout, stream)
-
-    def bind(
-        self, x: int, w: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int
-    ) -> BoundPlan:
-        """What does as `run` would with these arguments at each call, at the least cost to the host."""
-        return BoundPlan(lambda handle: self.run(x, w, bias, y, kept, dropout, handle), self.device, stream)
+        self._product.put(Call((x, w, 0, vector, aux, target), memory.stream), memory)
+        if self._pass is not None:
+            self._pass.run(target, bias, y, kept, call.dropouts[0], memory.stream)
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:

@@ -13,12 +13,13 @@ from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW, NarrowPlan
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan
+from lt_runtime.products.plan import AlgorithmPlan
 
 _ALGORITHM: Final = 64  # bytes of the library's
 _MARKS: Final = {PADDED: "PADDED", K_MAJOR: "K_MAJOR"}
 
 
-def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> MatmulPlan:
+def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
     """The plan of a product that an earlier plan's `blob` stands for.
 
     Raises:

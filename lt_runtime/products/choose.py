@@ -14,22 +14,23 @@ from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NarrowPlan
 from lt_runtime.products.padded import PaddedPlan, pays_untuned
+from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
 
-Choose: TypeAlias = Callable[[MatmulProblem, int], MatmulPlan]
+Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
 """Makes the plan of a product on a device, which is current. PlanError if neither cuBLASLt nor our kernel does it."""
 
 
-def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
+def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     """By the algorithm that was measured to be the fastest; as `heuristic_algorithm`, where nothing was measured.
 
     A measured one that the library refuses now, or that is known to be wrong by now, is barred in the plan cache.
     """
-    if 0 in (problem.batch, problem.m, problem.n, problem.k):
+    if problem.is_empty:
         return MatmulPlan(problem, device)
-    made: list[MatmulPlan] = []
+    made: list[AlgorithmPlan] = []
 
     def validate(_: str, entry: ProductEntry) -> str | None:
         try:
@@ -42,7 +43,7 @@ def known_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
     return made[0] if made else heuristic_algorithm(problem, device)
 
 
-def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
+def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     """By the first that the heuristic offers that is lean, whatever was measured; on padded copies where that pays.
 
     Where the library offers none, by our kernel; or else a plain product is made on padded copies, and an epilogue is
@@ -62,6 +63,6 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
         raise
 
 
-def first_algorithm(problem: MatmulProblem, device: int) -> MatmulPlan:
+def first_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     """By the very first that the heuristic offers, whatever it puts on the stream: what others do."""
     return MatmulPlan(problem, device, rank=0)

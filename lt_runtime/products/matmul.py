@@ -12,7 +12,7 @@ from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.gpu.memory import StreamMemory, workspace_size
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem, Spec
 from lt_runtime.products.library_terms import (
@@ -23,6 +23,7 @@ from lt_runtime.products.library_terms import (
     library_types,
     scale_type,
 )
+from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8
 _MAX_KERNELS: Final = 2
@@ -31,7 +32,7 @@ _REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.CO
 _ANY_ADDRESS: Final = 256  # the heuristic looks at pointers' values; any aligned one stands for those to come
 
 
-class MatmulPlan:
+class MatmulPlan(AlgorithmPlan):
     """One product on one device, by an algorithm of cuBLASLt's heuristic or a given one.
 
     cuBLASLt thinks in column-major matrices. A row-major D is its column-major transpose, and Dᵀ = Bᵀ·Aᵀ, so that
@@ -41,7 +42,7 @@ class MatmulPlan:
     Args:
         problem: what is to be computed.
         device: ordinal of the GPU, which must be current.
-        rank: which of the candidates to use; None for the first that is lean, see `is_lean`.
+        rank: which of the candidates to use; None for the first that can be launched leanly, see `launches_leanly`.
         algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
             The heuristic is then not asked.
         reserved: bytes at the end of the workspace that the library may not use.
@@ -66,20 +67,26 @@ class MatmulPlan:
         self.problem = problem
         self._reserved = reserved
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
-        self._device = device
+        self.device = device
         self._swapped = problem.d.layout.order is Order.ROW
         self._lock = threading.Lock()
         self._prepared: cublaslt.PreparedMatmul | None = None
         self._vector = self._aux = _ANY_ADDRESS
-        if problem.batch and problem.m and problem.n and problem.k:
+        self.algorithm = None
+        if not problem.is_empty:
             self._describe_operands()
             self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
             operands = (self._first, self._second, self._c, self._d)
             self._prepared = cublaslt.PreparedMatmul(self.handle, self._desc, *operands, self.algorithm)
 
+    @property
+    def is_lean(self) -> bool:
+        """See `AlgorithmPlan`."""
+        return self.algorithm is not None and self.launches_leanly(self.algorithm)
+
     def _describe_operands(self) -> None:
         problem = self.problem
-        self.handle = cublaslt.handle(self._device)
+        self.handle = cublaslt.handle(self.device)
         first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         self._desc = self._describe(first.layout.order, second.layout.order)
         _, _, operand, _, result, _ = self.types
@@ -99,16 +106,12 @@ class MatmulPlan:
         if self.problem.epilogue is Epilogue.NONE:
             return self.candidates[0]
         for candidate in self.candidates:
-            if self.is_lean(candidate):
+            if self.launches_leanly(candidate):
                 return candidate
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
 
-    def is_lean(self, algorithm: cublaslt.Algorithm) -> bool:
-        """Whether a launch succeeds and is at most two kernels, one if the problem says so, and else only memsets.
-
-        Large products have a memset before the kernel, for the counter that its blocks draw tiles from: on Hopper the
-        fastest algorithms do. What it costs, a measurement sees.
-        """
+    def launches_leanly(self, algorithm: cublaslt.Algorithm) -> bool:
+        """Whether the product by an algorithm, be it another than the plan's, would be lean; see `AlgorithmPlan`."""
         nodes = self.nodes(algorithm)
         most = 1 if self.problem.one_kernel else _MAX_KERNELS
         return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
@@ -118,23 +121,22 @@ class MatmulPlan:
 
         Captures a launch, with addresses that nothing will look at.
         """
-        nowhere = ProductCall(_ANY_ADDRESS, _ANY_ADDRESS, _ANY_ADDRESS, stream=0, c=2 * _ANY_ADDRESS)
-        if self.problem.device_scalars:
-            nowhere = nowhere._replace(alpha=_ANY_ADDRESS, beta=_ANY_ADDRESS)
+        scalar = _ANY_ADDRESS if self.problem.device_scalars else 1.0
+        a = b = d = _ANY_ADDRESS
+        c = d if self.problem.c is None else 2 * _ANY_ADDRESS
         size = self.workspace_size
 
         def launch(stream: int) -> None:
-            a, b, d, _, c, *_ = nowhere
             cublaslt.matmul(
                 self.handle,
                 self._desc,
-                nowhere.alpha,
+                scalar,
                 a,
                 self._first,
                 b,
                 self._second,
-                nowhere.beta,
-                d if self.problem.c is None else c,
+                0.0 if scalar == 1.0 else scalar,
+                c,
                 self._c,
                 d,
                 self._d,
@@ -145,24 +147,19 @@ class MatmulPlan:
             )
 
         try:
-            return rehearse(launch, self._device)
+            return rehearse(launch, self.device)
         except CublasLtError:  # the heuristic offers some that it then refuses to launch
             return []
 
     @property
-    def blob(self) -> bytes:
-        """What stands for the algorithm in the plan cache, and makes the same plan again, see `plan_by`."""
-        return self.algorithm.blob
-
-    @property
     def workspace_size(self) -> int:
         """Bytes that the library may use."""
-        return workspace_size(self._device) - self._reserved
+        return workspace_size(self.device) - self._reserved
 
     @property
     def adds_memsets(self) -> bool:
-        """Whether a launch is more than kernels."""
-        return hasattr(self, "algorithm") and "MEMSET" in self.nodes(self.algorithm)
+        """See `AlgorithmPlan`."""
+        return self.algorithm is not None and "MEMSET" in self.nodes(self.algorithm)
 
     @property
     def reductions(self) -> cublaslt.ReductionScheme:
@@ -247,7 +244,7 @@ class MatmulPlan:
         specs += [(spec.layout, problem.d_dtype) for spec in (problem.c, problem.d) if spec is not None]
         return cublaslt.Candidate(
             version=cublaslt.get_version(),
-            capability=device_info(self._device).capability,
+            capability=device_info(self.device).capability,
             m=m,
             n=n,
             k=problem.k,
@@ -260,21 +257,18 @@ class MatmulPlan:
             stages=algorithm.get(config.STAGES_ID),
         )
 
-    def run(self, call: ProductCall, memory: StreamMemory) -> None:
-        """Puts the product on the call's stream, with that stream's memory.
-
-        Any number of threads may do this at once. The caller holds `memory.lock`, so that none's work on the same
-        workspace gets between the kernels of a split K.
-        """
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
         prepared = self._prepared
         if prepared is None:
-            self._run_without(call)
+            self._put_without(call, memory.stream)
             return
-        a, b, d, stream, c, vector, aux, alpha, beta = call
+        a, b, c, vector, aux, d = call.addresses
+        alpha, beta = call.scalars
         if self._swapped:
             a, b = b, a
         if self.problem.c is None:
-            c, beta = d, self._no_beta(memory)
+            c, beta = d, memory.zeros if self.problem.device_scalars else 0.0
         with self._lock:  # the descriptor's addresses are this call's until it has returned
             if vector and vector != self._vector:
                 self._desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, vector)
@@ -282,39 +276,36 @@ class MatmulPlan:
             if aux and aux != self._aux:
                 self._desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
                 self._aux = aux
-            prepared(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size - self._reserved, stream)
+            size = memory.workspace_size - self._reserved
+            prepared(alpha, a, b, beta, c, d, memory.workspace, size, memory.stream)
 
-    def _no_beta(self, memory: StreamMemory) -> float:
-        """β where there is no C, which is then not looked at."""
-        return memory.zeros if self.problem.device_scalars else 0.0
-
-    def _run_without(self, call: ProductCall) -> None:
-        """Where nothing is to be multiplied: a sum over no terms is zero, which leaves β·C."""
+    def _put_without(self, call: Call, stream: int) -> None:
+        """Puts β·C where nothing is to be multiplied: a sum over no terms is zero."""
         problem = self.problem
         if not (problem.batch and problem.m and problem.n):
             return
+        _, _, c, _, _, d = call.addresses
+        beta = call.scalars[1]
         if problem.c is None:
             for batch in range(problem.batch):
-                _zero(call.d + batch * problem.d.batch_stride * problem.d_dtype.itemsize, problem, call.stream)
-        elif call.c != call.d or problem.device_scalars or call.beta != 1.0:
-            self._scale(problem.c, call)
+                _zero(d + batch * problem.d.batch_stride * problem.d_dtype.itemsize, problem, stream)
+        elif c != d or problem.device_scalars or beta != 1.0:
+            self._scale(problem.c, c, d, beta, stream)
 
-    def _scale(self, c: Spec, call: ProductCall) -> None:
+    def _scale(self, spec: Spec, c: int, d: int, beta: float, stream: int) -> None:
         problem, attribute = self.problem, cublaslt.MatrixTransformDescAttribute
         kind = DATA_TYPES[problem.d_dtype]
         with (
             cublaslt.MatrixTransformDesc(scale_type(problem)) as desc,
-            column_major(c, kind, problem.batch) as source,
+            column_major(spec, kind, problem.batch) as source,
             column_major(problem.d, kind, problem.batch) as target,
         ):
-            zero: float = 0.0
+            unused: float = 0.0  # the factor of a B that there is not
             if problem.device_scalars:
                 desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
-                zero = call.beta  # of a B that there is not
-            handle = cublaslt.handle(self._device)
-            cublaslt.matrix_transform(
-                handle, desc, call.beta, call.c, source, zero, 0, None, call.d, target, call.stream
-            )
+                unused = beta
+            handle = cublaslt.handle(self.device)
+            cublaslt.matrix_transform(handle, desc, beta, c, source, unused, 0, None, d, target, stream)
 
 
 def _zero(address: int, problem: MatmulProblem, stream: int) -> None:

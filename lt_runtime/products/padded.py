@@ -18,16 +18,16 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from lt_runtime.cublaslt import Algorithm
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import StreamMemory, aligned, workspace_size
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.kernels.tiling import OCTET, moves_vectors
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.plan import AlgorithmPlan
 
 PADDED: Final = b"lt_runtime: padded".ljust(64, b"\0")
 """Stands before an algorithm of the library's that works on padded copies."""
@@ -102,64 +102,66 @@ def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spe
     return Spec(Layout(rows, cols, order, cols if order is Order.ROW else rows))
 
 
-class PaddedPlan(MatmulPlan):
-    """A product on one device, over padded copies at the end of the stream's workspace.
+class PaddedPlan(AlgorithmPlan):
+    """A product on one device over padded copies, which lie at the end of the stream's workspace.
 
     Args:
-        algorithm: 64 bytes, of the product of the copies; None for the heuristic's choice.
+        algorithm: 64 bytes, an algorithm for the product of the copies; None for the heuristic's choice.
         k_major: see `padded_problem`.
 
     Attributes:
-        padded: the plan of the product of the copies.
+        inner: the plan of the product of the copies.
 
     Raises:
-        PlanError: there is nothing to copy, no room for it, or the library does not do it; see `MatmulPlan`.
+        PlanError: there is nothing to copy, no room for the copies, or the library does not make the product; see
+            `MatmulPlan`.
     """
 
     def __init__(
         self, problem: MatmulProblem, device: int, *, algorithm: bytes | None = None, k_major: bool = False
     ) -> None:
-        inner = padded_problem(problem, k_major=k_major)
-        if inner is None:
+        padded = padded_problem(problem, k_major=k_major)
+        if padded is None:
             raise PlanError(f"padding is not for {problem}")
         self._mark = K_MAJOR if k_major else PADDED
-        self.problem, self._device = problem, device
-        self._sources, self._offsets = _resizes(problem, inner), dict[str, int]()
-        self._reserved = 0
+        self.problem, self.device = problem, device
+        self._sources, self._offsets, self._reserved = _resizes(problem, padded), dict[str, int](), 0
         for name, resize in self._sources.items():
             self._offsets[name] = self._reserved
             self._reserved += aligned(resize.target.size * problem.dtype.itemsize)
         if 2 * self._reserved > workspace_size(device):
             raise PlanError(f"padded copies of {self._reserved} bytes have no room in the workspace: {problem}")
-        self.padded = MatmulPlan(inner, device, algorithm=algorithm, reserved=self._reserved)
-        self.algorithm, self.candidates = self.padded.algorithm, self.padded.candidates
+        self.inner = MatmulPlan(padded, device, algorithm=algorithm, reserved=self._reserved)
+        self.algorithm = self.inner.algorithm
         result = self._sources.pop("d", None)
         self._before = ResizePass(problem.dtype, [*self._sources.values()], device) if self._sources else None
         self._after = ResizePass(problem.dtype, [Resize(result.target, result.source)], device) if result else None
 
     @property
     def blob(self) -> bytes:
-        """See `MatmulPlan`."""
-        return self._mark + self.algorithm.blob
+        """See `AlgorithmPlan`."""
+        return self._mark + super().blob
 
     @property
     def adds_memsets(self) -> bool:
-        """See `MatmulPlan`."""
-        return self.padded.adds_memsets
+        """See `AlgorithmPlan`."""
+        return self.inner.adds_memsets
 
-    def is_lean(self, algorithm: Algorithm) -> bool:
-        """See `MatmulPlan`: of the product of the copies."""
-        return self.padded.is_lean(algorithm)
+    @property
+    def is_lean(self) -> bool:
+        """See `AlgorithmPlan`: whether the product of the copies is."""
+        return self.inner.is_lean
 
-    def run(self, call: ProductCall, memory: StreamMemory) -> None:
-        """See `MatmulPlan`."""
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
         base = memory.workspace + memory.workspace_size - self._reserved
+        own = dict(zip(self.problem.operands, call.addresses, strict=True))
         copies = {name: base + offset for name, offset in self._offsets.items()}
         if self._before is not None:
-            self._before.run([(getattr(call, name), copies[name]) for name in self._sources], call.stream)
-        self.padded.run(call._replace(**copies), memory)
+            self._before.run([(own[name], copies[name]) for name in self._sources], memory.stream)
+        self.inner.put(call._replace(addresses=tuple({**own, **copies}.values())), memory)
         if self._after is not None:
-            self._after.run([(copies["d"], call.d)], call.stream)
+            self._after.run([(copies["d"], own["d"])], memory.stream)
 
 
 def _resizes(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
-from lt_runtime.gpu.bound import BoundPlan
-from lt_runtime.gpu.memory import stream_memory
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass, c_lies_across
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.choose import Choose, known_algorithm
-from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.plan import AlgorithmPlan, Plan
 
 _AUX_ALIGNMENT = 16
 
@@ -52,8 +51,8 @@ def plain_product(problem: MatmulProblem) -> MatmulProblem:
     return replace(problem, epilogue=Epilogue.NONE, c=c, aux=None, vector=256, one_kernel=has_pass)
 
 
-class ProductPlan:
-    """One product with its epilogue on one device, ready to launch in at most two kernels, besides copies of operands.
+class ProductPlan(Plan):
+    """One product with its epilogue on one device, in at most two kernels besides copies of operands.
 
     Kernels alone where there is a way; a large product has a memset before its kernel, whoever does its epilogue.
 
@@ -80,7 +79,7 @@ class ProductPlan:
         if self.product is plain:
             self._pass = MatmulPass(problem, device)
 
-    def _fused(self, choose: Choose) -> MatmulPlan | None:
+    def _fused(self, choose: Choose) -> AlgorithmPlan | None:
         problem = self.problem
         if not library_may_fuse(problem) or 0 in (problem.k, problem.d.layout.size):
             return None
@@ -89,16 +88,11 @@ class ProductPlan:
         except PlanError:
             return None
 
-    def run(self, call: ProductCall) -> None:
-        """Puts the product on the call's stream."""
-        memory = stream_memory(self.device, call.stream)
-        with memory.lock:
-            if self._pass is None:
-                self.product.run(call, memory)
-                return
-            self.product.run(call._replace(vector=0, aux=0), memory)
-            self._pass.run(call, call.d)
-
-    def bind(self, call: ProductCall) -> BoundPlan:
-        """What does as `run` would with these arguments at each call, at the least cost to the host."""
-        return BoundPlan(lambda handle: self.run(call._replace(stream=handle)), self.device, call.stream)
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        if self._pass is None:
+            self.product.put(call, memory)
+            return
+        a, b, c, _, _, d = call.addresses
+        self.product.put(call._replace(addresses=(a, b, c, 0, 0, d)), memory)
+        self._pass.run(call, d, memory.stream)

@@ -20,7 +20,7 @@ from lt_runtime.plans.strategies import (
 )
 from lt_runtime.problem import Derivative, ForwardProblem, MatmulProblem
 from lt_runtime.products.choose import Choose
-from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import RejectedStrategy
 from lt_runtime.tuning.links import SIDES, LayerProblem, Link
 from lt_runtime.tuning.names import strategy_in_words
@@ -101,7 +101,7 @@ class Alternatives:
         if self.link.side is None:
             return True
         derivative: Derivative = getattr(self.backward[backward].problem, self.link.side)
-        return derivative.saved is self.forward[forward].saved
+        return derivative.saved is self.forward[forward].strategy.saved
 
     def plans(self, pair: Pair) -> list[Half]:
         """A pair's plans, forward first."""
@@ -140,9 +140,9 @@ def _plainest_first(problem: LayerProblem) -> Iterable[Split]:
     return backward_strategies(problem)
 
 
-def products_of(half: Half) -> list[MatmulPlan]:
+def products_of(half: Half) -> list[AlgorithmPlan]:
     """The plans of the products that a half consists of."""
-    return [half.product] if isinstance(half, ForwardPlan) else [*half.products.values()]
+    return [*half.products.values()]
 
 
 def half_name(problem: LayerProblem, strategy: Split) -> str:
@@ -160,10 +160,10 @@ def describe(strategy: Split) -> str:
 
 def once_each(choose: Choose) -> Choose:
     """`choose`, which remembers what it made of a problem, and why it refused one."""
-    made: dict[MatmulProblem, MatmulPlan] = {}
+    made: dict[MatmulProblem, AlgorithmPlan] = {}
     refused: dict[MatmulProblem, str] = {}  # not the error: its traceback would keep its callers' memory
 
-    def remembered(problem: MatmulProblem, device: int) -> MatmulPlan:
+    def remembered(problem: MatmulProblem, device: int) -> AlgorithmPlan:
         if problem in refused:
             raise PlanError(refused[problem])
         if problem not in made:

@@ -32,7 +32,9 @@ def heuristic_candidates(plan: MatmulPlan, workspace: int) -> list[Algorithm]:
     schemes = dict.fromkeys((plan.reductions, ReductionScheme.NONE))
     limits = (workspace, workspace // 8, 0)
     queries = (plan.query(limit, scheme) for limit, scheme in itertools.product(limits, schemes))
-    offered = itertools.chain((plan.algorithm,), plan.candidates, itertools.chain.from_iterable(queries))
+    offered = itertools.chain(
+        (plan.algorithm,) if plan.algorithm else (), plan.candidates, itertools.chain.from_iterable(queries)
+    )
     distinct: dict[bytes, Algorithm] = {}
     for algorithm in offered:
         distinct.setdefault(algorithm.blob, algorithm)

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated, device_info, highest_clocks
-from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import decide_backward, decide_forward
-from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.decisions import decide_layer
 from lt_runtime.plans.strategies import to_entry
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
 from lt_runtime.products.blobs import configuration
-from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm
 from lt_runtime.store.keys import Problem, problem_key
@@ -123,7 +121,7 @@ def _summed_up(rejected: Iterable[RejectedAlgorithm]) -> Iterator[str]:
 def explain_stack(stack: Stack, device: int) -> list[Explanation]:
     """The layers of a stack, forward and then backward from what forward keeps. Raises as `explain_problem`."""
     with activated(device):
-        saved = [decide_forward(stack.forward(index), device).saved for index in range(len(stack))]
+        saved = [decide_layer(stack.forward(index), device).strategy.saved for index in range(len(stack))]
     layers = range(len(stack))
     problems: list[Problem] = [stack.forward(index) for index in layers]
     problems += [stack.backward(index, saved) for index in layers]
@@ -152,14 +150,8 @@ def _explain_product(problem: MatmulProblem, device: int) -> Explanation:
 
 
 def _explain_layer(problem: ForwardProblem | BackwardProblem, device: int) -> Explanation:
-    plan: ForwardPlan | BackwardPlan
-    if isinstance(problem, ForwardProblem):
-        plan = decide_forward(problem, device)
-        products = {"product": plan.product}
-    else:
-        plan = decide_backward(problem, device)
-        products = plan.products
-    explained = tuple(_explained(name, each, device) for name, each in products.items())
+    plan = decide_layer(problem, device)
+    explained = tuple(_explained(name, each, device) for name, each in plan.products.items())
     strategy, least = strategy_in_words(to_entry(plan.strategy)), least_us(problem, hardware(device))
     entry = plan_store(device).layer(problem_key(problem))
     if entry is None:
@@ -177,10 +169,9 @@ def _rejected(entry: LayerEntry) -> tuple[str, ...]:
     return tuple(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in entry.rejected)
 
 
-def _explained(name: str, plan: MatmulPlan, device: int) -> ProductExplanation:
+def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanation:
     problem = plan.problem
-    is_empty = 0 in (problem.batch, problem.m, problem.n, problem.k)
-    algorithm = "" if is_empty else algorithm_in_words(configuration(plan.blob))
+    algorithm = "" if problem.is_empty else algorithm_in_words(configuration(plan.blob))
     entry = plan_store(device).product(problem_key(problem))
     return ProductExplanation(name, describe(problem), algorithm, entry)
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from lt_runtime.kernels.epilogue import DropoutState
+from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
-from lt_runtime.plans.backward import BackwardCall, BackwardPlan
+from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import (
@@ -156,29 +156,18 @@ class LayerTrial:
     def run(self, plan: Half, stream: int) -> None:
         """Puts a half on the stream."""
         if isinstance(plan, ForwardPlan):
-            self._run_forward(plan, stream)
+            names = {"kept": f"kept {plan.strategy.saved.value}"}
+            own = _DROPOUT if plan.problem.dropout else None
+            below = None
         else:
-            self._run_backward(plan, stream)
-
-    def _run_forward(self, plan: ForwardPlan, stream: int) -> None:
-        x, w, bias, y = (self._address(name) for name in ("x", "w", "bias", "y"))
-        dropout = _DROPOUT if plan.problem.dropout else None
-        plan.run(x, w, bias, y, self._address(f"kept {plan.saved.value}"), dropout, stream)
-
-    def _run_backward(self, plan: BackwardPlan, stream: int) -> None:
-        own, through = plan.problem.own, plan.problem.through
-        call = BackwardCall(
-            self._address("dy"),
-            self._address(self._x),
-            self._address(self._w),
-            stream,
-            saved=self._saved("own", own),
-            **{name: self._address(name) for name in ("dx", "dw", "db", "dz", "db_below")},
-            saved_below=self._saved("through", through) if through else 0,
-            dropout=_DROPOUT if own.dropout else None,
-            dropout_below=_DROPOUT if through and through.dropout else None,
-        )
-        plan.run(call)
+            names = {"x": self._x, "w": self._w}
+            own = _DROPOUT if plan.problem.own.dropout else None
+            below = _DROPOUT if plan.problem.through and plan.problem.through.dropout else None
+        at = {name: self._address(names.get(name, name)) for name in plan.problem.operands}
+        if isinstance(plan, BackwardPlan):
+            at["saved"] = self._saved("own", plan.problem.own)
+            at["saved_below"] = self._saved("through", plan.problem.through) if plan.problem.through else 0
+        plan.run(Call(tuple(at.values()), stream, dropouts=(own, below)))
 
     def _saved(self, side: Side, derivative: Derivative) -> int:
         if derivative.saved is Saved.NOTHING:

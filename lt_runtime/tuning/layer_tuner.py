@@ -17,7 +17,7 @@ from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem, Saved
 from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.choose import Choose, heuristic_algorithm, known_algorithm
-from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import EFFORTS, Effort, LayerEntry, ProductEntry, RejectedStrategy
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
@@ -26,7 +26,7 @@ from lt_runtime.tuning.candidates import with_algorithm
 from lt_runtime.tuning.layer_finals import Finals, Table, sums_of
 from lt_runtime.tuning.links import LayerProblem, Link
 from lt_runtime.tuning.names import algorithm_in_words, describe
-from lt_runtime.tuning.product_tuner import is_empty, tune_on
+from lt_runtime.tuning.product_tuner import tune_on
 from lt_runtime.tuning.timing import Timing
 from lt_runtime.tuning.workbench import Bench
 
@@ -151,7 +151,7 @@ class _Search:
     def tune_products(self, alternatives: Alternatives, names: Iterable[str]) -> None:
         """Finds the algorithms of the products of some halves, those that are not known already."""
         products = [each.problem for name in names if name for each in products_of(alternatives.halves[name])]
-        unknown = [each for each in dict.fromkeys(products) if not is_empty(each) and not self._is_known(each)]
+        unknown = [each for each in dict.fromkeys(products) if not each.is_empty and not self._is_known(each)]
         watch = self.bench.clock.watch
         deadline = watch.seconds + self.budget.products
         for number, problem in enumerate(unknown):
@@ -174,7 +174,7 @@ class _Search:
             f"{describe(problem)} by {algorithm_in_words(each.config)}: {each.reason}" for each in verdict.rejected
         ]
 
-    def algorithm(self, problem: MatmulProblem, device: int) -> MatmulPlan:
+    def algorithm(self, problem: MatmulProblem, device: int) -> AlgorithmPlan:
         """The plan of a product by what was found; see `Choose`."""
         if problem in self._useless:
             raise PlanError(self._useless[problem])
@@ -193,7 +193,7 @@ class _Search:
         return Decision(
             products=products,
             layers={problem_key(key): each for key, each in finals.entries(self.effort).items()},
-            saved=forward.saved if forward else None,
+            saved=forward.strategy.saved if forward else None,
             before_us=finals.before.median_us,
             after_us=(finals.before if finals.untuned_stays else finals.after).median_us,
             strategy=after.describe(finals.pair),
@@ -205,15 +205,15 @@ class _Search:
         """Names of halves with an algorithm that was rejected."""
         return {name for name, half in alternatives.halves.items() if any(map(self._is_rejected, products_of(half)))}
 
-    def _is_rejected(self, plan: MatmulPlan) -> bool:
-        if is_empty(plan.problem):
+    def _is_rejected(self, plan: AlgorithmPlan) -> bool:
+        if plan.problem.is_empty:
             return False
         entry = self._products.get(plan.problem) or self._stored(plan.problem)
         return entry is not None and plan.blob in [each.algorithm for each in entry.rejected]
 
     def _by_heuristic(self, halves: Iterable[Half]) -> dict[str, ProductEntry]:
         """Entries of some halves' products with the heuristic's algorithms, which they were planned by."""
-        plans = {plan.problem: plan for half in halves for plan in products_of(half) if not is_empty(plan.problem)}
+        plans = {plan.problem: plan for half in halves for plan in products_of(half) if not plan.problem.is_empty}
         entries = {problem: self._products.get(problem) or self._stored(problem) for problem in plans}
         return {
             problem_key(problem): with_algorithm(entry, plans[problem].blob)

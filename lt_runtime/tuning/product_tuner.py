@@ -12,13 +12,14 @@ from typing import Final, cast
 from lt_runtime.errors import ArgumentError, PlanError
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import StreamMemory, stream_memory
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.blobs import configuration, plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
+from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import library_may_fuse
 from lt_runtime.store.entries import Effort, ProductEntry, RejectedAlgorithm
 from lt_runtime.tuning.candidates import deep_candidates, heuristic_candidates
@@ -91,17 +92,12 @@ def tune_product(problem: MatmulProblem, device: int, *, effort: str = "default"
     """
     if effort not in BUDGET_S:
         raise ArgumentError(f"effort is {effort!r}; accepted are {', '.join(map(repr, BUDGET_S))}")
-    if is_empty(problem):
+    if problem.is_empty:
         return None
     if not library_may_fuse(problem):
         raise PlanError(f"cuBLASLt is not to be asked for {problem}")
     with workbench(device) as bench:
         return tune_on(bench, problem, cast(Effort, effort), BUDGET_S[effort])
-
-
-def is_empty(problem: MatmulProblem) -> bool:
-    """Whether nothing is to be multiplied."""
-    return 0 in (problem.batch, problem.m, problem.n, problem.k)
 
 
 def tune_on(bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> ProductVerdict:
@@ -126,7 +122,7 @@ class Field:
 
     def __init__(self, problem: MatmulProblem, device: int, effort: str) -> None:
         self.problem, self.device = problem, device
-        self.plans: dict[str, MatmulPlan] = {}
+        self.plans: dict[str, AlgorithmPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
         padded = self._padded(effort)
         plain = self._plain(effort, needed=not padded and not takes(problem))
@@ -151,7 +147,7 @@ class Field:
             if padded_problem(self.problem, k_major=k_major) is None:
                 continue
             with contextlib.suppress(PlanError):  # as where there is no room for them
-                plan = PaddedPlan(self.problem, self.device, k_major=k_major).padded
+                plan = PaddedPlan(self.problem, self.device, k_major=k_major).inner
                 found += [mark + blob for blob in _offered(plan, effort)]
         return found
 
@@ -161,7 +157,7 @@ class Field:
         except PlanError as error:
             self._note(blob, str(error))
             return
-        if plan.is_lean(plan.algorithm):
+        if plan.is_lean:
             self.plans[name] = plan
         else:
             self._note(blob, "cannot be launched as at most two kernels and nothing else")
@@ -221,12 +217,12 @@ def _reject_slow(field: Field, timings: Mapping[str, Timing]) -> None:
             field.reject(name, f"far behind: {timings[name].median_us:.1f} µs")
 
 
-def launcher(plan: MatmulPlan, calls: Sequence[ProductCall], memory: StreamMemory) -> Launch:
+def launcher(plan: AlgorithmPlan, calls: Sequence[Call], memory: StreamMemory) -> Launch:
     """A candidate as a contender; the calls' stream is the clock's."""
 
     def launch(number: int, _: int) -> None:
         with memory.lock:
-            plan.run(calls[number], memory)
+            plan.put(calls[number], memory)
 
     return launch
 

@@ -15,14 +15,13 @@ from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, from_
 from lt_runtime.problem import ForwardProblem, MatmulProblem
 from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.choose import Choose, heuristic_algorithm, known_algorithm
-from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, now
 from lt_runtime.tuning.alternatives import Half, products_of
 from lt_runtime.tuning.candidates import with_algorithm
 from lt_runtime.tuning.layer_finals import Table
 from lt_runtime.tuning.links import LayerProblem
 from lt_runtime.tuning.names import describe, strategy_in_words
-from lt_runtime.tuning.product_tuner import is_empty
 from lt_runtime.tuning.row_trial import alone, row_trial
 from lt_runtime.tuning.timing import Launch, buffer_sets, fastest, take_times
 from lt_runtime.tuning.trial import NORMAL
@@ -163,7 +162,7 @@ class _Search:
         by_heuristic = self._by_heuristic(problem, entry)
         return made | ({"the heuristic's algorithms": by_heuristic} if by_heuristic is not None else {})
 
-    def _algorithm(self, problem: MatmulProblem, device: int) -> MatmulPlan:
+    def _algorithm(self, problem: MatmulProblem, device: int) -> AlgorithmPlan:
         """By what was found in the row, or else is known; see `Choose`."""
         entry = self._products.get(problem)
         if entry is None:
@@ -178,7 +177,7 @@ class _Search:
             return None
         products: dict[MatmulProblem, ProductEntry] = {}
         for each in products_of(plan):
-            known = None if is_empty(each.problem) else self._products.get(each.problem) or self._known(each.problem)
+            known = None if each.problem.is_empty else self._products.get(each.problem) or self._known(each.problem)
             if known is None or each.blob == known.algorithm:
                 continue
             if each.blob in [one.algorithm for one in known.rejected]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
@@ -199,13 +199,13 @@ class Trial:
         d = self._buffers["d"]
         return d.untouched() != int(d.flat.size - d.bits.size)
 
-    def call(self, stream: int) -> ProductCall:
+    def call(self, stream: int) -> Call:
         """A launch on these operands, α and β being 1."""
         at = {name: buffer.address for name, buffer in self._buffers.items()}
         one = self._scalar_address() if self.problem.device_scalars else 1.0
         beta = one if self.problem.c is not None else 0.0
         vector, aux = at.get("vector", 0), at.get("aux", 0)
-        return ProductCall(at["a"], at["b"], at["d"], stream, at.get("c", 0), vector, aux, alpha=one, beta=beta)
+        return Call((at["a"], at["b"], at.get("c", 0), vector, aux, at["d"]), stream, (one, beta))
 
     def read(self, name: str, rows: slice = slice(None)) -> Any:
         """Rows of an operand's matrices in float64, (batch, rows, cols); a mask's bits as 0 and 1."""

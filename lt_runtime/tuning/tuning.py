@@ -19,7 +19,7 @@ from lt_runtime.tuning.alternatives import Split
 from lt_runtime.tuning.layer_tuner import decide
 from lt_runtime.tuning.links import LayerProblem, Link, links, saved_kinds, settled
 from lt_runtime.tuning.names import algorithm_in_words, describe, strategy_in_words
-from lt_runtime.tuning.product_tuner import BUDGET_S, is_empty, tune_on
+from lt_runtime.tuning.product_tuner import BUDGET_S, tune_on
 from lt_runtime.tuning.row_tuner import decide_row, rows_of
 from lt_runtime.tuning.workbench import workbench
 
@@ -182,7 +182,7 @@ class _Session:
 
     def tune_product(self, problem: MatmulProblem) -> Tuned | None:
         """Decides a product, or what of it is left to the library (see `ProductPlan`); None if it is empty."""
-        if is_empty(problem):
+        if problem.is_empty:
             return None
         started = time.monotonic()
         refused: list[str] = []

@@ -36,6 +36,9 @@ NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu"),
 LIKE_A_USER = {"cli", "__main__"}
 """The rooms above the package's public names, which may import the package itself."""
 
+SHARED_BY_OPERATIONS = {"call", "first_use"}
+"""The modules of `ops` that are no operation, besides helpers, named _x."""
+
 KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}
 
 
@@ -97,7 +100,7 @@ def joins_operations(found: Import) -> bool:
     """Whether one operation imports another, or does so by way of `ops` itself; helpers, named _x, are for all."""
     if room(found.importer) != "ops" or room(found.imported) != "ops" or found.importer == ("lt_runtime", "ops"):
         return False
-    is_helper = found.imported[2:] and found.imported[2].startswith("_")
+    is_helper = found.imported[2:] and (found.imported[2].startswith("_") or found.imported[2] in SHARED_BY_OPERATIONS)
     return not is_helper and found.imported[: len(found.importer)] != found.importer
 
 

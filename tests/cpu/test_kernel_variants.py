@@ -14,7 +14,7 @@ from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.tiling import OCTET, THREADS, tile
 from lt_runtime.paths import kernel_sources
-from tests import compile_matrix, kernel_families
+from tests import compile_matrix
 from tests.compile_matrix import (
     ARCHITECTURES,
     USAGE_PROPERTY,
@@ -28,6 +28,7 @@ from tests.compile_matrix import (
     sampled,
     summary,
 )
+from tests.support import kernel_families
 
 ENTRIES: dict[str, dict[str, type[ctypes.Structure]]] = {}
 """Kernels of a source, with the structs that they take."""

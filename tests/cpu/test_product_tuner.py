@@ -28,6 +28,7 @@ from lt_runtime.tuning.trial import Trial
 from lt_runtime.tuning.workbench import Bench
 from tests.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 from tests.fake_clock import FakeClock
+from tests.support.calls import addresses
 from tests.trial_products import right
 
 Fault = Callable[[Trial], None]
@@ -62,7 +63,7 @@ class FakeGpu(FakeLibrary):
         monkeypatch.setattr(product_tuner, "call", lambda *_: None)
         monkeypatch.setattr(product_tuner, "launcher", self._launcher)
         monkeypatch.setattr(product_tuner, "Trial", self._trial)
-        monkeypatch.setattr(MatmulPlan, "is_lean", self._is_lean)
+        monkeypatch.setattr(MatmulPlan, "launches_leanly", self._is_lean)
 
     def _trial(self, xp: Any, problem: MatmulProblem) -> Trial:
         self.trials.append(Trial(xp, problem))
@@ -84,7 +85,7 @@ class FakeGpu(FakeLibrary):
         def launch(index: int, stream: int) -> None:
             pay(index, stream)
             trial = self.trials[index]
-            assert calls[index].d == trial._buffers["d"].address
+            assert addresses(plan.problem, calls[index])["d"] == trial._buffers["d"].address
             right(trial)
             self.faults.get(number, lambda _: None)(trial)
 

@@ -244,7 +244,7 @@ def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
     problem = a_problem(gap=8)
     trial = Trial(np, problem)
     start = trial._buffers["d"].flat.ctypes.data
-    assert trial.call(7).d - start == 16
-    assert trial.call(7).a == trial._buffers["a"].flat.ctypes.data
+    assert trial.call(7).addresses[-1] - start == 16
+    assert trial.call(7).addresses[0] == trial._buffers["a"].flat.ctypes.data
     assert trial.call(7).stream == 7
     assert trial.size > 4 * (M * N + M * K + K * N)

@@ -12,7 +12,8 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime import reference
-from lt_runtime.plans.backward import BackwardCall, BackwardPlan
+from lt_runtime.kernels.call import Call
+from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.tuning import tuning
 from lt_runtime.tuning.layer_tuner import BUDGETS
@@ -128,7 +129,7 @@ def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     """Those with a bias gradient by the library are made fast and wrong: they leave it as it is."""
     run = BackwardPlan.run
 
-    def planted(plan: BackwardPlan, operands: BackwardCall) -> None:
+    def planted(plan: BackwardPlan, operands: Call) -> None:
         if plan.strategy.db.value != "epilogue":
             run(plan, operands)
 

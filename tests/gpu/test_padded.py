@@ -58,7 +58,7 @@ def faults(problem: MatmulProblem, plan: PaddedPlan | None = None) -> dict[str, 
     def launch() -> None:
         with memory.lock:
             call("cuMemsetD8Async", memory.workspace, 0xFF, memory.workspace_size, stream)
-            plan.run(trial.call(stream), memory)
+            plan.put(trial.call(stream), memory)
 
     return verify({"padded": launch}, trial)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.kernels.blocks import Dropout
-from lt_runtime.kernels.epilogue import DropoutState
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.tiling import OCTET, Tiling
 from lt_runtime.problem import DType, Philox, keep_threshold
 from lt_runtime.reference import dropout_scale

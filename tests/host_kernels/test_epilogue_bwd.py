@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.kernels.blocks import ColumnSum, Matrix
-from lt_runtime.kernels.epilogue import EPILOGUE_BWD, DropoutState, EpilogueBwdParams
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.epilogue import EPILOGUE_BWD, EpilogueBwdParams
 from lt_runtime.kernels.tiling import OCTET, Tiling, reduction
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, DType, Philox, Saved, keep_scale, keep_threshold

@@ -16,7 +16,8 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.epilogue import BackwardPass, DropoutState, ForwardPass, Sums
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.strategies import unchanged

@@ -11,7 +11,7 @@ import pytest
 from lt_runtime.paths import kernel_sources
 from tests.host_kernels.build import Variant
 from tests.host_kernels.harness import HostKernels, get_array
-from tests.kernel_families import ENTRIES, FAMILIES
+from tests.support.kernel_families import ENTRIES, FAMILIES
 
 STRUCTS = [
     struct

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
@@ -164,18 +164,11 @@ class Product:
             aux=aux_spec,
             device_scalars=self.case.beta_in_memory,
         )
-        call = ProductCall(
-            a=a.address if a else 0,
-            b=b.address if b else 0,
-            c=self.c.address,
-            d=self.d.address,
-            vector=of.address if of else 0,
-            aux=aux,
-            beta=beta.ctypes.data if self.case.beta_in_memory else self.case.beta,
-            stream=0,
-        )
+        operands = (a, b, self.c, of)
+        addresses = (*(each.address if each else 0 for each in operands), aux, self.d.address)
+        call = Call(addresses, 0, (1.0, beta.ctypes.data if self.case.beta_in_memory else self.case.beta))
         product = self.source.spec if self.variant.once else None
-        MatmulPass(problem, 0, product).run(call, self.source.address)
+        MatmulPass(problem, 0, product).run(call, self.source.address, 0)
         self.c.guarded.assert_unchanged()
         if self.variant.once:
             self.source.guarded.assert_unchanged()
@@ -277,9 +270,8 @@ def test_the_mask_of_nan_is_set(variant: MatmulEpilogue) -> None:
         aux=bits.spec,
     )
     own_pass = MatmulPass(problem, 0, product.spec if variant.once else None)
-    own_pass.run(
-        ProductCall(0, 0, d.address, 0, aux=bits.bytes.ctypes.data), product.address if variant.once else d.address
-    )
+    call = Call((0, 0, 0, 0, bits.bytes.ctypes.data, d.address), 0)
+    own_pass.run(call, product.address if variant.once else d.address, 0)
     assert np.array_equal(bits.bytes, bits.expected())
     assert np.array_equal(d.values(), np.where(values <= 0, 0.0, values), equal_nan=True)
 

@@ -20,7 +20,7 @@ from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import narrow as narrow_pass
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order
@@ -60,6 +60,7 @@ class _Memory:
     def __init__(self, size: int) -> None:
         self._workspace = vector(np.full(size // 4, np.nan), F32) if size else None
         self.workspace = 0 if self._workspace is None else self._workspace.address
+        self.stream = 0
         self._tickets = vector(np.zeros(MAX_TICKETS), F32)
         self.tickets = self._tickets.address
 
@@ -199,9 +200,9 @@ class Product:
         return Spec(Layout(m, n, Order.ROW, 8 * aux.array.strides[0]))
 
     @property
-    def call(self) -> ProductCall:
+    def call(self) -> Call:
         a, b, c, d, aux = (self.operands[name].address for name in _OPERANDS)
-        return ProductCall(a, b, d, 0, c, self.vector.address, aux, self.case.alpha, self.case.beta)
+        return Call((a, b, c, self.vector.address, aux, d), 0, (self.case.alpha, self.case.beta))
 
     def run(self, host: HostKernels, order: int) -> Asked:
         """Runs the product; returns the kernel that it asked for."""

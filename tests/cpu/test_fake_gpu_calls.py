@@ -1,0 +1,308 @@
+"""Calls on the pretended GPU that repeat, come bound, chained, captured, or on several streams."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_runtime import reference
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.problem import ACTIVATIONS, Activation, DType, Philox
+from tests.strategies import LinearCase
+from tests.support.chains import Chain
+from tests.support.fake_gpu import FakeGpu
+from tests.support.layer_checks import Layer, LayerData, dz_tolerance, layer_case
+from tests.support.matmul_checks import Product, matmul_case
+from tests.support.placed import FLAT, ODD, Placed, assert_close, host_of
+
+_CALLS = 5  # more than it takes for a call to be looked up, and then bound to its buffers
+
+_REPEATED = {
+    "gelu": layer_case(),
+    "relu": layer_case(activation="relu"),
+    "none": layer_case(activation="none"),
+    "accumulate": layer_case(accumulate=True),
+    "float16": layer_case(dtype=DType.FLOAT16),
+    "dropout": layer_case(dropout=0.5),
+    "no bias": layer_case(bias=False, activation="relu"),
+    "odd sizes": layer_case(m=17, n=19, k=23, activation="relu"),
+}
+_repeated = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _REPEATED.items()])
+
+
+@_repeated
+def test_same_buffers_with_other_contents(gpu: FakeGpu, case: LinearCase) -> None:
+    layer = Layer(gpu, case, gpu.stream)
+    for seed in range(_CALLS):
+        layer.refill(seed)
+        layer.check()
+
+
+@_repeated
+def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None:
+    layers = [Layer(gpu, case, gpu.stream, LayerData(case, seed)) for seed in range(3)]
+    for _ in range(3):  # so that calls with the arrays of one come between those with another's
+        for seed, layer in enumerate(layers):
+            layer.refill(seed)
+            layer.check()
+
+
+def test_same_buffers_on_other_streams(gpu: FakeGpu) -> None:
+    layer = Layer(gpu, layer_case())
+    for seed, stream in enumerate([gpu.stream] * _CALLS + [gpu.other_stream, None, gpu.stream] * _CALLS):
+        layer.stream = stream
+        layer.refill(seed)
+        layer.check()
+
+
+@_repeated
+def test_new_arrays_for_results(gpu: FakeGpu, case: LinearCase) -> None:
+    case = dataclasses.replace(case, accumulate=False)
+    layer, kept = Layer(gpu, case, gpu.stream), []
+    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):  # addresses come again, as with CuPy's own pool
+        for seed in range(4 * _CALLS):
+            layer.refill(seed)
+            y, ctx = layer.forward(into_buffers=False)
+            layer.check_forward(y)
+            result = layer.backward(ctx, into_buffers=False)
+            layer.check_backward(result)
+            if seed % _CALLS == 0:  # so that the next ones have others
+                kept.append((y, result))
+
+
+@pytest.mark.parametrize("name", ["x", "w", "y", "dy", "dx", "dw"])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16])
+def test_other_alignments(gpu: FakeGpu, name: str, dtype: DType) -> None:
+    aligned = layer_case(activation="relu", dtype=dtype)
+    shifted = dataclasses.replace(aligned, **{name: dataclasses.replace(FLAT, offset=1)})
+    for case in (aligned, shifted, aligned, shifted):
+        Layer(gpu, case, gpu.stream).check()
+
+
+def test_gradients_are_added_up(gpu: FakeGpu) -> None:
+    layer = Layer(gpu, layer_case(accumulate=True), gpu.stream)
+    _, ctx = layer.forward()
+    for count in range(1, _CALLS):
+        layer.check_backward(layer.backward(ctx), accumulations=count)
+
+
+def test_layers_of_one_shape_take_turns(gpu: FakeGpu) -> None:
+    case = layer_case()
+    layers = [Layer(gpu, dataclasses.replace(case, data_seed=seed), gpu.stream) for seed in range(3)]
+    contexts = [layer.forward()[1] for layer in layers]
+    results = [layer.backward(ctx) for layer, ctx in zip(layers, contexts, strict=True)]
+    for layer, result in zip(layers, results, strict=True):
+        layer.check_forward()
+        layer.check_backward(result)
+
+
+def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None:
+    case = layer_case(dropout=0.5)
+    for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6), Philox(7, 2, 5)):
+        Layer(gpu, dataclasses.replace(case, rng=rng), gpu.stream).check()
+
+
+def test_a_step_on_the_device_is_read_when_the_kernel_runs(gpu: FakeGpu) -> None:
+    case = layer_case(dropout=0.5)
+    step = gpu.cp.asarray(np.zeros(1, np.uint32))
+    rng = gpu.lt.Philox(case.rng.seed, case.rng.layer, step)
+    for number in (3, 4, 9, 4):
+        layer = Layer(gpu, dataclasses.replace(case, rng=Philox(case.rng.seed, case.rng.layer, number)), gpu.stream)
+        arrays, asked = (layer.x.array, layer.w.array, layer.bias), layer.settings() | {"rng": rng}
+        _, ctx = gpu.lt.linear_fwd(*arrays, **asked, out=layer.y.array, stream=gpu.stream)
+        result = layer.backward(ctx)
+        host_of(gpu, step)[...] = number
+        layer.check_forward()
+        layer.check_backward(result)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_the_current_stream_is_the_librarys(gpu: FakeGpu, activation: str) -> None:
+    with gpu.stream:
+        Layer(gpu, layer_case(activation=activation)).check()
+
+
+def test_streams_take_turns(gpu: FakeGpu) -> None:
+    case, streams = layer_case(dropout=0.5), (gpu.stream, gpu.other_stream)
+    layers = [Layer(gpu, dataclasses.replace(case, data_seed=i), streams[i % 2]) for i in range(4)]
+    contexts = [layer.forward()[1] for layer in layers]
+    results = [layer.backward(ctx) for layer, ctx in zip(layers, contexts, strict=True)]
+    for layer, result in reversed([*zip(layers, results, strict=True)]):
+        layer.check_forward()
+        layer.check_backward(result)
+
+
+def test_inference(gpu: FakeGpu) -> None:
+    for case in (layer_case(), layer_case(activation="relu"), layer_case(m=17, n=19, activation="silu")):
+        layer = Layer(gpu, case, gpu.stream)
+        asked = {name: value for name, value in layer.settings().items() if name not in ("dropout", "rng")}
+        gpu.lt.linear(layer.x.array, layer.w.array, layer.bias, **asked, out=layer.y.array, stream=gpu.stream)
+        layer.check_forward()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "none"])
+def test_the_gradient_before_the_activation(gpu: FakeGpu, activation: str) -> None:
+    case = layer_case(activation=activation, dropout=0.5 if activation == "gelu" else 0.0)
+    layer = Layer(gpu, case, gpu.stream)
+    dz = Placed(gpu, np.zeros((case.m, case.n), np.float32), ODD)
+    _, ctx = layer.forward()
+    layer.check_backward(layer.backward(ctx, out_dz=dz.array))
+    exact, limit = layer.data.gradients, dz_tolerance(case, layer.data)
+    assert_close("dz", dz.values(), exact.dz, limit + 2.0**-22)
+    layer.dy.fill(exact.dz.astype(np.float32))
+    given = layer.backward(ctx, before_activation=True)
+    layer.check_backward(given)
+
+
+@pytest.mark.parametrize(
+    ("activation", "changes"),
+    [
+        ("relu", {}),
+        ("relu", {"m": 17, "n": 21}),
+        ("gelu", {}),
+        ("gelu", {"dropout": 0.5}),
+        ("gelu", {"m": 17, "n": 21}),
+        ("none", {}),
+        ("tanh", {}),
+    ],
+)
+def test_backward_through_the_layer_below(gpu: FakeGpu, activation: str, changes: dict[str, Any]) -> None:
+    below = layer_case(activation=activation, **changes)
+    above = layer_case(m=below.m, n=24, k=below.n, activation="gelu", data_seed=2)
+    chain = Chain(gpu, below, above, need_db_below=activation != "tanh")
+    for _ in range(_CALLS if activation == "relu" else 1):
+        chain.check()
+
+
+def _raw(gpu: FakeGpu, array: Any) -> int:
+    return 0 if array is None else int(array.data.ptr)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_raw_addresses(gpu: FakeGpu, activation: str) -> None:
+    index = ACTIVATIONS.index(activation)
+    m, k, n = 32, 64, 16 + index % 2  # aligned or not as in the tests of layers: fewer kernels are built
+    trans_a, trans_b, with_bias = index % 2 == 1, index // 2 % 2 == 1, activation != "sigmoid"
+    generator = np.random.default_rng(7)
+    a, b, bias, g = (generator.standard_normal(s).astype(np.float32) for s in ((m, k), (k, n), (n,), (m, n)))
+    at_a, at_b = (gpu.cp.asarray(np.ascontiguousarray(v.T if t else v)) for v, t in ((a, trans_a), (b, trans_b)))
+    at_bias, at_g = gpu.cp.asarray(bias), gpu.cp.asarray(g)
+    y, z, gc, gbias = (gpu.cp.asarray(np.full(s, np.nan, np.float32)) for s in ((m, n), (m, n), (m, n), (n,)))
+    ga, gb = (gpu.cp.asarray(np.full(each.shape, np.nan, np.float32)) for each in (at_a, at_b))
+    sizes, asked = (m, k, n, trans_a, trans_b), (activation, with_bias, 0.2)
+    inputs = (at_a.data.ptr, at_b.data.ptr)
+    for _ in range(2):
+        gpu.lt.raw.forward_raw(
+            *inputs, at_bias.data.ptr, y.data.ptr, *sizes, *asked, True, z.data.ptr, gpu.stream.ptr
+        )  # fmt: skip
+        gpu.lt.raw.backward_raw(
+            *inputs, 0, at_g.data.ptr, z.data.ptr, *(each.data.ptr for each in (ga, gb, gc, gbias)), *sizes, *asked,
+            gpu.stream,
+        )  # fmt: skip
+    gpu.synchronize(gpu.stream.ptr)
+    act = Activation(activation, 0.2)
+    expected_y, expected_z = reference.linear_fwd(a, b.T, bias if with_bias else None, act)
+    exact = reference.linear_bwd(g, a, b.T, expected_z, act)
+    results = {"y": (y, expected_y), "z": (z, expected_z), "gc": (gc, exact.dz), "ga": (ga, exact.dx)}
+    results["gb"] = (gb, exact.dw.T)
+    for name, (array, expected) in results.items():
+        host = host_of(gpu, array)
+        turned = host.T if (name == "ga" and trans_a) or (name == "gb" and trans_b) else host
+        np.testing.assert_allclose(turned, expected, atol=1e-5, rtol=1e-4, err_msg=name)
+    if with_bias:
+        np.testing.assert_allclose(host_of(gpu, gbias), exact.db, atol=1e-5, rtol=1e-4)
+    else:
+        assert np.isnan(host_of(gpu, gbias)).all()
+
+
+def test_bound_layers(gpu: FakeGpu) -> None:
+    case = layer_case(keep_z=True)
+    layer, other = Layer(gpu, case, gpu.stream), Layer(gpu, case, gpu.stream, LayerData(case, 9))
+    assert layer.z is not None
+    arrays, buffers = (layer.x.array, layer.w.array, layer.bias), {"out": layer.y.array, "out_z": layer.z.array}
+    _, ctx = layer.forward()
+    gradients = {"out_dx": layer.dx.array, "out_dw": layer.dw.array, "out_db": layer.db}
+    forward = gpu.lt.bind(gpu.lt.linear_fwd, *arrays, **layer.settings(), **buffers, stream=gpu.stream)
+    backward = gpu.lt.bind(gpu.lt.linear_bwd, layer.dy.array, ctx, **gradients, stream=gpu.stream)
+    results = gpu.lt.linear_bwd(layer.dy.array, ctx, **gradients, stream=gpu.stream)
+    layer.wait()
+    for seed in range(3):
+        layer.refill(seed)
+        other.check()  # the same plans, with other addresses
+        forward()
+        backward()
+        layer.check_forward()
+        layer.check_backward(results)
+
+
+def test_bound_products(gpu: FakeGpu) -> None:
+    case = matmul_case(with_c=True, alpha=2.0, beta=-0.5, epilogue=Epilogue.BIAS)
+    product, other = Product(gpu, case, gpu.stream), Product(gpu, dataclasses.replace(case, data_seed=2), gpu.stream)
+    bound = gpu.lt.bind(gpu.lt.matmul, **product.operands, stream=gpu.stream)
+    for _ in range(2):
+        other.check()
+        bound()
+        product.check_results()
+
+
+def test_products_again_with_other_scalars(gpu: FakeGpu) -> None:
+    product = Product(gpu, matmul_case(with_c=True), gpu.stream)
+    fresh = {name: value for name, value in product.operands.items() if name != "out"}
+    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):
+        for alpha, beta in ((1.0, 1.0), (2.0, -0.5), (-0.5, -0.5), (2.0, -0.5), (2.0, 2.0), (1.0, 1.0), (1.0, 0.0)):
+            product.rescale(alpha, beta)
+            for _ in range(_CALLS):
+                product.check()
+                product.check_results(gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream))
+
+
+def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
+    case = matmul_case(with_c=True, alpha=2.0, beta=-0.5, device_scalars=True, epilogue=Epilogue.GELU_AUX_BIAS)
+    layer, product = Layer(gpu, layer_case(), gpu.stream), Product(gpu, case, gpu.stream)
+    layer.check()
+    product.check()
+    gpu.stream.begin_capture()
+    _, ctx = layer.forward()
+    result = layer.backward(ctx)
+    product.run()
+    graph = gpu.stream.end_capture()
+    for seed in range(3):
+        layer.refill(seed)
+        graph.launch(gpu.stream)
+        layer.check_forward()
+        layer.check_backward(result)
+        product.check_results()
+
+
+class Foreign:
+    """An array of a library that the package does not know, which says where it lies."""
+
+    def __init__(self, array: Any) -> None:
+        self._array, self.dtype = array, array.dtype
+        self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_arrays_by_their_interface(gpu: FakeGpu, dtype: DType) -> None:
+    case = layer_case(activation="relu", dtype=dtype, x=ODD)
+    layer = Layer(gpu, case, gpu.stream)
+    arrays = [Foreign(each) for each in (layer.x.array, layer.w.array, layer.bias)]
+    y, ctx = gpu.lt.linear_fwd(*arrays, **layer.settings(), stream=gpu.stream)
+    layer.check_forward(y)
+    dy = Foreign(layer.dy.array)
+    layer.check_backward(gpu.lt.linear_bwd(dy, ctx, stream=gpu.stream))
+
+
+def test_refused_epilogues_are_our_passes(gpu: FakeGpu) -> None:
+    refused = gpu.library.refused
+    gpu.library.refused = frozenset(range(2, 1024))
+    try:
+        for activation in ("relu", "gelu", "none"):
+            Layer(gpu, layer_case(m=26, activation=activation), gpu.stream).check()
+        for epilogue in (Epilogue.BIAS, Epilogue.RELU_AUX_BIAS, Epilogue.DGELU_BGRAD):
+            Product(gpu, matmul_case(m=26, epilogue=epilogue), gpu.stream).check()
+    finally:
+        gpu.library.refused = refused

@@ -1,0 +1,56 @@
+"""Layers on the pretended GPU, by the public interface, against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lt_runtime.problem import ACTIVATIONS, DType
+from tests.strategies import LinearCase
+from tests.support.fake_gpu import FakeGpu
+from tests.support.layer_checks import Layer, layer_case
+from tests.support.placed import COLUMNS, ODD
+
+
+@pytest.fixture
+def stream(gpu: FakeGpu) -> Any:
+    """A stream that is not the default one. Work that the package puts elsewhere is not done when it is waited for."""
+    return gpu.stream
+
+
+# By turns with and without aligned rows, so that the kernels are those that tests/host_kernels builds as well.
+_ACTIVATIONS = [layer_case(activation=name, n=32 if index % 2 == 0 else 33) for index, name in enumerate(ACTIVATIONS)]
+_CASES = {
+    **{f"activation-{case.activation.name}": case for case in _ACTIVATIONS},
+    "no bias": layer_case(bias=False, activation="none"),
+    "relu without bias": layer_case(bias=False, activation="relu"),
+    "dropout": layer_case(dropout=0.5),
+    "dropout alone": layer_case(dropout=0.25, activation="none", bias=False),
+    "keep z": layer_case(keep_z=True),
+    "keep z of relu": layer_case(keep_z=True, activation="relu"),
+    "keep z with dropout": layer_case(keep_z=True, dropout=0.5),
+    "accumulate": layer_case(accumulate=True),
+    "only dx": layer_case(need=(True, False, False)),
+    "only dw": layer_case(need=(False, True, False)),
+    "only db": layer_case(need=(False, False, True)),
+    "columns": layer_case(x=COLUMNS, w=COLUMNS),
+    "columns y": layer_case(y=COLUMNS, dy=COLUMNS),
+    "columns gradients": layer_case(dx=COLUMNS, dw=COLUMNS, accumulate=True),
+    "odd places": layer_case(x=ODD, w=ODD, y=ODD, dy=ODD, dx=ODD, dw=ODD),
+    "odd sizes": layer_case(m=17, n=19, k=23, activation="relu"),
+    "a row": layer_case(m=1, activation="relu"),
+    "few outputs": layer_case(m=64, n=3, activation="none"),
+    "few inputs": layer_case(m=64, k=2, activation="none"),
+    "large": layer_case(m=130, n=72, k=257, activation="relu"),
+    "tf32": layer_case(compute="tf32", activation="relu"),
+    "float16": layer_case(dtype=DType.FLOAT16),
+    "float16 relu": layer_case(dtype=DType.FLOAT16, activation="relu", accumulate=True),
+    "bfloat16": layer_case(dtype=DType.BFLOAT16, activation="relu"),
+    "bfloat16 none": layer_case(dtype=DType.BFLOAT16, activation="none", m=17),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _CASES.items()])
+def test_forward_and_backward(gpu: FakeGpu, stream: Any, case: LinearCase) -> None:
+    Layer(gpu, case, stream).check()

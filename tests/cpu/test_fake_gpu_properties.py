@@ -1,0 +1,56 @@
+"""Layers and products of any layout, epilogue and size on the pretended GPU, against the float64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+
+from lt_runtime.problem import Activation, DType
+from tests.strategies import LinearCase, MatmulCase, linear_cases, matmul_cases
+from tests.support.fake_gpu import FakeGpu
+from tests.support.layer_checks import Layer
+from tests.support.matmul_checks import Product
+
+_EXAMPLES = settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,  # each kernel variant that an example needs is compiled for it
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+_FEW = ("none", "relu", "gelu")
+
+
+def _layer(case: LinearCase) -> LinearCase:
+    """The case with few kinds of kernels: FP32, and dropout with GELU alone."""
+    name = case.activation.name if case.activation.name in _FEW else "relu"
+    changes: dict[str, Any] = {"activation": Activation(name), "dtype": DType.FLOAT32}
+    changes["dropout"] = 0.5 if name == "gelu" and case.dropout else 0.0
+    return dataclasses.replace(case, **changes)
+
+
+_RESULTS = {"none": DType.FLOAT32, "relu": DType.BFLOAT16, "gelu": DType.FLOAT16}
+
+
+def _product(case: MatmulCase) -> MatmulCase:
+    """The case with few kinds of kernels: each activation has one of the 16-bit types."""
+    if case.dtype.itemsize != 2:
+        return case
+    result = _RESULTS[case.epilogue.activation]
+    return dataclasses.replace(case, dtype=DType.BFLOAT16 if result is DType.FLOAT32 else result, d_dtype=result)
+
+
+@_EXAMPLES
+@given(case=linear_cases().map(_layer))
+def test_layers(gpu: FakeGpu, case: LinearCase, examples: Counter[str]) -> None:
+    Layer(gpu, case, gpu.stream).check()
+    examples["layers on the pretended GPU"] += 1
+
+
+@_EXAMPLES
+@given(case=matmul_cases().map(_product))
+def test_products(gpu: FakeGpu, case: MatmulCase, examples: Counter[str]) -> None:
+    Product(gpu, case, gpu.stream).check()
+    examples["products on the pretended GPU"] += 1

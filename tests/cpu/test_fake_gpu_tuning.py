@@ -1,0 +1,76 @@
+"""Tuning on the pretended GPU: every candidate runs and is verified, and what is chosen then is right."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from tests.host_kernels.harness import HostKernels
+from tests.strategies import LinearCase, MatmulCase
+from tests.support.chains import Chain
+from tests.support.fake_gpu import FakeGpu
+from tests.support.layer_checks import Layer, layer_case
+from tests.support.matmul_checks import Product, matmul_case
+from tests.support.placed import COLUMNS
+
+_TICK_S = 0.01
+"""What each look at the clock takes: what the tuner may spend is over after the same candidates on any machine."""
+
+
+@pytest.fixture
+def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """The pretended GPU, and a clock that counts the looks at it."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: _TICK_S * next(ticks))
+    monkeypatch.setattr(gpu.streams, "costs_us", {})
+    return gpu
+
+
+def _check_chain(gpu: FakeGpu) -> None:
+    """Both layers of the stack, forward and backward through each other."""
+    below = layer_case(m=16, n=32, k=40, activation="gelu")
+    Chain(gpu, below, layer_case(m=16, n=24, k=32, activation="none", data_seed=2)).check()
+
+
+def test_a_stack(hurried: FakeGpu, host_kernels: HostKernels, tmp_path: Path) -> None:
+    gpu = FakeGpu(host_kernels, tmp_path)
+    gpu.streams.costs_us["kernel"] = 20.0
+    with gpu.active():
+        report = gpu.lt.tune([40, 32, 24], 16, activation="gelu", progress=False)
+        assert "derivative by epilogue" in str(report)
+        gpu.kernels.launched.clear()
+        _check_chain(gpu)
+        gpu.settle()
+        first = [*gpu.kernels.launched]
+    another = FakeGpu(host_kernels, tmp_path)  # as in another process, which finds the plans on disk
+    with another.active():
+        _check_chain(another)
+        another.settle()
+    # What is left to our kernels is the bias gradient of the last layer, and the lower layer's that was not asked for.
+    assert another.kernels.launched == first
+    assert len(first) <= 2
+
+
+@pytest.mark.parametrize("case", [layer_case(m=20), layer_case(m=20, activation="relu", accumulate=True)])
+def test_a_layer_that_is_met(hurried: FakeGpu, case: LinearCase) -> None:
+    with hurried.lt.tuning():
+        Layer(hurried, case, hurried.stream).check()
+    Layer(hurried, case, hurried.stream).check()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        matmul_case(m=20, epilogue=Epilogue.GELU_AUX_BIAS),
+        matmul_case(m=20, epilogue=Epilogue.DRELU_BGRAD, d=COLUMNS),
+        matmul_case(m=20, n=31, k=33, with_c=True, alpha=2.0, beta=-0.5, compute="tf32"),
+    ],
+)
+def test_a_product_that_is_met(hurried: FakeGpu, case: MatmulCase) -> None:
+    with hurried.lt.tuning():
+        Product(hurried, case, hurried.stream).check()
+    Product(hurried, case, hurried.stream).check()

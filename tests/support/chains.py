@@ -1,0 +1,45 @@
+"""Checks two layers, backward through both at once, on a pretended GPU against the float64 reference."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lt_runtime import reference
+from tests.strategies import LinearCase
+from tests.support.fake_gpu import FakeGpu
+from tests.support.layer_checks import Layer
+from tests.support.placed import assert_close, host_of
+
+
+class Chain:
+    """Two layers, the first's output being the second's input, backward through both at once."""
+
+    def __init__(self, gpu: FakeGpu, below: LinearCase, above: LinearCase, *, need_db_below: bool = True) -> None:
+        self.gpu, self.case, self.need_db_below = gpu, below, need_db_below
+        self.below, self.above = Layer(gpu, below, gpu.stream), Layer(gpu, above, gpu.stream)
+
+    def check(self) -> None:
+        below, above, lt = self.below, self.above, self.gpu.lt
+        y, ctx1 = below.forward()
+        _, ctx2 = lt.linear_fwd(
+            y, above.w.array, above.bias, **above.settings(), out=above.y.array, stream=above.stream
+        )
+        chained = {"through": ctx1, "need_db_below": self.need_db_below, "stream": above.stream}
+        dz, dw2, db2, db1 = lt.linear_bwd(above.dy.array, ctx2, **chained)
+        rest = {"before_activation": True, "need_db": False, "stream": below.stream}
+        dx, dw1, _ = lt.linear_bwd(dz, ctx1, **rest)
+        self.gpu.synchronize(self.gpu.stream.ptr)
+        first, second = below.data, above.data
+        activation = above.case.activation
+        _, z2 = reference.linear_fwd(first.y, second.w, second.bias, activation, second.factors)
+        upper = reference.linear_bwd(second.dy, first.y, second.w, z2, activation, second.factors)
+        lower = reference.linear_bwd(upper.dx, first.x, first.w, first.z, below.case.activation, first.factors)
+        expected = {"dz": lower.dz, "dw2": upper.dw, "dx": lower.dx, "dw1": lower.dw, "db2": upper.db}
+        made = {"dz": dz, "dw2": dw2, "dx": dx, "dw1": dw1, "db2": db2}
+        if self.need_db_below:
+            expected["db1"], made["db1"] = lower.db, db1
+        else:
+            assert db1 is None
+        for name, values in expected.items():
+            limit = 1e-5 * np.abs(values).max() + 1e-5
+            assert_close(name, host_of(self.gpu, made[name]).astype(np.float64), values, limit)

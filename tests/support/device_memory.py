@@ -1,0 +1,121 @@
+"""The memory of a pretended GPU: host memory that is handed out, poisoned, guarded and looked up by address."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+GUARD: Final = 512
+"""Bytes before and after each allocation that nothing may write. They are NaN in every type."""
+_ALIGNMENT: Final = 512  # of real allocations
+_POISON: Final = 0xFF
+_LARGE: Final = 1 << 20  # bytes from which only the ends are poisoned, as writing all of it would take too long
+
+
+class BadAddressError(AssertionError):
+    """Work names memory that was never allocated, or is freed by now, or too small for it."""
+
+
+class DeviceMemory:
+    """All allocations of a pretended GPU.
+
+    Attributes:
+        retired: what has been freed, but may still be read by work that has not run yet.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._blocks: dict[int, tuple[NDArray[np.uint8], int]] = {}
+        self.retired: list[NDArray[np.uint8]] = []
+
+    def allocate(self, size: int) -> int:
+        """Address of `size` new bytes."""
+        buffer = np.empty(size + 2 * GUARD + _ALIGNMENT, np.uint8)
+        start = -(-(buffer.ctypes.data + GUARD) // _ALIGNMENT) * _ALIGNMENT
+        offset = start - buffer.ctypes.data
+        block = buffer[offset - GUARD : offset + size + GUARD]
+        if size < _LARGE:
+            block[...] = _POISON
+        else:
+            block[: 2 * GUARD] = block[-2 * GUARD :] = _POISON
+        bisect.insort(self._starts, start)
+        self._blocks[start] = block, size
+        return start
+
+    def free(self, address: int) -> None:
+        """Takes an allocation back; its memory stays until `release`."""
+        self._starts.remove(address)
+        block, _ = self._blocks.pop(address)
+        _check_guards(block, address)
+        self.retired.append(block)
+
+    def release(self) -> None:
+        """Gives retired memory back to the host. Nothing that could read it may be left to do."""
+        self.retired.clear()
+
+    def check_guards(self) -> None:
+        """Fails if anything wrote just outside an allocation."""
+        for start, (block, _) in self._blocks.items():
+            _check_guards(block, start)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address belongs to an allocation."""
+        return self._around(address) is not None
+
+    def view(self, address: int, size: int, what: str) -> NDArray[np.uint8]:
+        """The `size` bytes at an address.
+
+        Args:
+            what: names the operand in the error.
+
+        Raises:
+            BadAddressError: they are not all within one allocation.
+        """
+        start = self._around(address)
+        if start is None:
+            raise BadAddressError(f"{what} is at {address:#x}, which belongs to no allocation")
+        block, length = self._blocks[start]
+        if address + size > start + length:
+            raise BadAddressError(
+                f"{what} takes {size} bytes from {address:#x}; the allocation ends after {start + length - address}"
+            )
+        first = GUARD + address - start
+        return block[first : first + size]
+
+    def _around(self, address: int) -> int | None:
+        index = bisect.bisect_right(self._starts, address) - 1
+        if index < 0:
+            return None
+        start = self._starts[index]
+        return start if address < start + max(1, self._blocks[start][1]) else None
+
+
+def _check_guards(block: NDArray[np.uint8], address: int) -> None:
+    assert (block[:GUARD] == _POISON).all(), f"memory before the allocation at {address:#x} was written"
+    assert (block[-GUARD:] == _POISON).all(), f"memory after the allocation at {address:#x} was written"
+
+
+def matrix_at(
+    memory: DeviceMemory,
+    address: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    what: str,
+) -> NDArray[Any]:
+    """An array in device memory as NumPy sees it; `strides` are in elements.
+
+    Raises:
+        BadAddressError: it does not lie within one allocation, or not on a multiple of its element size.
+    """
+    if address % dtype.itemsize:
+        raise BadAddressError(f"{what} is at {address:#x}, no multiple of {dtype.itemsize} bytes")
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    extent = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1
+    flat = memory.view(address, extent * dtype.itemsize, what).view(dtype)
+    byte_strides = tuple(stride * dtype.itemsize for stride in strides)
+    return np.lib.stride_tricks.as_strided(flat, shape, byte_strides)

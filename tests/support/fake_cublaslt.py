@@ -1,0 +1,518 @@
+"""cuBLASLt on a pretended GPU: every call is interpreted in NumPy by what the real descriptors hold."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.cublaslt.attribute_ids import (
+    MatmulDescAttribute,
+    MatrixLayoutAttribute,
+    MatrixTransformDescAttribute,
+    PreferenceAttribute,
+)
+from lt_runtime.cublaslt.enums import (
+    BatchMode,
+    ComputeType,
+    DataType,
+    Epilogue,
+    Operation,
+    Order,
+    PointerMode,
+    Status,
+)
+from tests.support.device_memory import DeviceMemory, matrix_at
+from tests.support.fake_streams import KERNEL, Streams
+
+TYPES: Final[Mapping[int, np.dtype[Any]]] = {
+    DataType.R_32F: np.dtype(np.float32),
+    DataType.R_64F: np.dtype(np.float64),
+    DataType.R_16F: np.dtype(np.float16),
+    DataType.R_16BF: np.dtype(ml_dtypes.bfloat16),
+}
+_COMPUTES: Final = {
+    ComputeType.COMPUTE_32F: DataType.R_32F,
+    ComputeType.COMPUTE_32F_FAST_TF32: DataType.R_32F,
+    ComputeType.COMPUTE_64F: DataType.R_64F,
+}
+_WORKSPACE: Final = 8192  # bytes that an algorithm needs if it may have them
+_WORKSPACE_ALIGNMENT: Final = 256
+_RELU_AUX_BITS: Final = 128
+_GELU_AUX_ELEMENTS: Final = 8
+_IDS: Final = (21, 22, 23)
+_SCRIBBLE: Final = 1 << 14
+
+_BIAS: Final = frozenset(
+    (Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.RELU_AUX_BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS)
+)
+_AUX_OUT: Final = frozenset((Epilogue.RELU_AUX, Epilogue.RELU_AUX_BIAS, Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS))
+_DERIVATIVES: Final = frozenset((Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD))
+_GRADIENTS: Final = frozenset((Epilogue.DRELU_BGRAD, Epilogue.DGELU_BGRAD, Epilogue.BGRADA, Epilogue.BGRADB))
+
+
+class LibraryMisuseError(AssertionError):
+    """A call that the real library would answer with wrong results or a crash."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A `cublasLtMatrixLayout_t`: type, shape, order, leading dimension, batch."""
+
+    dtype: int
+    order: int
+    rows: int
+    cols: int
+    leading: int
+    batch: int
+    stride: int
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        return TYPES[self.dtype]
+
+    def at(self, memory: DeviceMemory, address: int, name: str) -> NDArray[Any]:
+        """The batch (batch, rows, cols) at an address."""
+        inner = (1, self.leading) if self.order == Order.COL else (self.leading, 1)
+        shape = (self.batch, self.rows, self.cols)
+        return matrix_at(memory, address, self.numpy, shape, (self.stride, *inner), name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Desc:
+    """What of a `cublasLtMatmulDesc_t` describes the product, addresses apart."""
+
+    compute: int
+    scale: int
+    mode: int
+    trans_a: int
+    trans_b: int
+    epilogue: int
+    bias_dtype: int
+    bias_stride: int
+    aux_leading: int
+    aux_stride: int
+
+
+class Matmul(NamedTuple):
+    """One call of cublasLtMatmul, read completely.
+
+    Attributes:
+        alpha, beta: numbers, or addresses where `desc.mode` says so.
+        bias, aux: addresses; 0 where none is set.
+        algorithm: 64 bytes.
+    """
+
+    desc: Desc
+    alpha: float
+    a: int
+    a_layout: Layout
+    b: int
+    b_layout: Layout
+    beta: float
+    c: int
+    c_layout: Layout
+    d: int
+    d_layout: Layout
+    bias: int
+    aux: int
+    algorithm: bytes
+    workspace: int
+    workspace_size: int
+    stream: int
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
+        return self.a_layout, self.b_layout, self.c_layout, self.d_layout
+
+
+class FakeCublasLt:
+    """The functions of cuBLASLt that need a GPU. All others are the real library's, descriptors with them.
+
+    Attributes:
+        calls: every matmul, in the order of the calls.
+        refused: epilogues for which the heuristic offers nothing.
+        fault: changes a call before it is done: what a wrong program would have called.
+    """
+
+    def __init__(self, real: ctypes.CDLL, memory: DeviceMemory, streams: Streams) -> None:
+        self._real, self._memory, self._streams = real, memory, streams
+        self.calls: list[Matmul] = []
+        self.refused: frozenset[int] = frozenset()
+        self.fault: Callable[[Matmul], Matmul] = lambda call: call
+        self._workspaces: dict[int, int] = {}
+
+    @property
+    def functions(self) -> dict[str, Callable[..., int]]:
+        """By name."""
+        return {
+            "cublasLtCreate": self._create,
+            "cublasLtDestroy": lambda _: 0,
+            "cublasLtMatmulAlgoGetHeuristic": self._heuristic,
+            "cublasLtMatmulAlgoGetIds": self._list,
+            "cublasLtMatmulAlgoInit": self._init,
+            "cublasLtMatmulAlgoCapGetAttribute": lambda *_: int(Status.NOT_SUPPORTED),
+            "cublasLtMatmulAlgoCheck": self._check,
+            "cublasLtMatmul": self._matmul,
+            "cublasLtMatrixTransform": self._transform,
+        }
+
+    def _create(self, out: Any) -> int:
+        ctypes.c_void_p.from_address(address_of(out)).value = 0xB1A5
+        return 0
+
+    # Descriptors
+
+    def _get(self, kind: str, owner: int, attribute: int, width: int) -> int:
+        cell = (ctypes.c_uint8 * width)()
+        written = ctypes.c_size_t()
+        function = self._real[f"cublasLt{kind}GetAttribute"]
+        arguments = (ctypes.c_void_p(owner), ctypes.c_int(attribute), cell, ctypes.c_size_t(width))
+        status = function(*arguments, ctypes.byref(written))
+        assert status == 0, f"{kind} has no attribute {attribute}"
+        return int.from_bytes(bytes(cell), "little", signed=True)
+
+    def layout(self, handle: int) -> Layout:
+        """What the layout with this handle says."""
+        ids = MatrixLayoutAttribute
+        fields = ((ids.TYPE, 4), (ids.ORDER, 4), (ids.ROWS, 8), (ids.COLS, 8), (ids.LD, 8), (ids.BATCH_COUNT, 4))
+        values = [self._get("MatrixLayout", handle, attribute, width) for attribute, width in fields]
+        stride = self._get("MatrixLayout", handle, ids.STRIDED_BATCH_OFFSET, 8)
+        if self._get("MatrixLayout", handle, ids.BATCH_MODE, 4) != BatchMode.STRIDED:
+            raise NotImplementedError("batches by pointers")
+        return Layout(*values, stride)
+
+    def _describe(self, handle: int) -> tuple[Desc, int, int]:
+        """The descriptor, the bias' address and that of the auxiliary tensor."""
+        ids = MatmulDescAttribute
+
+        def get(attribute: int, width: int = 4) -> int:
+            return self._get("MatmulDesc", handle, attribute, width)
+
+        aux_type = get(ids.EPILOGUE_AUX_DATA_TYPE)
+        assert aux_type in (-1, get(ids.BIAS_DATA_TYPE)), "an auxiliary tensor of another type is not interpreted"
+        assert get(ids.TRANSC) == Operation.N
+        desc = Desc(
+            get(ids.COMPUTE_TYPE),
+            get(ids.SCALE_TYPE),
+            get(ids.POINTER_MODE),
+            get(ids.TRANSA),
+            get(ids.TRANSB),
+            get(ids.EPILOGUE),
+            get(ids.BIAS_DATA_TYPE),
+            get(ids.BIAS_BATCH_STRIDE, 8),
+            get(ids.EPILOGUE_AUX_LD, 8),
+            get(ids.EPILOGUE_AUX_BATCH_STRIDE, 8),
+        )
+        return desc, get(ids.BIAS_POINTER, 8), get(ids.EPILOGUE_AUX_POINTER, 8)
+
+    def supports(self, desc: Desc, layouts: Iterable[Layout]) -> bool:
+        """Whether the library does such a product at all."""
+        a, b, c, d = layouts
+        if any(each.dtype not in TYPES for each in (a, b, c, d)) or desc.compute not in _COMPUTES:
+            return False
+        epilogue, is_double = desc.epilogue, d.dtype == DataType.R_64F
+        swaps = {Epilogue.BGRADA: desc.trans_a != Operation.N, Epilogue.BGRADB: desc.trans_b != Operation.T}
+        return (
+            epilogue not in self.refused
+            and not swaps.get(Epilogue(epilogue), False)
+            and a.dtype == b.dtype
+            and c.dtype == d.dtype
+            and desc.scale == _COMPUTES[ComputeType(desc.compute)]
+            and is_double == (desc.compute == ComputeType.COMPUTE_64F)
+            and (a.dtype == d.dtype or (d.dtype == DataType.R_32F and not is_double))
+            and (desc.compute != ComputeType.COMPUTE_32F_FAST_TF32 or a.dtype == DataType.R_32F)
+            and (epilogue == Epilogue.DEFAULT or (not is_double and d.order == Order.COL))
+            and self._fits(desc, a, b, c, d)
+        )
+
+    def _fits(self, desc: Desc, a: Layout, b: Layout, c: Layout, d: Layout) -> bool:
+        m, k = (a.rows, a.cols) if desc.trans_a == Operation.N else (a.cols, a.rows)
+        inner, n = (b.rows, b.cols) if desc.trans_b == Operation.N else (b.cols, b.rows)
+        shapes_agree = inner == k and (m, n) == (d.rows, d.cols) == (c.rows, c.cols)
+        return shapes_agree and a.batch == b.batch == c.batch == d.batch and 0 not in (m, n, k)
+
+    # Algorithms
+
+    def _heuristic(self, *arguments: Any) -> int:
+        desc, layouts, preference, wanted, results, returned = self._asked(arguments)
+        given = 0
+        if self.supports(desc, layouts):
+            ids = PreferenceAttribute
+            most = self._get("MatmulPreference", preference, ids.MAX_WORKSPACE_BYTES, 8)
+            mins = (ids.MIN_ALIGNMENT_A_BYTES, ids.MIN_ALIGNMENT_B_BYTES, ids.MIN_ALIGNMENT_C_BYTES)
+            promised = [
+                self._get("MatmulPreference", preference, each, 4) for each in (*mins, ids.MIN_ALIGNMENT_D_BYTES)
+            ]
+            needed = min(_WORKSPACE, most)
+            given = min(wanted, len(_IDS))
+            for index in range(given):
+                blob = struct.pack("<I52xII", _IDS[index], _pack_alignments(promised), _digest(desc, layouts))
+                ctypes.memmove(results + 96 * index, struct.pack("<64sQif16x", blob, needed, 0, 1.0), 96)
+        ctypes.c_int.from_address(returned).value = given
+        return 0 if given else int(Status.NOT_SUPPORTED)
+
+    def _asked(self, arguments: tuple[Any, ...]) -> tuple[Desc, tuple[Layout, ...], int, int, int, int]:
+        _, operation, *layouts, preference, wanted, results, returned = arguments
+        desc, _, _ = self._describe(address_of(operation))
+        read = tuple(self.layout(address_of(layout)) for layout in layouts)
+        return desc, read, address_of(preference), wanted, address_of(results), address_of(returned)
+
+    def _list(self, *arguments: Any) -> int:
+        (ctypes.c_int * len(_IDS)).from_address(address_of(arguments[8]))[:] = _IDS
+        ctypes.c_int.from_address(address_of(arguments[9])).value = len(_IDS)
+        return 0
+
+    def _init(self, *arguments: Any) -> int:
+        if arguments[7] not in _IDS:
+            return int(Status.NOT_SUPPORTED)
+        ctypes.memmove(address_of(arguments[8]), struct.pack("<I60x", arguments[7]), 64)
+        return 0
+
+    def _check(self, *arguments: Any) -> int:
+        _, operation, *layouts, algorithm, result = arguments
+        desc, _, _ = self._describe(address_of(operation))
+        if not self.supports(desc, tuple(self.layout(address_of(layout)) for layout in layouts)):
+            return int(Status.NOT_SUPPORTED)
+        blob = ctypes.string_at(address_of(algorithm), 64)
+        ctypes.memmove(address_of(result), struct.pack("<64sQif16x", blob, _WORKSPACE, 0, 1.0), 96)
+        return 0
+
+    # Products
+
+    def _matmul(self, *arguments: Any) -> int:
+        call = self._read_matmul(arguments)
+        if not self.supports(call.desc, call.layouts):
+            return int(Status.NOT_SUPPORTED)
+        capturing = call.stream in self._streams.captures
+        if capturing and not any(map(self._memory.holds, (call.a, call.b, call.d))):
+            # A look at what such a launch would put on a stream, with addresses that stand for any.
+            self._streams.put(call.stream, KERNEL, "matmul", _never)
+            return 0
+        call = self.fault(call)
+        self.calls.append(call)
+        self._check_algorithm(call)
+        self._check_workspace(call)
+        self._streams.put(call.stream, KERNEL, "matmul", self._work(call))
+        return 0
+
+    def _read_matmul(self, arguments: tuple[Any, ...]) -> Matmul:
+        _, operation, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, *rest = arguments
+        workspace, size, stream = rest
+        desc, bias, aux = self._describe(address_of(operation))
+        scalars = [self._scalar(desc, address_of(each)) for each in (alpha, beta)]
+        layouts = [self.layout(address_of(each)) for each in (a_layout, b_layout, c_layout, d_layout)]
+        assert algorithm is not None, "the library would ask its heuristic anew at each call"
+        blob = ctypes.string_at(address_of(algorithm), 64)
+        operands = (a, layouts[0], b, layouts[1], scalars[1], c, layouts[2], d, layouts[3])
+        return Matmul(desc, scalars[0], *operands, bias, aux, blob, workspace or 0, size, stream or 0)
+
+    def _scalar(self, desc: Desc, address: int) -> float:
+        """A number in the host's memory, read at the call; or the address, for the device to read."""
+        if desc.mode == PointerMode.DEVICE:
+            return address
+        assert desc.mode == PointerMode.HOST
+        return float((ctypes.c_double if desc.scale == DataType.R_64F else ctypes.c_float).from_address(address).value)
+
+    def _check_algorithm(self, call: Matmul) -> None:
+        """An algorithm is good for the problem and the alignments that it was asked for."""
+        number, promised, digest = struct.unpack("<I52xII", call.algorithm)
+        if number not in _IDS:
+            raise LibraryMisuseError(f"the algorithm has id {number}, which the library never gave")
+        if not digest:
+            return  # made by hand
+        if digest != _digest(call.desc, call.layouts):
+            raise LibraryMisuseError("the algorithm was offered for another problem")
+        reads_c = call.desc.mode == PointerMode.DEVICE or call.beta != 0
+        operands = zip("ABCD", (call.a, call.b, call.c, call.d), _unpack_alignments(promised), strict=True)
+        for name, address, alignment in operands:
+            if address % alignment and (name != "C" or reads_c):
+                raise LibraryMisuseError(f"{name} is at {address:#x}, and {alignment} bytes' alignment was promised")
+
+    def _check_workspace(self, call: Matmul) -> None:
+        if call.workspace_size < _WORKSPACE or call.workspace % _WORKSPACE_ALIGNMENT:
+            raise LibraryMisuseError(f"a workspace of {call.workspace_size} bytes at {call.workspace:#x} does not do")
+        self._memory.view(call.workspace, call.workspace_size, "the workspace")
+        owner = self._workspaces.setdefault(call.workspace, call.stream)
+        if owner != call.stream:
+            raise LibraryMisuseError(f"streams {owner:#x} and {call.stream:#x} share a workspace")
+
+    def _work(self, call: Matmul) -> Callable[[], None]:
+        """The product as work; all addresses are looked up now."""
+        memory, desc = self._memory, call.desc
+        a, b, d = (
+            layout.at(memory, address, name)
+            for name, address, layout in (
+                ("A", call.a, call.a_layout), ("B", call.b, call.b_layout), ("D", call.d, call.d_layout),
+            )
+        )  # fmt: skip
+        reads_c = desc.mode == PointerMode.DEVICE or call.beta != 0
+        c = call.c_layout.at(memory, call.c, "C") if reads_c else None
+        alpha, beta = (self._reader(desc, value, name) for value, name in ((call.alpha, "α"), (call.beta, "β")))
+        vector = self._vector(call)
+        aux = self._aux(call)
+        workspace = memory.view(call.workspace, call.workspace_size, "the workspace")
+
+        def run() -> None:
+            workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF  # a kernel may write all of it
+            product = alpha() * (_operand(a, desc.trans_a, desc.compute) @ _operand(b, desc.trans_b, desc.compute))
+            if c is not None and (scale := beta()) != 0:
+                product = product + scale * c.astype(np.float64)
+            d[...] = _finish(desc, product, vector, aux, (a, b)).astype(d.dtype)
+
+        return run
+
+    def _reader(self, desc: Desc, value: float, name: str) -> Callable[[], float]:
+        if desc.mode == PointerMode.HOST:
+            return lambda: value
+        cell = matrix_at(self._memory, int(value), TYPES[desc.scale], (1,), (1,), name)
+        return lambda: float(cell[0])
+
+    def _vector(self, call: Matmul) -> NDArray[Any] | None:
+        """The bias, or the bias gradient: (batch, length)."""
+        desc, d = call.desc, call.d_layout
+        if desc.epilogue not in _BIAS | _GRADIENTS:
+            return None
+        length = d.cols if desc.epilogue == Epilogue.BGRADB else d.rows
+        dtype = TYPES[d.dtype if desc.bias_dtype == -1 else desc.bias_dtype]
+        if dtype != d.numpy:
+            raise LibraryMisuseError(f"the bias is {dtype}, D {d.numpy}")
+        if desc.epilogue in _GRADIENTS and d.batch > 1 and desc.bias_stride == 0:
+            raise LibraryMisuseError("the bias gradients of a batch are all written to one place")
+        return matrix_at(self._memory, call.bias, dtype, (d.batch, length), (desc.bias_stride, 1), "the bias")
+
+    def _aux(self, call: Matmul) -> NDArray[Any] | None:
+        """The auxiliary tensor, (batch, rows, cols), or (batch, bytes, cols) of ReLU's mask."""
+        desc, d = call.desc, call.d_layout
+        if desc.epilogue not in _AUX_OUT | _DERIVATIVES:
+            return None
+        is_mask = _is_relu(desc.epilogue)
+        step = _RELU_AUX_BITS if is_mask else _GELU_AUX_ELEMENTS
+        if desc.aux_leading % step or desc.aux_leading < d.rows:
+            raise LibraryMisuseError(f"the auxiliary tensor's leading dimension is {desc.aux_leading}")
+        if is_mask:
+            shape, strides = (d.batch, -(-d.rows // 8), d.cols), (desc.aux_stride // 8, 1, desc.aux_leading // 8)
+            return matrix_at(self._memory, call.aux, np.dtype(np.uint8), shape, strides, "the mask")
+        shape, strides = (d.batch, d.rows, d.cols), (desc.aux_stride, 1, desc.aux_leading)
+        return matrix_at(self._memory, call.aux, d.numpy, shape, strides, "the auxiliary tensor")
+
+    def _transform(self, *arguments: Any) -> int:
+        _, operation, alpha, a, a_layout, _, b, _, c, c_layout, stream = arguments
+        assert b is None, "a sum of two matrices is not interpreted"
+        ids, handle = MatrixTransformDescAttribute, address_of(operation)
+        scale, mode = (self._get("MatrixTransformDesc", handle, each, 4) for each in (ids.SCALE_TYPE, ids.POINTER_MODE))
+        transposes = self._get("MatrixTransformDesc", handle, ids.TRANSA, 4) != Operation.N
+        desc = Desc(0, scale, mode, 0, 0, 0, 0, 0, 0, 0)
+        factor = self._reader(desc, self._scalar(desc, address_of(alpha)), "α")
+        source = self.layout(address_of(a_layout)).at(self._memory, a, "A")
+        target = self.layout(address_of(c_layout)).at(self._memory, c, "C")
+
+        def run() -> None:
+            values = source.swapaxes(1, 2) if transposes else source
+            target[...] = (factor() * values.astype(np.float64)).astype(target.dtype)
+
+        self._streams.put(stream or 0, KERNEL, "transform", run)
+        return 0
+
+
+def address_of(argument: Any) -> int:
+    """The address that ctypes would pass for an argument."""
+    if argument is None or isinstance(argument, int):
+        return argument or 0
+    if isinstance(argument, bytes):
+        return ctypes.cast(ctypes.c_char_p(argument), ctypes.c_void_p).value or 0
+    if isinstance(argument, ctypes.c_void_p):
+        return argument.value or 0
+    return ctypes.addressof(getattr(argument, "_obj", argument))
+
+
+def _never() -> None:
+    raise AssertionError("a look at a launch was launched")
+
+
+def _pack_alignments(alignments: Iterable[int]) -> int:
+    return sum(min(256, each).bit_length() << 8 * index for index, each in enumerate(alignments))
+
+
+def _unpack_alignments(packed: int) -> list[int]:
+    return [1 << (packed >> 8 * index & 0xFF) - 1 for index in range(4)]
+
+
+def _digest(desc: Desc, layouts: Iterable[Layout]) -> int:
+    return zlib.crc32(repr((desc, tuple(layouts))).encode()) or 1
+
+
+def _is_relu(epilogue: int) -> bool:
+    return "RELU" in Epilogue(epilogue).name
+
+
+def _operand(values: NDArray[Any], operation: int, compute: int) -> NDArray[np.float64]:
+    if compute == ComputeType.COMPUTE_32F_FAST_TF32:
+        values = _to_tf32(values)
+    exact = values.astype(np.float64)
+    return exact if operation == Operation.N else exact.swapaxes(1, 2)
+
+
+def _to_tf32(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The nearest numbers with ten bits after the point."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(values), rounded.astype(np.uint32).view(np.float32), values)
+
+
+def _finish(
+    desc: Desc,
+    product: NDArray[np.float64],
+    vector: NDArray[Any] | None,
+    aux: NDArray[Any] | None,
+    operands: tuple[NDArray[Any], NDArray[Any]],
+) -> NDArray[np.float64]:
+    """What is stored as D; writes the auxiliary tensor and the bias gradient."""
+    epilogue = Epilogue(desc.epilogue)
+    if epilogue in _BIAS:
+        assert vector is not None
+        product = product + vector.astype(np.float64)[:, :, None]
+    if epilogue in _AUX_OUT:
+        assert aux is not None
+        aux[...] = np.packbits(product > 0, axis=1, bitorder="little") if _is_relu(epilogue) else product
+    if epilogue in _DERIVATIVES:
+        assert aux is not None
+        product = product * _derivative(epilogue, aux, product.shape[1])
+    elif "RELU" in epilogue.name:
+        product = np.where(product > 0, product, 0.0)  # NaN becomes 0, as in the library
+    elif "GELU" in epilogue.name:
+        product = product / 2 * (1 + np.tanh(_inner(product)))
+    if epilogue in _GRADIENTS:
+        assert vector is not None
+        vector[...] = _gradient(epilogue, desc, product, operands)
+    return product
+
+
+def _gradient(
+    epilogue: Epilogue, desc: Desc, product: NDArray[np.float64], operands: tuple[NDArray[Any], NDArray[Any]]
+) -> NDArray[np.float64]:
+    if epilogue is Epilogue.BGRADA:
+        return _operand(operands[0], desc.trans_a, ComputeType.COMPUTE_32F).sum(axis=2)
+    if epilogue is Epilogue.BGRADB:
+        return _operand(operands[1], desc.trans_b, ComputeType.COMPUTE_32F).sum(axis=1)
+    return product.sum(axis=2)
+
+
+def _derivative(epilogue: Epilogue, aux: NDArray[Any], rows: int) -> NDArray[np.float64]:
+    if _is_relu(epilogue):
+        return np.unpackbits(aux, axis=1, count=rows, bitorder="little").astype(np.float64)
+    z = aux.astype(np.float64)
+    t = np.tanh(_inner(z))
+    inner_slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * z**2)
+    return 0.5 * (1 + t) + z / 2 * (1 - t**2) * inner_slope
+
+
+def _inner(z: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))

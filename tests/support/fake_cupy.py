@@ -1,0 +1,365 @@
+"""A module that stands in for CuPy: arrays in a pretended GPU's memory, and the parts of `cupy.cuda` that are used."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, Final, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.support.device_memory import DeviceMemory, matrix_at
+from tests.support.fake_streams import MEMCPY, Capture, Streams
+
+
+class Gpu(Protocol):
+    """What the arrays need."""
+
+    memory: DeviceMemory
+    streams: Streams
+
+    def pin(self, size: int) -> NDArray[np.uint8]:
+        """Page-locked memory."""
+
+
+class Memory:
+    """An allocation, freed with its last user."""
+
+    def __init__(self, gpu: Gpu, size: int) -> None:
+        self.ptr, self.size, self.device_id = gpu.memory.allocate(max(size, 1)), size, 0
+        weakref.finalize(self, gpu.memory.free, self.ptr).atexit = False
+
+
+class MemoryPointer:
+    """A place in an allocation."""
+
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, 0
+
+    def __add__(self, offset: int) -> MemoryPointer:
+        return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
+
+
+class Array(np.lib.mixins.NDArrayOperatorsMixin):
+    """`cupy.ndarray`. What NumPy computes from its values waits for the current stream.
+
+    The base of one class a pretended GPU: see `fake_cupy`.
+    """
+
+    _gpu: Gpu
+    _module: Any
+    __array_priority__ = 100
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        dtype: Any = np.float32,
+        memptr: MemoryPointer | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> None:
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.itemsize, self.ndim, self.size = self.dtype.itemsize, len(self.shape), math.prod(self.shape)
+        self.nbytes = self.size * self.itemsize
+        self.strides = _packed_strides(self.shape, self.itemsize) if strides is None else tuple(strides)
+        self.data = memptr if memptr is not None else self._module.cuda.alloc(self.nbytes)
+        self.device = SimpleNamespace(id=0)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        is_bfloat16 = self.dtype.name == "bfloat16"
+        return {
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": "<V2" if is_bfloat16 else self.dtype.str,
+            "data": (self.data.ptr, False),
+            "version": 3,
+            "stream": None,
+        }
+
+    @property
+    def _host(self) -> NDArray[Any]:
+        """Its memory as NumPy sees it, with what has been done to it so far."""
+        strides = tuple(stride // self.itemsize for stride in self.strides)
+        return matrix_at(self._gpu.memory, self.data.ptr, self.dtype, self.shape, strides, "an array")
+
+    @property
+    def _settled(self) -> NDArray[Any]:
+        self._gpu.streams.synchronize(self._module.cuda.get_current_stream().ptr)
+        return self._host
+
+    def _part(self, view: NDArray[Any]) -> Any:
+        offset = view.ctypes.data - self._host.ctypes.data if self.size and view.size else 0
+        return type(self)(view.shape, view.dtype, self.data + offset, view.strides)
+
+    @property
+    def T(self) -> Any:  # noqa: N802  # its name in NumPy
+        return type(self)(self.shape[::-1], self.dtype, self.data, self.strides[::-1])
+
+    @property
+    def flags(self) -> Any:
+        return self._host.flags
+
+    def swapaxes(self, first: int, second: int) -> Any:
+        return self._part(self._host.swapaxes(first, second))
+
+    def reshape(self, *shape: Any) -> Any:
+        view = self._host.view()
+        view.shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape  # never copies
+        return self._part(view)
+
+    def view(self, dtype: Any) -> Any:
+        return self._part(self._host.view(dtype))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._part(self._host[_view_key(key)])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        values = value._settled.copy() if isinstance(value, Array) else np.array(value)
+        target = self._host[_view_key(_settled(key))]
+        if not np.shares_memory(target, self._host):  # places picked by a mask or by numbers
+            self._settled[_settled(key)] = values
+            return
+
+        def run() -> None:
+            target[...] = values
+
+        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, MEMCPY, "set", run)
+
+    def set(self, values: NDArray[Any]) -> None:
+        """Copies from the host, on the current stream."""
+        self[...] = values
+
+    def fill(self, value: Any) -> None:
+        self[...] = value
+
+    def get(self) -> NDArray[Any]:
+        """A copy on the host, once the current stream has done its work."""
+        return self._settled.copy()
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if options.pop("out", None):
+            return NotImplemented
+        return self._made(getattr(function, method)(*map(_settled, inputs), **options))
+
+    def __array_function__(self, function: Any, _: Any, arguments: Any, options: Any) -> Any:
+        return self._made(function(*map(_settled, arguments), **options))
+
+    def _made(self, result: Any) -> Any:
+        """A result of NumPy's as an array of this kind."""
+        if isinstance(result, tuple):
+            return tuple(map(self._made, result))
+        return self._module.asarray(np.asarray(result))
+
+    def _computed(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments, **options: self._made(
+            getattr(self._settled, name)(*map(_settled, arguments), **options)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS:
+            return self._computed(name)
+        raise AttributeError(name)
+
+    def item(self) -> Any:
+        return self.get().item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, *_: Any, **__: Any) -> NDArray[Any]:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")  # as CuPy says
+
+
+_METHODS: Final = ("all", "any", "astype", "copy", "max", "mean", "min", "nonzero", "sum")
+
+
+def _settled(value: Any) -> Any:
+    return value._settled if isinstance(value, Array) else value
+
+
+def _view_key(key: Any) -> tuple[Any, ...]:
+    """The same key, so that NumPy gives an array even for one element."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return keys if any(each is ... for each in keys) else (*keys, ...)
+
+
+def _packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * math.prod(max(1, length) for length in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+class Stream:
+    """`cupy.cuda.Stream`; one without a handle is new."""
+
+    _handles = iter(range(0x5000_0000, 0x6000_0000, 0x10))
+    _current: list[Stream]
+    _streams: Streams
+
+    def __init__(self, non_blocking: bool = False, ptr: int | None = None) -> None:
+        self.ptr = next(self._handles) if ptr is None else ptr
+
+    @classmethod
+    def from_external(cls, other: Any) -> Self:
+        return cls(ptr=other.__cuda_stream__()[1])
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.ptr
+
+    def __enter__(self) -> Self:
+        self._current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._current.pop()
+
+    def synchronize(self) -> None:
+        self._streams.synchronize(self.ptr)
+
+    def begin_capture(self) -> None:
+        self._streams.begin_capture(self.ptr)
+
+    def end_capture(self) -> Graph:
+        return Graph(self._streams, self._streams.end_capture(self.ptr))
+
+
+class Graph:
+    """`cupy.cuda.Graph`."""
+
+    def __init__(self, streams: Streams, capture: Capture) -> None:
+        self._streams, self._capture = streams, capture
+
+    def launch(self, stream: Stream) -> None:
+        self._streams.launch_graph(self._capture, stream.ptr)
+
+
+class OutOfMemoryError(Exception):
+    """Never raised."""
+
+
+class CUDARuntimeError(Exception):
+    """Never raised."""
+
+
+class _Block:
+    """Memory of a pool in use; it goes back with its last user."""
+
+    def __init__(self, mem: Memory, back: list[Memory]) -> None:
+        self.ptr, self.size, self.device_id = mem.ptr, mem.size, 0
+        weakref.finalize(self, back.append, mem).atexit = False
+
+
+class MemoryPool:
+    """Hands memory out, and again what has been given back, to the stream that had it before, as CuPy does."""
+
+    default: Callable[[int], MemoryPointer]
+    current_stream: Callable[[], int]
+
+    def __init__(self, allocator: Callable[[int], MemoryPointer] | None = None) -> None:
+        self._allocator = allocator or self.default
+        self._free: dict[tuple[int, int], list[Memory]] = {}
+
+    def malloc(self, size: int) -> MemoryPointer:
+        back = self._free.setdefault((self.current_stream(), size), [])
+        mem = back.pop() if back else self._allocator(size).mem
+        return MemoryPointer(_Block(mem, back), 0)
+
+    def free_all_blocks(self) -> None:
+        self._free.clear()
+
+
+_CREATORS: Final = ("zeros", "ones", "arange")
+
+
+def fake_cupy(gpu: Gpu) -> ModuleType:
+    """The module."""
+    module: Any = ModuleType("cupy")
+    module.ndarray = type("ndarray", (Array,), {"_gpu": gpu, "_module": module, "__module__": "cupy"})
+    module.cuda = _cuda(gpu)
+
+    def asarray(values: Any, dtype: Any = None) -> Any:
+        if isinstance(values, Array):
+            return values
+        host = np.asarray(values, dtype)
+        made = module.ndarray(host.shape, host.dtype)
+        made._host[...] = host  # ordinary memory has been read when CuPy returns
+        return made
+
+    def ascontiguousarray(array: Any) -> Any:
+        return array if array._host.flags.c_contiguous else asarray(np.ascontiguousarray(array.get()))
+
+    module.asarray = module.array = asarray
+    module.ascontiguousarray = ascontiguousarray
+    module.asnumpy = lambda array, **_: array.get() if isinstance(array, Array) else np.asarray(array)
+    module.empty = lambda shape, dtype=np.float32: module.ndarray(shape, dtype)
+    module.full = lambda shape, value, dtype=None: asarray(np.full(shape, value, dtype))
+    for name in _CREATORS:
+        setattr(module, name, _created(getattr(np, name), asarray))
+    module.float32, module.float16, module.uint8, module.uint32 = np.float32, np.float16, np.uint8, np.uint32
+    module.nan = np.nan
+    module.lib = SimpleNamespace(
+        stride_tricks=SimpleNamespace(
+            as_strided=lambda array, shape, strides: module.ndarray(shape, array.dtype, array.data, strides)
+        )
+    )
+    return module
+
+
+def _created(make: Callable[..., NDArray[Any]], asarray: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments, **more: asarray(make(*arguments, **more))
+
+
+def _cuda(gpu: Gpu) -> Any:
+    stream = type("Stream", (Stream,), {"_streams": gpu.streams})
+    stream._current = [stream(ptr=0)]
+    stream.null = stream._current[0]
+    allocators: list[Callable[[int], MemoryPointer]] = [lambda size: MemoryPointer(Memory(gpu, size), 0)]
+    here = {"default": staticmethod(allocators[0]), "current_stream": staticmethod(lambda: stream._current[-1].ptr)}
+    pool = type("MemoryPool", (MemoryPool,), here)
+
+    @contextlib.contextmanager
+    def using_allocator(allocator: Callable[[int], MemoryPointer]) -> Iterator[None]:
+        allocators.append(allocator)
+        try:
+            yield
+        finally:
+            allocators.pop()
+
+    class Device:
+        def __init__(self, ordinal: int = 0) -> None:
+            self.id = ordinal
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            gpu.streams.synchronize_all()
+
+    return SimpleNamespace(
+        Stream=stream,
+        get_current_stream=lambda *_: stream._current[-1],
+        Device=Device,
+        alloc=lambda size: allocators[-1](size),
+        alloc_pinned_memory=gpu.pin,
+        using_allocator=using_allocator,
+        MemoryPool=pool,
+        MemoryPointer=MemoryPointer,
+        Memory=lambda size: Memory(gpu, size),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError),
+    )

@@ -1,0 +1,291 @@
+"""The driver's functions on a pretended GPU, as `cuda.bindings.driver` and libcuda.so.1 have them."""
+
+# ruff: noqa: N802  # the functions have the names that the driver gives them
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from cuda.bindings import driver
+
+from tests.support.device_memory import DeviceMemory
+from tests.support.fake_streams import KERNEL, MEMCPY, MEMSET, Capture, DriverStatusError, Event, Status, Streams
+
+_ATTRIBUTE = driver.CUdevice_attribute
+H200: Final[Mapping[Any, int]] = {
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 0,
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: 132,
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: 233472,
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: 64 << 10,  # so that tuners rotate through few buffers
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_CLOCK_RATE: 1980000,
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: 3201000,
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 6144,
+}
+
+Run = Callable[[], None]
+Launcher = Callable[[int, int, tuple[int, int, int], tuple[int, int, int], int], Run]
+"""Takes a kernel's handle, the address of its argument block, grid, block and bytes of shared memory."""
+
+
+class LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class FakeDriver:
+    """The driver's functions, by their names. They return results, and raise `DriverStatusError` for a status.
+
+    Args:
+        launcher: makes a kernel's launch into work; the argument block may change once it has returned.
+        functions: more functions, those about modules and kernels.
+    """
+
+    def __init__(
+        self, memory: DeviceMemory, streams: Streams, launcher: Launcher, functions: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self._memory, self._streams, self._launcher, self._more = memory, streams, launcher, functions
+        self._events: dict[int, Event] = {}
+        self._graphs: dict[int, Capture] = {}
+        self._handles = itertools.count(0x1000, 0x10)
+        self._pinned: dict[int, int] = {}
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """All of them."""
+        own = {name: getattr(self, name) for name in dir(self) if name.startswith("cu")}
+        return {**own, **self._more}
+
+    def by_ctypes(self, name: str) -> Callable[..., int]:
+        """A function as libcuda.so.1 exports it: results go to addresses, a status comes back."""
+        known = {
+            "cuCtxGetDevice": self._store_device,
+            "cuGraphLaunch": self.cuGraphLaunch,
+            "cuLaunchKernelEx": self._launch,
+            "cuMemcpyDtoDAsync_v2": self.cuMemcpyDtoDAsync,
+            "cuStreamIsCapturing": self._store_capturing,
+        }[name]
+
+        @functools.wraps(known)
+        def run(*arguments: Any) -> int:
+            try:
+                known(*arguments)
+            except DriverStatusError as fault:
+                return int(fault.status)
+            return 0
+
+        return run
+
+    def by_bindings(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        """A function as `cuda.bindings` has it: a status, and results."""
+        known = self.functions[name]
+
+        def run(*arguments: Any) -> tuple[Any, ...]:
+            try:
+                result = known(*arguments)
+            except DriverStatusError as fault:
+                return (fault.status, None)
+            results = result if isinstance(result, tuple) else () if result is None else (result,)
+            return (Status.CUDA_SUCCESS, *results)
+
+        return run
+
+    def pin(self, address: int, size: int) -> None:
+        """Makes memory of the host page-locked."""
+        self._pinned[address] = size
+
+    # Devices and contexts
+
+    def cuInit(self, _: int) -> None:
+        pass
+
+    def cuDriverGetVersion(self) -> int:
+        return 13000
+
+    def cuDeviceGetCount(self) -> int:
+        return 1
+
+    def cuDeviceGet(self, ordinal: int) -> int:
+        return ordinal
+
+    def cuDeviceGetName(self, length: int, _: int) -> bytes:
+        return b"NVIDIA H200, pretended".ljust(length, b"\0")
+
+    def cuDeviceGetAttribute(self, attribute: Any, _: int) -> int:
+        return H200[attribute]
+
+    def cuDeviceTotalMem(self, _: int) -> int:
+        return 141 << 30
+
+    def cuDevicePrimaryCtxRetain(self, _: int) -> int:
+        return 1
+
+    def cuCtxGetDevice(self) -> int:
+        return 0
+
+    def cuCtxPushCurrent(self, _: int) -> None:
+        pass
+
+    def cuCtxPopCurrent(self) -> None:
+        pass
+
+    def _store_device(self, out: int) -> None:
+        ctypes.c_int.from_address(out).value = 0
+
+    # Memory
+
+    def cuMemAlloc(self, size: int) -> int:
+        return self._memory.allocate(size)
+
+    def cuMemFree(self, address: int) -> None:
+        self._memory.free(address)
+
+    def cuPointerGetAttribute(self, attribute: Any, address: int) -> int:
+        kinds = driver.CUpointer_attribute
+        is_pinned = any(start <= address < start + size for start, size in self._pinned.items())
+        if attribute == kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE and is_pinned:
+            return int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
+        if attribute != kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL or not self._memory.holds(address):
+            raise DriverStatusError(Status.CUDA_ERROR_INVALID_VALUE)
+        return 0
+
+    def cuMemsetD8Async(self, address: int, value: int, count: int, stream: int) -> None:
+        self._fill(np.uint8, address, value, (count,), (1,), stream)
+
+    def cuMemsetD32Async(self, address: int, value: int, count: int, stream: int) -> None:
+        self._fill(np.uint32, address, value, (count,), (1,), stream)
+
+    def cuMemsetD2D8Async(self, address: int, pitch: int, value: int, width: int, height: int, stream: int) -> None:
+        self._fill(np.uint8, address, value, (height, width), (pitch, 1), stream)
+
+    def _fill(
+        self, kind: Any, address: int, value: int, shape: tuple[int, ...], strides: tuple[int, ...], stream: int
+    ) -> None:
+        size = np.dtype(kind).itemsize
+        extent = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1
+        flat = self._memory.view(address, extent * size, "a memset's target").view(kind)
+        target = np.lib.stride_tricks.as_strided(flat, shape, tuple(size * stride for stride in strides))
+
+        def run() -> None:
+            target[...] = value
+
+        self._streams.put(stream, MEMSET, "memset", run)
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        to, of = self._memory.view(target, size, "a copy's target"), self._memory.view(source, size, "a copy's source")
+        self._copy(to, of, stream)
+
+    def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        of = _host_bytes(source, size)
+        is_pinned = any(start <= source < start + length for start, length in self._pinned.items())
+        # The driver has read ordinary memory when it returns, and page-locked memory when the copy runs.
+        self._copy(self._memory.view(target, size, "a copy's target"), of if is_pinned else of.copy(), stream)
+
+    def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> None:
+        self._copy(_host_bytes(target, size), self._memory.view(source, size, "a copy's source"), stream)
+
+    def cuMemcpy2DAsync(self, copy: Any, stream: int) -> None:
+        assert copy.srcMemoryType == copy.dstMemoryType == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        for row in range(copy.Height):
+            target, source = int(copy.dstDevice) + row * copy.dstPitch, int(copy.srcDevice) + row * copy.srcPitch
+            self.cuMemcpyDtoDAsync(target, source, copy.WidthInBytes, stream)
+
+    def _copy(self, target: Any, source: Any, stream: int) -> None:
+        def run() -> None:
+            target[...] = source
+
+        self._streams.put(stream, MEMCPY, "copy", run)
+
+    # Streams and events
+
+    def cuStreamCreate(self, _: Any) -> int:
+        return next(self._handles)
+
+    def cuStreamSynchronize(self, stream: int) -> None:
+        self._streams.synchronize(stream)
+
+    def cuStreamWaitEvent(self, stream: int, event: int, _: int) -> None:
+        self._streams.wait_event(stream, self._events[event])
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        return mode
+
+    def _store_capturing(self, stream: int | None, out: int) -> None:
+        ctypes.c_int.from_address(out).value = int((stream or 0) in self._streams.captures)
+
+    def cuEventCreate(self, _: Any) -> int:
+        handle = next(self._handles)
+        self._events[handle] = Event()
+        return handle
+
+    def cuEventDestroy(self, event: int) -> None:
+        del self._events[event]
+
+    def cuEventRecord(self, event: int, stream: int) -> None:
+        self._streams.record(self._events[event], stream)
+
+    def cuEventSynchronize(self, event: int) -> None:
+        self._streams.wait_on_host(self._events[event])
+
+    def cuEventElapsedTime(self, first: int, last: int) -> float:
+        for event in (first, last):
+            self._streams.wait_on_host(self._events[event])
+        return (self._events[last].at_us - self._events[first].at_us) / 1e3
+
+    # Captures and graphs
+
+    def cuStreamBeginCapture(self, stream: int, _: Any) -> None:
+        self._streams.begin_capture(stream)
+
+    def cuStreamEndCapture(self, stream: int) -> int:
+        handle = next(self._handles)
+        self._graphs[handle] = self._streams.end_capture(stream)
+        return handle
+
+    def cuGraphGetNodes(self, graph: int, count: int) -> tuple[list[Any], int]:
+        nodes = self._graphs[graph].nodes
+        return list(nodes[:count]), len(nodes)
+
+    def cuGraphNodeGetType(self, node: Any) -> Any:
+        return node.kind
+
+    def cuGraphInstantiate(self, graph: int, _: int) -> int:
+        handle = next(self._handles)
+        self._graphs[handle] = self._graphs[graph]
+        return handle
+
+    def cuGraphLaunch(self, graph: int, stream: int | None) -> None:
+        self._streams.launch_graph(self._graphs[graph], stream or 0)
+
+    def cuGraphDestroy(self, graph: int) -> None:
+        del self._graphs[graph]
+
+    def cuGraphExecDestroy(self, graph: int) -> None:
+        del self._graphs[graph]
+
+    # Kernels
+
+    def _launch(self, config_address: int, function: int, arguments: int, _: Any) -> None:
+        config = LaunchConfig.from_address(config_address)
+        params = ctypes.c_void_p.from_address(arguments).value or 0
+        grid, block = tuple(config.grid), tuple(config.block)
+        run = self._launcher(function, params, grid, block, config.shared_memory)
+        self._streams.put(config.stream or 0, KERNEL, "kernel", run)
+
+
+def _host_bytes(address: int, size: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)) if size else np.empty(0, np.uint8)

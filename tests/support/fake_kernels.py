@@ -1,0 +1,119 @@
+"""NVRTC and modules of a pretended GPU: what is compiled names a kernel file, which g++ has built for the host."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+from cuda.bindings import nvrtc
+
+from tests.host_kernels.harness import HostKernel, HostKernels
+from tests.support.device_memory import BadAddressError, DeviceMemory
+from tests.support.kernel_families import ENTRIES
+
+_MACRO: Final = re.compile(r"--define-macro=(\w+)=(.*)")
+_OCCUPANCY: Final = ("BLOCKS", "1")
+"""Blocks of a multiprocessor change nothing on the host: with one number there are fewer libraries to build."""
+
+
+class FakeKernels:
+    """The functions of NVRTC and the driver's about modules.
+
+    Args:
+        host: builds and launches kernels on the host.
+        memory: where all addresses that kernels are given must lie.
+
+    Attributes:
+        launched: names of the kernels that were launched, in the order of the calls.
+        fault: changes the argument block of a kernel, by its name: what a wrong program would have launched.
+    """
+
+    def __init__(self, host: HostKernels, memory: DeviceMemory) -> None:
+        self._host, self._memory = host, memory
+        self.fault: Callable[[str, Any], None] = lambda name, params: None
+        self._handles = itertools.count(0x9000, 0x10)
+        self._programs: dict[int, bytes] = {}
+        self._names: dict[int, str] = {}
+        self._modules: dict[int, dict[str, Any]] = {}
+        self._functions: dict[int, tuple[str, HostKernel, type[ctypes.Structure]]] = {}
+        self._count = itertools.count()
+        self.launched: list[str] = []
+
+    @property
+    def nvrtc_functions(self) -> dict[str, Callable[..., tuple[Any, ...]]]:
+        """By name, as `cuda.bindings.nvrtc` has them."""
+        return {
+            "nvrtcCreateProgram": self._create,
+            "nvrtcCompileProgram": self._compile,
+            "nvrtcGetCUBINSize": lambda program: (nvrtc.nvrtcResult.NVRTC_SUCCESS, len(self._programs[program])),
+            "nvrtcGetCUBIN": self._write,
+            "nvrtcDestroyProgram": lambda _: (nvrtc.nvrtcResult.NVRTC_SUCCESS,),
+        }
+
+    @property
+    def driver_functions(self) -> dict[str, Callable[..., Any]]:
+        """By name, in the way of `FakeDriver`."""
+        return {
+            "cuModuleLoadData": self._load,
+            "cuModuleGetFunction": self._find,
+            "cuFuncGetParamInfo": lambda function, _: (0, ctypes.sizeof(self._functions[function][2])),
+            "cuFuncSetAttribute": lambda *_: None,
+        }
+
+    def _create(self, code: bytes, name: bytes, *_: Any) -> tuple[Any, ...]:
+        handle = next(self._handles)
+        self._names[handle] = name.decode()
+        return nvrtc.nvrtcResult.NVRTC_SUCCESS, handle
+
+    def _compile(self, program: int, _: int, options: Sequence[bytes]) -> tuple[Any, ...]:
+        macros = [match.groups() for match in map(_MACRO.fullmatch, (option.decode() for option in options)) if match]
+        self._programs[program] = json.dumps({"source": self._names[program], "macros": macros}).encode()
+        return (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
+
+    def _write(self, program: int, out: bytes) -> tuple[Any, ...]:
+        cubin = self._programs[program]
+        ctypes.memmove(ctypes.cast(ctypes.c_char_p(out), ctypes.c_void_p), cubin, len(cubin))
+        return (nvrtc.nvrtcResult.NVRTC_SUCCESS,)
+
+    def _load(self, cubin: bytes) -> int:
+        handle = next(self._handles)
+        self._modules[handle] = json.loads(cubin)
+        return handle
+
+    def _find(self, module: int, entry: bytes) -> int:
+        made, name, handle = self._modules[module], entry.decode(), next(self._handles)
+        macros = tuple(_OCCUPANCY if key == _OCCUPANCY[0] else (key, value) for key, value in made["macros"])
+        self._functions[handle] = name, self._host.get(ENTRIES[name], macros), ENTRIES[name].params
+        return handle
+
+    def launch(
+        self, function: int, params: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
+    ) -> Callable[[], None]:
+        """A launch as work, with what the argument block holds now. Blocks and threads take turns in varying orders."""
+        name, kernel, kind = self._functions[function]
+        copied = kind.from_buffer_copy(ctypes.string_at(params, ctypes.sizeof(kind)))
+        self.fault(name, copied)
+        for field, address in _addresses(copied):
+            if not self._memory.holds(address):
+                raise BadAddressError(f"{name} is given {field} {address:#x}, which belongs to no allocation")
+        self.launched.append(name)
+        order = next(self._count) % 3
+
+        def run() -> None:
+            kernel.launch(grid[:2], block[:2], copied, 0, grid[2], shared, order=order)  # type: ignore[arg-type]
+
+        return run
+
+
+def _addresses(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The addresses in an argument block, and the names of their fields."""
+    for field, kind, *_ in params._fields_:
+        value = getattr(params, field)
+        if isinstance(value, ctypes.Structure):
+            yield from _addresses(value, f"{prefix}{field}.")
+        elif kind is ctypes.c_void_p and value:
+            yield prefix + field, value

@@ -1,0 +1,172 @@
+"""Checks a layer's forward and backward pass on a pretended GPU against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.problem import Activation, DType, Philox
+from tests.strategies import LinearCase, lattice
+from tests.support.fake_gpu import FakeGpu
+from tests.support.placed import FLAT, Placed, assert_close, host_of
+
+Array = NDArray[Any]
+
+EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT64: 2.0**-53}
+"""Half a unit in the last place, relative."""
+TINY = 1e-6  # FP32 arithmetic of the activations, and FP16's subnormal step
+_TF32 = 2.0**-11
+
+
+def layer_case(**changes: Any) -> LinearCase:
+    """A layer of 24 rows, 32 outputs and 40 inputs in FP32 with GELU and a bias, but for what is named."""
+    activation = changes.pop("activation", "gelu")
+    standard: dict[str, Any] = {
+        "m": 24, "n": 32, "k": 40, "dtype": DType.FLOAT32, "compute": "float32",
+        "activation": Activation(activation, 0.25), "bias": True, "dropout": 0.0, "rng": Philox(7, 2, 5),
+        "accumulate": False, "need": (True, True, True), "keep_z": False, "x": FLAT, "w": FLAT, "y": FLAT, "dy": FLAT,
+        "dx": FLAT, "dw": FLAT, "data_seed": 1,
+    }  # fmt: skip
+    return LinearCase(**{**standard, **changes})
+
+
+class LayerData:
+    """Operands of a case, and the reference's results for them."""
+
+    def __init__(self, case: LinearCase, seed: int = 0) -> None:
+        generator = np.random.default_rng((case.data_seed, seed))
+        m, n, k = case.m, case.n, case.k
+        self.x, self.w = (lattice(generator, shape, case.dtype) for shape in ((m, k), (n, k)))
+        self.bias = lattice(generator, (n,), case.dtype) if case.bias else None
+        self.dy = lattice(generator, (m, n), case.dtype)
+        self.dw, self.db = lattice(generator, (n, k), case.dtype), lattice(generator, (n,), case.dtype)
+        self.factors = reference.dropout_scale((m, n), case.dropout, case.rng) if case.dropout else np.ones((m, n))
+        self.y, self.z = reference.linear_fwd(self.x, self.w, self.bias, case.activation, self.factors)
+        self.gradients = reference.linear_bwd(self.dy, self.x, self.w, self.z, case.activation, self.factors)
+
+
+def forward_tolerance(case: LinearCase, data: LayerData) -> Array:
+    """Rounding of the output, and of the pre-activation where it is stored on the way."""
+    epsilon, slope = 2 * EPSILON[case.dtype], max(1.2, abs(case.activation.negative_slope))
+    return epsilon * (np.abs(data.y) + slope * np.abs(data.z) * data.factors) + TINY * (1 + data.factors)
+
+
+def dz_tolerance(case: LinearCase, data: LayerData) -> Array:
+    """Rounding of dz, and of the saved tensor that the derivative is taken from."""
+    upstream = np.abs(data.dy.astype(np.float64)) * data.factors
+    slope = max(1.2, abs(case.activation.negative_slope))
+    return upstream * (4 * EPSILON[case.dtype] * (slope + np.abs(data.z)) + TINY)
+
+
+def product_tolerance(case: LinearCase, dz: Array, limit: Array, other: Array, result: Array) -> Array:
+    """Of a product of dz, which is rounded to its type, with an operand that is exact."""
+    rounding = _TF32 if case.compute == "tf32" else 2.0**-20
+    terms = (limit + rounding * np.abs(dz)) @ np.abs(other.astype(np.float64))
+    return terms + 2 * EPSILON[case.dtype] * np.abs(result) + TINY
+
+
+class Layer:
+    """A case's operands on the GPU, and the calls with them.
+
+    Args:
+        stream: what the calls are given; None for the current one.
+    """
+
+    def __init__(self, gpu: FakeGpu, case: LinearCase, stream: Any = None, data: LayerData | None = None) -> None:
+        self.gpu, self.case, self.stream = gpu, case, stream
+        self.data = data or LayerData(case)
+        self.x, self.w = Placed(gpu, self.data.x, case.x), Placed(gpu, self.data.w, case.w)
+        self.bias = None if self.data.bias is None else gpu.cp.asarray(self.data.bias)
+        self.dy = Placed(gpu, self.data.dy, case.dy)
+        kind, m, n, k = case.dtype.numpy, case.m, case.n, case.k
+        self.y = Placed(gpu, np.zeros((m, n), kind), case.y)
+        self.z = Placed(gpu, np.zeros((m, n), kind), case.dy) if case.keep_z else None
+        self.dx = Placed(gpu, np.zeros((m, k), kind), case.dx)
+        self.dw, self.db = Placed(gpu, self.data.dw, case.dw), gpu.cp.asarray(self.data.db)
+
+    def refill(self, seed: int) -> None:
+        """Gives all arrays other contents, where they lie. The buffers for dw and db start anew."""
+        self.data = LayerData(self.case, seed)
+        for placed, values in ((self.x, self.data.x), (self.w, self.data.w), (self.dy, self.data.dy)):
+            placed.fill(values)
+        if self.bias is not None:
+            host_of(self.gpu, self.bias)[...] = self.data.bias
+        self.dw.fill(self.data.dw)
+        host_of(self.gpu, self.db)[...] = self.data.db
+
+    def settings(self) -> dict[str, Any]:
+        """What a forward call is asked for, arrays apart."""
+        case, rng = self.case, self.case.rng
+        return {
+            "activation": case.activation.name,
+            "negative_slope": case.activation.negative_slope,
+            "dropout": case.dropout,
+            "rng": self.gpu.lt.Philox(rng.seed, rng.layer, rng.step) if case.dropout else None,
+            "compute": case.compute,
+        }
+
+    def forward(self, *, into_buffers: bool = True) -> tuple[Any, Any]:
+        """y and the context."""
+        buffers = {"out": self.y.array, "out_z": self.z.array if self.z else None} if into_buffers else {}
+        arrays = (self.x.array, self.w.array, self.bias)
+        return self.gpu.lt.linear_fwd(*arrays, **self.settings(), **buffers, stream=self.stream)  # type: ignore[no-any-return]
+
+    def backward(self, ctx: Any, *, into_buffers: bool = True, **more: Any) -> Any:
+        """The gradients."""
+        case = self.case
+        need_dx, need_dw, need_db = case.need
+        buffers = {"out_dx": self.dx.array, "out_dw": self.dw.array, "out_db": self.db} if into_buffers else {}
+        asked = {"need_dx": need_dx, "need_dw": need_dw, "need_db": need_db, "accumulate": case.accumulate}
+        return self.gpu.lt.linear_bwd(self.dy.array, ctx, **(asked | buffers | more), stream=self.stream)
+
+    def wait(self) -> None:
+        """For the stream of the calls, and no other."""
+        current = self.gpu.cp.cuda.get_current_stream()
+        self.gpu.synchronize((current if self.stream is None else self.stream).ptr)
+
+    def check_forward(self, y: Any = None) -> None:
+        """That y is right, and what was kept on the way; `y` where it is not in the buffer."""
+        self.wait()
+        case, data = self.case, self.data
+        made = self.y.values() if y is None else host_of(self.gpu, y).astype(np.float64)
+        assert_close("y", made, data.y, forward_tolerance(case, data))
+        if self.z is not None:
+            assert_close("z", self.z.values(), data.z, 2 * EPSILON[case.dtype] * np.abs(data.z))
+
+    def check_backward(self, result: Any, accumulations: int = 1) -> None:
+        """That the gradients are right, where they should be, and the others are not there."""
+        self.wait()
+        case, exact, limit = self.case, self.data.gradients, dz_tolerance(self.case, self.data)
+        need_dx, need_dw, need_db = case.need
+        assert (result.dx is None, result.dw is None) == (not need_dx, not need_dw)
+        assert (result.db is None) == (not (need_db and case.bias))
+        if need_dx:
+            tolerance = product_tolerance(case, exact.dz, limit, self.data.w, exact.dx)
+            assert_close("dx", self._made(result.dx, self.dx), exact.dx, tolerance)
+        if need_dw:
+            expected = self._summed(exact.dw, self.data.dw, accumulations)
+            tolerance = accumulations * product_tolerance(case, exact.dz.T, limit.T, self.data.x, expected)
+            assert_close("dw", self._made(result.dw, self.dw), expected, tolerance)
+        if result.db is not None:
+            expected = self._summed(exact.db, self.data.db, accumulations)
+            tolerance = limit.sum(axis=0) + 2 * EPSILON[case.dtype] * np.abs(expected) + TINY
+            tolerance = accumulations * (tolerance + 2.0**-20 * np.abs(exact.dz).sum(axis=0))
+            assert_close("db", host_of(self.gpu, result.db).astype(np.float64), expected, tolerance)
+
+    def _summed(self, gradient: Array, before: Array, times: int) -> Array:
+        """What a buffer holds after as many backward passes."""
+        return before.astype(np.float64) + times * gradient if self.case.accumulate else gradient
+
+    def _made(self, array: Any, buffer: Placed) -> Array:
+        """A result, from the buffer if it was to go there."""
+        return buffer.values() if array is buffer.array else host_of(self.gpu, array).astype(np.float64)
+
+    def check(self) -> None:
+        """Forward and backward, once each."""
+        y, ctx = self.forward()
+        assert y is self.y.array
+        self.check_forward()
+        self.check_backward(self.backward(ctx))

@@ -1,0 +1,86 @@
+"""Arrays on a pretended GPU, laid into larger buffers whose other elements must not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.strategies import Placement
+from tests.support.device_memory import matrix_at
+from tests.support.fake_gpu import FakeGpu
+
+FLAT = Placement(column_major=False, gap=0, offset=0)
+COLUMNS = Placement(column_major=True, gap=0, offset=0)
+ODD = Placement(column_major=False, gap=3, offset=1)
+
+
+class Placed:
+    """A matrix, or a batch of them, in a buffer that is NaN elsewhere.
+
+    Args:
+        values: (rows, cols) or (batch, rows, cols).
+        multiple: the leading dimension is rounded up to a multiple of it.
+
+    Attributes:
+        array: what is given to the package.
+    """
+
+    def __init__(self, gpu: FakeGpu, values: NDArray[Any], place: Placement = FLAT, multiple: int = 1) -> None:
+        *_, rows, cols = values.shape
+        lines, width = (cols, rows) if place.column_major else (rows, cols)
+        pitch = -(-(width + place.gap) // multiple) * multiple
+        stride = lines * pitch + multiple * place.gap
+        batch = values.shape[0] if values.ndim == 3 else 1
+        self._gpu, self._host = gpu, np.full(place.offset + batch * stride + 1, np.nan, values.dtype)
+        self._shape, self._steps = (batch, lines, width), (stride, pitch, 1)
+        self._place, self._plain = place, values.ndim == 2
+        self._block(self._host)[...] = values
+        self._buffer = gpu.cp.asarray(self._host)
+        item = values.dtype.itemsize
+        start = self._buffer.data + place.offset * item
+        byte_steps = tuple(step * item for step in self._steps)
+        whole = gpu.cp.ndarray(self._shape, values.dtype, start, byte_steps)
+        turned = whole.swapaxes(1, 2) if place.column_major else whole
+        self.array = turned[0] if self._plain else turned
+
+    def _block(self, flat: NDArray[Any]) -> NDArray[Any]:
+        steps = tuple(step * flat.itemsize for step in self._steps)
+        block = np.lib.stride_tricks.as_strided(flat[self._place.offset :], self._shape, steps)
+        turned = block.swapaxes(1, 2) if self._place.column_major else block
+        return turned[0] if self._plain else turned
+
+    def fill(self, values: NDArray[Any]) -> None:
+        """Puts other values into the matrix, at once: nothing that reads the old ones may be waiting."""
+        self._block(self._host)[...] = values
+        host_of(self._gpu, self._buffer)[...] = self._host
+
+    def values(self) -> NDArray[np.float64]:
+        """What the matrix holds; fails if anything around it was written."""
+        now = host_of(self._gpu, self._buffer).copy()
+        result = self._block(now).astype(np.float64)
+        self._block(now)[...] = self._block(self._host)
+        assert now.tobytes() == self._host.tobytes(), "memory outside the matrix was written"
+        return result
+
+
+def host_of(gpu: FakeGpu, array: Any) -> NDArray[Any]:
+    """An array's memory as it is now. No stream is waited for: what was given to a wrong one has not been done."""
+    strides = tuple(stride // array.itemsize for stride in array.strides)
+    return matrix_at(gpu.memory, array.data.ptr, array.dtype, tuple(array.shape), strides, "an array")
+
+
+def assert_close(name: str, actual: NDArray[Any], expected: NDArray[Any], tolerance: NDArray[Any] | float) -> None:
+    """Fails, naming the worst element, unless |actual - expected| <= tolerance everywhere; NaN fails."""
+    assert actual.shape == expected.shape
+    error = np.abs(actual - expected)
+    bad = ~(error <= tolerance)
+    if bad.any():
+        share = np.where(bad, np.nan_to_num(error / (tolerance + 1e-300), nan=np.inf), 0)
+        worst = np.unravel_index(np.argmax(share), error.shape)
+        limit = np.broadcast_to(tolerance, error.shape)[worst]
+        raise AssertionError(
+            f"{name}{tuple(map(int, worst))} is {actual[worst]}, expected {expected[worst]} ± {limit}; "
+            f"{int(bad.sum())} of {bad.size} elements are off"
+        )
