@@ -28,7 +28,7 @@ from lt_runtime.products.choose import Choose, first_algorithm, heuristic_algori
 from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuner.stacks import Stack
 
 DEVICE = 0
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)

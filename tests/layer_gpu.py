@@ -21,12 +21,12 @@ from lt_runtime.problem import ForwardProblem, MatmulProblem
 from lt_runtime.store.entries import RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuning import alternatives, candidates, layer_finals, layer_tuner, row_trial, row_tuner, tuning
-from lt_runtime.tuning.alternatives import half_name
-from lt_runtime.tuning.layer_trial import LayerTrial
-from lt_runtime.tuning.product_tuner import ProductVerdict
-from lt_runtime.tuning.timing import Timing, take_times
-from lt_runtime.tuning.workbench import Bench
+from lt_runtime.tuner import alternatives, candidates, layer_finals, layer_tuner, row_trial, row_tuner, tuning
+from lt_runtime.tuner.alternatives import half_name
+from lt_runtime.tuner.layer_trial import LayerTrial
+from lt_runtime.tuner.product_tuner import ProductVerdict
+from lt_runtime.tuner.timing import Timing, take_times
+from lt_runtime.tuner.workbench import Bench
 from tests.fake_clock import FakeClock
 from tests.plan_entries import H200
 from tests.support.calls import addresses

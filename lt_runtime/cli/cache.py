@@ -20,7 +20,7 @@ from lt_runtime.store.document import Document, Section, UnusableError
 from lt_runtime.store.keys import parse_key
 from lt_runtime.store.plan_store import PlanStore, plans_directory
 from lt_runtime.store.records import Json, to_json
-from lt_runtime.tuning.names import describe
+from lt_runtime.tuner.names import describe
 
 
 def run(arguments: argparse.Namespace) -> int:

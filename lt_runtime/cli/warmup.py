@@ -17,10 +17,10 @@ from lt_runtime.ops.tuning import ordinal_of
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.store.keys import Problem
 from lt_runtime.store.recording import read_recorded
-from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuner.stacks import Stack
 
 if TYPE_CHECKING:
-    from lt_runtime.tuning.tuning import Tuned
+    from lt_runtime.tuner.tuning import Tuned
 
 INTERRUPTED: Final = 130
 _DEFAULT_ACTIVATION: Final = "relu"

@@ -98,7 +98,7 @@ def is_measured(problem: Problem, device: int, effort: Effort = "default") -> bo
 
 
 def _tune(problem: Problem, device: int, effort: Effort) -> None:
-    from lt_runtime.tuning import tuning
+    from lt_runtime.tuner import tuning
 
     token = _is_busy.set(True)
     try:
@@ -110,7 +110,7 @@ def _tune(problem: Problem, device: int, effort: Effort) -> None:
 
 
 def _decided_together(problem: Problem) -> list[Problem]:
-    from lt_runtime.tuning.stacks import plain_backward  # here, because few processes measure anything
+    from lt_runtime.tuner.stacks import plain_backward  # here, because few processes measure anything
 
     if isinstance(problem, ForwardProblem) and problem.backward:
         return [problem, plain_backward(problem)]

@@ -21,10 +21,10 @@ from lt_runtime.problem import (
     keep_threshold,
 )
 from lt_runtime.store.keys import Problem
-from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuner.stacks import Stack
 
 if TYPE_CHECKING:
-    from lt_runtime.tuning.explanation import Explanation
+    from lt_runtime.tuner.explanation import Explanation
 
 _PROBLEMS = (MatmulProblem, ForwardProblem, BackwardProblem)
 
@@ -116,7 +116,7 @@ def explain(
         ArgumentError, DeviceError: as in `tune`.
         PlanError: cuBLASLt has no algorithm for one of the products.
     """
-    from lt_runtime.tuning.explanation import explain_problem, explain_stack
+    from lt_runtime.tuner.explanation import explain_problem, explain_stack
 
     if _is_problems(dims):
         problems, ordinal = _given_problems(dims, rows), ordinal_of(device)

@@ -20,8 +20,8 @@ from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.blobs import configuration
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.tuning import guesses
-from lt_runtime.tuning.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
+from lt_runtime.tuner import guesses
+from lt_runtime.tuner.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
 from tests.algorithm_library import BOTH, NONE, TILES, WORKSPACE, FakeLibrary, waves
 
 ID, TILE, SPLITK, SCHEME = (

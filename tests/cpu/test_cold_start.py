@@ -19,12 +19,12 @@ LATER = {
     "importlib.metadata",
     "lt_runtime.cli",
     "lt_runtime.cublaslt.tiles",
-    "lt_runtime.tuning.explanation",
-    "lt_runtime.tuning.layer_tuner",
-    "lt_runtime.tuning.roofline",
-    "lt_runtime.tuning.trial",
-    "lt_runtime.tuning.tuning",
-    "lt_runtime.tuning.verification",
+    "lt_runtime.tuner.explanation",
+    "lt_runtime.tuner.layer_tuner",
+    "lt_runtime.tuner.roofline",
+    "lt_runtime.tuner.trial",
+    "lt_runtime.tuner.tuning",
+    "lt_runtime.tuner.verification",
 }
 """Modules that neither a call nor a training step needs."""
 

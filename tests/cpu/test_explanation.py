@@ -28,9 +28,9 @@ from lt_runtime.problem import (
 from lt_runtime.store.entries import RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuning import explanation
-from lt_runtime.tuning.roofline import Hardware, least_us
-from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuner import explanation
+from lt_runtime.tuner.roofline import Hardware, least_us
+from lt_runtime.tuner.stacks import Stack
 from tests.plan_entries import H200, algorithm, layer, product
 
 STACK = Stack(8192, (768, 3072, 768), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)

@@ -19,8 +19,8 @@ from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
-from lt_runtime.tuning import tuning
-from lt_runtime.tuning.stacks import Stack, plain_backward
+from lt_runtime.tuner import tuning
+from lt_runtime.tuner.stacks import Stack, plain_backward
 from tests.plan_entries import H200, layer, product
 
 STACK = Stack(64, (32, 48, 24), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)

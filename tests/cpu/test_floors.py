@@ -24,13 +24,13 @@ FLOORS = (
     {"kernels", "store"},
     {"products"},
     {"plans"},
-    {"tuning"},
+    {"tuner"},
     {"ops"},
     {"bind", "profiling", "training"},
     {"cli"},
     {"__main__"},
 )
-NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu"), ("plans", "tuning")}
+NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 """The only imports from one room to another of the same floor."""
 
 LIKE_A_USER = {"cli", "__main__"}

@@ -14,10 +14,10 @@ from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.strategies import backward_strategies, forward_strategies
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Saved, Spec
-from lt_runtime.tuning.layer_trial import LayerTrial, disagreement
-from lt_runtime.tuning.links import Link, with_saved
-from lt_runtime.tuning.stacks import Stack
-from lt_runtime.tuning.trial import NORMAL
+from lt_runtime.tuner.layer_trial import LayerTrial, disagreement
+from lt_runtime.tuner.links import Link, with_saved
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.trial import NORMAL
 from tests.support.calls import addresses
 
 STACK = Stack(32, (40, 24, 16), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)

@@ -16,10 +16,10 @@ from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Forw
 from lt_runtime.products.product import plain_product
 from lt_runtime.store.entries import LayerEntry, ProductEntry
 from lt_runtime.store.keys import problem_key
-from lt_runtime.tuning import layer_tuner
-from lt_runtime.tuning.layer_tuner import BUDGETS
-from lt_runtime.tuning.stacks import Stack
-from lt_runtime.tuning.tuning import Tuned, tune_problems
+from lt_runtime.tuner import layer_tuner
+from lt_runtime.tuner.layer_tuner import BUDGETS
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.tuning import Tuned, tune_problems
 from tests.layer_gpu import BY_HEURISTIC, TUNED, LayerGpu
 
 RELU = Stack(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)

@@ -21,7 +21,7 @@ from lt_runtime.plans.strategies import (
     from_entry,
 )
 from lt_runtime.problem import Activation, Compute, DType, Saved
-from lt_runtime.tuning.stacks import Stack, derivative_of
+from lt_runtime.tuner.stacks import Stack, derivative_of
 
 EPILOGUE, KERNEL, NOBODY = MadeBy.EPILOGUE, MadeBy.KERNEL, MadeBy.NOBODY
 AUX = {"epilogue": "gelu_aux_bias", "saved": "preactivation"}

@@ -20,12 +20,12 @@ from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.choose import heuristic_algorithm
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW, NarrowPlan
-from lt_runtime.tuning import product_tuner
-from lt_runtime.tuning.names import algorithm_in_words
-from lt_runtime.tuning.product_tuner import ProductVerdict, tune_product
-from lt_runtime.tuning.timing import Launch
-from lt_runtime.tuning.trial import Trial
-from lt_runtime.tuning.workbench import Bench
+from lt_runtime.tuner import product_tuner
+from lt_runtime.tuner.names import algorithm_in_words
+from lt_runtime.tuner.product_tuner import ProductVerdict, tune_product
+from lt_runtime.tuner.timing import Launch
+from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.workbench import Bench
 from tests.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 from tests.fake_clock import FakeClock
 from tests.support.calls import addresses

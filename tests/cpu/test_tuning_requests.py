@@ -18,10 +18,10 @@ from lt_runtime.ops._tuning_report import TuningReport
 from lt_runtime.ops._tuning_run import split
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem
 from lt_runtime.store.keys import Problem, parse_key, problem_key
-from lt_runtime.tuning import tuning
-from lt_runtime.tuning.names import describe
-from lt_runtime.tuning.stacks import Stack
-from lt_runtime.tuning.tuning import Tuned
+from lt_runtime.tuner import tuning
+from lt_runtime.tuner.names import describe
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.tuning import Tuned
 from tests.plan_entries import layer_key, product_key
 
 Progress = Callable[[int, int, str], None]

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.tuning import verification
-from lt_runtime.tuning.trial import EDGES, LATTICE, NORMAL, ONES, Trial
-from lt_runtime.tuning.verification import KINDS, disagreement, expected_outputs, verify
+from lt_runtime.tuner import verification
+from lt_runtime.tuner.trial import EDGES, LATTICE, NORMAL, ONES, Trial
+from lt_runtime.tuner.verification import KINDS, disagreement, expected_outputs, verify
 from tests.trial_products import compute, encode, operands, right
 
 M, N, K = 24, 40, 72

@@ -15,10 +15,10 @@ from lt_runtime import reference
 from lt_runtime.kernels.call import Call
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.problem import Activation, Compute, DType
-from lt_runtime.tuning import tuning
-from lt_runtime.tuning.layer_tuner import BUDGETS
-from lt_runtime.tuning.stacks import Stack
-from lt_runtime.tuning.tuning import Tuned, tune_problems
+from lt_runtime.tuner import tuning
+from lt_runtime.tuner.layer_tuner import BUDGETS
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.tuning import Tuned, tune_problems
 from tests.gpu.helpers import to_host
 
 FP32, BF16 = DType.FLOAT32, DType.BFLOAT16

@@ -17,8 +17,8 @@ from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order, layout_of
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
-from lt_runtime.tuning.trial import Trial
-from lt_runtime.tuning.verification import verify
+from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.verification import verify
 from tests.gpu.helpers import EPSILON, Guarded, assert_close
 from tests.strategies import TYPES, Placement
 

@@ -18,9 +18,9 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.padded import PaddedPlan, pays_untuned
-from lt_runtime.tuning.product_tuner import Field
-from lt_runtime.tuning.trial import Trial
-from lt_runtime.tuning.verification import verify
+from lt_runtime.tuner.product_tuner import Field
+from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.verification import verify
 from tests.gpu.helpers import to_host
 
 BF16, FP16, FP32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32

@@ -17,7 +17,7 @@ from lt_runtime.ops.tally import GpuTally, HostTally, Scores
 from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.training import captured
-from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuner.stacks import Stack
 
 ROWS, INPUTS, CLASSES = 96, 40, 10
 

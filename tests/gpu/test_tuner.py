@@ -19,9 +19,9 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW
-from lt_runtime.tuning import product_tuner
-from lt_runtime.tuning.product_tuner import ProductVerdict, tune_product
-from lt_runtime.tuning.timing import Launch, measure
+from lt_runtime.tuner import product_tuner
+from lt_runtime.tuner.product_tuner import ProductVerdict, tune_product
+from lt_runtime.tuner.timing import Launch, measure
 from tests.gpu.helpers import EPSILON, assert_close, to_host
 from tests.support.calls import call_of
 

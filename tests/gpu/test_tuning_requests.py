@@ -16,7 +16,7 @@ from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
-from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuner.stacks import Stack
 
 DIMS = (64, 100, 72, 10)
 

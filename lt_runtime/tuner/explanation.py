@@ -16,9 +16,9 @@ from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.tuning.names import algorithm_in_words, describe, strategy_in_words
-from lt_runtime.tuning.roofline import Hardware, least_us
-from lt_runtime.tuning.stacks import Stack
+from lt_runtime.tuner.names import algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.roofline import Hardware, least_us
+from lt_runtime.tuner.stacks import Stack
 
 _LABEL = 10  # columns
 

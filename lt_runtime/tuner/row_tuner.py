@@ -17,15 +17,15 @@ from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.choose import Choose, heuristic_algorithm, known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, now
-from lt_runtime.tuning.alternatives import Half, products_of
-from lt_runtime.tuning.candidates import with_algorithm
-from lt_runtime.tuning.layer_finals import Table
-from lt_runtime.tuning.links import LayerProblem
-from lt_runtime.tuning.names import describe, strategy_in_words
-from lt_runtime.tuning.row_trial import alone, row_trial
-from lt_runtime.tuning.timing import Launch, buffer_sets, fastest, take_times
-from lt_runtime.tuning.trial import NORMAL
-from lt_runtime.tuning.workbench import Bench
+from lt_runtime.tuner.alternatives import Half, products_of
+from lt_runtime.tuner.candidates import with_algorithm
+from lt_runtime.tuner.layer_finals import Table
+from lt_runtime.tuner.links import LayerProblem
+from lt_runtime.tuner.names import describe, strategy_in_words
+from lt_runtime.tuner.row_trial import alone, row_trial
+from lt_runtime.tuner.timing import Launch, buffer_sets, fastest, take_times
+from lt_runtime.tuner.trial import NORMAL
+from lt_runtime.tuner.workbench import Bench
 
 _NEAR: Final = 1.25
 _MOST_OPTIONS: Final = 5

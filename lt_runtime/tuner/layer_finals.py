@@ -10,13 +10,13 @@ from typing import Any, Final
 from lt_runtime.errors import PlanError
 from lt_runtime.plans.strategies import to_entry
 from lt_runtime.store.entries import Alternative, Effort, LayerEntry
-from lt_runtime.tuning.alternatives import Alternatives, Half, Pair, half_name, priors_of
-from lt_runtime.tuning.layer_trial import LayerTrial, disagreement
-from lt_runtime.tuning.links import LayerProblem, Link
-from lt_runtime.tuning.names import strategy_in_words
-from lt_runtime.tuning.timing import Timing, buffer_sets, fastest, take_times
-from lt_runtime.tuning.trial import NORMAL
-from lt_runtime.tuning.workbench import Bench
+from lt_runtime.tuner.alternatives import Alternatives, Half, Pair, half_name, priors_of
+from lt_runtime.tuner.layer_trial import LayerTrial, disagreement
+from lt_runtime.tuner.links import LayerProblem, Link
+from lt_runtime.tuner.names import strategy_in_words
+from lt_runtime.tuner.timing import Timing, buffer_sets, fastest, take_times
+from lt_runtime.tuner.trial import NORMAL
+from lt_runtime.tuner.workbench import Bench
 
 _ROUNDS: Final = 7
 _CLOSE: Final = 1.1

@@ -13,7 +13,7 @@ from typing import Any, Final
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from lt_runtime.reference import activate, derivative
-from lt_runtime.tuning.trial import EDGES, LATTICE, ONES, Data, Trial
+from lt_runtime.tuner.trial import EDGES, LATTICE, ONES, Data, Trial
 
 KINDS: Final = (LATTICE, EDGES, ONES)
 """Random data whose sums are exact in any order, so that one term too few or too many shows; data of which no sum is

@@ -22,11 +22,11 @@ from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_probl
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import library_may_fuse
 from lt_runtime.store.entries import Effort, ProductEntry, RejectedAlgorithm
-from lt_runtime.tuning.candidates import deep_candidates, heuristic_candidates
-from lt_runtime.tuning.timing import Launch, Timing, buffer_sets, fastest, take_times
-from lt_runtime.tuning.trial import NORMAL, Trial
-from lt_runtime.tuning.verification import verify
-from lt_runtime.tuning.workbench import Bench, workbench
+from lt_runtime.tuner.candidates import deep_candidates, heuristic_candidates
+from lt_runtime.tuner.timing import Launch, Timing, buffer_sets, fastest, take_times
+from lt_runtime.tuner.trial import NORMAL, Trial
+from lt_runtime.tuner.verification import verify
+from lt_runtime.tuner.workbench import Bench, workbench
 
 BUDGET_S: Final = {"default": 2.0, "deep": 20.0}
 """Seconds of timing after which nothing more is timed, by effort; see `Stopwatch`."""

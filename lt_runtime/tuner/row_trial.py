@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from lt_runtime.problem import BackwardProblem, Derivative, ForwardProblem, Saved
-from lt_runtime.tuning.layer_trial import LayerTrial
-from lt_runtime.tuning.links import LayerProblem, Link
-from lt_runtime.tuning.trial import Buffer
+from lt_runtime.tuner.layer_trial import LayerTrial
+from lt_runtime.tuner.links import LayerProblem, Link
+from lt_runtime.tuner.trial import Buffer
 
 RowTrial: TypeAlias = Mapping[LayerProblem, LayerTrial]
 """A trial of each problem."""

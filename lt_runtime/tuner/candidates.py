@@ -12,7 +12,7 @@ from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, ReductionScheme
 from lt_runtime.products.blobs import configuration
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.store.entries import ProductEntry, now
-from lt_runtime.tuning.guesses import guesses
+from lt_runtime.tuner.guesses import guesses
 
 MOST: Final = 16
 """Candidates at default effort: what the first query returns, and as many again from the others."""

@@ -22,8 +22,8 @@ from lt_runtime.problem import Derivative, ForwardProblem, MatmulProblem
 from lt_runtime.products.choose import Choose
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import RejectedStrategy
-from lt_runtime.tuning.links import SIDES, LayerProblem, Link
-from lt_runtime.tuning.names import strategy_in_words
+from lt_runtime.tuner.links import SIDES, LayerProblem, Link
+from lt_runtime.tuner.names import strategy_in_words
 
 Half: TypeAlias = ForwardPlan | BackwardPlan
 Pair: TypeAlias = tuple[str, str]

@@ -9,7 +9,7 @@ from typing import Any
 
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.gpu.clock import Clock
-from lt_runtime.tuning.timing import timing_session
+from lt_runtime.tuner.timing import timing_session
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from lt_runtime.products.product import library_may_fuse, plain_product
 from lt_runtime.store.entries import EFFORTS, Effort, LayerEntry, ProductEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.tuning.alternatives import Split
-from lt_runtime.tuning.layer_tuner import decide
-from lt_runtime.tuning.links import LayerProblem, Link, links, saved_kinds, settled
-from lt_runtime.tuning.names import algorithm_in_words, describe, strategy_in_words
-from lt_runtime.tuning.product_tuner import BUDGET_S, tune_on
-from lt_runtime.tuning.row_tuner import decide_row, rows_of
-from lt_runtime.tuning.workbench import workbench
+from lt_runtime.tuner.alternatives import Split
+from lt_runtime.tuner.layer_tuner import decide
+from lt_runtime.tuner.links import LayerProblem, Link, links, saved_kinds, settled
+from lt_runtime.tuner.names import algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.product_tuner import BUDGET_S, tune_on
+from lt_runtime.tuner.row_tuner import decide_row, rows_of
+from lt_runtime.tuner.workbench import workbench
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Is told how many groups of problems are done, how many there are, and in words what comes next."""

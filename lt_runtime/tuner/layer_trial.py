@@ -21,9 +21,9 @@ from lt_runtime.problem import (
     Spec,
     keep_threshold,
 )
-from lt_runtime.tuning.alternatives import Half
-from lt_runtime.tuning.links import SIDES, Link, Side, saved_kinds
-from lt_runtime.tuning.trial import BETWEEN, LATTICE, Buffer, Data, decode, mask_for, mask_in_bytes, values_for
+from lt_runtime.tuner.alternatives import Half
+from lt_runtime.tuner.links import SIDES, Link, Side, saved_kinds
+from lt_runtime.tuner.trial import BETWEEN, LATTICE, Buffer, Data, decode, mask_for, mask_in_bytes, values_for
 
 _DROPOUT: Final = DropoutState(keep_threshold(0.1), Philox(seed=1))
 _DB: Final[Mapping[Side, str]] = {"own": "db", "through": "db_below"}

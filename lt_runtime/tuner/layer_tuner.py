@@ -21,14 +21,14 @@ from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import EFFORTS, Effort, LayerEntry, ProductEntry, RejectedStrategy
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.tuning.alternatives import Alternatives, Half, products_of
-from lt_runtime.tuning.candidates import with_algorithm
-from lt_runtime.tuning.layer_finals import Finals, Table, sums_of
-from lt_runtime.tuning.links import LayerProblem, Link
-from lt_runtime.tuning.names import algorithm_in_words, describe
-from lt_runtime.tuning.product_tuner import tune_on
-from lt_runtime.tuning.timing import Timing
-from lt_runtime.tuning.workbench import Bench
+from lt_runtime.tuner.alternatives import Alternatives, Half, products_of
+from lt_runtime.tuner.candidates import with_algorithm
+from lt_runtime.tuner.layer_finals import Finals, Table, sums_of
+from lt_runtime.tuner.links import LayerProblem, Link
+from lt_runtime.tuner.names import algorithm_in_words, describe
+from lt_runtime.tuner.product_tuner import tune_on
+from lt_runtime.tuner.timing import Timing
+from lt_runtime.tuner.workbench import Bench
 
 
 @dataclass(frozen=True, slots=True)
