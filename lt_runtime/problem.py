@@ -169,6 +169,10 @@ def keep_scale(threshold: int) -> float:
     return float(np.float32(65536 / threshold))
 
 
+ALIGNMENT: Final = 256
+"""Bytes: allocations begin at multiples of it, and nothing depends on a better alignment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """How a matrix, or a batch of them, lies in memory.
@@ -180,7 +184,7 @@ class Spec:
     """
 
     layout: Layout
-    alignment: int = 256
+    alignment: int = ALIGNMENT
     batch_stride: int = 0
 
     @property

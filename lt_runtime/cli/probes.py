@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from lt_runtime import paths
-from lt_runtime.gpu.driver_version import kernel_driver_version
+from lt_runtime.gpu.devices import kernel_driver_version
 
 NOT_INSTALLED: Final = "not installed"
 

@@ -9,9 +9,8 @@ import re
 from dataclasses import asdict, dataclass
 
 from lt_runtime import cublaslt
-from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.devices import device_info, kernel_driver_version
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.driver_version import kernel_driver_version
 from lt_runtime.paths import kernel_sources
 from lt_runtime.store.keys import SCHEMA
 

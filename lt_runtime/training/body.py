@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from lt_runtime.gpu.branches import branch
-from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.loss import cross_entropy, mse_loss
 from lt_runtime.ops.tally import Scores, Tally

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
+from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.call import DropoutState
@@ -21,7 +21,7 @@ from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.strategies import unchanged
-from lt_runtime.problem import Activation, Compute, Derivative, ForwardProblem, Saved, Spec
+from lt_runtime.problem import ALIGNMENT, Activation, Compute, Derivative, ForwardProblem, Saved, Spec
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, MORE, Drops, Shape, drops, seeds, shapes, suit_place, suit_shape

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
+from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import narrow as narrow_pass
 from lt_runtime.kernels import tiling
@@ -24,7 +24,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order
-from lt_runtime.problem import Activation, Compute, MatmulProblem, Spec
+from lt_runtime.problem import ALIGNMENT, Activation, Compute, MatmulProblem, Spec
 from lt_runtime.reference import derivative, unpack_mask
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds, suit_place
