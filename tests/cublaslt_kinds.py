@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt import attributes
 from lt_runtime.cublaslt.values import Attribute
 from lt_runtime.errors import MissingLibraryError
 
@@ -29,24 +28,22 @@ def algorithm() -> cublaslt.Algorithm:
     return cublaslt.Algorithm(bytes(64))
 
 
-KINDS: list[tuple[Callable[[], Any], Mapping[Any, Attribute]]] = [
-    (matmul_desc, attributes.MATMUL_DESC),
-    (matrix_layout, attributes.MATRIX_LAYOUT),
-    (cublaslt.MatmulPreference, attributes.PREFERENCE),
-    (transform_desc, attributes.MATRIX_TRANSFORM_DESC),
-    (cublaslt.EmulationDesc, attributes.EMULATION_DESC),
+KINDS: list[tuple[Callable[[], Any], type[Attribute]]] = [
+    (matmul_desc, cublaslt.MatmulDescAttribute),
+    (matrix_layout, cublaslt.MatrixLayoutAttribute),
+    (cublaslt.MatmulPreference, cublaslt.PreferenceAttribute),
+    (transform_desc, cublaslt.MatrixTransformDescAttribute),
+    (cublaslt.EmulationDesc, cublaslt.EmulationDescAttribute),
 ]
 EVERY_KIND = [pytest.param(make, id=make.__name__) for make, _ in KINDS]
 EVERY_ATTRIBUTE = [
-    pytest.param(make, attribute, known, id=f"{type(attribute).__name__}.{attribute.name}")
-    for make, table in KINDS
-    for attribute, known in table.items()
+    pytest.param(make, attribute, id=str(attribute)) for make, attributes in KINDS for attribute in attributes
 ]
 
 
-def made(make: Callable[[], Any], known: Attribute | None = None) -> Any:
+def made(make: Callable[[], Any], attribute: Attribute | None = None) -> Any:
     """A descriptor; the test is skipped where an older library is installed that lacks it, or the attribute."""
-    if known is not None and cublaslt.get_version() < known.since:
+    if attribute is not None and cublaslt.get_version() < attribute.since:
         pytest.skip("newer than the installed library")
     try:
         return make()

@@ -12,7 +12,7 @@ import pytest
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoCapAttribute, AlgoConfigAttribute, Algorithm, Status
 from lt_runtime.cublaslt.algorithms import _HeuristicResult
-from lt_runtime.cublaslt.attributes import ALGO_CAP, ARRAYS
+from lt_runtime.cublaslt.attributes import ARRAYS
 from lt_runtime.errors import AbiError, ArgumentError, CublasLtError, MissingLibraryError, ShapeError
 from tests.cublaslt_fake import Recorder, offers
 from tests.cublaslt_product import HANDLE, Product
@@ -77,13 +77,13 @@ def test_a_tile_that_only_the_library_knows(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {
-        attribute: struct.pack(f"={known.code}", 3) for attribute, known in ALGO_CAP.items() if attribute not in ARRAYS
+        attribute: struct.pack(f"={attribute.code}", 3) for attribute in AlgoCapAttribute if attribute not in ARRAYS
     }
     values[AlgoCapAttribute.TILE_IDS] = struct.pack("3I", 15, 18, 5000)
     values[AlgoCapAttribute.STAGES_IDS] = b""
     Recorder.install(monkeypatch, {CAP: capabilities({int(key): value for key, value in values.items()})})
     algorithm = Algorithm(bytes(64))
-    assert {algorithm.capability(attribute) for attribute in set(ALGO_CAP) - ARRAYS} == {3}
+    assert {algorithm.capability(attribute) for attribute in set(AlgoCapAttribute) - ARRAYS} == {3}
     assert algorithm.capability(AlgoCapAttribute.REDUCTION_SCHEME_MASK) == cublaslt.ReductionScheme(3)
     tiles = algorithm.capabilities(AlgoCapAttribute.TILE_IDS)
     assert tiles == (cublaslt.MatmulTile.TILE_64x64, cublaslt.MatmulTile.TILE_128x64, 5000)

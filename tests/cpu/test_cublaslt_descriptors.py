@@ -142,7 +142,7 @@ def test_what_is_never_closed_is_freed_once_it_is_garbage(
 def test_a_closed_descriptor_is_an_error_and_no_crash(make: Callable[[], Any]) -> None:
     descriptor = made(make)
     descriptor.close()
-    attribute = next(iter(descriptor._table))
+    attribute = next(iter(descriptor._attributes))
     value = 68 if attribute is MATMUL.COMPUTE_TYPE else 0  # one that it would take
     for use in (lambda: descriptor.set(attribute, value), lambda: descriptor.get(attribute), lambda: descriptor.handle):
         with pytest.raises(ArgumentError, match=f"this {type(descriptor).__name__} is closed"):

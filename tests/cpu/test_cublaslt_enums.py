@@ -26,7 +26,7 @@ def our_enums() -> list[Enum]:
     names = (module.name for module in pkgutil.iter_modules(cublaslt.__path__, f"{cublaslt.__name__}."))
     values = (value for module in map(importlib.import_module, names) for value in vars(module).values())
     classes = {value for value in values if isinstance(value, type) and issubclass(value, enum.IntEnum | enum.IntFlag)}
-    return sorted(classes - {enum.IntEnum, enum.IntFlag}, key=lambda cls: cls.__name__)
+    return sorted(filter(len, classes), key=lambda cls: cls.__name__)  # the base classes have no members
 
 
 def c_names(name: str, prefix: str) -> Iterator[str]:

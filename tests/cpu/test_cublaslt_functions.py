@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt import library, prototypes
+from lt_runtime.cublaslt import abi, library
 from lt_runtime.errors import MissingLibraryError
 from tests import cuda_headers
 
@@ -27,8 +27,8 @@ def test_every_function_of_the_header_is_in_the_table() -> None:
 
 
 def test_what_the_table_calls_bound_has_a_prototype() -> None:
-    assert set(BOUND) == set(prototypes.ARGUMENTS)
-    assert set(prototypes.RESULTS) | set(prototypes.SINCE) <= set(BOUND)
+    assert set(BOUND) == set(abi.ARGUMENTS)
+    assert set(abi.RESULTS) | set(abi.SINCE) <= set(BOUND)
 
 
 @pytest.mark.parametrize("name", BOUND)
@@ -44,22 +44,22 @@ def test_what_the_table_names_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", BOUND)
 def test_as_many_arguments_as_in_the_header(name: str) -> None:
     if name in cuda_headers.functions():
-        assert len(prototypes.ARGUMENTS[name]) == cuda_headers.functions()[name]
+        assert len(abi.ARGUMENTS[name]) == cuda_headers.functions()[name]
 
 
 @pytest.mark.parametrize("name", BOUND)
 def test_the_library_has_it(name: str) -> None:
     if name == NOT_EXPORTED and cublaslt.get_version() > NEWEST:
         return
-    if name == NOT_EXPORTED or cublaslt.get_version() < prototypes.SINCE.get(name, 0):
+    if name == NOT_EXPORTED or cublaslt.get_version() < abi.SINCE.get(name, 0):
         with pytest.raises(MissingLibraryError, match=f"^{name} is not in .*libcublasLt"):
             library.function(name)
     else:
-        assert library.function(name).restype is prototypes.RESULTS.get(name, ctypes.c_int)  # type: ignore[attr-defined]
+        assert library.function(name).restype is abi.RESULTS.get(name, ctypes.c_int)  # type: ignore[attr-defined]
 
 
 def test_a_function_that_no_library_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(prototypes.ARGUMENTS, "cublasLtNoSuchThing", ())  # type: ignore[arg-type]
+    monkeypatch.setitem(abi.ARGUMENTS, "cublasLtNoSuchThing", ())  # type: ignore[arg-type]
     with pytest.raises(MissingLibraryError, match="this library does not export it"):
         library.function("cublasLtNoSuchThing")
 

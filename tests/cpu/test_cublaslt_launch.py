@@ -9,7 +9,7 @@ import pytest
 
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import ComputeType, DataType, Epilogue, PointerMode, Status
-from lt_runtime.cublaslt.type_rules import RULES
+from lt_runtime.cublaslt.validation import RULES
 from lt_runtime.errors import AlignmentError, ArgumentError, CublasLtError, DTypeError, ShapeError
 from tests.cublaslt_fake import Recorder, offers
 from tests.cublaslt_product import ALGORITHM, GELU, HANDLE, RELU, VECTOR, Product, launch

@@ -8,7 +8,7 @@ import pytest
 
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import ComputeType, DataType, Epilogue, Operation, Order, validation
-from lt_runtime.cublaslt.type_rules import RULES, element_bytes
+from lt_runtime.cublaslt.validation import RULES, element_bytes
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from tests.cublaslt_product import GELU, RELU, VECTOR, Product
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt import prototypes
+from lt_runtime.cublaslt import abi
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, MissingLibraryError
 from lt_runtime.gpu.devices import DeviceInfo
@@ -209,7 +209,7 @@ EVERY_CALL: dict[str, Callable[[], Any]] = {
 
 
 def test_the_table_is_complete() -> None:
-    assert set(EVERY_CALL) == set(prototypes.ARGUMENTS) - set(prototypes.RESULTS)
+    assert set(EVERY_CALL) == set(abi.ARGUMENTS) - set(abi.RESULTS)
 
 
 @pytest.mark.parametrize("name", EVERY_CALL)
