@@ -119,7 +119,7 @@ from lt_runtime.cublaslt.enums import (
 )
 from lt_runtime.cublaslt.execute import PreparedMatmul, matmul, matrix_transform
 from lt_runtime.cublaslt.handles import Handle, handle
-from lt_runtime.cublaslt.known_bad import Candidate, is_known_bad
+from lt_runtime.cublaslt.known_bad import Candidate, is_inaccurate, is_known_bad
 from lt_runtime.cublaslt.library import (
     disable_cpu_instructions_set_mask,
     get_cudart_version,
@@ -155,7 +155,7 @@ __all__ = [
     "PreferenceAttribute", "PreparedMatmul", "ReductionScheme", "Status", "algo_check", "algo_get_ids", "algo_init",
     "disable_cpu_instructions_set_mask", "get_cudart_version", "get_heuristics", "get_property", "get_status_name",
     "get_status_string", "get_version", "handle", "heuristics_cache_get_capacity", "heuristics_cache_set_capacity",
-    "is_known_bad", "library_path", "logger_force_disable", "logger_open_file", "logger_set_callback",
+    "is_inaccurate", "is_known_bad", "library_path", "logger_force_disable", "logger_open_file", "logger_set_callback",
     "logger_set_file", "logger_set_level", "logger_set_mask", "matmul", "matrix_transform", "validate",
 ]
 # fmt: on

@@ -17,17 +17,8 @@ from typing import Any, Final
 from lt_runtime.errors import AlignmentError, ArgumentError, LtError
 
 MAX_ADDRESS: Final = 2**64 - 1
-_C_TYPES: Final = {
-    "b": "int8_t",
-    "H": "uint16_t",
-    "i": "int32_t",
-    "I": "uint32_t",
-    "q": "int64_t",
-    "Q": "uint64_t",
-    "f": "float",
-}
 # "=" rather than native: a native float turns a number that is too large into infinity.
-_PACKERS: Final = {code: struct.Struct(f"={code}") for code in _C_TYPES}
+_PACKERS: Final = {code: struct.Struct(f"={code}") for code in "bHiIqQf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +97,8 @@ class Attribute(enum.IntEnum):
             return number
 
     def _refusal(self, value: float) -> LtError:
-        accepted = f"accepted: {self.accepted.described} ({_C_TYPES[self.code]})"
+        c_type = "float" if self.code == "f" else f"{'u' * self.code.isupper()}int{8 * self.size}_t"
+        accepted = f"accepted: {self.accepted.described} ({c_type})"
         if not self.accepted.alignment or not isinstance(value, int):
             return ArgumentError(f"{self} is {value!r}; {accepted}")
         kind = AlignmentError if 0 <= value <= MAX_ADDRESS else ArgumentError
