@@ -51,7 +51,8 @@ class MatmulPlan:
         algorithm: the one that is used; there is none where nothing is to be multiplied.
 
     Raises:
-        PlanError: there is no such candidate, or something speaks against the given algorithm.
+        PlanError: there is no such candidate, or something speaks against the given algorithm, or the library's
+            epilogue is less accurate than our pass.
     """
 
     def __init__(
@@ -72,10 +73,18 @@ class MatmulPlan:
         self._prepared: cublaslt.PreparedMatmul | None = None
         self._vector = self._aux = _ANY_ADDRESS
         if problem.batch and problem.m and problem.n and problem.k:
+            self._refuse_inaccurate()
             self._describe_operands()
             self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
             operands = (self._first, self._second, self._c, self._d)
             self._prepared = cublaslt.PreparedMatmul(self.handle, self._desc, *operands, self.algorithm)
+
+    def _refuse_inaccurate(self) -> None:
+        """Raises PlanError if the library's epilogue is less accurate than our pass in the problem's types."""
+        compute, *_, result = self.types
+        effect = cublaslt.is_inaccurate(library_epilogue(self.problem.epilogue, self._swapped), compute, result)
+        if effect is not None:
+            raise PlanError(f"cuBLASLt is not asked for {self.problem}: {effect}")
 
     def _describe_operands(self) -> None:
         problem = self.problem
