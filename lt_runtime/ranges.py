@@ -1,7 +1,7 @@
 """Named ranges of a step: a layer, forward, loss, backward, optimizer.
 
-Each range is pushed to NVTX, where Nsight shows it, and told to whoever listens in this process. With no tool
-attached and nobody listening a range costs a fraction of a microsecond.
+Each range is pushed to NVTX, so that Nsight shows it, and reported to the listeners in this process. Without a tool
+and without a listener a range costs a fraction of a microsecond.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 
 class Listener(Protocol):
-    """Is told of every range."""
+    """An object that is told when ranges begin and end."""
 
     def enter(self, name: str) -> None:
         """A range begins."""
 
     def exit(self, name: str) -> None:
-        """The range that began last and has not ended yet ends."""
+        """The innermost open range ends."""
 
 
 _listeners: list[Listener] = []
@@ -39,7 +39,7 @@ def _attributes(name: str) -> Any:
 
 @contextlib.contextmanager
 def range_of(name: str) -> Iterator[None]:
-    """Everything within belongs to the range `name`; ranges nest, and slashes separate levels."""
+    """Opens the range `name` for the duration of the block. Ranges nest; slashes in a name separate levels."""
     _domain().push_range(_attributes(name))
     for listener in _listeners:
         listener.enter(name)
@@ -53,7 +53,7 @@ def range_of(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells `listener` of every range that begins and ends within."""
+    """Reports the ranges that begin and end during the block to `listener`."""
     _listeners.append(listener)
     try:
         yield
