@@ -111,6 +111,11 @@ class PlanStore:
                 self._document.layers.add(key, layer)
             return self._save()
 
+    def bar(self, key: str, entry: ProductEntry | LayerEntry, reason: str) -> None:
+        """Bars an entry from use, here and in the file: no plan can be made of it. A later measurement replaces it."""
+        barred = replace(entry, barred=reason)
+        self.put({key: barred}) if isinstance(barred, ProductEntry) else self.put(layers={key: barred})
+
     def merge(self, other: Path) -> Merged:
         """Adds the entries of another file, leaving damaged ones out.
 
