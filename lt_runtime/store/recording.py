@@ -1,12 +1,13 @@
-"""The problems that a script meets, written to a file for the warm-up tool: a line of JSON each.
+"""The problems that a script meets, written to a file for the warm-up command, one line of JSON each.
 
-`LT_RUNTIME_RECORD` names the file. Any number of processes may append to the same one: each line is one write.
+`LT_RUNTIME_RECORD` names the file. Any number of processes may append to it, because each line is one write.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -25,9 +26,9 @@ _lock = threading.Lock()
 
 
 def record(problem: Problem) -> None:
-    """Appends a problem to the file that the environment names, if it does, once a process.
+    """Appends a problem to the file that the environment names, if it names one. A process writes each problem once.
 
-    A file that cannot be written costs a warning, the first time.
+    A file that cannot be written costs one warning.
     """
     path = os.environ.get(RECORD_VARIABLE)
     if not path:
@@ -46,24 +47,24 @@ def record(problem: Problem) -> None:
 
 
 def _append(path: str, line: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        heading = "" if os.fstat(descriptor).st_size else _HEADING
-        os.write(descriptor, (heading + line).encode())
-    finally:
-        os.close(descriptor)
+    with Path(path).open("ab", buffering=0) as file:
+        file.write(((_HEADING if file.tell() == 0 else "") + line).encode())
 
 
 def read_recorded(path: Path) -> list[Problem]:
-    """The problems in a file, none twice, in the order in which they were met.
+    """The problems in a file, without repetitions, in the order in which they were met.
 
     Raises:
-        ArgumentError: the file cannot be read, or a line of it is not as `record` writes them.
+        ArgumentError: the file cannot be read, was written by another version, or has a line that `record` would not
+            write.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    schema = re.match(r"# lt_runtime: problems of schema (\d+)", lines[0]) if lines else None
+    if schema is not None and int(schema[1]) != SCHEMA:
+        raise ArgumentError(f"{path} was recorded by another version of lt_runtime (schema {schema[1]}, not {SCHEMA})")
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT))
     return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in numbered))
 
@@ -71,8 +72,6 @@ def read_recorded(path: Path) -> list[Problem]:
 def _read_line(place: str, line: str) -> Problem:
     try:
         return parse_key(json.loads(line)["problem"])
-    except (KeyError, TypeError, json.JSONDecodeError):
-        accepted = '{"problem": KEY}'
-        raise ArgumentError(f"{place} is {line[:80]!r}; accepted are lines such as {accepted}") from None
-    except ValueError as error:
-        raise ArgumentError(f"{place}, problem: {error}; it may be of another version of lt_runtime") from None
+    except (KeyError, TypeError, ValueError) as error:
+        accepted = 'lines such as {"problem": KEY} of this version of lt_runtime'
+        raise ArgumentError(f"{place} is {line[:80]!r}; accepted are {accepted} ({error})") from None
