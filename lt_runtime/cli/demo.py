@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -163,9 +163,10 @@ def _accuracy(model: MLP, digits: Digits) -> float:
     return float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
 
 
-def run(settings: Settings, json_file: Path | None) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """The command: a progress bar, then the results; returns the exit status."""
-    console = Console()
+    settings = Settings(arguments.device, arguments.dtype, arguments.epochs, arguments.dropout, arguments.seed)
+    console, json_file = Console(), arguments.json
     if json_file is not None and not json_file.parent.is_dir():
         raise ArgumentError(f"--json is {json_file}, but {json_file.parent} is no directory")
     device = ComputeDevice.parse(settings.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shlex
@@ -68,14 +69,14 @@ class Report:
         return not any(finding.needed for finding in self.findings)
 
 
-def run(*, as_json: bool) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Prints the report, as tables or as one JSON object.
 
     Returns:
         The exit status: 0 if everything is there that this machine needs for what it can do, else 1.
     """
     report = examine()
-    if as_json:
+    if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
     else:
         _show(report, Console())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cuda.bindings import driver as cuda_driver
 
-from lt_runtime.cli import doctor, probes
+from lt_runtime.cli import doctor, main, probes
 from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
 
 DRIVER = Driver("580.95.05", (13, 0))
@@ -89,11 +89,11 @@ def test_a_package_of_the_core_is_needed_everywhere():
 
 
 def test_this_machine_is_described_alike_in_both_forms(capsys: pytest.CaptureFixture[str]):
-    status = doctor.run(as_json=True)
+    status = main(["doctor", "--json"])
     seen = json.loads(capsys.readouterr().out)
     assert status == (0 if seen["ok"] else 1)
     assert {library["name"] for library in seen["libraries"]} == set(NAMES)
-    assert doctor.run(as_json=False) == status
+    assert main(["doctor"]) == status
     shown = capsys.readouterr().out
     assert all(library["version"] in shown for library in seen["libraries"] if library["version"])
 
@@ -102,7 +102,7 @@ def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixtu
     monkeypatch.setattr(probes, "driver", lambda: DRIVER)
     monkeypatch.setattr(probes, "gpus", lambda: (H200,))
     monkeypatch.setattr(probes, "cupy", lambda: Library("CuPy", problem="ImportError: [odd] text"))
-    assert doctor.run(as_json=False) == 1
+    assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     for part in ("580.95.05", "CUDA up to 13.0", "NVIDIA H200", "9.0", "150.0 GiB", "[odd] text", "cupy-cuda13x>=14"):
         assert part in shown
@@ -111,7 +111,7 @@ def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixtu
 def test_looking_writes_nothing(tmp_path: Path):
     here = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "LT_RUNTIME_CACHE_DIR"} | here
-    code = "from lt_runtime.cli import doctor; doctor.run(as_json=True)"
+    code = "from lt_runtime.cli import main; main(['doctor', '--json'])"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["cache"]["path"] == str(tmp_path / "cache" / "lt_runtime")
     written = [path.name for path in tmp_path.iterdir()]
