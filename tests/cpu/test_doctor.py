@@ -1,5 +1,6 @@
 """The doctor: what it concludes, how its probes read a machine, and that looking changes nothing."""
 
+import functools
 import json
 import os
 import subprocess
@@ -12,6 +13,9 @@ from cuda.bindings import driver as cuda_driver
 
 from lt_runtime.cli import doctor, main, probes
 from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
+from lt_runtime.gpu import devices
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.driver_version import kernel_driver_version
 
 DRIVER = Driver("580.95.05", (13, 0))
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * 2**30)
@@ -98,10 +102,11 @@ def test_this_machine_is_described_alike_in_both_forms(capsys: pytest.CaptureFix
     assert all(library["version"] in shown for library in seen["libraries"] if library["version"])
 
 
-def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_a_report_with_everything_in_it_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr(probes, "driver", lambda: DRIVER)
     monkeypatch.setattr(probes, "gpus", lambda: (H200,))
-    monkeypatch.setattr(probes, "cupy", lambda: Library("CuPy", problem="ImportError: [odd] text"))
+    (tmp_path / "cupy.py").write_text("raise ImportError('[odd] text')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
     for part in ("580.95.05", "CUDA up to 13.0", "NVIDIA H200", "9.0", "150.0 GiB", "[odd] text", "cupy-cuda13x>=14"):
@@ -121,17 +126,20 @@ def test_looking_writes_nothing(tmp_path: Path):
 def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
     (tmp_path / "cupy.py").write_text("raise ImportError('libcublas.so.13: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert probes.cupy() == Library("CuPy", problem="RuntimeError: ImportError: libcublas.so.13: cannot open")
+    assert probes.library("CuPy", probes.cupy) == Library(
+        "CuPy", problem="RuntimeError: ImportError: libcublas.so.13: cannot open"
+    )
 
 
 def test_a_missing_package_is_reported():
-    assert probes.package("no-such-distribution", "no_such_module").problem == "not installed"
+    look = functools.partial(probes.package, "no-such-distribution", "no_such_module")
+    assert probes.library("missing", look) == Library("missing", problem="not installed")
 
 
 def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
     monkeypatch.setattr("lt_runtime.cublaslt.get_version", lambda: 120803)
     monkeypatch.setattr(probes, "_load", lambda _: "/lib")
-    assert "12.8.3 is not of CUDA 13" in str(probes.cublaslt().problem)
+    assert "12.8.3 is not of CUDA 13" in str(probes.library("cuBLASLt", probes.cublaslt).problem)
 
 
 def test_no_driver(monkeypatch):
@@ -162,14 +170,8 @@ def test_driver(monkeypatch, status: str, problem: str | None):
 
 
 def test_gpus(monkeypatch):
-    ok = cuda_driver.CUresult.CUDA_SUCCESS
-    major = cuda_driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    monkeypatch.setattr(cuda_driver, "cuInit", lambda _: (ok,))
-    monkeypatch.setattr(cuda_driver, "cuDeviceGetCount", lambda: (ok, 1))
-    monkeypatch.setattr(cuda_driver, "cuDeviceGet", lambda index: (ok, index))
-    monkeypatch.setattr(cuda_driver, "cuDeviceGetName", lambda *_: (ok, b"NVIDIA H200" + bytes(117)))
-    monkeypatch.setattr(cuda_driver, "cuDeviceGetAttribute", lambda name, _: (ok, 9 if name == major else 0))
-    monkeypatch.setattr(cuda_driver, "cuDeviceTotalMem", lambda _: (ok, H200.memory))
+    monkeypatch.setattr(devices, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "device_info", lambda index: DeviceInfo(index, "NVIDIA H200", 90, 132, H200.memory))
     assert probes.gpus() == (H200,)
 
 
@@ -183,8 +185,8 @@ def test_gpus(monkeypatch):
 )
 def test_kernel_driver_version(tmp_path: Path, text: str, version: str | None):
     (tmp_path / "version").write_text(text)
-    assert probes.kernel_driver_version(tmp_path / "version") == version
-    assert probes.kernel_driver_version(tmp_path / "absent") is None
+    assert kernel_driver_version(tmp_path / "version") == version
+    assert kernel_driver_version(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize(
