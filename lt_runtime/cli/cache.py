@@ -22,7 +22,7 @@ from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY, replace_file
 from lt_runtime.store.document import Document, UnusableError
-from lt_runtime.store.entries import LayerEntry, ProductEntry
+from lt_runtime.store.entries import LayerEntry, ProductEntry, verified
 from lt_runtime.store.fingerprint import Fingerprint, machine
 from lt_runtime.store.keys import parse_key
 from lt_runtime.store.plan_store import PlanStore, plans_directory
@@ -113,12 +113,8 @@ def _summary(file: CacheFile) -> Json:
 
 
 def _show(arguments: argparse.Namespace) -> Json:
-    entries = [
-        {"file": file.path.name} | found
-        for file in _files()
-        if file.document is not None
-        for found in _matching(file.document, arguments.pattern)
-    ]
+    documents = [(file.path.name, file.document) for file in _files() if file.document is not None]
+    entries = [{"file": name} | found for name, each in documents for found in _matching(each, arguments.pattern)]
     if not entries:
         raise ArgumentError(f"nothing in {plans_directory()} matches {arguments.pattern!r}")
     return {"ok": True, "entries": entries}
@@ -140,26 +136,20 @@ def _matching(document: Document, pattern: str) -> Iterator[Json]:
 
 
 def _verify(_: argparse.Namespace) -> Json:
-    """A file of another version counts as sound: it is not damaged, and its entries cannot be read."""
-    checked = [(file, list(_faults(file))) for file in _files()]
-    files = [
-        {"name": file.path.name, "ok": not faults or file.is_of_another_version, "faults": faults}
-        for file, faults in checked
-    ]
+    files = [_verdict(file) for file in _files()]
     return {"ok": all(file["ok"] for file in files), "files": files}
 
 
-def _faults(file: CacheFile) -> Iterator[str]:
-    if file.fault is not None:
-        yield file.fault
-    if (document := file.document) is None:
-        return
-    for key in document.raw:
+def _verdict(file: CacheFile) -> Json:
+    """Everything that is wrong with a file. One of another version is not damaged, and its entries cannot be read."""
+    faults = [] if file.fault is None else [file.fault]
+    for key, entry in file.document.raw.items() if file.document is not None else ():
         try:
-            document.get(key)
+            verified(key, entry)
             parse_key(key)
         except ValueError as error:
-            yield f"the entry {key} is damaged ({error})"
+            faults.append(f"the entry {key} is damaged ({error})")
+    return {"name": file.path.name, "ok": not faults or file.is_of_another_version, "faults": faults}
 
 
 def _merge(arguments: argparse.Namespace) -> Json:
@@ -211,8 +201,7 @@ def _source(name: str | None) -> Path:
         if not path.is_file():
             raise ArgumentError(f"--file is {name}, but {path} does not exist; see `cache list`")
         return path
-    ours = machine()
-    if len(ours) != 1:
+    if len(ours := machine()) != 1:
         found = "GPUs of several kinds" if ours else "no usable GPU"
         raise ArgumentError(f"{found} here: name a file of the cache with --file, see `cache list`")
     path = plans_directory() / ours[0].file_name

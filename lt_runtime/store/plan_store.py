@@ -7,6 +7,7 @@ warning, and plans are then kept in memory alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -22,6 +23,7 @@ from lt_runtime.paths import cache_directory
 from lt_runtime.store.document import Document, UnusableError
 from lt_runtime.store.entries import Entry, Kind, LayerEntry, ProductEntry
 from lt_runtime.store.fingerprint import Fingerprint, fingerprint
+from lt_runtime.store.keys import SCHEMA
 
 _LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a dead process's lock is free at once
 _POLL_SECONDS: Final = 0.005
@@ -43,7 +45,18 @@ def plan_store(device: int) -> PlanStore:
 
 @functools.cache
 def _opened(directory: Path, known: Fingerprint) -> PlanStore:
-    return PlanStore(directory / known.file_name, known)
+    path = directory / known.file_name
+    if not path.exists():
+        _tell_of_another_version(directory, f"{known.file_name.rpartition('-')[0]}-*.json")
+    return PlanStore(path, known)
+
+
+def _tell_of_another_version(directory: Path, pattern: str) -> None:
+    with contextlib.suppress(OSError):
+        for path in directory.glob(pattern):
+            if f'"schema": {SCHEMA},'.encode() not in path.read_bytes()[:40]:
+                warnings.warn(f"{path} is of another version of lt_runtime: it stays and is not used", stacklevel=5)
+                break
 
 
 class PlanStore:

@@ -15,6 +15,7 @@ from lt_runtime.errors import ArgumentError
 from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.store.document import Document
 from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore, plan_store
 from tests.plan_entries import H200, LATER, layer, layer_key, product, product_key
 from tests.support.machine import HasGpus
@@ -177,6 +178,23 @@ def test_the_store_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has
     assert first.path == tmp_path / "plans" / H200.file_name
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "elsewhere"))
     assert plan_store(0) is not first
+
+
+def test_a_file_of_an_older_version_costs_one_line_and_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpus: HasGpus
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    has_gpus(H200)
+    older = tmp_path / "plans" / f"{H200.file_name.rpartition('-')[0]}-01234567.json"
+    older.parent.mkdir()
+    older.write_text(f'{{\n"schema": {SCHEMA - 1},\n"products": {{}}\n}}\n')
+    content = older.read_bytes()
+    with pytest.warns(UserWarning, match="is of another version of lt_runtime: it stays and is not used"):
+        store = plan_store(0)
+    assert plan_store(0) is store, "without another warning, which would be an error"
+    assert store.product(KEY) is None
+    assert store.put({KEY: product()})
+    assert older.read_bytes() == content
 
 
 def test_a_thousand_entries_are_found_fast(path: Path) -> None:
