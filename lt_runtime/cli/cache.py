@@ -22,7 +22,7 @@ from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY, replace_file
 from lt_runtime.store.document import Document, UnusableError
-from lt_runtime.store.entries import LayerEntry, ProductEntry, verified
+from lt_runtime.store.entries import verified
 from lt_runtime.store.fingerprint import Fingerprint, machine
 from lt_runtime.store.keys import parse_key
 from lt_runtime.store.plan_store import PlanStore, plans_directory
@@ -94,7 +94,7 @@ def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str]
 
 
 def _counts(document: Document) -> Json:
-    return {"products": document.count(ProductEntry), "layers": document.count(LayerEntry)}
+    return dict(zip(("products", "layers"), document.counts, strict=True))
 
 
 def _list(_: argparse.Namespace) -> Json:

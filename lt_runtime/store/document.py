@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from lt_runtime.store.entries import Entry, better, kind_of, signed, verified
+from lt_runtime.store.entries import Entry, better, signed, verified
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.records import Json, from_json, to_json
@@ -89,9 +89,11 @@ class Document:
             entry = self._verified[key] = verified(key, self.raw[key])
         return entry
 
-    def count(self, kind: type[Entry]) -> int:
-        """Number of entries of one kind."""
-        return sum(kind_of(value) is kind for value in self.raw.values())
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of products and of layers."""
+        products = sum(isinstance(value, dict) and "algorithm" in value for value in self.raw.values())
+        return products, len(self.raw) - products
 
     def add(self, key: str, entry: Entry) -> None:
         """Adds an entry, unless the one under its key is better."""

@@ -209,11 +209,6 @@ def _rank(entry: Entry) -> tuple[int, bool, str, float, int, str]:
     return EFFORTS.index(entry.effort), entry.in_row, entry.when, -entry.us, len(entry.rejected), str(entry)
 
 
-def kind_of(value: object) -> type[Entry]:
-    """The class of an entry as it stands in a file: only a product's has an algorithm."""
-    return ProductEntry if isinstance(value, dict) and "algorithm" in value else LayerEntry
-
-
 def signed(key: str, entry: Entry) -> Json:
     """An entry as it stands in a file under its key."""
     plain = to_json(entry)
@@ -231,7 +226,8 @@ def verified(key: str, value: object) -> Entry:
     plain = {name: each for name, each in value.items() if name != "digest"}
     if value.get("digest") != _digest(key, plain):
         raise ValueError("its digest does not fit")
-    return from_json(kind_of(plain), plain)
+    kind: type[Entry] = ProductEntry if "algorithm" in plain else LayerEntry
+    return from_json(kind, plain)
 
 
 def _digest(key: str, plain: Json) -> str:

@@ -70,8 +70,7 @@ class PlanStore:
     def __init__(self, path: Path, fingerprint: Fingerprint) -> None:
         self.path, self.fingerprint = path, fingerprint
         self._document = Document(fingerprint)
-        self._seen: Signature = None  # signature of the file that the document holds
-        self._unusable: Signature = None  # signature of a file that can be neither used nor set aside
+        self._seen: Signature = None  # signature of the file when it was read last
         self._patience = _LOCK_SECONDS
         self._warned = False
         self._lock = threading.RLock()
@@ -126,34 +125,31 @@ class PlanStore:
             return self._document.get(key)
         except ValueError:
             count = len(self._document.drop_damaged())
-            self._seen = None  # the file is read again under the lock, because another process may have mended it
             self._locked(self._rewrite, f"{self.path} has {count} damaged entries, which are not used")
             return self._document.get(key)
 
     def _reload(self) -> None:
         """Reads the file again if it has changed."""
         current = signature(self.path)
-        if current in (self._seen, self._unusable):
+        if current == self._seen:
             return
+        self._seen = current
         try:
             self._absorb_file()
         except UnusableError as error:
-            if not self._locked(self._absorb_or_set_aside, f"{self.path} {error} and is not used"):
-                self._unusable = current
+            self._locked(self._absorb_or_set_aside, f"{self.path} {error} and is not used")
         except OSError as error:
             self._warn(f"{self.path} cannot be read ({error})")
-            self._unusable = current
 
     def _absorb_file(self) -> None:
         """Adds what the file holds, if there is one."""
-        current = signature(self.path)
-        if current is not None and current != self._seen:
-            document = Document.read(self.path)
-            differences = self.fingerprint.differences(document.fingerprint)
-            if differences:
-                raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
-            self._document.absorb(document)
-        self._seen = current
+        if signature(self.path) is None:
+            return
+        document = Document.read(self.path)
+        differences = self.fingerprint.differences(document.fingerprint)
+        if differences:
+            raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
+        self._document.absorb(document)
 
     def _absorb_or_set_aside(self) -> None:
         """Adds what the file holds; a file that cannot be used is kept under another name. Needs the lock."""
@@ -169,9 +165,8 @@ class PlanStore:
         return self._locked(self._rewrite, f"{self.path} cannot be written; plans are kept in memory alone")
 
     def _rewrite(self) -> None:
-        """Does the same under the lock. A file with damaged entries is kept under another name as well."""
-        if self._document.drop_damaged():
-            self._seen = None
+        """Does that under the lock. A file with damaged entries is kept under another name as well."""
+        self._document.drop_damaged()  # the file still has them, unless another process has mended it
         self._absorb_or_set_aside()
         damaged = self._document.drop_damaged()
         if damaged:
