@@ -122,7 +122,7 @@ class ProductEntry(_Checked):
         spread: interquartile range of the times in µs.
         candidates: number of algorithms that were measured.
         rejected: algorithms that were tried and must not be used.
-        in_row: whether the choice was made inside a chain of layers; such a choice outranks one made alone.
+        in_chain: whether the choice was made inside a chain of layers; such a choice outranks one made alone.
         effort: how hard the tuner searched.
         when: date and time of the measurement, in UTC.
         barred: why the entry must not be used any more; None while it may be used.
@@ -138,7 +138,7 @@ class ProductEntry(_Checked):
     spread: float
     candidates: int
     rejected: tuple[RejectedAlgorithm, ...] = ()
-    in_row: bool = False
+    in_chain: bool = False
     effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None
@@ -158,7 +158,7 @@ class LayerEntry(_Checked):
         us: median time in µs of the whole layer.
         alternatives: strategies that were measured and were slower.
         rejected: strategies that were tried and must not be used.
-        in_row, effort, when, barred: as in `ProductEntry`.
+        in_chain, effort, when, barred: as in `ProductEntry`.
 
     Raises:
         ArgumentError: a value is not one of those accepted.
@@ -168,7 +168,7 @@ class LayerEntry(_Checked):
     us: float
     alternatives: tuple[Alternative, ...] = ()
     rejected: tuple[RejectedStrategy, ...] = ()
-    in_row: bool = False
+    in_chain: bool = False
     effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None
@@ -206,7 +206,7 @@ def better(ours: Kind, theirs: Kind) -> Kind:
 
 
 def _rank(entry: Entry) -> tuple[int, bool, str, float, int, str]:
-    return EFFORTS.index(entry.effort), entry.in_row, entry.when, -entry.us, len(entry.rejected), str(entry)
+    return EFFORTS.index(entry.effort), entry.in_chain, entry.when, -entry.us, len(entry.rejected), str(entry)
 
 
 def signed(key: str, entry: Entry) -> Json:
