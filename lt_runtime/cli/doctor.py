@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
     else:
-        _show(report, Console())
+        show(report, Console())
     return 0 if report.ok else 1
 
 
@@ -138,7 +138,8 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def _show(report: Report, console: Console) -> None:
+def show(report: Report, console: Console) -> None:
+    """Prints a report for people."""
     for line in _machine(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     table = Table("Library", "Version", Column("Where", overflow="fold"), box=SIMPLE)

@@ -16,10 +16,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from lt_runtime import paths
 from lt_runtime.gpu.driver_version import kernel_driver_version
+
+PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 Look: TypeAlias = Callable[[], tuple[str, str]]
 """Returns version and path of a library, or raises."""
@@ -161,7 +163,7 @@ def package(distribution: str, module: str) -> tuple[str, str]:
     return version, str(Path(spec.origin).parent)
 
 
-def driver() -> Driver | None:
+def driver(pci_devices: Path = PCI_DEVICES) -> Driver | None:
     """The driver, or None where there is none and no NVIDIA GPU waits for one."""
     try:
         from cuda.bindings import driver as api
@@ -169,7 +171,7 @@ def driver() -> Driver | None:
         try:
             (status,) = api.cuInit(0)
         except RuntimeError:
-            return Driver(problem="no libcuda.so.1") if nvidia_gpu_on_pci() else None
+            return Driver(problem="no libcuda.so.1") if nvidia_gpu_on_pci(pci_devices) else None
         _, version = api.cuDriverGetVersion()
         # A driver without a device is not at fault: the machine may have no GPU, or all may be hidden.
         fault = status and status != api.CUresult.CUDA_ERROR_NO_DEVICE
@@ -179,7 +181,7 @@ def driver() -> Driver | None:
         return Driver(problem=_explain(error))
 
 
-def nvidia_gpu_on_pci(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+def nvidia_gpu_on_pci(devices: Path) -> bool:
     """Whether the machine has a display controller (class 0x03) of NVIDIA's (vendor 0x10de), with or without driver."""
     return any(
         (device / "vendor").read_text().startswith("0x10de") and (device / "class").read_text().startswith("0x03")

@@ -42,12 +42,14 @@ def parse_key(key: str) -> Problem:
     """
     try:
         problem = _value(ast.parse(key, mode="eval").body)
-        expected = problem_key(problem) if isinstance(problem, Problem) else "that of a problem"
+        if not isinstance(problem, Problem):
+            raise TypeError("it names something else")
+        if problem_key(problem) != key:  # this also finds values that are not of their field's type
+            raise ValueError(f"it should be {problem_key(problem)}")
     except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{_shortened(key)} is not the key of a problem ({error})") from None
-    if key != expected:  # this also finds values of another type than their field's
-        raise ValueError(f"{_shortened(key)} is not the key of a problem: it should be {expected}")
-    return typing.cast(Problem, problem)
+        shown = key if len(key) <= 80 else f"{key[:77]}..."
+        raise ValueError(f"{shown!r} is not the key of a problem ({error})") from None
+    return problem
 
 
 @functools.lru_cache(maxsize=1024)  # most problems share layouts with others
@@ -100,7 +102,3 @@ def _classes_in(kind: Any) -> Iterator[Any]:
         yield kind
         for inner, _ in () if issubclass(kind, enum.Enum) else _kinds(kind).values():
             yield from _classes_in(inner)
-
-
-def _shortened(key: str) -> str:
-    return repr(key if len(key) <= 80 else f"{key[:77]}...")

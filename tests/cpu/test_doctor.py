@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as cuda_driver
+from rich.console import Console
 
 from lt_runtime.cli import doctor, main, probes
 from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
@@ -102,12 +103,12 @@ def test_this_machine_is_described_alike_in_both_forms(capsys: pytest.CaptureFix
     assert all(library["version"] in shown for library in seen["libraries"] if library["version"])
 
 
-def test_a_report_with_everything_in_it_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr(probes, "driver", lambda: DRIVER)
-    monkeypatch.setattr(probes, "gpus", lambda: (H200,))
-    (tmp_path / "cupy.py").write_text("raise ImportError('[odd] text')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert main(["doctor"]) == 1
+def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixture[str]):
+    libraries = (*without("CuPy"), Library("broken", problem="ImportError: [odd] text"))
+    findings = tuple(diagnose(libraries=libraries))
+    report = doctor.Report("3.11", "Linux", DRIVER, (H200,), libraries, CACHE, findings)
+    assert not report.ok
+    doctor.show(report, Console())
     shown = capsys.readouterr().out
     for part in ("580.95.05", "CUDA up to 13.0", "NVIDIA H200", "9.0", "150.0 GiB", "[odd] text", "cupy-cuda13x>=14"):
         assert part in shown
@@ -142,16 +143,22 @@ def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
     assert "12.8.3 is not of CUDA 13" in str(probes.library("cuBLASLt", probes.cublaslt).problem)
 
 
-def test_no_driver(monkeypatch):
+def nvidia_gpu(directory: Path, vendor: str = "0x10de", device_class: str = "0x030200") -> Path:
+    """A directory of PCI devices like the kernel's, with one device."""
+    device = directory / "0000:01:00.0"
+    device.mkdir()
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{device_class}\n")
+    return directory
+
+
+def test_no_driver(monkeypatch, tmp_path: Path):
     def cu_init(_flags: int) -> None:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
     monkeypatch.setattr(cuda_driver, "cuInit", cu_init)
-    monkeypatch.setattr(probes, "nvidia_gpu_on_pci", lambda: False)
-    assert probes.driver() is None
-    assert probes.gpus() == ()
-    monkeypatch.setattr(probes, "nvidia_gpu_on_pci", lambda: True)
-    assert probes.driver() == Driver(problem="no libcuda.so.1")
+    assert probes.driver(tmp_path) is None
+    assert probes.driver(nvidia_gpu(tmp_path)) == Driver(problem="no libcuda.so.1")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +182,14 @@ def test_gpus(monkeypatch):
     assert probes.gpus() == (H200,)
 
 
+def test_gpus_where_the_bindings_are_broken(monkeypatch):
+    def broken() -> int:
+        raise ImportError("libcuda.so.1: cannot open")
+
+    monkeypatch.setattr(devices, "device_count", broken)
+    assert probes.gpus() == ()
+
+
 @pytest.mark.parametrize(
     ("text", "version"),
     [
@@ -194,11 +209,7 @@ def test_kernel_driver_version(tmp_path: Path, text: str, version: str | None):
     [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x8086", "0x030000", False)],
 )
 def test_nvidia_gpu_on_pci(tmp_path: Path, vendor: str, device_class: str, found: bool):
-    device = tmp_path / "0000:01:00.0"
-    device.mkdir()
-    (device / "vendor").write_text(f"{vendor}\n")
-    (device / "class").write_text(f"{device_class}\n")
-    assert probes.nvidia_gpu_on_pci(tmp_path) == found
+    assert probes.nvidia_gpu_on_pci(nvidia_gpu(tmp_path, vendor, device_class)) == found
 
 
 def test_cache_directory(tmp_path: Path, monkeypatch):
