@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 
 RECORD_VARIABLE: Final = "LT_RUNTIME_RECORD"
 _COMMENT: Final = "#"
+_ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
 
 _recorded: set[tuple[str, str]] = set()
@@ -47,8 +49,17 @@ def record(problem: Problem) -> None:
 
 
 def _append(path: str, line: str) -> None:
-    with Path(path).open("ab", buffering=0) as file:
-        file.write(((_HEADING if file.tell() == 0 else "") + line).encode())
+    with Path(path).open("a+b", buffering=0) as file:
+        file.seek(0)
+        head = file.read(len(_HEADING)).decode(errors="replace")
+        if _is_of_another_version(head):
+            raise OSError(errno.EEXIST, _ANOTHER_VERSION)
+        file.write(((_HEADING if not head else "") + line).encode())
+
+
+def _is_of_another_version(head: str) -> bool:
+    found = re.match(r"# lt_runtime: problems of schema (\d+)", head)
+    return found is not None and int(found[1]) != SCHEMA
 
 
 def read_recorded(path: Path) -> list[Problem]:
@@ -62,9 +73,8 @@ def read_recorded(path: Path) -> list[Problem]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    schema = re.match(r"# lt_runtime: problems of schema (\d+)", lines[0]) if lines else None
-    if schema is not None and int(schema[1]) != SCHEMA:
-        raise ArgumentError(f"{path} was recorded by another version of lt_runtime (schema {schema[1]}, not {SCHEMA})")
+    if lines and _is_of_another_version(lines[0]):
+        raise ArgumentError(f"{path} cannot be used ({_ANOTHER_VERSION})")
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT))
     return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in numbered))
 

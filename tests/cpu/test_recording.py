@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
+from lt_runtime.store.keys import Problem, parse_key, problem_key
 from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded, record
 from tests.plan_entries import layer_key, product_key
 from tests.strategies import problems
@@ -107,10 +107,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_recorded(tmp_path / "met.jsonl")
 
 
-def test_a_file_of_another_version_is_refused_in_one_line_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "met.jsonl"
-    path.write_text('# lt_runtime: problems of schema 1, for `lt_runtime warmup --recorded`\n{"problem": "old"}\n')
-    content = path.read_text()
-    with pytest.raises(ArgumentError, match=rf"met.jsonl was recorded by another version .*schema 1, not {SCHEMA}"):
-        read_recorded(path)
-    assert path.read_text() == content
+def test_a_file_of_another_version_costs_one_line_and_is_left_alone(file: Path) -> None:
+    file.write_text('# lt_runtime: problems of schema 1, for `lt_runtime warmup --recorded`\n{"problem": "old"}\n')
+    content = file.read_text()
+    with pytest.raises(ArgumentError, match=r"met\.jsonl cannot be used \(it was recorded by another version"):
+        read_recorded(file)
+    with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written \(it was recorded by another version"):
+        record(PROBLEMS[0])
+    for problem in PROBLEMS:  # a second warning would be an error
+        record(problem)
+    assert file.read_text() == content
