@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from lt_runtime.errors import ArgumentError
 from lt_runtime.store.entries import Entry, better, signed, verified
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA
@@ -21,7 +22,7 @@ _LINE_DEPTH: Final = 3
 """At this depth of the file, objects take one line: a configuration, or an algorithm that was rejected."""
 
 
-class UnusableError(ValueError):
+class UnusableError(ArgumentError):
     """The content of a file cannot be used.
 
     Attributes:
@@ -77,6 +78,16 @@ class Document:
             raise
         except (ValueError, RecursionError) as error:
             raise UnusableError("damaged", f"is damaged ({error})") from None
+
+    def require(self, fingerprint: Fingerprint) -> None:
+        """Checks what the entries are good for.
+
+        Raises:
+            UnusableError: "foreign", because they are good for something else.
+        """
+        differences = fingerprint.differences(self.fingerprint)
+        if differences:
+            raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
 
     def get(self, key: str) -> Entry | None:
         """The entry under a key; None if there is none.

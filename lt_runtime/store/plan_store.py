@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from lt_runtime.errors import ArgumentError
 from lt_runtime.files import Signature, free_name, replace_file, signature
 from lt_runtime.paths import cache_directory
 from lt_runtime.store.document import Document, UnusableError
@@ -103,11 +102,9 @@ class PlanStore:
         """Adds another file's entries. Returns the number that were new or better, and whether the file has them.
 
         Raises:
-            ArgumentError: they are good for something else.
+            UnusableError: they are good for something else.
         """
-        differences = self.fingerprint.differences(other.fingerprint)
-        if differences:
-            raise ArgumentError(f"the plans were measured elsewhere ({', '.join(differences)})")
+        other.require(self.fingerprint)
         with self._lock:
             self._reload()
             return self._document.absorb(other), self._save()
@@ -146,9 +143,7 @@ class PlanStore:
         if signature(self.path) is None:
             return
         document = Document.read(self.path)
-        differences = self.fingerprint.differences(document.fingerprint)
-        if differences:
-            raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
+        document.require(self.fingerprint)
         self._document.absorb(document)
 
     def _absorb_or_set_aside(self) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_runtime.errors import ArgumentError
 from lt_runtime.paths import CACHE_VARIABLE
-from lt_runtime.store.document import Document
+from lt_runtime.store.document import Document, UnusableError
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore, plan_store
@@ -165,7 +164,7 @@ def test_a_file_from_an_equal_machine_is_merged(path: Path, filled: ProductEntry
 
 def test_plans_of_another_machine_are_not_merged(path: Path) -> None:
     other = Document(replace(H200, gpu="NVIDIA H100", driver="1"))
-    with pytest.raises(ArgumentError, match="gpu NVIDIA H100 instead of NVIDIA H200, driver 1 instead of 580"):
+    with pytest.raises(UnusableError, match="gpu NVIDIA H100 instead of NVIDIA H200, driver 1 instead of 580"):
         PlanStore(path, H200).merge(other)
     assert not path.exists()
 
