@@ -69,15 +69,13 @@ class Document:
             schema = data.get("schema") if isinstance(data, dict) else None
             if type(schema) is not int:
                 raise ValueError("it does not say its version")
-            if schema != SCHEMA:
-                raise UnusableError(f"schema-{schema}", f"is of version {schema} of the format, not {SCHEMA}")
-            if data.keys() != _PARTS or not isinstance(data["entries"], dict):
-                raise ValueError(f"it has the parts {', '.join(data)}")
-            return cls(from_json(Fingerprint, data["fingerprint"]), data["entries"])
-        except UnusableError:
-            raise
+            if schema == SCHEMA:
+                if data.keys() != _PARTS or not isinstance(data["entries"], dict):
+                    raise ValueError(f"it has the parts {', '.join(data)}")
+                return cls(from_json(Fingerprint, data["fingerprint"]), data["entries"])
         except (ValueError, RecursionError) as error:
             raise UnusableError("damaged", f"is damaged ({error})") from None
+        raise UnusableError(f"schema-{schema}", f"is of version {schema} of the format, not {SCHEMA}")
 
     def require(self, fingerprint: Fingerprint) -> None:
         """Checks what the entries are good for.

@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 import pytest
 
-from lt_runtime.cli import cache
 from lt_runtime.store import fingerprint as module
 from lt_runtime.store import plan_store
 from lt_runtime.store.fingerprint import Fingerprint
@@ -26,8 +25,8 @@ def has_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[HasGpus]:
 
     def say(*fingerprints: Fingerprint) -> None:
         gpus[:] = fingerprints
-        cache.machine.cache_clear()
+        module.machine.cache_clear()
 
     say()
     yield say
-    cache.machine.cache_clear()
+    module.machine.cache_clear()
