@@ -15,8 +15,8 @@ from lt_runtime.problem import ACTIVATIONS
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    command = importlib.import_module(f"lt_runtime.cli.{arguments.command}")  # here, so that no command loads another
     try:
+        command = importlib.import_module(f"lt_runtime.cli.{arguments.command}")  # so that it loads no other command
         return int(command.run(arguments))
     except LtError as error:
         print(f"lt_runtime {arguments.command}: {error}", file=sys.stderr)

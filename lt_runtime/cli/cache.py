@@ -93,10 +93,6 @@ def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str]
     return min((each.differences(theirs) for each in known), key=len, default=None)
 
 
-def _counts(document: Document) -> Json:
-    return dict(zip(("products", "layers"), document.counts, strict=True))
-
-
 def _list(_: argparse.Namespace) -> Json:
     files, aside = [_summary(file) for file in _files()], [path.name for path in _set_aside()]
     return {"ok": True, "directory": str(plans_directory()), "files": files, "set_aside": aside}
@@ -109,7 +105,7 @@ def _summary(file: CacheFile) -> Json:
     theirs = file.document.fingerprint
     differs = _differences(machine(), theirs)
     fits = None if differs is None else not differs
-    return summary | {"fingerprint": asdict(theirs)} | _counts(file.document) | {"fits": fits, "differs": differs}
+    return summary | {"fingerprint": asdict(theirs)} | file.document.counts | {"fits": fits, "differs": differs}
 
 
 def _show(arguments: argparse.Namespace) -> Json:
@@ -187,7 +183,7 @@ def _export(arguments: argparse.Namespace) -> Json:
         replace_file(target, document.render())
     except OSError as error:
         raise ArgumentError(f"{target} cannot be written ({error.strerror})") from None
-    return {"ok": True, "file": str(path), "target": str(target)} | _counts(document) | {"damaged": damaged}
+    return {"ok": True, "file": str(path), "target": str(target)} | document.counts | {"damaged": damaged}
 
 
 def _source(name: str | None) -> Path:

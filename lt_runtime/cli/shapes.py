@@ -10,7 +10,7 @@ import ast
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple, NoReturn, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import ACTIVATIONS
@@ -101,14 +101,14 @@ class _Json:
                 read = self._group if part == "layers" else self._mlp
                 shapes.setdefault(name, []).extend(read(value, f"{part}.{name}"))
         if not shapes:
-            self._refuse(self._root, "the file", "names neither layers nor mlps")
+            raise self._error(self._root, "the file", "names neither layers nor mlps")
         return shapes
 
     def _group(self, node: ast.expr, field: str) -> Iterator[Layers]:
         for index, each in enumerate(self._list(node, field)):
             sizes = self._sizes(each, f"{field}[{index}]")
             if len(sizes) != len(_FIELDS):
-                self._refuse(each, f"{field}[{index}]", f"has {len(sizes)} sizes; accepted are three: M, N, K")
+                raise self._error(each, f"{field}[{index}]", f"has {len(sizes)} sizes; accepted are three: M, N, K")
             m, n, k = sizes
             yield Layers(m, (k, n))
 
@@ -116,47 +116,45 @@ class _Json:
         values = dict(self._items(node, field, Layers._fields))
         for name in ("rows", "dims"):
             if name not in values:
-                self._refuse(node, f"{field}.{name}", "is missing")
+                raise self._error(node, f"{field}.{name}", "is missing")
         dims = self._sizes(values["dims"], f"{field}.dims")
         if len(dims) < 2:
-            self._refuse(values["dims"], f"{field}.dims", "has less than two sizes: inputs, then outputs of each layer")
+            raise self._error(
+                values["dims"], f"{field}.dims", "has less than two sizes: inputs, then outputs of each layer"
+            )
         activation = self._activation(values["activation"], f"{field}.activation") if "activation" in values else None
         yield Layers(self._size(values["rows"], f"{field}.rows"), dims, activation)
 
     def _activation(self, node: ast.expr, field: str) -> str:
-        value = node.value if isinstance(node, ast.Constant) else None
-        if not isinstance(value, str) or value not in ACTIVATIONS:
-            self._refuse(node, field, f"is {ast.unparse(node)}; accepted are {', '.join(ACTIVATIONS)}")
-        return value
+        if isinstance(node, ast.Constant) and node.value in ACTIVATIONS:
+            return str(node.value)
+        raise self._error(node, field, f"is {ast.unparse(node)}; accepted are {', '.join(ACTIVATIONS)}")
 
     def _sizes(self, node: ast.expr, field: str) -> tuple[int, ...]:
         return tuple(self._size(each, f"{field}[{index}]") for index, each in enumerate(self._list(node, field)))
 
     def _size(self, node: ast.expr, field: str) -> int:
-        value = node.value if isinstance(node, ast.Constant) else None
-        if type(value) is not int or value < 1:
-            self._refuse(node, field, f"is {ast.unparse(node)}; accepted are integers of at least 1")
-        return value
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value >= 1:
+            return node.value
+        raise self._error(node, field, f"is {ast.unparse(node)}; accepted are integers of at least 1")
 
     def _list(self, node: ast.expr, field: str) -> list[ast.expr]:
-        if not isinstance(node, ast.List):
-            self._refuse(node, field, f"is {ast.unparse(node)}; accepted are lists")
-        return node.elts
+        if isinstance(node, ast.List):
+            return node.elts
+        raise self._error(node, field, f"is {ast.unparse(node)}; accepted are lists")
 
-    def _items(
-        self, node: ast.expr, field: str, accepted: tuple[str, ...] | None = None
-    ) -> Iterator[tuple[str, ast.expr]]:
-        """Names and values of an object, of which only some names may be accepted."""
+    def _items(self, node: ast.expr, field: str, accepted: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.expr]]:
+        """Names and values of an object. If `accepted` is not empty, it lists the names that are accepted."""
         if not isinstance(node, ast.Dict):
-            self._refuse(node, field, f"is {ast.unparse(node)}; accepted are objects")
+            raise self._error(node, field, f"is {ast.unparse(node)}; accepted are objects")
         for key, value in zip(node.keys, node.values, strict=True):
             assert isinstance(key, ast.Constant)  # JSON has no others
             name = str(key.value)
-            if accepted is not None and name not in accepted:
+            if accepted and name not in accepted:
                 words = f"{', '.join(accepted[:-1])} and {accepted[-1]}"
                 place = name if node is self._root else f"{field}.{name}"
-                self._refuse(value, place, f"is no known field; accepted are {words}")
+                raise self._error(value, place, f"is no known field; accepted are {words}")
             yield name, value
 
-    def _refuse(self, node: ast.expr, field: str, complaint: str) -> NoReturn:
-        raise ArgumentError(f"{self._path}, line {node.lineno}: {field} {complaint[:200]}")
+    def _error(self, node: ast.expr, field: str, complaint: str) -> ArgumentError:
+        return ArgumentError(f"{self._path}, line {node.lineno}: {field} {complaint[:200]}")

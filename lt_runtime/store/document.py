@@ -99,10 +99,10 @@ class Document:
         return entry
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Number of products and of layers."""
+    def counts(self) -> dict[str, int]:
+        """Numbers of entries of products and of layers, by these names."""
         products = sum(isinstance(value, dict) and "algorithm" in value for value in self.raw.values())
-        return products, len(self.raw) - products
+        return {"products": products, "layers": len(self.raw) - products}
 
     def add(self, key: str, entry: Entry) -> None:
         """Adds an entry, unless the one under its key is better."""

@@ -247,5 +247,5 @@ def test_damaged_entries_are_named_and_the_rest_can_be_used() -> None:
     assert set(document.damaged()) == {"product 1", "layer 2"}
     assert set(document.drop_damaged()) == {"product 1", "layer 2"}
     assert document.damaged() == {}
-    assert document.counts == (2, 2)
+    assert document.counts == {"products": 2, "layers": 2}
     assert document.get("product 0") is not None
