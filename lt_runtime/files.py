@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 TEMPORARY: Final = ".tmp"
-"""The ending of a file's name while the file is being written."""
+"""Suffix of files that are still being written."""
 
 Signature: TypeAlias = tuple[int, int, int] | None
-"""A file's identity, which changes whenever the file is replaced; None if there is no file."""
+"""Inode, size and time of a file, which change whenever it is replaced; None if there is no file."""
 
 
 def signature(path: Path) -> Signature:
@@ -24,10 +24,10 @@ def signature(path: Path) -> Signature:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file, or replaces it, in one step: readers see the old content or the new.
+    """Writes a file, or replaces one, in one step: no reader ever sees half of it.
 
     Raises:
-        OSError: the file cannot be written; its old content is unchanged.
+        OSError: the file cannot be written; what was there is unchanged.
     """
     temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
     try:
@@ -41,6 +41,6 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def free_name(path: Path, kind: str) -> Path:
-    """An unused path in the same directory, such as plans.json.damaged-1."""
+    """An unused path beside another, such as plans.json.damaged-1."""
     names = (path.with_name(f"{path.name}.{kind}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
