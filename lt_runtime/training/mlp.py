@@ -80,13 +80,15 @@ class MLP:
 
     Args:
         dims: inputs, hidden sizes and outputs, at least two.
-        activation: a name of `lt.ACTIVATIONS`, or an `Activation`.
-        dtype: "float32", "float16" or "bfloat16". Below FP32 each parameter has an FP32 master copy.
+        activation: a name of `lt.ACTIVATIONS`, or an `Activation`. "gelu" is GELU's tanh form, as in GPT-2; "gelu_erf"
+            is the exact form.
+        dtype: FP32, FP16 or BF16, as a name or as a type of NumPy, `ml_dtypes` or PyTorch. Below FP32 each parameter
+            has an FP32 master copy.
         master_weights: False does without these copies in BF16, for `lt.AdamW(..., stochastic_rounding=True)`, which
             then updates the parameters themselves; any other makes its own copies.
-        dropout: probability after each hidden layer.
+        dropout: probability after each hidden layer, rounded to a multiple of 2^-16.
         seed: of the initial values and of dropout.
-        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a `torch.device`.
         compute: "float32" or "tf32".
 
     Attributes:
@@ -104,10 +106,10 @@ class MLP:
         dims: Sequence[int],
         activation: str | Activation = "relu",
         *,
-        dtype: str = "float32",
+        dtype: object = "float32",
         dropout: float = 0.0,
         seed: int = 0,
-        device: str = "auto",
+        device: object = "auto",
         compute: str = "float32",
         master_weights: bool = True,
     ) -> None:

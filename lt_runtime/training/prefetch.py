@@ -10,18 +10,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol, Self
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import order_after, private_stream, stream_handle
-from lt_runtime.training.device import ComputeDevice
 from lt_runtime.training.staging import Slot, arrays_of
 
 _END: Final = object()
 
 
-def prefetch(
-    iterable: Iterable[Any], depth: int = 2, device: str | ComputeDevice = "auto", stream: Any = None
-) -> Prefetcher:
+def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", stream: Any = None) -> Prefetcher:
     """The batches of an iterable, read ahead by a thread and, for a GPU, copied to it meanwhile.
 
     On a GPU a batch goes through page-locked memory, on a stream of its own, into buffers that are used again: what is
@@ -47,18 +44,15 @@ def prefetch(
     """
     if depth < 1:
         raise ArgumentError(f"depth is {depth}; it must be positive")
-    place = device if isinstance(device, ComputeDevice) else ComputeDevice.parse(device)
-    return Prefetcher(iterable, depth, place, stream)
+    return Prefetcher(iterable, depth, parse_device(device), stream)
 
 
 class Prefetcher:
     """What `prefetch` returns: an iterator and a context manager."""
 
-    def __init__(self, iterable: Iterable[Any], depth: int, device: ComputeDevice, stream: Any) -> None:
+    def __init__(self, iterable: Iterable[Any], depth: int, device: int | None, stream: Any) -> None:
         source = iter(iterable)
-        self._lane: _Lane = (
-            _HostLane() if device.ordinal is None else _GpuLane(device.ordinal, 2 * depth, depth, stream)
-        )
+        self._lane: _Lane = _HostLane() if device is None else _GpuLane(device, 2 * depth, depth, stream)
         self._work = _Work(source, self._lane, depth)
         self._finalizer = weakref.finalize(self, _Work.finish, self._work)
 

@@ -64,7 +64,7 @@ class TrainStep:
         optimizer: AdamW,
         *,
         loss: str = "cross_entropy",
-        batch_size: int | None,
+        batch_size: int | None = None,
         graph: bool = True,
         accumulate: int = 1,
     ) -> None:
