@@ -146,6 +146,14 @@ def test_only_the_interface_is_listed() -> None:
     assert {"__version__", "__all__", "__name__", "__doc__"} <= set(dir(lt))
 
 
+def test_a_context_shows_what_it_is_of() -> None:
+    x, w = np.ones((5, 3), DTYPES["bfloat16"]), np.ones((4, 3), DTYPES["bfloat16"])
+    _, ctx = lt.linear_fwd(x, w, activation="gelu")
+    assert repr(ctx) == "LinearContext(M=5, N=4, K=3, bfloat16, gelu, dropout=0.0)"
+    _, ctx = lt.linear_fwd(x, w, dropout=0.5, rng=lt.Philox(1))
+    assert repr(ctx) == "LinearContext(M=5, N=4, K=3, bfloat16, none, dropout=0.5)"
+
+
 def test_a_step_takes_batches_of_any_size_unless_told() -> None:
     model = lt.MLP([2, 3], device="cpu")
     step = lt.TrainStep(model, lt.AdamW(model.parameters()))
