@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from lt_runtime.arrays import device_in, signature_of, without_addresses
 from lt_runtime.errors import ArgumentError, OperandError, ShapeError
-from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.direct import is_current
-from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.tally import HostTally, Tally
 from lt_runtime.training.body import LOSSES, StepBody
-from lt_runtime.training.inputs import read_batch
 from lt_runtime.training.mlp import MLP
 
 
@@ -76,14 +70,15 @@ class TrainStep:
         if batch_size is not None and batch_size % accumulate:
             raise ArgumentError(f"batch_size is {batch_size}; it must be a multiple of accumulate ({accumulate})")
         self.model, self.optimizer, self.batch_size, self.accumulate = model, optimizer, batch_size, accumulate
-        self._classifies = loss == "cross_entropy"
         self._arrays = [(each, each.data, each.grad, each.master) for each in model.parameters()]
         self._body = StepBody(model, optimizer, loss)
+        self._gpu: GpuStep | None = None
+        self._tally: Tally = HostTally()
         if model.device.ordinal is not None:
             from lt_runtime.training.captured import GpuStep
 
             self._gpu = GpuStep(self._body, model.device.ordinal, accumulate, graph=graph)
-        self._tally: Tally = HostTally() if model.device.ordinal is None else self._gpu.tally
+            self._tally = self._gpu.tally
 
     def __call__(self, x: Any, target: Any, *, stream: Any = None) -> Any:
         """Updates the model from one batch.
@@ -104,18 +99,13 @@ class TrainStep:
             GpuError: no memory, or another failure. The model's values and the optimizer are as they were.
         """
         self._check_parameters()
-        device = self.model.device.ordinal
-        if device is None:
+        if self._gpu is None:
             self._check(x)
             self._body.run(self._cut(x, target), self._tally, None)
             return self._tally.mean.copy()
-        looks, addresses = _looks(x, target, device)
-        if looks is not None and self._gpu.repeat(looks, addresses, stream_handle(stream, device)):
-            return self._tally.mean
-        self._check(x)
-        with activated(device):
-            handle = stream_handle(stream, device)
-            self._gpu.run(*read_batch(self.model, x, target, self._classifies, handle), handle, looks)
+        if not self._gpu.repeat(x, target, stream):
+            self._check(x)
+            self._gpu.run(x, target, stream)
         return self._tally.mean
 
     def metrics(self, *, stream: Any = None) -> Metrics:
@@ -123,7 +113,7 @@ class TrainStep:
         totals = self._tally.read(stream)
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
-        return Metrics(totals.steps, loss, accuracy if self._classifies else None)
+        return Metrics(totals.steps, loss, accuracy if self._body.classifies else None)
 
     def _check(self, x: Any) -> None:
         inputs, rows = self.model.dims[0], self.batch_size
@@ -152,11 +142,3 @@ class TrainStep:
                 raise ShapeError(f"{name} has shape {getattr(array, 'shape', None)}; it must have {x.shape[0]} rows")
         rows = x.shape[0] // parts
         return [(x[i * rows : (i + 1) * rows], target[i * rows : (i + 1) * rows]) for i in range(parts)]
-
-
-def _looks(x: Any, target: Any, device: int) -> tuple[Hashable, tuple[int, ...]]:
-    """What a batch looks like but for its addresses, and these; None if it takes a look each time."""
-    signature = signature_of((x, target), ())
-    if signature is None or target is None or device_in(signature) != device or not is_current(device):
-        return None, ()
-    return without_addresses(signature)

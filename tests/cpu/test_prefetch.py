@@ -17,7 +17,7 @@ import lt_runtime as lt
 import lt_runtime.training.prefetch as module
 from lt_runtime.errors import ArgumentError, OperandError
 from lt_runtime.gpu import devices
-from lt_runtime.training.staging import arrays_of, rebuilt
+from lt_runtime.training.staging import replaced
 
 Pair = namedtuple("Pair", "x labels")
 
@@ -157,9 +157,8 @@ def test_what_is_refused_at_once() -> None:
 
 def test_the_parts_of_a_batch_are_found_and_put_back() -> None:
     batch = {"a": Pair(np.zeros(1), np.ones(2)), "b": [np.zeros(3), (np.zeros(4),)], "c": ()}
-    arrays = arrays_of(batch)
-    assert [array.size for array in arrays] == [1, 2, 3, 4]
-    sizes = rebuilt(batch, iter([1, 2, 3, 4]).__next__)
+    sizes = replaced(batch, lambda array: array.size)
+    assert [*sizes] == [*batch]
     assert sizes == {"a": Pair(1, 2), "b": [3, (4,)], "c": ()}
     assert isinstance(sizes["a"], Pair)
 
