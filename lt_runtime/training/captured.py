@@ -30,7 +30,6 @@ MAX_GRAPHS: Final = 8
 """Graphs that one training step keeps: one for each size of batch and type of labels. The least recently used is
 dropped first."""
 
-_DEVICE: Final = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
 _Key: TypeAlias = tuple[int, str]
 
 
@@ -73,23 +72,21 @@ def _turn(device: int) -> Turn:
 
 
 class RowCopy(NamedTuple):
-    """How rows of a batch come into one of a step's buffers.
+    """How rows of a batch come into one of a step's buffers, in which they lie without gaps.
 
     Attributes:
         operand: 0 for x, 1 for the targets.
         offset: bytes from the start of that array to the first of these rows.
-        buffer: address of the buffer, in which the rows lie without gaps.
-        pitch: bytes from one row to the next in the array.
-        width: bytes of a row.
-        rows: how many. Rows without gaps between them count as one long row.
+        buffer: address of the buffer.
+        size: bytes of the buffer.
+        strided: the driver's description of the copy if the rows have gaps between them; each copy sets its source.
     """
 
     operand: int
     offset: int
     buffer: int
-    pitch: int
-    width: int
-    rows: int
+    size: int
+    strided: driver.CUDA_MEMCPY2D | None
 
 
 def row_copies(operand: int, source: Operand, buffers: Sequence[Any]) -> Iterator[RowCopy]:
@@ -98,10 +95,14 @@ def row_copies(operand: int, source: Operand, buffers: Sequence[Any]) -> Iterato
     pitch = source.strides[0] * source.itemsize if source.shape[0] > 1 else width
     offset = 0
     for buffer in buffers:
-        rows = buffer.shape[0]
-        lines = (rows * width, 1) if pitch == width else (width, rows)
-        yield RowCopy(operand, offset, buffer.data.ptr, pitch, *lines)
-        offset += rows * pitch
+        strided = None
+        if pitch != width:
+            strided = driver.CUDA_MEMCPY2D()
+            strided.srcMemoryType = strided.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+            strided.srcPitch, strided.WidthInBytes, strided.Height = pitch, width, buffer.shape[0]
+            strided.dstDevice, strided.dstPitch = buffer.data.ptr, width
+        yield RowCopy(operand, offset, buffer.data.ptr, buffer.nbytes, strided)
+        offset += buffer.shape[0] * pitch
 
 
 class Batches:
@@ -266,22 +267,13 @@ def _copy(copies: Sequence[RowCopy], addresses: tuple[int, int], stream: int) ->
         addresses: of x and of the targets.
     """
     copy = function("cuMemcpyDtoDAsync_v2")
-    for operand, offset, buffer, pitch, width, rows in copies:
+    for operand, offset, buffer, size, strided in copies:
         source = addresses[operand] + offset
-        if rows > 1:
-            call("cuMemcpy2DAsync", _matrix_copy(source, pitch, buffer, width, rows), stream)
-        elif status := copy(buffer, source, width, stream):
+        if strided is not None:
+            strided.srcDevice = source
+            call("cuMemcpy2DAsync", strided, stream)
+        elif status := copy(buffer, source, size, stream):
             check("cuMemcpyDtoDAsync", status)
-
-
-def _matrix_copy(source: int, pitch: int, target: int, width: int, rows: int) -> driver.CUDA_MEMCPY2D:
-    """Of rows of `width` bytes, `pitch` bytes apart, to where there are no gaps between them."""
-    copy = driver.CUDA_MEMCPY2D()
-    copy.srcMemoryType = copy.dstMemoryType = _DEVICE
-    copy.srcDevice, copy.srcPitch = source, pitch
-    copy.dstDevice, copy.dstPitch = target, width
-    copy.WidthInBytes, copy.Height = width, rows
-    return copy
 
 
 def _capture_error(stream: int) -> CaptureError:
