@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lt_runtime.arrays.libraries import cupy
 from lt_runtime.gpu.devices import device_info, parse_device
 
 
@@ -35,17 +36,13 @@ class ComputeDevice:
 
     @property
     def description(self) -> str:
-        """Such as "cpu" or "cuda:0 (NVIDIA H200)"."""
+        """For people, such as "cpu" or "cuda:0 (NVIDIA H200)"."""
         return "cpu" if self.ordinal is None else f"cuda:{self.ordinal} ({device_info(self.ordinal).name})"
 
     @property
     def namespace(self) -> Any:
-        """NumPy or CuPy."""
-        if self.ordinal is None:
-            return np
-        from lt_runtime.arrays.libraries import cupy
-
-        return cupy()
+        """The module NumPy or CuPy."""
+        return np if self.ordinal is None else cupy()
 
     def current(self) -> AbstractContextManager[Any]:
         """Makes this CuPy's current device within a `with` block."""
@@ -65,11 +62,11 @@ class ComputeDevice:
                 array.set(np.ascontiguousarray(values).reshape(values.shape))
 
     def synchronize(self) -> None:
-        """Waits for all that the device has been given."""
+        """Waits for all work that the device has been given."""
         if self.ordinal is not None:
             self.namespace.cuda.Device(self.ordinal).synchronize()
 
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
-        """`array` as NumPy's; waits for a GPU to have computed it."""
+        """`array` as a NumPy array; waits until a GPU has computed it."""
         host: np.ndarray[Any, Any] = array if self.ordinal is None else self.namespace.asnumpy(array)
         return host

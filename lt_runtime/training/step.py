@@ -1,4 +1,4 @@
-"""One training step: forward, loss, backward, optimizer."""
+"""A training step: what a caller hands over, what is refused, and what comes back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Metrics(NamedTuple):
 
     Attributes:
         loss: NaN if there were no steps.
-        accuracy: the share of rows whose label has the largest logit, before each step's update; None for a loss
-            without classes, NaN if no row counted.
+        accuracy: the share of rows whose label has the largest logit, before each step's update; NaN if no row counted,
+            None for a loss without classes.
     """
 
     steps: int
@@ -29,24 +29,25 @@ class Metrics(NamedTuple):
 class TrainStep:
     """Trains a model by one batch a call.
 
-    On a GPU the whole step is one CUDA graph, captured at the first batch of each size, by what has been tuned until
-    then: the step is rehearsed without the update, so that everything is planned; the graph is launched at every call,
-    the first too. The step's number, the learning rate, the loss scale and dropout's masks advance on the device.
-    Batches are copied into buffers that stay. No call waits for the GPU, and none allocates but the first of a size.
-    With `graph=False` the same operations are launched one by one, with the same results, bit by bit, each of them a
-    range. A model of NumPy arrays knows no graphs.
+    On a GPU the whole step is one CUDA graph. The first batch of each size is rehearsed without the update, which makes
+    the plans from what has been tuned until then; then the graph is captured, and it is launched for this batch and for
+    every later one. Batches are copied into buffers that stay. The step's number, the learning rate, the loss scale and
+    dropout's masks advance on the device. No call waits for the GPU, and only the first of a size allocates memory.
+
+    With `graph=False` the same operations are launched one by one, each in a range of its own, and give the same
+    results bit by bit. Models on the host always run so.
 
     Args:
         model: an `MLP`.
-        optimizer: over the model's parameters. Its step is also what dropout's masks are drawn for, so that every
-            step has its own; its scaler, if it has one, scales the loss's gradient.
+        optimizer: over the model's parameters. Dropout's masks are drawn for the optimizer's step, so that each step
+            has its own. If the optimizer has a scaler, it scales the loss's gradient.
         loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out) or "mse" (targets shaped as
             the outputs).
-        batch_size: rows of every batch; None takes batches of any size, each of which has a graph of its own: the eight
-            most recently used are kept.
+        batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, of which the
+            eight most recently used are kept.
         graph: whether to capture.
-        accumulate: micro-batches that a batch is cut into. Their gradients are added up, so that activations of one
-            only are in memory; the loss is the mean of theirs.
+        accumulate: micro-batches that a batch is cut into. Only one's activations are in memory at a time. Their
+            gradients are added up; the loss is the mean of theirs.
 
     Raises:
         ArgumentError: an unknown loss, or numbers that are not positive or do not divide the batch.
@@ -85,11 +86,11 @@ class TrainStep:
 
         Args:
             x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows.
-            target: labels or targets, as the loss asks.
-            stream: an int handle, a stream object, or None for CuPy's current stream.
+            target: labels or targets, depending on the loss.
+            stream: as in `linear_fwd`.
 
         Returns:
-            The loss before the update, shape () and FP32, on the model's device: reading it waits for the step. On a
+            The loss before the update, shape () and FP32, on the model's device. Reading it waits for the step. On a
             GPU the next step overwrites it.
 
         Raises:
@@ -109,7 +110,7 @@ class TrainStep:
         return self._tally.mean
 
     def metrics(self, *, stream: Any = None) -> Metrics:
-        """What has been added up on the device since the last call; waits for the stream that the steps are on."""
+        """Means over the steps since the last call; waits for the stream that the steps are on."""
         totals = self._tally.read(stream)
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
@@ -117,7 +118,7 @@ class TrainStep:
 
     def _check(self, x: Any) -> None:
         inputs, rows = self.model.dims[0], self.batch_size
-        shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has none, the first layer judges
+        shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has no shape is refused by the first layer
         if rows is not None and shape != (rows, inputs):
             raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}")
         if rows is None and (len(shape) != 2 or shape[1] != inputs or not shape[0] or shape[0] % self.accumulate):
