@@ -124,7 +124,7 @@ class Activation:
     """An elementwise function between a layer's matrix product and its output.
 
     Attributes:
-        name: one of `ACTIVATIONS`.
+        name: one of `ACTIVATIONS`. "gelu" is GELU's tanh form, as in GPT-2; "gelu_erf" is the exact form.
         negative_slope: slope of `leaky_relu` below zero; 0.01 for every other activation, where it has no meaning.
 
     Raises:

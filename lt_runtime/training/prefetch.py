@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import queue
 import threading
 import weakref
@@ -102,7 +104,7 @@ class _HostLane:
 
 
 class _GpuLane(_HostLane):
-    """Slots in a ring. The n-th batch is in the slot n modulo their number.
+    """Slots that the batches go through in turn.
 
     Args:
         slots: at least `held` more than the batches that are read ahead.
@@ -111,30 +113,29 @@ class _GpuLane(_HostLane):
 
     def __init__(self, device: int, slots: int, held: int, stream: Any) -> None:
         self._device, self._held, self._stream = device, held, stream
-        self._sent = self._asked = 0
+        self._given: collections.deque[Slot] = collections.deque()
         with activated(device):
             self._copies = private_stream(device, "prefetch")
             # CuPy's pool may give the copies memory that was in use on that stream until now.
             order_after(self._copies, stream_handle(stream, device))
             self._slots = [Slot(device, self._copies) for _ in range(slots)]
+        self._turns = itertools.cycle(self._slots)
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         return activated(self._device)
 
     def send(self, batch: Any) -> Any:
-        slot = self._slots[self._sent % len(self._slots)]
-        self._sent += 1
+        slot = next(self._turns)
         return slot, slot.fill(batch)
 
     def ask(self) -> None:
-        if self._asked >= self._held:
-            slot = self._slots[(self._asked - self._held) % len(self._slots)]
+        if len(self._given) == self._held:
             with activated(self._device):
-                call("cuEventRecord", slot.released, stream_handle(self._stream, self._device))
-        self._asked += 1
+                call("cuEventRecord", self._given.popleft().released, stream_handle(self._stream, self._device))
 
     def receive(self, batch: Any) -> Any:
         slot, arrays = batch
+        self._given.append(slot)
         with activated(self._device):
             call("cuStreamWaitEvent", stream_handle(self._stream, self._device), slot.ready, 0)
         return arrays
