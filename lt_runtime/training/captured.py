@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 import numpy as np
 from cuda.bindings import driver
 
-from lt_runtime.arrays import Operand, arena_size, arena_views, signature_of
+from lt_runtime.arrays import Operand, arena_size, arena_views, current_streams, library_of, signature_of
 from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.devices import activated
@@ -171,7 +171,7 @@ class GpuStep:
         replay = self._replays.get((x_looks[1:], target_looks[1:]))
         if replay is None or not is_current(self._device):
             return False
-        handle = stream_handle(stream, self._device)
+        handle = stream_handle(stream, self._device, current_streams[type(x)])
         if handle and is_capturing(handle):
             raise _capture_error(handle)
         with self._turn as turn, range_of("step"):
@@ -187,7 +187,7 @@ class GpuStep:
             GpuError: no memory for another size of batch, or another failure; nothing has been updated.
         """
         with activated(self._device):
-            handle = stream_handle(stream, self._device)
+            handle = stream_handle(stream, self._device, library_of(x).current_stream)
             batch = read_batch(self._body.model, x, target, self._body.classifies, handle)
             addresses = batch[0].address, batch[1].address
             if not self._captures:
