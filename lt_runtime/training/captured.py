@@ -169,9 +169,10 @@ class GpuStep:
             return False
         _, x_looks, target_looks = signature
         replay = self._replays.get((x_looks[1:], target_looks[1:]))
-        if replay is None or not is_current(self._device):
+        device = self._device
+        if replay is None or not is_current(device):
             return False
-        handle = stream_handle(stream, self._device, current_streams[type(x)])
+        handle = current_streams[type(x)](device) if stream is None else stream_handle(stream, device)
         if handle and is_capturing(handle):
             raise _capture_error(handle)
         with self._turn as turn, range_of("step"):

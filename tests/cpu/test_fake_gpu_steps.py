@@ -80,7 +80,8 @@ def test_batches_of_many_sizes(gpu: FakeGpu) -> None:
     assert len(set(map(tuple, _values(gpu, graphs, eager)))) == 1
 
 
-def test_a_replay_takes_a_short_way(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("current", [True, False])
+def test_a_replay_takes_a_short_way(gpu: FakeGpu, current: bool) -> None:
     step, home, entered = _step(gpu), str(Path(gpu.lt.__file__).parent), []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -88,10 +89,12 @@ def test_a_replay_takes_a_short_way(gpu: FakeGpu) -> None:
             entered.append((frame.f_code.co_filename.removeprefix(home), frame.f_code.co_name))
 
     batches = [_batch(gpu, seed) for seed in range(2)]
-    step(*batches[0])
-    sys.setprofile(note)
-    step(*batches[1])
-    sys.setprofile(None)
+    with gpu.stream:
+        stream = None if current else gpu.stream.ptr
+        step(*batches[0], stream=stream)
+        sys.setprofile(note)
+        step(*batches[1], stream=stream)
+        sys.setprofile(None)
     gpu.streams.synchronize_all()
     assert len({file for file, _ in entered}) <= 6, entered
     assert len(entered) <= 15, entered
