@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 import numpy as np
 from cuda.bindings import driver
 
-from lt_runtime.arrays import Operand, arena_size, arena_views, current_streams, library_of, signature_of
+from lt_runtime.arrays import CUPY, Operand, arena_size, arena_views, current_streams, library_of, signature_of
 from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.devices import activated
@@ -21,7 +21,7 @@ from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
-from lt_runtime.ops.tally import GpuTally
+from lt_runtime.ops.tally import GpuTally, Totals
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
 from lt_runtime.training.inputs import read_batch
@@ -150,6 +150,7 @@ class GpuStep:
         self._body, self._device, self._parts, self._captures = body, device, parts, graph
         self._batches: OrderedDict[_Key, Batches] = OrderedDict()
         self._replays: dict[Hashable, Replay] = {}
+        self._current_stream = CUPY.current_stream
         with activated(device):
             stream = stream_handle(None, device)
             self.tally, self._spare = GpuTally(device, stream), GpuTally(device, stream)
@@ -157,6 +158,14 @@ class GpuStep:
             self._turn, self._launch_graph = _turn(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
         weakref.finalize(self, _close, device, self._batches)
+
+    def totals(self, stream: Any) -> Totals:
+        """Sums over the steps since the last call; waits for the stream.
+
+        Args:
+            stream: None for the current stream of the library that the batches come from.
+        """
+        return self.tally.read(stream_handle(stream, self._device, self._current_stream))
 
     def repeat(self, x: Any, target: Any, stream: Any) -> bool:
         """Runs a step if a batch that looks the same was run before; returns whether it did.
@@ -188,7 +197,8 @@ class GpuStep:
             GpuError: no memory for another size of batch, or another failure; nothing has been updated.
         """
         with activated(self._device):
-            handle = stream_handle(stream, self._device, library_of(x).current_stream)
+            self._current_stream = library_of(x).current_stream
+            handle = stream_handle(stream, self._device, self._current_stream)
             batch = read_batch(self._body.model, x, target, self._body.classifies, handle)
             addresses = batch[0].address, batch[1].address
             if not self._captures:

@@ -110,8 +110,13 @@ class TrainStep:
         return self._tally.mean
 
     def metrics(self, *, stream: Any = None) -> Metrics:
-        """Means over the steps since the last call; waits for the stream that the steps are on."""
-        totals = self._tally.read(stream)
+        """Means over the steps since the last call.
+
+        Args:
+            stream: the one that the steps are on, which is waited for. If None, it is the current stream of the library
+                that the batches come from, as for the steps.
+        """
+        totals = self._tally.read(stream) if self._gpu is None else self._gpu.totals(stream)
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
         return Metrics(totals.steps, loss, accuracy if self._body.classifies else None)

@@ -16,6 +16,7 @@ import lt_runtime as lt
 from lt_runtime.arrays import signatures
 from lt_runtime.errors import CaptureError, DriverError, GpuError, OperandError, ShapeError
 from lt_runtime.gpu import direct, driver
+from lt_runtime.ops.tally import Totals
 from lt_runtime.training import captured, inputs
 from lt_runtime.training.captured import MAX_GRAPHS
 from lt_runtime.training.device import ComputeDevice
@@ -67,6 +68,10 @@ class Gpu:
         if self.body_error is not None:
             raise self.body_error
 
+    def read(self, stream: int) -> Totals:
+        self.log.append(("read", stream))
+        return Totals(4, 2.0, 8, 6)
+
     def graph(self, run: Callable[[int], None], stream: int) -> Any:
         self.log.append(("capture", stream))
         run(stream)
@@ -84,7 +89,7 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     made = Gpu()
-    tallies = (SimpleNamespace(name=name, mean=np.float32(0.5)) for name in ["tally", "spare"] * 9)
+    tallies = (SimpleNamespace(name=name, mean=np.float32(0.5), read=made.read) for name in ["tally", "spare"] * 9)
     pool = SimpleNamespace(free_all_blocks=made.free_all_blocks)
     cuda = SimpleNamespace(
         MemoryPool=lambda *_: pool,
@@ -95,6 +100,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for name, fake in {
         "GpuTally": lambda *_: next(tallies),
         "Graph": made.graph,
+        "library_of": lambda _: SimpleNamespace(current_stream=lambda _: 6),
         "activated": lambda _: contextlib.nullcontext(),
         "call": made.call,
         "cupy": lambda: SimpleNamespace(cuda=cuda),
@@ -108,7 +114,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(driver, "_explanation", lambda _: "it was told to")
     monkeypatch.setattr(inputs, "read", operand_of)
     monkeypatch.setattr(inputs, "is_host_array", lambda _: False)
-    monkeypatch.setitem(signatures.current_streams, DeviceArray, lambda _: 5)
+    monkeypatch.setitem(signatures.current_streams, DeviceArray, lambda _: 6)
     monkeypatch.setitem(signatures._looks, DeviceArray, lambda a: (a.ctypes.data, 0, a.shape, a.strides, a.dtype))
     captured._turn.cache_clear()
     yield made
@@ -280,6 +286,18 @@ def test_batches_are_checked_unless_they_look_like_one_before(gpu: Gpu) -> None:
     gpu.log.clear()
     step(x, labels, stream=5)
     assert gpu.named("capture", "cuGraphLaunch") == [("cuGraphLaunch", 1, 5)]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_current_stream_is_that_of_the_batchs_library(gpu: Gpu, graph: bool) -> None:
+    step = step_of(gpu, graph=graph)
+    step(*batch(8))
+    gpu.log.clear()
+    step(*batch(8))
+    assert gpu.log[0] == ("copy", 6)
+    assert step.metrics() == (4, 0.5, 0.75)
+    assert step.metrics(stream=3).steps == 4
+    assert gpu.log[-2:] == [("read", 6), ("read", 3)]
 
 
 def test_a_replaced_array_is_refused_in_replays_too(gpu: Gpu) -> None:
