@@ -28,6 +28,7 @@ REPOSITORY = HERE.parent.parent
 SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are slow
     *(f"test_epilogue_bwd.py::test_backward[{epilogue}]" for epilogue in SANITIZED_BACKWARD),
     f"test_loss.py::test_mse[{F32}]",
+    *(f"test_loss.py::test_bits_depend_on_neither_order_nor_memory[shape{i}]" for i in range(3)),
     *(
         f"test_loss.py::test_labels_far_out_of_range[{case}-4294967297]"
         for case in ("7-in place", "20-apart", "20-in place")
