@@ -167,8 +167,10 @@ def digest_of(source: str) -> str:
 
 
 def recorded() -> Record:
-    """What passed last."""
-    return read(TABLE.read_text() if TABLE.exists() else "")
+    """What passed last, of the sources that there still are."""
+    record = read(TABLE.read_text() if TABLE.exists() else "")
+    digests = {source: digest for source, digest in record.digests.items() if source in SOURCES}
+    return Record(tuple(usage for source in SOURCES for usage in record.of(source)), digests, record.compiler)
 
 
 def architectures_to_compile(source: str, record: Record, *, full: bool) -> tuple[str, ...]:
@@ -180,38 +182,24 @@ def architectures_to_compile(source: str, record: Record, *, full: bool) -> tupl
     return tuple(each for each in ARCHITECTURES if each != _TWIN)
 
 
-def refresh(record: Record, sources: Sequence[str]) -> tuple[Record, list[str]]:
-    """The record after some sources are compiled for every architecture, and what is wrong with them."""
-    digests = {source: digest_of(source) for source in sources}
-    found = {source: everywhere(variants_of(source), ARCHITECTURES) for source in sources}
-    wrong = [
-        fault
-        for source in sources
-        for fault in faults(variants_of(source), ARCHITECTURES, STRUCTS[source], found[source])
-    ]
-    kept = [source for source in SOURCES if source not in sources]
-    usages = [usage for source in SOURCES for usage in (record.of(source) if source in kept else found[source])]
-    digests |= {source: record.digests[source] for source in kept}
-    return Record(tuple(usages), digests, compiler_build()[-1]), wrong
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compiles, prints a summary and what is wrong, or writes the table; returns the exit status."""
+    """Compiles, records each family that passes and prints what is wrong with the others; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tests.compile_matrix", description=__doc__)
     parser.add_argument("--full", action="store_true", help="all families, changed or not")
     full = parser.parse_args(arguments).full
-    record = recorded()
+    record, failed = recorded(), False
     sources = [source for source in SOURCES if full or record.digests.get(source) != digest_of(source)]
-    print(
-        f"compiling {len(sources)} of {len(SOURCES)} families: {', '.join(sources) or 'none has changed'}", flush=True
-    )
-    record, wrong = refresh(record, sources)
-    print(summary(record.usages))
-    if wrong:
-        print("\n".join(wrong))
-        return 1
-    TABLE.write_text(record.document())
-    return 0
+    print(f"compiling {len(sources)} of {len(SOURCES)} families: {', '.join(sources) or 'no other'}", flush=True)
+    for source in sorted(sources, key=lambda each: len(variants_of(each))):
+        digest, variants = digest_of(source), variants_of(source)
+        found = everywhere(variants, ARCHITECTURES)
+        wrong = faults(variants, ARCHITECTURES, STRUCTS[source], found)
+        print("\n".join([summary(found), *wrong]), flush=True)
+        failed = failed or bool(wrong)
+        if not wrong:
+            record = record.with_family(source, found, digest, compiler_build()[-1])
+            TABLE.write_text(record.document())
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

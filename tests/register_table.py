@@ -30,7 +30,12 @@ class Record:
 
     def of(self, source: str) -> list[Usage]:
         """The usages of one source's variants."""
-        return [usage for usage in self.usages if usage.variant.partition("-")[0] == source]
+        return [usage for usage in self.usages if _source_of(usage) == source]
+
+    def with_family(self, source: str, found: Sequence[Usage], digest: str, compiler: str) -> Record:
+        """The record after all variants of a source have passed."""
+        others = [usage for usage in self.usages if _source_of(usage) != source]
+        return Record((*others, *found), {**self.digests, source: digest}, compiler)
 
     def document(self) -> str:
         """The text of the table; `read` takes it back."""
@@ -48,6 +53,10 @@ class Record:
             "Registers a thread; the most bytes of shared memory a block, on any architecture.\n\n"
             f"{details(self.usages)}"
         )
+
+
+def _source_of(usage: Usage) -> str:
+    return usage.variant.partition("-")[0]
 
 
 def read(text: str) -> Record:
