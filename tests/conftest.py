@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import Any, Final
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,17 @@ from tests.support.machine import has_gpus as has_gpus  # a fixture
 
 EXAMPLES: Counter[str] = Counter()
 """Examples that property tests have run, by what they are over; the terminal summary prints them."""
+
+
+_PROCESSES_OF_A_GPU: Final = 6
+"""More of them only take turns on it, and each takes memory."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """As many processes as there are cores, unless they share a GPU."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, _PROCESSES_OF_A_GPU) if device_count() > 0 else cores
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +60,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip("needs an NVIDIA GPU")
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Sends the counts to the process that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["examples"] = dict(EXAMPLES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    EXAMPLES.update(getattr(node, "workeroutput", {}).get("examples", {}))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     _summarise_registers(terminalreporter)
     for subject, count in sorted(EXAMPLES.items()):
@@ -56,7 +79,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _summarise_registers(terminalreporter: pytest.TerminalReporter) -> None:
     """What the compile matrix found, if its tests ran; the reports bring it from other processes too."""
-    from tests.compile_matrix import USAGE_PROPERTY, Usage, summary
+    from tests.kernel_usage import Usage
+    from tests.register_table import USAGE_PROPERTY, summary
 
     reports = (report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, []))
     found = [Usage(*value) for report in reports for name, value in report.user_properties if name == USAGE_PROPERTY]

@@ -116,7 +116,8 @@ def examine(tool: str, arguments: Sequence[str], examples: int, directory: Path)
     probe, output = supervise(tool, ["-m", "tests.faulty_kernels", tool], examples, directory)
     if not probe.places[FAULTY]:
         return None, output
-    return supervise(tool, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], examples, directory)
+    quiet = ["-q", "-n", "0", "-p", "no:cacheprovider"]  # in the one process that the tool watches
+    return supervise(tool, ["-m", "pytest", *quiet, *arguments], examples, directory)
 
 
 def line(tool: str, verdict: Verdict | None) -> str:

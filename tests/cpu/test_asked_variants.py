@@ -29,7 +29,8 @@ from lt_runtime.problem import (
     Spec,
 )
 from lt_runtime.products.matmul import MatmulPlan
-from tests.compile_matrix import VARIANTS, Variant
+from tests.compile_matrix import VARIANTS
+from tests.kernel_usage import Variant
 
 WHOLE, ODD = Spec(packed(16, 24)), Spec(packed(16, 23))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as cuda_driver
-from lt_runtime.gpu.driver_version import kernel_driver_version
+from lt_runtime.gpu.devices import kernel_driver_version
 from rich.console import Console
 
 from lt_runtime.cli import doctor, main, probes

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels.kernel import Entry
@@ -62,23 +59,16 @@ class HostKernel:
 
 
 class HostKernels:
-    """Libraries of kernels; those announced are built in the background."""
+    """Libraries of kernels, each built when it is first asked for: the tests' processes build side by side."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
-        self._pool: Final = ThreadPoolExecutor(os.cpu_count())
-        self._paths: dict[Variant, Future[Path]] = {}
         self._libraries: dict[Variant, ctypes.CDLL] = {}
-
-    def announce(self, variants: Iterable[Variant]) -> None:
-        """Starts to build what will be asked for."""
-        for variant in variants:
-            self._path(variant)
 
     def library(self, variant: Variant) -> ctypes.CDLL:
         """A file's kernels under the given definitions."""
         if variant not in self._libraries:
-            self._libraries[variant] = ctypes.CDLL(str(self._path(variant).result()))
+            self._libraries[variant] = ctypes.CDLL(str(self._builder.library(variant)))
         return self._libraries[variant]
 
     def get(self, entry: Entry, macros: Macros = (), device: int = 0) -> HostKernel:
@@ -88,15 +78,6 @@ class HostKernels:
     def kernel(self, variant: Variant, entry: str) -> HostKernel:
         """A kernel of a file, which may be one of the tests' own."""
         return HostKernel(self.library(variant), entry, variant.max_threads[entry])
-
-    def close(self) -> None:
-        """Ends the building of what nobody asked for."""
-        self._pool.shutdown(cancel_futures=True)
-
-    def _path(self, variant: Variant) -> Future[Path]:
-        if variant not in self._paths:
-            self._paths[variant] = self._pool.submit(self._builder.library, variant)
-        return self._paths[variant]
 
 
 def get_array(library: ctypes.CDLL, count: int) -> list[int]:

@@ -23,7 +23,6 @@ from lt_runtime.kernels.mse import MsePass
 from lt_runtime.problem import DType
 from lt_runtime.reference import cross_entropy, mse_loss
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding
-from tests.host_kernels.build import SANITIZER, Sanitizer
 from tests.host_kernels.cases import FEW, MORE, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
@@ -420,7 +419,6 @@ def test_uniform_logits_cost_the_logarithm_of_their_number(runner: Runner, class
         assert loss == pytest.approx(math.log(classes), rel=1e-6)
 
 
-@pytest.mark.skipif(SANITIZER is Sanitizer.THREAD, reason="too many threads")
 @pytest.mark.parametrize("shape", [(50, 10), (7, 1000), (5, 5000)])
 def test_bits_depend_on_neither_order_nor_memory(runner: Runner, shape: Shape) -> None:
     values = numbers(np.random.default_rng(0), shape, F32)

@@ -248,6 +248,7 @@ LONG = replace(MANY, long=(800, 32), c="nowhere")
 @example(case=LONG)
 @example(case=replace(LONG, long=(700, 8)))
 @example(case=replace(MANY, busy=False, c="nowhere"))
+@example(case=replace(MANY, busy=False, long=(3, 1030)))
 @given(case=cases)
 def test_products(host: HostKernels, variant: Narrow, case: NarrowCase) -> None:
     product = Product(case, variant)

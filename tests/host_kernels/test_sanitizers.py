@@ -25,9 +25,10 @@ from tests.host_kernels.variants import (
 )
 
 REPOSITORY = HERE.parent.parent
-SHARED_MEMORY_TESTS = [  # their first, explicit example alone where threads are slow
+SHARED_MEMORY_TESTS = [  # ThreadSanitizer runs their explicit examples alone
     *(f"test_epilogue_bwd.py::test_backward[{epilogue}]" for epilogue in SANITIZED_BACKWARD),
     f"test_loss.py::test_mse[{F32}]",
+    *(f"test_loss.py::test_bits_depend_on_neither_order_nor_memory[shape{i}]" for i in range(3)),
     *(
         f"test_loss.py::test_labels_far_out_of_range[{case}-4294967297]"
         for case in ("7-in place", "20-apart", "20-in place")
@@ -93,16 +94,14 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
     assert (done.returncode, found) == (0, []), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("sanitizer", "tests"),
-    [(Sanitizer.ADDRESS, TESTS), (Sanitizer.THREAD, SHARED_MEMORY_TESTS)],
-    ids=["address and undefined behaviour", "threads"],
-)
-def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, tests: list[str]) -> None:
-    paths = [f"tests/host_kernels/{test}" for test in tests]
-    done = run_python(sanitizer, build_directory, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *paths])
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])  # as long as each other
+@pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
+def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool) -> None:
+    tests = TESTS if sanitizer is Sanitizer.ADDRESS else SHARED_MEMORY_TESTS
+    paths = [f"tests/host_kernels/{test}" for test in tests if test.startswith("test_narrow") == narrow]
+    done = run_python(sanitizer, build_directory, ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *paths])
     assert_clean(done)
-    assert f"{len(tests)} passed" in done.stdout
+    assert f"{len(paths)} passed" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The variants of the kernels that are tested: everything in FP32, a few of each in FP16 and BF16."""
+"""The variants of the kernels that are tested: everything in FP32, a few of each in FP16 and BF16.
+
+Of each kernel a few are built with sanitizers too, and between them both ways to load and store.
+"""
 
 from __future__ import annotations
 
@@ -308,43 +311,4 @@ SANITIZED_LOSSES: Final = (F32, BF16)
 SANITIZED_MATMULS: Final = (MatmulEpilogue(F32, F32, "relu"),)
 SANITIZED_NARROW: Final = tuple(
     each for each in NARROW if (each.dtype, each.width) in ((F32, 16), (BF16, 16), (F16, 1))
-)
-SANITIZED: Final = (
-    *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in SANITIZED_FORWARD),
-    *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in SANITIZED_BACKWARD),
-    *(
-        Variant("cross_entropy.cu", cross_entropy_macros(dtype, block_rows))
-        for dtype in SANITIZED_LOSSES
-        for block_rows in (False, True)
-    ),
-    Variant("mse.cu", scalar_macros(F32)),
-    Variant("tally.cu", scalar_macros(BF16)),
-    Variant("resize.cu", scalar_macros(F16)),
-    *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in SANITIZED_MATMULS),
-    *(variant for narrow in SANITIZED_NARROW for variant in narrow.variants),
-    *(Variant("dropout.cu", dropping.macros) for dropping in SANITIZED_DROPPING),
-    *(Variant("adamw.cu", variant.macros) for variant in SANITIZED_ADAMW),
-    Variant("gradient_norm.cu"),
-    Variant("dropout_probe.cu"),
-)
-"""What is built with sanitizers: every kernel, and between them both ways to load and store."""
-
-ALL: Final = (
-    Variant("dropout_probe.cu"),
-    Variant("shim_probe.cu"),
-    *(Variant("dropout.cu", dropping.macros) for dropping in DROPPING),
-    *(Variant("epilogue_fwd.cu", epilogue.macros) for epilogue in FORWARD_EPILOGUES),
-    *(Variant("epilogue_bwd.cu", epilogue.macros) for epilogue in BACKWARD_EPILOGUES),
-    *(Variant("matmul_epilogue.cu", epilogue.macros) for epilogue in MATMUL_EPILOGUES),
-    *(variant for narrow in NARROW for variant in narrow.variants),
-    *(
-        Variant("cross_entropy.cu", cross_entropy_macros(dtype, block_rows))
-        for dtype in TYPES
-        for block_rows in (False, True)
-    ),
-    *(Variant("mse.cu", scalar_macros(dtype)) for dtype in TYPES),
-    *(Variant("tally.cu", scalar_macros(dtype)) for dtype in TYPES),
-    *(Variant("resize.cu", scalar_macros(dtype)) for dtype in TYPES),
-    *(Variant("adamw.cu", variant.macros) for variant in ADAMW),
-    Variant("gradient_norm.cu"),
 )

@@ -1,4 +1,4 @@
-// Running one block. fibers.cpp and threads.cpp hold the two ways to do it.
+// Running one block, its threads being fibers of one thread.
 #pragma once
 
 #include <array>
@@ -26,6 +26,9 @@ class Order {
 // Runs the threads of one block. Says what is wrong, or nothing.
 std::string run_block(Body body, Order& order);
 
+// Ends what ThreadSanitizer takes for threads, of which it allows some thousands at a time.
+void end_grid();
+
 uint3 thread_at(unsigned index);
 
 // Where a thread waits.
@@ -52,6 +55,13 @@ struct Lane {
   unsigned mask = 0;        // of the exchange: whom it waits for, whose bits it reads, what it hands over
   unsigned source = 0;
   unsigned bits = 0;  // then what it has read
+
+  // For ThreadSanitizer: a place for every other exchange of this lane, so that it may go on to the next before the
+  // others have left this one; the lanes of the last complete exchange, and which of them were at an odd one.
+  char places[2]{};
+  unsigned exchanges = 0;
+  unsigned group = 0;
+  unsigned odd = 0;
 
   void exchange(Place at, unsigned mask_, unsigned source_, unsigned bits_);
   void wait_at_barrier(Place at);

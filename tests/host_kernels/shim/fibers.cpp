@@ -6,11 +6,7 @@
 #include <memory>
 
 #include "block.h"
-
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#endif
+#include "sanitizers.h"
 
 namespace shim {
 
@@ -22,6 +18,7 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStack]};
   void* fake_stack = nullptr;
+  void* thread = nullptr;  // to ThreadSanitizer
 };
 
 std::vector<Fiber> fibers;  // kept from block to block, for their stacks
@@ -32,26 +29,17 @@ Body current_body{};
 const void* scheduler_stack = nullptr;
 std::size_t scheduler_stack_size = 0;
 
-#ifdef __SANITIZE_ADDRESS__
-void leave(void** fake_stack, const void* stack, std::size_t size) {
-  __sanitizer_start_switch_fiber(fake_stack, stack, size);
-}
-void arrive(void* fake_stack, const void** stack, std::size_t* size) {
-  __sanitizer_finish_switch_fiber(fake_stack, stack, size);
-}
-// A fiber given up while it waits leaves marks on its stack.
-void clean(Fiber& fiber) { __asan_unpoison_memory_region(fiber.stack.get(), kStack); }
-#else
-void leave(void**, const void*, std::size_t) {}
-void arrive(void*, const void**, std::size_t*) {}
-void clean(Fiber&) {}
-#endif
+// Places through which one thread's work is ordered before another's, for ThreadSanitizer.
+char block_begins, block_ends;
+char barrier_places[2];  // taken in turn: a thread may be at the next barrier before all have left the last one
+unsigned barriers = 0;   // opened so far
 
 Lane& lane_of(unsigned thread) { return warps[thread / kWarp].lanes[thread % kWarp]; }
 
 void enter(Fiber& fiber) {
   current = &fiber;
   leave(&scheduler.fake_stack, fiber.stack.get(), kStack);
+  switch_to_thread(fiber.thread);
   swapcontext(&scheduler.context, &fiber.context);
   arrive(scheduler.fake_stack, nullptr, nullptr);
 }
@@ -60,20 +48,26 @@ void enter(Fiber& fiber) {
 void wait() {
   Fiber& self = *current;
   leave(&self.fake_stack, scheduler_stack, scheduler_stack_size);
+  switch_to_thread(scheduler.thread);
   swapcontext(&self.context, &scheduler.context);
   arrive(self.fake_stack, &scheduler_stack, &scheduler_stack_size);
 }
 
 void fiber_main() {
   arrive(nullptr, &scheduler_stack, &scheduler_stack_size);
+  acquire(block_begins);
   current_body();
   lane_of(thread_index()).state = Lane::kReturned;
+  release(barrier_places[barriers % 2]);  // who returns counts as arrived
+  release(block_ends);
   leave(nullptr, scheduler_stack, scheduler_stack_size);
+  switch_to_thread(scheduler.thread);
   setcontext(&scheduler.context);
 }
 
 void prepare(Fiber& fiber) {
-  clean(fiber);
+  clean(fiber.stack.get(), kStack);
+  if (!fiber.thread) fiber.thread = new_thread();
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.get();
   fiber.context.uc_stack.ss_size = kStack;
@@ -103,6 +97,7 @@ bool open_barrier(std::string& error) {
     }
     warp.open_barrier();
   }
+  ++barriers;
   error = check_barrier(waiting);
   return !waiting.empty();
 }
@@ -112,14 +107,22 @@ bool open_barrier(std::string& error) {
 void sync_threads(const char* file, int line) {
   const unsigned thread = thread_index();
   lane_of(thread).wait_at_barrier(Place{thread, file, line});
+  char& place = barrier_places[barriers % 2];
+  release(place);
   wait();
+  acquire(place);
 }
 
 unsigned exchange(const char* file, int line, unsigned mask, unsigned source, unsigned bits) {
   const unsigned thread = thread_index();
-  lane_of(thread).exchange(Place{thread, file, line}, mask, source, bits);
+  Lane& lane = lane_of(thread);
+  lane.exchange(Place{thread, file, line}, mask, source, bits);
+  release(lane.places[lane.exchanges % 2]);
   wait();
-  return lane_of(thread).bits;
+  for (unsigned i = 0; i < kWarp; ++i) {
+    if (lane.group >> i & 1u) acquire(warps[thread / kWarp].lanes[i].places[lane.odd >> i & 1u]);
+  }
+  return lane.bits;
 }
 
 std::string run_block(Body body, Order& order) {
@@ -131,6 +134,8 @@ std::string run_block(Body body, Order& order) {
     lane_of(i).state = Lane::kRunning;
   }
   current_body = body;
+  scheduler.thread = this_thread();
+  release(block_begins);
   std::string error;
   do {
     for (const unsigned i : order.of(static_cast<unsigned>(warps.size()))) {
@@ -138,7 +143,15 @@ std::string run_block(Body body, Order& order) {
       if (!error.empty()) return error;
     }
   } while (open_barrier(error) && error.empty());
+  acquire(block_ends);
   return error;
+}
+
+void end_grid() {
+  for (Fiber& fiber : fibers) {
+    if (fiber.thread) end_thread(fiber.thread);
+    fiber.thread = nullptr;
+  }
 }
 
 }  // namespace shim

@@ -5,8 +5,7 @@
 #include <memory>
 #include <numeric>
 
-uint3 blockIdx, blockDim, gridDim;
-LT_PER_THREAD uint3 threadIdx;
+uint3 threadIdx, blockIdx, blockDim, gridDim;
 
 // The linker's names for the ends of the section; absent where a kernel has no shared memory.
 extern char __start_shared_memory[] __attribute__((weak, visibility("hidden")));
@@ -69,16 +68,18 @@ const char* run_grid(Body body, uint3 grid, uint3 block, unsigned shared, unsign
   if (threads == 0 || threads > kMaxThreads || blocks == 0) return "invalid grid or block";
   dynamic.reset(new char[shared]);
   Order order(order_seed);
+  error.clear();
   for (const unsigned i : order.of(blocks)) {
     blockIdx = uint3{i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
     poison_shared_memory(shared);
     error = run_block(body, order);
     if (!error.empty()) {
       error = "block " + name(blockIdx) + ": " + error;
-      return error.c_str();
+      break;
     }
   }
-  return nullptr;
+  end_grid();
+  return error.empty() ? nullptr : error.c_str();
 }
 
 }  // namespace shim

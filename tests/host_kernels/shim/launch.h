@@ -3,15 +3,7 @@
 
 #include <vector_types.h>
 
-// Threads of a block are threads of the process under ThreadSanitizer, fibers of one thread otherwise.
-#ifdef __SANITIZE_THREAD__
-#define LT_PER_THREAD thread_local
-#else
-#define LT_PER_THREAD
-#endif
-
-extern LT_PER_THREAD uint3 threadIdx;
-extern uint3 blockIdx, blockDim, gridDim;
+extern uint3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace shim {
 

@@ -27,6 +27,7 @@ void Lane::exchange(Place at, unsigned mask_, unsigned source_, unsigned bits_) 
   mask = mask_;
   source = source_;
   bits = bits_;
+  ++exchanges;
 }
 
 void Lane::wait_at_barrier(Place at) {
@@ -73,11 +74,17 @@ unsigned Warp::together_with(const Lane& lane) const {
 
 void Warp::complete(unsigned group) {
   unsigned handed[kWarp];
-  for (unsigned i = 0; i < kWarp; ++i) handed[i] = has(group, i) ? lanes[i].bits : kPoison;
+  unsigned odd = 0;
+  for (unsigned i = 0; i < kWarp; ++i) {
+    handed[i] = has(group, i) ? lanes[i].bits : kPoison;
+    odd |= lanes[i].exchanges % 2 << i;
+  }
   for (unsigned i = 0; i < kWarp; ++i) {
     if (!has(group, i)) continue;
     lanes[i].bits = has(group, lanes[i].source) ? handed[lanes[i].source] : kPoison;
     lanes[i].state = Lane::kRunning;
+    lanes[i].group = group;
+    lanes[i].odd = odd;
   }
 }
 

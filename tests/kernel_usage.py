@@ -1,0 +1,141 @@
+"""What one kernel variant takes on one architecture, as ptxas says it, and what a kernel must not take."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from cuda.bindings import nvrtc
+
+from lt_runtime.gpu import compiler
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.paths import kernel_sources
+
+ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+MAX_SHARED: Final = 48 << 10  # bytes a block may have without being granted more
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A source with its definitions."""
+
+    source: str
+    macros: Macros = ()
+
+    def __str__(self) -> str:
+        return "-".join([self.source, *(value.removeprefix("lt::") for _, value in self.macros)])
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel takes on one architecture: registers a thread, bytes of everything else.
+
+    Attributes:
+        spills: stored and loaded. stack: local memory. shared: of a block. parameters: the argument block.
+        double: whether there is FP64 arithmetic in it.
+    """
+
+    variant: str
+    kernel: str
+    architecture: str
+    registers: int
+    spills: int
+    stack: int
+    shared: int
+    parameters: int
+    double: bool
+
+    @property
+    def faults(self) -> list[str]:
+        """What must not be: values that leave the registers, FP64, more shared memory than any block may have."""
+        found = {
+            "spills registers": self.spills,
+            "has a stack": self.stack,
+            "computes in FP64": self.double,
+            "takes too much shared memory": self.shared > MAX_SHARED,
+        }
+        return [
+            f"{self.kernel} of {self.variant} for {self.architecture} {name}" for name, is_so in found.items() if is_so
+        ]
+
+
+Structs = Mapping[str, type[ctypes.Structure]]
+"""The argument block of each kernel of a source, by the kernel's name."""
+
+
+def faults(
+    variants: Sequence[Variant], architectures: Sequence[str], structs: Structs, found: Sequence[Usage]
+) -> list[str]:
+    """What is wrong with variants of one source, where `found` is all that their compilation says."""
+    wanted = set(itertools.product(map(str, variants), structs, architectures))
+    compiled = {(usage.variant, usage.kernel, usage.architecture): usage for usage in found}
+    missing = [f"{kernel} of {variant} for {each} is missing" for variant, kernel, each in wanted - set(compiled)]
+    unknown = [f"{kernel} of {variant} is not known to the runtime" for variant, kernel, _ in set(compiled) - wanted]
+    sizes = {kernel: ctypes.sizeof(struct) for kernel, struct in structs.items()}
+    other_size = [
+        f"{kernel} of {variant} takes {usage.parameters} bytes; its struct in Python has {sizes[kernel]}"
+        for (variant, kernel, _), usage in compiled.items()
+        if kernel in sizes and usage.parameters != sizes[kernel]
+    ]
+    return [*missing, *unknown, *other_size, *(fault for usage in found for fault in usage.faults)]
+
+
+def everywhere(variants: Sequence[Variant], architectures: Sequence[str]) -> list[Usage]:
+    """Usage of all kernels of some variants; NVRTC compiles in several threads at once."""
+    jobs = list(itertools.product(variants, architectures))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [usage for found in pool.map(lambda job: usages(*job), jobs) for usage in found]
+
+
+def usages(variant: Variant, architecture: str) -> list[Usage]:
+    """What each kernel of a variant takes under the package's own options."""
+    log, ptx = compile_to_ptx(variant, architecture)
+    parameters = dict(re.findall(r"\.entry (\w+)\(\s*\.param \.align \d+ \.b8 \w+\[(\d+)\]\s*\)", ptx))
+    sections = re.findall(r"entry function '(\w+)' for '\w+'\n(.*?)(?=entry function|\Z)", log, re.DOTALL)
+    return [
+        Usage(
+            str(variant),
+            kernel,
+            architecture,
+            registers=_total(r"Used (\d+) registers", said),
+            spills=_total(r"(\d+) bytes spill", said),
+            stack=_total(r"(\d+) bytes stack frame", said),
+            shared=_total(r"(\d+) bytes smem", said),
+            parameters=int(parameters.get(kernel, 0)),
+            double=".f64" in ptx,  # of the whole file: what a kernel calls without inlining counts as well
+        )
+        for kernel, said in sections
+    ]
+
+
+def _total(pattern: str, said: str) -> int:
+    return sum(map(int, re.findall(pattern, said)))
+
+
+def compile_to_ptx(variant: Variant, architecture: str) -> tuple[str, str]:
+    """The log of ptxas, and the intermediate code."""
+    options = compiler._options(variant.source, variant.macros, architecture)
+    # Where there is a driver NVRTC has a cache of its own, and ptxas says nothing of what is found there.
+    flags = [*options, *compiler._include_paths(), b"--ptxas-options=-v", b"--no-cache"]
+    code = (kernel_sources() / variant.source).read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(code, variant.source.encode(), 0, [], []))
+    status, *_ = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    _checked(nvrtc.nvrtcGetProgramLog(program, log))
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, f"{variant} for {architecture}:\n{log.decode()}"
+    ptx = b" " * _checked(nvrtc.nvrtcGetPTXSize(program))
+    _checked(nvrtc.nvrtcGetPTX(program, ptx))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return log.decode(), ptx.decode()
+
+
+def _checked(answer: tuple[object, ...]) -> object:
+    status, *result = answer
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+    return result[0] if result else None
