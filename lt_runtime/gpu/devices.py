@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cuda.bindings import driver
 
-from lt_runtime.errors import LtError
+from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.driver import call
 
 
@@ -43,6 +45,42 @@ def device_count() -> int:
         return int(call("cuDeviceGetCount"))
     except LtError:
         return 0
+
+
+def parse_device(device: object) -> int | None:
+    """The ordinal of the GPU that a caller named; None for the host.
+
+    Args:
+        device: a GPU's ordinal; "cpu", "cuda" (the first GPU) or "cuda:N"; "auto", which is the first GPU if there is
+            one and the host otherwise; or an object with `type` and `index`, such as a `torch.device`.
+
+    Raises:
+        ArgumentError: another value, or a GPU that is not there.
+    """
+    name = _device_name(device)
+    if name in ("cpu", "cpu:0"):
+        return None
+    count = device_count()
+    if name == "auto":
+        return 0 if count else None
+    match = re.fullmatch(r"cuda(?::(-?\d+))?", name)
+    if match is None:
+        raise ArgumentError(
+            f"device is {device!r}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a "
+            "torch.device"
+        )
+    ordinal = int(match[1] or 0)
+    if not 0 <= ordinal < count:
+        raise ArgumentError(f"device is {device!r}, but this machine has {count} usable GPUs; try 'cpu'")
+    return ordinal
+
+
+def _device_name(device: Any) -> str:
+    if hasattr(device, "type") and hasattr(device, "index"):
+        return str(device.type) if device.index is None else f"{device.type}:{device.index}"
+    if hasattr(device, "__index__") and not isinstance(device, bool):
+        return f"cuda:{operator.index(device)}"
+    return str(device)
 
 
 @functools.cache

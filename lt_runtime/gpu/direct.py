@@ -13,6 +13,7 @@ from lt_runtime.gpu.driver import check
 _POINTER: Final = ctypes.c_void_p
 _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuCtxGetDevice": (_POINTER,),
+    "cuEventRecord": (_POINTER, _POINTER),
     "cuGraphLaunch": (_POINTER, _POINTER),
     "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
     "cuMemcpyDtoDAsync_v2": (_POINTER, _POINTER, ctypes.c_size_t, _POINTER),

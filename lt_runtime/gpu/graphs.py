@@ -52,6 +52,9 @@ class Graph:
         run: puts its work on the stream whose handle it is given.
         stream: a handle, not that of the default stream, which cannot be captured.
 
+    Attributes:
+        executable: handle of the instantiated graph.
+
     Raises:
         Whatever `run` raises; the capture is ended all the same.
     """

@@ -25,7 +25,7 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
     Args:
         x: any shape; a matrix may lie in any layout, other arrays must be row-major without gaps. The mask of an
             array is that of its elements in row-major order.
-        p: in [0, 1).
+        p: in [0, 1). It is rounded to a multiple of 2^-16.
         rng: where the mask comes from; needed if `p` is not 0.
         out: buffer like x; may be x itself.
         stream: as in `linear_fwd`.
@@ -34,7 +34,8 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
         y, of the kind and shape of x.
 
     Raises:
-        ArgumentError: `p` is outside [0, 1), or not 0 without `rng`.
+        ArgumentError: `p` is outside [0, 1), or it is positive and would be rounded to 0, or it is not 0 and there is
+            no `rng`.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     philox = check_dropout(p, rng)

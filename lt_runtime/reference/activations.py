@@ -23,12 +23,12 @@ def activate(z: NDArray[Any], activation: Activation) -> Array:
 
 
 def derivative(z: NDArray[Any], activation: Activation) -> Array:
-    """act'(z), elementwise; at z = 0 ReLU's is 0 and leaky ReLU's is its slope, and ReLU's is 1 where z is NaN."""
+    """act'(z), elementwise. At z = 0 ReLU's derivative is 0, and leaky ReLU's its slope; ReLU's is 1 where z is NaN."""
     return _DERIVATIVE[activation.name](z.astype(np.float64), activation.negative_slope)
 
 
 def _sigmoid(z: Array) -> Array:
-    # exp of a non-positive number cannot overflow
+    # The exponential of a number that is not positive cannot overflow.
     decay = np.exp(-np.abs(z))
     return np.where(z >= 0, 1.0, decay) / (1.0 + decay)
 

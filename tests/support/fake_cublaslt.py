@@ -11,14 +11,14 @@ from typing import Any, Final, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
-
 from lt_runtime.cublaslt.attribute_ids import (
     MatmulDescAttribute,
     MatrixLayoutAttribute,
     MatrixTransformDescAttribute,
     PreferenceAttribute,
 )
+from numpy.typing import NDArray
+
 from lt_runtime.cublaslt.enums import (
     BatchMode,
     ComputeType,
