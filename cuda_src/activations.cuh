@@ -1,4 +1,4 @@
-// Activations: a pair of functions each, and the derivative from the output where it follows from it.
+// Activations: each has a function and its derivative, and a derivative from the output where the output determines it.
 // lt_runtime/reference/activations.py holds the same functions in float64.
 #pragma once
 
@@ -37,17 +37,17 @@ struct Tanh {
   static __device__ float derivative_from_output(float y) { return 1.0f - y * y; }
 };
 
-// The tanh form, 0.5 z (1 + tanh(u)) with u = √(2/π) (z + 0.044715 z³), written as z σ(2u): tanhf takes some thirty
-// instructions, σ four.
+// The tanh form, 0.5 z (1 + tanh(u)) with u = √(2/π) (z + 0.044715 z³), is computed as z σ(2u): tanhf takes some thirty
+// instructions, σ takes four.
 struct Gelu {
-  static constexpr float kLinear = 1.5957691216057308f;  // of 2u
+  static constexpr float kLinear = 1.5957691216057308f;  // factor of z in 2u
   static constexpr float kCubic = kLinear * 0.044715f;
   static __device__ float gate(float z, float square) {
     return reciprocal_approx(1.0f + exp2_approx(z * (-kLog2E * kLinear - kLog2E * kCubic * square)));
   }
   static __device__ float forward(float z, float) { return z * gate(z, z * z); }
   static __device__ float derivative(float z, float) {
-    const float square = fminf(z * z, 256.0f);  // σ is saturated long before; an infinite square times 0 were NaN
+    const float square = fminf(z * z, 256.0f);  // σ is saturated long before; an infinite square times 0 would be NaN
     const float s = gate(z, square);
     return s + z * (s - s * s) * (kLinear + 3.0f * kCubic * square);
   }

@@ -1,7 +1,10 @@
-// AdamW over every parameter of a model in one launch. A block handles one chunk of one tensor, a thread eight elements of
-// it. lt_runtime/reference/adamw.py holds the same update.
-// Compiled for one MOMENT type (float or __nv_bfloat16), AMSGRAD (0 or 1), and STOCHASTIC (0 or 1: whether there are BF16
-// parameters without a master copy).
+// AdamW over every parameter of a model in one launch. A block updates one chunk of one tensor, a thread eight elements.
+// lt_runtime/reference/adamw.py holds the same update.
+//
+// Compiled for:
+//   MOMENT      the type of the moments: float or __nv_bfloat16
+//   AMSGRAD     0 or 1
+//   STOCHASTIC  1 where there are BF16 parameters without a master copy, 0 otherwise
 
 #include "optimizer_state.cuh"
 #include "predecessor.cuh"
@@ -10,7 +13,7 @@
 
 namespace lt {
 
-// Every array begins at the chunk's first element.
+// One row of the table: a chunk of a tensor. Every address is that of the chunk's first element.
 struct alignas(16) AdamWChunk {
   void* value;  // read and written: FP32, or BF16 where there is no master copy
   void* copy;   // written only: the value in lower precision; may be absent
@@ -18,7 +21,7 @@ struct alignas(16) AdamWChunk {
   void* m;
   void* v;
   void* v_max;  // AMSGRAD only
-  uint64 octet;  // elements of the tensor before the chunk, divided by eight
+  uint64 octet;  // number of the tensor's elements before the chunk, divided by eight
   uint32 tensor;
   uint32 count;
   float lr_scale;
@@ -26,7 +29,7 @@ struct alignas(16) AdamWChunk {
   unsigned char value_type;  // kFloat32, kFloat16 or kBfloat16
   unsigned char copy_type;
   unsigned char gradient_type;
-  unsigned char aligned;  // whether every array is, to 16 bytes
+  unsigned char aligned;  // whether every address is a multiple of 16 bytes
   uint32 reserved;
 };
 
@@ -37,7 +40,7 @@ struct AdamWParams {
   int* growth_tracker;  // updates since the scale changed
   uint64 seed;
   float lr;
-  float log_beta1;  // logarithms, so that 1 - βᵗ keeps its precision in FP32
+  float log_beta1;  // the logarithm, so that 1 - βᵗ keeps its precision in FP32
   float log_beta2;
   float beta1;
   float beta2;
@@ -64,14 +67,14 @@ struct Progress {
   float scale;
 };
 
-// What it makes of that.
+// The step that this thread makes of them.
 struct AdamWStep {
-  uint32 number;  // of this update, from 1
+  uint32 number;  // number of this update, from 1
   bool skipped;
   float lr;
   float correction1;      // 1 / (1 - β₁ᵗ)
   float correction2;      // 1 / √(1 - β₂ᵗ)
-  float gradient_factor;  // clipping over loss scale
+  float gradient_factor;  // the factor of clipping, divided by the loss scale
 };
 
 // sin(π/2 · x) for x in [0, 1], exactly 0 at 0: the Taylor series. cosf would need a stack for arguments of any size.
@@ -88,11 +91,11 @@ __device__ inline float schedule_factor(const AdamWParams& p, uint32 t) {
   const float span = static_cast<float>(p.total_steps - p.warmup_steps);
   const float left = t < p.total_steps ? __fdividef(static_cast<float>(p.total_steps - t), span) : 0.0f;
   const float sine = quarter_sine(left);
-  // half a cosine, (1 + cos(π·(1 - left))) / 2, is the sine's square
+  // the cosine schedule, (1 + cos(π·(1 - left))) / 2, is the square of a sine
   return p.final_factor + (1.0f - p.final_factor) * (p.decay == 1 ? left : sine * sine);
 }
 
-// As torch.nn.utils.clip_grad_norm_. NaN is handed on.
+// The factor of torch.nn.utils.clip_grad_norm_. A NaN norm makes it NaN.
 __device__ inline float clip_factor(const AdamWParams& p, float norm) {
   if (p.max_norm == 0.0f) return 1.0f;
   const float factor = p.max_norm / (norm + 1e-6f);
@@ -115,8 +118,8 @@ __device__ inline AdamWStep make_step(const AdamWParams& p, const Progress& now)
                    clip_factor(p, now.norm) / now.scale};
 }
 
-// As torch.amp.GradScaler, which leaves out growth beyond FP32 too. Here the scale does not fall out of its normal numbers
-// either, so that its inverse is finite.
+// Updates the scale as torch.amp.GradScaler does, which does not let it grow beyond FP32 either. Unlike there, the scale
+// stays a normal number when it shrinks, so that its inverse is finite.
 __device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
   const int successes = now.nonfinite == 0 ? *p.growth_tracker + 1 : 0;
   const bool grows = successes == p.growth_interval;
@@ -125,8 +128,8 @@ __device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
   *p.growth_tracker = grows ? 0 : successes;
 }
 
-// Counts the block in once it has read the state; the last one writes what the next step will read. That need not wait for
-// any update.
+// Counts the block in after it has read the state; the last block writes the state that the next step will read. It need
+// not wait for any block's update.
 __device__ inline void advance(const AdamWParams& p, const Progress& now, bool skipped) {
   __threadfence();
   if (atomicInc(&p.state->update_ticket, gridDim.x - 1) != gridDim.x - 1) return;
@@ -140,8 +143,8 @@ __device__ inline void advance(const AdamWParams& p, const Progress& now, bool s
 }
 
 constexpr int kMoment = kTypeOf<MOMENT>;
-// That a multiprocessor shall hold. What moves fewer bytes an element needs more of them to hide what a block waits for; with
-// one more than that here, registers spill.
+// Blocks that a multiprocessor shall hold. A variant that moves fewer bytes an element needs more blocks to hide the time
+// for which each waits for memory; with one block more than here, registers spill.
 constexpr int kBlocks = kMoment == kBfloat16 && !AMSGRAD ? 5 : 4;
 
 struct Tensors {
@@ -150,7 +153,7 @@ struct Tensors {
 
 __device__ inline int value_type(const AdamWChunk& chunk) { return STOCHASTIC ? chunk.value_type : kFloat32; }
 
-// The gradient comes last: finding out its type then holds up no other load.
+// The gradient is loaded last, so that no other load waits until its type is known.
 __device__ inline Tensors load_tensors(const AdamWChunk& chunk, const Quads& at) {
   Tensors out;
   out.value = load_bits(chunk.value, value_type(chunk), at);
@@ -161,7 +164,7 @@ __device__ inline Tensors load_tensors(const AdamWChunk& chunk, const Quads& at)
   return out;
 }
 
-// √x of the special function unit, which has no instruction for it but for 1/√x. Right for 0 and infinity too.
+// √x by the special function unit, which only has an instruction for 1/√x. It is right for 0 and infinity too.
 __device__ inline float fast_sqrt(float x) { return __fdividef(1.0f, rsqrtf(x)); }
 
 struct Octets {
@@ -178,7 +181,7 @@ __device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, c
     const float g = gradient.v[k] * s.gradient_factor;
     const float m = p.beta1 * out.m.v[k] + p.one_minus_beta1 * g;
     const float v = p.beta2 * out.v.v[k] + p.one_minus_beta2 * g * g;
-    // not fmaxf, which would lose a NaN
+    // fmaxf would lose a NaN
     const float largest = AMSGRAD && out.v_max.v[k] > v ? out.v_max.v[k] : v;
     const float denominator = fast_sqrt(largest) * s.correction2 + p.eps;
     out.value.v[k] = out.value.v[k] * kept - __fdividef(rate * m, denominator);
@@ -189,7 +192,7 @@ __device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, c
   return out;
 }
 
-// BF16 moments are rounded stochastically: to nearest, β₂ = 0.999 would never move v.
+// BF16 moments are rounded stochastically: rounded to nearest, v would never move with β₂ = 0.999.
 __device__ inline void store_moments(const AdamWChunk& chunk, const Quads& at, const Words& random,
                                      const Octets& result) {
   if (kMoment == kFloat32) {
@@ -217,7 +220,7 @@ __device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, con
 
 extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) adamw(const lt::AdamWParams p) {
   using namespace lt;
-  __shared__ AdamWChunk chunk;  // what is needed after the loads is kept here rather than in registers
+  __shared__ AdamWChunk chunk;  // values that are needed after the loads stay here rather than in registers
   __shared__ Progress now;
   __shared__ AdamWStep step;
   const AdamWChunk own_chunk = p.chunks[blockIdx.x];  // the table never changes

@@ -1,10 +1,10 @@
-// Single instructions of the special function unit.
+// Functions that are single instructions of the special function unit.
 #pragma once
 
 namespace lt {
 
-// One instruction of the special function unit each, subnormals taken as zero; <math.h>'s and the intrinsics with their
-// ranges take four. Results are good to 2 units in the last place.
+// Each is one instruction, which takes subnormal numbers as zero; the functions of <math.h> and the intrinsics, which
+// handle them, take four. Results are off by at most 2 units in the last place.
 __device__ inline float exp2_approx(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -25,6 +25,6 @@ __device__ inline float reciprocal_approx(float x) {
 #endif
 }
 
-constexpr float kLog2E = 1.4426950408889634f;  // makes eˣ of 2ˣ
+constexpr float kLog2E = 1.4426950408889634f;  // log₂ e: eˣ is 2 to the power of x · log₂ e
 
 }  // namespace lt

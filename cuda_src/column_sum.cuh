@@ -1,4 +1,4 @@
-// Sums over a matrix's rows, always in the same order: over a block's, then over the blocks'.
+// Sums over a matrix's rows, always in the same order: over the rows of a block, then over the blocks.
 #pragma once
 
 #include "last_block.cuh"
@@ -8,7 +8,7 @@ namespace lt {
 
 constexpr int kThreads = 256;
 
-// One for all uses of it in a kernel.
+// The shared memory for all such sums of a kernel.
 __device__ inline float4* shared_octets() {
   __shared__ float4 octets[kThreads * kOctet / 4];
   return octets;
@@ -24,7 +24,7 @@ __device__ inline float sum_column(const float* column, int stride, int rows) {
 
 // Adds up octets over the threads of a block that share threadIdx.x, and calls `use(column, sum)` once for each of the
 // block's 8 · blockDim.x columns. Both sides of the block are powers of two. Every thread of the block must call it, and
-// between two uses there must be a barrier.
+// between two calls there must be a barrier.
 template <class Use>
 __device__ inline void sum_over_block(const Octet& octet, Use use) {
   constexpr int kSlice = 8;
@@ -37,8 +37,7 @@ __device__ inline void sum_over_block(const Octet& octet, Use use) {
   shared[2 * self + 1] = float4{octet.v[4], octet.v[5], octet.v[6], octet.v[7]};
   __syncthreads();
   if (rows > kSlice) {
-    // As many threads as there are add eight rows of a column each; the sum takes the place of the first, which no other
-    // thread reads.
+    // Each thread adds eight rows of a column. The sum takes the place of the first of them, which no other thread reads.
     rows /= kSlice;
     sums[self] = sum_column(sums + self, rows * width, kSlice);
     __syncthreads();
@@ -46,12 +45,12 @@ __device__ inline void sum_over_block(const Octet& octet, Use use) {
   for (int column = self; column < width; column += threads) use(column, sum_column(sums + column, width, rows));
 }
 
-// Where a sum over rows goes. The blocks of a grid's column hold a part of the rows each.
+// Where a sum over rows goes. Each of the blocks in a column of the grid has a part of the rows.
 template <class T>
 struct ColumnSum {
-  T* sum;           // (cols); absent where it is not wanted
+  T* sum;           // (cols); absent where no sum is wanted
   float* partial;   // (gridDim.y, 8 · blockDim.x · gridDim.x), only for more than one part
-  uint32* tickets;  // one a column of the grid, zero; only for more than one part
+  uint32* tickets;  // a zero counter for each column of the grid; only for more than one part
   int accumulate;   // add to what `sum` holds
 };
 
@@ -60,8 +59,8 @@ __device__ inline void store_sum(const ColumnSum<T>& c, int64 col, int64 cols, f
   if (col < cols) c.sum[col] = from_float<T>(c.accumulate ? to_float(c.sum[col]) + sum : sum);
 }
 
-// The calling thread's part of the sum over the parts, of the octet at `partial` in each. All that it waits for at once is
-// asked for without conditions on what came before, also at the end.
+// The calling thread's share of the sum over the parts, for the octet that lies at `partial` in each part. Four loads are
+// under way at a time, also at the end: no load depends on the loads before it.
 __device__ inline Octet sum_of_octets(const float* partial, int64 pitch) {
   constexpr int kInFlight = 4, kQuarters = kOctet / 4;
   const int parts = static_cast<int>(gridDim.y), step = blockDim.y;
@@ -91,7 +90,7 @@ __device__ inline Octet sum_of_octets(const float* partial, int64 pitch) {
   return total;
 }
 
-// Adds up what the threads of a grid's column have summed. The block that is last there adds the parts, in their order.
+// Adds up the sums of all threads in a column of the grid. The last block of the column adds the parts in their order.
 template <class T>
 __device__ inline void sum_over_grid(const ColumnSum<T>& c, const Octet& octet, int64 cols) {
   const int width = blockDim.x * kOctet;

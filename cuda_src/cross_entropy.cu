@@ -1,6 +1,7 @@
-// Softmax cross-entropy and its gradient. Each row is read once, kept in shared memory as far as that goes, and its
-// gradient written once. What does not fit is read again, for the most part from L2.
-// Compiled for one SCALAR type, ROW_THREADS of a block, and ROW_LANES, the threads that share a row that is streamed.
+// Softmax cross-entropy and its gradient. Each row is read once and kept in shared memory, and its gradient is written
+// once. The part of a row that does not fit into shared memory is read again, mostly from L2.
+//
+// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, and ROW_LANES, the threads that share a streamed row.
 
 #include "cross_entropy.cuh"
 #include "few_classes.cuh"
@@ -20,8 +21,8 @@ struct CountLabelsParams {
   int wide_labels;
 };
 
-// The blocks' rows in turn. All threads go through as many, since they count labels together at the first: by then its
-// logits have been asked for.
+// Each block's rows in turn. All threads of a block go through the same number of rows, because they count labels
+// together, at the first row: by then its logits are being loaded.
 __device__ inline float do_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch,
                                 Mean& mean) {
   const uint32 rows_per_block = blockDim.x / p.lanes;
@@ -70,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2) cross_entropy(const
   if (threadIdx.x == 0) *p.loss = loss / mean.rows;
 }
 
-// Of few classes, a thread a row: a training step waits for it as long as its memory does to answer, so labels and logits
-// are asked for together.
+// With few classes a thread has a row. A training step waits for this kernel as long as memory takes to answer, so that
+// labels and logits are loaded together.
 extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::CrossEntropyParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];
@@ -92,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::C
   if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / averaged;
 }
 
-// Counts the rows that are not ignored. A launch of its own: no gradient can be written before their number is known.
+// Counts the rows that are not ignored. It is a launch of its own: no gradient can be written before the number is known.
 extern "C" __global__ void __launch_bounds__(256) count_labels(const lt::CountLabelsParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];

@@ -1,4 +1,5 @@
-// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type, and ROW_THREADS of a block.
+// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type, and ROW_THREADS, the threads
+// of a block.
 #pragma once
 
 #include <math_constants.h>
@@ -6,7 +7,7 @@
 #include "reduce.cuh"
 #include "vector.cuh"
 
-// Shared memory of a size that the launch decides; the host's shim has a definition of its own.
+// Shared memory, whose size the launch decides; the tests that run on the host have a definition of their own.
 #ifndef DYNAMIC_SHARED
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif
@@ -17,22 +18,22 @@ struct CrossEntropyParams {
   Matrix logits;
   Matrix gradient;  // may be `logits`
   const void* labels;
-  const float* counted;     // rows that are not ignored, from count_labels; absent where each block counts them itself
+  const float* counted;     // number of rows that are not ignored, from count_labels; absent where each block counts
   const float* grad_scale;  // on the device; may be absent
-  float* partial;           // one a block, or, where blocks stream rows, a row
+  float* partial;           // a loss of each block, or of each row where blocks stream rows
   float* loss;
   uint32* ticket;
-  uint32* claimed;  // rows that blocks have taken after their first ones; zero before and after
+  uint32* claimed;  // number of rows that blocks have taken after their first rows; zero before and after
   int64 rows;
   int64 cols;
   int64 ignore_index;
-  float gradient_scale;  // what scales the gradient
+  float gradient_scale;  // factor of the gradient
   float smoothing;
   int wide_labels;  // int64 rather than int32
   int ignores;      // whether rows labelled ignore_index are left out
   uint32 lanes;     // threads that share a row: a power of two up to a warp, or the block
   uint32 held;      // octets that each thread has shared memory for
-  int streams;      // the rows lie alike, on 16 bytes, and are held as a whole: see stream_rows
+  int streams;      // all rows begin at multiples of 16 bytes and are held as a whole: see stream_rows
 };
 
 constexpr uint32 kRowThreads = ROW_THREADS;
@@ -44,7 +45,7 @@ __device__ inline int64 label_at(const CrossEntropyParams& p, int64 row) {
   return label_at(p.labels, p.wide_labels, row);
 }
 
-// Labels that are not `ignored`, of every `step`-th row from `first` on.
+// How many labels are not `ignored`, of every `step`-th row from `first` on.
 __device__ inline float count_others(const void* labels, int wide, int64 ignored, int64 rows, int64 first, int64 step) {
   constexpr int kInFlight = 4;
   float count = 0.0f;
@@ -59,10 +60,10 @@ __device__ inline float count_others(const void* labels, int wide, int64 ignored
   return count;
 }
 
-// What the mean makes of a row's gradient. Every thread of a block makes it at once.
+// The mean's part in a row's gradient. All threads of a block must make it together.
 struct Mean {
-  float rows;   // that it is over
-  float scale;  // of their gradients
+  float rows;   // number of rows that the mean is over
+  float scale;  // factor of their gradients
 
   Mean() = default;
   __device__ Mean(const CrossEntropyParams& p, float* scratch) {
@@ -96,7 +97,7 @@ __device__ inline float unpack<__half>(uint32 word, int i) {
   return __half2float(reinterpret_cast<const __half*>(&word)[i]);
 }
 
-// The larger numbers of two words. Passes over NaN, as fmaxf does.
+// The larger numbers of two words, number by number. Of NaN and a number it takes the number, as fmaxf does.
 template <class T>
 __device__ inline uint32 max_of_words(uint32 a, uint32 b) {
   typename Pair<T>::Type pairs[2];
@@ -111,7 +112,7 @@ __device__ inline uint32 max_of_words<float>(uint32 a, uint32 b) {
   return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
 }
 
-// Eight logits as they lie in memory. In words, since the compiler would give each half a register of its own.
+// Eight logits as they lie in memory. They are kept in words: the compiler would give each 16-bit half a register.
 struct Raw {
   static constexpr int kPerWord = sizeof(uint32) / sizeof(SCALAR);
   static constexpr int kPackets = kOctet * sizeof(SCALAR) / sizeof(uint4);
@@ -124,7 +125,7 @@ struct Raw {
     return unpack<SCALAR>(word == 0 ? packet.x : word == 1 ? packet.y : word == 2 ? packet.z : packet.w, i % kPerWord);
   }
 
-  // Place by place; of NaN and a number, the number.
+  // The larger numbers, place by place; of NaN and a number it takes the number.
   __device__ Raw max(const Raw& other) const {
     Raw larger;
 #pragma unroll
@@ -154,7 +155,7 @@ __device__ inline Raw load_octet(const SCALAR* p) {
   return raw;
 }
 
-// Eight logits that count for nothing.
+// Eight logits that add nothing to the sum of exponentials: -infinity.
 __device__ inline Raw nothing() {
   Packet<SCALAR> packet;
 #pragma unroll
@@ -165,10 +166,11 @@ __device__ inline Raw nothing() {
   return raw;
 }
 
-// Not an assignment, which the compiler takes apart into words here.
+// Not written as an assignment, which the compiler takes apart into words here.
 __device__ inline void store_octet(SCALAR* p, const Octet& octet) { store_packed(p, pack<SCALAR>(octet)); }
 
-// Past the logits that L2 will be asked for again. A row that shared memory holds is better stored without a hint.
+// Stores so that logits stay in L2 which will be read again. Where shared memory holds all of a row, storing without this
+// hint is faster.
 __device__ inline void store_past(SCALAR* p, const Octet& octet) {
   const Packed<SCALAR> packed = pack<SCALAR>(octet);
 #pragma unroll
@@ -179,7 +181,7 @@ __device__ inline void store_past(SCALAR* p, const Octet& octet) {
   }
 }
 
-// Copies 16 bytes into shared memory. They are there for the thread that copies once it has waited for their batch.
+// Starts to copy 16 bytes into shared memory. The calling thread may read them once it has waited for their batch.
 __device__ inline void copy_async(uint4* to, const uint4* from) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const uint32 address = static_cast<uint32>(__cvta_generic_to_shared(to));
@@ -202,7 +204,7 @@ __device__ inline void wait_for_all_but() {
 #endif
 }
 
-// Waits until no more than the last `left` batches are under way; for many, a little longer.
+// Waits until at most the last `left` batches are under way; where `left` is large, it may wait for a batch more.
 __device__ inline void wait_for_all_but(uint32 left) {
   if (left >= 6) {
     wait_for_all_but<6>();
@@ -219,7 +221,8 @@ __device__ inline void wait_for_all_but(uint32 left) {
   }
 }
 
-// This thread's part of the shared memory: its slots lie a block apart, so that a warp's accesses do not collide.
+// This thread's part of the shared memory. Its packets lie a block's threads apart, so that the accesses of a warp's
+// threads do not collide.
 struct Held {
   uint4* own;
   uint32 slots;
@@ -247,20 +250,20 @@ struct Held {
 struct Group {
   uint32 lanes;
   uint32 lane;   // this thread's place among them
-  uint32 peers;  // those of its warp, as a mask
+  uint32 peers;  // the threads of the group in its warp, as a mask
 
   __device__ explicit Group(uint32 lanes_) : lanes(lanes_), lane(threadIdx.x % lanes_), peers(0xFFFFFFFF) {
     if (lanes < kWarp) peers = ((1u << lanes) - 1) << (threadIdx.x % kWarp - lane);
   }
 };
 
-// A row of logits and its gradient: octets that both can be accessed by, and single elements before and after them. All
-// are single where logits and gradient do not lie alike, or across memory.
+// A row of logits and its gradient: octets in which both can be accessed, and single elements before and after them. All
+// elements are single where logits and gradient are aligned differently, or where their columns are not contiguous.
 struct Row {
   const SCALAR* logits;
   SCALAR* gradient;
-  uint32 octets;  // enough for more memory than there is
-  uint32 head;    // singles before the first octet
+  uint32 octets;  // 32 bits count more octets than memory holds
+  uint32 head;    // single elements before the first octet
 
   __device__ Row(const CrossEntropyParams& p, int64 row)
       : logits(element<const SCALAR>(p.logits, row, 0)),
@@ -274,7 +277,7 @@ struct Row {
     if (p.cols >= head) octets = static_cast<uint32>((p.cols - head) / kOctet);
   }
 
-  // The octet that a column belongs to, or one that there is not.
+  // The octet that a column belongs to; `octets`, which is none, for a single element.
   __device__ uint32 octet_of(int64 col) const {
     return col >= head && col < head + octet_cols() ? static_cast<uint32>((col - head) / kOctet) : octets;
   }

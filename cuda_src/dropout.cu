@@ -1,5 +1,5 @@
-// y = mask · scale · x. Backward is the same pass over dy. Compiled for one SCALAR type, ALIGNED (see sweep.cuh)
-// and BLOCKS, a multiprocessor's.
+// y = mask · scale · x. Backward is the same pass over dy. Compiled for one SCALAR type, ALIGNED (see sweep.cuh) and
+// BLOCKS, how many blocks a multiprocessor shall hold.
 
 #include "philox.cuh"
 #include "sweep.cuh"

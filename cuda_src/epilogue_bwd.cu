@@ -1,12 +1,18 @@
 // dz = dropout'(dy) · act'(saved) and the bias gradient, the sum of dz over its rows, in one pass over a matrix.
-// Compiled for one SCALAR type, one ACTIVATION, what SAVED holds (0 nothing, 1 pre-activation, 2 output, 3 ReLU's mask),
-// DROPOUT 0 or 1, how DZ is written (0 not at all, 1 as it comes, 2 transposed), ALIGNED (see sweep.cuh) and BLOCKS, a
-// multiprocessor's.
+//
+// Compiled for:
+//   SCALAR      the type of all matrices
+//   ACTIVATION  a struct of activations.cuh
+//   SAVED       what `saved` holds: 0 nothing, 1 the pre-activation, 2 the output, 3 ReLU's mask
+//   DROPOUT     0 or 1
+//   DZ          how dz is written: 0 not at all, 1 in the order in which dy is read, 2 transposed
+//   ALIGNED     see sweep.cuh
+//   BLOCKS      how many blocks a multiprocessor shall hold, which bounds a thread's registers
 //
 // The bias gradient is deterministic: no floating-point atomics.
 //
-// dz as it comes may be dy, element on element: nobody but its thread reads and writes an octet, and the row that is read
-// ahead is one that the thread has yet to write. So nothing here may promise the compiler that operands lie apart or are
+// Where DZ is 1, dz may be the same memory as dy: only one thread reads and writes an octet, and the row that it reads
+// ahead is a row that it has yet to write. So nothing here may promise the compiler that operands do not overlap or are
 // only read (`__restrict__`, `__ldg`).
 
 #include "activations.cuh"
@@ -79,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_bwd(const lt:
   wait_for_predecessor();
   const uint32 step = DROPOUT ? dropout_step(p.dropout) : 0;
   Octet sums{};
-  // Threads beyond the last column or row stay for the barriers of the sum and of the transposition.
+  // Threads beyond the last column or row do not return: the sum and the transposition have barriers.
   const uint32 rows = sweep.count ? p.rows : 0;
   const uint32 end = DZ == 2 ? block_rows(p.rows) : rows;
   dy_at.start(sweep.row < rows);

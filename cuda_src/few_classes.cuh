@@ -1,5 +1,5 @@
-// Rows of few classes, a thread each: a row is in registers as a whole, so that all of its loads are under way at once and
-// none comes twice. Compiled for one SCALAR type.
+// Rows of few classes, each of which one thread has: all of a row is in registers, so that all of its loads are under way
+// at once and nothing is loaded twice. Compiled for one SCALAR type.
 #pragma once
 
 #include "softmax_rows.cuh"
@@ -8,18 +8,18 @@ namespace lt {
 
 constexpr int kFewClasses = 16;
 
-// A number for each class there is.
+// A number for each class.
 struct FewClasses {
   using Two = Pair<SCALAR>::Type;
 
   float v[kFewClasses];
 
-  // Where there is no class, a logit that counts for nothing.
+  // The logits of a row; places beyond the last class get -infinity, which adds nothing to the sum of exponentials.
   static __device__ FewClasses load(const Matrix& m, int64 row, int cols) {
     const SCALAR* const from = element<const SCALAR>(m, row, 0);
     FewClasses out;
     if (in_pairs(m, cols)) {
-      Two pairs[kFewClasses / 2];  // as they lie, so that no conversion waits between loads
+      Two pairs[kFewClasses / 2];  // unconverted, so that no conversion waits between the loads
 #pragma unroll
       for (int i = 0; i < kFewClasses; i += 2) {
         pairs[i / 2] = Pair<SCALAR>::pack(float2{-CUDART_INF_F, -CUDART_INF_F});
@@ -54,7 +54,7 @@ struct FewClasses {
   }
 
  private:
-  // Half the accesses where every row lies on the boundary of a pair and ends with one.
+  // Whether every row begins and ends at the boundary of a pair of elements; then it takes half the accesses.
   static __device__ bool in_pairs(const Matrix& m, int cols) {
     return m.col_stride == 1 && (m.row_stride | cols) % 2 == 0 && reinterpret_cast<uint64>(m.data) % sizeof(Two) == 0;
   }
@@ -73,14 +73,14 @@ __device__ inline Softmax softmax_of(const FewClasses& logits, int cols) {
   return softmax;
 }
 
-// The rows that the mean is over, of which each thread has one that counts or not. One block sees them all; for several
-// they have been counted before, if any may be left out.
+// The number of rows that the mean is over; each thread has one row, which counts or not. A single block sees all rows;
+// for several blocks the rows have been counted before, if any may be left out.
 __device__ inline float count_by_threads(const CrossEntropyParams& p, bool counts) {
   if (gridDim.x == 1) return static_cast<float>(__syncthreads_count(counts));
   return p.ignores ? *p.counted : static_cast<float>(p.rows);
 }
 
-// Makes a row's gradient of its logits, and returns its loss.
+// Turns a row's logits into its gradient, and returns its loss.
 __device__ inline float to_gradient(FewClasses& row, int cols, int64 label, const Smoothing& smoothing, float scale) {
   const bool valid = label >= 0 && label < cols;
   const int place = valid ? static_cast<int>(label) : -1;

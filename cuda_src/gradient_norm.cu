@@ -1,5 +1,5 @@
-// The norm of all gradients of a model, and whether any is NaN or infinite, in one streaming read. A block adds up the
-// squares of one chunk; the last to finish adds the blocks' sums, always in the same order.
+// The norm of all gradients of a model, and whether any is NaN or infinite, in one read. A block adds up the squares of
+// one chunk; the last block to finish adds the blocks' sums, always in the same order.
 
 #include "last_block.cuh"
 #include "optimizer_state.cuh"
@@ -19,16 +19,16 @@ struct GradientChunk {
 
 struct GradientNormParams {
   const GradientChunk* chunks;
-  float* partial;  // one a block
+  float* partial;  // a sum of each block
   OptimizerState* state;
-  const float* scale;  // that the gradients are multiplied by; may be absent
+  const float* scale;  // the loss scale, which the gradients are multiplied by; may be absent
 };
 
 constexpr uint32 kThreads = 256;
 constexpr float kLargest = 3.4028234663852886e38f;
 
-// A sum with what rounding has cut off it (Knuth's TwoSum), since a thread may add up thousands of terms. Infinity and NaN
-// come out as from a plain sum.
+// A sum together with the part that rounding has cut off (Knuth's TwoSum): a thread may add up thousands of terms.
+// Infinity and NaN come out as from a plain sum.
 struct CompensatedSum {
   float sum = 0.0f;
   float error = 0.0f;
@@ -42,7 +42,7 @@ struct CompensatedSum {
 };
 
 struct Squares {
-  float factor;  // on each gradient
+  float factor;  // of each gradient
   CompensatedSum sum;
   bool finite = true;
 
@@ -87,7 +87,7 @@ __device__ inline void add_chunk(Squares& squares, const GradientChunk& chunk) {
 
 constexpr uint32 kGroups = 16;
 
-// Half and half, so that a large term takes little from the others' precision.
+// Added in two halves, so that a large term costs the others little precision.
 template <uint32 kCount>
 __device__ inline float sum_in_pairs(const float* terms, uint32 stride) {
   if constexpr (kCount == 1) {
@@ -108,7 +108,7 @@ __device__ inline float sum_over_block(float value) {
   return sum_in_pairs<kGroups>(groups, 1);
 }
 
-// The calling thread's part of the blocks' sums.
+// The calling thread's share of the sum over the blocks.
 __device__ inline float sum_of_partials(const float* partial) {
   constexpr int kInFlight = 8;
   CompensatedSum sum;
@@ -127,7 +127,7 @@ __device__ inline float sum_of_partials(const float* partial) {
 
 }  // namespace lt
 
-// Six blocks a multiprocessor: for eight, the compiler would keep two of a thread's loads in flight instead of four.
+// Six blocks a multiprocessor: for eight, the compiler would keep only two of a thread's loads in flight, not four.
 extern "C" __global__ void __launch_bounds__(256, 6) gradient_norm(const lt::GradientNormParams p) {
   using namespace lt;
   const GradientChunk chunk = p.chunks[blockIdx.x];  // the table never changes

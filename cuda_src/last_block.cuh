@@ -1,19 +1,19 @@
-// Which of several blocks is the last to get somewhere: what it then reads of the others' work is complete.
+// Finds the last of several blocks to reach a point; the other blocks' results that it then reads are complete.
 #pragma once
 
 #include "vector.cuh"
 
 namespace lt {
 
-// Counts the calling block in, and says whether it completes `blocks` of them. Every thread of the block must call it, and
-// all get the same answer. What the blocks wrote to global memory before is visible to the last; it has to read that
-// past L1, with __ldcg. The counter is zero before the first and after the last, so that the next launch finds it so.
+// Counts the calling block in, and returns whether it is the last of `blocks`. Every thread of the block must call it, and
+// all get the same answer. The last block sees everything that the blocks wrote to global memory before; it has to read
+// that with __ldcg, which bypasses L1. The counter is zero before the first block and after the last, for the next launch.
 __device__ inline bool is_last_block(uint32* ticket, uint32 blocks) {
   __shared__ uint32 arrived;
   __syncthreads();
   if (threadIdx.x == 0 && threadIdx.y == 0) {
-    // One thread's fences do for all: they order whatever a barrier has ordered before or after them. Fences of all
-    // would wait for each thread's stores.
+    // One thread's fences suffice: they order everything that a barrier has ordered before or after them. If all threads
+    // had fences, each would wait for its own stores.
     __threadfence();
     arrived = atomicInc(ticket, blocks - 1);
     __threadfence();

@@ -14,12 +14,12 @@
 
 namespace lt {
 
-// One bit an element, the first in a byte's lowest bit.
+// ReLU's mask: one bit for each element, the first element of eight in a byte's lowest bit.
 struct Mask {
   unsigned char* data;  // may be absent
   int64 line_stride;    // bytes from one row (column) to the next
   int64 batch_stride;   // bytes
-  int along_rows;       // a byte's bits are consecutive rows rather than columns
+  int along_rows;       // whether a byte's bits are consecutive rows rather than columns
 };
 
 // β·C, where the library has not added it: it takes no C that lies the other way than D, or has another type.
@@ -93,7 +93,7 @@ __device__ inline Octet slopes(const MatmulEpilogueParams& p, const Matrix& aux,
   return out;
 }
 
-// The block's sums, into row blockIdx.z of (batch, cols). Every thread of the block must call it.
+// Stores the sums over a block's threads into row blockIdx.z of (batch, cols). Every thread of the block must call it.
 __device__ inline void store_sums(SCALAR* sums, int64 cols, const Octet& octet) {
   const int64 first = static_cast<int64>(blockIdx.x) * blockDim.x * kOctet;
   sum_over_block(octet, [&](int column, float sum) {
@@ -104,7 +104,8 @@ __device__ inline void store_sums(SCALAR* sums, int64 cols, const Octet& octet) 
 }  // namespace lt
 
 // D = act(product + β·C + bias), keeping the pre-activation or ReLU's bits.
-// One block a multiprocessor is asked for, and more fit: without the 1, NVRTC 13.0 spills a register for occupancy.
+// The launch bounds ask for one block a multiprocessor, though more fit: without the 1, NVRTC 13.0 spills a register to
+// reach a higher occupancy.
 extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::MatmulEpilogueParams p) {
   using namespace lt;
   wait_for_predecessor();
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::M
   using namespace lt;
   wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
-  // Threads beyond the last column stay for the barrier, with nothing to do.
+  // Threads beyond the last column do not return: the sums have a barrier.
   const int count = octet_count(col, p.cols);
   const Matrix product = batch_of<PRODUCT>(p.product, p.product_batch_stride);
   const Matrix d = batch_of<SCALAR>(p.d, p.d_batch_stride), aux = batch_of<SCALAR>(p.aux, p.aux_batch_stride);

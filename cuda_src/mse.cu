@@ -13,16 +13,16 @@ struct MseParams {
   Matrix target;
   Matrix gradient;          // may be `prediction`
   const float* grad_scale;  // on the device; may be absent
-  float* partial;           // one a block
+  float* partial;           // a sum of each block
   float* loss;
   uint32* ticket;
-  int64 rows;  // 1 where all three lie without gaps
+  int64 rows;  // 1 where all three matrices have no gaps
   int64 cols;
-  float gradient_scale;  // 2 / size, times what scales the gradient
+  float gradient_scale;  // 2 / size, times the factor of the gradient
   float size;            // rows · cols
 };
 
-// Where the octet `index` of a matrix begins, and how many of its columns exist; none beyond the matrix.
+// Where the octet `index` of a matrix begins, and how many of its columns exist; none beyond the last octet.
 struct OctetPlace {
   int64 row;
   int64 col;
@@ -36,7 +36,7 @@ __device__ inline OctetPlace place_octet(const MseParams& p, int64 index, int64 
   return {row, col, exists ? octet_count(col, p.cols) : 0};
 }
 
-// How octets are moved where not all of them are whole and on 16 bytes: as each of them allows.
+// How octets are moved where not all of them are whole and aligned to 16 bytes: decided for each octet.
 struct EachAsItLies {
   using Raw = Octet;
   using Place = OctetPlace;
@@ -52,10 +52,10 @@ struct EachAsItLies {
   }
 };
 
-// Where all are. Nothing is converted before all loads are on their way.
+// How they are moved where all are. Nothing is converted before all loads are under way.
 struct Whole {
   using Raw = Packed<SCALAR>;
-  using Place = int64;  // of the octet's first element; none beyond the last
+  using Place = int64;  // index of the octet's first element; there is none beyond the last
   static __device__ Place place(const MseParams&, int64 index, int64 octets) {
     return index < octets ? index * kOctet : -1;
   }
@@ -75,7 +75,7 @@ __device__ inline bool all_whole(const MseParams& p) {
   return p.rows == 1 && p.cols % kOctet == 0 && contiguous && addresses % 16 == 0;
 }
 
-// Writes the gradient, and returns the calling thread's part of the squares' sum.
+// Writes the gradient, and returns the calling thread's share of the sum of squares.
 template <class Octets>
 __device__ inline float sum_squares(const MseParams& p, float scale) {
   const int64 octets_per_row = (p.cols + kOctet - 1) / kOctet, octets = p.rows * octets_per_row;

@@ -1,11 +1,11 @@
 // A product over few terms, such as the input gradient of an output layer: A·B, which is little more than writing D. A
-// thread makes an octet of D in each of its rows. See narrow.cuh. Compiled for
-// - so many ROWS a thread at a time: 1, or more to load B less often where there are more octets than threads;
-// - what AUX holds: 0 nothing, 1 a pre-activation, 2 ReLU's mask. D is multiplied by GELU's or ReLU's derivative there;
-// - SUMS 0 or 1: whether that D, before it is rounded, is summed up over its rows, the bias gradient of the layer below.
-// ALIGNED is said of B, C, D and a pre-activation.
+// thread makes an octet of D in each of its rows. See narrow.cuh. ALIGNED concerns B, C, D and a pre-activation.
 //
-// With SUMS both sides of a block are powers of two.
+// Compiled besides for:
+//   ROWS  rows that a thread has at a time: 1, or more to load B less often where there are more octets than threads
+//   AUX   what `aux` holds: 0 nothing, 1 a pre-activation, whose GELU derivative D is multiplied by, 2 ReLU's mask
+//   SUMS  1 where D is summed up over its rows before it is rounded, as the bias gradient of the layer below; then both
+//         sides of a block are powers of two
 
 #include "activations.cuh"
 #include "column_sum.cuh"
@@ -15,12 +15,12 @@ namespace lt {
 
 using Load = Access<SCALAR>;
 
-// Bytes of B that a thread waits for at once: all of it where few threads have a row each, and then wait for each other.
+// Bytes of B that a thread waits for at once: all of B where each of few threads has one row, and they wait for each other.
 constexpr int kInFlight = ROWS > 1 ? 128 : SUMS && ALIGNED ? 512 : 256;
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
 constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // rows of B
 
-// What an octet of D is multiplied by.
+// The factors that an octet of D is multiplied by.
 struct Aux {
 #if AUX == 1
   using Raw = Load::Raw;
@@ -52,10 +52,10 @@ struct Aux {
 #endif
 };
 
-// `row`, or the last one beyond it.
+// `row`, or the last row if `row` is beyond it.
 __device__ inline int64 existing(const NarrowParams& p, int64 row) { return row < p.rows ? row : p.rows - 1; }
 
-// The octets of a column of octets, in ROWS rows of A·B from `first` on; beyond the last row, that one again.
+// An octet of A·B in each of ROWS rows from `first` on; in place of rows beyond the last, the last one again.
 __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int64 first, int64 col, int count) {
 #pragma unroll
   for (int start = 0; start < WIDTH; start += kTogether) {
@@ -63,7 +63,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
     float a[ROWS][kTogether] = {};
 #pragma unroll
     for (int k = 0; k < kTogether; ++k) {
-      if (start + k >= p.depth) continue;  // the same for all threads
+      if (start + k >= p.depth) continue;  // all threads take the same way
       raw[k] = Load::load(element<SCALAR>(p.b, start + k, col), 1, count);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) a[r][k] = to_float(*element<SCALAR>(p.a, existing(p, first + r), start + k));
@@ -81,7 +81,7 @@ __device__ inline void multiply(Octet (&sums)[ROWS], const NarrowParams& p, int6
   }
 }
 
-// D, from A·B.
+// An octet of D, from that of A·B.
 __device__ inline Octet result(const NarrowParams& p, int64 row, int64 col, int count, const Octet& sums,
                                const Aux::Raw& aux) {
   Octet out{};
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_k(const lt::NarrowPa
   const int count = octet_count(col, p.cols);
   wait_for_predecessor();
   if (!SUMS && count == 0) return;
-  // For the barriers of the sum threads beyond the last column stay, with nothing to do.
+  // Where there are sums, threads beyond the last column do not return, since the sum has barriers.
   const int64 rows = SUMS && count == 0 ? 0 : p.rows;
   Octet total{};
   for (int64 first = (static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y) * ROWS; first < rows; first += step) {

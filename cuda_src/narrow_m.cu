@@ -1,9 +1,9 @@
-// A product of few rows and many terms, such as the weight gradient of an output layer: A·B, A given by its transpose
-// (K, M), and the sum of A over K, the bias gradient. A thread multiplies four columns of some rows of B with the same
-// rows of Aᵀ; its sums are added up over a warp, over a block, and over the grid's blocks in y, each with a part of K. See
-// narrow.cuh; ALIGNED is said of B alone.
+// A product of few rows and many terms, such as the weight gradient of an output layer: A·B, where A is given by its
+// transpose (K, M), and the sum of A over K, the bias gradient. A thread multiplies four columns of some rows of B with
+// the same rows of Aᵀ. Its sums are added up over a warp, over a block, and over the grid's blocks in y, each of which has
+// a part of K. See narrow.cuh; ALIGNED concerns B alone.
 //
-// blockDim.x threads lie side by side: a power of two, at most 16. Blocks are whole warps.
+// blockDim.x, the number of threads side by side, is a power of two, at most 16. Blocks are whole warps.
 
 #include "last_block.cuh"
 #include "narrow.cuh"
@@ -11,7 +11,7 @@
 namespace lt {
 
 constexpr int kQuad = 4;
-constexpr int kTerms = kQuad * WIDTH;  // that a thread sums up: a quad of each of D's rows
+constexpr int kTerms = kQuad * WIDTH;  // terms that a thread sums up: a quad of each of D's rows
 constexpr int kMaxSide = 16, kMaxWarps = 8;
 constexpr int kUnrolled = WIDTH == 16 ? 2 : 4;  // rows that are loaded together
 
@@ -45,11 +45,11 @@ __device__ inline Quad load_quad(const SCALAR* p, int count) {
 }
 #endif
 
-// Which columns a thread has. The one after the last is all ones where A is to be summed.
+// The four columns of a thread. Where A is to be summed, the column after B's last is all ones.
 struct Columns {
   int64 first;
-  int count;  // that exist
-  int ones;   // which of the four is that of ones; none if negative
+  int count;  // how many of them exist
+  int ones;   // which of the four is all ones; none if negative
 
   __device__ explicit Columns(const NarrowParams& p)
       : first((static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kQuad), count(0), ones(-1) {
@@ -69,7 +69,7 @@ struct Columns {
   }
 };
 
-// The thread's sums over its rows, of row i of D and column c of its four in 4 · i + c.
+// The thread's sums over its rows; the sum for row i of D and the thread's column c is sums[4 · i + c].
 __device__ inline void multiply(float (&sums)[kTerms], const NarrowParams& p, const Columns& columns) {
   const int64 step = static_cast<int64>(gridDim.y) * blockDim.y;
   int64 k = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y;
@@ -88,8 +88,8 @@ __device__ inline void multiply(float (&sums)[kTerms], const NarrowParams& p, co
   }
 }
 
-// Adds up terms over the lanes of a warp that have the same columns. They differ in the bits of their numbers up to
-// `distance`. Calls `use(term, sum)` once for each, whose first is the calling lane's `first`.
+// Adds up terms over the lanes of a warp that have the same columns: those whose numbers differ in the bits from
+// `distance` down. Calls `use(term, sum)` once for each term, in one of those lanes; `first` is the number of terms[0].
 template <int kCount, class Use>
 __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, Use use) {
   const uint32 lane = (threadIdx.y * blockDim.x + threadIdx.x) % kWarp;
@@ -102,21 +102,21 @@ __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, 
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(first + i, terms[i]);
   } else {
-    const uint32 alike = distance ? 2 * distance : 1;  // lanes that will have the sum, but for their columns
+    const uint32 alike = distance ? 2 * distance : 1;  // lanes that share a sum of each column; blockDim.x of them use it
     const bool uses = lane % alike < blockDim.x;
     for (; distance >= blockDim.x; distance /= 2) *terms += __shfl_xor_sync(0xFFFFFFFF, *terms, distance);
     if (uses) use(first, *terms);
   }
 }
 
-// One for all uses of it in a kernel.
+// The shared memory for all such sums of a kernel.
 __device__ inline float* shared_sums() {
   __shared__ float sums[kMaxWarps * kMaxSide * kTerms];
   return sums;
 }
 
-// Adds up terms over the block's threads that have the same columns. Calls `use(i, c, sum)` once for each of the block's
-// columns c in each row i of D.
+// Adds up terms over the block's threads that have the same columns. Calls `use(i, c, sum)` once for each row i of D and
+// each of the block's columns c.
 template <class Use>
 __device__ inline void sum_over_block(float (&terms)[kTerms], uint32 rows, Use use) {
   float* sums = shared_sums();
@@ -141,7 +141,7 @@ __device__ inline void store(const NarrowParams& p, int64 row, int64 col, float 
   }
 }
 
-// The block that is last in the grid's column adds the parts of K, in their order.
+// The last block in a column of the grid adds the parts of K in their order.
 __device__ inline void sum_over_parts(const NarrowParams& p, float (&terms)[kTerms]) {
   const uint32 width = blockDim.x * kQuad, size = static_cast<uint32>(p.rows) * width;
   const int64 pitch = static_cast<int64>(gridDim.x) * size;

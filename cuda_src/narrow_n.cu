@@ -1,8 +1,10 @@
-// A product of few columns, such as the output layer's: A·B + bias, B given by its transpose (N, K). The threads of a row,
-// side by side, each multiply octets of it with the same ones of every column. See narrow.cuh. Compiled for so many ROWS a
-// thread: 1, or more to load B less often where there are more rows than threads.
+// A product of few columns, such as the output layer's: A·B + bias, where B is given by its transpose (N, K). The threads
+// that share a row lie side by side; each multiplies octets of the row with the same octets of every column. See
+// narrow.cuh. Compiled besides for ROWS, the rows of a thread: 1, or more to load B less often where there are more rows
+// than threads.
 //
-// blockDim.x threads share rows: a power of two, at least WIDTH, at most a warp if ROWS is not 1. Blocks are whole warps.
+// blockDim.x, the number of threads that share rows, is a power of two, at least WIDTH, and at most a warp if ROWS is not
+// 1. Blocks are whole warps.
 
 #include "narrow.cuh"
 
@@ -15,12 +17,12 @@ constexpr int kInFlight = ROWS == 1 ? 256 : 128;  // bytes of B that a thread wa
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
 constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // columns
 
-// Adds the products of an octet of some rows with the same one of some columns, from `first` on.
+// Adds the products of an octet of some rows with the same octet of some columns, from column `first` on.
 __device__ inline void add_products(float (&sums)[ROWS][WIDTH], const Octet (&x)[ROWS], const Load::Raw* raw, int first,
                                     int64 cols) {
 #pragma unroll
   for (int n = 0; n < kTogether; ++n) {
-    if (first + n >= cols) continue;  // the same for all threads
+    if (first + n >= cols) continue;  // all threads take the same way
     const Octet w = Load::unpack(raw[n]);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -30,7 +32,7 @@ __device__ inline void add_products(float (&sums)[ROWS][WIDTH], const Octet (&x)
   }
 }
 
-// The sum of each column over the warps that share a row. Of the warp's own, a lane has column threadIdx.x % WIDTH.
+// The sum of each column over the warps that share a row. A lane brings its warp's sum of column threadIdx.x % WIDTH.
 __device__ inline float sum_over_warps(float sum) {
   __shared__ float sums[kMaxWarps][WIDTH];
   const uint32 warps = blockDim.x / kWarp, first = threadIdx.y * warps;
@@ -66,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_n(const lt::NarrowPa
   const int column = threadIdx.x % WIDTH;
   const bool stores = threadIdx.x < WIDTH && column < p.cols;
   wait_for_predecessor();
-  // Asked for early, with the rest.
+  // Loaded early, together with the rest.
   const float bias = stores && p.vector ? to_float(p.vector[column]) : 0.0f;
   float addends[ROWS], sums[ROWS][WIDTH] = {};
 #pragma unroll
@@ -76,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) narrow_n(const lt::NarrowPa
     Load::Raw raw[ROWS];
     Octet x[ROWS];
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {  // beyond the last row, that one again
+    for (int r = 0; r < ROWS; ++r) {  // in place of rows beyond the last, the last one again
       raw[r] = Load::load(element<SCALAR>(p.a, first + r < last ? first + r : last, k), 1, count);
     }
 #pragma unroll

@@ -1,4 +1,4 @@
-// What an optimizer keeps on the device from one step to the next, beside the moments.
+// What an optimizer keeps on the device from one step to the next, besides the moments.
 #pragma once
 
 #include "vector.cuh"
@@ -7,9 +7,9 @@ namespace lt {
 
 struct alignas(16) OptimizerState {
   uint32 steps;          // updates done
-  uint32 skipped;        // updates left out because of a gradient that was NaN or infinite
-  uint32 nonfinite;      // threads that have met such a gradient since the last update
-  float norm;            // of all gradients, unscaled, at the last update
+  uint32 skipped;        // updates left out because a gradient was NaN or infinite
+  uint32 nonfinite;      // threads that have seen such a gradient since the last update
+  float norm;            // norm of all unscaled gradients at the last update
   uint32 update_ticket;  // counters of blocks, zero between launches
   uint32 norm_ticket;
   uint32 reserved0;

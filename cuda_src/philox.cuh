@@ -10,7 +10,7 @@ constexpr int kRounds = 10;
 
 // Dropout as the host passes it. `step_pointer` overrides `step`, so that a captured graph can advance it.
 struct Dropout {
-  uint32 keys[kRounds][2];  // the seed's, one a round: read from constant memory, they cost neither registers nor additions
+  uint32 keys[kRounds][2];  // a key for each round: read from constant memory, they cost neither registers nor additions
   const uint32* step_pointer;
   uint32 step;
   uint32 layer;
@@ -48,8 +48,8 @@ __device__ inline Words dropout_words(const Dropout& d, uint32 step, uint64 bloc
   return c;
 }
 
-// Drops the first `lanes` (0 to 7) of eight words' sixteen 16-bit lanes. A barrel shifter: every index is known at compile
-// time, so that the words stay in registers.
+// Drops the first `lanes` (0 to 7) of the sixteen 16-bit lanes of eight words. It is a barrel shifter: every index is known
+// at compile time, so that the words stay in registers.
 __device__ inline void drop_lanes(uint32 (&w)[8], int lanes) {
   if (lanes & 1) {
 #pragma unroll
@@ -65,8 +65,8 @@ __device__ inline void drop_lanes(uint32 (&w)[8], int lanes) {
   }
 }
 
-// Multiplies the eight elements from row-major index `index` on by their factors. Unless eight divides that (kWhole), they
-// straddle two calls' lanes.
+// Multiplies the eight elements from row-major index `index` on by their factors. Unless eight divides `index` (kWhole),
+// the lanes of two calls of Philox are needed.
 template <bool kWhole>
 __device__ inline void apply_dropout(Octet& octet, const Dropout& d, uint32 step, uint64 index) {
   const int shift = kWhole ? 0 : static_cast<int>(index & 7);
@@ -80,7 +80,7 @@ __device__ inline void apply_dropout(Octet& octet, const Dropout& d, uint32 step
   }
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
-    // The lane in the upper half; what is below does not reach the comparison with a limit whose lower half is all ones.
+    // The lane is in the upper half. The lower half does not change the comparison: the limit's lower half is all ones.
     const uint32 lane = i % 2 ? w[i / 2] : w[i / 2] << 16;
     octet.v[i] *= lane <= d.limit ? d.scale : 0.0f;
   }

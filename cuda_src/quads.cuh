@@ -16,12 +16,12 @@ constexpr int kTypeOf<__half> = kFloat16;
 template <>
 constexpr int kTypeOf<__nv_bfloat16> = kBfloat16;
 
-constexpr uint32 kTile = 256;  // elements of a warp
+constexpr uint32 kTile = 256;  // elements that a warp has at a time
 constexpr uint32 kQuadDistance = 128;
 
 // Which elements of a chunk are the calling thread's.
 struct Quads {
-  uint32 first;  // of the first quad
+  uint32 first;  // index of the first quad's first element
   uint32 count;  // elements in the chunk
   bool vector;   // both quads exist, and the arrays are aligned
 
@@ -34,7 +34,7 @@ __device__ inline Quads quads_of_thread(uint32 count, bool aligned) {
   return Quads{first, count, aligned && first + kQuadDistance + 4 <= count};
 }
 
-// Eight elements as they lie in memory: eight words, or four with two elements each. They are converted only when they are
+// Eight elements as they lie in memory: eight words, or four words of two elements. They are converted only when they are
 // needed, so that loads can be in flight together.
 struct Bits {
   uint32 w[kOctet];
@@ -53,7 +53,7 @@ __device__ inline unsigned short half_of(const Bits& bits, int k) {
   return static_cast<unsigned short>(bits.w[k / 2] >> (16 * (k % 2)));
 }
 
-// Without hints to the caches: on an H200 streaming ones cost an update 4 % of its bandwidth.
+// Loads have no hints to the caches: on an H200 streaming loads cost an update 4 % of its bandwidth.
 template <class Word>
 __device__ inline Word load_word(const void* data, uint32 i) {
   return static_cast<const Word*>(data)[i];
@@ -79,7 +79,7 @@ __device__ inline Bits load_bits(const void* data, int type, const Quads& at) {
       if (at.index(k) < at.count) out.w[k] = load_word<uint32>(data, at.index(k));
     }
   } else {
-    uint32 halves[kOctet] = {};  // put together when all are on their way
+    uint32 halves[kOctet] = {};  // put together when all loads are under way
 #pragma unroll
     for (int k = 0; k < kOctet; ++k) {
       if (at.index(k) < at.count) halves[k] = load_word<unsigned short>(data, at.index(k));

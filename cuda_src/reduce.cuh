@@ -9,14 +9,14 @@ namespace lt {
 constexpr int kWarp = 32;
 constexpr int kMaxWarps = 32;
 
-// The sum over a warp, to every thread of it.
+// The sum over a warp; every thread gets it.
 __device__ inline float sum_over_warp(float value) {
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, step);
   return value;
 }
 
-// The sum over a block; every thread gets it. `scratch` has an element a warp and may be reused afterwards.
+// The sum over a block; every thread gets it. `scratch` has an element for each warp, and may be reused afterwards.
 __device__ inline float sum_over_block(float value, float* scratch) {
   const uint32 lane = threadIdx.x % kWarp;
   value = sum_over_warp(value);
@@ -27,7 +27,7 @@ __device__ inline float sum_over_block(float value, float* scratch) {
   return sum;
 }
 
-// The calling thread's part of the sum of `count` numbers that other blocks have written.
+// The calling thread's share of the sum of `count` numbers that other blocks have written.
 __device__ inline float sum_of_parts(const float* partial, uint32 count) {
   constexpr int kInFlight = 8;
   float sum = 0.0f;
@@ -45,11 +45,11 @@ __device__ inline float sum_of_parts(const float* partial, uint32 count) {
   return sum;
 }
 
-// The sum over a grid in x. The last block to get here has it in `value`, in every thread, and it alone is told so.
-// `partial` has an element a block; `ticket` is that of `is_last_block`.
+// The sum over a grid in x. It returns true in the last block to get here alone, whose threads all have the sum in `value`.
+// `partial` has an element for each block; `ticket` is the counter of `is_last_block`.
 __device__ inline bool sum_over_grid(float& value, float* partial, uint32* ticket, float* scratch) {
   value = sum_over_block(value, scratch);
-  if (gridDim.x == 1) return true;  // nobody to wait for
+  if (gridDim.x == 1) return true;  // there is no other block to wait for
   if (threadIdx.x == 0) partial[blockIdx.x] = value;
   if (!is_last_block(ticket, gridDim.x)) return false;
   value = sum_over_block(sum_of_parts(partial, gridDim.x), scratch);

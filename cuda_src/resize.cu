@@ -1,5 +1,6 @@
-// Copies of matrices in other sizes: what a target has beyond its source is zero, what it lacks is left out.
-// Compiled for one SCALAR type. One launch makes up to three of them, of which blockIdx.z is the number.
+// Copies of matrices in other sizes: elements of a target beyond its source are zero, elements of the source beyond the
+// target are left out. One launch makes up to three copies; blockIdx.z is the number of the copy. Compiled for one SCALAR
+// type.
 
 #include "predecessor.cuh"
 #include "vector.cuh"
@@ -21,7 +22,7 @@ struct ResizeParams {
   Resized items[kResized];
 };
 
-// Octets of one matrix. Whether they are moved whole is decided for each: the source or the target may lie on 16 bytes.
+// Octets of one matrix. Each matrix may be aligned to 16 bytes or not, which decides how its octets are moved.
 __device__ inline void resize_octets(const Resized& item) {
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
   const int64 step = static_cast<int64>(gridDim.y) * blockDim.y;

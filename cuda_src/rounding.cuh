@@ -6,20 +6,21 @@
 
 namespace lt {
 
-constexpr uint32 kRoundingCalls = 1u << 31;  // apart from the ids of dropout's layers
+constexpr uint32 kRoundingCalls = 1u << 31;  // above the ids of dropout's layers
 
 // What is rounded.
 enum class Rounded { kParameter, kFirstMoment, kSecondMoment };
 
-// The random bits of an optimizer's update: the call of Philox with the number `octet` gives eight 16-bit lanes, which the
-// thread's eight elements take in the order that Quads has them.
+// The random bits of an optimizer's update: the call of Philox with the number `octet` gives eight 16-bit lanes, one for
+// each of the thread's eight elements in the order of Quads.
 __device__ inline Words rounding_words(uint64 seed, uint64 octet, uint32 tensor, uint32 step) {
   const Words counter{{static_cast<uint32>(octet), static_cast<uint32>(octet >> 32), kRoundingCalls + tensor, step}};
   return philox4x32(counter, static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
 }
 
-// The same lanes in another order for each of an element's numbers, which so draw independently: a moment takes the lane of
-// the element's neighbour, the second one that of the element two further on. A call for each costs more than the update.
+// The same lanes in another order for each of an element's three numbers, which so draw different bits: the first moment
+// takes the lane of the element's neighbour, the second moment that of the element two further on. A call of Philox for
+// each number would cost more than the update.
 __device__ inline Words lanes_for(Rounded rounded, const Words& words) {
   const uint32* w = words.w;
   if (rounded == Rounded::kParameter) return words;
@@ -30,7 +31,7 @@ __device__ inline Words lanes_for(Rounded rounded, const Words& words) {
   return swapped;
 }
 
-// Away from zero with the probability that the bits cut off say; `lane` has 16 random bits. NaN stays NaN.
+// Rounds away from zero with a probability equal to the fraction that is cut off; `lane` has 16 random bits. NaN stays NaN.
 __device__ inline uint32 round_to_bfloat16(float x, uint32 lane) {
   return x != x ? 0x7FFFu : (bit_cast<uint32>(x) + lane) >> 16;
 }

@@ -7,16 +7,17 @@
 
 namespace lt {
 
-// What a thread waits for at once. Its exponentials are added up before they join the row's sum, which makes that more
-// exact as well.
+// How much a thread loads at once. The exponentials of these elements are added up before they join the row's sum, which
+// also makes the sum more exact.
 constexpr int kOctetsInFlight = 8 / sizeof(SCALAR);
 constexpr int kSinglesInFlight = 8;
 
 __device__ inline float exponential(float logit, float max) { return exp2_approx((logit - max) * kLog2E); }
 
-// exp(logit - max) with one multiply-add, an instruction less: 2^(logit · log₂e - max · log₂e), whose second product is
-// rounded. All exponentials are out by the same factor for it, at most 2^64, which the correction undoes. Of larger maxima
-// the products would overflow; there any other logit is 64 below or more, and a power of 2 as small as one of e.
+// exp(logit - max) with one multiply-add, which saves an instruction: 2^(logit · log₂e - max · log₂e), where the second
+// product is rounded. The rounding changes all exponentials by the same factor, at most 2^64, which the correction undoes.
+// For a larger maximum the products would overflow. Any other logit is then at least 64 below the maximum, so that powers
+// of 2 are as negligible as powers of e.
 struct Exponential {
   static constexpr float kLarge = 1 << 30;
 
@@ -30,11 +31,11 @@ struct Exponential {
   __device__ float operator()(float logit) const { return exp2_approx(fmaf(logit, factor, -base)); }
 };
 
-// What logits come to. Moves as a whole.
+// What softmax needs to know of the logits read so far. It is aligned so that it is moved in one piece.
 struct alignas(16) Softmax {
   float max;
   float sum;    // of exp(logit - max)
-  float total;  // of the logits; kept where labels are smoothed
+  float total;  // sum of the logits; kept where labels are smoothed
 
   __device__ void raise_max(float to) {
     if (!(to > max)) return;
@@ -42,11 +43,11 @@ struct alignas(16) Softmax {
     max = to;
   }
 
-  // What to subtract before exp: nothing as long as all logits are -inf.
+  // The maximum to subtract before exp; 0 as long as all logits are -infinity.
   __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
 };
 
-// Takes in the first `count` of some octets; the others are `nothing()`.
+// Adds the first `count` octets to the softmax; the other octets are `nothing()`.
 template <int kCount>
 __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total) {
   Raw largest = raw[0];
@@ -72,7 +73,7 @@ __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint3
   softmax.total += total;
 }
 
-// How many of `octets` a thread has that takes every `lanes`-th of them from `first` on.
+// How many of `octets` a thread has that takes every `lanes`-th octet from `first` on.
 __device__ inline uint32 octets_from(uint32 first, uint32 octets, uint32 lanes) {
   return first < octets ? (octets - first + lanes - 1) / lanes : 0;
 }
@@ -126,8 +127,8 @@ __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& 
   }
 }
 
-// What the threads of a warp that share a row have, to each of them. The maximum comes first, for it takes but one
-// exponential.
+// Combines the softmax of the threads of a warp that share a row; each of them gets the result. The maximum is found
+// first, so that each thread computes a single exponential.
 __device__ inline Softmax reduce_warp(Softmax softmax, const Group& group) {
   const uint32 lanes = group.lanes < kWarp ? group.lanes : kWarp;
   float max = softmax.max;
@@ -142,7 +143,8 @@ __device__ inline Softmax reduce_warp(Softmax softmax, const Group& group) {
   return softmax;
 }
 
-// The whole row's, to every thread of the group. What the group has read before may be overwritten afterwards.
+// Combines the softmax of a whole group; every thread gets the result. Afterwards the group has read all of the row, which
+// may be overwritten.
 __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
   constexpr int kWarps = kRowThreads / kWarp;
   __shared__ Softmax of_warp[kWarps];
@@ -164,10 +166,10 @@ __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
   return row;
 }
 
-// gradient = softmax · scale + shift, and `at_label` more at the label.
+// gradient = softmax · scale + shift, plus `at_label` at the label.
 struct Slope {
   Exponential exponential;
-  float scale;  // by the sum, and corrected
+  float scale;  // divided by the sum of exponentials, and corrected
   float shift;
   float at_label;
 
@@ -180,7 +182,7 @@ struct Slope {
   }
 };
 
-// Says whether the octet `wanted` is among those that this thread has written.
+// Writes the gradient of the thread's octets; returns whether the octet `wanted` is among them.
 __device__ inline bool write_octets(const Row& row, const Group& group, const Held& held, const Slope& slope,
                                     uint32 wanted) {
   bool found = false;
@@ -230,13 +232,13 @@ __device__ inline void clear(const CrossEntropyParams& p, const Row& row, const 
 
 struct Smoothing {
   float certainty;
-  float share;  // of the smoothed target that each class has
+  float share;  // what each class has of the smoothed target
 
   __device__ explicit Smoothing(const CrossEntropyParams& p)
       : certainty(1.0f - p.smoothing), share(p.smoothing / static_cast<float>(p.cols)) {}
 };
 
-// What a row's label asks for. A label out of range makes loss and gradient NaN.
+// The target that a row's label stands for. A label out of range makes loss and gradient NaN.
 struct Target {
   bool valid;
   float picked;  // the label's logit
@@ -272,7 +274,7 @@ __device__ inline Softmax read_row(const CrossEntropyParams& p, const Row& row, 
 // Writes the gradient of a row that has been read.
 __device__ inline void write_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
                                  const Held& held, const Slope& slope, const Target& target) {
-  // The label's element of an octet is mended by the thread that has written the octet.
+  // If the label's element is in an octet, the thread that has written the octet writes the element again.
   const bool writes_label = write_octets(row, group, held, slope, row.octet_of(label));
   if (writes_label) row.set_gradient(p, label, target.gradient(slope));
   write_singles(p, row, group, slope, label);

@@ -1,7 +1,7 @@
-// Rows that lie alike, one after another by a group of threads that holds a row as a whole, a block or a warp: while the
-// gradient of one is written, the next is fetched into the shared memory that becomes free. All of a row but its base is
-// the same for each, and known before the first. Compiled for one SCALAR type, ROW_THREADS of a block, and ROW_LANES, the
-// threads of a group.
+// Streams rows through shared memory: a group of threads, a block or a warp, holds a whole row, and while it writes the
+// row's gradient, it fetches its next row into the shared memory that becomes free. All rows are aligned alike, so that
+// everything but a row's address is known before the first row. Compiled for one SCALAR type, ROW_THREADS, the threads of
+// a block, and ROW_LANES, the threads of a group.
 #pragma once
 
 #include "softmax_rows.cuh"
@@ -9,14 +9,14 @@
 namespace lt {
 
 constexpr uint32 kLanes = ROW_LANES;
-constexpr bool kBlockRows = kLanes == kRowThreads;  // or a warp's
+constexpr bool kBlockRows = kLanes == kRowThreads;  // whether a group is a block; otherwise it is a warp
 constexpr int64 kOctetStride = static_cast<int64>(kLanes) * kOctet;  // from one of a thread's octets to the next
 constexpr int64 kBatchStride = kOctetStride * kOctetsInFlight;
 
 // How a thread's octets of a row are cut into batches.
 struct Batches {
-  uint32 whole;  // that are without bounds: every thread has all of their octets
-  uint32 rest;   // octets of the last one
+  uint32 whole;  // batches of which every thread has all octets, so that no bounds are checked
+  uint32 rest;   // octets of the last batch
 
   __device__ Batches(const Row& row, const Group& group, const Held& held)
       : whole((held.slots - 1) / kOctetsInFlight),
@@ -59,7 +59,7 @@ struct Batch {
   }
 };
 
-// As read_octets, of a row that is on its way.
+// Does what read_octets does, for a row that is being fetched.
 __device__ inline void read_fetched(Softmax& softmax, const Held& held, const Batches& batches, bool with_total) {
 #pragma unroll 1
   for (uint32 batch = 0; batch < batches.whole; ++batch) {
@@ -70,7 +70,7 @@ __device__ inline void read_fetched(Softmax& softmax, const Held& held, const Ba
   if (batches.rest) take_in(softmax, Batch(held, batches.whole, batches.rest).raw, batches.rest, with_total);
 }
 
-// Writes the gradient to where the thread's first octet goes; `next` is where that of the row after this one is.
+// Writes the thread's octets of the gradient from `to` on, and fetches its octets of the next row from `next` on.
 __device__ inline void write_fetched(SCALAR* to, const SCALAR* next, bool has_next, const Held& held,
                                      const Batches& batches, const Slope& slope) {
 #pragma unroll 1
@@ -84,7 +84,7 @@ __device__ inline void write_fetched(SCALAR* to, const SCALAR* next, bool has_ne
   end_batch();
 }
 
-// The row that a group does next.
+// The row that a group works on next.
 struct NextRow {
   const SCALAR* logits;
   int64 index;
@@ -98,11 +98,12 @@ struct NextRow {
         label(exists ? label_at(p, index_) : 0) {}
 };
 
-// Which that is. Rows of blocks go to whichever is ready first, since memory serves some faster than others: one thread
-// asks for a row early, and its block learns it behind a barrier. Warps, which are many, take turns.
+// How a group finds its next row. Among blocks, a row goes to the block that is ready first, since memory serves some
+// blocks faster than others: one thread takes a row early, and the block learns its number behind a barrier. Warps, of
+// which there are many, take turns.
 struct Succession {
   int64 index;
-  uint32* place;  // where threads of a block leave word for each other
+  uint32* place;  // where one thread of a block leaves the row's number for the others
 
   __device__ Succession(const CrossEntropyParams& p, const Group& group, int64 current, uint32* place_)
       : index(current + gridDim.x * (blockDim.x / kLanes)), place(place_) {
@@ -111,7 +112,7 @@ struct Succession {
   __device__ void announce(const Group& group) const {
     if (kBlockRows && group.lane == 0) *place = static_cast<uint32>(index);
   }
-  // After an announcement and a barrier.
+  // The next row; to be called after `announce` and a barrier.
   __device__ NextRow next(const CrossEntropyParams& p) const { return {p, kBlockRows ? *place : index}; }
 };
 
@@ -120,8 +121,8 @@ struct Done {
   float loss;
 };
 
-// Writes the gradient of a row that is on its way, and fetches another meanwhile: memory is read while it is written,
-// without a pause between rows.
+// Writes the gradient of a row that is being fetched, and fetches the next row meanwhile: memory is read and written at the
+// same time, without a pause between rows.
 __device__ inline Done stream_row(const CrossEntropyParams& p, const Row& row, int64 label, const Succession& succession,
                                   const Group& group, const Held& held, const Batches& batches,
                                   const Smoothing& smoothing, float scale) {
@@ -152,11 +153,12 @@ __device__ inline Done stream_row(const CrossEntropyParams& p, const Row& row, i
   return {next, target.loss(softmax)};
 }
 
-// All rows; returns the calling thread's part of the sum of their losses. Which block has a row is a matter of chance, so
-// those that blocks stream are kept instead, each for itself. Labels are counted while the first rows are on their way.
+// Works on all rows; returns the calling thread's share of the sum of their losses. Which block gets a row is a matter of
+// chance, so that blocks instead keep the loss of each row apart, to be summed in order. Labels are counted while the
+// first rows are being fetched.
 __device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch,
                                     Mean& mean) {
-  __shared__ uint32 places[2];  // in turns: who is behind may still read the other
+  __shared__ uint32 places[2];  // used in turns: a thread that is behind may still read the other one
   const Smoothing smoothing(p);
   NextRow now(p, static_cast<int64>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes);
   Row row(p, now.exists ? now.index : 0);

@@ -1,5 +1,6 @@
 // An elementwise pass over a matrix: which elements a thread handles, and how it moves them.
-// Compiled for ALIGNED 1, where every row of every operand is whole octets on 16 bytes, or 0 for any layout.
+// Compiled for ALIGNED 1, where every row of every operand is whole octets and begins at a multiple of 16 bytes, or for
+// ALIGNED 0, which takes any layout.
 #pragma once
 
 #include "predecessor.cuh"
@@ -15,8 +16,9 @@ template <class T>
 using Access = Scattered<T>;
 #endif
 
-// A thread's octets: one in a row, blockDim.x of them side by side, in every `step`th row from `row` on. The blocks of a
-// grid sweep over the rows together, so that what is read at one time lies close together, as DRAM likes it.
+// A thread's octets: one in every `step`th row from `row` on; the octets of blockDim.x threads lie side by side. The blocks
+// of a grid sweep over the rows together, so that the memory that is read at one time lies close together: DRAM is faster
+// then.
 struct Sweep {
   uint32 row;
   uint32 step;
@@ -29,12 +31,12 @@ struct Sweep {
         col((static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet),
         count(octet_count(col, cols)) {}
 
-  // Of the current octet's first element, row-major.
+  // Row-major index of the first octet's first element.
   __device__ uint64 index(int64 cols) const { return row * static_cast<uint64>(cols) + static_cast<uint64>(col); }
 };
 
-// A pointer to a sweep's current octet of a matrix. It advances: computing each address anew costs as much as the
-// arithmetic on what is there.
+// A pointer to a sweep's current octet of a matrix. It advances from row to row: computing each address anew would cost as
+// much as the arithmetic on the elements.
 template <class T>
 struct Cursor {
   using Raw = typename Access<T>::Raw;
@@ -59,8 +61,8 @@ struct Cursor {
   }
 };
 
-// Loads one row ahead, so that the next load is under way while an octet is worked on. More rows ahead need registers that
-// are better spent on more threads.
+// Loads one row ahead, so that the next load is under way while the thread computes. Loading more rows ahead would need
+// registers that are better spent on more threads.
 template <class From>
 struct ReadAhead {
   From cursor;

@@ -1,5 +1,5 @@
-// Sums of a loss over steps, and how many rows were classified right: read only when somebody asks. Compiled for one
-// SCALAR type.
+// Sums of a loss over steps, and how many rows were classified right, which stay on the device until the host asks for
+// them. Compiled for one SCALAR type.
 
 #include "predecessor.cuh"
 #include "reduce.cuh"
@@ -10,9 +10,9 @@ namespace lt {
 // Zero at the beginning.
 struct TallyState {
   float loss;  // the sum over all steps
-  float rest;  // what rounding has taken from it (Kahan's summation)
+  float rest;  // the part that rounding has cut off (Kahan's summation)
   uint64 steps;
-  uint64 rows;  // whose label counts
+  uint64 rows;  // rows whose label counts
   uint64 correct;
 };
 
@@ -20,18 +20,18 @@ struct TallyParams {
   Matrix logits;
   const void* labels;
   const float* loss;
-  float* mean;  // of the step so far: the sum of its parts' losses times their weights
+  float* mean;  // the step's loss so far: the sum of its parts' losses times their weights
   TallyState* state;
   int64 rows;  // 0 for a loss without classes
   int64 cols;
   int64 ignore_index;
   float weight;
-  int first;  // part of a step
+  int first;  // whether this is the first part of a step
   int wide_labels;
   int ignores;
 };
 
-// Whether no logit of a row is larger than the label's, none before it as large, and none NaN. A whole warp asks.
+// Whether no logit of a row is larger than the label's, none before it is equal, and none is NaN. A whole warp calls it.
 __device__ inline bool is_first_largest(const TallyParams& p, int64 row, int64 label) {
   if (label < 0 || label >= p.cols) return false;
   const SCALAR* logits = static_cast<const SCALAR*>(p.logits.data) + row * p.logits.row_stride;

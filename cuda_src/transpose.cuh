@@ -9,8 +9,8 @@ namespace lt {
 __device__ inline uint32 block_rows(uint32 rows) { return (rows + blockDim.y - 1) / blockDim.y * blockDim.y; }
 
 // Stores the octets of a sweep into a matrix whose columns are contiguous. A block's octets, 8 · blockDim.x columns of
-// blockDim.y rows, are laid down in shared memory, and each thread takes up eight rows of a column: 16 bytes or more, as
-// lines of memory are written. blockDim.y is a power of two, at least eight.
+// blockDim.y rows, are put into shared memory; each thread then takes eight rows of a column from there, and writes 16
+// bytes or more of contiguous memory. blockDim.y is a power of two, at least eight.
 template <class T>
 class TransposedWriter {
  public:
@@ -23,11 +23,11 @@ class TransposedWriter {
     exists_ = col_ < cols;
   }
 
-  // Every thread of the block must call it, also one whose octet does not exist.
+  // Every thread of the block must call it, also a thread whose octet does not exist.
   __device__ void store(const Octet& octet) {
     T* tile = shared_tile();
     const int pitch = blockDim.y + kPad;
-    __syncthreads();  // the tile before this one has been taken up
+    __syncthreads();  // all threads have read the previous tile
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) tile[(threadIdx.x * kOctet + i) * pitch + threadIdx.y] = from_float<T>(octet.v[i]);
     __syncthreads();
@@ -37,7 +37,7 @@ class TransposedWriter {
   }
 
  private:
-  static constexpr int kPad = 4 / sizeof(T);  // one word: neighbouring columns begin in different banks
+  static constexpr int kPad = 4 / sizeof(T);  // one word, so that neighbouring columns begin in different banks
   static constexpr int kMaxThreads = 256, kMaxColumns = 256;
 
   static __device__ T* shared_tile() {
@@ -61,8 +61,8 @@ class TransposedWriter {
   Matrix matrix_;
   uint32 rows_;
   uint32 block_row_;
-  int row_;     // of the thread's eight rows, in the tile
-  int column_;  // likewise
+  int row_;     // first of the thread's eight rows in the tile
+  int column_;  // the thread's column in the tile
   int64 col_;
   bool exists_;
 };

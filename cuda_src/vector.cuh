@@ -1,4 +1,4 @@
-// Eight elements at a time, in FP32, from and to a matrix of any type and strides.
+// Loads and stores of eight elements at a time, in FP32, from and to a matrix of any type and strides.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -97,7 +97,7 @@ __device__ inline Packed<T> pack(const Octet& octet) {
   return out;
 }
 
-// Without hints to the caches: on an H200 streaming loads cost 3 % of bandwidth, streaming stores 1 %.
+// Loads and stores have no hints to the caches: on an H200 streaming loads cost 3 % of bandwidth, streaming stores 1 %.
 template <class T>
 __device__ inline Packed<T> load_packed(const T* p) {
   Packed<T> out;
@@ -124,7 +124,8 @@ __device__ inline T* element(const Matrix& m, int64 row, int64 col) {
   return static_cast<T*>(m.data) + row * m.row_stride + col * m.col_stride;
 }
 
-// How a pass moves eight elements of a row: whole and on 16 bytes, or as many of them as there are, one by one.
+// How a pass moves eight elements of a row: all at once if they are whole and aligned to 16 bytes (Aligned), or one by one,
+// as many as exist (Scattered).
 template <class T>
 struct Aligned {
   using Raw = Packed<T>;
@@ -151,7 +152,7 @@ struct Scattered {
   }
 };
 
-// The same, decided for each octet: for kernels that are seldom used.
+// Decides between the two for each octet; for kernels that are seldom used.
 template <class T>
 __device__ inline Octet load(const Matrix& m, int64 row, int64 col, int count) {
   const T* p = element<T>(m, row, col);
@@ -169,7 +170,7 @@ __device__ inline void store(const Matrix& m, int64 row, int64 col, int count, c
   }
 }
 
-// Of a mask's bits, which are in a row's order from a byte's lowest on, an octet's are one byte.
+// An octet of a mask, as zeros and ones: its bits are one byte, the first column's in the lowest bit.
 __device__ inline Octet unpack_bits(uint32 bits) {
   Octet out;
 #pragma unroll

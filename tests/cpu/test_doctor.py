@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as cuda_driver
-from lt_runtime.gpu.devices import kernel_driver_version
 from rich.console import Console
 
 from lt_runtime.cli import doctor, main, probes
 from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
 from lt_runtime.gpu import devices
-from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.devices import DeviceInfo, kernel_driver_version
 
 DRIVER = Driver("580.95.05", (13, 0))
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * 2**30)
