@@ -250,13 +250,15 @@ def test_bound_products(gpu: FakeGpu) -> None:
 
 def test_products_again_with_other_scalars(gpu: FakeGpu) -> None:
     product = Product(gpu, matmul_case(with_c=True), gpu.stream)
-    fresh = {name: value for name, value in product.operands.items() if name != "out"}
+    fresh, kept = {name: value for name, value in product.operands.items() if name != "out"}, []
     with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):
         for alpha, beta in ((1.0, 1.0), (2.0, -0.5), (-0.5, -0.5), (2.0, -0.5), (2.0, 2.0), (1.0, 1.0), (1.0, 0.0)):
             product.rescale(alpha, beta)
             for _ in range(_CALLS):
                 product.check()
-                product.check_results(gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream))
+                d = gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream)
+                product.check_results(d)
+            kept.append(d)  # so that the next ones lie elsewhere
 
 
 def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
@@ -294,6 +296,20 @@ def test_arrays_by_their_interface(gpu: FakeGpu, dtype: DType) -> None:
     layer.check_forward(y)
     dy = Foreign(layer.dy.array)
     layer.check_backward(gpu.lt.linear_bwd(dy, ctx, stream=gpu.stream))
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_tensors(gpu: FakeGpu, dtype: DType) -> None:
+    """Their results are tensors, made on the stream that the call is given."""
+    layer, tensor = Layer(gpu, layer_case(activation="relu", dtype=dtype), gpu.stream), gpu.torch.Tensor
+    arrays = [tensor(each) for each in (layer.x.array, layer.w.array, layer.bias)]
+    for seed in range(_CALLS):
+        layer.refill(seed)
+        y, ctx = gpu.lt.linear_fwd(*arrays, **layer.settings(), stream=gpu.stream)
+        gradients = gpu.lt.linear_bwd(tensor(layer.dy.array), ctx, stream=gpu.stream)
+        assert {type(each) for each in (y, *gradients)} == {tensor}
+        layer.check_forward(y.array)
+        layer.check_backward(type(gradients)(*(each.array for each in gradients)))
 
 
 def test_refused_epilogues_are_our_passes(gpu: FakeGpu) -> None:

@@ -12,6 +12,7 @@ from lt_runtime.epilogue import Epilogue
 from tests.host_kernels.harness import HostKernels
 from tests.strategies import LinearCase, MatmulCase
 from tests.support.chains import Chain
+from tests.support.fake_cublaslt import ALGORITHM_IDS, Matmul
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
@@ -77,3 +78,15 @@ def test_a_product_that_is_met(hurried: FakeGpu, case: MatmulCase) -> None:
     with hurried.lt.tuning():
         Product(hurried, case, hurried.stream).check()
     Product(hurried, case, hurried.stream).check()
+
+
+def test_an_algorithm_that_is_wrong_is_not_chosen(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(call: Matmul) -> Matmul:
+        return call._replace(alpha=2 * call.alpha) if call.algorithm_id == ALGORITHM_IDS[0] else call
+
+    case = matmul_case(m=22, epilogue=Epilogue.BIAS)
+    monkeypatch.setattr(hurried.library, "fault", double)
+    with pytest.raises(AssertionError):
+        Product(hurried, case, hurried.stream).check()
+    with hurried.lt.tuning():
+        Product(hurried, case, hurried.stream).check()
