@@ -16,7 +16,7 @@ from tests.support.chains import Chain
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, LayerData, dz_tolerance, layer_case
 from tests.support.matmul_checks import Product, matmul_case
-from tests.support.placed import FLAT, ODD, Placed, assert_close, host_of
+from tests.support.placed import COLUMNS, FLAT, ODD, Placed, assert_close, host_of
 
 _CALLS = 5  # more than it takes for a call to be looked up, and then bound to its buffers
 
@@ -48,6 +48,82 @@ def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None
         for seed, layer in enumerate(layers):
             layer.refill(seed)
             layer.check()
+
+
+def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
+    """Calls with the same arrays that differ in one option, in turn and again."""
+    layer = Layer(gpu, layer_case(), gpu.stream)
+    bias = layer.bias
+    options: list[dict[str, Any]] = [
+        {},
+        {"activation": "relu"},
+        {"activation": "none"},
+        {"activation": "leaky_relu"},
+        {"dropout": 0.5},
+        {"bias": False},
+        {"accumulate": True},
+        {"need": (True, False, True)},
+        {"need": (False, True, False)},
+    ]
+    for _ in range(_CALLS):
+        for changes in options:
+            layer.case = layer_case(**changes)
+            layer.bias = bias if layer.case.bias else None
+            layer.refill(0)
+            layer.check()
+    for slope in (0.5, 0.125, 0.5):
+        layer.case = dataclasses.replace(layer_case(), activation=Activation("leaky_relu", slope))
+        layer.bias = bias
+        layer.refill(1)
+        layer.check()
+
+
+def test_epilogues_are_told_apart(gpu: FakeGpu) -> None:
+    products = [
+        Product(gpu, matmul_case(**changes), gpu.stream)
+        for changes in (
+            {"epilogue": Epilogue.BIAS},
+            {"epilogue": Epilogue.RELU_BIAS},
+            {"epilogue": Epilogue.GELU_BIAS},
+            {},
+            {"with_c": True, "beta": 0.0},
+            {"with_c": True, "beta": 1.0},
+            {"with_c": True, "beta": 1.0, "c": COLUMNS},
+            {"with_c": True, "beta": 1.0, "in_place": True},
+            {"dtype": DType.BFLOAT16},
+            {"dtype": DType.BFLOAT16, "d_dtype": DType.FLOAT32},
+        )
+    ]
+    shared = {name: products[0].operands[name] for name in ("a", "b", "out")}
+    for _ in range(3):
+        for product in products:
+            if product.case.dtype is DType.FLOAT32 and not product.case.in_place:
+                product.operands |= shared
+                product.out = products[0].out
+            if product.case.in_place:
+                assert product.c is not None
+                product.out.fill(product.c)
+            product.check()
+
+
+def test_precision_is_told_apart(gpu: FakeGpu) -> None:
+    generator = np.random.default_rng(0)
+    x, w = (generator.standard_normal(shape).astype(np.float32) for shape in ((16, 64), (24, 64)))
+    x[3, 5] = np.nan
+    arrays, out = (gpu.cp.asarray(x), gpu.cp.asarray(w)), gpu.cp.asarray(np.zeros((16, 24), np.float32))
+    exact = np.maximum(np.delete(x, 3, axis=0).astype(np.float64) @ w.T, 0.0)
+    for _ in range(_CALLS):
+        for compute, propagates in (("float32", False), ("tf32", False), ("float32", True)):
+            options = {"activation": "relu", "compute": compute, "propagate_nan": propagates}
+            gpu.lt.linear_fwd(*arrays, **options, out=out, stream=gpu.stream)
+            gpu.synchronize(gpu.stream.ptr)
+            error = np.abs(np.delete(host_of(gpu, out), 3, axis=0) - exact).max()
+            assert (error < 2e-5) is (compute == "float32")
+            np.testing.assert_array_equal(host_of(gpu, out)[3], np.nan if propagates else 0.0)
+            product = gpu.lt.matmul(arrays[0], arrays[1].T, compute=compute, stream=gpu.stream)
+            gpu.synchronize(gpu.stream.ptr)
+            error = np.abs(np.maximum(np.delete(host_of(gpu, product), 3, axis=0), 0.0) - exact).max()
+            assert (error < 2e-5) is (compute == "float32")
 
 
 def test_same_buffers_on_other_streams(gpu: FakeGpu) -> None:
@@ -149,12 +225,14 @@ def test_the_gradient_before_the_activation(gpu: FakeGpu, activation: str) -> No
     layer = Layer(gpu, case, gpu.stream)
     dz = Placed(gpu, np.zeros((case.m, case.n), np.float32), ODD)
     _, ctx = layer.forward()
-    layer.check_backward(layer.backward(ctx, out_dz=dz.array))
     exact, limit = layer.data.gradients, dz_tolerance(case, layer.data)
-    assert_close("dz", dz.values(), exact.dz, limit + 2.0**-22)
-    layer.dy.fill(exact.dz.astype(np.float32))
-    given = layer.backward(ctx, before_activation=True)
-    layer.check_backward(given)
+    for _ in range(_CALLS):
+        layer.dy.fill(layer.data.dy)
+        layer.check_backward(layer.backward(ctx, out_dz=dz.array))
+        assert_close("dz", dz.values(), exact.dz, limit + 2.0**-22)
+        layer.check_backward(layer.backward(ctx))
+        layer.dy.fill(exact.dz.astype(np.float32))
+        layer.check_backward(layer.backward(ctx, before_activation=True))
 
 
 @pytest.mark.parametrize(
