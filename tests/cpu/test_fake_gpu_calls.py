@@ -118,12 +118,12 @@ def test_precision_is_told_apart(gpu: FakeGpu) -> None:
             gpu.lt.linear_fwd(*arrays, **options, out=out, stream=gpu.stream)
             gpu.synchronize(gpu.stream.ptr)
             error = np.abs(np.delete(host_of(gpu, out), 3, axis=0) - exact).max()
-            assert (error < 2e-5) is (compute == "float32")
+            assert (error < 2e-5) == (compute == "float32")
             np.testing.assert_array_equal(host_of(gpu, out)[3], np.nan if propagates else 0.0)
             product = gpu.lt.matmul(arrays[0], arrays[1].T, compute=compute, stream=gpu.stream)
             gpu.synchronize(gpu.stream.ptr)
             error = np.abs(np.maximum(np.delete(host_of(gpu, product), 3, axis=0), 0.0) - exact).max()
-            assert (error < 2e-5) is (compute == "float32")
+            assert (error < 2e-5) == (compute == "float32")
 
 
 def test_same_buffers_on_other_streams(gpu: FakeGpu) -> None:
