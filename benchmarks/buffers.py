@@ -1,20 +1,19 @@
-"""Random arrays on the GPU. Never zeros: they draw less power and may take other ways through a kernel."""
+"""Random arrays on the GPU. They are never zeros: zeros draw less power, and a kernel may treat them differently."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, Final
 
-import cupy as cp
+import ml_dtypes  # noqa: F401  NumPy knows the name "bfloat16" once this is imported.
 import numpy as np
 
-from lt_runtime.problem import DType
-
 Sets = list[tuple[Any, ...]]
-"""Arrays of each buffer set, in the order of the case's inputs and then outputs."""
+"""The arrays of each buffer set, inputs first and then outputs."""
 
-# Standard normal numbers by Box and Muller, from splitmix64 of seed and index; BF16 is the upper half of FP32.
-_DRAW: Final = """
+# Standard normal numbers by Box and Muller, from splitmix64 of seed and index. BF16 is the upper half of FP32.
+DRAW: Final = """
     unsigned long long h = (seed << 40) + i;
     h = (h + 0x9E3779B97F4A7C15ull);
     h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -23,29 +22,41 @@ _DRAW: Final = """
     const float radius = sqrtf(-2.0f * logf(((h >> 40) + 1) * 5.9604645e-8f));
     const float value = radius * cospif(2.0f * ((h & 0xFFFFFF) * 5.9604645e-8f));
 """
-_FP32: Final = cp.ElementwiseKernel("uint64 seed", "float32 out", _DRAW + "out = value;", "normal_fp32")
-_BF16: Final = cp.ElementwiseKernel(
-    "uint64 seed", "uint16 out", _DRAW + "out = __float_as_uint(value) >> 16;", "normal_bf16"
-)
+_STORE: Final = {
+    "float32": ("float32 out", "out = value;"),
+    "bfloat16": ("uint16 out", "out = __float_as_uint(value) >> 16;"),
+}
 _seeds: Final = itertools.count(1)
 
 
-def normal(shape: tuple[int, ...], dtype: DType) -> Any:
-    """Standard normal numbers, other ones at each call.
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return np.dtype(dtype).itemsize
 
-    Args:
-        dtype: FP32 or BF16.
-    """
-    if dtype is DType.FLOAT32:
-        return _FP32(np.uint64(next(_seeds)), cp.empty(shape, cp.float32))
-    return _BF16(np.uint64(next(_seeds)), cp.empty(shape, cp.uint16)).view(dtype.numpy)
+
+@functools.cache
+def _kernel(dtype: str) -> Any:
+    import cupy as cp
+
+    out, store = _STORE[dtype]
+    return cp.ElementwiseKernel("uint64 seed", out, DRAW + store, f"normal_{dtype}")
+
+
+def normal(shape: tuple[int, ...], dtype: str) -> Any:
+    """An array of standard normal numbers, which differ from call to call; `dtype` is "float32" or "bfloat16"."""
+    import cupy as cp
+
+    plain = "uint16" if dtype == "bfloat16" else dtype
+    return _kernel(dtype)(np.uint64(next(_seeds)), cp.empty(shape, plain)).view(np.dtype(dtype))
 
 
 def labels(rows: int, classes: int) -> Any:
     """Class indices, int64."""
+    import cupy as cp
+
     return cp.asarray(np.random.default_rng(next(_seeds)).integers(0, classes, rows))
 
 
-def matrices(shape: tuple[int, int], dtype: DType, sets: int, count: int) -> Sets:
-    """Sets of `count` matrices each; those that a task writes hold numbers as well until it does."""
+def matrices(shape: tuple[int, int], dtype: str, sets: int, count: int) -> Sets:
+    """Buffer sets of `count` matrices each; those that the task writes hold random numbers at first as well."""
     return [tuple(normal(shape, dtype) for _ in range(count)) for _ in range(sets)]

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import cProfile
+import gc
+import io
+import itertools
 import math
+import pstats
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 WARM_UP: Final = 2
-"""Rounds before those that count."""
+"""Rounds that run before those that count."""
 
-_REPLAY_US: Final = 2000.0  # one replay takes at least this long: an event's resolution is half a microsecond
+_REPLAY_US: Final = 2000.0  # One replay takes at least this long, because an event's resolution is half a microsecond.
 _MAX_REPETITIONS: Final = 200  # of a task in one graph
-_BYTES_PER_US: Final = 4.8e6  # the datasheet's bandwidth of an H200, which no kernel exceeds
-_LAUNCH_US: Final = 1.5  # nor does one take less than this in a graph
-_CACHES: Final = 4  # what the repetitions go round is at least this many times the L2 cache
+_BYTES_PER_US: Final = 4.8e6  # The bandwidth in the datasheet of an H200, which no kernel exceeds.
+_LAUNCH_US: Final = 1.5  # No kernel in a graph takes less than this.
+_CACHES: Final = 4  # Rotating buffers take at least this many times the size of the L2 cache.
+_PROFILE_LINES: Final = 25
+
+Call = Callable[[], object]
+Turn = Callable[[], float]
+"""Runs a contender once and returns the microseconds that count."""
 
 
 class Timing(NamedTuple):
@@ -25,41 +39,240 @@ class Timing(NamedTuple):
 
 
 def summarise(samples: Sequence[float]) -> Timing:
-    """The median of some samples and their interquartile range, which is 0 for a single one."""
+    """The median of the samples and their interquartile range, which is 0 for a single sample."""
     if len(samples) == 1:
         return Timing(samples[0], 0.0)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(statistics.median(samples), high - low)
 
 
-def take_turns(
-    turns: Mapping[str, Callable[[], float]], rounds: int, advance: Callable[[], None] = lambda: None
-) -> dict[str, Timing]:
-    """Lets every contender have a turn in each round; every other round goes through them backwards.
+def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, Timing]:
+    """Gives every contender one turn in each round; every other round goes through the contenders backwards.
 
-    So a machine that grows warmer or slower does so for all of them, and nobody always follows the same one.
-
-    Args:
-        turns: run a contender once and return the microseconds that count.
-        advance: is told of every round.
+    So a machine that grows warmer or slower does so for all contenders, and none always follows the same other one.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
-    for round_ in range(-WARM_UP, rounds):
-        for name in list(turns)[:: -1 if round_ % 2 else 1]:
+    for number in range(-WARM_UP, rounds):
+        for name in list(turns)[:: -1 if number % 2 else 1]:
             sample = turns[name]()
-            if round_ >= 0:
+            if number >= 0:
                 samples[name].append(sample)
-        advance()
     return {name: summarise(each) for name, each in samples.items()}
 
 
 def buffer_sets(size: int, cache: int) -> int:
-    """How many sets of buffers, of `size` bytes each, a task has to go round so that none is found in the cache."""
+    """How many buffer sets of `size` bytes a task has to rotate through so that it finds none in the L2 cache."""
     return min(max(2, math.ceil(_CACHES * cache / size)), _MAX_REPETITIONS)
 
 
 def repetitions(size: int, sets: int) -> int:
-    """How often a graph repeats a task of `size` bytes: long enough to be timed well, and every set as often."""
+    """How often a graph repeats a task of `size` bytes: long enough to be timed well, and every set equally often."""
     expected = max(size / _BYTES_PER_US, _LAUNCH_US)
     wanted = min(math.ceil(_REPLAY_US / expected), _MAX_REPETITIONS)
     return math.ceil(wanted / sets) * sets
+
+
+def built(builders: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the builders return, by name; and for each builder that fails the reason."""
+    made, left_out = {}, {}
+    for name, build in builders.items():
+        try:
+            made[name] = build()
+        except Exception as error:
+            left_out[name] = reason(error)
+    return made, left_out
+
+
+def reason(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+# Host time: the wall clock over calls made back to back, none of which waits for the GPU.
+
+
+class HostTurn:
+    """A contender's turn: so many calls in a row, begun when the GPU is idle, without garbage collection.
+
+    Attributes:
+        until_done: for each turn, microseconds a call until the GPU has finished as well. If it is far above the host's
+            own time, then the GPU was the slower of the two, and the driver's queue held the calls that were left.
+    """
+
+    def __init__(self, call: Call, calls: int, synchronize: Call) -> None:
+        self._call, self._calls, self._synchronize = call, calls, synchronize
+        self.until_done: list[float] = []
+
+    def __call__(self) -> float:
+        """The host's microseconds a call."""
+        self._synchronize()
+        with _no_collection():
+            start = time.perf_counter()
+            repeat(self._call, self._calls)
+            queued = time.perf_counter()
+            self._synchronize()
+            done = time.perf_counter()
+        self.until_done.append((done - start) / self._calls * 1e6)
+        return (queued - start) / self._calls * 1e6
+
+
+def repeat(call: Call, calls: int) -> None:
+    """Calls back to back."""
+    for _ in itertools.repeat(None, calls):
+        call()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def profile(call: Call, calls: int, turns: int, synchronize: Call) -> str:
+    """The Python functions that take most time in so many turns of so many calls.
+
+    The profiler slows every Python call down. Its shares are a guide, and its times are not those of an unprofiled run.
+    """
+    profiler = cProfile.Profile()
+    for _ in range(turns):
+        synchronize()
+        profiler.enable()
+        repeat(call, calls)
+        profiler.disable()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(_PROFILE_LINES)
+    return f"{turns * calls} calls\n{text.getvalue().strip()}"
+
+
+# GPU time: CUDA graphs that repeat a task, between two events.
+
+Run = Callable[[int, int], object]
+"""Puts a task on a stream: takes the number of the buffer set and the stream's handle."""
+Replay = Callable[[], object]
+
+
+def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
+    """A graph of what `run` launches on a CuPy stream.
+
+    What `run` returns is kept until the same buffer set comes round again, so that the results of consecutive
+    repetitions lie in different memory, and is never freed while the graph is in use.
+    """
+    kept: collections.deque[object] = collections.deque(maxlen=sets)
+    with stream:
+        warm_up(run, sets, stream)
+        stream.begin_capture()
+        try:
+            for i in range(repetitions):
+                kept.append(run(i % sets, stream.ptr))
+        except BaseException:
+            with contextlib.suppress(Exception):  # Its status can only repeat the error that is being raised.
+                stream.end_capture()
+            raise
+        graph = stream.end_capture()
+    graph.upload(stream)
+
+    def replay(_held: object = kept) -> None:
+        graph.launch(stream)
+
+    return replay
+
+
+def warm_up(run: Run, sets: int, stream: Any) -> None:
+    """Runs the task once on each buffer set, so that compiling, planning and allocating are done before a capture."""
+    synchronize()  # Any stream may have filled the buffers.
+    for i in range(sets):
+        run(i, stream.ptr)
+    stream.synchronize()
+
+
+class Contender(NamedTuple):
+    """How a contender does the task, and how that is captured."""
+
+    run: Run
+    capture: Callable[[Run, int, int, Any], Replay] = capture
+
+
+class Measured(NamedTuple):
+    """Times by contender, and for each contender without a time the reason."""
+
+    timings: dict[str, Timing]
+    left_out: dict[str, str]
+
+
+def measure(
+    builders: Mapping[str, Callable[[], Contender]], sets: int, repetitions: int, rounds: int, stream: Any
+) -> Measured:
+    """Captures every contender and lets the contenders take turns; those that fail are left out with their reason.
+
+    Args:
+        sets: number of buffer sets that the repetitions rotate through.
+        repetitions: of the task in one graph.
+        stream: a CuPy stream that can be captured, on which everything runs.
+    """
+
+    def turn(build: Callable[[], Contender]) -> Turn:
+        contender = build()
+        return timed(contender.capture(contender.run, repetitions, sets, stream), repetitions, stream)
+
+    turns, left_out = built({name: lambda build=build: turn(build) for name, build in builders.items()})
+    return Measured(take_turns(turns, rounds), left_out)
+
+
+def timed(replay: Replay, repetitions: int, stream: Any, lead: Replay | None = None) -> Turn:
+    """A turn that takes the GPU's microseconds for each of the repetitions in a replay.
+
+    A first replay (or `lead`, if that is given) keeps the GPU busy until the host has queued the timed one, and fills
+    the caches with what the contender itself leaves there.
+    """
+    import cupy as cp
+
+    start, end = cp.cuda.Event(), cp.cuda.Event()
+
+    def turn() -> float:
+        (lead or replay)()
+        start.record(stream)
+        replay()
+        end.record(stream)
+        end.synchronize()
+        return float(cp.cuda.get_elapsed_time(start, end)) * 1e3 / repetitions
+
+    return turn
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU that CuPy can use."""
+    try:
+        import cupy as cp
+
+        return bool(cp.cuda.runtime.getDeviceCount())
+    except Exception:  # CuPy or the driver is missing.
+        return False
+
+
+def cache_size() -> int:
+    """Bytes of the GPU's L2 cache."""
+    import cupy as cp
+
+    return int(cp.cuda.runtime.getDeviceProperties(0)["l2CacheSize"])
+
+
+def synchronize() -> None:
+    """Waits for all work on the GPU, whichever library it is from."""
+    import cupy as cp
+
+    cp.cuda.Device().synchronize()
+
+
+def release() -> None:
+    """Gives unused memory of CuPy and PyTorch back to the GPU."""
+    import cupy as cp
+
+    gc.collect()
+    cp.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()

@@ -1,28 +1,26 @@
-"""What tuning takes, what more effort adds, and what a second process has of it: `python3 -m benchmarks.tuning`."""
+"""The suite `tuning`: what tuning takes, what more effort adds, and what a second process still has to do."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import subprocess
+import atexit
+import os
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
-from benchmarks import report, summary
-from benchmarks.blocks import REPRESENTATIVE, Block, blocks
-from benchmarks.report import Row
-from benchmarks.summary import Finding
-from lt_runtime.gpu.devices import device_count
+from benchmarks import report, timing
+from benchmarks.layers import REPRESENTATIVE, Block, arrays, blocks, ours, tune
+from benchmarks.report import Finding, Json, Row
+from benchmarks.suite import CACHE_VARIABLE, Job, Suite, last_line, plan_cache
+from benchmarks.timing import summarise
 
-RESULT: Final = report.RESULTS / "tuning.json"
+SECOND: Final = "plans in a second process"
 _LAYERS: Final = (
     *REPRESENTATIVE,
     *((64, 64, 64), (256, 256, 256), (2048, 2048, 2048), (8192, 768, 3072), (2048, 1, 256), (16, 4096, 4096)),
@@ -39,47 +37,55 @@ def is_searched_deeply(block: Block) -> bool:
     return block.layer in REPRESENTATIVE and block.kind == "bf16"
 
 
-def measure(block: Block, rounds: int, stream: Any) -> Row:
-    """Tunes a block, and again with more effort where that is tried, and lets both plans take turns."""
-    from benchmarks import block_lt, graphs
-    from benchmarks.layer_row import as_json, contender, tune
-    from lt_runtime.planning.timing import buffer_sets
+def measure(block: Block, options: argparse.Namespace, plans: str, stream: Any) -> Row:
+    """Tunes a block, and where that is tried once more with more effort; both plans take turns.
 
-    stack, sets = block.stack, buffer_sets(block.bytes, block_lt.DEVICE)
-    tuned = {"lt": tune(stack)}
-    if is_searched_deeply(block):
-        tuned["lt_deep"] = tune(stack, "deep")
-    buffers = [block_lt.arrays(block) for _ in range(sets)]
-    builders = {name: partial(contender, each.plans, buffers) for name, each in tuned.items()}
-    measured = graphs.measure(builders, sets, block.repetitions(sets), rounds, stream)
-    facts = block.as_json() | {"tuning_s": round(tuned["lt"].seconds, 3)}
-    facts |= {"tuned": [as_json(each) for each in tuned["lt"].groups]}
-    if "lt_deep" in tuned:
-        facts |= {"deep_s": round(tuned["lt_deep"].seconds, 3)}
-    return Row(block.name, measured.timings, "lt", setting=facts, left_out=measured.left_out)
-
-
-def warm_start(names: Sequence[str]) -> dict[str, Any]:
-    """What a second process reports that builds the plans of the blocks of those names."""
-    command = [sys.executable, "-m", "benchmarks.warm_start", *names]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    Args:
+        plans: the folder for the plan cache, which the second process reads.
+    """
+    sets = block.sets(timing.cache_size())
+    count, buffers = block.repetitions(sets), [arrays(block) for _ in range(sets)]
+    turns: dict[str, timing.Turn] = {}
+    facts = block.as_json()
+    with plan_cache(plans):
+        for name, effort in {"lt": "default", "lt_deep": "deep"}.items():
+            if name == "lt" or is_searched_deeply(block):
+                tuned = tune(block, effort)
+                facts |= tuned.as_json() if name == "lt" else {"deep_s": round(tuned.seconds, 3)}
+                made = ours(block, buffers)  # captured before the next tuning changes the plans
+                turns[name] = timing.timed(made.capture(made.run, count, sets, stream), count, stream)
+    return Row(block.name, timing.take_turns(turns, options.rounds), setting=facts)
 
 
-def findings(rows: Sequence[Mapping[str, Any]], warm: Mapping[str, Any]) -> list[Finding]:
+def measure_second_process(names: Sequence[str], plans: str, _: Any) -> Row:
+    """What a process reports that builds the plans of the blocks of those names, and finds every problem measured."""
+    command = [sys.executable, "-m", "benchmarks.processes", "plans", *names]
+    environment = os.environ | {CACHE_VARIABLE: plans}
+    found = last_line(command, environment)
+    facts = {name: found[name] for name in ("measurements", "known")} | {"plans_us": found["us"]}
+    return Row(SECOND, {"lt_plan": summarise(found["us"])}, "lt_plan", setting=facts)
+
+
+def findings(rows: Sequence[Json]) -> list[Finding]:
     """Seconds of tuning, what depth adds and takes, and what plans from the cache cost."""
-    groups = [group["seconds"] for row in rows for group in row["tuned"]]
+    groups = [group["seconds"] for row in rows for group in row.get("tuned", ())]
     blocks_, deep = ([row[name] for row in rows if name in row] for name in ("tuning_s", "deep_s"))
-    count = len(warm["us"])
+    second = next((row for row in rows if "plans_us" in row), None)
     return [
         *quantiles("seconds of tuning problems that are decided together", groups, 2.0),
         *quantiles("seconds of tuning a block", blocks_),
         *quantiles("seconds of tuning a block deeply", deep),
-        summary.mean("lt / lt_deep", summary.speedups(rows, "lt", "lt_deep"), None),
-        Finding("measurements of a second process", warm["measurements"], 0, count, at_most=True),
-        Finding("problems in it without a measured plan", count - warm["known"], 0, count, at_most=True),
-        *quantiles("milliseconds of building a plan in it", [us / 1e3 for us in warm["us"]], 1.0),
+        report.mean("lt / lt_deep", report.speedups(rows, "lt", "lt_deep")),
+        *([] if second is None else _of_second_process(second)),
+    ]
+
+
+def _of_second_process(row: Json) -> list[Finding]:
+    us = row["plans_us"]
+    return [
+        Finding("measurements of a second process", row["measurements"], 0, len(us), at_most=True),
+        Finding("problems in it without a measured plan", len(us) - row["known"], 0, len(us), at_most=True),
+        *quantiles("milliseconds of building a plan in it", [each / 1e3 for each in us], 1.0),
     ]
 
 
@@ -87,47 +93,26 @@ def quantiles(what: str, values: Sequence[float], target: float | None = None) -
     """The median, which has the target, the ninth decile, and the greatest of some values."""
     if not values:
         return [Finding(f"{what}, median", None, target, 0, at_most=True)]
-    tenth = np.quantile(values, (0.5, 0.9, 1.0)).tolist()
-    names, targets = ("median", "90 %", "most"), (target, None, None)
+    found = np.quantile(values, (0.5, 0.9, 1.0)).tolist()
+    limits = {"median": target, "90 %": None, "most": None}
     return [
         Finding(f"{what}, {name}", value, limit, len(values), at_most=True)
-        for name, value, limit in zip(names, tenth, targets, strict=True)
+        for (name, limit), value in zip(limits.items(), found, strict=True)
     ]
 
 
-def run(wanted: Sequence[Block], rounds: int, file: Path | None) -> None:
-    """Measures, prints what it comes to, and writes the result if there is a file for it."""
-    import cupy as cp
+def _jobs(options: argparse.Namespace) -> dict[str, Job]:
+    """The last row is of a process that reads what this run's other rows have left in their plan cache."""
+    folder, tuned = tempfile.mkdtemp(prefix="lt_runtime_plans_"), list[str]()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
-    from benchmarks.fresh import fresh_plans
-    from benchmarks.graphs import release
+    def measured(block: Block, stream: Any) -> Row:
+        tuned.append(block.name)
+        return measure(block, options, folder, stream)
 
-    stream, rows = cp.cuda.Stream(non_blocking=True), []
-    with fresh_plans():
-        for block in track(wanted, "tuning", console=Console(stderr=True), transient=True):
-            rows.append(measure(block, rounds, stream).as_json())
-            release()
-        warm = warm_start([block.name for block in wanted])
-    made = findings(rows, warm)
-    console = report.console()
-    console.print(summary.table(made))
-    if file is not None:
-        report.write(file, rows, summary=[each.as_json() for each in made])
-        console.print(f"written to {file}")
+    made: dict[str, Job] = {block.name: partial(measured, block) for block in sample()}
+    return made | {SECOND: lambda stream: measure_second_process(tuned, folder, stream)}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Without a GPU there is nothing to measure. Targets that are missed are printed, and no error."""
-    parser = argparse.ArgumentParser(prog="benchmarks.tuning", description=__doc__)
-    parser.add_argument("--only", metavar="PATTERN", help="blocks whose name has this regular expression")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default, without --only: {RESULT}")
-    arguments = parser.parse_args(argv)
-    if device_count() == 0:
-        sys.exit("benchmarks.tuning needs an NVIDIA GPU")
-    wanted = [block for block in sample() if re.search(arguments.only or "", block.name, re.IGNORECASE)]
-    run(wanted, arguments.rounds, arguments.out or (None if arguments.only else RESULT))
-
-
-if __name__ == "__main__":
-    main()
+_NAMES: Final = [block.name for block in sample()]
+SUITE: Final = Suite(rounds=9, order=[*_NAMES, SECOND], jobs=_jobs, findings=findings)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.ops.adamw import AdamW, Parameter
     from lt_runtime.ops.dropout import dropout
+    from lt_runtime.ops.first_use import tuning
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
     from lt_runtime.ops.loss import cross_entropy, mse_loss
     from lt_runtime.ops.matmul import matmul
     from lt_runtime.ops.tuning import explain, tune
-    from lt_runtime.planning.first_use import tuning
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import MLP, TrainStep
@@ -54,7 +54,7 @@ _HOMES = {
     "prefetch": "lt_runtime.training.prefetch",
     "save_checkpoint": "lt_runtime.training.checkpoints",
     "tune": "lt_runtime.ops.tuning",
-    "tuning": "lt_runtime.planning.first_use",
+    "tuning": "lt_runtime.ops.first_use",
 }
 _MODULES = ("cublaslt", "errors", "raw", "schedules")
 

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import ml_dtypes
 import numpy as np
@@ -218,6 +218,14 @@ class MatmulProblem:
     device_scalars: bool = False
     one_kernel: bool = False
 
+    operands: ClassVar = ("a", "b", "c", "vector", "aux", "d")
+    """Names of a call's addresses, in their order; `vector` is the bias or the bias gradient."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be multiplied."""
+        return 0 in (self.batch, self.m, self.n, self.k)
+
     @property
     def m(self) -> int:
         """Rows of D."""
@@ -255,6 +263,9 @@ class ForwardProblem:
     dropout: bool = False
     propagate_nan: bool = False
     backward: bool = False
+
+    operands: ClassVar = ("x", "w", "bias", "y", "kept")
+    """Names of a call's addresses, in their order; `kept` is what the plan keeps for backward besides y."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,3 +313,6 @@ class BackwardProblem:
     dz: Spec | None = None
     accumulate: bool = False
     through: Derivative | None = None
+
+    operands: ClassVar = ("dy", "x", "w", "saved", "saved_below", "dx", "dw", "db", "dz", "db_below")
+    """Names of a call's addresses, in their order; `saved_below` and `db_below` belong to the layer of `through`."""

@@ -6,18 +6,40 @@ Y[m,n] = act(op(A)[m,k] · op(B)[k,n] + bias[n]). Addresses are ints, 0 means ab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lt_runtime.arrays import device_of_address
-from lt_runtime.errors import AlignmentError, ArgumentError, DeviceError, OverlapError, ShapeError
+from lt_runtime.arrays import CUPY, HOST, Operand, check_device, check_no_overlap, device_of_address
+from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.layout import Layout, may_overlap, packed
-from lt_runtime.planning import BackwardCall, backward_plan, forward_plan
-from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
+from lt_runtime.layout import Layout, packed
+from lt_runtime.ops._context import Layer
+from lt_runtime.ops._linear_backward import LinearBackward
+from lt_runtime.ops._linear_forward import LinearForward
+from lt_runtime.ops.call import Known, Operation, addresses_of, look
+from lt_runtime.problem import Activation, Saved
 
 _ITEMSIZE = 4
+
+
+class _RawForward(LinearForward):
+    """The forward pass, whose results are where the caller says."""
+
+    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
+        """See `Operation`."""
+
+
+class _RawBackward(LinearBackward):
+    """The backward pass, whose results are where the caller says."""
+
+    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
+        """See `Operation`."""
+
+
+_FORWARD = _RawForward()
+_BACKWARD = _RawBackward()
 
 
 def forward_raw(
@@ -55,23 +77,10 @@ def forward_raw(
     """
     activation = Activation(act, leaky_slope)
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
-    inputs = {"A": (A, x), "B": (B, w), **({"bias": (bias, packed(1, n))} if with_bias else {})}
-    outputs = {"Y": (Y, y), **({"Z": (Z, y)} if save_z else {})}
-    device = _check(inputs, outputs)
-    handle = stream_handle(stream, device)
-    with activated(device):
-        problem = ForwardProblem(
-            DType.FLOAT32,
-            Compute.FLOAT32,
-            activation,
-            _spec(A, x),
-            _spec(B, w),
-            _spec(Y, y),
-            _alignment(bias) if with_bias else None,
-            _spec(Z, y) if save_z else None,
-        )
-        plan = forward_plan(problem, device, handle)
-        plan.run(A, B, bias if with_bias else 0, Y, Z if save_z else 0, None, handle)
+    inputs = {"A": (A, x), "B": (B, w), "bias": (bias, n) if with_bias else None}
+    outputs = {"Y": (Y, y), "Z": (Z, y) if save_z else None}
+    asked = (activation, leaky_slope, 0.0, "float32", False, True)
+    _run(_FORWARD, inputs, outputs, {}, asked, None, stream)
 
 
 def backward_raw(
@@ -107,37 +116,21 @@ def backward_raw(
     Raises:
         As `forward_raw`.
     """
-    activation = Activation(act, leaky_slope)
+    activation, has_z = Activation(act, leaky_slope), act != "none"
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
-    has_z = act != "none"
-    inputs = {"A": (A, x), "B": (B, w), "gY": (gY, y), **({"Z": (Z, y)} if has_z else {})}
-    wanted = {"gA": (gA, x), "gB": (gB, w), "gC": (gC, y), "gBias": (gBias if with_bias else 0, packed(1, n))}
-    outputs = {name: operand for name, operand in wanted.items() if operand[0]}
-    device = _check(inputs, outputs, {"C": (C, y)})
-    handle = stream_handle(stream, device)
-    specs = {name: _spec(*operand) for name, operand in outputs.items()}
-    wants_db = "gBias" in outputs
-    own = Derivative(
-        activation,
-        Saved.PREACTIVATION if has_z else Saved.NOTHING,
-        _spec(Z, y) if has_z else None,
-        _alignment(gBias) if wants_db else None,
-    )
-    problem = BackwardProblem(
-        DType.FLOAT32,
-        Compute.FLOAT32,
-        _spec(A, x),
-        _spec(B, w),
-        _spec(gY, y),
-        own,
-        specs.get("gA"),
-        specs.get("gB"),
-        specs.get("gC"),
-    )
-    db = gBias if wants_db else 0
-    with activated(device):
-        plan = backward_plan(problem, device, handle)
-        plan.run(BackwardCall(gY, A, B, handle, Z if has_z else 0, dx=gA, dw=gB, db=db, dz=gC))
+    inputs = {"gY": (gY, y), "A": (A, x), "B": (B, w), "Z": (Z, y) if has_z else None, "Z below": None}
+    outputs = {
+        "gA": (gA, x) if gA else None,
+        "gB": (gB, w) if gB else None,
+        "gBias": (gBias, n) if gBias and with_bias else None,
+        "gC": (gC, y) if gC else None,
+        "gBias below": None,
+    }
+    saved_as = Saved.PREACTIVATION if has_z else Saved.NOTHING
+    layer = Layer((m, n, k), saved_as, None, activation, 0.0, "float32", with_bias)
+    wanted = [outputs[name] is not None for name in ("gA", "gB", "gBias")]
+    asked = (layer, None, False, *wanted, False, False)
+    _run(_BACKWARD, inputs, outputs, {"C": (C, y)} if C else {}, asked, (None, None), stream)
 
 
 def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layout, Layout, Layout]:
@@ -150,45 +143,45 @@ def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layo
     return x, w, packed(m, n)
 
 
-def _alignment(address: int) -> int:
-    return min(address & -address, 256) or 256
+_Named = Mapping[str, tuple[int, Layout | int] | None]
+"""Addresses, and how the operands lie there: a layout, or a vector's length; None for an absent operand."""
 
 
-def _spec(address: int, layout: Layout) -> Spec:
-    return Spec(layout, _alignment(address))
+def _run(
+    operation: Operation, inputs: _Named, outputs: _Named, unread: _Named, asked: Any, extras: Any, stream: Any
+) -> None:
+    """Runs the operation on these operands; what is `unread` only has to be on the same device."""
+    given = {name: each and _operand(name, *each) for name, each in {**inputs, **outputs}.items()}
+    others = [_operand(name, *each) for name, each in unread.items() if each]
+    seen = [given[name] for name in inputs]
+    for name in outputs:
+        out = given[name]
+        if out is not None:
+            check_no_overlap(out, *(each for each in seen if each is not None))
+            seen.append(out)
+    device = _device_of([each for each in (*given.values(), *others) if each is not None])
+    operands = [each and replace(each, device=device) for each in given.values()]
+    handle = stream_handle(stream, device)
+    with activated(device):
+        known = look(operation, operands, asked, extras, handle)
+        known.put(operation.call(known, addresses_of(operands), extras, handle))
 
 
-_Operands = Mapping[str, tuple[int, Layout]]
+def _operand(name: str, address: int, lies: Layout | int) -> Operand:
+    is_vector = isinstance(lies, int)
+    layout = packed(1, lies) if isinstance(lies, int) else lies
+    if address == 0 and layout.size:
+        raise ArgumentError(f"{name} is 0; an address is needed for its {layout.rows}x{layout.cols} elements")
+    if address < 0 or address % _ITEMSIZE:
+        raise AlignmentError(f"{name} is {address:#x}; it must be a multiple of {_ITEMSIZE}, the size of FP32")
+    shape, strides = ((layout.cols,), (1,)) if is_vector else (layout.shape, layout.strides)
+    return Operand(name, address, shape, strides, "float32", _ITEMSIZE, HOST, CUPY, None)
 
 
-def _check(inputs: _Operands, outputs: _Operands, unread: _Operands | None = None) -> int:
-    """The device that all addresses belong to."""
-    operands = {**inputs, **outputs}
-    everything = {**operands, **(unread or {})}
-    for name, (address, layout) in everything.items():
-        if address == 0 and layout.size and name in operands:
-            raise ArgumentError(f"{name} is 0; an address is needed for its {layout.rows}x{layout.cols} elements")
-        if address < 0 or address % _ITEMSIZE:
-            raise AlignmentError(f"{name} is {address:#x}; it must be a multiple of {_ITEMSIZE}, the size of FP32")
-    _check_overlap(inputs, outputs)
-    device: int | None = None
-    for name, (address, _) in everything.items():
-        if address:
-            device = _same_device(name, address, device)
-    return device_of_address("A", 0) if device is None else device
-
-
-def _same_device(name: str, address: int, device: int | None) -> int:
-    own = device_of_address(name, address)
-    if device is not None and own != device:
-        raise DeviceError(f"{name} is on GPU {own}, the operands before it on GPU {device}; one device is needed")
-    return own
-
-
-def _check_overlap(inputs: _Operands, outputs: _Operands) -> None:
-    seen = dict(inputs)
-    for name, (address, layout) in outputs.items():
-        for other, (other_address, other_layout) in seen.items():
-            if may_overlap(address, layout, other_address, other_layout, _ITEMSIZE):
-                raise OverlapError(f"{name} shares memory with {other}; it must not")
-        seen[name] = (address, layout)
+def _device_of(operands: Sequence[Operand]) -> int:
+    """The one device that all addresses belong to; the current one if there are none."""
+    placed = [replace(each, device=device_of_address(each.name, each.address)) for each in operands if each.address]
+    if not placed:
+        return device_of_address(operands[0].name, 0)
+    check_device(*placed)
+    return placed[0].device

@@ -18,7 +18,7 @@ from lt_runtime.cublaslt import (
     Status,
 )
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.planning.guesses import tile_shape
+from lt_runtime.tuner.guesses import tile_shape
 from tests.cublaslt_fake import Recorder, creates
 
 WORKSPACE = 32 << 20
@@ -41,9 +41,9 @@ class FakeLibrary:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         info = DeviceInfo(0, "pretended", 90, 132, 1 << 36)
-        for module in ("matmul", "priors"):
-            monkeypatch.setattr(f"lt_runtime.planning.{module}.device_info", lambda _: info)
-        monkeypatch.setattr("lt_runtime.planning.matmul.workspace_size", lambda _: WORKSPACE)
+        for module in ("products.matmul", "plans.priors"):
+            monkeypatch.setattr(f"lt_runtime.{module}.device_info", lambda _: info)
+        monkeypatch.setattr("lt_runtime.products.matmul.workspace_size", lambda _: WORKSPACE)
         self.offered: dict[tuple[int, int], list[int]] = {}
         self.asked: list[tuple[int, int]] = []
         self.ids: list[int] = []

@@ -22,15 +22,15 @@ from cuda.bindings import nvrtc
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu import compiler
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.params import SCALAR
+from lt_runtime.kernels.epilogue import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
+from lt_runtime.kernels.loss import row_macros
+from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
+from lt_runtime.kernels.params import SCALAR
+from lt_runtime.kernels.tiling import access_macros
 from lt_runtime.layout import packed
 from lt_runtime.ops import dropout
 from lt_runtime.paths import kernel_sources
-from lt_runtime.planning.launches import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
-from lt_runtime.planning.losses import row_macros
-from lt_runtime.planning.narrow_pass import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
-from lt_runtime.planning.strategies import forward_strategies
-from lt_runtime.planning.tiling import access_macros
+from lt_runtime.plans.strategies import forward_strategies
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, Saved, Spec
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -13,21 +13,23 @@ import numpy as np
 import pytest
 
 from lt_runtime.errors import PlanError
-from lt_runtime.planning import alternatives, candidates, layer_finals, layer_tuner, row_trial, row_tuner, tuning
-from lt_runtime.planning.alternatives import half_name
-from lt_runtime.planning.backward import BackwardCall, BackwardPlan
-from lt_runtime.planning.entries import RejectedAlgorithm
-from lt_runtime.planning.forward import ForwardPlan
-from lt_runtime.planning.keys import problem_key
-from lt_runtime.planning.layer_trial import LayerTrial
-from lt_runtime.planning.product_tuner import ProductVerdict
-from lt_runtime.planning.store import PlanStore
-from lt_runtime.planning.strategies import ForwardStrategy, backward_strategies, forward_strategies
-from lt_runtime.planning.timing import Timing, take_times
-from lt_runtime.planning.workbench import Bench
+from lt_runtime.kernels.call import Call
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import ForwardStrategy, backward_strategies, forward_strategies
 from lt_runtime.problem import ForwardProblem, MatmulProblem
+from lt_runtime.store.entries import RejectedAlgorithm
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.tuner import alternatives, candidates, layer_finals, layer_tuner, row_trial, row_tuner, tuning
+from lt_runtime.tuner.alternatives import half_name
+from lt_runtime.tuner.layer_trial import LayerTrial
+from lt_runtime.tuner.product_tuner import ProductVerdict
+from lt_runtime.tuner.timing import Timing, take_times
+from lt_runtime.tuner.workbench import Bench
 from tests.fake_clock import FakeClock
 from tests.plan_entries import H200
+from tests.support.calls import addresses
 
 TUNED, BY_HEURISTIC = bytes(64), b"\x01" * 64
 """Algorithms that the tuner finds, and that the heuristic offers."""
@@ -157,19 +159,21 @@ class LayerGpu:
                     buffer.bits[...] = value.view(buffer.bits.dtype)[0]
 
     def _forward_runner(self) -> Any:
-        def run(plan: ForwardPlan, x: int, w: int, bias: int, y: int, kept: int, dropout: Any, stream: int) -> None:
+        def run(plan: ForwardPlan, call: Call) -> None:
+            x, w, bias, y, kept = call.addresses
             assert x
             assert w
             assert (bias != 0) is (plan.problem.bias is not None)
             assert (kept != 0) is (plan.kept_spec is not None)
-            self._pay(plan, [plan.product])
+            self._pay(plan, [*plan.products.values()])
             self._write(plan, [y])
 
         return run
 
     def _backward_runner(self) -> Any:
-        def run(plan: BackwardPlan, at: BackwardCall) -> None:
+        def run(plan: BackwardPlan, call: Call) -> None:
             problem = plan.problem
+            at = SimpleNamespace(**addresses(problem, call))
             assert (at.saved != 0) is (problem.own.saved_spec is not None)
             through = problem.through
             assert (at.saved_below != 0) is (through is not None and through.saved_spec is not None)

@@ -6,10 +6,10 @@ import itertools
 from typing import Any
 
 from lt_runtime.layout import packed
-from lt_runtime.planning.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy
-from lt_runtime.planning.fingerprint import Fingerprint
-from lt_runtime.planning.keys import problem_key
 from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, MatmulProblem, Spec
+from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy
+from lt_runtime.store.fingerprint import Fingerprint
+from lt_runtime.store.keys import problem_key
 
 H200 = Fingerprint("NVIDIA H200", 90, 132, 130100, "580.95.05", "0123456789abcdef")
 DATE = "2026-01-31T12:00:00Z"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lt_runtime.gpu.kernels import _SOURCES
+from lt_runtime.kernels.kernel import _SOURCES
 
 ROOT: Final = Path(__file__).parents[1]
 TOOLS: Final = ("memcheck", "racecheck", "initcheck")

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.layout import Order
-from lt_runtime.planning.trial import Trial
 from lt_runtime.problem import DType
+from lt_runtime.tuner.trial import Trial
 
 
 def encode(values: NDArray[Any], dtype: DType) -> NDArray[Any]:

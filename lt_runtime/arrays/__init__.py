@@ -3,14 +3,26 @@
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.checks import check_device, check_no_overlap, check_same, check_shape
 from lt_runtime.arrays.libraries import Library, contiguous
-from lt_runtime.arrays.operand import Operand, device_of, device_of_address, is_host_array, on_host, read, read_step
-from lt_runtime.arrays.signatures import Signature, are_apart, device_in, signature_of, without_addresses
+from lt_runtime.arrays.operand import (
+    CUPY,
+    HOST,
+    Operand,
+    device_of,
+    device_of_address,
+    is_host_array,
+    library_of,
+    on_host,
+    read,
+    read_step,
+)
+from lt_runtime.arrays.signatures import Signature, current_streams, device_in, signature_of, without_addresses
 
 __all__ = [
+    "CUPY",
+    "HOST",
     "Library",
     "Operand",
     "Signature",
-    "are_apart",
     "arena_size",
     "arena_views",
     "check_device",
@@ -18,11 +30,13 @@ __all__ = [
     "check_same",
     "check_shape",
     "contiguous",
+    "current_streams",
     "device_in",
     "device_of",
     "device_of_address",
     "host_zeros",
     "is_host_array",
+    "library_of",
     "on_host",
     "read",
     "read_step",

@@ -28,7 +28,7 @@ def check_device(first: Operand, *others: Operand) -> None:
     for other in others:
         if other.device != first.device:
             raise DeviceError(
-                f"{other.name} is on GPU {other.device} but {first.name} on GPU {first.device}; one device is needed"
+                f"{other.name} is {other.place} but {first.name} {first.place}; all must be on one device"
             )
 
 

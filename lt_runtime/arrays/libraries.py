@@ -12,6 +12,7 @@ import numpy as np
 
 from lt_runtime.errors import MissingLibraryError, OperandError
 from lt_runtime.gpu.direct import is_current
+from lt_runtime.gpu.streams import cupy_current
 
 
 class Library(Protocol):
@@ -22,6 +23,9 @@ class Library(Protocol):
 
     def address(self, array: Any) -> int:
         """Of the first element of an array as `empty` makes it."""
+
+    def current_stream(self, device: int) -> int:
+        """The handle of the stream that the library itself puts work on now."""
 
     def export(self, array: Any, stream: int) -> Any:
         """`array`, as `empty` made it and with its contents put on `stream`, in the form that the caller gets."""
@@ -77,6 +81,10 @@ class CupyLibrary:
         """See `Library`."""
         return int(array.data.ptr)
 
+    def current_stream(self, device: int) -> int:
+        """See `Library`; the default stream where CuPy is not in use."""
+        return cupy_current(device)
+
     def export(self, array: Any, stream: int) -> Any:
         """See `Library`."""
         return array
@@ -89,7 +97,7 @@ class TorchLibrary:
         """See `Library`."""
         torch = sys.modules["torch"]
         kind = getattr(torch, dtype.name)
-        if torch.cuda.current_stream(device).cuda_stream == stream:
+        if self.current_stream(device) == stream:
             return torch.empty(shape, dtype=kind, device=f"cuda:{device}")
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
             return torch.empty(shape, dtype=kind, device=f"cuda:{device}")
@@ -97,6 +105,33 @@ class TorchLibrary:
     def address(self, array: Any) -> int:
         """See `Library`."""
         return int(array.data_ptr())
+
+    def current_stream(self, device: int) -> int:
+        """See `Library`."""
+        torch = sys.modules["torch"]
+        # `torch.cuda.current_stream` builds an object for the handle, which takes as long as the rest of a short call.
+        handle: int = torch._C._cuda_getCurrentRawStream(device)
+        return handle
+
+    def export(self, array: Any, stream: int) -> Any:
+        """See `Library`."""
+        return array
+
+
+class NumpyLibrary:
+    """NumPy arrays, which live in host memory: they have no streams."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
+        """See `Library`."""
+        return np.empty(shape, dtype)
+
+    def address(self, array: Any) -> int:
+        """See `Library`."""
+        return int(array.ctypes.data)
+
+    def current_stream(self, device: int) -> int:
+        """See `Library`."""
+        return 0
 
     def export(self, array: Any, stream: int) -> Any:
         """See `Library`."""

@@ -10,7 +10,15 @@ from typing import Any, Final
 import numpy as np
 from cuda.bindings import driver
 
-from lt_runtime.arrays.libraries import ArrayApiLibrary, CupyLibrary, Library, TorchLibrary, cupy_stream, is_from
+from lt_runtime.arrays.libraries import (
+    ArrayApiLibrary,
+    CupyLibrary,
+    Library,
+    NumpyLibrary,
+    TorchLibrary,
+    cupy_stream,
+    is_from,
+)
 from lt_runtime.errors import (
     AlignmentError,
     DeviceError,
@@ -30,13 +38,16 @@ _ACCEPTED: Final = "NumPy and CuPy arrays, PyTorch tensors, and objects with __d
 _PROTOCOLS: Final = ("__dlpack_device__", "__cuda_array_interface__")
 _DEVICE_ORDINAL: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
-_CUPY: Final = CupyLibrary()
-_TORCH: Final = TorchLibrary()
+HOST: Final = -1
+"""The ordinal that stands for host memory, where NumPy arrays are."""
+CUPY: Final = CupyLibrary()
+NUMPY: Final = NumpyLibrary()
+TORCH: Final = TorchLibrary()
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An array on a GPU.
+    """An array as an operation reads it.
 
     Attributes:
         name: for errors.
@@ -44,7 +55,7 @@ class Operand:
         shape, strides: strides in elements.
         dtype: name of its element type, as NumPy has it.
         itemsize: bytes an element.
-        device: ordinal of the GPU it lives on.
+        device: ordinal of the GPU it lives on; `HOST` for host memory.
         library: makes results of the same kind.
         array: what the caller passed, kept alive.
     """
@@ -58,6 +69,11 @@ class Operand:
     device: int
     library: Library
     array: Any
+
+    @property
+    def place(self) -> str:
+        """Where it lives, in words."""
+        return "in host memory (NumPy)" if self.device == HOST else f"on GPU {self.device}"
 
     @property
     def layout(self) -> Layout:
@@ -133,12 +149,14 @@ def on_host(operands: Mapping[str, Any], optional: Mapping[str, Any] | None = No
 
 
 def device_of(name: str, array: Any) -> int:
-    """Ordinal of the GPU that an array lives on.
+    """Ordinal of the GPU that an array lives on; `HOST` for NumPy's.
 
     Raises:
-        DeviceError: it lives in host memory.
+        DeviceError: it lives on another kind of device, or is another library's in host memory.
         OperandError: it is no array.
     """
+    if isinstance(array, np.ndarray):
+        return HOST
     if is_from(array, "cupy"):
         return int(array.device.id)
     if is_from(array, "torch"):
@@ -172,6 +190,11 @@ def device_of_address(name: str, address: int) -> int:
         raise DeviceError(f"{name} is {address:#x}, which is not an address of GPU memory") from error
 
 
+def library_of(array: Any) -> Library:
+    """The library whose current stream orders an array's contents: PyTorch for its tensors, CuPy for all others."""
+    return TORCH if is_from(array, "torch") else CUPY
+
+
 def read(name: str, array: Any, stream: int) -> Operand:
     """The operand that an array is, its contents ordered before what `stream` is given from now on.
 
@@ -180,8 +203,10 @@ def read(name: str, array: Any, stream: int) -> Operand:
         AlignmentError: its address is no multiple of its element size.
     """
     device = device_of(name, array)
-    if is_from(array, "cupy"):
-        operand = _read_cupy(name, array, _CUPY)
+    if device == HOST:
+        operand = _read_numpy(name, array)
+    elif is_from(array, "cupy"):
+        operand = _read_cupy(name, array, CUPY)
     elif is_from(array, "torch"):
         operand = _read_torch(name, array)
     elif hasattr(array, "__dlpack__"):
@@ -191,6 +216,14 @@ def read(name: str, array: Any, stream: int) -> Operand:
     if operand.address % operand.itemsize:
         raise AlignmentError(f"{name} is at {operand.address:#x}; it must be a multiple of {operand.itemsize}")
     return operand
+
+
+def _read_numpy(name: str, array: np.ndarray[Any, Any]) -> Operand:
+    if not array.dtype.isnative:
+        raise DTypeError(f"{name} has byte order {array.dtype.byteorder!r}; accepted is this machine's")
+    size, address = array.itemsize, array.__array_interface__["data"][0]
+    strides = _in_elements(name, array.strides, size) if array.size else _row_major_strides(array.shape)
+    return Operand(name, address, array.shape, strides, array.dtype.name, size, HOST, NUMPY, array)
 
 
 def _read_cupy(name: str, array: Any, library: Library) -> Operand:
@@ -208,7 +241,7 @@ def _read_torch(name: str, tensor: Any) -> Operand:
         str(tensor.dtype).removeprefix("torch."),
         tensor.element_size(),
         tensor.device.index,
-        _TORCH,
+        TORCH,
         tensor,
     )
 
@@ -217,7 +250,7 @@ def _read_dlpack(name: str, array: Any, device: int, stream: int) -> Operand:
     with cupy_stream(device, stream) as module:  # the producer orders its work before CuPy's current stream
         view = module.from_dlpack(array)
     namespace = getattr(array, "__array_namespace__", None)
-    return _read_cupy(name, view, _CUPY if namespace is None else _array_api(namespace()))
+    return _read_cupy(name, view, CUPY if namespace is None else _array_api(namespace()))
 
 
 @functools.cache
@@ -235,7 +268,7 @@ def _read_interface(name: str, array: Any, device: int, stream: int) -> Operand:
     if producer is not None:
         with activated(device):
             order_after(stream, producer)
-    return Operand(name, interface["data"][0], shape, strides, dtype.name, dtype.itemsize, device, _CUPY, array)
+    return Operand(name, interface["data"][0], shape, strides, dtype.name, dtype.itemsize, device, CUPY, array)
 
 
 def _interface_dtype(name: str, array: Any, typestr: str) -> np.dtype[Any]:

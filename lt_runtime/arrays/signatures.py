@@ -1,39 +1,44 @@
-"""What tells one call of an operation from another, read off its arrays as fast as Python can: nothing is checked."""
+"""Call signatures: what tells one call from another, read off its arrays as fast as Python can; nothing is checked."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable
 from operator import attrgetter
 from typing import Any, Final, TypeAlias
 
-_ALIGNED: Final = 256  # what is aligned better makes no difference
+from lt_runtime.arrays.libraries import TorchLibrary
+from lt_runtime.gpu.streams import cupy_current
 
+_ALIGNED: Final = 256  # the best alignment that makes a difference
 
-Reader: TypeAlias = Callable[[Any], tuple[Any, ...]]
+Look: TypeAlias = Callable[[Any], tuple[Any, ...]]
 """Gives an array's address, device, shape, strides and type."""
 Signature: TypeAlias = tuple[Any, ...]
-"""All that a call's course depends on but its arrays' contents: what is asked, and what each array looks like."""
+"""What a call asks for, then the look of each of its arrays, None for an absent one."""
 
-_readers: dict[type, Reader] = {}
+_looks: dict[type, Look] = {}
+
+current_streams: Final[dict[type, Callable[[int], int]]] = {}
+"""For each kind of array that has signatures, the function that gives its library's current stream on a device."""
 
 
-def signature_of(arrays: tuple[Any, ...], asked: tuple[Any, ...]) -> Signature | None:
-    """What a call with these arrays, some of which may be None, looks like.
+def signature_of(arrays: tuple[Any, ...], asked: Hashable) -> Signature | None:
+    """The signature of a call with these arrays, any of which but the first may be None.
 
     Args:
-        asked: all else that its course depends on; which arrays are None is part of it.
+        asked: all else that the call's course depends on.
 
     Returns:
         None unless all arrays are CuPy's, or all are PyTorch's.
     """
     kind = type(arrays[0])
-    reader = _readers.get(kind) or _reader_of(kind)
-    if reader is None:
+    look = _looks.get(kind) or _look_of(kind)
+    if look is None:
         return None
     try:
-        return (asked, *[reader(array) for array in arrays if array is not None])
-    except (AttributeError, TypeError):  # of another library than the first
+        return (asked, *[None if array is None else look(array) for array in arrays])
+    except (AttributeError, TypeError):  # an array of another library than the first
         return None
 
 
@@ -44,43 +49,29 @@ def device_in(signature: Signature) -> int:
 
 
 def without_addresses(signature: Signature) -> tuple[Hashable, tuple[int, ...]]:
-    """What is the same for all calls that differ in nothing but where their arrays begin; and where they do."""
+    """The part that is the same for all calls whose arrays differ in nothing but their addresses; and the addresses.
+
+    An absent array has address 0. How well the addresses are aligned is in the first part.
+    """
     asked, *looks = signature
-    addresses = tuple(look[0] for look in looks)
-    return (asked, *(look[1:] for look in looks), alignments_of(addresses)), addresses
+    addresses = tuple([0 if look is None else look[0] for look in looks])
+    alignments = tuple([address & -address & _ALIGNED - 1 for address in addresses])
+    return (asked, *[look and look[1:] for look in looks], alignments), addresses
 
 
-def alignments_of(addresses: Iterable[int]) -> tuple[int, ...]:
-    """The largest power of two, below 256, that divides each address; 0 for those that are aligned better."""
-    return tuple(address & -address & _ALIGNED - 1 for address in addresses)
-
-
-def _reader_of(kind: type) -> Reader | None:
-    """None for classes that are not known through and through: subclasses too."""
+def _look_of(kind: type) -> Look | None:
+    """None for classes that are not known through and through, subclasses among them."""
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:
-        reader: Reader = attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")
+        look: Look = attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")
+        current_streams[kind] = cupy_current
     elif torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
-        reader = _look_at_tensor
+        look = _look_at_tensor
+        current_streams[kind] = TorchLibrary().current_stream
     else:
         return None
-    return _readers.setdefault(kind, reader)
+    return _looks.setdefault(kind, look)
 
 
 def _look_at_tensor(tensor: Any) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.get_device(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def are_apart(addresses: Sequence[int], sizes: Sequence[int], inputs: int) -> bool:
-    """Whether no array but the first `inputs` shares an address with one before it, by where they begin and end.
-
-    Args:
-        sizes: bytes from each array's first element to its last.
-    """
-    for i in range(inputs, len(addresses)):
-        start = addresses[i]
-        end = start + sizes[i]
-        for j in range(i):
-            if start < addresses[j] + sizes[j] and addresses[j] < end:
-                return False
-    return True

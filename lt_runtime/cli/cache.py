@@ -16,11 +16,11 @@ from lt_runtime.cli import cache_files, cache_report
 from lt_runtime.cli.cache_files import CacheFile
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import replace_file
-from lt_runtime.planning.document import Document, Section, UnusableError
-from lt_runtime.planning.keys import parse_key
-from lt_runtime.planning.names import describe
-from lt_runtime.planning.records import Json, to_json
-from lt_runtime.planning.store import PlanStore, plans_directory
+from lt_runtime.store.document import Document, Section, UnusableError
+from lt_runtime.store.keys import parse_key
+from lt_runtime.store.plan_store import PlanStore, plans_directory
+from lt_runtime.store.records import Json, to_json
+from lt_runtime.tuner.names import describe
 
 
 def run(arguments: argparse.Namespace) -> int:

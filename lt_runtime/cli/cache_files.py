@@ -14,10 +14,10 @@ from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY
 from lt_runtime.gpu.devices import device_count
-from lt_runtime.planning.document import Document, UnusableError
-from lt_runtime.planning.fingerprint import Fingerprint, fingerprint
-from lt_runtime.planning.keys import parse_key
-from lt_runtime.planning.store import plans_directory
+from lt_runtime.store.document import Document, UnusableError
+from lt_runtime.store.fingerprint import Fingerprint, fingerprint
+from lt_runtime.store.keys import parse_key
+from lt_runtime.store.plan_store import plans_directory
 
 _SET_ASIDE: Final = ("damaged", "foreign", "schema")
 _ABANDONED_SECONDS: Final = 3600.0

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from lt_runtime.planning.names import algorithm_in_words, strategy_in_words
-from lt_runtime.planning.records import Json
+from lt_runtime.store.records import Json
+from lt_runtime.tuner.names import algorithm_in_words, strategy_in_words
 
 
 def show_list(data: Json, console: Console) -> None:

@@ -14,13 +14,13 @@ from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops._tuning_report import TuningReport
 from lt_runtime.ops._tuning_run import progress_bar, tune_in_parts
 from lt_runtime.ops.tuning import ordinal_of
-from lt_runtime.planning.keys import Problem
-from lt_runtime.planning.recording import read_recorded
-from lt_runtime.planning.stacks import Stack
 from lt_runtime.problem import Activation, Compute, DType
+from lt_runtime.store.keys import Problem
+from lt_runtime.store.recording import read_recorded
+from lt_runtime.tuner.stacks import Stack
 
 if TYPE_CHECKING:
-    from lt_runtime.planning.tuning import Tuned
+    from lt_runtime.tuner.tuning import Tuned
 
 INTERRUPTED: Final = 130
 _DEFAULT_ACTIVATION: Final = "relu"

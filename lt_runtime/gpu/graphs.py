@@ -59,17 +59,17 @@ class Graph:
     def __init__(self, run: Callable[[int], object], stream: int) -> None:
         graph = _capture(run, stream)
         try:
-            self._executable = int(call("cuGraphInstantiate", graph, 0))
+            self.executable = int(call("cuGraphInstantiate", graph, 0))
         finally:
             call("cuGraphDestroy", graph)
 
     def launch(self, stream: int) -> None:
         """Puts the work on `stream`."""
-        launch_graph(self._executable, stream)
+        launch_graph(self.executable, stream)
 
     def close(self) -> None:
         """Frees it; what has been launched is finished all the same."""
-        call("cuGraphExecDestroy", self._executable)
+        call("cuGraphExecDestroy", self.executable)
 
     def __enter__(self) -> Self:
         return self

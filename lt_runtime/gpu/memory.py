@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-from typing import Final
+from typing import Final, Self
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import device_info
@@ -57,6 +58,12 @@ class StreamMemory:
         self.zeros = self._allocate(ALIGNMENT + 4 * MAX_TICKETS)
         self.tickets = self.zeros + ALIGNMENT
         call("cuMemsetD8Async", self.zeros, 0, ALIGNMENT + 4 * MAX_TICKETS, stream)
+
+    def on(self, stream: int) -> Self:
+        """The same memory for work that is captured from another stream, to be launched on this memory's stream."""
+        view = copy.copy(self)
+        view.stream = stream
+        return view
 
     def scratch(self, size: int) -> int:
         """Address of `size` bytes, 256-byte aligned, good until the next call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from cuda.bindings import driver
@@ -17,19 +17,25 @@ from lt_runtime.gpu.driver import call
 _DEFAULT_STREAM: Final = 0
 
 
-def stream_handle(stream: Any, device: int) -> int:
+def cupy_current(device: int) -> int:
+    """The handle of CuPy's current stream; the default stream's where CuPy is not in use."""
+    cupy = sys.modules.get("cupy")
+    return int(cupy.cuda.get_current_stream(device).ptr) if cupy is not None else _DEFAULT_STREAM
+
+
+def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy_current) -> int:
     """The handle of a stream.
 
     Args:
-        stream: None for CuPy's current stream on `device` (the default stream where CuPy is not in use), an int
-            handle, or an object with `__cuda_stream__` (CuPy, PyTorch, cuda.core).
+        stream: None for the current stream on `device`, an int handle, or an object with `__cuda_stream__` (CuPy,
+            PyTorch, cuda.core).
+        current: gives the current stream of the library that the operands come from.
 
     Raises:
         ArgumentError: anything else.
     """
     if stream is None:
-        cupy = sys.modules.get("cupy")
-        return int(cupy.cuda.get_current_stream(device).ptr) if cupy is not None else 0
+        return current(device)
     if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream
     protocol = getattr(stream, "__cuda_stream__", None)

@@ -14,10 +14,10 @@ from lt_runtime.arrays.libraries import CupyLibrary
 from lt_runtime.errors import DeviceError, DTypeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.kernels import THREADS, Kernel, get_kernel
 from lt_runtime.gpu.launch import Launch
-from lt_runtime.gpu.params import SCALAR, AdamWParams, GradientNormParams, OptimizerState
 from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.kernels.kernel import THREADS, Kernel, get_kernel
+from lt_runtime.kernels.params import SCALAR, AdamWParams, GradientNormParams, OptimizerState
 from lt_runtime.ops._adamw_table import Tensor, norm_table, update_table
 from lt_runtime.ops._adamw_types import Options, Parameter
 from lt_runtime.ops._place import Place

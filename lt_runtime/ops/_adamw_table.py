@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.gpu.kernels import OCTET, THREADS
-from lt_runtime.gpu.params import AdamWChunk, GradientChunk
+from lt_runtime.kernels.kernel import OCTET, THREADS
+from lt_runtime.kernels.params import AdamWChunk, GradientChunk
 from lt_runtime.problem import DType
 
 UPDATE_CHUNK: Final = THREADS * OCTET  # elements: a thread loads all of its own at once

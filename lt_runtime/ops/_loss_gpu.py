@@ -10,9 +10,9 @@ from lt_runtime.errors import DTypeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.kernels.loss import CrossEntropyPass, GradScale, Labels, MsePass
 from lt_runtime.ops._loss_types import CrossEntropyOptions, Loss, Outputs, check_grad_scale, check_labels, is_number
 from lt_runtime.ops._place import Place
-from lt_runtime.planning.losses import CrossEntropyPass, GradScale, Labels, MsePass
 from lt_runtime.problem import DType
 
 _FLOAT32: Final = DType.FLOAT32.numpy

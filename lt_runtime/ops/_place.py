@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime import reference
-from lt_runtime.arrays import Operand, check_no_overlap, check_same, check_shape, device_of, read, read_step
+from lt_runtime.arrays import Operand, check_no_overlap, check_same, check_shape, device_of, library_of, read, read_step
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, OperandError, OverlapError
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.planning import DropoutState
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.problem import DType, Philox, keep_threshold
 
 
@@ -28,7 +28,7 @@ class Place:
     def of(cls, name: str, array: Any, stream: Any) -> Place:
         """Where `array` lives, with the stream that the caller asked for."""
         device = device_of(name, array)
-        return cls(device, stream_handle(stream, device))
+        return cls(device, stream_handle(stream, device, library_of(array).current_stream))
 
     def read(self, name: str, array: Any) -> Operand:
         """The operand that an array is."""

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from lt_runtime.planning.keys import problem_key
-from lt_runtime.planning.names import describe
+from lt_runtime.store.keys import problem_key
+from lt_runtime.tuner.names import describe
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lt_runtime.planning.tuning import Tuned
+    from lt_runtime.tuner.tuning import Tuned
 
 _WIDTH = 140  # columns of the table as text
 

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from lt_runtime.planning.entries import Effort
-from lt_runtime.planning.keys import Problem
-from lt_runtime.planning.links import links
-from lt_runtime.planning.names import describe
 from lt_runtime.problem import MatmulProblem
+from lt_runtime.store.entries import Effort
+from lt_runtime.store.keys import Problem
+from lt_runtime.tuner.links import links
+from lt_runtime.tuner.names import describe
 
 if TYPE_CHECKING:
-    from lt_runtime.planning.tuning import Tuned
+    from lt_runtime.tuner.tuning import Tuned
 
 _Progress = Callable[[int, int, str], None]
 
@@ -26,7 +26,7 @@ def tune_in_parts(
 
     What the GPU has not enough memory for costs a warning and stays as it is.
     """
-    from lt_runtime.planning.tuning import tune_problems, tune_rows
+    from lt_runtime.tuner.tuning import tune_problems, tune_rows
 
     problems = list(problems)
     parts = split(problems)

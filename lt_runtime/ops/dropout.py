@@ -9,12 +9,12 @@ import numpy as np
 
 from lt_runtime.arrays import Operand, on_host
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.kernels import OCTET, get_kernel
-from lt_runtime.gpu.params import SCALAR, DropoutParams, Matrix
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.kernel import OCTET, get_kernel
+from lt_runtime.kernels.params import SCALAR, DropoutParams, Matrix
+from lt_runtime.kernels.tiling import access_macros, are_aligned, sweep, wave_of
 from lt_runtime.layout import Order, packed
 from lt_runtime.ops._place import Place, check_dropout, host_dropout, host_output
-from lt_runtime.planning import DropoutState
-from lt_runtime.planning.tiling import access_macros, are_aligned, sweep, wave_of
 from lt_runtime.problem import DType, Philox, Spec
 
 _ROW: Final = 2048  # elements: a block's

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any, NamedTuple, overload
+from typing import Any, Final, overload
 
-from lt_runtime.arrays import Signature, on_host, signature_of
-from lt_runtime.errors import ArgumentError, ShapeError
-from lt_runtime.ops import _linear_gpu_backward, _linear_gpu_forward, _linear_host
-from lt_runtime.ops._linear_types import Gradients, LinearContext, Options, Source, Wanted
-from lt_runtime.ops._place import check_dropout
+from lt_runtime.ops._context import LinearContext
+from lt_runtime.ops._linear_backward import ChainedGradients, LinearBackward, LinearGradients
+from lt_runtime.ops._linear_forward import LinearForward, LinearInference
+from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, Philox
 
-
-class LinearGradients(NamedTuple):
-    """dx (M, K), dw (N, K) and db (N,); None where a gradient was not asked for."""
-
-    dx: Any
-    dw: Any
-    db: Any
-
-
-class ChainedGradients(NamedTuple):
-    """dz_below (M, K), the gradient before the activation of the layer below; dw (N, K), db (N,); that layer's db (K,).
-
-    None where a gradient was not asked for.
-    """
-
-    dz_below: Any
-    dw: Any
-    db: Any
-    db_below: Any
+FORWARD: Final = LinearForward()
+INFERENCE: Final = LinearInference()
+BACKWARD: Final = LinearBackward()
 
 
 def linear_fwd(
@@ -66,7 +48,8 @@ def linear_fwd(
         propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0.
         out: (M, N) buffer for y.
         out_z: (M, N) buffer for the pre-activation x · wᵀ + bias; with both buffers nothing is allocated.
-        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; CuPy's current stream if None.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that x comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
         y (M, N), of the kind that x is, and the context. The context may refer to x, w and y: overwriting one of
@@ -78,16 +61,9 @@ def linear_fwd(
         CaptureError: the stream is being captured and these shapes have never run.
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
-    arrays = (x, w, bias, out, out_z)
-    given = (bias is None, out is None, out_z is None)
-    signature = signature_of(arrays, (activation, negative_slope, dropout, compute, propagate_nan, given))
-    made = None if signature is None else _linear_gpu_forward.forward_again(signature, arrays, rng, stream)
-    if made is not None:
-        return made
-    options = options_of(activation, negative_slope, dropout, rng, compute, propagate_nan)
-    if on_host({"x": x, "w": w}, {"bias": bias, "out": out, "out_z": out_z}):
-        return _linear_host.forward(x, w, bias, options, out, out_z)
-    return _linear_gpu_forward.forward(arrays, options, stream, signature)
+    asked = (activation, negative_slope, dropout, compute, propagate_nan, False)
+    made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z), asked, rng, stream)
+    return made
 
 
 def linear(
@@ -103,15 +79,8 @@ def linear(
     stream: Any = None,
 ) -> Any:
     """y = act(x · wᵀ + bias), for inference: nothing is kept. Arguments and errors as in `linear_fwd`."""
-    arrays = (x, w, bias, out, None)
-    signature = signature_of(arrays, (activation, negative_slope, compute, propagate_nan, bias is None, out is None))
-    made = None if signature is None else _linear_gpu_forward.forward_again(signature, arrays, None, stream)
-    if made is not None:
-        return made[0]
-    options = options_of(activation, negative_slope, 0.0, None, compute, propagate_nan, inference=True)
-    if on_host({"x": x, "w": w}, {"bias": bias, "out": out}):
-        return _linear_host.forward(x, w, bias, options, out, None)[0]
-    return _linear_gpu_forward.forward(arrays, options, stream, signature)[0]
+    asked = (activation, negative_slope, 0.0, compute, propagate_nan, True)
+    return perform(INFERENCE, (x, w, bias, out, None), asked, None, stream)
 
 
 @overload
@@ -199,93 +168,24 @@ def linear_bwd(
         ShapeError: `through` is a layer whose y this one's x cannot be.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    source = Source(ctx, through, before_activation)
-    buffers = (out_dx, out_dw, out_db, out_dz, out_db_below)
-    saved, saved_below = (None if before_activation else ctx.saved), (through.saved if through is not None else None)
-    below = through.layer if through is not None else None
-    given = (out_dx is None, out_dw is None, out_db is None, out_dz is None, out_db_below is None)
-    asked = (ctx.layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate, given)
-    arrays = (dy, ctx.x, ctx.w, saved, saved_below, *buffers)
-    signature = signature_of(arrays, asked)
-    made = None if signature is None else _linear_gpu_backward.backward_again(signature, arrays, source, stream)
-    if made is None:
-        wanted = wanted_of(source, need_dx, need_dw, need_db, need_db_below, accumulate)
-        made = _look(dy, source, wanted, Gradients(*buffers), stream, signature)
-    if through is None:
-        return LinearGradients(made.dx, made.dw, made.db)
-    return ChainedGradients(made.dx, made.dw, made.db, made.db_below)
-
-
-def wanted_of(
-    source: Source, need_dx: bool, need_dw: bool, need_db: bool, need_db_below: bool, accumulate: bool
-) -> Wanted:
-    """The gradients that a call of `linear_bwd` asks for.
-
-    Raises:
-        ArgumentError, ShapeError: see `linear_bwd`.
-    """
-    _check_chain(source, need_dx)
-    below_has_bias = source.below is not None and source.below.has_bias
-    return Wanted(need_dx, need_dw, need_db and source.layer.has_bias, need_db_below and below_has_bias, accumulate)
-
-
-def _look(
-    dy: Any, source: Source, wanted: Wanted, buffers: Gradients, stream: Any, signature: Signature | None
-) -> Gradients:
-    """Makes a backward call that is not known yet."""
-    outputs = of_use(buffers, wanted)
-    named = {f"out_{name}": array for name, array in outputs._asdict().items()}
-    if on_host({"dy": dy, "x": source.layer.x}, named):
-        return _linear_host.backward(dy, source, wanted, outputs)
-    # A buffer that is of no use is in the signature, but not among what is looked at.
-    are_all_looked_at = all(map(operator.is_, outputs, buffers))
-    return _linear_gpu_backward.backward(dy, source, wanted, outputs, stream, signature if are_all_looked_at else None)
-
-
-def of_use(buffers: Gradients, wanted: Wanted) -> Gradients:
-    """The buffers for gradients that are wanted.
-
-    Raises:
-        ArgumentError: one is missing, to add to.
-    """
-    outputs = Gradients(*(array if getattr(wanted, name, True) else None for name, array in buffers._asdict().items()))
-    _check_accumulation(wanted, outputs)
-    return outputs
-
-
-def _check_chain(source: Source, need_dx: bool) -> None:
-    below = source.below
-    if below is None:
-        return
-    if not need_dx:
-        raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
-    y, x = below.shape[:2], source.layer.shape[::2]
-    if y != x:
-        raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
-
-
-def _check_accumulation(wanted: Wanted, outputs: Gradients) -> None:
-    names = ("dw", "db", "db_below")
-    missing = [f"out_{name}" for name in names if getattr(wanted, name) and getattr(outputs, name) is None]
-    if wanted.accumulate and missing:
-        raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
-
-
-def options_of(
-    activation: str | Activation,
-    negative_slope: float,
-    dropout: float,
-    rng: Philox | None,
-    compute: str,
-    propagate_nan: bool,
-    *,
-    inference: bool = False,
-) -> Options:
-    """The options of a call of `linear_fwd`, or of `linear` with `inference`.
-
-    Raises:
-        ArgumentError: see `linear_fwd`.
-    """
-    if not isinstance(activation, Activation):
-        activation = Activation(activation, negative_slope)
-    return Options(activation, dropout, check_dropout(dropout, rng), compute, propagate_nan, inference)
+    layer = ctx.layer
+    below, saved_below, rng_below, below_has_bias = None, None, None, False
+    if through is not None:
+        below, saved_below, rng_below = through.layer, through.saved, through.rng
+        below_has_bias = below.has_bias
+    need_db, need_db_below = need_db and layer.has_bias, need_db_below and below_has_bias
+    asked = (layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate)
+    arrays = (
+        dy,
+        ctx.x,
+        ctx.w,
+        None if before_activation else ctx.saved,
+        saved_below,
+        out_dx if need_dx else None,
+        out_dw if need_dw else None,
+        out_db if need_db else None,
+        out_dz,
+        out_db_below if need_db_below else None,
+    )
+    made: LinearGradients | ChainedGradients = perform(BACKWARD, arrays, asked, (ctx.rng, rng_below), stream)
+    return made

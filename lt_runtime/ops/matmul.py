@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from lt_runtime.arrays import on_host, signature_of
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError
-from lt_runtime.ops import _matmul_gpu, _matmul_host
-from lt_runtime.ops._matmul_types import MatmulOperands, MatmulOptions
+from lt_runtime.ops._matmul import Matmul
+from lt_runtime.ops.call import perform
+
+MATMUL: Final = Matmul()
 
 
 def matmul(
@@ -52,7 +53,8 @@ def matmul(
         dtype: of D: that of `a`, or float32 for float16 and bfloat16.
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores; float64 has its own.
         out: buffer for D, (M, N) or (batch, M, N), row- or column-major.
-        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; CuPy's current stream if None.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that a comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
         D, of the kind that a is: (batch, M, N) if a or b is a batch, else (M, N).
@@ -64,47 +66,24 @@ def matmul(
         CaptureError: the stream is being captured and such a product has never run.
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
-    beta = (0.0 if c is None else 1.0) if beta is None else beta
-    signature = None
+    if beta is None:
+        beta = 0.0 if c is None else 1.0
+    in_place = c is not None and c is out
     if isinstance(alpha, (int, float)) and isinstance(beta, (int, float)):
-        alpha, beta = float(alpha), float(beta)
-        given = (c is None, c is out, bias is None, aux is None, bias_gradient is None, out is None)
-        arrays = (a, b, None if c is out else c, bias, aux, bias_gradient, out)
-        signature = signature_of(arrays, (epilogue, dtype, compute, beta == 0.0, given))
-        made = None if signature is None else _matmul_gpu.run_again(signature, out, alpha, beta, stream)
-        if made is not None:
-            return made
-    operands = MatmulOperands(a, b, c, bias, aux, bias_gradient, out)
-    options = options_of(operands, epilogue, alpha, beta, dtype, compute)
-    optional = {name: value for name, value in operands._asdict().items() if name not in ("a", "b")}
-    if on_host({"a": a, "b": b}, optional):
-        return _matmul_host.run(operands, options)
-    return _matmul_gpu.run(operands, options, stream, signature)
+        scalars, arrays = (float(alpha), float(beta)), (None, None)
+    else:
+        scalars, arrays = (1.0, 1.0), _scalar_arrays(alpha, beta)  # what they are, only the device knows
+    asked = (epilogue, dtype, compute, scalars[1] != 0.0, in_place)
+    operands = (a, b, None if in_place else c, bias, *arrays, aux, bias_gradient, out)
+    return perform(MATMUL, operands, asked, scalars, stream)
 
 
-def options_of(
-    operands: MatmulOperands, epilogue: str | Epilogue, alpha: Any, beta: Any, dtype: Any, compute: str
-) -> MatmulOptions:
-    """The options of a call of `matmul`.
+def _scalar_arrays(alpha: Any, beta: Any) -> tuple[Any, Any]:
+    """α and β where they live with the operands.
 
     Raises:
-        ArgumentError: an unknown epilogue; an operand that it needs and does not get, or gets and does not need.
+        ArgumentError: one of them is a number.
     """
-    chosen = epilogue if isinstance(epilogue, Epilogue) else Epilogue.parse(epilogue)
-    _check_presence(chosen, operands)
-    beta = (0.0 if operands.c is None else 1.0) if beta is None else beta
-    return MatmulOptions(chosen, alpha, beta, dtype, compute)
-
-
-def _check_presence(epilogue: Epilogue, operands: MatmulOperands) -> None:
-    needs = {
-        "bias": epilogue.has_bias,
-        "aux": epilogue.has_aux_output or epilogue.is_derivative,
-        "bias_gradient": epilogue.has_bias_gradient,
-    }
-    for name, needed in needs.items():
-        present = getattr(operands, name) is not None
-        if needed and not present:
-            raise ArgumentError(f"{name} is None; epilogue {epilogue.value!r} needs it")
-        if present and not needed:
-            raise ArgumentError(f"{name} is given; epilogue {epilogue.value!r} has none")
+    if isinstance(alpha, (int, float)) or isinstance(beta, (int, float)):
+        raise ArgumentError("alpha and beta must both be numbers, or both be arrays of one on the device")
+    return alpha, beta

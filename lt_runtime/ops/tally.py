@@ -10,9 +10,9 @@ import numpy as np
 from lt_runtime.arrays.libraries import CupyLibrary
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.kernels import THREADS, get_kernel
-from lt_runtime.gpu.params import SCALAR, Matrix, TallyParams, TallyState
 from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.kernels.kernel import THREADS, get_kernel
+from lt_runtime.kernels.params import SCALAR, Matrix, TallyParams, TallyState
 from lt_runtime.ops._place import Place
 from lt_runtime.problem import DType
 

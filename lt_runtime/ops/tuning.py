@@ -10,9 +10,7 @@ from lt_runtime.errors import ArgumentError, DeviceError
 from lt_runtime.gpu.devices import current_device, device_count
 from lt_runtime.ops._tuning_report import TuningReport
 from lt_runtime.ops._tuning_run import progress_bar, tune_in_parts
-from lt_runtime.planning.first_use import checked_effort
-from lt_runtime.planning.keys import Problem
-from lt_runtime.planning.stacks import Stack
+from lt_runtime.ops.first_use import checked_effort
 from lt_runtime.problem import (
     Activation,
     BackwardProblem,
@@ -22,9 +20,11 @@ from lt_runtime.problem import (
     MatmulProblem,
     keep_threshold,
 )
+from lt_runtime.store.keys import Problem
+from lt_runtime.tuner.stacks import Stack
 
 if TYPE_CHECKING:
-    from lt_runtime.planning.explanation import Explanation
+    from lt_runtime.tuner.explanation import Explanation
 
 _PROBLEMS = (MatmulProblem, ForwardProblem, BackwardProblem)
 
@@ -116,7 +116,7 @@ def explain(
         ArgumentError, DeviceError: as in `tune`.
         PlanError: cuBLASLt has no algorithm for one of the products.
     """
-    from lt_runtime.planning.explanation import explain_problem, explain_stack
+    from lt_runtime.tuner.explanation import explain_problem, explain_stack
 
     if _is_problems(dims):
         problems, ordinal = _given_problems(dims, rows), ordinal_of(device)

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.gpu.params import SCALAR
+from lt_runtime.kernels import epilogue as launches
+from lt_runtime.kernels import tiling
+from lt_runtime.kernels.params import SCALAR
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import launches, tiling
-from lt_runtime.planning.backward import BackwardPlan
-from lt_runtime.planning.forward import ForwardPlan
-from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.strategies import backward_strategies, forward_strategies, kept_spec, unchanged
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import backward_strategies, forward_strategies, kept_spec, unchanged
 from lt_runtime.problem import (
     ACTIVATIONS,
     Activation,
@@ -28,6 +28,7 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
+from lt_runtime.products.matmul import MatmulPlan
 from tests.compile_matrix import VARIANTS, Variant
 
 WHOLE, ODD = Spec(packed(16, 24)), Spec(packed(16, 23))

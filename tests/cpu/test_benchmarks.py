@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import kernels, report
-from benchmarks.cases import GPT2, KERNELS, AdamWStep, CrossEntropy, Dropout, EpilogueBackward, EpilogueForward, Target
-from benchmarks.report import Row
-from benchmarks.timing import WARM_UP, Timing, buffer_sets, repetitions, summarise, take_turns
+from benchmarks import kernels, report, suite, timing
+from benchmarks.__main__ import SUITES, main, options_of
+from benchmarks.copies import Ceiling
+from benchmarks.report import Row, Target
+from benchmarks.timing import Measured, Timing, buffer_sets, repetitions, summarise, take_turns
 from lt_runtime.gpu.nvrtc import compile_cubin
-from lt_runtime.problem import DType
 
 ROOT = Path(__file__).parents[2]
 COMPILED = (b"-arch=sm_90", b"--std=c++17")
@@ -33,17 +38,15 @@ def test_a_figure_is_the_median_and_the_distance_of_the_quartiles() -> None:
 
 def test_contenders_take_turns_in_alternating_order() -> None:
     order: list[str] = []
-    ticks: list[None] = []
 
     def turn(name: str) -> float:
         order.append(name)
         return float(len(order))
 
     turns = {name: lambda name=name: turn(name) for name in "abc"}
-    timings = take_turns(turns, rounds=3, advance=lambda: ticks.append(None))
+    timings = take_turns(turns, rounds=3)
     rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert rounds == ["abc", "cba", "abc", "cba", "abc"]
-    assert len(ticks) == WARM_UP + 3
     assert timings["b"] == summarise([8.0, 11.0, 14.0]), "rounds that warm up do not count"
     assert timings["a"] == summarise([7.0, 12.0, 13.0])
 
@@ -66,30 +69,33 @@ def test_a_replay_is_long_enough_and_every_set_is_used_as_often(size: int, sets:
 
 def test_bytes_are_those_counted_by_hand() -> None:
     elements = 8192 * 3072
-    assert EpilogueBackward(8192, 3072).bytes == EpilogueBackward(8192, 3072, 0.1).bytes == 6 * elements
-    assert EpilogueForward(8192, 3072, 0.1).bytes == 4 * elements
-    assert Dropout(DType.BFLOAT16, 8192, 8192).bytes == 2 * 4 * 2**26
-    assert Dropout(DType.FLOAT32, 8192, 8192).bytes == 2 * 8 * 2**26
-    assert CrossEntropy(8192, 50304).bytes == 4 * 8192 * 50304
-    sizes = {DType.FLOAT32: 28, DType.BFLOAT16: 28}
-    for dtype, size in sizes.items():
-        assert AdamWStep("three", ((3,),), dtype).bytes == 3 * size
-    assert AdamWStep("three", ((3,),), DType.BFLOAT16, 1.0).bytes == 3 * 30
-    assert AdamWStep("three", ((3,),), DType.FLOAT32, 1.0).bytes == 3 * 32
+    assert kernels.epilogue_backward(8192, 3072).bytes == kernels.epilogue_backward(8192, 3072, 0.1).bytes
+    assert kernels.epilogue_backward(8192, 3072).bytes == 6 * elements
+    assert kernels.epilogue_forward(8192, 3072, 0.1).bytes == 4 * elements
+    assert kernels.dropout("bfloat16", 8192, 8192).bytes == 2 * 4 * 2**26
+    assert kernels.dropout("float32", 8192, 8192).bytes == 2 * 8 * 2**26
+    assert kernels.cross_entropy(8192, 50304).bytes == 4 * 8192 * 50304
+    for dtype in ("float32", "bfloat16"):
+        assert kernels.adamw_step("three", ((3,),), dtype).bytes == 3 * 28
+    assert kernels.adamw_step("three", ((3,),), "bfloat16", 1.0).bytes == 3 * 30
+    assert kernels.adamw_step("three", ((3,),), "float32", 1.0).bytes == 3 * 32
 
 
 def test_models_have_as_many_parameters_as_they_say() -> None:
-    assert len(GPT2) == 148
-    sizes = {case.model: case.size for case in KERNELS if isinstance(case, AdamWStep)}
-    assert sizes == {"GPT-2 124M": 124_439_808, "12 k parameters": 12_480}
+    sizes = {case.name: case.bytes for case in kernels.CASES if case.name.startswith("AdamW")}
+    assert sizes == {
+        "AdamW FP32, GPT-2 124M, 148 tensors": 28 * 124_439_808,
+        "AdamW BF16 + FP32 master, clipped, GPT-2 124M, 148 tensors": 30 * 124_439_808,
+        "AdamW FP32, 12 k parameters, 6 tensors": 28 * 12_480,
+    }
 
 
-def test_cases_have_names_of_their_own_and_can_be_chosen() -> None:
-    names = [case.name for case in KERNELS]
-    assert len(set(names)) == len(names)
-    assert kernels.chosen("") == list(KERNELS)
-    assert kernels.chosen("ADAMW.*gpt") == [case for case in KERNELS if "GPT-2" in case.name]
-    assert kernels.chosen("nothing of the kind") == []
+@pytest.mark.parametrize("name", SUITES)
+def test_rows_have_names_of_their_own_that_are_those_of_the_kept_results(name: str) -> None:
+    order = import_module(f"benchmarks.{name}").SUITE.order
+    assert len(set(order)) == len(order)
+    kept = json.loads((report.RESULTS / f"{name}.json").read_text())["rows"]
+    assert {row["case"] for row in kept} <= set(order)
 
 
 ROW = Row(
@@ -153,7 +159,7 @@ def test_a_row_has_only_what_it_has() -> None:
 def test_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
     monkeypatch.setenv("GIT_COMMIT", "abc")
-    report.write(tmp_path / "new" / "suite.json", [ROW], copy_gb_s=4000.0)
+    report.write(tmp_path / "new" / "suite.json", [ROW.as_json()], copy_gb_s=4000.0)
     written = json.loads((tmp_path / "new" / "suite.json").read_text())
     assert written == {"machine": {"gpu": "a GPU"}, "commit": "abc", "copy_gb_s": 4000.0, "rows": [ROW.as_json()]}
 
@@ -162,6 +168,13 @@ def test_the_commit_is_git_s_where_none_is_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     monkeypatch.chdir(tmp_path)
     assert report.commit() == "unknown"
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "inside").mkdir()
+    assert re.fullmatch("[0-9a-f]{40}", report.commit())
+    assert report.commit(tmp_path) == report.commit()
+    assert report.commit(tmp_path / "inside") == "unknown"
 
 
 @pytest.mark.parametrize("file", sorted(report.RESULTS.glob("*.json")), ids=lambda file: file.name)
@@ -196,19 +209,118 @@ def test_a_table_says_what_was_missed_or_left_out() -> None:
 
 
 def test_reading_the_cases_loads_no_gpu_library() -> None:
-    code = "import sys, benchmarks.kernels; print(*{name.split('.')[0] for name in sys.modules})"
+    modules = ", ".join(f"benchmarks.{name}" for name in (*SUITES, "compare", "readme", "priors"))
+    code = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {"cupy", "torch"}.isdisjoint(done.stdout.split())
+    assert {"cupy", "torch", "nvmath"}.isdisjoint(done.stdout.split())
 
 
-def test_without_a_gpu_the_suite_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "device_count", lambda: 0)
-    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
-        kernels.main([])
+@pytest.mark.parametrize("name", SUITES)
+def test_without_a_gpu_a_suite_says_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(suite, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit, match=f"the suite {name} needs an NVIDIA GPU"):
+        main([name])
+
+
+def test_options_are_those_of_a_suite_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options_of(["layers", "steps", "--max-autotune", "--dtype", "bf16"]).dtype == "bf16"
+    with pytest.raises(SystemExit):
+        options_of(["host", "--soak", "9"])
+    assert "--soak is an option of steps" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        options_of(["nothing-of-the-kind"])
+
+
+def test_a_kernel_s_fraction_is_of_the_copy_of_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+
+    def copies(stream: Any) -> Ceiling:
+        measured.append(stream)
+        return Ceiling("fast", 4000.0, {"fast": Timing(1.0, 0.0), "slow": Timing(2.0, 0.0)})
+
+    monkeypatch.setattr(kernels, "measure_copies", copies)
+    monkeypatch.setattr(timing, "cache_size", lambda: 50 << 20)
+    monkeypatch.setattr(timing, "measure", lambda *_: Measured({"lt": Timing(1e3, 0.0)}, {"torch": "none"}))
+    case = replace(kernels.CASES[0], builders=lambda sets: {})
+    monkeypatch.setattr(kernels, "CASES", [case])
+    jobs = kernels.SUITE.jobs(options_of(["kernels", "--rounds", "3"]))
+    row, copy = jobs[case.name]("stream"), jobs[kernels.COPY]("stream")
+    assert row.fraction_of_copy == pytest.approx(case.bytes / 1e6 / 4000)
+    assert measured == ["stream"], "once in a run"
+    assert kernels.SUITE.facts([row.as_json(), copy.as_json()]) == {"copy_gb_s": 4000.0, "copy": "fast"}
+
+
+class Graph:
+    """Stands in for a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def upload(self, stream: Any) -> None: ...
+
+    def launch(self, stream: Any) -> None:
+        self.launches += 1
+
+
+class Stream(contextlib.nullcontext[None]):
+    """Stands in for a CuPy stream that can be captured."""
+
+    ptr = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.is_capturing = Graph(), False
+
+    def begin_capture(self) -> None:
+        self.is_capturing = True
+
+    def end_capture(self) -> Graph:
+        self.is_capturing = False
+        return self.graph
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    monkeypatch.setattr(timing, "synchronize", lambda: None)
+    return Stream()
+
+
+def test_a_capture_goes_round_the_buffer_sets_and_keeps_the_last_results(stream: Stream) -> None:
+    calls: list[tuple[int, int, bool]] = []
+    results: list[weakref.ref[Any]] = []
+
+    class Result: ...
+
+    def run(number: int, handle: int) -> object:
+        calls.append((number, handle, stream.is_capturing))
+        result = Result()
+        results.append(weakref.ref(result))
+        return result
+
+    replay = timing.capture(run, 4, 2, stream)
+    assert [number for number, _, is_captured in calls if not is_captured] == [0, 1], "to warm up"
+    assert [number for number, _, is_captured in calls if is_captured] == [0, 1, 0, 1]
+    assert {handle for _, handle, _ in calls} == {7}
+    gc.collect()
+    assert [each() is not None for each in results] == [False] * 4 + [True] * 2
+    replay()
+    assert stream.graph.launches == 1
+
+
+def test_a_capture_that_fails_is_ended(stream: Stream) -> None:
+    def run(number: int, _: int) -> None:
+        if stream.is_capturing:
+            raise ValueError(number)
+
+    with pytest.raises(ValueError, match="0"):
+        timing.capture(run, 1, 1, stream)
+    assert not stream.is_capturing
 
 
 def test_every_copy_compiles() -> None:
-    from benchmarks.copying import NAMES, SOURCE
+    from benchmarks.copies import NAMES, SOURCE
 
     instances = [f"template __global__ void {name}(const uint4*, uint4*, long long);" for name in NAMES.values()]
     cubin = compile_cubin("copy", "\n".join([SOURCE, *instances]).encode(), COMPILED)
@@ -216,9 +328,7 @@ def test_every_copy_compiles() -> None:
 
 
 def test_the_random_numbers_compile() -> None:
-    from benchmarks.buffers import _DRAW
+    from benchmarks.buffers import DRAW
 
-    code = (
-        f'extern "C" __global__ void draw(unsigned long long seed, long long i, float* out) {{{_DRAW} *out = value;}}'
-    )
+    code = f'extern "C" __global__ void draw(unsigned long long seed, long long i, float* out) {{{DRAW} *out = value;}}'
     assert compile_cubin("draw", code.encode(), COMPILED)

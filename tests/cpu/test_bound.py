@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lt_runtime.errors import CaptureError
-from lt_runtime.planning import bound
-from lt_runtime.planning.bound import BoundPlan
+from lt_runtime.gpu import bound
+from lt_runtime.gpu.bound import BoundPlan
 
 CAPTURED, PRIVATE = 13, 99
 
@@ -20,13 +20,19 @@ class FakeGraph:
     def __init__(self, run: Any, stream: int) -> None:
         self.log: list[Any] = bound._log  # type: ignore[attr-defined]
         self.log.append(("capture", stream))
+        self.executable = "graph"
         run(stream)
-
-    def launch(self, stream: int) -> None:
-        self.log.append(("launch", stream))
 
     def close(self) -> None:
         self.log.append("close")
+
+
+class FakeMemory:
+    def __init__(self, device: int, stream: int) -> None:
+        self.stream, self.lock = stream, threading.RLock()
+
+    def on(self, stream: int) -> Any:
+        return SimpleNamespace(stream=stream, of=self.stream)
 
 
 @pytest.fixture
@@ -45,10 +51,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "_ended": [],
         "activated": lambda _: contextlib.nullcontext(),
         "is_captured": lambda stream: stream == CAPTURED,
-        "order_after": lambda stream, producer: calls.append(("order", stream, producer)),
+        "is_capturing": lambda stream: stream == CAPTURED,
+        "launch_graph": lambda executable, stream: calls.append(("launch", stream)),
         "private_stream": lambda *_: PRIVATE,
         "relaxed_captures": relaxed,
-        "stream_memory": lambda device, stream: SimpleNamespace(stream=stream, lock=threading.RLock()),
+        "stream_memory": FakeMemory,
     }.items():
         monkeypatch.setattr(bound, name, fake)
     return calls
@@ -56,13 +63,16 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def bind(log: list[Any], stream: int = 5) -> BoundPlan:
     return BoundPlan(
-        lambda handle: log.append(("run", handle)), 0, stream, lambda memory: log.append(("prepare", memory.stream))
+        lambda memory: log.append(("run", memory.stream, getattr(memory, "of", None))),
+        0,
+        stream,
+        lambda memory: log.append(("reserve", memory.stream)),
     )
 
 
 def test_what_is_bound_is_captured_once_and_launched_at_each_call(log: list[Any]) -> None:
     plan = bind(log)
-    captured = [("prepare", PRIVATE), ("prepare", 5), ("capture", PRIVATE), ("run", PRIVATE), ("order", 5, PRIVATE)]
+    captured = [("reserve", 5), ("capture", PRIVATE), ("run", PRIVATE, 5)]  # with the memory of the stream itself
     assert log == ["relaxed", *captured, "as before"]
     log.clear()
     plan()
@@ -73,12 +83,13 @@ def test_what_is_bound_is_captured_once_and_launched_at_each_call(log: list[Any]
 def test_a_capture_gets_the_launches(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = bind(log)
     log.clear()
-    monkeypatch.setattr(bound, "is_captured", lambda stream: stream == 5)
+    for name in ("is_captured", "is_capturing"):
+        monkeypatch.setattr(bound, name, lambda stream: stream == 5)
     plan()
-    assert log == [("run", 5)]
+    assert log == [("run", 5, None)]
     with pytest.raises(CaptureError, match="stream 0x5 is being captured"):
         bind(log)
-    assert log == [("run", 5)]
+    assert log == [("run", 5, None)]
 
 
 def test_graphs_are_freed_when_the_next_is_made(log: list[Any]) -> None:

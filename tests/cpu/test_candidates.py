@@ -17,11 +17,11 @@ from lt_runtime.cublaslt import (
 )
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
-from lt_runtime.planning import guesses
-from lt_runtime.planning.blobs import configuration
-from lt_runtime.planning.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
-from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.blobs import configuration
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.tuner import guesses
+from lt_runtime.tuner.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
 from tests.algorithm_library import BOTH, NONE, TILES, WORKSPACE, FakeLibrary, waves
 
 ID, TILE, SPLITK, SCHEME = (
@@ -106,7 +106,7 @@ def test_a_plan_of_a_given_algorithm_asks_no_heuristic(library: FakeLibrary) -> 
     assert (plan.algorithm.blob, plan.algorithm.workspace_size) == (given.blob, 4096)
     assert plan.algorithm.waves_count == pytest.approx(waves(given))
     assert library.asked == []
-    assert not hasattr(MatmulPlan(a_problem_without_terms(), 0, algorithm=given.blob), "algorithm")
+    assert MatmulPlan(a_problem_without_terms(), 0, algorithm=given.blob).algorithm is None
 
 
 def a_problem_without_terms() -> MatmulProblem:

@@ -15,10 +15,10 @@ import pytest
 from lt_runtime.cli import cache_files, main
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.paths import CACHE_VARIABLE
-from lt_runtime.planning.document import Document
-from lt_runtime.planning.fingerprint import Fingerprint
-from lt_runtime.planning.keys import SCHEMA
-from lt_runtime.planning.store import PlanStore
+from lt_runtime.store.document import Document
+from lt_runtime.store.fingerprint import Fingerprint
+from lt_runtime.store.keys import SCHEMA
+from lt_runtime.store.plan_store import PlanStore
 from tests.plan_entries import H200, LATER, layer, layer_key, product, product_key
 
 H100 = replace(H200, gpu="NVIDIA H100 [PCIe]", multiprocessors=114)

@@ -19,12 +19,12 @@ LATER = {
     "importlib.metadata",
     "lt_runtime.cli",
     "lt_runtime.cublaslt.tiles",
-    "lt_runtime.planning.explanation",
-    "lt_runtime.planning.layer_tuner",
-    "lt_runtime.planning.roofline",
-    "lt_runtime.planning.trial",
-    "lt_runtime.planning.tuning",
-    "lt_runtime.planning.verification",
+    "lt_runtime.tuner.explanation",
+    "lt_runtime.tuner.layer_tuner",
+    "lt_runtime.tuner.roofline",
+    "lt_runtime.tuner.trial",
+    "lt_runtime.tuner.tuning",
+    "lt_runtime.tuner.verification",
 }
 """Modules that neither a call nor a training step needs."""
 
@@ -50,7 +50,8 @@ class Tensor:
     data_ptr = lambda self: 1 << 20
     element_size = lambda self: 4
 
-sys.modules["torch"] = types.SimpleNamespace(Tensor=Tensor)
+raw = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 0)
+sys.modules["torch"] = types.SimpleNamespace(Tensor=Tensor, _C=raw)
 import lt_runtime as lt
 lt.linear_fwd, lt.matmul
 from lt_runtime.ops._place import Place
@@ -65,8 +66,8 @@ lt.raw.forward_raw, lt.raw.backward_raw
 """
 
 KEY = """
-from lt_runtime.planning.fingerprint import Fingerprint, kernels_digest
-from lt_runtime.planning.store import PlanStore, plans_directory
+from lt_runtime.store.fingerprint import Fingerprint, kernels_digest
+from lt_runtime.store.plan_store import PlanStore, plans_directory
 fingerprint = Fingerprint("NVIDIA H200", 90, 132, 130100, "580.95.05", kernels_digest())
 assert PlanStore(plans_directory() / fingerprint.file_name, fingerprint).layer("unknown") is None
 """

@@ -15,13 +15,7 @@ import lt_runtime as lt
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.ops import tuning as requests
-from lt_runtime.planning import explanation
-from lt_runtime.planning.entries import RejectedAlgorithm
-from lt_runtime.planning.keys import problem_key
-from lt_runtime.planning.roofline import Hardware, least_us
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.store import PlanStore
-from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
 from lt_runtime.problem import (
     Activation,
     BackwardProblem,
@@ -31,6 +25,12 @@ from lt_runtime.problem import (
     MatmulProblem,
     Saved,
 )
+from lt_runtime.store.entries import RejectedAlgorithm
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.tuner import explanation
+from lt_runtime.tuner.roofline import Hardware, least_us
+from lt_runtime.tuner.stacks import Stack
 from tests.plan_entries import H200, algorithm, layer, product
 
 STACK = Stack(8192, (768, 3072, 768), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
@@ -47,7 +47,7 @@ def pretended_product(problem: MatmulProblem) -> Any:
 
 def pretended_forward(problem: ForwardProblem, device: int) -> Any:
     strategy = ForwardStrategy(Epilogue.GELU_AUX_BIAS, Saved.PREACTIVATION)
-    return SimpleNamespace(strategy=strategy, saved=strategy.saved, product=pretended_product(PRODUCT))
+    return SimpleNamespace(strategy=strategy, products={"y": pretended_product(PRODUCT)})
 
 
 def pretended_backward(problem: BackwardProblem, device: int) -> Any:
@@ -55,13 +55,17 @@ def pretended_backward(problem: BackwardProblem, device: int) -> Any:
     return SimpleNamespace(strategy=strategy, products={"dx": pretended_product(DX)})
 
 
+def pretended_plan(problem: ForwardProblem | BackwardProblem, device: int) -> Any:
+    make: Any = pretended_forward if isinstance(problem, ForwardProblem) else pretended_backward
+    return make(problem, device)
+
+
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanStore:
     made = PlanStore(tmp_path / H200.file_name, H200)
     monkeypatch.setattr(explanation, "plan_store", lambda device: made)
     monkeypatch.setattr(explanation, "activated", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(explanation, "decide_forward", pretended_forward)
-    monkeypatch.setattr(explanation, "decide_backward", pretended_backward)
+    monkeypatch.setattr(explanation, "decide_layer", pretended_plan)
     monkeypatch.setattr(explanation, "configuration", lambda _: CONFIG)
     monkeypatch.setattr(explanation, "hardware", lambda device: HARDWARE)
     monkeypatch.setattr(requests, "ordinal_of", lambda device: 0)
@@ -78,7 +82,7 @@ def test_what_nobody_has_measured(capsys: pytest.CaptureFixture[str]) -> None:
         "forward 8192x3072x768 bfloat16 gelu",
         "  strategy  gelu_aux_bias, keeps preactivation (by the priors)",
         "  time      not measured; at its peaks the GPU needs 36.11 µs",
-        "  product   matmul 8192x3072x768 bfloat16 gelu_aux_bias",
+        "  y         matmul 8192x3072x768 bfloat16 gelu_aux_bias",
         "            id 66, tile 128x128, stages 128xauto, split-K 1",
         "            chosen without a measurement",
     ]
@@ -95,7 +99,7 @@ def test_what_was_measured(store: PlanStore, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  strategy  gelu_aux_bias, keeps preactivation",
         "  time      110.00 µs; 33% of the roofline: at its peaks the GPU needs 36.11 µs",
-        "  product   matmul 8192x3072x768 bfloat16 gelu_aux_bias",
+        "  y         matmul 8192x3072x768 bfloat16 gelu_aux_bias",
         "            id 66, tile 128x128, stages 128xauto, split-K 1",
         "            52.50 µs alone, best of 14 measured, 1.14 times as fast as the heuristic's first",
         "            rejected: 2 algorithms, far behind",

@@ -17,10 +17,10 @@ from lt_runtime.cublaslt import abi
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, MissingLibraryError
 from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order
-from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.matmul import MatmulPlan
 from tests.cublaslt_fake import FAILURE, Recorder, creates, offers, succeeds
 from tests.cublaslt_product import HANDLE, Product
 
@@ -241,16 +241,16 @@ PROBLEMS = {
     "aux": a_problem(Epilogue.RELU_AUX_BIAS, aux=Spec(Layout(16, 128, Order.ROW, 128))),
     "c": a_problem(c=row_major(16, 64)),
 }
-MEMORY: Any = SimpleNamespace(workspace=0x100000, workspace_size=1 << 20)
-CALL = ProductCall(0x10000, 0x20000, 0x30000, 7, c=0x40000, vector=0x50000, aux=0x60000)
+MEMORY: Any = SimpleNamespace(stream=7, workspace=0x100000, workspace_size=1 << 20)
+CALL = Call((0x10000, 0x20000, 0x40000, 0x50000, 0x60000, 0x30000), 7)
 
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     info = DeviceInfo(0, "pretended", 90, 132, 1 << 36)
-    monkeypatch.setattr("lt_runtime.planning.matmul.device_info", lambda _: info)
-    monkeypatch.setattr("lt_runtime.planning.matmul.workspace_size", lambda _: 1 << 20)
-    monkeypatch.setattr("lt_runtime.planning.matmul.rehearse", lambda run, device: ["KERNEL"])
+    monkeypatch.setattr("lt_runtime.products.matmul.device_info", lambda _: info)
+    monkeypatch.setattr("lt_runtime.products.matmul.workspace_size", lambda _: 1 << 20)
+    monkeypatch.setattr("lt_runtime.products.matmul.rehearse", lambda run, device: ["KERNEL"])
 
 
 @pytest.mark.usefixtures("a_gpu")
@@ -258,7 +258,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans(problem: MatmulProblem, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     def build_and_launch() -> None:
         monkeypatch.setattr("lt_runtime.cublaslt.handles._handles", {})
-        MatmulPlan(problem, 0).run(CALL, MEMORY)
+        MatmulPlan(problem, 0).put(CALL, MEMORY)
 
     calls = count_calls(recorder, build_and_launch)
     assert {"cublasLtCreate", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"} <= set(recorder.calls)
@@ -276,8 +276,8 @@ def last_launch(recorder: Recorder) -> int:
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_plan_outlives_a_launch_that_fails(problem: MatmulProblem, recorder: Recorder) -> None:
     plan = MatmulPlan(problem, 0)
-    plan.run(CALL, MEMORY)  # the first launch looks the descriptors over
-    calls = count_calls(recorder, lambda: plan.run(CALL, MEMORY))
+    plan.put(CALL, MEMORY)  # the first launch looks the descriptors over
+    calls = count_calls(recorder, lambda: plan.put(CALL, MEMORY))
     for index in range(calls):
-        fail_at(recorder, index, lambda: plan.run(CALL, MEMORY))
-        assert count_calls(recorder, lambda: plan.run(CALL, MEMORY)) == calls
+        fail_at(recorder, index, lambda: plan.put(CALL, MEMORY))
+        assert count_calls(recorder, lambda: plan.put(CALL, MEMORY)) == calls

@@ -11,19 +11,26 @@ from typing import Any
 import pytest
 
 from lt_runtime.errors import ArgumentError, CaptureError, PlanError
-from lt_runtime.planning import cache, first_use, tuning
-from lt_runtime.planning.cache import backward_plan, forget, forward_plan, product_plan
-from lt_runtime.planning.first_use import TUNE_VARIABLE
-from lt_runtime.planning.keys import Problem, problem_key
-from lt_runtime.planning.recording import RECORD_VARIABLE, read_recorded
-from lt_runtime.planning.stacks import Stack, plain_backward
-from lt_runtime.planning.store import PlanStore
+from lt_runtime.ops import first_use
+from lt_runtime.ops.first_use import TUNE_VARIABLE, asked_for, tune_at_first_use
+from lt_runtime.plans import cache
+from lt_runtime.plans.cache import forget
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
+from lt_runtime.tuner import tuning
+from lt_runtime.tuner.stacks import Stack, plain_backward
 from tests.plan_entries import H200, layer, product
 
 STACK = Stack(64, (32, 48, 24), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
 FORWARD, BACKWARD = STACK.forward(0), STACK.backward(1)
 PRODUCT = MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, FORWARD.x, FORWARD.w.transposed, FORWARD.y)
+
+
+def plan_of(problem: Problem, device: int, stream: int) -> Any:
+    """The plan as an operation asks for it."""
+    return cache.plan_of(problem, device, stream, tune_at_first_use, anew=asked_for.get() is not None)
 
 
 class World:
@@ -55,7 +62,7 @@ class World:
             kind = {"products" if isinstance(each, MatmulProblem) else "layers": {problem_key(each): self.entry(each)}}
             self.store.put(**kind)  # type: ignore[arg-type]
         # The tuner may plan what it measures; that must not be tuned in turn.
-        product_plan(replace(PRODUCT, batch=2), device, 0)
+        plan_of(replace(PRODUCT, batch=2), device, 0)
         forget(given, device)
         return []
 
@@ -67,10 +74,8 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(PlanStore(tmp_path / H200.file_name, H200))
-    for name in ("decide_forward", "decide_backward", "ProductPlan"):
-        monkeypatch.setattr(cache, name, made.plan)
-    for name in ("_forward", "_backward", "_products", "_calls"):
-        monkeypatch.setattr(cache, name, {})
+    monkeypatch.setattr(cache, "decide", made.plan)
+    monkeypatch.setattr(cache, "_plans", {})
     monkeypatch.setattr(cache, "is_capturing", lambda stream: stream in made.capturing)
     monkeypatch.setattr(first_use, "_seen", set())
     monkeypatch.setattr(first_use, "plan_store", lambda device: made.store)
@@ -79,39 +84,39 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_plan_is_made_once(world: World) -> None:
-    assert forward_plan(FORWARD, 0, 0) is forward_plan(FORWARD, 0, 7)
-    assert forward_plan(FORWARD, 1, 0) is not forward_plan(FORWARD, 0, 0)
-    assert backward_plan(BACKWARD, 0, 0) is backward_plan(BACKWARD, 0, 0)
+    assert plan_of(FORWARD, 0, 0) is plan_of(FORWARD, 0, 7)
+    assert plan_of(FORWARD, 1, 0) is not plan_of(FORWARD, 0, 0)
+    assert plan_of(BACKWARD, 0, 0) is plan_of(BACKWARD, 0, 0)
     assert world.planned == [FORWARD, FORWARD, BACKWARD]
     assert world.tuned == []
 
 
 def test_a_capture_takes_the_plan_that_is_there_and_makes_none(world: World) -> None:
-    plan = forward_plan(FORWARD, 0, 7)
+    plan = plan_of(FORWARD, 0, 7)
     world.capturing.add(7)
-    assert forward_plan(FORWARD, 0, 7) is plan
+    assert plan_of(FORWARD, 0, 7) is plan
     with first_use.tuning():
-        assert forward_plan(FORWARD, 0, 7) is plan
+        assert plan_of(FORWARD, 0, 7) is plan
         with pytest.raises(CaptureError, match=r"no plan yet for BackwardProblem.*stream 0x7 is being captured"):
-            backward_plan(BACKWARD, 0, 7)
+            plan_of(BACKWARD, 0, 7)
     assert world.tuned == []
 
 
 def test_what_is_forgotten_is_planned_anew(world: World) -> None:
-    kept = forward_plan(FORWARD, 1, 0), backward_plan(STACK.backward(0), 0, 0), product_plan(PRODUCT, 0, 0)
-    old = forward_plan(FORWARD, 0, 0), backward_plan(BACKWARD, 0, 0)
+    kept = plan_of(FORWARD, 1, 0), plan_of(STACK.backward(0), 0, 0), plan_of(PRODUCT, 0, 0)
+    old = plan_of(FORWARD, 0, 0), plan_of(BACKWARD, 0, 0)
     forget([FORWARD, BACKWARD], 0)
-    assert forward_plan(FORWARD, 0, 0) is not old[0]
-    assert backward_plan(BACKWARD, 0, 0) is not old[1]
-    assert (forward_plan(FORWARD, 1, 0), backward_plan(STACK.backward(0), 0, 0), product_plan(PRODUCT, 0, 0)) == kept
+    assert plan_of(FORWARD, 0, 0) is not old[0]
+    assert plan_of(BACKWARD, 0, 0) is not old[1]
+    assert (plan_of(FORWARD, 1, 0), plan_of(STACK.backward(0), 0, 0), plan_of(PRODUCT, 0, 0)) == kept
 
 
 def test_a_backward_pass_is_forgotten_whatever_forward_has_saved(world: World) -> None:
     with_mask = STACK.backward(1, [Saved.MASK, Saved.NOTHING])
     assert with_mask != BACKWARD
-    plan = backward_plan(with_mask, 0, 0)
+    plan = plan_of(with_mask, 0, 0)
     forget([BACKWARD], 0)
-    assert backward_plan(with_mask, 0, 0) is not plan
+    assert plan_of(with_mask, 0, 0) is not plan
 
 
 @pytest.mark.usefixtures("world")
@@ -119,22 +124,22 @@ def test_a_backward_pass_is_forgotten_whatever_forward_has_saved(world: World) -
 def test_an_unknown_mode_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TUNE_VARIABLE, mode)
     with pytest.raises(ArgumentError, match=f"LT_RUNTIME_TUNE is '{mode}'; accepted are 'off' and 'first-use'"):
-        forward_plan(FORWARD, 0, 0)
+        plan_of(FORWARD, 0, 0)
 
 
 @pytest.mark.parametrize("mode", ["off", ""])
 def test_nothing_is_tuned_unless_asked(world: World, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TUNE_VARIABLE, mode)
-    forward_plan(FORWARD, 0, 0)
+    plan_of(FORWARD, 0, 0)
     assert world.tuned == []
 
 
 def test_first_use_tunes_before_it_plans(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TUNE_VARIABLE, "first-use")
     for _ in range(2):
-        forward_plan(FORWARD, 0, 0)
-        backward_plan(BACKWARD, 0, 0)
-        product_plan(PRODUCT, 0, 0)
+        plan_of(FORWARD, 0, 0)
+        plan_of(BACKWARD, 0, 0)
+        plan_of(PRODUCT, 0, 0)
     assert world.tuned == [
         ([FORWARD, plain_backward(FORWARD)], "default"),
         ([BACKWARD], "default"),
@@ -145,46 +150,46 @@ def test_first_use_tunes_before_it_plans(world: World, monkeypatch: pytest.Monke
 def test_inference_is_tuned_alone(world: World) -> None:
     inference = replace(FORWARD, backward=False)
     with first_use.tuning():
-        forward_plan(inference, 0, 0)
+        plan_of(inference, 0, 0)
     assert world.tuned == [([inference], "default")]
 
 
 def test_what_is_measured_is_not_tuned(world: World) -> None:
     world.store.put({problem_key(PRODUCT): product()}, {problem_key(FORWARD): layer()})
     with first_use.tuning():
-        forward_plan(FORWARD, 0, 0)
-        product_plan(PRODUCT, 0, 0)
+        plan_of(FORWARD, 0, 0)
+        plan_of(PRODUCT, 0, 0)
     assert world.tuned == []
 
 
 def test_what_is_barred_is_tuned(world: World) -> None:
     world.store.put({problem_key(PRODUCT): product(barred="known to be wrong")})
     with first_use.tuning():
-        product_plan(PRODUCT, 0, 0)
+        plan_of(PRODUCT, 0, 0)
     assert world.tuned == [([PRODUCT], "default")]
 
 
 def test_deep_effort_measures_again_what_was_measured_with_less(world: World) -> None:
     for effort in ("default", "deep", "default", "deep"):
         with first_use.tuning(effort):  # type: ignore[arg-type]
-            product_plan(PRODUCT, 0, 0)
+            plan_of(PRODUCT, 0, 0)
     assert world.tuned == [([PRODUCT], "default"), ([PRODUCT], "deep")]
 
 
 def test_within_the_block_what_ran_before_is_tuned_too(world: World) -> None:
-    untuned = product_plan(PRODUCT, 0, 0)
+    untuned = plan_of(PRODUCT, 0, 0)
     with first_use.tuning():
-        tuned = product_plan(PRODUCT, 0, 0)
+        tuned = plan_of(PRODUCT, 0, 0)
     assert tuned is not untuned
-    assert product_plan(PRODUCT, 0, 0) is tuned
+    assert plan_of(PRODUCT, 0, 0) is tuned
 
 
 def test_the_block_is_of_its_thread_and_ends(world: World) -> None:
     with first_use.tuning():
-        thread = threading.Thread(target=product_plan, args=(PRODUCT, 0, 0))
+        thread = threading.Thread(target=plan_of, args=(PRODUCT, 0, 0))
         thread.start()
         thread.join()
-    forward_plan(FORWARD, 0, 0)
+    plan_of(FORWARD, 0, 0)
     assert world.tuned == []
 
 
@@ -199,8 +204,8 @@ def test_what_cannot_be_tuned_runs_untuned(world: World, failure: Exception) -> 
     world.failure = failure
     with first_use.tuning():
         with pytest.warns(UserWarning, match=f"could not be tuned and runs untuned .{failure}."):
-            plan = product_plan(PRODUCT, 0, 0)
-        assert product_plan(PRODUCT, 0, 0) is plan  # without another warning
+            plan = plan_of(PRODUCT, 0, 0)
+        assert plan_of(PRODUCT, 0, 0) is plan  # without another warning
     assert len(world.tuned) == 1
 
 
@@ -210,8 +215,8 @@ def test_problems_are_recorded_when_they_are_planned(
     file = tmp_path / "met.jsonl"
     monkeypatch.setenv(RECORD_VARIABLE, str(file))
     for _ in range(2):
-        forward_plan(FORWARD, 0, 0)
-        backward_plan(BACKWARD, 0, 0)
-        product_plan(PRODUCT, 1, 0)
+        plan_of(FORWARD, 0, 0)
+        plan_of(BACKWARD, 0, 0)
+        plan_of(PRODUCT, 1, 0)
         forget([FORWARD], 0)
     assert read_recorded(file) == [FORWARD, BACKWARD, PRODUCT]

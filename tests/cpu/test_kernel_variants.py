@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lt_runtime.gpu import kernels
-from lt_runtime.gpu.params import SCALAR
+from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
+from lt_runtime.kernels.params import SCALAR
+from lt_runtime.kernels.tiling import tile
 from lt_runtime.paths import kernel_sources
-from lt_runtime.planning.launches import ACTIVATION_NAMES
-from lt_runtime.planning.tiling import tile
 from tests import compile_matrix
 from tests.compile_matrix import (
     ARCHITECTURES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_runtime.arrays import are_apart, signature_of, signatures, without_addresses
+from lt_runtime.arrays import signature_of, signatures, without_addresses
 from lt_runtime.errors import GpuError
-from lt_runtime.ops import _known_calls
-from lt_runtime.ops._known_calls import KnownCall, note, repeated
-from lt_runtime.planning import age, cache, first_use
+from lt_runtime.kernels.call import Call
+from lt_runtime.ops import call as call_module
+from lt_runtime.ops import first_use
+from lt_runtime.ops.call import Known, Operation, Reading, perform
+from lt_runtime.plans import cache
+from lt_runtime.plans.cache import age
 
 _AT = 0x10000
 
@@ -36,31 +40,83 @@ OUT = Array(2 * _AT)
 ASKED = ("gelu", 0.0)
 
 
+class Doubling(Operation):
+    """An operation that is never read anew here: what is tested is what is known of it."""
+
+    names = ("x", "scale", "out")
+    required = 1
+
+    def read(self, operands: Any, asked: Any, extras: Any) -> Reading:
+        raise NotImplementedError
+
+    def on_host(self, reading: Reading, arrays: Any, extras: Any) -> None:
+        raise NotImplementedError
+
+    def result(self, known: Known, arrays: Any, extras: Any) -> Any:
+        return arrays[2]
+
+
+DOUBLING = Doubling()
+
+
+class Plan:
+    """Notes its calls, and what is bound."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.bound: list[Call] = []
+        self.launches = 0
+        self.fails = False
+
+    def put(self, call: Call, memory: Any) -> None:
+        self.calls.append(call)
+
+    def bind(self, call: Call) -> Any:
+        if self.fails:
+            raise GpuError("no memory")
+        self.bound.append(call)
+        return self._launch
+
+    def _launch(self) -> None:
+        self.launches += 1
+
+
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Streams that are captured, and the thread's current device."""
-    state = SimpleNamespace(captured=set(), device=0)
+    """Streams that are captured, the thread's current device, and how many calls took another look."""
+    state = SimpleNamespace(captured=set(), device=0, looks=0)
 
     def look(array: Any) -> tuple[Any, ...]:
         return array.address, array.device, array.shape, array.strides, array.dtype
 
-    monkeypatch.setitem(signatures._readers, Array, look)
-    monkeypatch.setattr(cache, "_calls", {})
-    monkeypatch.setattr(_known_calls, "is_current", lambda device: device == state.device)
-    monkeypatch.setattr(_known_calls, "is_captured", lambda stream: stream in state.captured)
-    monkeypatch.setattr(_known_calls, "stream_handle", lambda stream, device: stream or 7)
+    def first(*_: Any) -> None:
+        state.looks += 1
+
+    monkeypatch.setitem(signatures._looks, Array, look)
+    monkeypatch.setitem(signatures.current_streams, Array, lambda device: 7)
+    monkeypatch.setattr(cache, "calls", {})
+    monkeypatch.setattr(cache, "repeats", {})
+    monkeypatch.setattr(call_module, "is_current", lambda device: device == state.device)
+    monkeypatch.setattr(call_module, "is_captured", lambda stream: stream in state.captured)
+    monkeypatch.setattr(call_module, "stream_memory", lambda *_: SimpleNamespace(lock=contextlib.nullcontext()))
+    monkeypatch.setattr(call_module, "_first", first)
     return state
 
 
-def signature(*arrays: Any, asked: tuple[Any, ...] = ASKED) -> Any:
-    return signature_of(arrays, asked)
+def signature(*arrays: Any, asked: Any = ASKED) -> Any:
+    return signature_of(arrays, (DOUBLING, asked))
 
 
-def remember(*arrays: Array, asked: tuple[Any, ...] = ASKED) -> Any:
-    call = SimpleNamespace(device=0)
-    operands: Any = [SimpleNamespace(extent=32, itemsize=4) for _ in arrays]
-    note(signature(*arrays, asked=asked), KnownCall(call, operands, inputs=1), age())
-    return call
+def remember(*arrays: Array | None, asked: Any = ASKED) -> Plan:
+    """Has such calls known; the plan that they run."""
+    plan = Plan()
+    known = Known(DOUBLING, 0, Reading(None, (2,), {}), plan, (128, 0, 128), is_bindable=True)
+    cache.remember(cache.calls, without_addresses(signature(*arrays, asked=asked))[0], known, age())
+    return plan
+
+
+def make(*arrays: Array | None, asked: Any = ASKED, stream: Any = None) -> Any:
+    return perform(DOUBLING, arrays, asked, None, stream)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -81,7 +137,7 @@ def test_what_a_plan_depends_on_is_told_apart(change: str) -> None:
 def test_addresses_are_left_to_the_caller() -> None:
     first, second = (without_addresses(signature(replace(X, address=at), None, OUT)) for at in (256, 512))
     assert first[0] == second[0]
-    assert (first[1], second[1]) == ((256, 2 * _AT), (512, 2 * _AT))
+    assert (first[1], second[1]) == ((256, 0, 2 * _AT), (512, 0, 2 * _AT))
 
 
 def test_options_are_told_apart() -> None:
@@ -93,97 +149,99 @@ def test_what_is_of_no_known_library_has_no_signature(arrays: tuple[Any, ...]) -
     assert signature(*arrays) is None
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=5), st.integers(0, 5))
-def test_outputs_apart(spans: list[tuple[int, int]], inputs: int) -> None:
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=5)
+
+
+@given(SPANS, st.sets(st.integers(0, 4)))
+def test_what_is_written_lies_apart(spans: list[tuple[int, int]], written: set[int]) -> None:
+    outputs = tuple(sorted(each for each in written if each < len(spans)))
+    starts, sizes = zip(*spans, strict=True)
+    known = Known(DOUBLING, 0, Reading(None, outputs, {}), None, sizes, is_bindable=True)
     bytes_of = [set(range(at, at + size)) for at, size in spans]
-    meet = any(bytes_of[i] & bytes_of[j] for i in range(inputs, len(spans)) for j in range(i))
+    meet = any(bytes_of[i] & bytes_of[j] for i in outputs for j in range(len(spans)) if i != j)
     if meet:  # that an empty one lies within another may count as meeting
-        assert not are_apart(*zip(*spans, strict=True), inputs)
-    elif all(size for _, size in spans):
-        assert are_apart(*zip(*spans, strict=True), inputs)
+        assert not known.is_sound(starts)
+    elif all(sizes):
+        assert known.is_sound(starts)
 
 
-def test_a_call_like_one_before_is_known() -> None:
-    assert repeated(signature(X, None, OUT), None) is None
-    call = remember(X, OUT)
-    found = repeated(signature(X, OUT), None)
-    assert found is not None
-    assert (found.call, found.addresses, found.stream) == (call, (_AT, 2 * _AT), 7)
-    assert repeated(signature(X, OUT), None) is found
-    assert repeated(signature(X, OUT), 9) is not found
-    moved = repeated(signature(replace(X, address=3 * _AT), OUT), None)
-    assert moved is not None
-    assert (moved.call, moved.addresses) == (call, (3 * _AT, 2 * _AT))
+def test_a_call_like_one_before_is_known(world: Any) -> None:
+    make(X, None, OUT)
+    assert world.looks == 1
+    plan = remember(X, None, OUT)
+    assert make(X, None, OUT) is OUT
+    make(replace(X, address=3 * _AT), None, OUT)
+    make(X, None, OUT, stream=9)
+    assert plan.calls == [Call((_AT, 0, 2 * _AT), 7), Call((3 * _AT, 0, 2 * _AT), 7), Call((_AT, 0, 2 * _AT), 9)]
+    assert world.looks == 1
 
 
 def test_another_look_is_taken(world: Any) -> None:
-    remember(X, OUT)
-    assert repeated(signature(X, replace(OUT, address=_AT + 64)), None) is None  # it meets x
-    assert repeated(signature(X, OUT, asked=(["gelu"],)), None) is None  # no value
+    plan = remember(X, None, OUT)
+    make(X, None, replace(OUT, address=_AT + 64))  # it meets x
+    make(X, None, OUT, asked=(["gelu"],))  # no value
     with first_use.tuning():
-        assert repeated(signature(X, OUT), None) is None
+        make(X, None, OUT)
     world.device = 1
-    assert repeated(signature(X, OUT), None) is None
+    make(X, None, OUT)
+    assert world.looks == 4
+    assert plan.calls == []
 
 
-def test_nothing_outlives_its_plan() -> None:
-    remember(X, OUT)
-    assert repeated(signature(X, OUT), None) is not None
+def test_nothing_outlives_its_plan(world: Any) -> None:
+    plan = remember(X, None, OUT)
+    make(X, None, OUT)
     since = age()
     cache.forget([], 0)
-    assert repeated(signature(X, OUT), None) is None
-    cache.remember("made with a plan of before", 1, since)
-    assert cache.recall("made with a plan of before") is None
+    make(X, None, OUT)
+    assert (len(plan.calls), world.looks) == (1, 1)
+    cache.remember(cache.calls, "made with a plan of before", 1, since)
+    assert "made with a plan of before" not in cache.calls
 
 
 def test_the_oldest_calls_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MOST_CALLS", 3)
+    monkeypatch.setattr(cache, "_MOST", 3)
     for key in range(5):
-        cache.remember(key, str(key), age())
-    assert [cache.recall(key) for key in range(5)] == [None, None, "2", "3", "4"]
+        cache.remember(cache.calls, key, str(key), age())
+    assert cache.calls == {2: "2", 3: "3", 4: "4"}
 
 
-def test_launches_are_bound_when_they_come_a_second_time(world: Any) -> None:
-    remember(X, OUT)
-    found = repeated(signature(X, OUT), None)
-    assert found is not None
-    plans: list[Any] = []
-
-    def bind() -> Any:
-        plans.append(object())
-        return plans[-1]
-
+def test_a_call_is_bound_when_it_comes_a_third_time(world: Any) -> None:
+    plan = remember(X, None, OUT)
     world.captured.add(7)
     for _ in range(3):
-        found.came_with((0,), bind)
+        make(X, None, OUT)
     world.captured.clear()
-    found.came_with((0,), bind)
-    assert not plans
-    assert found.bound((0,)) is None
-    found.came_with((0,), bind)
-    assert found.bound((0,)) is plans[0]
-    assert found.bound((1,)) is None
+    assert len(plan.calls) == 3, "a capture gets launches"
+    for _ in range(5):
+        assert make(X, None, OUT) is OUT
+    assert (len(plan.calls), plan.launches) == (5, 3)
+    assert plan.bound == plan.calls[-1:]
+
+
+def test_as_many_launches_are_kept_as_memory_allows(world: Any) -> None:
+    plan = remember(X, None, OUT)
+    make(X, None, OUT)
+    (repeat,) = cache.repeats.values()
     for address in range(1, 200):
-        found.came_with((address,), bind)
-    assert len(found._bound) <= _known_calls._MOST
+        for _ in range(2):
+            repeat._note((address,), plan.calls[0])
+    assert len(plan.bound) == 199
+    assert len(repeat.bound) <= call_module._MOST_BOUND
 
 
 def test_what_cannot_be_bound_stays_as_it_was() -> None:
-    remember(X, OUT)
-    found = repeated(signature(X, OUT), None)
-    assert found is not None
-
-    def bind() -> Any:
-        raise GpuError("no memory")
-
-    found.came_with((0,), bind)
+    plan = remember(X, None, OUT)
+    plan.fails = True
+    make(X, None, OUT)
     with pytest.warns(UserWarning, match=r"could not be bound and stays as it was \(no memory\)"):
-        found.came_with((0,), bind)
+        make(X, None, OUT)
     for _ in range(3):
-        found.came_with((0,), bind)
-    assert found.bound((0,)) is None
+        make(X, None, OUT)
+    assert (len(plan.calls), plan.launches) == (5, 0)
 
 
-def test_what_has_an_option_that_is_no_value_is_looked_at_each_time() -> None:
-    remember(X, OUT, asked=(["gelu"],))
-    assert repeated(signature(X, OUT, asked=(["gelu"],)), None) is None
+def test_an_option_that_is_no_value_takes_another_look_each_time(world: Any) -> None:
+    for _ in range(2):
+        make(X, None, OUT, asked=(["gelu"],))
+    assert world.looks == 2

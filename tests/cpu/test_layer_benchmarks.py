@@ -5,31 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import block_lt, derive_priors, layers, report, resumable, summary, tuning
-from benchmarks.block_lt import Arrays, Plans, Split, near, strategy_name
-from benchmarks.blocks import REPRESENTATIVE, Block, blocks, presets
-from benchmarks.fresh import fresh_plans
-from benchmarks.timing import Timing
-from benchmarks.trees import Sample, fit
+from benchmarks import layers, report, splits, tuning
+from benchmarks import priors as derived
+from benchmarks.__main__ import options_of
+from benchmarks.layers import REPRESENTATIVE, Arrays, Block, blocks, presets
+from benchmarks.priors import Sample, fit
+from benchmarks.splits import Plans, Split, near, stack_of, strategy_name
+from benchmarks.timing import Measured, Timing
 from lt_runtime.errors import PlanError
-from lt_runtime.paths import cache_directory
-from lt_runtime.planning import priors
-from lt_runtime.planning.store import plans_directory
-from lt_runtime.planning.strategies import BackwardStrategy, backward_strategies, forward_strategies, from_entry
-from lt_runtime.problem import Saved
+from lt_runtime.plans import priors
+from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies, from_entry
+from lt_runtime.problem import BackwardProblem, Saved
 
-ROOT = Path(__file__).parents[2]
 BLOCK = Block("test", 64, 32, 16, "bf16", "gelu")
 
 
@@ -42,7 +41,7 @@ def test_there_is_a_block_for_every_layer_type_and_activation() -> None:
 
 
 def test_a_block_is_two_chained_layers_that_undo_each_other_s_shape() -> None:
-    stack = BLOCK.stack
+    stack = stack_of(BLOCK)
     assert (stack.rows, stack.dims, stack.input_gradient) == (64, (16, 32, 16), True)
     through = stack.backward(1, (Saved.PREACTIVATION, Saved.NOTHING)).through
     assert through is not None
@@ -66,13 +65,13 @@ def row(case: str, kind: str = "bf16", loss: float = 1.0, **us: float) -> dict[s
     }
 
 
-def found(rows: list[dict[str, Any]], start: str) -> summary.Finding:
-    (only,) = (each for each in summary.findings(rows) if each.what.startswith(start))
+def found(rows: list[dict[str, Any]], start: str) -> report.Finding:
+    (only,) = (each for each in layers.findings(rows) if each.what.startswith(start))
     return only
 
 
 def test_geometric_means() -> None:
-    assert summary.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
+    assert report.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
     rows = [
         row("a", lt_fused_top1=20.0),
         row("b", lt_fused_top1=9.7),
@@ -101,94 +100,150 @@ def test_losses_against_the_best_candidate() -> None:
     assert (near_.value, near_.met) == (0.9, False)
     assert (all_.value, all_.met) == (0.95, False)
     timings = {"lt": Timing(10.0, 0.0), "a": Timing(8.0, 0.0), "torch_graph": Timing(1.0, 0.0)}
-    assert summary.no_loss(timings, ["a", "left out"]) == {"chosen_vs_best": 1.25, "candidates": {"a": 8.0}}
+    assert layers.no_loss(timings, ["a", "left out"]) == {"chosen_vs_best": 1.25, "candidates": {"a": 8.0}}
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    assert {each.met for each in summary.findings([])} == {None}
+    assert {each.met for each in layers.findings([])} == {None}
     assert found([row("a")], "torch_max_autotune").as_json()["value"] is None
 
 
 def test_tables() -> None:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(summary.rows_table([row("a", torch_graph=12.5), {"case": "b", "us": {}}]))
-        console.print(summary.table(summary.findings([row("a", lt_fused_top1=12.0)])))
+        console.print(layers.SUITE.lines([row("a", torch_graph=12.5), {"case": "b", "us": {}}]))
+        console.print(report.findings_table(layers.findings([row("a", lt_fused_top1=12.0)])))
     lines = [line.split() for line in capture.get().splitlines()]
     assert lines[1] == ["a", "10.0", "0.10", "1.250", "1.000", "1.50", "s"]
     assert lines[2] == ["b", "no", "result"]
     assert next(line for line in lines if "geometric" in line)[-5:] == ["1.200", "≥", "1.3", "1", "MISSED"]
 
 
-@pytest.mark.parametrize(
-    ("kept", "max_autotune", "done"),
-    [
-        (None, False, False),
-        ({"us": {"lt": 1.0}}, False, True),
-        ({"us": {"lt": 1.0}}, True, False),
-        ({"us": {"lt": 1.0, "torch_max_autotune": 1.0}}, True, True),
-        ({"us": {"lt": 1.0}, "left_out": {"torch_max_autotune": "TimeoutError"}}, True, True),
-        ({"us": {}, "error": "DriverError"}, False, False),
-    ],
-)
-def test_a_row_is_resumed_until_it_holds_all(kept: Any, max_autotune: bool, done: bool) -> None:
-    assert layers.is_done(kept, max_autotune=max_autotune) is done
-
-
 def arguments(*given: str) -> argparse.Namespace:
-    return layers.parser().parse_args(given)
+    return options_of(["layers", *given])
 
 
 def test_the_command_line_chooses_blocks() -> None:
     assert layers.chosen_blocks(arguments()) == blocks()
-    some = layers.chosen_blocks(arguments("--only", "gpt2-124M", "--dtype", "tf32", "--activation", "relu"))
-    assert [block.layer for block in some] == [tuple(each) for each in presets()["layers"]["gpt2-124m"]]
+    some = layers.chosen_blocks(arguments("--dtype", "tf32", "--activation", "relu"))
+    listed = [tuple(layer) for members in presets()["layers"].values() for layer in members]
+    assert [block.layer for block in some] == listed
+    assert {(block.kind, block.activation) for block in some} == {("tf32", "relu")}
     compiled = layers.chosen_blocks(arguments("--max-autotune"))
     assert {block.layer for block in compiled} == set(REPRESENTATIVE)
 
 
-def test_a_run_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
-    file, (first, second) = tmp_path / "layers.json", (block.name for block in blocks()[:2])
-    assert resumable.kept_rows(file) == {}
-    layers.save({second: row(second), first: row(first, lt_fused_top1=20.0)}, file)
-    assert list(resumable.kept_rows(file)) == [first, second], "in the order of the suite"
-    written = json.loads(file.read_text())
-    assert {"what", "value", "target", "met", "rows"} <= set(written["summary"][0])
-    assert [each.name for each in tmp_path.iterdir()] == ["layers.json"]
+@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
+def test_public_calls_compute_the_block(activation: str) -> None:
+    block = Block("test", 12, 16, 8, "tf32", activation)
+    generator = np.random.default_rng(0)
+    at = layers.arrays(block, lambda shape, dtype: generator.standard_normal(shape).astype(dtype))
+    layers.run_block(replace_compute(block), at)
+    x, w1, b1, w2, b2, dy = (getattr(at, name).astype(np.float64) for name in ("x", "w1", "b1", "w2", "b2", "dy"))
+    z = x @ w1.T + b1
+    y1 = np.maximum(z, 0) if activation == "relu" else gelu(z)
+    step = 1e-6
+    slope = (z > 0) if activation == "relu" else (gelu(z + step) - gelu(z - step)) / (2 * step)
+    dz1 = (dy @ w2) * slope
+    expected = {"y1": y1, "y2": y1 @ w2.T + b2, "dw2": dy.T @ y1, "db2": dy.sum(0), "dz1": dz1, "db1": dz1.sum(0)}
+    for name, wanted in (expected | {"dw1": dz1.T @ x, "dx": dz1 @ w1}).items():
+        np.testing.assert_allclose(getattr(at, name), wanted, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
-def test_rows_that_are_kept_name_their_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
-    file, (first, second) = tmp_path / "layers.json", (block.name for block in blocks()[:2])
-    for commit, name in (("old", first), ("new", second)):
-        monkeypatch.setenv("GIT_COMMIT", commit)
-        layers.save(resumable.kept_rows(file) | {name: row(name)}, file)
-    assert {name: each["commit"] for name, each in resumable.kept_rows(file).items()} == {first: "old", second: "new"}
+def gelu(z: Any) -> Any:
+    return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
 
 
-@pytest.mark.parametrize("module", [layers, tuning])
-def test_without_a_gpu_the_suites_say_so(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "device_count", lambda: 0)
-    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
-        module.main([])
+class Replaced(Block):
+    compute = "float32"
 
 
-def test_reading_the_blocks_loads_no_gpu_library() -> None:
-    code = "import sys, benchmarks.layers, benchmarks.tuning; print(*{name.split('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {"cupy", "torch"}.isdisjoint(done.stdout.split())
+def replace_compute(block: Block) -> Block:
+    return Replaced(block.group, block.rows, block.n, block.k, block.kind, block.activation)
+
+
+def test_buffers_exceed_the_cache_unless_the_data_is_in_it_in_practice() -> None:
+    assert BLOCK.sets(1 << 20) == 1, "so small that hundreds of sets would be needed"
+    large = Block("test", 1024, 1024, 1024, "bf16", "gelu")
+    assert large.sets(50 << 20) * large.bytes >= 3 * (50 << 20)
+    assert (large.sets(50 << 20) - 1) * large.bytes < 3 * (50 << 20)
+
+
+def test_a_block_is_tuned_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def tune(dims: Any, rows: int, **options: Any) -> list[Any]:
+        given.update(options, dims=dims, rows=rows)
+        facts = {"strategy": "s", "before_us": 2.0, "after_us": 1.0, "measured": 3, "seconds": 0}
+        return [SimpleNamespace(**facts, rejected=("r" * 300,))]
+
+    monkeypatch.setattr("lt_runtime.tune", tune, raising=False)
+    tuned = layers.tune(Block("test", 64, 32, 16, "tf32", "relu"), "deep").as_json()
+    assert given == {
+        "dims": (16, 32, 16),
+        "rows": 64,
+        "activation": "relu",
+        "dtype": "float32",
+        "compute": "tf32",
+        "input_gradient": True,
+        "effort": "deep",
+        "progress": False,
+    }
+    assert tuned["tuned"] == [
+        {"strategy": "s", "before_us": 2.0, "after_us": 1.0, "measured": 3, "rejected": ["r" * 200], "seconds": 0}
+    ]
+
+
+def test_a_row_of_our_public_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `compare` runs it, on another version of the package: nothing inside the package is imported."""
+    monkeypatch.setattr(layers, "tune", lambda block: layers.Tuned(1.5, []))
+    monkeypatch.setattr(layers, "arrays", lambda block: None)
+    monkeypatch.setattr(layers.timing, "cache_size", lambda: 50 << 20)
+    monkeypatch.setitem(sys.modules, "benchmarks.splits", None)
+    timed = Timing(1, 0)
+    monkeypatch.setattr(layers.timing, "measure", lambda builders, *_: Measured(dict.fromkeys(builders, timed), {}))
+    row = layers.measure_block(BLOCK, arguments("--ours", "--keep-plans", "--rounds", "3"), None).as_json()
+    assert row["us"] == {"lt": 1}
+    assert row["tuning_s"] == 1.5
+    assert "chosen_vs_best" not in row
 
 
 def test_findings_of_tuning() -> None:
     rows = [row("a", lt_deep=8.0) | {"tuned": [{"seconds": 1.0}, {"seconds": 4.0}], "deep_s": 9.0}]
-    made = {each.what: each for each in tuning.findings(rows, {"measurements": 1, "known": 2, "us": [500.0, 900.0]})}
+    second = {"case": tuning.SECOND, "us": {"lt_plan": 700.0}}
+    rows.append(second | {"measurements": 1, "known": 2, "plans_us": [500.0, 900.0]})
+    made = {each.what: each for each in tuning.findings(rows)}
     assert made["seconds of tuning problems that are decided together, median"].met is False
     assert made["seconds of tuning a block deeply, most"].value == 9.0
     assert made["lt / lt_deep, geometric mean"].value == pytest.approx(1.25)
     assert made["measurements of a second process"].met is False
     assert made["problems in it without a measured plan"].met is True
     assert made["milliseconds of building a plan in it, median"].as_json()["target"] == "≤ 1"
+    assert {each.met for each in tuning.findings([])} == {None}
+
+
+def test_the_second_process_is_given_what_this_run_has_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Any] = []
+
+    def last_line(command: Any, environment: Any) -> dict[str, Any]:
+        commands.append((command[2:], environment["LT_RUNTIME_CACHE_DIR"]))
+        return {"measurements": 0, "known": 4, "us": [900.0, 100.0, 200.0, 300.0]}
+
+    folders: list[str] = []
+
+    def measure(block: Block, options: Any, plans: str, stream: Any) -> report.Row:
+        folders.append(plans)
+        return report.Row(block.name, {})
+
+    monkeypatch.setattr(tuning, "last_line", last_line)
+    monkeypatch.setattr(tuning, "measure", measure)
+    jobs = tuning.SUITE.jobs(arguments())
+    first = next(iter(jobs))
+    jobs[first](None)
+    second = jobs[tuning.SECOND](None).as_json()
+    assert commands == [(["benchmarks.processes", "plans", first], folders[0])]
+    assert second["us"] == {"lt_plan": 250.0}
+    assert (second["known"], len(second["plans_us"])) == (4, 4)
 
 
 ENTRIES = {
@@ -204,7 +259,7 @@ ENTRIES = {
 
 
 def test_candidates_are_what_the_tuner_found_near() -> None:
-    stack = BLOCK.stack
+    stack = stack_of(BLOCK)
     *_, plain = forward_strategies(stack.forward(1))
     bias = next(forward_strategies(stack.forward(1)))
     by_name = {strategy_name(each): each for each in forward_strategies(stack.forward(0))}
@@ -237,7 +292,7 @@ def test_a_tree_without_need_of_a_limit_is_a_strategy() -> None:
 def test_a_limit_is_found_where_the_winner_changes() -> None:
     made = fit(samples((100, 1.0, 2.0), (200, 1.0, 2.0), (3000, 2.0, 1.0), (5000, 2.0, 1.0)))
     assert made.tree == {"feature": "rows", "below": 256, "then": "a", "otherwise": "b"}
-    assert priors.decide({**made.tree, "then": {"x": "a"}, "otherwise": {"x": "b"}}, {"rows": 255}) == {"x": "a"}
+    assert derived.decide({**made.tree, "then": {"x": "a"}, "otherwise": {"x": "b"}}, {"rows": 255}) == {"x": "a"}
 
 
 def test_what_was_refused_somewhere_is_avoided_there() -> None:
@@ -265,7 +320,7 @@ def measured(m: int, n: int, k: int, entries: dict[str, dict[str, float]]) -> di
 
 def test_priors_are_derived_from_rows() -> None:
     rows = [measured(256, 512, 784, ENTRIES), measured(8192, 3072, 768, ENTRIES), {"case": "failed", "us": {}}]
-    trees, quality = derive_priors.derive(rows)
+    trees, quality = derived.derive(rows)
     assert trees == {
         "forward": {
             "bf16 gelu": {"epilogue": "bias", "saved": "preactivation"},
@@ -286,18 +341,18 @@ def test_forward_is_chosen_with_the_backward_that_follows() -> None:
         "backward output": {"kernel kernel kernel after": 30.0},
         "backward mask": {"kernel kernel kernel after": 29.0, "kernel epilogue kernel beside": 20.0},
     }
-    trees, _ = derive_priors.derive([measured(64, 64, 64, relu) | {"activation": "relu"}] * 2)
+    trees, _ = derived.derive([measured(64, 64, 64, relu) | {"activation": "relu"}] * 2)
     assert trees["forward"]["bf16 relu"] == {"epilogue": "relu_aux_bias", "saved": "mask"}
     assert from_entry(BackwardStrategy, trees["backward"]["bf16 relu mask"]).derivative.value == "epilogue"
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_row_s_sizes_are_those_that_the_priors_ask_for(layer: int) -> None:
-    stack, plain = BLOCK.stack, {"layer": [64, 32, 16], "type": "bf16"}
+    stack, plain = stack_of(BLOCK), {"layer": [64, 32, 16], "type": "bf16"}
     forward = priors.forward_features(stack.forward(layer))
-    assert derive_priors.features(plain, layer, backward=False) == forward
+    assert derived.features(plain, layer, backward=False) == forward
     backward = priors.backward_features(stack.backward(layer, (Saved.PREACTIVATION, Saved.NOTHING)))
-    assert derive_priors.features(plain, layer, backward=True) == backward
+    assert derived.features(plain, layer, backward=True) == backward
 
 
 def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,7 +360,7 @@ def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys:
     rows = [measured(256, 512, 784, ENTRIES) | {"when": "2026-01-01T00:00:00Z"}]
     file, out = tmp_path / "layers.json", tmp_path / "priors.json"
     file.write_text(json.dumps({"machine": machine, "commit": "abc", "rows": rows}))
-    derive_priors.main([str(file), "--out", str(out)])
+    derived.main([str(file), "--out", str(out)])
     assert json.loads(out.read_text())["source"] == {
         "gpu": "a GPU",
         "driver": "580",
@@ -321,10 +376,10 @@ class Passes:
     """Stands in for a block's four plans, and notes the addresses that it is given."""
 
     def __init__(self, saved: Saved) -> None:
-        self.saved, self.calls = saved, list[Any]()
+        self.strategy, self.calls = SimpleNamespace(saved=saved), list[Any]()
 
-    def run(self, *given: Any) -> None:
-        self.calls.append(given)
+    def run(self, call: Any) -> None:
+        self.calls.append(call)
 
 
 @pytest.mark.parametrize("saved", [Saved.OUTPUT, Saved.MASK, Saved.PREACTIVATION])
@@ -332,14 +387,16 @@ def test_a_block_s_passes_hand_on_what_they_make(saved: Saved) -> None:
     at = Arrays(*Arrays._fields)
     passes = Passes(saved)
     Plans(passes, passes, passes, passes).run(at, 7)  # type: ignore[arg-type]
-    first, second, (through,), (last,) = passes.calls
-    assert first == ("x", "w1", "b1", "y1", "kept", None, 7)
-    assert second == ("y1", "w2", "b2", "y2", 0, None, 7)
+    first, second, *backward = passes.calls
+    assert first.addresses == ("x", "w1", "b1", "y1", "kept")
+    assert second.addresses == ("y1", "w2", "b2", "y2", 0)
+    names = BackwardProblem.operands
+    through, last = (SimpleNamespace(**dict(zip(names, call.addresses, strict=True))) for call in backward)
     below = "y1" if saved is Saved.OUTPUT else "kept"
     assert (through.dy, through.x, through.w, through.saved_below) == ("dy", "y1", "w2", below)
     assert (through.dx, through.dw, through.db, through.db_below) == ("dz1", "dw2", "db2", "db1")
     assert (last.dy, last.x, last.w, last.dx, last.dw) == ("dz1", "x", "w1", "dx", "dw1")
-    assert through.stream == last.stream == 7
+    assert {call.stream for call in passes.calls} == {7}
 
 
 @pytest.fixture
@@ -351,10 +408,10 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         def __init__(self, problem: Any, device: int, strategy: Any, choose: Any) -> None:
             if strategy_name(strategy) in names:
                 raise PlanError("no algorithm")
-            self.strategy, self.saved = strategy, getattr(strategy, "saved", Saved.NOTHING)
+            self.strategy = strategy
 
-    monkeypatch.setattr(block_lt, "ForwardPlan", Plan)
-    monkeypatch.setattr(block_lt, "BackwardPlan", Plan)
+    monkeypatch.setattr(splits, "ForwardPlan", Plan)
+    monkeypatch.setattr(splits, "BackwardPlan", Plan)
     return names
 
 
@@ -366,32 +423,20 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ],
 )
 def test_all_that_the_library_can_fuse(refused: set[str], activation: str, fused: str) -> None:
-    plans, complaints = block_lt.fused_first(replace(BLOCK, activation=activation).stack)
-    assert str(block_lt.split_of(plans)) == f"{fused} | nobody nobody nobody after"
+    plans, complaints = splits.fused_first(stack_of(replace(BLOCK, activation=activation)))
+    assert str(splits.split_of(plans)) == f"{fused} | nobody nobody nobody after"
     assert complaints == []
 
 
 def test_what_the_library_refuses_is_fused_less_and_told(refused: set[str]) -> None:
     refused |= {"epilogue epilogue epilogue after", "epilogue epilogue kernel after", "gelu_aux_bias preactivation"}
-    plans, complaints = block_lt.fused_first(BLOCK.stack)
-    found = str(block_lt.split_of(plans))
+    plans, complaints = splits.fused_first(stack_of(BLOCK))
+    found = str(splits.split_of(plans))
     assert found.startswith("bias preactivation | bias nothing | kernel epilogue epilogue after")
     assert sorted(complaints) == sorted(refused)
 
 
 def test_nothing_is_fused_where_all_is_split(refused: set[str]) -> None:
-    plans = block_lt.split_first(replace(BLOCK, activation="relu").stack)
+    plans = splits.split_first(stack_of(replace(BLOCK, activation="relu")))
     expected = "none output | none nothing | kernel kernel kernel after | nobody nobody nobody after"
-    assert str(block_lt.split_of(plans)) == expected
-
-
-def test_a_fresh_plan_cache_shares_kernels_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
-    (tmp_path / "plans").mkdir()
-    with fresh_plans() as directory:
-        assert plans_directory() == directory / "plans"
-        assert not plans_directory().exists()
-        (cache_directory() / "kernels" / "a kernel").touch()
-    assert cache_directory() == tmp_path
-    assert (tmp_path / "kernels" / "a kernel").exists()
-    assert not directory.exists()
+    assert str(splits.split_of(plans)) == expected

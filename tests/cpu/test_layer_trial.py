@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from lt_runtime import reference
-from lt_runtime.planning.backward import BackwardCall, BackwardPlan
-from lt_runtime.planning.forward import ForwardPlan
-from lt_runtime.planning.layer_trial import LayerTrial, disagreement
-from lt_runtime.planning.links import Link, with_saved
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.strategies import backward_strategies, forward_strategies
-from lt_runtime.planning.trial import NORMAL
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import backward_strategies, forward_strategies
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, Saved, Spec
+from lt_runtime.tuner.layer_trial import LayerTrial, disagreement
+from lt_runtime.tuner.links import Link, with_saved
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.trial import NORMAL
+from tests.support.calls import addresses
 
 STACK = Stack(32, (40, 24, 16), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
 LINK = Link(STACK.forward(0), STACK.backward(1), "through")
@@ -35,7 +36,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(ForwardPlan, "_own_pass", lambda _: None)
     monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
-    monkeypatch.setattr(ForwardPlan, "run", lambda _, *addresses: calls.append(addresses))
+    monkeypatch.setattr(ForwardPlan, "run", lambda _, call: calls.append(call))
     monkeypatch.setattr(BackwardPlan, "run", lambda _, call: calls.append(call))
     return calls
 
@@ -44,13 +45,13 @@ def choose(problem: Any, _: int) -> Any:
     return SimpleNamespace(problem=problem)
 
 
-def backward_call(trial: LayerTrial, problem: BackwardProblem, ran: list[Any]) -> BackwardCall:
+def backward_call(trial: LayerTrial, problem: BackwardProblem, ran: list[Any]) -> Any:
     strategy = next(backward_strategies(problem))
     trial.run(BackwardPlan(problem, 0, strategy, choose), 7)
     call = ran.pop()
-    assert isinstance(call, BackwardCall)
     assert call.stream == 7
-    return call
+    own, below = call.dropouts
+    return SimpleNamespace(**addresses(problem, call), dropout=own, dropout_below=below)
 
 
 def address(trial: LayerTrial, name: str) -> int:
@@ -63,10 +64,11 @@ def test_backward_reads_what_forward_writes(ran: list[Any]) -> None:
     trial = filled(LINK)
     for strategy in forward_strategies(LINK.forward):
         trial.run(ForwardPlan(LINK.forward, 0, strategy, choose), 7)
-        x, w, bias, y, kept, dropout, stream = ran.pop()
+        call = ran.pop()
+        x, w, bias, y, kept = call.addresses
         assert (x, w, bias, y) == tuple(address(trial, name) for name in ("x", "w", "bias", "y"))
         assert kept == (address(trial, "kept mask") if strategy.saved is Saved.MASK else 0)
-        assert (dropout, stream) == (None, 7)
+        assert (call.dropouts, call.stream) == ((None, None), 7)
         below = with_saved(LINK.backward, "through", LINK.forward, strategy.saved)
         call = backward_call(trial, below, ran)
         assert call.x == y

@@ -11,15 +11,15 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import layer_tuner
-from lt_runtime.planning.entries import LayerEntry, ProductEntry
-from lt_runtime.planning.keys import problem_key
-from lt_runtime.planning.layer_tuner import BUDGETS
-from lt_runtime.planning.product import plain_product
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, from_entry
-from lt_runtime.planning.tuning import Tuned, tune_problems
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, from_entry
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Saved, Spec
+from lt_runtime.products.product import plain_product
+from lt_runtime.store.entries import LayerEntry, ProductEntry
+from lt_runtime.store.keys import problem_key
+from lt_runtime.tuner import layer_tuner
+from lt_runtime.tuner.layer_tuner import BUDGETS
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.tuning import Tuned, tune_problems
 from tests.layer_gpu import BY_HEURISTIC, TUNED, LayerGpu
 
 RELU = Stack(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)

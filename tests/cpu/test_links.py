@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lt_runtime.layout import Order, packed
-from lt_runtime.planning.links import Link, links, saved_kinds, saved_spec, settled, with_saved
-from lt_runtime.planning.stacks import Stack
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved, Spec
+from lt_runtime.tuner.links import Link, links, saved_kinds, saved_spec, settled, with_saved
+from lt_runtime.tuner.stacks import Stack
 
 RELU, GELU = Activation("relu"), Activation("gelu")
 

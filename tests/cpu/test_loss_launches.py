@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lt_runtime.kernels import loss as losses
+from lt_runtime.kernels.loss import RowSharing, flattened
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import losses
-from lt_runtime.planning.losses import RowSharing, flattened
 
 
 @given(rows=st.integers(1, 10**6), cols=st.integers(1, 10**6), order=st.sampled_from(Order))

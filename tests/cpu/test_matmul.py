@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import lt_runtime as lt
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import ArgumentError, DTypeError, LtError, OverlapError, ShapeError
+from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, LtError, OverlapError, ShapeError
 from lt_runtime.reference import pack_mask, unpack_mask
 
 Array = NDArray[Any]
@@ -31,6 +31,11 @@ def _by_element(z: Array, epilogue: Epilogue) -> Array:
     return np.vectorize(functions[epilogue.activation], otypes=[np.float64])(z)
 
 
+def _aux(rows: int, cols: int) -> Array:
+    """A matrix for a pre-activation: its leading dimension is a multiple of 8, as on a GPU."""
+    return np.zeros((rows, -(-cols // 8) * 8), np.float32)[:, :cols]
+
+
 FORWARD = [e for e in Epilogue if not e.is_derivative and not e.sums_operand]
 
 
@@ -43,7 +48,7 @@ def test_forward_epilogues(epilogue: Epilogue) -> None:
     is_mask = epilogue.activation == "relu"
     aux: Any = None
     if epilogue.has_aux_output:
-        aux = np.zeros((M, 16), np.uint8) if is_mask else np.zeros((M, N), np.float32)
+        aux = np.zeros((M, 16), np.uint8) if is_mask else _aux(M, N)
     d = lt.matmul(
         a, b, c, alpha=0.5, beta=-2.0, epilogue=epilogue.value, bias=bias if epilogue.has_bias else None, aux=aux
     )
@@ -62,7 +67,7 @@ def test_derivatives_undo_what_forward_kept(activation: str, column_major: bool)
     a, b, w = _draw(M, K), _draw(K, N), _draw(N, N)
     order = "F" if column_major else "C"
     lines, bits = (N, M) if column_major else (M, N)
-    aux = np.zeros((lines, 16), np.uint8) if activation == "relu" else np.zeros((M, N), np.float32, order)
+    aux = np.zeros((lines, 16), np.uint8) if activation == "relu" else _aux(N, M).T if column_major else _aux(M, N)
     out = np.zeros((M, N), np.float32, order)
     assert lt.matmul(a, b, epilogue=f"{activation}_aux", aux=aux, out=out) is out
     gradient = np.zeros(N, np.float32)
@@ -136,7 +141,13 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"epilogue": "relu_aux", "aux": _draw(M, N)}, DTypeError, "aux is float32; it must be uint8"),
     ({"epilogue": "bgrada", "bias_gradient": _draw(N)}, ShapeError, "bias_gradient has shape"),
     ({"compute": "fp8"}, ArgumentError, "'fp8'"),
-    ({"alpha": np.ones(2, np.float32)}, DTypeError, "alpha has shape"),
+    (
+        {"alpha": np.ones(2, np.float32), "beta": np.ones(1, np.float32)},
+        DTypeError,
+        r"alpha is float32 of shape \(2,\)",
+    ),
+    ({"alpha": np.ones(1, np.float32)}, ArgumentError, "alpha and beta must both be numbers, or both be arrays"),
+    ({"aux": np.zeros((M, N), np.float32), "epilogue": "gelu_aux"}, LayoutError, "aux has leading dimension"),
 ]
 
 

@@ -10,11 +10,11 @@ from hypothesis import given
 
 from lt_runtime.cublaslt import AlgoConfigAttribute, MatmulStages, MatmulTile
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.planning.keys import Problem, parse_key
-from lt_runtime.planning.names import algorithm_in_words, describe, strategy_in_words
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, to_entry
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, to_entry
 from lt_runtime.problem import Activation, Compute, DType, Saved
+from lt_runtime.store.keys import Problem, parse_key
+from lt_runtime.tuner.names import algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.stacks import Stack
 from tests.plan_entries import layer_key, product_key
 from tests.strategies import problems
 

@@ -9,11 +9,12 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.gpu.kernels import MAX_GRID_Y
 from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.kernels import narrow as narrow_pass
+from lt_runtime.kernels import tiling
+from lt_runtime.kernels.kernel import MAX_GRID_Y
+from lt_runtime.kernels.narrow import MAX_WIDTH, NarrowPass, takes
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import narrow_pass, tiling
-from lt_runtime.planning.narrow_pass import MAX_WIDTH, NarrowPass, takes
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
 H200 = DeviceInfo(0, "", 90, multiprocessors=132, memory=0)

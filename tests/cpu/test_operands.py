@@ -62,6 +62,13 @@ def test_bfloat16_has_no_type_string_of_its_own() -> None:
     assert read("x", array, 0).dtype == "bfloat16"
 
 
+class HostArray:
+    """An array in host memory that is not NumPy's."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
 @pytest.mark.parametrize(
     ("array", "error", "message"),
     [
@@ -71,7 +78,8 @@ def test_bfloat16_has_no_type_string_of_its_own() -> None:
         (DeviceArray((2, 2), strides=(10, 4)), LayoutError, r"x has strides of \(10, 4\) bytes; .* multiples of 4"),
         ([1.0], OperandError, "x is a list; accepted are NumPy and CuPy arrays"),
         (None, OperandError, "x is a NoneType"),
-        (np.ones(3), DeviceError, r"x lives on DLPack device \(1, 0\); accepted are NumPy arrays and GPUs"),
+        (HostArray(), DeviceError, r"x lives on DLPack device \(1, 0\); accepted are NumPy arrays and GPUs"),
+        (np.ones(3, ">f4"), DTypeError, "x has byte order '>'; accepted is this machine's"),
     ],
 )
 def test_refused(array: Any, error: type[LtError], message: str) -> None:
@@ -111,7 +119,7 @@ def test_operands_must_agree() -> None:
     with pytest.raises(DTypeError, match="w is float16 but x is float32; types must be equal"):
         check_same(x, made("w", (4, 5), np.float16))
     for check in (check_same, check_device):
-        with pytest.raises(DeviceError, match="w is on GPU 1 but x on GPU 0; one device is needed"):
+        with pytest.raises(DeviceError, match="w is on GPU 1 but x on GPU 0; all must be on one device"):
             check(x, made("w", (4, 5), device=1))
     check_device(x, made("labels", (4,), np.int64))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,17 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import ALIGNMENT
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.resize import Resize
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import algorithms, padded
-from lt_runtime.planning.blobs import configuration, plan_by
-from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
-from lt_runtime.planning.resize_pass import Resize
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products import choose as algorithms
+from lt_runtime.products import padded
+from lt_runtime.products.blobs import configuration, plan_by
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
 from tests.algorithm_library import BOTH, WORKSPACE, FakeLibrary
+from tests.support.calls import addresses, call_of
 
 M, N, K = 2048, 1024, 479
 SHAPES = [(2048, 1024, 479), (2048, 479, 1024), (479, 1024, 2048), (33, 35, 37), (1, 3, 1001)]
@@ -172,6 +175,7 @@ class _Passes:
 
 
 class _Memory:
+    stream = 5
     workspace, workspace_size = 1 << 20, WORKSPACE
 
 
@@ -180,7 +184,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Passes]:
     made = _Passes()
     monkeypatch.setattr(padded, "ResizePass", made)
     monkeypatch.setattr(padded, "workspace_size", lambda _: WORKSPACE)
-    monkeypatch.setattr(MatmulPlan, "is_lean", lambda *_: True)
+    monkeypatch.setattr(MatmulPlan, "launches_leanly", lambda *_: True)
     return made
 
 
@@ -201,12 +205,12 @@ def test_copies_lie_at_the_end_of_the_workspace(
     problem = replace(forward(2048, 479, 1024), epilogue=Epilogue.BIAS)
     _offer(library, 1, reserved=reserved)
     plan = PaddedPlan(problem, 0)
-    ran: list[ProductCall] = []
-    monkeypatch.setattr(plan.padded, "run", lambda call, memory: ran.append(call))
-    plan.run(ProductCall(a=0x1000, b=0x2002, d=0x3002, stream=5, vector=0x4002), _Memory())  # type: ignore[arg-type]
+    ran: list[Call] = []
+    monkeypatch.setattr(plan.inner, "put", lambda call, memory: ran.append(call))
+    plan.put(call_of(problem, 5, a=0x1000, b=0x2002, d=0x3002, vector=0x4002), _Memory())  # type: ignore[arg-type]
     (before, filled), (after, trimmed) = passes.done
     end = _Memory.workspace + _Memory.workspace_size
-    (inner,) = ran
+    inner = SimpleNamespace(**addresses(problem, ran[0]))
     assert inner.a == 0x1000, "is whole octets, and read where it is"
     assert end - reserved <= min(inner.b, inner.d, inner.vector)
     assert not any(address % ALIGNMENT for address in (inner.b, inner.d, inner.vector))
@@ -265,11 +269,11 @@ def test_a_blob_of_another_version(library: FakeLibrary) -> None:
 def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
     _offer(library, 7, reserved=2 * 480 * (2048 + 1024))
     plan = PaddedPlan(forward(M, N, K), 0)
-    assert plan.blob == PADDED + plan.padded.algorithm.blob
-    assert configuration(plan.blob) == configuration(plan.padded.blob) | {"PADDED": 1}
+    assert plan.blob == PADDED + plan.inner.algorithm.blob
+    assert configuration(plan.blob) == configuration(plan.inner.blob) | {"PADDED": 1}
     again = plan_by(plan.problem, 0, plan.blob)
     assert isinstance(again, PaddedPlan)
-    assert again.padded.problem == plan.padded.problem
+    assert again.inner.problem == plan.inner.problem
     with pytest.raises(PlanError, match="padding"):
         plan_by(forward(M, N, 480), 0, plan.blob)
 
@@ -278,9 +282,9 @@ def test_what_stands_for_copies_along_k(library: FakeLibrary, passes: _Passes) -
     problem = input_gradient(256, 512, 384, **TF32)
     _offer(library, 7, reserved=4 * 512 * 384)
     plan = PaddedPlan(problem, 0, k_major=True)
-    assert plan.blob == K_MAJOR + plan.padded.algorithm.blob
-    assert configuration(plan.blob) == configuration(plan.padded.blob) | {"K_MAJOR": 1}
+    assert plan.blob == K_MAJOR + plan.inner.algorithm.blob
+    assert configuration(plan.blob) == configuration(plan.inner.blob) | {"K_MAJOR": 1}
     again = plan_by(problem, 0, plan.blob)
     assert isinstance(again, PaddedPlan)
-    assert again.padded.problem == plan.padded.problem
+    assert again.inner.problem == plan.inner.problem
     assert again.blob == plan.blob

@@ -11,9 +11,8 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.planning import priors
-from lt_runtime.planning.stacks import Stack, derivative_of
-from lt_runtime.planning.strategies import (
+from lt_runtime.plans import priors
+from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,
     MadeBy,
@@ -22,6 +21,7 @@ from lt_runtime.planning.strategies import (
     from_entry,
 )
 from lt_runtime.problem import Activation, Compute, DType, Saved
+from lt_runtime.tuner.stacks import Stack, derivative_of
 
 EPILOGUE, KERNEL, NOBODY = MadeBy.EPILOGUE, MadeBy.KERNEL, MadeBy.NOBODY
 AUX = {"epilogue": "gelu_aux_bias", "saved": "preactivation"}

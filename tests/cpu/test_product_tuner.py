@@ -15,19 +15,20 @@ from lt_runtime.cublaslt import AlgoConfigAttribute
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, PlanError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import product_tuner
-from lt_runtime.planning.algorithms import heuristic_algorithm
-from lt_runtime.planning.blobs import plan_by
-from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.names import algorithm_in_words
-from lt_runtime.planning.narrow import NARROW, NarrowPlan
-from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
-from lt_runtime.planning.timing import Launch
-from lt_runtime.planning.trial import Trial
-from lt_runtime.planning.workbench import Bench
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.blobs import plan_by
+from lt_runtime.products.choose import heuristic_algorithm
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.narrow import NARROW, NarrowPlan
+from lt_runtime.tuner import product_tuner
+from lt_runtime.tuner.names import algorithm_in_words
+from lt_runtime.tuner.product_tuner import ProductVerdict, tune_product
+from lt_runtime.tuner.timing import Launch
+from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.workbench import Bench
 from tests.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 from tests.fake_clock import FakeClock
+from tests.support.calls import addresses
 from tests.trial_products import right
 
 Fault = Callable[[Trial], None]
@@ -62,7 +63,7 @@ class FakeGpu(FakeLibrary):
         monkeypatch.setattr(product_tuner, "call", lambda *_: None)
         monkeypatch.setattr(product_tuner, "launcher", self._launcher)
         monkeypatch.setattr(product_tuner, "Trial", self._trial)
-        monkeypatch.setattr(MatmulPlan, "is_lean", self._is_lean)
+        monkeypatch.setattr(MatmulPlan, "launches_leanly", self._is_lean)
 
     def _trial(self, xp: Any, problem: MatmulProblem) -> Trial:
         self.trials.append(Trial(xp, problem))
@@ -84,7 +85,7 @@ class FakeGpu(FakeLibrary):
         def launch(index: int, stream: int) -> None:
             pay(index, stream)
             trial = self.trials[index]
-            assert calls[index].d == trial._buffers["d"].address
+            assert addresses(plan.problem, calls[index])["d"] == trial._buffers["d"].address
             right(trial)
             self.faults.get(number, lambda _: None)(trial)
 
@@ -252,8 +253,8 @@ NARROW_PROBLEM = MatmulProblem(
 @pytest.fixture
 def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
     """What the fake library takes for our kernel's id."""
-    monkeypatch.setattr("lt_runtime.planning.narrow.NarrowPass", FakeNarrowPass)
-    monkeypatch.setattr("lt_runtime.planning.narrow.workspace_size", lambda _: WORKSPACE)
+    monkeypatch.setattr("lt_runtime.products.narrow.NarrowPass", FakeNarrowPass)
+    monkeypatch.setattr("lt_runtime.products.narrow.workspace_size", lambda _: WORKSPACE)
     return NARROW.get(AlgoConfigAttribute.ID)
 
 

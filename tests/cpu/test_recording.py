@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.planning import recording
-from lt_runtime.planning.keys import Problem, parse_key, problem_key
-from lt_runtime.planning.recording import RECORD_VARIABLE, read_recorded, record
+from lt_runtime.store import recording
+from lt_runtime.store.keys import Problem, parse_key, problem_key
+from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded, record
 from tests.plan_entries import layer_key, product_key
 from tests.strategies import problems
 

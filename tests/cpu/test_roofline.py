@@ -9,10 +9,10 @@ from hypothesis import given
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import packed
-from lt_runtime.planning.keys import Problem
-from lt_runtime.planning.roofline import Hardware, Work, least_us, work_of
-from lt_runtime.planning.stacks import Stack
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved, Spec
+from lt_runtime.store.keys import Problem
+from lt_runtime.tuner.roofline import Hardware, Work, least_us, work_of
+from lt_runtime.tuner.stacks import Stack
 from tests.strategies import problems
 
 H200 = Hardware(90, 132, 1_980_000, 3_201_000, 6144)

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_runtime.planning import row_tuner
-from lt_runtime.planning.alternatives import half_name
-from lt_runtime.planning.backward import BackwardPlan
-from lt_runtime.planning.keys import problem_key
-from lt_runtime.planning.names import describe
-from lt_runtime.planning.row_trial import row_trial
-from lt_runtime.planning.row_tuner import are_neighbours, rows_of
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.strategies import BackwardStrategy, backward_strategies
-from lt_runtime.planning.tuning import Tuned, tune_problems
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
+from lt_runtime.store.keys import problem_key
+from lt_runtime.tuner import row_tuner
+from lt_runtime.tuner.alternatives import half_name
+from lt_runtime.tuner.names import describe
+from lt_runtime.tuner.row_trial import row_trial
+from lt_runtime.tuner.row_tuner import are_neighbours, rows_of
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.tuning import Tuned, tune_problems
 from tests.layer_gpu import BY_HEURISTIC, LayerGpu
 
 STACK = Stack(16, (24, 40, 8), Activation("tanh"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)

@@ -9,10 +9,10 @@ import pytest
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning.keys import parse_key, problem_key
-from lt_runtime.planning.stacks import Stack, derivative_of, plain_backward
-from lt_runtime.planning.strategies import backward_strategies, forward_strategies, unchanged
+from lt_runtime.plans.strategies import backward_strategies, forward_strategies, unchanged
 from lt_runtime.problem import ACTIVATIONS, Activation, BackwardProblem, Compute, DType, ForwardProblem, Saved, Spec
+from lt_runtime.store.keys import parse_key, problem_key
+from lt_runtime.tuner.stacks import Stack, derivative_of, plain_backward
 
 GELU = Stack(64, (32, 48, 24, 10), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
 RELU = replace(GELU, activation=Activation("relu"))

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
-import json
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import report, resumable, step_row, step_summary, steps, summary
-from benchmarks.blocks import presets
+from benchmarks import report, steps, suite
+from benchmarks.__main__ import options_of
+from benchmarks.layers import Tuned, presets
 from benchmarks.report import Row
-from benchmarks.step_cases import StepCase, cases
-from benchmarks.step_kernels import covered
-from benchmarks.step_lt import Contender
-from benchmarks.step_summary import PREFETCH, SOAK, with_fastest, without_any
+from benchmarks.splits import stack_of
+from benchmarks.steps import CASES, PREFETCH, SOAK, StepCase, StepContender, covered, with_fastest, without_any
 from benchmarks.timing import Timing
-from lt_runtime.problem import BackwardProblem, DType
+from lt_runtime.problem import BackwardProblem
 
-ROOT = Path(__file__).parents[2]
-BY_NAME = {case.name: case for case in cases()}
+BY_NAME = {case.name: case for case in CASES}
 
 
 def test_the_cases_are_the_presets_with_their_losses() -> None:
     assert list(BY_NAME) == ["mnist TF32", "mnist BF16", "gpt2-mlp-x2 BF16", "dlrm-top BF16", "llama-width BF16"]
-    for case in cases():
+    for case in CASES:
         shape = presets()["mlps"][case.preset]
         assert (case.rows, list(case.dims), case.activation) == (shape["rows"], shape["dims"], shape["activation"])
         assert case.loss == ("cross_entropy" if case.preset == "mnist" else "mse")
@@ -41,15 +38,15 @@ def test_sizes_of_a_case() -> None:
     case = StepCase("test", "bf16", 4, (3, 5, 2), "relu", "mse", 1.0)
     assert case.parameters == 3 * 5 + 5 + 5 * 2 + 2
     assert case.flops == 4 * (4 * 3 * 5 + 6 * 5 * 2), "the first layer has no dx"
-    assert (case.dtype, case.ways) == (DType.BFLOAT16, ("autocast", "bf16"))
+    assert (case.dtype, case.ways) == ("bfloat16", ("autocast", "bf16"))
     assert BY_NAME["mnist TF32"].ways == (None,)
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_tuner_is_given_what_a_step_asks_for(case: StepCase) -> None:
-    backward = [each for each in case.stack.problems() if isinstance(each, BackwardProblem)]
+    backward = [each for each in stack_of(case).problems() if isinstance(each, BackwardProblem)]
     assert [each.dx is None for each in backward][-1], "the inputs need no gradient"
-    assert case.stack.compute is case.compute
+    assert stack_of(case).compute.value == case.compute
 
 
 def times(**us: float) -> dict[str, Timing]:
@@ -69,42 +66,57 @@ def test_a_name_is_left_out_when_neither_way_was_measured() -> None:
 
 
 def test_names_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_row, "timed_replays", lambda *_: "graph")
-    monkeypatch.setattr(step_row, "timed_calls", lambda *_: "call")
-    contender = Contender(print, print, 0.0, {})
+    monkeypatch.setattr(steps, "timed", lambda *_: "graph")
+    monkeypatch.setattr(steps, "timed_calls", lambda *_: "call")
+    contender = StepContender(print, print, 0.0, {})
     names = "lt", "lt_untuned", "torch_graph_bf16", "torch_max_autotune_bf16"
-    turns = step_row._turns(dict.fromkeys(names, contender), 1, None)
+    turns = steps._turns(dict.fromkeys(names, contender), 1, None)
     graphs, calls = dict.fromkeys(names, "graph"), dict.fromkeys(("lt_call", "torch_graph_call_bf16"), "call")
     assert turns == graphs | calls
 
 
 def test_contenders_of_pytorch() -> None:
-    def of(name: str, *compiled: str) -> list[str]:
+    def of(name: str, *options: str) -> list[str]:
         setup: Any = SimpleNamespace(case=BY_NAME[name])
-        return [made for made, _ in step_row._torch(setup, compiled, 9.0)]
+        return [made for made, _ in steps._torch(setup, arguments(*options))]
 
+    both = "--torch-compile", "--max-autotune"
     assert of("mnist TF32") == ["torch_graph"]
-    assert of("mnist TF32", "torch_compile", "torch_max_autotune") == [
-        "torch_graph",
-        "torch_compile",
-        "torch_max_autotune",
-    ]
+    assert of("mnist TF32", *both) == ["torch_graph", "torch_compile", "torch_max_autotune"]
     assert of("mnist BF16") == ["torch_graph_autocast", "torch_graph_bf16"]
-    assert of("mnist BF16", "torch_max_autotune") == [
-        "torch_graph_autocast",
-        "torch_graph_bf16",
-        "torch_max_autotune_bf16",
-    ]
+    compiled = ["torch_graph_autocast", "torch_graph_bf16", "torch_max_autotune_bf16"]
+    assert of("mnist BF16", "--max-autotune") == compiled
 
 
-def test_who_cannot_be_built_is_left_out() -> None:
-    contender = Contender(print, print, 0.0, {})
+def test_a_row_of_our_public_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `compare` runs it, on another version of the package: nothing inside the package is imported."""
 
-    def fail() -> Contender:
-        raise TimeoutError("not done after 9 s\nand more")
+    class Setup:
+        def __init__(self, case: StepCase, stream: Any) -> None:
+            self.x, self.target = "x", "target"
 
-    built = step_row._build(iter([("a", lambda: contender), ("b", fail)]))
-    assert built == ({"a": contender}, {"b": "TimeoutError: not done after 9 s"})
+        def step(self) -> Any:
+            return lambda x, target: np.float32(2.5)
+
+        def calls(self, step: Any) -> Any:
+            return lambda count: None
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(steps, "Setup", Setup)
+    monkeypatch.setattr(steps, "tune", lambda case: Tuned(1.5, []))
+    monkeypatch.setitem(sys.modules, "benchmarks.internals", None)
+    (measure,) = [steps.SUITE.jobs(arguments("--ours", "--keep-plans", "--rounds", "3"))["mnist BF16"]]
+    row = measure(contextlib_stream(stream)).as_json()
+    assert set(row["us"]) == {"lt_call"}
+    assert row["first_loss"] == {"lt_call": 2.5}
+    assert row["tuning_s"] == 1.5
+
+
+def contextlib_stream(stream: Any) -> Any:
+    class Stream(contextlib.nullcontext[None]):
+        synchronize = staticmethod(stream.synchronize)
+
+    return Stream()
 
 
 def row(name: str, **us: float) -> dict[str, Any]:
@@ -113,8 +125,8 @@ def row(name: str, **us: float) -> dict[str, Any]:
     return Row(name, timings, "lt", setting=setting).as_json()
 
 
-def found(rows: list[dict[str, Any]], what: str) -> summary.Finding:
-    (only,) = (each for each in step_summary.findings(rows) if each.what.startswith(what))
+def found(rows: list[dict[str, Any]], what: str) -> report.Finding:
+    (only,) = (each for each in steps.findings(rows) if each.what.startswith(what))
     return only
 
 
@@ -154,14 +166,14 @@ def test_prefetch_and_soak() -> None:
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    assert {each.met for each in step_summary.findings([])} == {None}
+    assert {each.met for each in steps.findings([])} == {None}
 
 
 def test_tables() -> None:
     console = Console(width=250)
     rows = [row("mnist BF16", lt_untuned=11.0, torch_graph=12.5), {"case": SOAK, "us": {"lt_call": 1.0}}]
     with console.capture() as capture:
-        console.print(step_summary.rows_table([*rows, {"case": "mnist TF32", "us": {}, "error": "DriverError"}]))
+        console.print(steps.SUITE.lines([*rows, {"case": "mnist TF32", "us": {}, "error": "DriverError"}]))
     lines = [line.split() for line in capture.get().splitlines()]
     assert lines[1] == ["mnist", "BF16", "10.0", "0.10", "1.100", "1.250", "14"]
     assert lines[2] == [*SOAK.split(), "see", "below"]
@@ -169,15 +181,16 @@ def test_tables() -> None:
 
 
 def arguments(*given: str) -> argparse.Namespace:
-    return steps.parser().parse_args(given)
+    return options_of(["steps", *given])
 
 
 def test_the_command_line_chooses_rows() -> None:
-    assert list(steps.jobs(arguments())) == list(BY_NAME)
-    everything = steps.jobs(arguments("--prefetch", "--soak", "10000"))
-    assert list(everything) == [*BY_NAME, PREFETCH, SOAK]
-    assert list(steps.jobs(arguments("--only", "MNIST.*bf16", "--soak", "9"))) == ["mnist BF16", SOAK]
-    assert list(steps.jobs(arguments("--only", "^prefetch", "--prefetch"))) == [PREFETCH]
+    assert list(steps.SUITE.jobs(arguments())) == list(BY_NAME)
+    asked = arguments("--prefetch", "--soak", "10000")
+    assert list(steps.SUITE.jobs(asked)) == [*BY_NAME, PREFETCH, SOAK] == list(steps.SUITE.order)
+    chosen = suite.missing(steps.SUITE, arguments("--only", "MNIST.*bf16", "--soak", "9"), {})
+    assert list(chosen) == ["mnist BF16", SOAK]
+    assert list(suite.missing(steps.SUITE, arguments("--only", "^prefetch", "--prefetch"), {})) == [PREFETCH]
 
 
 def test_only_what_is_missing_is_measured() -> None:
@@ -186,40 +199,11 @@ def test_only_what_is_missing_is_measured() -> None:
     rows["mnist BF16"]["left_out"] = {"torch_max_autotune": "TimeoutError"}
     rows["gpt2-mlp-x2 BF16"]["error"] = "DriverError"
     rows[SOAK] = {"case": SOAK, "us": {"lt_call": 1.0}}
-    asked = steps.jobs(arguments("--soak", "10000"))
     rest = ["dlrm-top BF16", "llama-width BF16"]
-    assert steps.missing(asked, rows, max_autotune=False) == ["gpt2-mlp-x2 BF16", *rest]
+    assert list(suite.missing(steps.SUITE, arguments("--soak", "9"), rows)) == ["gpt2-mlp-x2 BF16", *rest]
     del rows["mnist BF16"]["left_out"], rows["gpt2-mlp-x2 BF16"]["error"]
-    assert steps.missing(asked, rows, max_autotune=True) == ["mnist BF16", "gpt2-mlp-x2 BF16", *rest]
-
-
-def test_a_run_that_is_cut_off_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
-    file = tmp_path / "steps.json"
-    steps.save({name: row(name) for name in reversed(BY_NAME)}, file)
-    assert list(resumable.kept_rows(file)) == list(BY_NAME), "in the order of the suite"
-    assert {"what", "value", "target", "met", "rows"} <= set(json.loads(file.read_text())["summary"][0])
-
-
-def test_a_row_that_fails_is_told_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(_: Any) -> Row:
-        raise RuntimeError("[no] memory")
-
-    made = steps._row("mnist BF16", fail, None)
-    assert made == {"case": "mnist BF16", "us": {}, "spread": {}, "error": "RuntimeError: [no] memory"}
-    assert "mnist BF16: RuntimeError: [no] memory" in capsys.readouterr().err
-
-
-def test_without_a_gpu_the_suite_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "device_count", lambda: 0)
-    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
-        steps.main([])
-
-
-def test_reading_the_cases_loads_no_gpu_library() -> None:
-    code = "import sys, benchmarks.steps; print(*{name.split('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {"cupy", "torch"}.isdisjoint(done.stdout.split())
+    missing = suite.missing(steps.SUITE, arguments("--soak", "9", "--max-autotune"), rows)
+    assert list(missing) == ["mnist BF16", "gpt2-mlp-x2 BF16", *rest]
 
 
 def test_the_time_in_which_any_kernel_runs() -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.paths import CACHE_VARIABLE
-from lt_runtime.planning import store as store_module
-from lt_runtime.planning.document import Document
-from lt_runtime.planning.entries import LayerEntry, ProductEntry
-from lt_runtime.planning.store import PlanStore, plan_store
+from lt_runtime.store import plan_store as store_module
+from lt_runtime.store.document import Document
+from lt_runtime.store.entries import LayerEntry, ProductEntry
+from lt_runtime.store.plan_store import PlanStore, plan_store
 from tests.plan_entries import H200, LATER, layer, layer_key, product, product_key
 
 KEY, OTHER = product_key(64), product_key(128)

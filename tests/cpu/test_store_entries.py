@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.planning.document import Document, Section, UnusableError
-from lt_runtime.planning.entries import (
+from lt_runtime.store.document import Document, Section, UnusableError
+from lt_runtime.store.entries import (
     Alternative,
     LayerEntry,
     ProductEntry,
@@ -21,7 +21,7 @@ from lt_runtime.planning.entries import (
     signed,
     verified,
 )
-from lt_runtime.planning.keys import SCHEMA
+from lt_runtime.store.keys import SCHEMA
 from tests.plan_entries import DATE, H200, LATER, layer, product
 
 

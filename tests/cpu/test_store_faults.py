@@ -16,11 +16,11 @@ from typing import Any
 import filelock
 import pytest
 
-from lt_runtime.planning import store as store_module
-from lt_runtime.planning.document import Document
-from lt_runtime.planning.entries import ProductEntry
-from lt_runtime.planning.keys import SCHEMA
-from lt_runtime.planning.store import PlanStore
+from lt_runtime.store import plan_store as store_module
+from lt_runtime.store.document import Document
+from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.keys import SCHEMA
+from lt_runtime.store.plan_store import PlanStore
 from tests.plan_entries import H200, layer, layer_key, product, product_key
 
 KEY, OTHER = product_key(64), product_key(128)

@@ -12,8 +12,8 @@ from lt_runtime.cli import cache_files
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.paths import kernel_sources
-from lt_runtime.planning import fingerprint as module
-from lt_runtime.planning.fingerprint import Fingerprint
+from lt_runtime.store import fingerprint as module
+from lt_runtime.store.fingerprint import Fingerprint
 from tests.plan_entries import H200
 
 

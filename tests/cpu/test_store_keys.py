@@ -10,9 +10,6 @@ import pytest
 from hypothesis import given
 
 from lt_runtime.layout import Layout, packed
-from lt_runtime.planning import entries
-from lt_runtime.planning.fingerprint import Fingerprint
-from lt_runtime.planning.keys import SCHEMA, Problem, parse_key, problem_key
 from lt_runtime.problem import (
     Activation,
     BackwardProblem,
@@ -23,6 +20,9 @@ from lt_runtime.problem import (
     MatmulProblem,
     Spec,
 )
+from lt_runtime.store import entries
+from lt_runtime.store.fingerprint import Fingerprint
+from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 from tests.strategies import problems
 
 SPEC = Spec(packed(2, 3))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lt_runtime.files import TEMPORARY
-from lt_runtime.planning.document import Document
+from lt_runtime.store.document import Document
 from tests.plan_entries import H200
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ PROCESSES, ENTRIES = 8, 200
 WRITER = """
 import sys
 from pathlib import Path
-from lt_runtime.planning.store import PlanStore
+from lt_runtime.store.plan_store import PlanStore
 from tests.plan_entries import H200, product
 
 path, number, entries, batch = Path(sys.argv[1]), *map(int, sys.argv[2:])

@@ -8,8 +8,8 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning.forward import leaves_a_pass
-from lt_runtime.planning.strategies import (
+from lt_runtime.plans.forward import leaves_a_pass
+from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,
     MadeBy,

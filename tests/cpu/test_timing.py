@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_runtime.planning import timing
-from lt_runtime.planning.timing import Timing, buffer_sets, fastest, take_times
+from lt_runtime.tuner import timing
+from lt_runtime.tuner.timing import Timing, buffer_sets, fastest, take_times
 from tests.fake_clock import FakeClock
 
 FOREVER = float("inf")

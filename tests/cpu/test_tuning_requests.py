@@ -16,12 +16,12 @@ from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, PlanError
 from lt_runtime.ops import tuning as requests
 from lt_runtime.ops._tuning_report import TuningReport
 from lt_runtime.ops._tuning_run import split
-from lt_runtime.planning import tuning
-from lt_runtime.planning.keys import Problem, parse_key, problem_key
-from lt_runtime.planning.names import describe
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.tuning import Tuned
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem
+from lt_runtime.store.keys import Problem, parse_key, problem_key
+from lt_runtime.tuner import tuning
+from lt_runtime.tuner.names import describe
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.tuning import Tuned
 from tests.plan_entries import layer_key, product_key
 
 Progress = Callable[[int, int, str], None]

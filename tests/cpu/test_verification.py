@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import verification
-from lt_runtime.planning.trial import EDGES, LATTICE, NORMAL, ONES, Trial
-from lt_runtime.planning.verification import KINDS, disagreement, expected_outputs, verify
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.tuner import verification
+from lt_runtime.tuner.trial import EDGES, LATTICE, NORMAL, ONES, Trial
+from lt_runtime.tuner.verification import KINDS, disagreement, expected_outputs, verify
 from tests.trial_products import compute, encode, operands, right
 
 M, N, K = 24, 40, 72
@@ -244,7 +244,7 @@ def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
     problem = a_problem(gap=8)
     trial = Trial(np, problem)
     start = trial._buffers["d"].flat.ctypes.data
-    assert trial.call(7).d - start == 16
-    assert trial.call(7).a == trial._buffers["a"].flat.ctypes.data
+    assert trial.call(7).addresses[-1] - start == 16
+    assert trial.call(7).addresses[0] == trial._buffers["a"].flat.ctypes.data
     assert trial.call(7).stream == 7
     assert trial.size > 4 * (M * N + M * K + K * N)

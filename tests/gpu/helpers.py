@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.kernels.epilogue import BackwardPass, Sums
 from lt_runtime.layout import Layout, Order, layout_of
-from lt_runtime.planning.launches import BackwardPass, Sums
 from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
 from tests.strategies import Placement
 

@@ -12,9 +12,9 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, OverlapError, ShapeError
-from lt_runtime.ops import _known_calls
-from lt_runtime.planning import cache
-from lt_runtime.planning.bound import BoundPlan
+from lt_runtime.gpu.bound import BoundPlan
+from lt_runtime.ops import call as call_module
+from lt_runtime.plans import cache
 
 M, N, K = 96, 64, 80
 REPEATS = 4  # the first looks, the second is like it, the third repeats and is bound, the fourth is bound
@@ -52,7 +52,8 @@ def assert_close(actual: list[Any], expected: list[np.ndarray[Any, Any]], tolera
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_calls", {})
+    monkeypatch.setattr(cache, "calls", {})
+    monkeypatch.setattr(cache, "repeats", {})
 
 
 @pytest.fixture
@@ -60,13 +61,12 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with every call that is looked at."""
     seen: list[Any] = []
 
-    def note(*arguments: Any) -> None:
-        seen.append(arguments[1].call)
-        original(*arguments)
+    def look(*arguments: Any) -> Any:
+        seen.append(original(*arguments))
+        return seen[-1]
 
-    original = _known_calls.note
-    for module in ("_linear_gpu_forward", "_linear_gpu_backward", "_matmul_gpu"):
-        monkeypatch.setattr(f"lt_runtime.ops.{module}.note", note)
+    original = call_module.look
+    monkeypatch.setattr(call_module, "look", look)
     return seen
 
 

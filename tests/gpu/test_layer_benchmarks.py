@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +10,20 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from benchmarks import block_lt, layers, resumable
-from benchmarks.block_entries import entries_of
-from benchmarks.blocks import Block, blocks
-from benchmarks.fresh import fresh_plans
-from benchmarks.layer_row import measure_block, tune
+from benchmarks import splits, suite, tuning
+from benchmarks.__main__ import options_of
+from benchmarks.layers import Arrays, Block, arrays, blocks, measure_block, run_block, tune
+from benchmarks.splits import entries_of, stack_of
+from benchmarks.suite import plan_cache
 from lt_runtime.problem import Activation
 from lt_runtime.reference import activate, derivative
 from tests.gpu.helpers import to_host
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-ROOT = Path(__file__).parents[2]
 SMALL = [Block("small", 96, 64, 40, kind, activation) for kind in ("bf16", "tf32") for activation in ("gelu", "relu")]
 
 
-def expected(block: Block, at: block_lt.Arrays) -> dict[str, Any]:
+def expected(block: Block, at: Arrays) -> dict[str, Any]:
     """The results in float64, each from what the passes before it have left, as stored."""
     with np.errstate(invalid="ignore"):  # what a split has no use for is as it was allocated
         have = {name: to_host(array).astype(np.float64) for name, array in at._asdict().items()}
@@ -48,29 +44,31 @@ def expected(block: Block, at: block_lt.Arrays) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", SMALL, ids=lambda block: block.name)
 def test_all_contenders_compute_the_block(block: Block) -> None:
-    stack = block.stack
-    fused, _ = block_lt.fused_first(stack)
-    for plans in (fused, block_lt.split_first(stack), block_lt.by_priors(stack)):
-        at = block_lt.arrays(block)
-        addresses = block_lt.Arrays(*(array.data.ptr for array in at))
-        plans.run(addresses, cp.cuda.get_current_stream().ptr)
+    stack = stack_of(block)
+    fused, _ = splits.fused_first(stack)
+    for plans in (fused, splits.split_first(stack), splits.by_priors(stack), None):
+        at, stream = arrays(block), cp.cuda.get_current_stream().ptr
+        if plans is None:
+            run_block(block, at, stream)
+        else:
+            plans.run(Arrays(*(array.data.ptr for array in at)), stream)
         for name, wanted in expected(block, at).items():
             actual = to_host(getattr(at, name)).astype(np.float64)
             far = np.abs(actual - wanted) > 0.02 * np.abs(wanted).max()
             # So close to 0 that rounding decides its sign, a pre-activation may be on either side of ReLU's corner.
-            assert far.mean() <= 0.002, (name, block_lt.split_of(plans))
+            assert far.mean() <= 0.002, (name, plans and splits.split_of(plans))
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")
 @pytest.mark.parametrize("block", SMALL, ids=lambda block: block.name)
 def test_pytorch_computes_the_same(block: Block) -> None:
-    from benchmarks import block_torch
+    from benchmarks.peers import torch_layers
 
-    at = block_lt.arrays(block)
+    at = arrays(block)
     stream = cp.cuda.get_current_stream().ptr
-    block_lt.split_first(block.stack).run(block_lt.Arrays(*(array.data.ptr for array in at)), stream)
+    run_block(block, at, stream)
     cp.cuda.Device().synchronize()
-    y, gradients = block_torch.eager(block, [at]).run(0, stream)
+    y, gradients = torch_layers.eager(block, [at]).run(0, stream)
     for name, theirs in zip(("y2", "dx", "dw1", "db1", "dw2", "db2"), (y, *gradients), strict=True):
         ours = to_host(getattr(at, name)).astype(np.float64)
         # By the whole: a pre-activation that rounds to the other side of ReLU's corner changes a row of dx.
@@ -78,26 +76,37 @@ def test_pytorch_computes_the_same(block: Block) -> None:
         assert off <= (0.1 if block.activation == "relu" else 0.03), (name, off)
 
 
-def test_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = measure_block(SMALL[0], 3, cp.cuda.Stream(non_blocking=True)).as_json()
+def test_a_row() -> None:
+    options = options_of(["layers", "--rounds", "3"])
+    row = measure_block(SMALL[0], options, cp.cuda.Stream(non_blocking=True)).as_json()
     ours = {"lt", "lt_priors", "lt_fused_top1", "lt_split_top1"}
     assert set(row["us"]) == ours | ({"torch_graph"} if HAS_TORCH else set())
     assert row["chosen_vs_best"] >= 1.0
     assert row["candidates"]
     assert row["tuning_s"] > 0
     assert {"forward", "last forward", "backward preactivation", "last backward"} <= set(row["entries"])
-    file = tmp_path / "layers.json"
-    layers.save({row["case"]: row}, file)
-    assert layers.is_done(resumable.kept_rows(file)[row["case"]], max_autotune=False)
+    assert suite.is_done(row)
 
 
-def test_a_second_process_builds_plans_without_measuring() -> None:
+def test_a_row_of_public_calls_alone() -> None:
+    options = options_of(["layers", "--rounds", "3", "--ours"])
+    row = measure_block(SMALL[1], options, cp.cuda.Stream(non_blocking=True)).as_json()
+    assert set(row["us"]) == {"lt"}
+
+
+def test_a_second_process_builds_plans_without_measuring(tmp_path: Path) -> None:
     block = next(block for block in blocks() if block.layer == (64, 64, 64))
-    with fresh_plans():
-        tune(block.stack)
-        assert entries_of(block.stack)
-        command = [sys.executable, "-m", "benchmarks.warm_start", block.name]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        assert sum(each.measured for each in tune(block.stack).groups) == 0
-    found = json.loads(done.stdout)
-    assert (found["measurements"], found["known"], len(found["us"])) == (0, 4, 4)
+    with plan_cache(str(tmp_path)):
+        tune(block)
+        assert entries_of(stack_of(block))
+        row = tuning.measure_second_process([block.name], str(tmp_path), None).as_json()
+        assert sum(each.measured for each in tune(block).report) == 0
+    assert (row["measurements"], row["known"], len(row["plans_us"])) == (0, 4, 4)
+
+
+def test_a_row_of_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "is_searched_deeply", lambda _: True)
+    options = options_of(["tuning", "--rounds", "3"])
+    row = tuning.measure(SMALL[0], options, str(tmp_path), cp.cuda.Stream(non_blocking=True)).as_json()
+    assert set(row["us"]) == {"lt", "lt_deep"}
+    assert row["deep_s"] > 0

@@ -12,12 +12,13 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime import reference
-from lt_runtime.planning import tuning
-from lt_runtime.planning.backward import BackwardCall, BackwardPlan
-from lt_runtime.planning.layer_tuner import BUDGETS
-from lt_runtime.planning.stacks import Stack
-from lt_runtime.planning.tuning import Tuned, tune_problems
+from lt_runtime.kernels.call import Call
+from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.problem import Activation, Compute, DType
+from lt_runtime.tuner import tuning
+from lt_runtime.tuner.layer_tuner import BUDGETS
+from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.tuning import Tuned, tune_problems
 from tests.gpu.helpers import to_host
 
 FP32, BF16 = DType.FLOAT32, DType.BFLOAT16
@@ -43,7 +44,7 @@ STACKS = {
 
 @pytest.fixture(autouse=True)
 def own_plan_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("lt_runtime.planning.store.plans_directory", lambda: tmp_path)
+    monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda: tmp_path)
     yield
     for stack in STACKS.values():
         tuning.forget(stack.problems(), 0)
@@ -128,7 +129,7 @@ def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     """Those with a bias gradient by the library are made fast and wrong: they leave it as it is."""
     run = BackwardPlan.run
 
-    def planted(plan: BackwardPlan, operands: BackwardCall) -> None:
+    def planted(plan: BackwardPlan, operands: Call) -> None:
         if plan.strategy.db.value != "epilogue":
             run(plan, operands)
 
@@ -150,7 +151,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     stack = Stack(2048, (768, 1024, 768), Activation("relu"), BF16, Compute.FLOAT32)
     left = []
     for directory in ("first", "second"):
-        monkeypatch.setattr("lt_runtime.planning.store.plans_directory", lambda name=directory: tmp_path / name)
+        monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda name=directory: tmp_path / name)
         tune_problems([stack.forward(0), stack.backward(1)], 0)
         left.append(free_memory())
     assert left[0] - left[1] < 8 << 20
@@ -162,7 +163,7 @@ def test_a_typical_layer_takes_seconds(
     """Once kernels are compiled, CuPy's for the reference too, which the first time does."""
     stack = Stack(2048, (768, 3072, 768), Activation("gelu"), BF16, Compute.FLOAT32)
     for directory in ("cold", "warm"):
-        monkeypatch.setattr("lt_runtime.planning.store.plans_directory", lambda name=directory: tmp_path / name)
+        monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda name=directory: tmp_path / name)
         tuned = tune_problems([stack.forward(0), stack.backward(1)], 0)
         show(capsys, tuned)
     budget = BUDGETS["default"]

@@ -16,11 +16,10 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.graphs import captured_nodes
-from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Order, batch_of, packed
-from lt_runtime.planning import ProductCall
-from lt_runtime.planning.matmul import MatmulPlan
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.matmul import MatmulPlan
 from tests.gpu.helpers import EPSILON, Guarded, assert_close, to_host
 from tests.strategies import MatmulCase, Placement, lattice, matmul_cases
 
@@ -224,7 +223,7 @@ def test_all_ones_give_exactly_k_with_every_candidate(k: int, dtype: str, comput
     for rank in range(count):
         d.fill(cp.nan)
         plan = MatmulPlan(problem, 0, rank)
-        plan.run(ProductCall(a.data.ptr, b.data.ptr, d.data.ptr, 0), stream_memory(0, 0))
+        plan.run(Call((a.data.ptr, b.data.ptr, 0, 0, 0, d.data.ptr), 0))
         assert (d == k).all(), f"candidate {rank}"
 
 

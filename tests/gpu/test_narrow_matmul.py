@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.memory import ALIGNMENT, stream_memory
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order, layout_of
-from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.narrow_pass import NarrowPass, takes
-from lt_runtime.planning.trial import Trial
-from lt_runtime.planning.verification import verify
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
+from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.verification import verify
 from tests.gpu.helpers import EPSILON, Guarded, assert_close
 from tests.strategies import TYPES, Placement
 
@@ -96,7 +96,7 @@ class Product:
         aux = self.z_gpu.array if self.epilogue.activation == "gelu" else self.mask_gpu
         memory = stream_memory(0, stream)
         with memory.lock:
-            self.plan.run(ProductCall(a, b, d, stream, c, vector, int(aux.data.ptr), self.alpha, self.beta), memory)
+            self.plan.put(Call((a, b, c, vector, int(aux.data.ptr), d), stream, (self.alpha, self.beta)), memory)
 
     def check(self) -> None:
         """Compares what one run has made with float64."""
@@ -238,4 +238,4 @@ def test_the_tuner_has_nothing_against_them(
     product = Product(shape, dtype, column_major, epilogue)
     trial, stream = Trial(cp, product.problem), cp.cuda.get_current_stream().ptr
     memory = stream_memory(0, stream)
-    assert verify({"ours": lambda: product.plan.run(trial.call(stream), memory)}, trial) == {}
+    assert verify({"ours": lambda: product.plan.put(trial.call(stream), memory)}, trial) == {}

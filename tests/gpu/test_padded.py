@@ -15,12 +15,12 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning.blobs import plan_by
-from lt_runtime.planning.padded import PaddedPlan, pays_untuned
-from lt_runtime.planning.product_tuner import Field
-from lt_runtime.planning.trial import Trial
-from lt_runtime.planning.verification import verify
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.blobs import plan_by
+from lt_runtime.products.padded import PaddedPlan, pays_untuned
+from lt_runtime.tuner.product_tuner import Field
+from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.verification import verify
 from tests.gpu.helpers import to_host
 
 BF16, FP16, FP32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
@@ -58,7 +58,7 @@ def faults(problem: MatmulProblem, plan: PaddedPlan | None = None) -> dict[str, 
     def launch() -> None:
         with memory.lock:
             call("cuMemsetD8Async", memory.workspace, 0xFF, memory.workspace_size, stream)
-            plan.run(trial.call(stream), memory)
+            plan.put(trial.call(stream), memory)
 
     return verify({"padded": launch}, trial)
 

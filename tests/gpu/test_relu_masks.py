@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
+from lt_runtime.kernels.call import Call
 from lt_runtime.layout import packed
-from lt_runtime.planning import BackwardCall, BackwardPlan, ForwardPlan
-from lt_runtime.planning.algorithms import Choose, heuristic_algorithm
-from lt_runtime.planning.narrow import NarrowPlan
-from lt_runtime.planning.strategies import BackwardStrategy, ForwardStrategy, MadeBy, unchanged
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, unchanged
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
+from lt_runtime.products.choose import Choose, heuristic_algorithm
+from lt_runtime.products.narrow import NarrowPlan
 from tests.gpu.helpers import to_host
 from tests.strategies import TYPES, lattice
+from tests.support.calls import call_of
 
 SHAPES = [(96, 512, 64), (40, 200, 32), (33, 72, 24), (17, 130, 8), (7, 9, 5)]
 """Rows, outputs, inputs: masks whose rows end on 16 bytes, on a byte, and within one."""
@@ -62,7 +65,7 @@ class Layer:
         y = cp.empty((m, n), self.dtype.numpy)
         mask = cp.full((m, self.plan.kept_spec.layout.leading_dimension // 8), 0xFF, cp.uint8)
         addresses = [each.data.ptr for each in (*self.operands, y, mask)]
-        self.plan.run(*addresses, None, cp.cuda.get_current_stream().ptr)
+        self.plan.run(Call(tuple(addresses), cp.cuda.get_current_stream().ptr))
         return y, mask
 
 
@@ -87,7 +90,7 @@ def test_our_kernel_reads_it(dtype: DType, shape: tuple[int, int, int]) -> None:
     dy = lattice(np.random.default_rng(1), (m, n), dtype)
     on_gpu, dz, db = cp.asarray(dy), cp.empty((m, n), dtype.numpy), cp.empty(n, dtype.numpy)
     stream = cp.cuda.get_current_stream().ptr
-    call = BackwardCall(on_gpu.data.ptr, 0, 0, stream, saved=mask.data.ptr, dz=dz.data.ptr, db=db.data.ptr)
+    call = call_of(problem, stream, dy=on_gpu.data.ptr, saved=mask.data.ptr, dz=dz.data.ptr, db=db.data.ptr)
     BackwardPlan(problem, 0, BackwardStrategy(db=MadeBy.KERNEL), heuristic_algorithm).run(call)
     expected = dy.astype(np.float64) * slopes(mask, n)
     np.testing.assert_array_equal(to_host(dz), expected)
@@ -122,8 +125,9 @@ def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], m
     arrays = [cp.asarray(each) for each in (dy, w)]
     dx, db = cp.empty((m, n), dtype.numpy), cp.empty(n, dtype.numpy)
     plan = BackwardPlan(problem, 0, BackwardStrategy(MadeBy.NOBODY, maker, maker), choose)
-    addresses = (arrays[0].data.ptr, 0, arrays[1].data.ptr, cp.cuda.get_current_stream().ptr)
-    plan.run(BackwardCall(*addresses, dx=dx.data.ptr, saved_below=mask.data.ptr, db_below=db.data.ptr))
+    at = {"dy": arrays[0], "w": arrays[1], "dx": dx, "saved_below": mask, "db_below": db}
+    stream = cp.cuda.get_current_stream().ptr
+    plan.run(call_of(problem, stream, **{name: each.data.ptr for name, each in at.items()}))
     expected = dy.astype(np.float64) @ w.astype(np.float64) * slopes(mask, n)
     np.testing.assert_array_equal(to_host(dx), expected)
     np.testing.assert_array_equal(to_host(db), expected.sum(axis=0).astype(dtype.numpy).astype(np.float64))

@@ -13,13 +13,13 @@ import pytest
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import packed
-from lt_runtime.planning import ProductCall
-from lt_runtime.planning.matmul_pass import MatmulPass
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from tests.gpu.helpers import MaskPass
 from tests.gpu.test_narrow_matmul import KINDS, Product
 from tests.strategies import TYPES
+from tests.support.calls import call_of
 
 REPEATS = 100
 pytestmark = pytest.mark.large
@@ -116,8 +116,8 @@ def test_epilogues_of_a_product(epilogue: Epilogue, dtype: DType) -> None:
 
     def run() -> list[Any]:
         d, kept, vector = product.copy(), aux.copy(), bias.copy()
-        addresses = (array.data.ptr for array in (a, b, d))
-        own_pass.run(ProductCall(*addresses, stream, vector=vector.data.ptr, aux=kept.data.ptr))
+        at = {"a": a, "b": b, "d": d, "vector": vector, "aux": kept}
+        own_pass.run(call_of(problem, stream, **{name: array.data.ptr for name, array in at.items()}))
         return [d, kept, vector]
 
     assert_repeats(run)

@@ -6,8 +6,8 @@ import cupy as cp
 import numpy as np
 import pytest
 
+from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.layout import Layout, layout_of
-from lt_runtime.planning.resize_pass import Resize, ResizePass
 from lt_runtime.problem import DType
 from tests.gpu.helpers import Guarded
 from tests.strategies import TYPES, Placement

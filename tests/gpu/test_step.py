@@ -14,10 +14,10 @@ from lt_runtime.errors import CaptureError, DeviceError, DTypeError, GpuError, L
 from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.ops.tally import GpuTally, HostTally, Scores
-from lt_runtime.planning import cache
-from lt_runtime.planning.stacks import Stack
+from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.training import captured
+from lt_runtime.tuner.stacks import Stack
 
 ROWS, INPUTS, CLASSES = 96, 40, 10
 
@@ -113,8 +113,8 @@ def test_warming_up_plans_what_a_step_runs(accumulate: int) -> None:
     run = _Run("bfloat16", accumulate=accumulate, dropout=0.3)
     run.train(1)
     stack = Stack(ROWS // accumulate, run.model.dims, Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, dropout=True)
-    planned = {cache._whatever_is_saved(problem) for problem, _ in (*cache._forward, *cache._backward)}
-    assert {cache._whatever_is_saved(problem) for problem in stack.problems()} <= planned
+    planned = {cache._without_saved(problem) for problem, _ in cache._plans}
+    assert {cache._without_saved(problem) for problem in stack.problems()} <= planned
 
 
 def test_streams_may_change_between_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,11 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from benchmarks import step_lt, steps
-from benchmarks.fresh import fresh_plans
-from benchmarks.step_cases import StepCase
-from benchmarks.step_lt import Setup
-from benchmarks.step_row import measure_case
-from benchmarks.step_runs import measure_prefetch, measure_soak, pinned
+from benchmarks import steps, suite
+from benchmarks.__main__ import options_of
+from benchmarks.layers import tune
+from benchmarks.steps import Setup, StepCase, measure_calls, measure_case, measure_prefetch, measure_soak, pinned
+from benchmarks.suite import plan_cache
 from lt_runtime.training.staging import is_pinned
 from tests.gpu.helpers import to_host
 
@@ -23,6 +23,10 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 CLASSES = StepCase("small", "tf32", 64, (48, 32, 16), "relu", "cross_entropy", 1.0)
 SMALL = [CLASSES, replace(CLASSES, kind="bf16"), replace(CLASSES, kind="bf16", activation="gelu", loss="mse")]
 FORBIDDEN = ("memcpy", "mem_alloc", "mem_free", "host")
+
+
+def asked(*options: str) -> argparse.Namespace:
+    return options_of(["steps", "--rounds", "3", *options])
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def stream() -> Any:
 def test_a_step_of_ours(case: StepCase, stream: Any) -> None:
     setup = Setup(case, stream)
     assert len(setup.values) == 4
-    made = [step_lt.contender(setup) for _ in range(2)]
+    made = [steps.contender(setup) for _ in range(2)]
     assert made[0].first_loss == made[1].first_loss, "the initial parameters are put back"
     assert made[0].nodes["kernel"] > 5
     assert not set(FORBIDDEN) & set(made[0].nodes)
@@ -48,11 +52,11 @@ def test_a_step_of_ours(case: StepCase, stream: Any) -> None:
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.name} {case.loss}")
 def test_a_tuned_step_follows_what_was_measured(case: StepCase, stream: Any) -> None:
-    with fresh_plans() as directory:
+    with plan_cache() as directory:
         setup = Setup(case, stream)
-        untuned = step_lt.contender(setup)
-        assert step_lt.tune(case)["tuning_s"] > 0
-        tuned, unmeasured = step_lt.tuned_contender(setup, directory)
+        untuned = steps.contender(setup)
+        assert tune(case).seconds > 0
+        tuned, unmeasured = steps.tuned_contender(setup, directory)
     assert unmeasured == 0
     assert tuned.first_loss == pytest.approx(untuned.first_loss, rel=0.02)
 
@@ -60,12 +64,12 @@ def test_a_tuned_step_follows_what_was_measured(case: StepCase, stream: Any) -> 
 @pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.name} {case.loss}")
 def test_pytorch_begins_with_the_same_loss(case: StepCase, stream: Any) -> None:
-    from benchmarks import step_torch
+    from benchmarks.peers import torch_steps
 
     setup = Setup(case, stream)
-    ours = step_lt.contender(setup)
+    ours = steps.contender(setup)
     for way in case.ways:
-        theirs = step_torch.contender(setup, way)
+        theirs = torch_steps.contender(setup, way)
         assert theirs.first_loss == pytest.approx(ours.first_loss, rel=0.02)
         assert theirs.nodes["kernel"] > ours.nodes["kernel"]
         theirs.replays(2)
@@ -74,23 +78,27 @@ def test_pytorch_begins_with_the_same_loss(case: StepCase, stream: Any) -> None:
 
 
 def test_a_row(stream: Any) -> None:
-    row = measure_case(SMALL[2], 3, stream).as_json()
+    row = measure_case(SMALL[2], asked(), stream).as_json()
     theirs = {f"torch_graph{call}{way}" for call in ("", "_call") for way in ("", "_autocast", "_bf16")}
     assert set(row["us"]) == {"lt", "lt_untuned", "lt_call"} | (theirs if HAS_TORCH else set())
     assert row["unmeasured_problems"] == 0
-    assert steps.missing(["small BF16"], {"small BF16": row}, max_autotune=False) == []
+    assert suite.is_done(row)
+
+
+def test_a_row_of_public_calls_alone(stream: Any) -> None:
+    assert set(measure_calls(SMALL[1], asked("--ours"), stream).as_json()["us"]) == {"lt_call"}
 
 
 def test_batches_in_page_locked_memory() -> None:
-    _, target = step_lt.batch(SMALL[2])
+    _, target = steps.batch(SMALL[2])
     host = pinned(target)
     assert is_pinned(host)
     np.testing.assert_array_equal(host, cp.asnumpy(target))
 
 
 def test_training_that_goes_on(stream: Any) -> None:
-    row = measure_prefetch("prefetch", SMALL[2], 2, stream).as_json()
+    row = measure_prefetch(SMALL[2], asked(), stream).as_json()
     assert set(row["us"]) == {"gpu_batches", "prefetch"}
-    row = measure_soak("soak", SMALL[1], 300, stream).as_json()
+    row = measure_soak(SMALL[1], asked("--soak", "300"), stream).as_json()
     assert (row["replays"], row["gained"]["gpu"], row["gained"]["pool"]) == (300, 0, 0)
     assert np.isfinite(row["mean_loss"])

@@ -15,10 +15,11 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.graphs import Graph
+from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import BackwardCall, BackwardPlan, ForwardPlan
-from lt_runtime.planning.algorithms import heuristic_algorithm
-from lt_runtime.planning.strategies import (
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,
     MadeBy,
@@ -37,8 +38,10 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
+from lt_runtime.products.choose import heuristic_algorithm
 from tests.gpu.helpers import EPSILON, assert_close, to_host
 from tests.strategies import lattice
+from tests.support.calls import call_of
 
 Array = NDArray[Any]
 
@@ -73,8 +76,10 @@ class Block:
 
     def backward(self, plan: ForwardPlan) -> BackwardProblem:
         """Of the second layer, through the first."""
-        saved = plan.kept_spec if plan.saved in (Saved.MASK, Saved.PREACTIVATION) else self.hidden
-        below = Derivative(self.activation, plan.saved, None if plan.saved is Saved.NOTHING else saved, 256)
+        saved = plan.kept_spec if plan.strategy.saved in (Saved.MASK, Saved.PREACTIVATION) else self.hidden
+        below = Derivative(
+            self.activation, plan.strategy.saved, None if plan.strategy.saved is Saved.NOTHING else saved, 256
+        )
         specs = self.hidden, self.spec("w2"), self.spec("dy")
         return BackwardProblem(
             self.dtype, Compute.FLOAT32, *specs, unchanged(256), self.hidden, self.spec("w2"), through=below
@@ -83,7 +88,7 @@ class Block:
     def run_forward(self, plan: ForwardPlan) -> tuple[Any, Any]:
         y, kept = cp.full(self.shape[:2], cp.nan, self.dtype.numpy), _kept(plan)
         x, w, bias = (int(self.gpu[name].data.ptr) for name in ("x", "w1", "b1"))
-        plan.run(x, w, bias, y.data.ptr, kept.data.ptr, None, 0)
+        plan.run(Call((x, w, bias, y.data.ptr, kept.data.ptr), 0))
         return y, kept
 
     def run_backward(
@@ -94,8 +99,9 @@ class Block:
         made = into or {name: cp.full(size, cp.nan, self.dtype.numpy) for name, size in sizes.items()}
         saved = y if plan.problem.through and plan.problem.through.saved is Saved.OUTPUT else kept
         addresses = {name: array.data.ptr for name, array in made.items()}
-        operands = (self.gpu["dy"].data.ptr, y.data.ptr, self.gpu["w2"].data.ptr)
-        plan.run(BackwardCall(*operands, stream, saved_below=saved.data.ptr, **addresses))
+        inputs = {"dy": self.gpu["dy"], "x": y, "w": self.gpu["w2"], "saved_below": saved}
+        addresses |= {name: array.data.ptr for name, array in inputs.items()}
+        plan.run(call_of(plan.problem, stream, **addresses))
         return made
 
     def check_forward(self, y: Any) -> None:
@@ -123,7 +129,7 @@ class Block:
 def _kept(plan: ForwardPlan) -> Any:
     if plan.kept_spec is None:
         return cp.empty(1, np.uint8)
-    layout, in_bits = plan.kept_spec.layout, plan.saved is Saved.MASK
+    layout, in_bits = plan.kept_spec.layout, plan.strategy.saved is Saved.MASK
     size = layout.rows * layout.leading_dimension // (8 if in_bits else 1)
     return cp.zeros(size, np.uint8 if in_bits else plan.problem.dtype.numpy)
 

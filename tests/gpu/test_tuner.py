@@ -13,16 +13,17 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CaptureError, PlanError
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import ProductCall, product_tuner
-from lt_runtime.planning.blobs import plan_by
-from lt_runtime.planning.matmul import MatmulPlan
-from lt_runtime.planning.narrow import NARROW
-from lt_runtime.planning.product_tuner import ProductVerdict, tune_product
-from lt_runtime.planning.timing import Launch, measure
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.blobs import plan_by
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.narrow import NARROW
+from lt_runtime.tuner import product_tuner
+from lt_runtime.tuner.product_tuner import ProductVerdict, tune_product
+from lt_runtime.tuner.timing import Launch, measure
 from tests.gpu.helpers import EPSILON, assert_close, to_host
+from tests.support.calls import call_of
 
 FP32, BF16, FP16 = DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16
 _MIB = 1 << 20
@@ -118,7 +119,7 @@ def test_problems_of_all_kinds(capsys: pytest.CaptureFixture[str]) -> None:
                 print(f"\n    {each.reason}", end="")
         plan = plan_by(problem, 0, verdict.algorithm)
         assert plan.blob == verdict.algorithm
-        assert plan.is_lean(plan.algorithm)
+        assert plan.is_lean
         assert verdict.us <= verdict.first_us
         assert not any(each.reason.startswith(("wrong", "two runs")) for each in verdict.rejected), verdict.rejected
     assert len(seconds) >= 8
@@ -146,9 +147,7 @@ def test_a_tuned_plan_computes_the_product(dtype: DType) -> None:
     results = []
     for _ in range(2):
         d = cp.full((m, n), cp.nan, dtype.numpy)
-        plan.run(
-            ProductCall(gpu[0].data.ptr, gpu[1].data.ptr, d.data.ptr, 0, vector=gpu[2].data.ptr), stream_memory(0, 0)
-        )
+        plan.run(call_of(problem, a=gpu[0].data.ptr, b=gpu[1].data.ptr, d=d.data.ptr, vector=gpu[2].data.ptr))
         results.append(to_host(d))
     expected = x.astype(np.float64) @ w.astype(np.float64).T + bias.astype(np.float64)
     assert_close("d", results[0], expected, 2 * EPSILON[dtype] * np.abs(expected) + 1e-4)
@@ -170,14 +169,14 @@ def test_deep_is_no_slower_than_its_first(capsys: pytest.CaptureFixture[str]) ->
     assert deep.candidates + len(deep.rejected) > default.candidates
 
 
-Planted = Callable[[Launch, Sequence[ProductCall]], Launch]
+Planted = Callable[[Launch, Sequence[Call]], Launch]
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, planted: Planted, spared: int | None, only: int | None) -> list[bytes]:
     """Replaces the launches of all candidates but one, or of one alone; all algorithms come into the list."""
     launcher, blobs = product_tuner.launcher, []
 
-    def wrapped(plan: MatmulPlan, calls: Sequence[ProductCall], memory: Any) -> Launch:
+    def wrapped(plan: MatmulPlan, calls: Sequence[Call], memory: Any) -> Launch:
         launch, number = launcher(plan, calls, memory), len(blobs)
         blobs.append(plan.blob)
         is_planted = number == only if spared is None else number != spared
@@ -187,19 +186,19 @@ def plant(monkeypatch: pytest.MonkeyPatch, planted: Planted, spared: int | None,
     return blobs
 
 
-def corrupting(launch: Launch, calls: Sequence[ProductCall]) -> Launch:
+def corrupting(launch: Launch, calls: Sequence[Call]) -> Launch:
     def run(number: int, stream: int) -> None:
         launch(number, stream)
-        call("cuMemsetD8Async", calls[number].d + 6, 0x41, 2, stream)  # one element of BF16
+        call("cuMemsetD8Async", calls[number].addresses[-1] + 6, 0x41, 2, stream)  # one element of BF16
 
     return run
 
 
-def idle(_: Launch, calls: Sequence[ProductCall]) -> Launch:
-    return lambda number, stream: call("cuMemsetD8Async", calls[number].d, 0, 2, stream)
+def idle(_: Launch, calls: Sequence[Call]) -> Launch:
+    return lambda number, stream: call("cuMemsetD8Async", calls[number].addresses[-1], 0, 2, stream)
 
 
-def fifty_times(launch: Launch, _: Sequence[ProductCall]) -> Launch:
+def fifty_times(launch: Launch, _: Sequence[Call]) -> Launch:
     def run(number: int, stream: int) -> None:
         for _ in range(50):
             launch(number, stream)
@@ -332,7 +331,7 @@ def test_a_measurement_repeats_itself() -> None:
     cp.cuda.Device().synchronize()
 
     def launch(_: int, stream: int) -> None:
-        plan.run(ProductCall(x.data.ptr, w.data.ptr, d.data.ptr, stream), stream_memory(0, stream))
+        plan.run(call_of(plan.problem, stream, a=x.data.ptr, b=w.data.ptr, d=d.data.ptr))
 
     timings = measure({"a": launch, "b": launch}, 0)
     assert abs(timings["a"].median_us - timings["b"].median_us) < 0.05 * timings["a"].median_us

@@ -1,4 +1,4 @@
-"""Kernels on the CPU, found and launched as `lt_runtime.gpu.kernels` finds and launches them on a GPU."""
+"""Kernels on the CPU, found and launched as `lt_runtime.kernels.kernel` finds and launches them on a GPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class HostKernels:
         return self._libraries[variant]
 
     def get(self, entry: str, macros: Macros = (), device: int = 0) -> HostKernel:
-        """Stands in for `lt_runtime.gpu.kernels.get_kernel`."""
+        """Stands in for `lt_runtime.kernels.kernel.get_kernel`."""
         return self.kernel(Variant(_sources()[entry], macros), entry)
 
     def kernel(self, variant: Variant, entry: str) -> HostKernel:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime import reference
-from lt_runtime.gpu.kernels import THREADS
-from lt_runtime.gpu.params import GradientNormParams, OptimizerState
 from lt_runtime.grad_scaler import GradScaler
+from lt_runtime.kernels.kernel import THREADS
+from lt_runtime.kernels.params import GradientNormParams, OptimizerState
 from lt_runtime.ops._adamw_gpu import adamw_params
 from lt_runtime.ops._adamw_table import Tensor, norm_table, update_table
 from lt_runtime.ops._adamw_types import Options

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.gpu.params import Dropout, DropoutParams
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.params import Dropout, DropoutParams
+from lt_runtime.kernels.tiling import sweep
 from lt_runtime.layout import packed
-from lt_runtime.planning.launches import DropoutState
-from lt_runtime.planning.tiling import sweep
 from lt_runtime.problem import Philox, keep_scale, keep_threshold
 from lt_runtime.reference import dropout_mask
 from lt_runtime.reference.philox import philox4x32

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.gpu.kernels import OCTET
-from lt_runtime.gpu.params import ColumnSum, EpilogueBwdParams, Matrix
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.kernel import OCTET
+from lt_runtime.kernels.params import ColumnSum, EpilogueBwdParams, Matrix
+from lt_runtime.kernels.tiling import Tiling, reduction
 from lt_runtime.layout import packed
-from lt_runtime.planning.launches import DropoutState
-from lt_runtime.planning.tiling import Tiling, reduction
 from lt_runtime.problem import Activation, DType, Philox, Saved, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.gpu.params import EpilogueFwdParams, Matrix
+from lt_runtime.kernels.params import EpilogueFwdParams, Matrix
+from lt_runtime.kernels.tiling import sweep
 from lt_runtime.layout import packed
-from lt_runtime.planning.tiling import sweep
 from lt_runtime.problem import Activation, keep_scale, keep_threshold
 from lt_runtime.reference import activate
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
+from lt_runtime.kernels import epilogue as launches
+from lt_runtime.kernels import tiling
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.planning import launches, tiling
-from lt_runtime.planning.launches import BackwardPass, DropoutState, ForwardPass, Sums
-from lt_runtime.planning.strategies import unchanged
+from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import Activation, Compute, Derivative, ForwardProblem, Saved, Spec
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, vector

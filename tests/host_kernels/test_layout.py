@@ -1,4 +1,4 @@
-"""The structs of `cuda_src` lie in memory as `lt_runtime.gpu.params` says."""
+"""The structs of `cuda_src` lie in memory as `lt_runtime.kernels.params` says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from lt_runtime.gpu import params
-from lt_runtime.gpu.kernels import _SOURCES
+from lt_runtime.kernels import params
+from lt_runtime.kernels.kernel import _SOURCES
 from lt_runtime.paths import kernel_sources
 from tests.host_kernels.build import Variant
 from tests.host_kernels.harness import HostKernels, get_array

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.planning import losses
-from lt_runtime.planning.losses import CrossEntropyPass, GradScale, Labels, MsePass
+from lt_runtime.kernels import loss as losses
+from lt_runtime.kernels.loss import CrossEntropyPass, GradScale, Labels, MsePass
 from lt_runtime.problem import DType
 from lt_runtime.reference import cross_entropy, mse_loss
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.kernels import matmul_epilogue as matmul_pass
+from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import Layout, Order
-from lt_runtime.planning import matmul_pass
-from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.matmul_pass import MatmulPass
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rounding, vector

@@ -17,10 +17,11 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
+from lt_runtime.kernels import narrow as narrow_pass
+from lt_runtime.kernels import tiling
+from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order
-from lt_runtime.planning import narrow_pass, tiling
-from lt_runtime.planning.call import ProductCall
-from lt_runtime.planning.narrow_pass import NarrowPass, takes
 from lt_runtime.problem import Activation, Compute, MatmulProblem, Spec
 from lt_runtime.reference import derivative, unpack_mask
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector

@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lt_runtime.gpu.compiler import Macros
+from lt_runtime.kernels import resize as resize_pass
+from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.layout import Layout, Order
-from lt_runtime.planning import resize_pass
-from lt_runtime.planning.resize_pass import Resize, ResizePass
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import FLAT, Guarded, numbers
 from tests.host_kernels.cases import FEW, orders, seeds, shapes

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.gpu.kernels import THREADS
-from lt_runtime.gpu.params import TallyParams, TallyState
+from lt_runtime.kernels.kernel import THREADS
+from lt_runtime.kernels.params import TallyParams, TallyState
 from lt_runtime.ops import tally
 from lt_runtime.ops.tally import GpuTally, HostTally, Scores, Totals, _set_scores
 from lt_runtime.problem import DType

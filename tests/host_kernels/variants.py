@@ -8,11 +8,11 @@ from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.params import SCALAR
-from lt_runtime.planning.launches import ACTIVATION_NAMES
-from lt_runtime.planning.losses import row_macros
-from lt_runtime.planning.narrow_pass import _SHARED_ROWS, narrow_macros
-from lt_runtime.planning.tiling import access_macros
+from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
+from lt_runtime.kernels.loss import row_macros
+from lt_runtime.kernels.narrow import _SHARED_ROWS, narrow_macros
+from lt_runtime.kernels.params import SCALAR
+from lt_runtime.kernels.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.host_kernels.build import Variant
 

@@ -304,7 +304,13 @@ class FakeCublasLt:
         self.calls.append(call)
         self._check_algorithm(call)
         self._check_workspace(call)
-        self._streams.put(call.stream, KERNEL, "matmul", self._work(call))
+        work = self._work(call)
+
+        def run() -> None:
+            self._check_owner(call.workspace, self._streams.running_on(call.stream), call.stream)
+            work()
+
+        self._streams.put(call.stream, KERNEL, "matmul", run)
         return 0
 
     def _read_matmul(self, arguments: tuple[Any, ...]) -> Matmul:
@@ -344,9 +350,15 @@ class FakeCublasLt:
         if call.workspace_size < _WORKSPACE or call.workspace % _WORKSPACE_ALIGNMENT:
             raise LibraryMisuseError(f"a workspace of {call.workspace_size} bytes at {call.workspace:#x} does not do")
         self._memory.view(call.workspace, call.workspace_size, "the workspace")
-        owner = self._workspaces.setdefault(call.workspace, call.stream)
-        if owner != call.stream:
-            raise LibraryMisuseError(f"streams {owner:#x} and {call.stream:#x} share a workspace")
+        capture = self._streams.captures.get(call.stream)
+        if capture is not None and capture.workspaces.setdefault(call.workspace, call.stream) != call.stream:
+            raise LibraryMisuseError(f"two branches of a graph share the workspace at {call.workspace:#x}")
+
+    def _check_owner(self, workspace: int, stream: int, captured: int) -> None:
+        """A workspace belongs to one stream: the one that work runs on, or the one that a graph was captured from."""
+        owner = self._workspaces.setdefault(workspace, stream)
+        if owner not in (stream, captured):
+            raise LibraryMisuseError(f"streams {owner:#x} and {stream:#x} share a workspace")
 
     def _work(self, call: Matmul) -> Callable[[], None]:
         """The product as work; all addresses are looked up now."""

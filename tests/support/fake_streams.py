@@ -40,12 +40,14 @@ class Capture:
         origin: the stream whose capture was begun.
         tails: by stream, the nodes that its next one comes after.
         unjoined: streams whose last work nobody in the capture waits for yet.
+        workspaces: by address, the stream that uses each.
     """
 
     origin: int
     nodes: list[Node] = field(default_factory=list)
     tails: dict[int, frozenset[int]] = field(default_factory=dict)
     unjoined: set[int] = field(default_factory=set)
+    workspaces: dict[int, int] = field(default_factory=dict)
     is_broken: bool = False
 
     def add(self, stream: int, kind: Any, run: Callable[[], None]) -> None:
@@ -102,6 +104,11 @@ class Streams:
         self.log: dict[int, list[str]] = {}
         self.costs_us: dict[str, float] = {}
         self.now_us = 0.0
+        self._launched_on: dict[int, int] = {}
+
+    def running_on(self, stream: int) -> int:
+        """The stream that runs what `stream` was given: of what was captured from it, the one that the graph is on."""
+        return self._launched_on.get(stream, stream)
 
     def put(self, stream: int, kind: Any, name: str, run: Callable[[], None]) -> None:
         """Gives a stream work."""
@@ -218,7 +225,11 @@ class Streams:
         self.log.setdefault(stream, []).append("graph")
 
         def run() -> None:
-            for node in in_late_order(capture.nodes):
-                node.run()
+            self._launched_on = {capture.origin: stream}
+            try:
+                for node in in_late_order(capture.nodes):
+                    node.run()
+            finally:
+                self._launched_on = {}
 
         self._give(stream, run)

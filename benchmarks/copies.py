@@ -1,0 +1,92 @@
+"""The fastest copy in device memory, which is the ceiling for every kernel that streams through it."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from benchmarks.buffers import normal
+from benchmarks.timing import Contender, Run, Timing, measure, repetitions
+
+SIZE: Final = 1 << 30  # bytes of each buffer, twenty times the L2 cache
+
+SOURCE: Final = r"""
+// Each thread has kLoads 16-byte loads in flight, one block's width apart.
+template <int kLoads, bool kStreaming>
+__global__ void __launch_bounds__(1024) copy(const uint4* __restrict__ in, uint4* __restrict__ out, long long size) {
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x * kLoads;
+  long long at = static_cast<long long>(blockIdx.x) * blockDim.x * kLoads + threadIdx.x;
+  for (; at < size; at += step) {
+    uint4 held[kLoads];
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const long long i = at + u * blockDim.x;
+      if (i < size) held[u] = kStreaming ? __ldcs(in + i) : in[i];
+    }
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const long long i = at + u * blockDim.x;
+      if (i >= size) continue;
+      if (kStreaming) {
+        __stcs(out + i, held[u]);
+      } else {
+        out[i] = held[u];
+      }
+    }
+  }
+}
+"""
+_LOADS: Final = (1, 2, 4, 8)
+_THREADS: Final = (256, 512, 1024)
+NAMES: Final = {
+    (loads, streaming): f"copy<{loads}, {'true' if streaming else 'false'}>"
+    for loads in _LOADS
+    for streaming in (False, True)
+}
+"""The instances of the kernel, by loads in flight and by whether caches are told that nothing is used again."""
+_ROUNDS: Final = 11  # of fifty copies
+
+
+class Ceiling(NamedTuple):
+    """The fastest copy: its name, its bandwidth (read and written) in GB/s of 10⁹ bytes, and the times of all."""
+
+    best: str
+    gb_s: float
+    timings: dict[str, Timing]
+
+
+def measure_copies(stream: Any) -> Ceiling:
+    """Lets all copies take turns on two buffers of `SIZE` bytes."""
+    source, target = (normal((SIZE // 4,), "float32") for _ in range(2))
+    builders = {name: partial(Contender, run) for name, run in _copies(source, target).items()}
+    timings, left_out = measure(builders, 1, repetitions(2 * SIZE, 1), _ROUNDS, stream)
+    assert not left_out, left_out
+    best = min(timings, key=lambda name: timings[name].median)
+    return Ceiling(best, 2 * SIZE / timings[best].median / 1e3, timings)
+
+
+def _copies(source: Any, target: Any) -> dict[str, Run]:
+    """Every kernel with every shape of launch, and the driver's own copy."""
+    import cupy as cp
+
+    def by_driver(_: int, stream: int) -> None:
+        target.data.copy_from_device_async(source.data, SIZE, cp.cuda.ExternalStream(stream))
+
+    module = cp.RawModule(code=SOURCE, options=("-std=c++17",), name_expressions=tuple(NAMES.values()))
+    processors = cp.cuda.Device().attributes["MultiProcessorCount"]
+    arguments = source, target, np.int64(SIZE // 16)
+    runs: dict[str, Run] = {"cudaMemcpyAsync": by_driver}
+    for (loads, streaming), threads, persistent in itertools.product(NAMES, _THREADS, (False, True)):
+        blocks = processors * (2048 // threads) if persistent else -(-SIZE // (16 * threads * loads))
+        hint, grid = "streaming" if streaming else "plain", "persistent" if persistent else "one pass"
+        launch = partial(_launch, module.get_function(NAMES[loads, streaming]), blocks, threads, arguments)
+        runs[f"{loads} loads, {threads} threads, {hint}, {grid}"] = launch
+    return runs
+
+
+def _launch(kernel: Any, blocks: int, threads: int, arguments: tuple[Any, ...], *_: int) -> None:
+    """CuPy launches on its current stream, which is the captured one."""
+    kernel((blocks,), (threads,), arguments)

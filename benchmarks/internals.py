@@ -1,0 +1,186 @@
+"""What is measured or counted inside lt_runtime: single kernels and plans, a step's graph, and what a cache holds.
+
+This module and `splits` are the only ones that import what is inside lt_runtime. Import them inside functions, so that
+a suite can run on another version of the package without them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+
+import lt_runtime as lt
+from benchmarks.splits import DEVICE, stack_of
+from lt_runtime.gpu.clock import Clock
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.graphs import captured_nodes, no_collection
+from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.gpu.streams import private_stream
+from lt_runtime.kernels.call import Call as PlanCall
+from lt_runtime.kernels.call import DropoutState
+from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
+from lt_runtime.layout import packed
+from lt_runtime.plans.cache import forget
+from lt_runtime.plans.decisions import decide, decide_layer
+from lt_runtime.problem import (
+    Activation,
+    Compute,
+    Derivative,
+    DType,
+    ForwardProblem,
+    MatmulProblem,
+    Philox,
+    Saved,
+    Spec,
+    keep_threshold,
+)
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import plan_store
+from lt_runtime.store.recording import read_recorded
+from lt_runtime.training import captured
+
+Call = Callable[[], object]
+
+# The suite `kernels`: the epilogue kernels alone, in BF16.
+
+
+def backward_pass(
+    shape: tuple[int, int], dropout: float, rng: Mapping[str, int], *, db: bool, transposed: bool
+) -> Callable[..., None]:
+    """A function of the addresses of dy, z and dz, and of a stream."""
+    rows, cols = shape
+    spec = Spec(packed(rows, cols))
+    dz_spec = Spec(packed(cols, rows)).transposed if transposed else spec
+    derivative = Derivative(Activation("gelu"), Saved.PREACTIVATION, spec, dropout=dropout > 0)
+    backward = BackwardPass(DType.BFLOAT16, derivative, spec, dz_spec, 0, sums=Sums() if db else None)
+    state = _state(dropout, rng)
+    partial, sums = cp.empty(backward.partial_bytes, cp.uint8), cp.empty(cols, DType.BFLOAT16.numpy)
+    tickets = cp.zeros(MAX_TICKETS, cp.uint32)
+
+    def run(dy: int, z: int, dz: int, stream: int) -> None:
+        backward.run(dy, z, dz, sums.data.ptr, partial.data.ptr, tickets.data.ptr, state, stream)
+
+    return run
+
+
+def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int]) -> Callable[..., None]:
+    """A function of the addresses of z and y, and of a stream."""
+    spec = Spec(packed(*shape))
+    problem = ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x=spec, w=spec, y=spec, dropout=True)
+    forward, state = ForwardPass(problem, 0, source=spec, adds_bias=False), _state(dropout, rng)
+    return lambda z, y, stream: forward.run(z, 0, y, dropout=state, stream=stream)
+
+
+def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:
+    return DropoutState(keep_threshold(dropout), Philox(**rng)) if dropout else None
+
+
+# The suite `host`: the launches of a public call, from a plan that is made beforehand.
+
+
+def matmul_plan(a: Any, b: Any, d: Any) -> Call:
+    """D = A·B in FP32."""
+    a_spec, b_spec, d_spec = (Spec(packed(*array.shape)) for array in (a, b, d))
+    problem = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, a_spec, b_spec, d_spec)
+    plan, call = decide(problem, 0), PlanCall((a.data.ptr, b.data.ptr, 0, 0, 0, d.data.ptr), 0)
+    return lambda: plan.run(call)
+
+
+def linear_plan(x: Any, w: Any, bias: Any, y: Any, z: Any) -> Call:
+    """y = GELU(x · wᵀ + bias) in BF16, keeping the pre-activation z."""
+    x_spec, w_spec, y_spec = (Spec(packed(*array.shape)) for array in (x, w, y))
+    problem = ForwardProblem(
+        DType.BFLOAT16,
+        Compute.FLOAT32,
+        Activation("gelu"),
+        x_spec,
+        w_spec,
+        y_spec,
+        bias=256,
+        preactivation=y_spec,
+        backward=True,
+    )
+    plan = decide_layer(problem, 0)
+    call = PlanCall(tuple(int(array.data.ptr) for array in (x, w, bias, y, z)), 0)
+    return lambda: plan.run(call)
+
+
+# The suite `steps`: the graph of a TrainStep, and the plans that it follows.
+
+
+def forget_plans(case: Any) -> None:
+    """Lets go of the plans in memory that another case, or another plan cache, has left for the problems of a case."""
+    forget(stack_of(case).problems(), DEVICE)
+
+
+def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
+    """Launches the graph alone of a step that has run once, on a stream."""
+    (batches,) = step._gpu._batches.values()
+    assert batches.graph is not None
+    return batches.graph.launch
+
+
+def nodes_of(step: lt.TrainStep) -> dict[str, int]:
+    """The nodes of a step's graph by kind, such as "kernel", from capturing it once more."""
+    gpu = step._gpu
+    (batches,) = gpu._batches.values()
+    with activated(DEVICE), captured._memory_from(gpu._pool), no_collection():
+        names = captured_nodes(
+            lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(DEVICE, "training")
+        )
+    return dict(Counter(name.lower() for name in names))
+
+
+def unmeasured(file: Path) -> int:
+    """How many of the problems recorded in a file the plan cache does not know."""
+    store = plan_store(DEVICE)
+    keys = map(problem_key, read_recorded(file))
+    return sum(store.layer(key) is None and store.product(key) is None for key in keys)
+
+
+# The suite `tuning`: plans in a process that finds every problem measured.
+
+
+class SecondProcess:
+    """What was built, and how often the clock was used, which every measurement does.
+
+    Attributes:
+        us: microseconds of building each plan, the first of which loads the libraries.
+        known: how many of the plans' problems had been measured.
+        measurements: how often this process measured itself.
+    """
+
+    def __init__(self) -> None:
+        self.measurements, self.known = 0, 0
+        self.us: list[float] = []
+        for name in ("once", "replay"):
+            self._watch(name)
+
+    def _watch(self, name: str) -> None:
+        method = getattr(Clock, name)
+
+        def counted(clock: Clock, *arguments: Any) -> Any:
+            self.measurements += 1
+            return method(clock, *arguments)
+
+        setattr(Clock, name, counted)
+
+    def _build(self, decide: Callable[[Any, int], Any], problem: Problem) -> Any:
+        start = time.perf_counter()
+        plan = decide(problem, DEVICE)
+        self.us.append(1e6 * (time.perf_counter() - start))
+        self.known += plan_store(DEVICE).layer(problem_key(problem)) is not None
+        return plan
+
+    def build(self, block: Any) -> None:
+        """The plans of all passes of a block."""
+        stack = stack_of(block)
+        with activated(DEVICE):
+            saved = [self._build(decide_layer, stack.forward(i)).strategy.saved for i in range(2)]
+            for i in (1, 0):
+                self._build(decide_layer, stack.backward(i, saved))

@@ -1,0 +1,106 @@
+"""PyTorch's contenders in the suite `host`: each function returns a call."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.host import Layer
+from benchmarks.peers import torch_kernels
+from benchmarks.peers.torch_kernels import Shapes, tensor
+from benchmarks.timing import Call
+
+
+def matmul(a: Any, b: Any, d: Any) -> Call:
+    """Into a given buffer."""
+    x, y, out = tensor(a), tensor(b), tensor(d)
+    return lambda: torch.matmul(x, y, out=out)
+
+
+def matmul_linear(a: Any, b: Any, _: Any) -> Call:
+    """The same product by F.linear, which allocates its result."""
+    x, w = tensor(a), tensor(b).T
+    return lambda: functional.linear(x, w)
+
+
+def _operands(at: Layer, *, gradients: bool) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor(each).requires_grad_(gradients) for each in (at.x, at.w, at.bias))
+
+
+def _gelu_of_linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(functional.linear(x, w, bias), approximate="tanh")
+
+
+def linear_forward(at: Layer, *, gradients: bool = False) -> Call:
+    """F.linear and F.gelu; with `gradients`, autograd records what backward needs, as `linear_fwd` does."""
+    x, w, bias = _operands(at, gradients=gradients)
+    return lambda: _gelu_of_linear(x, w, bias)
+
+
+def linear_both(at: Layer) -> Call:
+    """Forward, and all gradients by autograd, which runs backward in a thread of its own while the caller waits."""
+    operands, dy = _operands(at, gradients=True), tensor(at.dy)
+    return lambda: torch.autograd.grad(_gelu_of_linear(*operands), operands, dy)
+
+
+def linear_both_one_thread(at: Layer) -> Call:
+    """The same, with backward in the calling thread."""
+    call = linear_both(at)
+
+    def in_one_thread() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return call()
+
+    return in_one_thread
+
+
+def adamw(shapes: Shapes) -> Call:
+    """The fused optimizer, in the form that can be captured."""
+    run = torch_kernels.adamw(shapes).run
+    return lambda: run(0, 0)
+
+
+def train_step(dims: tuple[int, ...], x: Any, targets: Any) -> Call:
+    """Copies of the batch into the graph's buffers, and the replay of a whole step."""
+    inputs, wanted = tensor(x), tensor(targets)
+    static_inputs, static_wanted = inputs.clone(), wanted.clone()
+    model = _model(dims)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True, capturable=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        functional.cross_entropy(model(static_inputs), static_wanted).backward()
+        optimizer.step()
+
+    graph = _captured(step)
+
+    def call(_held: object = (model, optimizer)) -> None:  # The graph holds only their addresses.
+        static_inputs.copy_(inputs)
+        static_wanted.copy_(wanted)
+        graph.replay()
+
+    return call
+
+
+def _model(dims: tuple[int, ...]) -> torch.nn.Module:
+    layers: list[torch.nn.Module] = []
+    for inputs, outputs in itertools.pairwise(dims):
+        layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1]).to("cuda", torch.bfloat16)
+
+
+def _captured(step: Call) -> torch.cuda.CUDAGraph:
+    """A graph of a whole step, warmed up and captured as PyTorch's documentation says."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph

@@ -1,0 +1,152 @@
+"""PyTorch's contenders in the suite `kernels`, and what its contenders in all suites share."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import torch
+
+from benchmarks.buffers import Sets, normal
+from benchmarks.timing import Contender, Replay, Run, warm_up
+
+_aten = torch.ops.aten
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def tensor(array: Any) -> torch.Tensor:
+    """The same memory as a tensor; BF16 goes by way of integers, which every version exchanges."""
+    if array.dtype == np.dtype("bfloat16"):
+        return torch.from_dlpack(array.view(cp.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
+    """A graph of what PyTorch launches on a CuPy stream, in memory of the graph's own.
+
+    What `run` returns is kept until the same buffer set comes round again, so that the results of consecutive
+    repetitions lie in different memory.
+    """
+    outside = torch.cuda.ExternalStream(stream.ptr)
+    with torch.cuda.stream(outside):
+        warm_up(run, sets, stream)
+    graph = torch.cuda.CUDAGraph()
+    kept: collections.deque[object] = collections.deque(maxlen=sets)
+    with torch.cuda.graph(graph, stream=outside):
+        for i in range(repetitions):
+            kept.append(run(i % sets, stream.ptr))
+
+    def replay() -> None:
+        with torch.cuda.stream(outside):
+            graph.replay()
+
+    return replay
+
+
+def _over(sets: list[tuple[torch.Tensor, ...]], task: Callable[..., object]) -> Contender:
+    """The task on the tensors of each set. It runs on the current stream, which is the captured one."""
+    return Contender(lambda i, _: task(*sets[i]), capture)
+
+
+def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
+    """The first arrays of each set as tensors; PyTorch allocates its results itself."""
+    return [tuple(tensor(array) for array in arrays[:count]) for arrays in buffers]
+
+
+def gelu_backward(buffers: Sets) -> Contender:
+    """dz alone."""
+    return _over(_inputs(buffers, 2), lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"))
+
+
+def epilogue_backward(buffers: Sets, dropout: float = 0.0) -> Contender:
+    """dz, and its column sums as the bias gradient."""
+
+    def task(dy: torch.Tensor, z: torch.Tensor) -> object:
+        dz = _aten.gelu_backward(dy, z, approximate="tanh")
+        return dz, dz.sum(0)
+
+    def task_with_dropout(dy: torch.Tensor, z: torch.Tensor, mask: torch.Tensor) -> object:
+        return task(_aten.native_dropout_backward(dy, mask, 1 / (1 - dropout)), z)
+
+    inputs = _inputs(buffers, 2)
+    if not dropout:
+        return _over(inputs, task)
+    return _over([(dy, z, torch.rand_like(dy) >= dropout) for dy, z in inputs], task_with_dropout)
+
+
+def epilogue_forward(buffers: Sets, dropout: float) -> Contender:
+    """GELU, then dropout, which stores its mask."""
+
+    def task(z: torch.Tensor) -> object:
+        return torch.native_dropout(torch.nn.functional.gelu(z, approximate="tanh"), dropout, True)
+
+    return _over(_inputs(buffers, 1), task)
+
+
+def dropout(buffers: Sets, p: float) -> Contender:
+    """What F.dropout and its derivative run: the mask is stored, a byte an element."""
+
+    def task(x: torch.Tensor, dy: torch.Tensor) -> object:
+        y, mask = torch.native_dropout(x, p, True)
+        return y, mask, _aten.native_dropout_backward(dy, mask, 1 / (1 - p))
+
+    return _over(_inputs(buffers, 2), task)
+
+
+def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(tensor(normal(shape, "float32"))) for shape in shapes]
+    for parameter in made:
+        parameter.grad = tensor(normal(tuple(parameter.shape), "float32"))
+    return made
+
+
+def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
+    """The fused optimizer in FP32.
+
+    For BF16 parameters it does what a script does around that optimizer: gradients to FP32, clipping, the step, and
+    parameters back to BF16.
+    """
+    parameters = _parameters(shapes)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=True)
+    if dtype == "float32":
+        return Contender(lambda *_: optimizer.step(), capture)
+    copies = [tensor(normal(shape, dtype)) for shape in shapes]
+    gradients = [tensor(normal(shape, dtype)) for shape in shapes]
+
+    def run(*_: int) -> None:
+        torch._foreach_copy_([parameter.grad for parameter in parameters], gradients)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(copies, parameters)
+
+    return Contender(run, capture)
+
+
+def cross_entropy(buffers: Sets, targets: Any) -> Contender:
+    """F.cross_entropy and its gradient through autograd."""
+    labels = tensor(targets)
+
+    def task(logits: torch.Tensor) -> object:
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return loss.detach(), *torch.autograd.grad(loss, logits)
+
+    return _over([(logits.requires_grad_(),) for (logits,) in _inputs(buffers, 1)], task)
+
+
+def log_softmax_gradient(buffers: Sets, targets: Any) -> Contender:
+    """The same by hand, from log_softmax: autograd would write the gradient of log_softmax's output as well."""
+    labels = tensor(targets)[:, None]
+    minus_one = torch.full(labels.shape, -1.0, device="cuda", dtype=torch.bfloat16)
+
+    def task(logits: torch.Tensor) -> object:
+        log_p = torch.log_softmax(logits, 1)
+        loss = -log_p.gather(1, labels).mean()
+        return loss, log_p.exp_().scatter_add_(1, labels, minus_one).mul_(1 / len(labels))
+
+    return _over(_inputs(buffers, 1), task)

@@ -1,0 +1,88 @@
+"""PyTorch's contenders in the suite `layers`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.layers import Arrays, Block
+from benchmarks.peers.torch_kernels import capture, tensor
+from benchmarks.timing import Contender
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Newer versions have another name for it as well.
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+Inputs = tuple[torch.Tensor, ...]
+Forward = Callable[..., torch.Tensor]
+
+
+def eager(block: Block, buffers: list[Arrays]) -> Contender:
+    """PyTorch's own kernels, with gradients by autograd."""
+    return _contender(_forward(block), [_inputs(each) for each in buffers])
+
+
+def compiled(block: Block, buffers: list[Arrays], seconds: float) -> Contender:
+    """The block by torch.compile at its greatest effort.
+
+    Raises:
+        TimeoutError: compiling takes longer than `seconds`.
+    """
+    torch._dynamo.reset()
+    forward = torch.compile(_forward(block), mode="max-autotune-no-cudagraphs", dynamic=False)
+    inputs = [_inputs(each) for each in buffers]
+    with time_limit(seconds):
+        _task(forward, *inputs[0])
+    torch.cuda.synchronize()
+    return _contender(forward, inputs)
+
+
+def _contender(forward: Forward, inputs: list[tuple[Inputs, torch.Tensor]]) -> Contender:
+    return Contender(lambda i, _: _task(forward, *inputs[i]), capture)
+
+
+def _task(forward: Forward, inputs: Inputs, dy: torch.Tensor) -> object:
+    y = forward(*inputs)
+    with torch.autograd.set_multithreading_enabled(False):  # Another thread has no CUDA context yet, and warns.
+        return y.detach(), torch.autograd.grad(y, inputs, dy)
+
+
+def _forward(block: Block) -> Forward:
+    def activate(z: torch.Tensor) -> torch.Tensor:
+        return torch.relu(z) if block.activation == "relu" else functional.gelu(z, approximate="tanh")
+
+    def forward(x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor) -> Any:
+        return functional.linear(activate(functional.linear(x, w1, b1)), w2, b2)
+
+    return forward
+
+
+def _inputs(buffers: Arrays) -> tuple[Inputs, torch.Tensor]:
+    operands = (buffers.x, buffers.w1, buffers.b1, buffers.w2, buffers.b2)
+    return tuple(tensor(each).requires_grad_() for each in operands), tensor(buffers.dy)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Ends the block when it takes longer: only in the main thread, and only once Python code runs again.
+
+    Raises:
+        TimeoutError: the block took longer.
+    """
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,210 @@
+"""Fits the shipped priors to measured times of strategies: `python -m benchmarks derive-priors [FILE] [--out FILE]`.
+
+FILE is what the suite `layers` writes. For each type and activation, a small tree of limits on sizes is fitted that
+chooses the strategy: first for backward, then for forward together with the backward that follows from what it keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import lt_runtime
+from benchmarks import report
+
+_ITEMSIZE: Final = {"bf16": 2, "tf32": 4}
+_DEPTH: Final = 2
+_LEAST_GAIN: Final = 0.05  # logarithm of time over all samples that a further limit has to save
+_LEAST_SAMPLES: Final = 2  # on either side of a limit
+_UNKNOWN: Final = 2.0  # A strategy that was too slow or refused counts as this multiple of the slowest.
+_FORWARD: Final = ("epilogue", "saved")
+_BACKWARD: Final = ("db", "derivative", "db_below", "beside")
+
+Row = Mapping[str, Any]
+
+
+class Sample(NamedTuple):
+    """A problem: its sizes by name, and microseconds by strategy, of at least one."""
+
+    features: Mapping[str, int]
+    times: Mapping[str, float]
+
+    def loss(self, strategy: str) -> float:
+        """Logarithm of a strategy's time as a multiple of the best."""
+        time = self.times.get(strategy, _UNKNOWN * max(self.times.values()))
+        return math.log(time / min(self.times.values()))
+
+
+Samples = dict[str, list[Sample]]
+"""By what a tree is for, as the table names it."""
+
+
+class Fitted(NamedTuple):
+    """A tree, whose leaves are names of strategies, and the sum of the losses of what it chooses."""
+
+    tree: Any
+    loss: float
+
+
+def fit(samples: Sequence[Sample], depth: int = _DEPTH) -> Fitted:
+    """The tree of least loss whose limits are powers of two, without limits that gain hardly anything."""
+    best = _leaf(samples)
+    if depth == 0 or best.loss < _LEAST_GAIN:
+        return best
+    for feature, limit in _limits(samples):
+        small = [sample for sample in samples if sample.features[feature] < limit]
+        large = [sample for sample in samples if sample.features[feature] >= limit]
+        if min(len(small), len(large)) < _LEAST_SAMPLES:
+            continue
+        then, otherwise = fit(small, depth - 1), fit(large, depth - 1)
+        loss = then.loss + otherwise.loss + _LEAST_GAIN
+        if loss < best.loss and then.tree != otherwise.tree:
+            tree = {"feature": feature, "below": limit, "then": then.tree, "otherwise": otherwise.tree}
+            best = Fitted(tree, loss)
+    return best
+
+
+def _leaf(samples: Sequence[Sample]) -> Fitted:
+    names = dict.fromkeys(name for sample in samples for name in sample.times)
+    losses = {name: sum(sample.loss(name) for sample in samples) for name in names}
+    best = min(losses, key=losses.__getitem__)
+    return Fitted(best, losses[best])
+
+
+def _limits(samples: Sequence[Sample]) -> Iterable[tuple[str, int]]:
+    """Powers of two between the least and the greatest of each size."""
+    for feature in samples[0].features:
+        sizes = [sample.features[feature] for sample in samples]
+        yield from ((feature, 1 << bits) for bits in range(min(sizes).bit_length(), max(sizes).bit_length()))
+
+
+def decide(tree: Any, sizes: Mapping[str, int]) -> Any:
+    """The leaf that a tree comes to."""
+    while isinstance(tree, Mapping) and "feature" in tree:
+        tree = tree["then"] if sizes[tree["feature"]] < tree["below"] else tree["otherwise"]
+    return tree
+
+
+def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
+    """Those of `priors.forward_features` and `priors.backward_features`, of the block's first or second layer."""
+    m, n, k = row["layer"]
+    outputs, inputs = (n, k) if layer == 0 else (k, n)
+    cols, inner = (inputs, outputs) if backward else (outputs, inputs)
+    return {"output_bytes": m * cols * _ITEMSIZE[row["type"]], "inner": inner, "rows": m}
+
+
+def backward_samples(rows: Iterable[Row]) -> Samples:
+    """Backward of the second layer through the first, by what the first keeps, and without; and of the first layer."""
+    made: Samples = {}
+    for row in rows:
+        sizes = features(row, 1, backward=True)
+        if products := row["entries"].get("last backward"):
+            sample = Sample(features(row, 0, backward=True), products)
+            made.setdefault(f"{row['type']} products", []).append(sample)
+        for role, times in row["entries"].items():
+            if role.startswith("backward"):
+                saved = role.removeprefix("backward ")
+                made.setdefault(f"{row['type']} {row['activation']} {saved}", []).append(Sample(sizes, times))
+                if alone := _without_layer_below(times):
+                    made.setdefault(f"{row['type']} none nothing", []).append(Sample(sizes, alone))
+    return made
+
+
+def _without_layer_below(times: Mapping[str, float]) -> dict[str, float]:
+    """The strategies that differ only in who makes the layer's own bias gradient, and in when dw is made."""
+    ways = itertools.product(("kernel", "epilogue"), ("after", "beside"))
+    found = {f"{db} nobody nobody {when}": times.get(f"{db} kernel kernel {when}") for db, when in ways}
+    return {name: us for name, us in found.items() if us is not None}
+
+
+def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samples:
+    """Forward of the first layer with the backward that the priors then choose; and of the second layer alone."""
+    made: Samples = {}
+    for row in rows:
+        joint = {}
+        for strategy, us in row["entries"].get("forward", {}).items():
+            after = _backward_us(row, strategy.split()[1], backward)
+            if after is not None:
+                joint[strategy] = us + after
+        alone = row["entries"].get("last forward", {})
+        for name, layer, times in ((row["activation"], 0, joint), ("none", 1, alone)):
+            if times:
+                sample = Sample(features(row, layer, backward=False), times)
+                made.setdefault(f"{row['type']} {name}", []).append(sample)
+    return made
+
+
+def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | None:
+    """Microseconds of the backward that the priors choose; None where nothing was measured."""
+    tree = fitted.get(f"{row['type']} {row['activation']} {saved}")
+    times = row["entries"].get(f"backward {saved}")
+    if tree is None or not times:
+        return None
+    sample = Sample(features(row, 1, backward=True), times)
+    return min(times.values()) * math.exp(sample.loss(decide(tree.tree, sample.features)))
+
+
+def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
+    """A strategy by its name, as it stands in the plan cache."""
+    values = dict(zip(names, strategy.split(), strict=True))
+    return values | ({"beside": values["beside"] == "beside"} if "beside" in values else {})
+
+
+def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
+    """The tree with something else in place of each leaf."""
+    if isinstance(tree, str):
+        return make(tree)
+    return tree | {branch: _with_leaves(tree[branch], make) for branch in ("then", "otherwise")}
+
+
+def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
+    """The trees of forward and backward as a table has them; and by tree the number of samples and their mean loss."""
+    usable = [row for row in rows if row.get("entries")]
+    of_backward = backward_samples(usable)
+    backward = {name: fit(samples) for name, samples in sorted(of_backward.items())}
+    of_forward = forward_samples(usable, backward)
+    forward = {name: fit(samples) for name, samples in sorted(of_forward.items())}
+    trees, quality = {}, {}
+    for part, fitted, samples, names in (
+        ("forward", forward, of_forward, _FORWARD),
+        ("backward", backward, of_backward, _BACKWARD),
+    ):
+        trees[part] = {
+            name: _with_leaves(each.tree, lambda leaf, names=names: _as_entry(leaf, names))
+            for name, each in fitted.items()
+        }
+        for name, each in fitted.items():
+            losses = [sample.loss(decide(each.tree, sample.features)) for sample in samples[name]]
+            quality[f"{part} {name}"] = len(losses), math.exp(sum(losses) / len(losses)) - 1
+    return trees, quality
+
+
+def _table_of(capability: int) -> Path:
+    """Where the package keeps the table of an architecture."""
+    package = Path(lt_runtime.__file__).parent
+    tables = sorted(package.rglob("priors_sm*.json"))
+    return (tables[0].parent if tables else package) / f"priors_sm{capability}.json"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes the table of the architecture that was measured, and prints what following it costs."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks derive-priors", description=__doc__)
+    default = report.RESULTS / "layers.json"
+    parser.add_argument("file", type=Path, nargs="?", default=default, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: the package's table of the architecture")
+    arguments = parser.parse_args(argv)
+    measured = json.loads(arguments.file.read_text())
+    trees, quality = derive(measured["rows"])
+    machine, dates = measured["machine"], sorted(row["when"] for row in measured["rows"] if "when" in row)
+    source = {name: machine[name] for name in ("gpu", "driver", "cublaslt")}
+    source |= {"commit": measured["commit"], "when": dates[-1] if dates else None, "blocks": len(measured["rows"])}
+    out = arguments.out or _table_of(machine["capability"])
+    report.write_json(out, {"source": source} | trees)
+    for name, (count, loss) in quality.items():
+        print(f"{name}: {count} problems, {100 * loss:.1f} % slower than the best in the mean")
+    print(f"written to {out}")

@@ -1,0 +1,116 @@
+"""What a process of its own does for the suites `cold` and `tuning`: `python -m benchmarks.processes TASK`.
+
+The tasks are import, linear, step, and plans BLOCK... Each prints a line of JSON. What is imported here at the top is
+imported before the clock starts, so it is as little as possible.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+_M, _N, _K = 256, 512, 784
+_DIMS: Final = (784, 512, 512, 10)
+
+
+class Stages:
+    """Microseconds from one mark to the next."""
+
+    def __init__(self) -> None:
+        self.us: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """Ends a stage."""
+        now = time.perf_counter()
+        self.us[name], self._last = 1e6 * (now - self._last), now
+
+
+def import_(stages: Stages) -> None:
+    """The package, and then everything that its names stand for."""
+    import lt_runtime as lt
+
+    stages.mark("import")
+    for name in lt.__all__:
+        getattr(lt, name)
+    stages.mark("names")
+
+
+def linear(stages: Stages) -> None:
+    """A layer forward, twice."""
+    cp, lt, to_gpu = _libraries(stages)
+    x, w, bias, y = (to_gpu(shape) for shape in ((_M, _K), (_N, _K), (_N,), (_M, _N)))
+    _done(cp, stages, "operands")
+    for name in ("first", "second"):
+        lt.linear_fwd(x, w, bias, activation="gelu", out=y)
+        _done(cp, stages, name)
+
+
+def step(stages: Stages) -> None:
+    """A model's training step, twice: the first makes the plans, compiles the kernels and captures the graph."""
+    cp, lt, to_gpu = _libraries(stages)
+    model = lt.MLP(_DIMS, activation="relu", dtype="bfloat16", device="cuda")
+    optimizer = lt.AdamW(model.parameters(), lr=1e-3)
+    train = lt.TrainStep(model, optimizer, loss="cross_entropy", batch_size=_M)
+    x, labels = to_gpu((_M, _DIMS[0])), cp.zeros(_M, cp.int64)
+    _done(cp, stages, "operands")
+    for name in ("first", "second"):
+        train(x, labels)
+        _done(cp, stages, name)
+
+
+def _libraries(stages: Stages) -> tuple[Any, Any, Callable[[tuple[int, ...]], Any]]:
+    """CuPy, the package, and a function that makes a random BF16 array on the GPU without a kernel."""
+    import cupy as cp
+    import ml_dtypes
+    import numpy as np
+
+    import lt_runtime as lt
+
+    generator = np.random.default_rng(0)
+    stages.mark("import")
+    return cp, lt, lambda shape: cp.asarray(generator.standard_normal(shape).astype(ml_dtypes.bfloat16))
+
+
+def _done(cp: Any, stages: Stages, name: str) -> None:
+    cp.cuda.Device().synchronize()
+    stages.mark(name)
+
+
+def loads_driver() -> bool:
+    """Whether the CUDA driver's library is in this process."""
+    return "libcuda.so" in Path("/proc/self/maps").read_text()
+
+
+def plans(names: Sequence[str]) -> dict[str, Any]:
+    """Builds the plans of blocks by their names, with every problem measured before; see `internals.SecondProcess`."""
+    from benchmarks.internals import SecondProcess
+    from benchmarks.layers import blocks
+
+    process = SecondProcess()
+    for block in blocks():
+        if block.name in names:
+            process.build(block)
+    return {"measurements": process.measurements, "known": process.known, "us": process.us}
+
+
+TASKS: Final[Mapping[str, Callable[[Stages], None]]] = {"import": import_, "linear": linear, "step": step}
+
+
+def main(task: str, names: Sequence[str]) -> None:
+    """Does one task and prints its times."""
+    if task == "plans":
+        found = plans(names)
+    else:
+        stages = Stages()
+        TASKS[task](stages)
+        found = {"us": stages.us, "loads_driver": loads_driver()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,223 @@
+"""The passes of a two-layer block by strategies of our choice, for what no public call can ask for.
+
+This module and `internals` are the only ones that import what is inside lt_runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from benchmarks.layers import Arrays
+from lt_runtime.errors import PlanError
+from lt_runtime.kernels.call import Call
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.decisions import decide_layer, prior_plan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.strategies import (
+    BackwardStrategy,
+    ForwardStrategy,
+    MadeBy,
+    backward_strategies,
+    forward_strategies,
+    from_entry,
+)
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, Saved
+from lt_runtime.products.choose import Choose, first_algorithm, heuristic_algorithm, known_algorithm
+from lt_runtime.store.entries import LayerEntry
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import plan_store
+from lt_runtime.tuner.stacks import Stack
+
+DEVICE = 0
+_Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
+_Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
+
+Entries = dict[str, dict[str, float]]
+"""Microseconds by role and strategy; the chosen strategy comes first."""
+
+
+def stack_of(case: Any) -> Stack:
+    """The layers of a block or of a training step, of which each reads what the one before has written."""
+    activation, dtype, compute = Activation(case.activation), DType(case.dtype), Compute(case.compute)
+    return Stack(case.rows, case.dims, activation, dtype, compute, input_gradient=case.input_gradient)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """A block's four passes: forward of both layers, backward of the second through the first, and of the first."""
+
+    first: ForwardPlan
+    second: ForwardPlan
+    through: BackwardPlan
+    last: BackwardPlan
+
+    def run(self, at: Arrays, stream: int) -> None:
+        """Puts the block on a stream; `at` holds addresses."""
+        saved = at.y1 if self.first.strategy.saved is Saved.OUTPUT else at.kept
+        self.first.run(Call((at.x, at.w1, at.b1, at.y1, at.kept), stream))
+        self.second.run(Call((at.y1, at.w2, at.b2, at.y2, 0), stream))
+        self.through.run(Call((at.dy, at.y1, at.w2, 0, saved, at.dz1, at.dw2, at.db2, 0, at.db1), stream))
+        self.last.run(Call((at.dz1, at.x, at.w1, 0, 0, at.dx, at.dw1, 0, 0, 0), stream))
+
+
+class Split(NamedTuple):
+    """A strategy for each of a block's passes."""
+
+    first: ForwardStrategy
+    second: ForwardStrategy
+    through: BackwardStrategy
+    last: BackwardStrategy
+
+    def __str__(self) -> str:
+        return " | ".join(map(strategy_name, self))
+
+
+def strategy_name(strategy: ForwardStrategy | BackwardStrategy) -> str:
+    """Its values in the order of their declaration; the last says whether dw is made beside dx, or after it."""
+    if isinstance(strategy, ForwardStrategy):
+        return f"{strategy.epilogue.value} {strategy.saved.value}"
+    parts = strategy.db.value, strategy.derivative.value, strategy.db_below.value
+    return " ".join((*parts, "beside" if strategy.beside else "after"))
+
+
+def split_of(plans: Plans) -> Split:
+    """The strategies that plans follow."""
+    return Split(plans.first.strategy, plans.second.strategy, plans.through.strategy, plans.last.strategy)
+
+
+def decided(stack: Stack) -> Plans:
+    """By what the tuner has left in the plan cache."""
+    return _plans(stack, lambda each: decide_layer(each, DEVICE))
+
+
+def by_priors(stack: Stack) -> Plans:
+    """By the shipped priors and the library's heuristic, whatever was measured here."""
+    return _plans(stack, lambda each: prior_plan(each, DEVICE, heuristic_algorithm))
+
+
+def by_split(stack: Stack, split: Split, choose: Choose = known_algorithm) -> Plans:
+    """By given strategies.
+
+    Raises:
+        PlanError: the library refuses one of them.
+    """
+    forwards, backwards = iter(split[:2]), iter((split.last, split.through))
+    return _plans(
+        stack,
+        lambda each: ForwardPlan(each, DEVICE, next(forwards), choose),
+        lambda each: BackwardPlan(each, DEVICE, next(backwards), choose),
+    )
+
+
+def fused_first(stack: Stack) -> tuple[Plans, list[str]]:
+    """Everything that cuBLASLt can fuse, by the first algorithm that it offers, as libraries do that are only bindings.
+
+    Also the strategies that it refused, in whose place less is fused.
+    """
+    refused: list[str] = []
+
+    def forward(problem: ForwardProblem) -> ForwardPlan:
+        strategies = sorted(forward_strategies(problem), key=lambda each: not each.epilogue.has_aux_output)
+        return _most_fused(strategies, lambda each: ForwardPlan(problem, DEVICE, each, first_algorithm), refused)
+
+    def backward(problem: BackwardProblem) -> BackwardPlan:
+        strategies = sorted(_in_turn(problem), key=_left_to_kernels)
+        return _most_fused(strategies, lambda each: BackwardPlan(problem, DEVICE, each, first_algorithm), refused)
+
+    return _plans(stack, forward, backward), refused
+
+
+def split_first(stack: Stack) -> Plans:
+    """Plain products by the first algorithm that is offered; our kernels do everything else."""
+
+    def forward(problem: ForwardProblem) -> ForwardPlan:
+        *_, plainest = forward_strategies(problem)
+        return ForwardPlan(problem, DEVICE, plainest, first_algorithm)
+
+    return _plans(stack, forward, lambda each: BackwardPlan(each, DEVICE, next(_in_turn(each)), first_algorithm))
+
+
+def _plans(
+    stack: Stack,
+    forward: Callable[[Any], Any],
+    backward: Callable[[Any], Any] | None = None,
+) -> Plans:
+    """Forward of both layers, and then backward, which depends on what forward keeps.
+
+    Args:
+        forward: makes the plan of a forward problem, and of a backward problem where there is no `backward`.
+    """
+    first, second = (forward(stack.forward(i)) for i in range(2))
+    saved = first.strategy.saved, second.strategy.saved
+    last, through = ((backward or forward)(stack.backward(i, saved)) for i in range(2))
+    return Plans(first, second, through, last)
+
+
+def _most_fused(strategies: Iterable[_Strategy], make: Callable[[_Strategy], _Plan], refused: list[str]) -> _Plan:
+    for strategy in strategies:
+        try:
+            return make(strategy)
+        except PlanError:
+            refused.append(strategy_name(strategy))
+    raise PlanError(f"cuBLASLt refuses every strategy: {', '.join(refused)}")
+
+
+def _in_turn(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
+    """The strategies that need no second stream."""
+    return (strategy for strategy in backward_strategies(problem) if not strategy.beside)
+
+
+def _left_to_kernels(strategy: BackwardStrategy) -> int:
+    return (strategy.db, strategy.derivative, strategy.db_below).count(MadeBy.KERNEL)
+
+
+def near(
+    stack: Stack, entries: Mapping[str, Mapping[str, float]], chosen: Split, factor: float, most: int
+) -> list[Split]:
+    """Other splits than the chosen one that come within a factor of the best, by the tuner's times; the best first.
+
+    Args:
+        entries: times by role and strategy, as `entries_of` gives them.
+        most: how many splits at most.
+    """
+    estimates: dict[Split, float] = {}
+    for first in forward_strategies(stack.forward(0)):
+        backward = stack.backward(1, (first.saved, Saved.NOTHING))
+        times = entries.get(f"backward {first.saved.value}", {})
+        for through in backward_strategies(backward):
+            parts = entries.get("forward", {}).get(strategy_name(first)), times.get(strategy_name(through))
+            if None not in parts:
+                estimates[chosen._replace(first=first, through=through)] = sum(parts)
+    within = factor * min(estimates.values(), default=0.0)
+    ranked = sorted(estimates, key=estimates.__getitem__)
+    others = [chosen._replace(second=each) for each in forward_strategies(stack.forward(1))]
+    lasts = backward_strategies(stack.backward(0, (chosen.first.saved, Saved.NOTHING)))
+    others += [chosen._replace(last=each) for each in lasts]
+    return [each for each in others + [each for each in ranked if estimates[each] <= within] if each != chosen][:most]
+
+
+def entries_of(stack: Stack) -> Entries:
+    """The times of all strategies that the tuner has left in the plan cache, by pass.
+
+    Backward through the first layer has a role for each thing that forward of that layer may keep.
+    """
+    store = plan_store(DEVICE)
+    found = {role: (problem, store.layer(problem_key(problem))) for role, problem in _roles(stack)}
+    return {role: _times(problem, entry) for role, (problem, entry) in found.items() if entry is not None}
+
+
+def _roles(stack: Stack) -> Iterator[tuple[str, Problem]]:
+    first, second = (stack.forward(i) for i in range(2))
+    yield "forward", first
+    yield "last forward", second
+    for saved in dict.fromkeys(each.saved for each in forward_strategies(first)):
+        yield f"backward {saved.value}", stack.backward(1, (saved, Saved.NOTHING))
+    yield "last backward", stack.backward(0, (saved, Saved.NOTHING))
+
+
+def _times(problem: Problem, entry: LayerEntry) -> dict[str, float]:
+    kind = ForwardStrategy if isinstance(problem, ForwardProblem) else BackwardStrategy
+    times = [(entry.strategy, entry.us), *((each.strategy, each.us) for each in entry.alternatives)]
+    return {strategy_name(from_entry(kind, strategy)): round(us, 3) for strategy, us in times}

@@ -1,0 +1,76 @@
+"""Plans bound to buffers and a stream: captured once, so that a call is the launch of one small graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from lt_runtime.errors import CaptureError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.direct import is_capturing, launch_graph
+from lt_runtime.gpu.graphs import Graph, no_collection
+from lt_runtime.gpu.memory import StreamMemory, stream_memory
+from lt_runtime.gpu.streams import is_captured, private_stream, relaxed_captures
+
+_ended: Final[list[tuple[Graph, int]]] = []
+"""Graphs to be freed, with their devices: a capture of the thread that ends a plan would not survive that."""
+
+
+class BoundPlan:
+    """Puts an operation on its stream, over its buffers, which must still be there; nothing is checked.
+
+    The library's part costs the host as much as a launch of the whole graph. The graph, moreover, has a weight gradient
+    beside the input gradient where the plan says so. While the stream is being captured, the operation is put there
+    launch by launch.
+
+    The graph uses the workspace and the scratch memory of its stream, as the same operation unbound does.
+
+    Args:
+        put: puts the operation on a memory's stream. It has run before, on any stream.
+        device: ordinal of the GPU, which is current, and will be when the bound plan is called.
+        stream: handle of the stream that each call will run on.
+        reserve: allocates what `put` needs of a memory.
+
+    Raises:
+        CaptureError: the stream is being captured.
+    """
+
+    __slots__ = ("__weakref__", "_graph", "_memory", "_put", "_stream")
+
+    def __init__(
+        self,
+        put: Callable[[StreamMemory], None],
+        device: int,
+        stream: int,
+        reserve: Callable[[StreamMemory], None] = lambda _: None,
+    ) -> None:
+        if is_captured(stream):
+            raise CaptureError(f"stream {stream:#x} is being captured; bind a call to it before the capture")
+        self._put, self._stream = put, stream
+        with relaxed_captures():
+            self._memory = memory = stream_memory(device, stream)
+            with memory.lock, no_collection():
+                _free_ended()
+                reserve(memory)
+                self._graph = Graph(lambda handle: put(memory.on(handle)), private_stream(device, f"bound to {stream}"))
+        weakref.finalize(self, _ended.append, (self._graph, device)).atexit = False
+
+    def __call__(self) -> None:
+        """Raises GpuError if the launch fails."""
+        with self._memory.lock:
+            if self._stream and is_capturing(self._stream):  # the default stream cannot be captured
+                self._put(self._memory)
+            else:
+                launch_graph(self._graph.executable, self._stream)
+
+
+def _free_ended() -> None:
+    """Frees the graphs of plans that have ended since, which may have been in the middle of a capture."""
+    while True:
+        try:
+            graph, device = _ended.pop()
+        except IndexError:  # other threads free them too
+            return
+        with activated(device):
+            graph.close()

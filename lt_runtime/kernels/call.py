@@ -1,0 +1,54 @@
+"""One run of a plan: all that may differ between two runs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lt_runtime.kernels.params import ROUNDS, Dropout
+from lt_runtime.problem import Philox, keep_scale
+from lt_runtime.reference.philox import round_keys
+
+
+@functools.lru_cache(maxsize=1024)
+def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
+    """The key of each of Philox's rounds."""
+    return tuple(round_keys((seed & 0xFFFFFFFF, seed >> 32), ROUNDS))
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutState:
+    """What a kernel needs to draw a layer's dropout mask.
+
+    Attributes:
+        threshold: see `keep_threshold`.
+        philox: seed, layer and step that the random numbers come from.
+        step_address: address of a uint32 on the device that the kernel reads instead of `philox.step`; 0 if none.
+    """
+
+    threshold: int
+    philox: Philox
+    step_address: int = 0
+
+    def block(self) -> Dropout:
+        """The kernels' argument block."""
+        step = 0 if self.step_address else self.philox.step
+        limit, scale = (self.threshold << 16) - 1, keep_scale(self.threshold)
+        return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)
+
+
+class Call(NamedTuple):
+    """The arguments of one run of a plan.
+
+    Attributes:
+        addresses: of the operands, in the order of `problem.operands`; 0 where an operand is absent.
+        stream: handle of the stream that the work is put on.
+        scalars: α and β of a product: numbers, or device addresses if the problem has `device_scalars`.
+        dropouts: masks of the layer and, in a backward pass, of the layer below; None where there is no dropout.
+    """
+
+    addresses: tuple[int, ...]
+    stream: int
+    scalars: tuple[Any, Any] = (1.0, 0.0)
+    dropouts: tuple[DropoutState | None, DropoutState | None] = (None, None)

@@ -1,0 +1,137 @@
+"""How a pass over a matrix is laid out on a GPU: alignment, blocks of threads, grids."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from lt_runtime.errors import ShapeError
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import device_info
+from lt_runtime.kernels.kernel import MAX_GRID_Y, OCTET, THREADS, VECTOR_BYTES
+from lt_runtime.layout import Layout, Order
+from lt_runtime.problem import DType, Spec
+
+_MAX_ROWS: Final = 2**32 - MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and steps over the last
+_OCTETS_A_THREAD: Final = 2
+# A block that sees every row of a narrow strip sums it up alone, without waiting for others.
+_STRIP_OCTETS: Final = 2
+_STRIP_THREADS: Final = 128
+_STRIP_ROWS: Final = 4 * _STRIP_THREADS
+_UPRIGHT_BLOCK: Final = (8, 32)  # transposed, lines of 32 elements are written
+_SQUARE_BLOCK: Final = (16, 16)
+# Up to so many elements, sums are better shared out among more columns of blocks, each with fewer parts to add up: on
+# an H200 in BF16 a derivative with its sum over 8192x3072 takes 38.1 µs with square blocks and 39.4 with a warp side
+# by side, over 8192x768 11.2 and 14.3. Larger ones want longer rows: there the parts are fewer by themselves.
+_UPRIGHT_ELEMENTS: Final = 1 << 21
+_SQUARE_ELEMENTS: Final = 1 << 25
+_TURNING_BLOCK: Final = (4, 64)  # a warp reads eight elements of a column at a time: of FP32, whole sectors of 32 bytes
+
+
+class Tiling(NamedTuple):
+    """Blocks of a grid and threads of a block, in x and y."""
+
+    grid: tuple[int, int]
+    block: tuple[int, int]
+
+
+def moves_vectors(spec: Spec, dtype: DType) -> bool:
+    """Whether every line of a matrix begins on 16 bytes."""
+    layout = spec.layout
+    lines = layout.rows if layout.order is Order.ROW else layout.cols
+    pitch = layout.leading_dimension * dtype.itemsize if lines > 1 else 0
+    return spec.alignment % VECTOR_BYTES == 0 and pitch % VECTOR_BYTES == 0
+
+
+def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
+    """Whether matrices' rows are whole octets on 16 bytes, as the kernels' fast path asks; absent ones are."""
+    return all(
+        spec.layout.order is Order.ROW and spec.layout.cols % OCTET == 0 and moves_vectors(spec, dtype)
+        for spec in specs
+        if spec is not None
+    )
+
+
+def access_macros(aligned: bool, blocks: int) -> Macros:
+    """How a kernel moves octets, and how many blocks a multiprocessor shall hold; the slow path takes what it needs."""
+    return ("ALIGNED", str(int(aligned))), ("BLOCKS", str(blocks if aligned else 1))
+
+
+def tile(rows: int, cols: int) -> tuple[int, int]:
+    """Threads of a block in x (eight columns each) and y (rows): as wide as the matrix asks, up to a warp."""
+    octets = -(-cols // OCTET)
+    x = min(32, next_power_of_two(octets))
+    y = min(THREADS // x, next_power_of_two(rows))
+    return min(THREADS // y, next_power_of_two(octets)), y
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def wave_of(device: int, blocks: int) -> int:
+    """Blocks that run at a time if a multiprocessor holds `blocks`."""
+    return device_info(device).multiprocessors * blocks
+
+
+def grid_for(layout: Layout) -> Tiling:
+    """An elementwise pass over a matrix, each thread with one octet as long as the grid can be so large."""
+    return _cover(layout, tile(layout.rows, layout.cols), MAX_GRID_Y)
+
+
+def sweep(layout: Layout, wave: int | None) -> Tiling:
+    """An elementwise pass over a matrix: no more blocks than `wave`, or, without one, two octets a thread.
+
+    Raises:
+        ShapeError: more rows than a kernel can count.
+    """
+    _check_rows(layout)
+    block = tile(layout.rows, layout.cols)
+    columns, rows = _cover(layout, block, layout.rows).grid
+    blocks = max(1, -(-rows // _OCTETS_A_THREAD) if wave is None else wave // columns)
+    return _cover(layout, block, min(blocks, MAX_GRID_Y))
+
+
+def turning(layout: Layout) -> Tiling:
+    """A pass that writes the rows of a matrix from what it reads by columns."""
+    return _cover(layout, _TURNING_BLOCK, MAX_GRID_Y)
+
+
+def reduction(layout: Layout, wave: int, *, transposes: bool, strips: bool = True) -> Tiling:
+    """A pass that may sum up columns: in one wave, and by one block a column of the grid where the matrix is small.
+
+    The order of the sum, and with it the bits, depend on `wave`, which is the GPU's.
+
+    Args:
+        strips: whether a block may see all rows of a small matrix.
+
+    Raises:
+        ShapeError: more rows than a kernel can count.
+    """
+    _check_rows(layout)
+    block = _UPRIGHT_BLOCK if transposes else _sum_block(layout)
+    if strips and not transposes and layout.rows <= _STRIP_ROWS and -(-layout.cols // (OCTET * _STRIP_OCTETS)) <= wave:
+        block = (_STRIP_OCTETS, min(_STRIP_THREADS, next_power_of_two(layout.rows)))
+        return _cover(layout, block, 1)
+    columns = _cover(layout, block, 1).grid[0]
+    return _cover(layout, block, max(1, min(wave // columns, MAX_GRID_Y)))
+
+
+def _sum_block(layout: Layout) -> tuple[int, int]:
+    """Threads of a block that sums up columns, in x and y."""
+    for block, most in ((_UPRIGHT_BLOCK, _UPRIGHT_ELEMENTS), (_SQUARE_BLOCK, _SQUARE_ELEMENTS)):
+        x, y = block
+        if layout.size <= most and layout.cols >= OCTET * x and layout.rows >= y:
+            return block
+    return tile(layout.rows, layout.cols)
+
+
+def _cover(layout: Layout, block: tuple[int, int], limit: int) -> Tiling:
+    """The grid of such blocks that covers a matrix, with at most `limit` of them in y."""
+    x, y = block
+    return Tiling((-(-layout.cols // (OCTET * x)), min(-(-layout.rows // y), limit)), block)
+
+
+def _check_rows(layout: Layout) -> None:
+    if layout.rows > _MAX_ROWS:
+        raise ShapeError(f"a matrix has {layout.rows} rows; at most {_MAX_ROWS} are accepted")

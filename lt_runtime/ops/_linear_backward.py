@@ -1,0 +1,200 @@
+"""What a linear layer's backward pass adds to the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from lt_runtime import reference
+from lt_runtime.arrays import Operand, check_same, check_shape
+from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.kernels.call import Call
+from lt_runtime.layout import packed
+from lt_runtime.ops._context import Layer
+from lt_runtime.ops._dropout_state import dropout_state, host_dropout
+from lt_runtime.ops.call import Known, New, Operation, Reading
+from lt_runtime.plans.strategies import unchanged
+from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, Philox, Spec
+
+_FIRST_OUTPUT: Final = 5  # among the arrays, after dy, x, w and two saved tensors
+_OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
+
+
+class LinearGradients(NamedTuple):
+    """dx (M, K), dw (N, K) and db (N,); None where a gradient was not asked for."""
+
+    dx: Any
+    dw: Any
+    db: Any
+
+
+class ChainedGradients(NamedTuple):
+    """dz_below (M, K), the gradient before the activation of the layer below; dw (N, K), db (N,); that layer's db (K,).
+
+    None where a gradient was not asked for.
+    """
+
+    dz_below: Any
+    dw: Any
+    db: Any
+    db_below: Any
+
+
+class BackwardOptions(NamedTuple):
+    """The options of `linear_bwd` that a call's course depends on.
+
+    Attributes:
+        layer: that the gradient is taken back through.
+        below: the layer whose y was this one's x, where the gradient is taken through its activation too.
+        before_activation: the gradient that comes in has been taken through the layer's activation already.
+    """
+
+    layer: Layer
+    below: Layer | None
+    before_activation: bool
+    dx: bool
+    dw: bool
+    db: bool
+    db_below: bool
+    accumulate: bool
+
+
+Sources = tuple[Philox | None, Philox | None]
+"""Where the dropout masks of the layer and of the layer below come from."""
+
+
+class LinearBackward(Operation):
+    """The gradients of a linear layer; a call's extras are its `Sources`."""
+
+    names = (
+        *("dy", "x", "w", "the saved tensor", "the saved tensor below"),
+        *(f"out_{name}" for name in _OUTPUTS),
+    )
+    required = 3
+
+    def read(self, operands: Sequence[Operand | None], asked: Any, extras: Sources) -> Reading:
+        """See `Operation`."""
+        options = BackwardOptions(*asked)
+        dy, x, w, saved, saved_below, *given = operands
+        assert dy is not None
+        assert x is not None
+        assert w is not None
+        layer, below = options.layer, options.below
+        wanted = _wanted(options, given)
+        check_same(x, dy, w)
+        m, n, k = layer.shape
+        check_shape(dy.name, dy.shape, (m, n), "y's shape")
+        shapes = {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n), "db_below": (k,)}
+        buffers = {name: each for name, each in zip(_OUTPUTS, given, strict=True) if each is not None and wanted[name]}
+        for name, buffer in buffers.items():
+            check_shape(buffer.name, buffer.shape, shapes[name], "the result's shape")
+            check_same(x, buffer)
+            if len(buffer.shape) == 1:
+                buffer.check_vector()
+        dtype = DType.parse("x", x.dtype)
+        missing = [name for name in _OUTPUTS if wanted[name] and name not in buffers]
+        new = {_place(name): New(shapes[name], dtype.numpy, x.library) for name in missing}
+        specs = {name: Spec(packed(*shapes[name])) for name in missing if len(shapes[name]) == 2}
+        specs |= {name: buffer.spec for name, buffer in buffers.items() if len(buffer.shape) == 2}
+        vectors = {name: Spec(packed(1, 1)).alignment for name in missing}
+        vectors |= {name: buffer.alignment for name, buffer in buffers.items()}
+        own = _derivative(layer, saved, vectors.get("db"))
+        problem = BackwardProblem(
+            dtype,
+            Compute.parse(layer.compute, dtype),
+            x.spec,
+            w.spec,
+            dy.spec,
+            unchanged(vectors.get("db")) if options.before_activation else own,
+            specs.get("dx"),
+            specs.get("dw"),
+            specs.get("dz"),
+            options.accumulate,
+            None if below is None else _derivative(below, saved_below, vectors.get("db_below")),
+        )
+        return Reading(problem, tuple(map(_place, _OUTPUTS)), new, options)
+
+    def is_bindable(self, reading: Reading) -> bool:
+        """See `Operation`: dropout's masks are others each time."""
+        return _dropouts(reading.detail) == (0, 0)
+
+    def call(self, known: Known, addresses: tuple[int, ...], extras: Sources, stream: int) -> Call:
+        """See `Operation`."""
+        own, below = _dropouts(known.reading.detail)
+        if not (own or below):
+            return Call(addresses, stream)
+        states = [dropout_state(p, rng, known.device, stream) for p, rng in zip((own, below), extras, strict=True)]
+        return Call(addresses, stream, dropouts=(states[0], states[1]))
+
+    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Sources) -> None:
+        """See `Operation`."""
+        dy, x, w, saved, saved_below, *outputs = arrays
+        asked: BackwardOptions = reading.detail
+        layer, below = asked.layer, asked.below
+        if asked.before_activation:
+            exact = reference.linear_bwd(dy, x, w, dy)
+        else:
+            z = dy if saved is None else saved  # what no derivative is taken from does not matter
+            exact = reference.linear_bwd(dy, x, w, z, layer.activation, _factors(layer, extras[0]))
+        values: dict[str, Any] = exact._asdict()
+        if below is not None:
+            z = exact.dx if saved_below is None else saved_below
+            values["dx"] = reference.through_activation(exact.dx, z, below.activation, _factors(below, extras[1]))
+            values["db_below"] = values["dx"].sum(axis=0)
+        for name, out in zip(_OUTPUTS, outputs, strict=True):
+            if out is not None:
+                kept = out.astype(np.float64) if asked.accumulate and name in ("dw", "db", "db_below") else 0.0
+                out[...] = (values[name] + kept).astype(out.dtype)
+
+    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> LinearGradients | ChainedGradients:
+        """See `Operation`."""
+        _, _, _, _, _, dx, dw, db, _, db_below = arrays
+        if known.reading.detail.below is None:
+            return LinearGradients(dx, dw, db)
+        return ChainedGradients(dx, dw, db, db_below)
+
+
+def _place(name: str) -> int:
+    return _FIRST_OUTPUT + _OUTPUTS.index(name)
+
+
+def _wanted(asked: BackwardOptions, given: Sequence[Operand | None]) -> dict[str, bool]:
+    """Which gradients are made; dz, for which there is no option, where there is a buffer for it.
+
+    Raises:
+        ArgumentError, ShapeError: the options contradict each other.
+    """
+    layer, below = asked.layer, asked.below
+    if below is not None:
+        if not asked.dx:
+            raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
+        y, x = below.shape[:2], layer.shape[::2]
+        if y != x:
+            raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
+    has_dz = given[_OUTPUTS.index("dz")] is not None
+    wanted = {"dx": asked.dx, "dw": asked.dw, "db": asked.db, "dz": has_dz, "db_below": asked.db_below}
+    if asked.accumulate:
+        buffers = dict(zip(_OUTPUTS, given, strict=True))
+        missing = [f"out_{name}" for name in ("dw", "db", "db_below") if wanted[name] and buffers[name] is None]
+        if missing:
+            raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
+    return wanted
+
+
+def _dropouts(asked: BackwardOptions) -> tuple[float, float]:
+    """Probabilities in the layer and in the layer below, 0 where the gradient is not taken through them."""
+    own = 0 if asked.before_activation else asked.layer.dropout
+    return own, 0 if asked.below is None else asked.below.dropout
+
+
+def _derivative(layer: Layer, saved: Operand | None, db: int | None) -> Derivative:
+    spec = saved.spec if saved else None
+    if saved and layer.saved_layout:  # an array of a single row may have any strides
+        spec = Spec(layer.saved_layout, saved.alignment)
+    return Derivative(layer.activation, layer.saved_as, spec, db, layer.dropout > 0)
+
+
+def _factors(layer: Layer, rng: Philox | None) -> Any:
+    return host_dropout(layer.shape[:2], layer.dropout, rng)

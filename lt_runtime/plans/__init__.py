@@ -1,0 +1,1 @@
+"""A layer at run time: strategies, priors, plans, bound calls, and the plans in memory."""

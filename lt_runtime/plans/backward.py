@@ -1,0 +1,149 @@
+"""Plans of a linear layer's backward pass: kernels and products, ready to launch in their order."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.branches import branch
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.memory import StreamMemory, aligned
+from lt_runtime.kernels.call import Call, DropoutState
+from lt_runtime.kernels.epilogue import BackwardPass, Sums
+from lt_runtime.plans.strategies import BackwardStrategy, MadeBy, dz_spec, unchanged
+from lt_runtime.problem import BackwardProblem, Derivative, MatmulProblem, Spec
+from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.plan import AlgorithmPlan, Plan
+
+
+class BackwardPlan(Plan):
+    """A backward problem on one device, split as a strategy says.
+
+    Args:
+        strategy: one of `backward_strategies`.
+        choose: makes the plans of its products.
+
+    Attributes:
+        products: those of "dx" and "dw", by these names, where they are wanted.
+
+    Raises:
+        PlanError: cuBLASLt refuses one of the strategy's products.
+    """
+
+    def __init__(
+        self, problem: BackwardProblem, device: int, strategy: BackwardStrategy, choose: Choose = known_algorithm
+    ) -> None:
+        self.problem, self.device, self.strategy = problem, device, strategy
+        self._dz = dz_spec(problem)
+        wants_product = problem.dx is not None or problem.dw is not None
+        self._needs_dz = problem.dz is not None or (problem.own.changes and wants_product)
+        self._first, self._last = self._own_pass(), self._pass_below()
+        self._dz_bytes = self._scratch_for_dz()
+        # The two passes have their partial sums one after the other, in one place.
+        self._partial_bytes = max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
+        problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
+        self.products = {name: choose(each, device) for name, each in problems.items() if each is not None}
+        self._dx, self._dw = self.products.get("dx"), self.products.get("dw")
+
+    def _scratch_for_dz(self) -> int:
+        if not self._needs_dz or self.problem.dz is not None:
+            return 0
+        return aligned(self._dz.layout.extent * self.problem.dtype.itemsize)
+
+    def _own_pass(self) -> BackwardPass | None:
+        problem, own = self.problem, self.problem.own
+        sums = self.strategy.db is MadeBy.KERNEL
+        if not problem.dy.layout.size or not (sums or self._needs_dz):
+            return None
+        dz = self._dz if self._needs_dz else None
+        return self._pass(own, problem.dy, dz, sums=sums)
+
+    def _pass_below(self) -> BackwardPass | None:
+        """Our kernel over dx, in place; or over what the product has made of it, for the bias gradient alone."""
+        problem, strategy, below = self.problem, self.strategy, self.problem.through
+        if below is None or problem.dx is None or not problem.dx.layout.size:
+            return None
+        derives, sums = strategy.derivative is MadeBy.KERNEL, strategy.db_below is MadeBy.KERNEL
+        if derives:
+            return self._pass(below, problem.dx, problem.dx, sums=sums)
+        return self._pass(unchanged(below.db), problem.dx, None, sums=True) if sums else None
+
+    def _pass(self, derivative: Derivative, dy: Spec, dz: Spec | None, *, sums: bool) -> BackwardPass:
+        kind = Sums(self.problem.accumulate) if sums else None
+        return BackwardPass(self.problem.dtype, derivative, dy, dz, self.device, sums=kind)
+
+    def _dx_problem(self) -> MatmulProblem | None:
+        problem, below, strategy = self.problem, self.problem.through, self.strategy
+        if problem.dx is None:
+            return None
+        plain = MatmulProblem(problem.dtype, problem.dtype, problem.compute, self._product_dz, problem.w, problem.dx)
+        if below is None or strategy.derivative is not MadeBy.EPILOGUE:
+            return plain
+        sums = strategy.db_below is MadeBy.EPILOGUE
+        epilogue = Epilogue(f"d{below.activation.name}{'_bgrad' if sums else ''}")
+        vector = below.db if sums and below.db is not None else 256
+        return replace(plain, epilogue=epilogue, aux=below.saved_spec, vector=vector)
+
+    def _dw_problem(self) -> MatmulProblem | None:
+        problem = self.problem
+        if problem.dw is None:
+            return None
+        c = problem.dw if problem.accumulate else None
+        dz, kind = self._product_dz.transposed, problem.dtype
+        plain = MatmulProblem(kind, kind, problem.compute, dz, problem.x, problem.dw, c=c)
+        if self.strategy.db is not MadeBy.EPILOGUE:
+            return plain
+        return replace(plain, epilogue=Epilogue.BGRADA, vector=problem.own.db or 256)
+
+    @property
+    def _product_dz(self) -> Spec:
+        return self._dz if self._needs_dz else self.problem.dy
+
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        memory.scratch(self._dz_bytes + self._partial_bytes)
+        if self.strategy.beside:
+            _ = memory.branch
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        dy, x, w, saved, saved_below, dx, dw, db, dz, db_below = call.addresses
+        scratch = memory.scratch(self._dz_bytes + self._partial_bytes)
+        partial = scratch + self._dz_bytes
+        dropout, dropout_below = call.dropouts
+        if self._first is not None:
+            dz = (dz or scratch) if self._needs_dz else dy
+            self._first.run(dy, saved, dz, db, partial, memory.tickets, dropout, memory.stream)
+        else:
+            dz = dy
+            if self.strategy.db is MadeBy.KERNEL:
+                self._zero(db, self.problem.dy.layout.cols, memory.stream)
+        beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
+        with beside as other:
+            if self._dw is not None:
+                self._put_dw(self._dw, dz, x, dw, db, other)
+            if self._dx is not None:
+                vector = db_below if self.strategy.db_below is MadeBy.EPILOGUE else 0
+                aux = saved_below if self.strategy.derivative is MadeBy.EPILOGUE else 0
+                self._dx.put(Call((dz, w, 0, vector, aux, dx), memory.stream), memory)
+                self._put_below(dx, saved_below, db_below, partial, dropout_below, memory)
+
+    def _put_dw(self, product: AlgorithmPlan, dz: int, x: int, dw: int, db: int, memory: StreamMemory) -> None:
+        vector = db if self.strategy.db is MadeBy.EPILOGUE else 0
+        beta = 1.0 if self.problem.accumulate else 0.0
+        product.put(Call((dz, x, dw, vector, 0, dw), memory.stream, (1.0, beta)), memory)
+
+    def _put_below(
+        self, dx: int, saved: int, db: int, partial: int, dropout: DropoutState | None, memory: StreamMemory
+    ) -> None:
+        """Puts what our kernel does of the layer below on the stream, after dx."""
+        if self._last is not None:
+            self._last.run(dx, saved, dx, db, partial, memory.tickets, dropout, memory.stream)
+        elif self.strategy.db_below is MadeBy.KERNEL:
+            self._zero(db, self.problem.x.layout.cols, memory.stream)
+
+    def _zero(self, db: int, cols: int, stream: int) -> None:
+        """A sum over no rows."""
+        if cols and not self.problem.accumulate:
+            call("cuMemsetD8Async", db, 0, cols * self.problem.dtype.itemsize, stream)

@@ -1,0 +1,106 @@
+"""Which strategy a plan follows: the measured one, else the first of the priors that works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from lt_runtime.errors import PlanError
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.plans.priors import backward_priors, forward_priors
+from lt_runtime.plans.strategies import (
+    BackwardStrategy,
+    ForwardStrategy,
+    backward_strategies,
+    forward_strategies,
+    from_entry,
+)
+from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
+from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.plan import Plan
+from lt_runtime.products.product import ProductPlan
+from lt_runtime.store.entries import LayerEntry
+from lt_runtime.store.entries import Strategy as StoredStrategy
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import plan_store
+
+LayerProblem: TypeAlias = ForwardProblem | BackwardProblem
+LayerPlan: TypeAlias = ForwardPlan | BackwardPlan
+Strategy: TypeAlias = ForwardStrategy | BackwardStrategy
+
+
+def decide(problem: Problem, device: int) -> Plan:
+    """The plan for a problem: a layer's by what was measured of strategies, or by the priors.
+
+    Raises:
+        PlanError: cuBLASLt has no algorithm even for the plain products.
+    """
+    if isinstance(problem, MatmulProblem):
+        return ProductPlan(problem, device)
+    return decide_layer(problem, device)
+
+
+def decide_layer(problem: LayerProblem, device: int) -> LayerPlan:
+    """`decide` for a layer's problem."""
+    return _measured(problem, device) or prior_plan(problem, device)
+
+
+def plan_for(problem: LayerProblem, device: int, strategy: Strategy, choose: Choose = known_algorithm) -> LayerPlan:
+    """The plan of a layer's problem by one of its strategies.
+
+    Raises:
+        PlanError: cuBLASLt refuses one of the strategy's products.
+    """
+    if isinstance(problem, ForwardProblem):
+        assert isinstance(strategy, ForwardStrategy)
+        return ForwardPlan(problem, device, strategy, choose)
+    assert isinstance(strategy, BackwardStrategy)
+    return BackwardPlan(problem, device, strategy, choose)
+
+
+def strategies_of(problem: LayerProblem) -> Iterable[Strategy]:
+    """All strategies of a problem, in the order in which its kind lists them."""
+    return forward_strategies(problem) if isinstance(problem, ForwardProblem) else backward_strategies(problem)
+
+
+def priors_of(problem: LayerProblem, device: int) -> Iterable[Strategy]:
+    """All strategies of a problem, in the order in which the priors would try them."""
+    return forward_priors(problem, device) if isinstance(problem, ForwardProblem) else backward_priors(problem, device)
+
+
+def stored_strategy(problem: LayerProblem, values: StoredStrategy) -> Strategy:
+    """A problem's strategy as the plan cache has it.
+
+    Raises:
+        ValueError: the values are no strategy for such a problem.
+    """
+    if isinstance(problem, ForwardProblem):
+        return from_entry(ForwardStrategy, values)
+    return from_entry(BackwardStrategy, values)
+
+
+def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
+    """The plan by the priors, whatever was measured of strategies. Raises as `decide`."""
+    refused: PlanError | None = None
+    for strategy in priors_of(problem, device):
+        try:
+            return plan_for(problem, device, strategy, choose)
+        except PlanError as error:
+            refused = error
+    raise refused or PlanError("there is no strategy for the problem")
+
+
+def _measured(problem: LayerProblem, device: int) -> LayerPlan | None:
+    """The plan by the plan cache; an entry that no plan can be made of any more is barred there."""
+    made: list[LayerPlan] = []
+
+    def validate(_: str, entry: LayerEntry) -> str | None:
+        try:
+            made.append(plan_for(problem, device, stored_strategy(problem, entry.strategy)))
+        except (PlanError, ValueError) as error:
+            return str(error)
+        return None
+
+    plan_store(device).layer(problem_key(problem), validate)
+    return made[0] if made else None

@@ -1,0 +1,78 @@
+"""Plans of a linear layer's forward pass: a matrix product, and the kernel that may follow it."""
+
+from __future__ import annotations
+
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.epilogue import ForwardPass
+from lt_runtime.plans.strategies import ForwardStrategy, kept_spec
+from lt_runtime.problem import Activation, ForwardProblem, MatmulProblem
+from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.plan import Plan
+
+
+class ForwardPlan(Plan):
+    """A forward problem on one device, split as a strategy says.
+
+    Args:
+        strategy: one of `forward_strategies`.
+        choose: makes the plan of the product.
+
+    Attributes:
+        kept_spec: how the matrix lies that is written besides y; None if there is none.
+        products: the product, by the name "y".
+
+    Raises:
+        PlanError: cuBLASLt refuses the strategy's product.
+    """
+
+    def __init__(
+        self, problem: ForwardProblem, device: int, strategy: ForwardStrategy, choose: Choose = known_algorithm
+    ) -> None:
+        self.problem, self.device, self.strategy = problem, device, strategy
+        self.kept_spec = kept_spec(problem, strategy.saved)
+        self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
+        has_pass = leaves_a_pass(problem, strategy)
+        # Our kernel reads the product where it is to be kept, which saves a copy.
+        self._product_is_kept = has_pass and self.kept_spec is not None
+        self._product = choose(self._matmul_problem(), device)
+        self.products = {"y": self._product}
+        self._pass = self._own_pass() if has_pass and problem.y.layout.size else None
+
+    def _own_pass(self) -> ForwardPass:
+        source = self.kept_spec if self._product_is_kept else None
+        adds_bias = self.problem.bias is not None and not self._adds_bias
+        return ForwardPass(self.problem, self.device, source=source, adds_bias=adds_bias)
+
+    def _matmul_problem(self) -> MatmulProblem:
+        problem = self.problem
+        target = self.kept_spec if self._product_is_kept else None
+        return MatmulProblem(
+            problem.dtype,
+            problem.dtype,
+            problem.compute,
+            problem.x,
+            problem.w.transposed,
+            target or problem.y,
+            self.strategy.epilogue,
+            vector=problem.bias if problem.bias is not None and self._adds_bias else 256,
+            aux=self.kept_spec if self._writes_aux else None,
+        )
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        x, w, bias, y, kept = call.addresses
+        target = kept if self._product_is_kept else y
+        vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
+        self._product.put(Call((x, w, 0, vector, aux, target), memory.stream), memory)
+        if self._pass is not None:
+            self._pass.run(target, bias, y, dropout=call.dropouts[0], stream=memory.stream)
+
+
+def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:
+    """Whether the epilogue leaves something to our kernel."""
+    epilogue = strategy.epilogue
+    adds_bias = problem.bias is not None and not epilogue.has_bias
+    activates = problem.activation != Activation() and epilogue.activation == "none"
+    copies = problem.preactivation is not None and not epilogue.has_aux_output
+    return adds_bias or activates or problem.dropout or copies

@@ -1,0 +1,111 @@
+"""Strategies for problems that nobody has measured: those of a problem, in the order in which to try them.
+
+A table for each architecture, `priors_sm*.json`, says which comes first; `benchmarks.derive_priors` writes it from
+measurements, and it says which those were. Where a table says nothing, a fixed rule holds: fused where nothing has to
+be kept, derivatives and bias gradients by our kernels, which on Hopper beat the library's epilogues up to four times.
+An architecture without a table goes by that of the nearest.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from lt_runtime.gpu.devices import device_info
+from lt_runtime.plans.strategies import (
+    BackwardStrategy,
+    ForwardStrategy,
+    MadeBy,
+    backward_strategies,
+    forward_strategies,
+    to_entry,
+)
+from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, Saved
+
+Tree: TypeAlias = Mapping[str, Any]
+"""A strategy as in the plan cache; or a feature, a limit, and a tree each for below it and for the rest."""
+
+_FILES: Final = "priors_sm*.json"
+
+
+def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStrategy]:
+    """The table's strategy first; then our kernel does what an auxiliary output would be for."""
+    tree = _trees(device, "forward").get(f"{_kind(problem)} {problem.activation.name}")
+    wanted = dict(decide(tree, forward_features(problem))) if tree is not None and problem.backward else {}
+    if wanted and problem.bias is None:
+        wanted["epilogue"] = wanted["epilogue"].removesuffix("bias").removesuffix("_") or "none"
+    strategies = sorted(forward_strategies(problem), key=lambda each: each.epilogue.has_aux_output)
+    return sorted(strategies, key=lambda each: dict(to_entry(each)) != wanted)
+
+
+def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardStrategy]:
+    """Those that are most like the table's first; then those that leave the most to our kernels."""
+    tree = _trees(device, "backward").get(f"{_kind(problem)} {_below(problem)}")
+    wanted = dict(decide(tree, backward_features(problem))) if tree is not None else {}
+    if problem.own.changes:  # then our kernel reads dy in any case, and sums it at hardly any cost
+        wanted["db"] = MadeBy.KERNEL.value
+    strategies = sorted(backward_strategies(problem), key=_by_library)
+    return sorted(strategies, key=lambda each: _differences(each, wanted))
+
+
+def forward_features(problem: ForwardProblem) -> dict[str, int]:
+    """What a forward tree may ask for: the output's bytes, the terms of each of its sums, and its rows."""
+    rows, cols = problem.y.layout.shape
+    return _features(rows, cols, problem.x.layout.cols, problem.dtype)
+
+
+def backward_features(problem: BackwardProblem) -> dict[str, int]:
+    """The same of the input gradient, whether or not it is wanted."""
+    rows, cols = problem.x.layout.shape
+    return _features(rows, cols, problem.dy.layout.cols, problem.dtype)
+
+
+def _features(rows: int, cols: int, inner: int, dtype: DType) -> dict[str, int]:
+    return {"output_bytes": rows * cols * dtype.itemsize, "inner": inner, "rows": rows}
+
+
+def decide(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
+    """The strategy that a tree comes to."""
+    while "feature" in tree:
+        tree = tree["then"] if features[tree["feature"]] < tree["below"] else tree["otherwise"]
+    return tree
+
+
+def _kind(problem: ForwardProblem | BackwardProblem) -> str:
+    """The name of the types in the tables: both 16-bit ones move the same bytes, at the same speed."""
+    if problem.dtype in (DType.BFLOAT16, DType.FLOAT16):
+        return "bf16"
+    return "tf32" if problem.compute is Compute.TF32 else problem.compute.value
+
+
+def _below(problem: BackwardProblem) -> str:
+    """What dx is taken through; "products" if there is nothing to do besides those."""
+    if problem.through is not None:
+        return f"{problem.through.activation.name} {problem.through.saved.value}"
+    return "products" if problem.own.db is None and not problem.own.changes else f"none {Saved.NOTHING.value}"
+
+
+def _by_library(strategy: BackwardStrategy) -> int:
+    return (strategy.db, strategy.derivative, strategy.db_below).count(MadeBy.EPILOGUE)
+
+
+def _differences(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> int:
+    """In how many parts that the problem has at all a strategy is another than the one wanted."""
+    parts = {name: value for name, value in to_entry(strategy).items() if value != MadeBy.NOBODY.value}
+    return sum(wanted.get(name, value) != value for name, value in parts.items())
+
+
+def _trees(device: int, name: str) -> Mapping[str, Tree]:
+    trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[name]
+    return trees
+
+
+@functools.cache
+def _nearest(capability: int) -> Mapping[str, Any]:
+    """The table of the architecture, or of that with the nearest number."""
+    known = {int(path.stem.removeprefix("priors_sm")): path for path in Path(__file__).parent.glob(_FILES)}
+    table: Mapping[str, Any] = json.loads(known[min(known, key=lambda each: abs(each - capability))].read_text())
+    return table

@@ -1,0 +1,314 @@
+"""A matrix product ready to launch: descriptors made, algorithm chosen."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from lt_runtime import cublaslt
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import CublasLtError, PlanError
+from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.driver import call as driver_call
+from lt_runtime.gpu.graphs import rehearse
+from lt_runtime.gpu.memory import StreamMemory, workspace_size
+from lt_runtime.kernels.call import Call
+from lt_runtime.layout import Order
+from lt_runtime.problem import MatmulProblem, Spec
+from lt_runtime.products.library_terms import (
+    DATA_TYPES,
+    Types,
+    column_major,
+    library_epilogue,
+    library_types,
+    scale_type,
+)
+from lt_runtime.products.plan import AlgorithmPlan
+
+_REQUESTED: Final = 8
+_MAX_KERNELS: Final = 2
+# Partial sums of a split K are kept in FP32; in the output type they would lose precision.
+_REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.COMPUTE_TYPE
+_ANY_ADDRESS: Final = 256  # the heuristic looks at pointers' values; any aligned one stands for those to come
+
+
+class MatmulPlan(AlgorithmPlan):
+    """One product on one device, by an algorithm of cuBLASLt's heuristic or a given one.
+
+    cuBLASLt thinks in column-major matrices. A row-major D is its column-major transpose, and Dᵀ = Bᵀ·Aᵀ, so that
+    the operands swap; an operand that lies the way D does is then read plainly, one that lies the other way by the
+    transpose flag. Nothing is ever transposed in memory.
+
+    Args:
+        problem: what is to be computed.
+        device: ordinal of the GPU, which must be current.
+        rank: which of the candidates to use; None for the first that can be launched leanly, see `launches_leanly`.
+        algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
+            The heuristic is then not asked.
+        reserved: bytes at the end of the workspace that the library may not use.
+
+    Attributes:
+        candidates: the algorithms that the heuristic offers and that are not known to be wrong, best first.
+        algorithm: the one that is used; there is none where nothing is to be multiplied.
+
+    Raises:
+        PlanError: there is no such candidate, or something speaks against the given algorithm.
+    """
+
+    def __init__(
+        self,
+        problem: MatmulProblem,
+        device: int,
+        rank: int | None = None,
+        *,
+        algorithm: bytes | None = None,
+        reserved: int = 0,
+    ) -> None:
+        self.problem = problem
+        self._reserved = reserved
+        self.candidates: tuple[cublaslt.Algorithm, ...] = ()
+        self.device = device
+        self._swapped = problem.d.layout.order is Order.ROW
+        self._lock = threading.Lock()
+        self._prepared: cublaslt.PreparedMatmul | None = None
+        self._vector = self._aux = _ANY_ADDRESS
+        self.algorithm = None
+        if not problem.is_empty:
+            self._describe_operands()
+            self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
+            operands = (self._first, self._second, self._c, self._d)
+            self._prepared = cublaslt.PreparedMatmul(self.handle, self._desc, *operands, self.algorithm)
+
+    @property
+    def is_lean(self) -> bool:
+        """See `AlgorithmPlan`."""
+        return self.algorithm is not None and self.launches_leanly(self.algorithm)
+
+    def _describe_operands(self) -> None:
+        problem = self.problem
+        self.handle = cublaslt.handle(self.device)
+        first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
+        self._desc = self._describe(first.layout.order, second.layout.order)
+        _, _, operand, _, result, _ = self.types
+        self._first = column_major(first, operand, problem.batch)
+        self._second = column_major(second, operand, problem.batch)
+        self._d = column_major(problem.d, result, problem.batch)
+        self._c = self._d if problem.c is None else column_major(problem.c, result, problem.batch)
+
+    def _choose(self, rank: int | None) -> cublaslt.Algorithm:
+        self.candidates = tuple(self.query(self.workspace_size, self.reductions))
+        if len(self.candidates) <= (rank or 0):
+            raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")
+        return self._first_lean() if rank is None else self.candidates[rank]
+
+    def _first_lean(self) -> cublaslt.Algorithm:
+        """The first candidate that is lean. With an epilogue some launch three kernels: ours would be cheaper."""
+        if self.problem.epilogue is Epilogue.NONE:
+            return self.candidates[0]
+        for candidate in self.candidates:
+            if self.launches_leanly(candidate):
+                return candidate
+        raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
+
+    def launches_leanly(self, algorithm: cublaslt.Algorithm) -> bool:
+        """Whether the product by an algorithm, be it another than the plan's, would be lean; see `AlgorithmPlan`."""
+        nodes = self.nodes(algorithm)
+        most = 1 if self.problem.one_kernel else _MAX_KERNELS
+        return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
+
+    def nodes(self, algorithm: cublaslt.Algorithm) -> list[str]:
+        """What a launch puts on the stream, such as "KERNEL"; nothing where the library refuses it.
+
+        Captures a launch, with addresses that nothing will look at.
+        """
+        scalar = _ANY_ADDRESS if self.problem.device_scalars else 1.0
+        a = b = d = _ANY_ADDRESS
+        c = d if self.problem.c is None else 2 * _ANY_ADDRESS
+        size = self.workspace_size
+
+        def launch(stream: int) -> None:
+            cublaslt.matmul(
+                self.handle,
+                self._desc,
+                scalar,
+                a,
+                self._first,
+                b,
+                self._second,
+                0.0 if scalar == 1.0 else scalar,
+                c,
+                self._c,
+                d,
+                self._d,
+                algorithm,
+                _ANY_ADDRESS,
+                size,
+                stream,
+            )
+
+        try:
+            return rehearse(launch, self.device)
+        except CublasLtError:  # the heuristic offers some that it then refuses to launch
+            return []
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes that the library may use."""
+        return workspace_size(self.device) - self._reserved
+
+    @property
+    def adds_memsets(self) -> bool:
+        """See `AlgorithmPlan`."""
+        return self.algorithm is not None and "MEMSET" in self.nodes(self.algorithm)
+
+    @property
+    def reductions(self) -> cublaslt.ReductionScheme:
+        """How an algorithm may sum the parts of a split K."""
+        return cublaslt.ReductionScheme.NONE if self.problem.one_kernel else _REDUCTIONS
+
+    @property
+    def types(self) -> Types:
+        """What the library's algorithms are listed by: compute type, scale type, types of A, B, C and D."""
+        return library_types(self.problem)
+
+    @property
+    def library_shape(self) -> tuple[int, int]:
+        """Rows and columns of D as the library sees it."""
+        return (self.problem.n, self.problem.m) if self._swapped else (self.problem.m, self.problem.n)
+
+    def _describe(self, first: Order, second: Order) -> cublaslt.MatmulDesc:
+        problem, own = self.problem, self.problem.d.layout.order
+        attribute, operation = cublaslt.MatmulDescAttribute, cublaslt.Operation
+        desc = cublaslt.MatmulDesc(*self.types[:2])
+        desc.set(attribute.TRANSA, operation.N if first is own else operation.T)
+        desc.set(attribute.TRANSB, operation.N if second is own else operation.T)
+        desc.set(attribute.EPILOGUE, library_epilogue(problem.epilogue, self._swapped))
+        if problem.device_scalars:
+            desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
+        if problem.epilogue.has_bias or problem.epilogue.has_bias_gradient:
+            desc.set(attribute.BIAS_POINTER, _ANY_ADDRESS)
+            desc.set(attribute.BIAS_DATA_TYPE, DATA_TYPES[problem.d_dtype])
+        if problem.aux is not None:
+            desc.set(attribute.EPILOGUE_AUX_POINTER, _ANY_ADDRESS)
+            desc.set(attribute.EPILOGUE_AUX_LD, problem.aux.layout.leading_dimension)
+            desc.set(attribute.EPILOGUE_AUX_BATCH_STRIDE, problem.aux.batch_stride)
+        return desc
+
+    def query(self, workspace: int, reductions: cublaslt.ReductionScheme) -> list[cublaslt.Algorithm]:
+        """Algorithms that the heuristic offers, best first; those known to be wrong are left out.
+
+        Args:
+            workspace: bytes that they may use.
+            reductions: how they may sum the parts of a split K.
+        """
+        attribute, problem = cublaslt.PreferenceAttribute, self.problem
+        first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
+        with cublaslt.MatmulPreference() as preference:
+            preference.set(attribute.MAX_WORKSPACE_BYTES, workspace)
+            preference.set(attribute.REDUCTION_SCHEME_MASK, reductions)
+            preference.set(attribute.MIN_ALIGNMENT_A_BYTES, first.alignment)
+            preference.set(attribute.MIN_ALIGNMENT_B_BYTES, second.alignment)
+            preference.set(attribute.MIN_ALIGNMENT_C_BYTES, (problem.c or problem.d).alignment)
+            preference.set(attribute.MIN_ALIGNMENT_D_BYTES, problem.d.alignment)
+            operands = (self._first, self._second, self._c, self._d)
+            offered = cublaslt.get_heuristics(self.handle, self._desc, *operands, preference, _REQUESTED)
+        return [each for each in offered if cublaslt.is_known_bad(self._facts(each)) is None]
+
+    def check(self, algorithm: cublaslt.Algorithm) -> cublaslt.Algorithm:
+        """The algorithm with what it needs, if nothing speaks against it; only `is_lean` knows if a launch succeeds.
+
+        Raises:
+            PlanError: the library refuses it, it is known to be wrong, it needs too much workspace, or it sums the
+                parts of a split K in a way that is not allowed.
+        """
+        operands = (self._first, self._second, self._c, self._d)
+        try:
+            checked = cublaslt.algo_check(self.handle, self._desc, *operands, algorithm)
+        except CublasLtError as error:
+            raise PlanError(f"cuBLASLt refuses the algorithm for {self.problem}: {error}") from error
+        facts, most = self._facts(checked), self.workspace_size
+        effect = cublaslt.is_known_bad(facts)
+        if effect is not None:
+            raise PlanError(f"the algorithm is known to be wrong for {self.problem}: {effect}")
+        if checked.workspace_size > most:
+            raise PlanError(f"the algorithm needs {checked.workspace_size} bytes of workspace; there are {most}")
+        if facts.splitk > 1:
+            scheme = cublaslt.ReductionScheme(checked.get(cublaslt.AlgoConfigAttribute.REDUCTION_SCHEME))
+            if scheme & ~self.reductions:
+                raise PlanError(f"the algorithm sums the parts of a split K as {scheme!r}; {self.problem} rules it out")
+        return checked
+
+    def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:
+        problem, config, (m, n) = self.problem, cublaslt.AlgoConfigAttribute, self.library_shape
+        specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]
+        specs += [(spec.layout, problem.d_dtype) for spec in (problem.c, problem.d) if spec is not None]
+        return cublaslt.Candidate(
+            version=cublaslt.get_version(),
+            capability=device_info(self.device).capability,
+            m=m,
+            n=n,
+            k=problem.k,
+            epilogue=library_epilogue(problem.epilogue, self._swapped),
+            largest_pitch=max(layout.leading_dimension * dtype.itemsize for layout, dtype in specs),
+            largest_span=max(layout.extent for layout, _ in specs),
+            vector_alignment=problem.vector,
+            algo_id=algorithm.get(config.ID),
+            splitk=algorithm.get(config.SPLITK_NUM),
+            stages=algorithm.get(config.STAGES_ID),
+        )
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        prepared = self._prepared
+        if prepared is None:
+            self._put_without(call, memory.stream)
+            return
+        a, b, c, vector, aux, d = call.addresses
+        alpha, beta = call.scalars
+        if self._swapped:
+            a, b = b, a
+        if self.problem.c is None:
+            c, beta = d, memory.zeros if self.problem.device_scalars else 0.0
+        with self._lock:  # the descriptor's addresses are this call's until it has returned
+            if vector and vector != self._vector:
+                self._desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, vector)
+                self._vector = vector
+            if aux and aux != self._aux:
+                self._desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
+                self._aux = aux
+            size = memory.workspace_size - self._reserved
+            prepared(alpha, a, b, beta, c, d, memory.workspace, size, memory.stream)
+
+    def _put_without(self, call: Call, stream: int) -> None:
+        """Puts β·C where nothing is to be multiplied: a sum over no terms is zero."""
+        problem = self.problem
+        if not (problem.batch and problem.m and problem.n):
+            return
+        _, _, c, _, _, d = call.addresses
+        beta = call.scalars[1]
+        if problem.c is None:
+            for batch in range(problem.batch):
+                _zero(d + batch * problem.d.batch_stride * problem.d_dtype.itemsize, problem, stream)
+        elif c != d or problem.device_scalars or beta != 1.0:
+            self._scale(problem.c, c, d, beta, stream)
+
+    def _scale(self, spec: Spec, c: int, d: int, beta: float, stream: int) -> None:
+        problem, attribute = self.problem, cublaslt.MatrixTransformDescAttribute
+        kind = DATA_TYPES[problem.d_dtype]
+        with (
+            cublaslt.MatrixTransformDesc(scale_type(problem)) as desc,
+            column_major(spec, kind, problem.batch) as source,
+            column_major(problem.d, kind, problem.batch) as target,
+        ):
+            unused: float = 0.0  # the factor of a B that there is not
+            if problem.device_scalars:
+                desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
+                unused = beta
+            handle = cublaslt.handle(self.device)
+            cublaslt.matrix_transform(handle, desc, beta, c, source, unused, 0, None, d, target, stream)
+
+
+def _zero(address: int, problem: MatmulProblem, stream: int) -> None:
+    layout, itemsize = problem.d.layout, problem.d_dtype.itemsize
+    lines, width = (layout.rows, layout.cols) if layout.order is Order.ROW else (layout.cols, layout.rows)
+    driver_call("cuMemsetD2D8Async", address, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)

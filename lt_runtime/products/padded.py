@@ -1,0 +1,174 @@
+"""Plans of products over copies of their operands that suit the library's kernels better.
+
+Where rows are no whole vectors cuBLASLt's kernels are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs,
+2048x1024x480 takes 5.7. Leading dimensions of whole vectors make no difference, the extents count. So operands are
+copied with zeros behind their contiguous axis, which add nothing to any sum, and a result with such a tail is copied
+without it.
+
+Hopper's tensor cores read TF32 operands along K alone. Where an operand of a gradient's product lies the other way
+cuBLASLt falls back to older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So
+copies of the operands that lie along K are candidates as well.
+
+To the tuner and the plan cache the copies are a part of the algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Final
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu.memory import StreamMemory, aligned, workspace_size
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.kernel import OCTET
+from lt_runtime.kernels.resize import Resize, ResizePass
+from lt_runtime.kernels.tiling import moves_vectors
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.plan import AlgorithmPlan
+
+PADDED: Final = b"lt_runtime: padded".ljust(64, b"\0")
+"""Stands before an algorithm of the library's that works on padded copies."""
+K_MAJOR: Final = b"lt_runtime: k-major".ljust(64, b"\0")
+"""The same of copies that also lie along K."""
+
+_PAYS: Final = 1 << 29
+"""Multiply-adds from which padding is faster without a measurement: of half as many the copies take as long as they
+save (H200, BF16 and TF32)."""
+_PAYING_AXIS: Final = 128
+"""So long is each axis then: with a shorter one there is more to copy for as many."""
+_RESULTS: Final = (
+    Epilogue.NONE,
+    *(Epilogue.BIAS, Epilogue.RELU, Epilogue.GELU, Epilogue.RELU_BIAS, Epilogue.GELU_BIAS),
+)
+"""Epilogues that a padded D may have: what they write besides would have to be padded as well."""
+
+
+def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulProblem | None:
+    """The product of the padded copies; None where nothing is to be copied, or not on tensor cores, or not by us.
+
+    An operand that is whole vectors already, and whose extents and order stay, is used where it is.
+
+    Args:
+        k_major: A and B are to lie along K; None, then, where they do, or in other types than TF32.
+    """
+    if problem.dtype is not problem.d_dtype or problem.batch != 1 or not _on_tensor_cores(problem):
+        return None
+    lie_along_k = Order.ROW, Order.COLUMN
+    orders = problem.a.layout.order, problem.b.layout.order
+    if k_major and (problem.compute is not Compute.TF32 or orders == lie_along_k or problem.epilogue.sums_operand):
+        return None
+    orders = lie_along_k if k_major else orders
+    (m, n, k), kind = _rounded(problem, *orders), problem.dtype
+    a, b = _copied(problem.a, m, k, orders[0], kind), _copied(problem.b, k, n, orders[1], kind)
+    d = _copied(problem.d, m, n, problem.d.layout.order, kind)
+    if (a, b, d) == (problem.a, problem.b, problem.d):
+        return None
+    if d == problem.d:
+        return replace(problem, a=a, b=b)
+    if problem.c is not None or problem.epilogue not in _RESULTS:
+        return None
+    return replace(problem, a=a, b=b, d=d, vector=256)
+
+
+def pays_untuned(problem: MatmulProblem) -> bool:
+    """Whether a product is large enough to be padded although nobody has measured it."""
+    axes = problem.m, problem.n, problem.k
+    return min(axes) >= _PAYING_AXIS and math.prod(axes) >= _PAYS and padded_problem(problem) is not None
+
+
+def _on_tensor_cores(problem: MatmulProblem) -> bool:
+    sixteen_bits = problem.dtype in (DType.FLOAT16, DType.BFLOAT16)
+    return 0 not in (problem.m, problem.n, problem.k) and (sixteen_bits or problem.compute is Compute.TF32)
+
+
+def _rounded(problem: MatmulProblem, a: Order, b: Order) -> tuple[int, int, int]:
+    """M, N and K, those that are an operand's contiguous axis rounded up to whole octets; A and B in those orders."""
+    d = problem.d.layout.order
+    grows_m = Order.COLUMN in (a, d)
+    grows_n, grows_k = Order.ROW in (b, d), a is Order.ROW or b is Order.COLUMN
+    extents = ((problem.m, grows_m), (problem.n, grows_n), (problem.k, grows_k))
+    m, n, k = (-(-extent // OCTET) * OCTET if grows else extent for extent, grows in extents)
+    return m, n, k
+
+
+def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spec:
+    """How an operand of that size and order lies: as it does, or packed on its own."""
+    layout = spec.layout
+    if layout.shape == (rows, cols) and layout.order is order and moves_vectors(spec, dtype):
+        return spec
+    return Spec(Layout(rows, cols, order, cols if order is Order.ROW else rows))
+
+
+class PaddedPlan(AlgorithmPlan):
+    """A product on one device over padded copies, which lie at the end of the stream's workspace.
+
+    Args:
+        algorithm: 64 bytes, an algorithm for the product of the copies; None for the heuristic's choice.
+        k_major: see `padded_problem`.
+
+    Attributes:
+        inner: the plan of the product of the copies.
+
+    Raises:
+        PlanError: there is nothing to copy, no room for the copies, or the library does not make the product; see
+            `MatmulPlan`.
+    """
+
+    def __init__(
+        self, problem: MatmulProblem, device: int, *, algorithm: bytes | None = None, k_major: bool = False
+    ) -> None:
+        padded = padded_problem(problem, k_major=k_major)
+        if padded is None:
+            raise PlanError(f"padding is not for {problem}")
+        self._mark = K_MAJOR if k_major else PADDED
+        self.problem, self.device = problem, device
+        self._sources, self._offsets, self._reserved = _resizes(problem, padded), dict[str, int](), 0
+        for name, resize in self._sources.items():
+            self._offsets[name] = self._reserved
+            self._reserved += aligned(resize.target.size * problem.dtype.itemsize)
+        if 2 * self._reserved > workspace_size(device):
+            raise PlanError(f"padded copies of {self._reserved} bytes have no room in the workspace: {problem}")
+        self.inner = MatmulPlan(padded, device, algorithm=algorithm, reserved=self._reserved)
+        self.algorithm = self.inner.algorithm
+        result = self._sources.pop("d", None)
+        self._before = ResizePass(problem.dtype, [*self._sources.values()], device) if self._sources else None
+        self._after = ResizePass(problem.dtype, [Resize(result.target, result.source)], device) if result else None
+
+    @property
+    def blob(self) -> bytes:
+        """See `AlgorithmPlan`."""
+        return self._mark + super().blob
+
+    @property
+    def adds_memsets(self) -> bool:
+        """See `AlgorithmPlan`."""
+        return self.inner.adds_memsets
+
+    @property
+    def is_lean(self) -> bool:
+        """See `AlgorithmPlan`: whether the product of the copies is."""
+        return self.inner.is_lean
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        base = memory.workspace + memory.workspace_size - self._reserved
+        own = dict(zip(self.problem.operands, call.addresses, strict=True))
+        copies = {name: base + offset for name, offset in self._offsets.items()}
+        if self._before is not None:
+            self._before.run([(own[name], copies[name]) for name in self._sources], memory.stream)
+        self.inner.put(call._replace(addresses=tuple({**own, **copies}.values())), memory)
+        if self._after is not None:
+            self._after.run([(copies["d"], own["d"])], memory.stream)
+
+
+def _resizes(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:
+    """What is copied, by the names of a call's addresses; that of D is made from its copy."""
+    pairs = {name: (getattr(problem, name), getattr(inner, name)) for name in ("a", "b", "d")}
+    found = {name: Resize(own.layout, copy.layout) for name, (own, copy) in pairs.items() if own != copy}
+    if problem.epilogue.has_bias and (inner.n, inner.vector) != (problem.n, problem.vector):
+        found["vector"] = Resize(packed(1, problem.n), packed(1, inner.n))
+    return found

@@ -1,0 +1,1 @@
+"""What measures: candidates, timing, verification, search, explanation."""

@@ -1,0 +1,182 @@
+"""What a plan does, how long that takes, and what else was tried, in words and numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lt_runtime.gpu.devices import activated, device_info, highest_clocks
+from lt_runtime.plans.decisions import decide_layer
+from lt_runtime.plans.strategies import to_entry
+from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
+from lt_runtime.products.blobs import configuration
+from lt_runtime.products.plan import AlgorithmPlan
+from lt_runtime.products.product import ProductPlan
+from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import plan_store
+from lt_runtime.tuner.names import algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.roofline import Hardware, least_us
+from lt_runtime.tuner.stacks import Stack
+
+_LABEL = 10  # columns
+
+
+@dataclass(frozen=True, slots=True)
+class ProductExplanation:
+    """One of a plan's products, by an algorithm of cuBLASLt's.
+
+    Attributes:
+        name: "product", or "dx" or "dw", which it makes.
+        problem: in words.
+        algorithm: in words; "" where nothing is to be multiplied.
+        entry: what was measured; None if nothing was.
+    """
+
+    name: str
+    problem: str
+    algorithm: str
+    entry: ProductEntry | None
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield _line(self.name, self.problem)
+        if self.algorithm:
+            yield _line("", self.algorithm)
+        if self.entry is None:
+            yield _line("", "chosen without a measurement")
+            return
+        entry = self.entry
+        gain = f", {entry.first_us / entry.us:.2f} times as fast as the heuristic's first" if entry.us else ""
+        yield _line("", f"{entry.us:.2f} µs alone, best of {entry.candidates} measured{gain}")
+        for reason in (*_summed_up(entry.rejected), *(f"refused: {each}" for each in entry.refused)):
+            yield _line("", reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is done for one problem; as text, for people.
+
+    Attributes:
+        problem: what was asked about.
+        strategy: how it is split, in words.
+        products: those of cuBLASLt's.
+        us: µs that it takes, as measured; None if nobody has.
+        least_us: µs that it must take, by the GPU's peaks; None if they are not known.
+        alternatives: strategies that were measured and are slower, by their words, with their µs.
+        rejected: strategies that are not to be used, and why.
+    """
+
+    problem: Problem
+    strategy: str
+    products: tuple[ProductExplanation, ...]
+    us: float | None
+    least_us: float | None
+    alternatives: tuple[tuple[str, float], ...] = ()
+    rejected: tuple[str, ...] = ()
+
+    @property
+    def roofline_fraction(self) -> float | None:
+        """How near it comes to the least time, 1.0 at most; None if either is not known."""
+        return self.least_us / self.us if self.us and self.least_us else None
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield describe(self.problem)
+        yield _line("strategy", self.strategy)
+        yield _line("time", self._time())
+        for product in self.products:
+            yield from product.lines()
+        for words, us in self.alternatives:
+            lost = f", {us / self.us - 1.0:.0%} slower" if self.us else ""
+            yield _line("slower", f"{words}: {us:.2f} µs{lost}")
+        for reason in self.rejected:
+            yield _line("rejected", reason)
+
+    def _time(self) -> str:
+        measured = "not measured" if self.us is None else f"{self.us:.2f} µs"
+        if self.least_us is None:
+            return f"{measured}; this GPU's peaks are not known"
+        fraction = self.roofline_fraction
+        reached = "" if fraction is None else f"{fraction:.0%} of the roofline: "
+        return f"{measured}; {reached}at its peaks the GPU needs {self.least_us:.2f} µs"
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<{_LABEL}}{text}"
+
+
+def _summed_up(rejected: Iterable[RejectedAlgorithm]) -> Iterator[str]:
+    """Reasons, those of one kind together."""
+    reasons = [each.reason for each in rejected]
+    kinds = Counter(reason.partition(":")[0] for reason in reasons)
+    for kind, count in kinds.items():
+        example = next(reason for reason in reasons if reason.partition(":")[0] == kind)
+        yield f"rejected: {example}" if count == 1 else f"rejected: {count} algorithms, {kind}"
+
+
+def explain_stack(stack: Stack, device: int) -> list[Explanation]:
+    """The layers of a stack, forward and then backward from what forward keeps. Raises as `explain_problem`."""
+    with activated(device):
+        saved = [decide_layer(stack.forward(index), device).strategy.saved for index in range(len(stack))]
+    layers = range(len(stack))
+    problems: list[Problem] = [stack.forward(index) for index in layers]
+    problems += [stack.backward(index, saved) for index in layers]
+    return [explain_problem(problem, device) for problem in dict.fromkeys(problems)]
+
+
+def explain_problem(problem: Problem, device: int) -> Explanation:
+    """What would be done for a problem now.
+
+    Raises:
+        PlanError: cuBLASLt has no algorithm for it.
+    """
+    with activated(device):
+        if isinstance(problem, MatmulProblem):
+            return _explain_product(problem, device)
+        return _explain_layer(problem, device)
+
+
+def _explain_product(problem: MatmulProblem, device: int) -> Explanation:
+    plan = ProductPlan(problem, device)
+    product = _explained("product", plan.product, device)
+    fused = plan.product.problem.epilogue is problem.epilogue
+    strategy = "one product of cuBLASLt's" if fused else "a plain product, then our kernel"
+    us = product.entry.us if product.entry and fused else None
+    return Explanation(problem, strategy, (product,), us, least_us(problem, hardware(device)))
+
+
+def _explain_layer(problem: ForwardProblem | BackwardProblem, device: int) -> Explanation:
+    plan = decide_layer(problem, device)
+    explained = tuple(_explained(name, each, device) for name, each in plan.products.items())
+    strategy, least = strategy_in_words(to_entry(plan.strategy)), least_us(problem, hardware(device))
+    entry = plan_store(device).layer(problem_key(problem))
+    if entry is None:
+        return Explanation(problem, f"{strategy} (by the priors)", explained, None, least)
+    return Explanation(
+        problem, strategy, explained, entry.us, least, _alternatives(entry.alternatives), _rejected(entry)
+    )
+
+
+def _alternatives(alternatives: Iterable[Alternative]) -> tuple[tuple[str, float], ...]:
+    return tuple((strategy_in_words(each.strategy), each.us) for each in sorted(alternatives, key=lambda each: each.us))
+
+
+def _rejected(entry: LayerEntry) -> tuple[str, ...]:
+    return tuple(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in entry.rejected)
+
+
+def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanation:
+    problem = plan.problem
+    algorithm = "" if problem.is_empty else algorithm_in_words(configuration(plan.blob))
+    entry = plan_store(device).product(problem_key(problem))
+    return ProductExplanation(name, describe(problem), algorithm, entry)
+
+
+def hardware(device: int) -> Hardware:
+    """What a GPU's speed follows from."""
+    info = device_info(device)
+    return Hardware(info.capability, info.multiprocessors, *highest_clocks(device))
