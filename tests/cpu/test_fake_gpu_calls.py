@@ -316,8 +316,18 @@ def test_bound_layers(gpu: FakeGpu) -> None:
         layer.check_backward(results)
 
 
-def test_bound_products(gpu: FakeGpu) -> None:
-    case = matmul_case(with_c=True, alpha=2.0, beta=-0.5, epilogue=Epilogue.BIAS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epilogue": Epilogue.BIAS},
+        {"epilogue": Epilogue.BIAS, "d": COLUMNS, "c": COLUMNS},
+        {"c": COLUMNS},
+        {"epilogue": Epilogue.DGELU_BGRAD, "d": COLUMNS, "c": COLUMNS},
+        {"epilogue": Epilogue.BGRADA, "a": COLUMNS},
+    ],
+)
+def test_bound_products(gpu: FakeGpu, changes: dict[str, Any]) -> None:
+    case = matmul_case(with_c=True, alpha=2.0, beta=-0.5, **changes)
     product, other = Product(gpu, case, gpu.stream), Product(gpu, dataclasses.replace(case, data_seed=2), gpu.stream)
     bound = gpu.lt.bind(gpu.lt.matmul, **product.operands, stream=gpu.stream)
     for _ in range(2):
