@@ -13,20 +13,18 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.cublaslt.attribute_ids import (
-    MatmulDescAttribute,
-    MatrixLayoutAttribute,
-    MatrixTransformDescAttribute,
-    PreferenceAttribute,
-)
-from lt_runtime.cublaslt.enums import (
+from lt_runtime.cublaslt import (
     BatchMode,
     ComputeType,
     DataType,
     Epilogue,
+    MatmulDescAttribute,
+    MatrixLayoutAttribute,
+    MatrixTransformDescAttribute,
     Operation,
     Order,
     PointerMode,
+    PreferenceAttribute,
     Status,
 )
 from tests.support.device_memory import DeviceMemory, matrix_at

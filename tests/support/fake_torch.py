@@ -67,4 +67,5 @@ def fake_torch(cupy: Any) -> ModuleType:
     module.cuda = SimpleNamespace(
         ExternalStream=ExternalStream, stream=stream, current_stream=lambda _=None: current[-1]
     )
+    module._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda _: current[-1].cuda_stream)
     return module  # type: ignore[no-any-return]
