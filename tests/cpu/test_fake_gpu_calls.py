@@ -64,6 +64,7 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
         {"accumulate": True},
         {"need": (True, False, True)},
         {"need": (False, True, False)},
+        {"need": (True, True, False)},
     ]
     for _ in range(_CALLS):
         for changes in options:
@@ -177,8 +178,11 @@ def test_layers_of_one_shape_take_turns(gpu: FakeGpu) -> None:
 
 def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None:
     case = layer_case(dropout=0.5)
-    for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6), Philox(7, 2, 5)):
-        Layer(gpu, dataclasses.replace(case, rng=rng), gpu.stream).check()
+    layer = Layer(gpu, case, gpu.stream)
+    for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6)) * 2:
+        layer.case = dataclasses.replace(case, rng=rng)
+        layer.refill(0)
+        layer.check()
 
 
 def test_a_step_on_the_device_is_read_when_the_kernel_runs(gpu: FakeGpu) -> None:
@@ -199,6 +203,29 @@ def test_a_step_on_the_device_is_read_when_the_kernel_runs(gpu: FakeGpu) -> None
 def test_the_current_stream_is_the_librarys(gpu: FakeGpu, activation: str) -> None:
     with gpu.stream:
         Layer(gpu, layer_case(activation=activation)).check()
+
+
+def test_the_current_stream_of_tensors_is_pytorchs(gpu: FakeGpu) -> None:
+    layer, tensor = Layer(gpu, layer_case()), gpu.torch.Tensor
+    arrays = [tensor(each) for each in (layer.x.array, layer.w.array, layer.bias)]
+    with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.stream.ptr)):
+        for seed in range(_CALLS):
+            layer.refill(seed)
+            y, ctx = gpu.lt.linear_fwd(*arrays, **layer.settings())
+            gradients = gpu.lt.linear_bwd(tensor(layer.dy.array), ctx)
+            gpu.synchronize(gpu.stream.ptr)
+            layer.check_forward(y.array)
+            layer.check_backward(type(gradients)(*(each.array for each in gradients)))
+
+
+def test_outputs_that_meet_inputs_are_refused_each_time(gpu: FakeGpu) -> None:
+    layer = Layer(gpu, layer_case(m=32, n=32, k=32), gpu.stream)
+    for seed in range(_CALLS):
+        layer.refill(seed)
+        layer.check()
+        arrays = (layer.x.array, layer.w.array, layer.bias)
+        with pytest.raises(gpu.lt.errors.OverlapError, match="out shares memory with w"):
+            gpu.lt.linear_fwd(*arrays, **layer.settings(), out=layer.w.array, stream=gpu.stream)
 
 
 def test_streams_take_turns(gpu: FakeGpu) -> None:
@@ -255,8 +282,12 @@ def test_backward_through_the_layer_below(gpu: FakeGpu, activation: str, changes
         chain.check()
 
 
-def _raw(gpu: FakeGpu, array: Any) -> int:
-    return 0 if array is None else int(array.data.ptr)
+def test_gradients_of_the_layer_below_are_told_apart(gpu: FakeGpu) -> None:
+    below, above = layer_case(activation="relu"), layer_case(n=24, k=32, data_seed=2)
+    chain = Chain(gpu, below, above)
+    for _ in range(_CALLS):
+        for chain.need_db_below in (True, False):
+            chain.check()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
