@@ -72,8 +72,9 @@ def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int])
     """A function of the addresses of z and y, and of a stream."""
     spec = Spec(packed(*shape))
     problem = ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x=spec, w=spec, y=spec, dropout=True)
-    forward, state = ForwardPass(problem, 0, source=spec, adds_bias=False), _state(dropout, rng)
-    return lambda z, y, stream: forward.run(z, 0, y, dropout=state, stream=stream)
+    forward = ForwardPass(problem, 0, product=spec, product_dtype=problem.dtype, kept=None, adds_bias=False)
+    state = _state(dropout, rng)
+    return lambda z, y, stream: forward.run(z, 0, y, 0, state, stream)
 
 
 def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:

@@ -14,10 +14,10 @@ struct None {
 };
 
 struct Relu {
-  // Written so that NaN stays NaN.
+  // NaN passes, forward and backward, as in PyTorch: `<=` is false for it.
   static __device__ float forward(float z, float) { return z <= 0.0f ? 0.0f : z; }
-  static __device__ float derivative(float z, float) { return z > 0.0f ? 1.0f : 0.0f; }
-  static __device__ float derivative_from_output(float y) { return y > 0.0f ? 1.0f : 0.0f; }
+  static __device__ float derivative(float z, float) { return z <= 0.0f ? 0.0f : 1.0f; }
+  static __device__ float derivative_from_output(float y) { return y <= 0.0f ? 0.0f : 1.0f; }
 };
 
 struct LeakyRelu {

@@ -1,6 +1,13 @@
 // y = dropout(act(z + bias)) in one pass over a matrix, in place or not.
-// Compiled for one SCALAR type, one ACTIVATION, DROPOUT 0 or 1, KEEP 0 or 1 (the pre-activation is written), ALIGNED (see
-// sweep.cuh) and BLOCKS, a multiprocessor's.
+//
+// Compiled for:
+//   SCALAR      the type of y, of the bias and of the kept pre-activation
+//   PRODUCT     the type of the product: SCALAR, or float where a 16-bit result shall be rounded only once
+//   ACTIVATION  a struct of activations.cuh
+//   DROPOUT     0 or 1
+//   KEEP        1 where the pre-activation z + bias is written as well
+//   ALIGNED     see sweep.cuh
+//   BLOCKS      how many blocks a multiprocessor shall hold, which bounds a thread's registers
 
 #include "activations.cuh"
 #include "philox.cuh"
@@ -9,9 +16,9 @@
 namespace lt {
 
 struct EpilogueFwdParams {
-  Matrix in;             // the matrix product
-  Matrix preactivation;  // where z + bias is kept for backward; only with KEEP; may be `in`
-  Matrix out;            // may be `in`
+  Matrix in;             // the matrix product, of type PRODUCT
+  Matrix preactivation;  // where z + bias is kept for backward; only with KEEP; may be `in` if the types agree
+  Matrix out;            // may be `in` if the types agree
   const SCALAR* bias;    // one element a column; may be absent
   uint32 rows;
   int64 cols;
@@ -24,7 +31,7 @@ struct EpilogueFwdParams {
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt::EpilogueFwdParams p) {
   using namespace lt;
   const Sweep sweep(p.cols);
-  Reader<SCALAR> in(p.in, sweep);
+  Reader<PRODUCT> in(p.in, sweep);
   Cursor<SCALAR> out(p.out, sweep);
 #if KEEP
   Cursor<SCALAR> kept(p.preactivation, sweep);
@@ -38,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt:
   if (p.bias) bias = load<SCALAR>(Matrix{const_cast<SCALAR*>(p.bias), 0, 1}, 0, sweep.col, sweep.count);
   in.start(sweep.row < p.rows);
   for (uint32 row = sweep.row; row < p.rows; row += sweep.step) {
-    Octet z = Access<SCALAR>::unpack(in.take(row + sweep.step < p.rows));
+    Octet z = Access<PRODUCT>::unpack(in.take(row + sweep.step < p.rows));
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) z.v[i] += bias.v[i];
 #if KEEP

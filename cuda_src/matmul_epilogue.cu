@@ -1,6 +1,11 @@
 // cuBLASLt's epilogues as a pass over a product that is already stored, for layouts and sizes that the library refuses
-// or gets wrong. Batches lie along the grid's z axis.
-// Compiled for one SCALAR type of D, for the ACTIVATION None, Relu or Gelu, and the OPERAND type that is summed.
+// or gets wrong. The grid's z axis counts the matrices of a batch.
+//
+// Compiled for:
+//   SCALAR      the type of D, C, the bias, the auxiliary matrix and the bias gradient
+//   PRODUCT     the type of the product: SCALAR, or float where a 16-bit D shall be rounded only once
+//   OPERAND     the type of the operand that operand_sum sums up
+//   ACTIVATION  None, Relu or Gelu
 
 #include "activations.cuh"
 #include "column_sum.cuh"
@@ -17,7 +22,7 @@ struct Mask {
   int along_rows;       // a byte's bits are consecutive rows rather than columns
 };
 
-// β·C, for a C that lies the other way than D, which the library does not take.
+// β·C, where the library has not added it: it takes no C that lies the other way than D, or has another type.
 struct Addend {
   Matrix c;  // may be absent
   int64 batch_stride;
@@ -25,26 +30,17 @@ struct Addend {
   float beta;
 };
 
-struct MatmulForwardParams {
-  Matrix d;  // the product, overwritten; columns are the contiguous axis
+struct MatmulEpilogueParams {
+  Matrix product;  // of type PRODUCT; may be `d` if the types agree
+  int64 product_batch_stride;
+  Matrix d;  // matmul_forward takes D's contiguous axis for its columns
   int64 d_batch_stride;
   Addend addend;
-  Matrix bias;  // a zero stride along the axis that it does not vary with; may be absent
-  Matrix aux;   // where the pre-activation is kept; may be absent
+  Matrix bias;  // matmul_forward; a zero stride along the axis that it does not vary with; may be absent
+  Matrix aux;   // the pre-activation, which matmul_forward writes and matmul_backward reads; may be absent
   int64 aux_batch_stride;
-  Mask mask;  // where ReLU's bits are kept
-  int64 rows;
-  int64 cols;
-};
-
-struct MatmulBackwardParams {
-  Matrix d;  // the product, overwritten
-  int64 d_batch_stride;
-  Addend addend;
-  Matrix aux;  // the pre-activation; absent where the mask is not
-  int64 aux_batch_stride;
-  Mask mask;
-  SCALAR* bias_gradient;  // (batch, cols) sums over the rows; may be absent
+  Mask mask;              // ReLU's bits instead
+  SCALAR* bias_gradient;  // matmul_backward; (batch, cols) sums over the rows; may be absent
   int64 rows;
   int64 cols;
 };
@@ -62,9 +58,9 @@ __device__ inline Matrix batch_of(const Matrix& m, int64 stride) {
   return Matrix{m.data ? static_cast<T*>(m.data) + blockIdx.z * stride : nullptr, m.row_stride, m.col_stride};
 }
 
-// The product, with β·C added where there is one.
-__device__ inline Octet load_product(const Matrix& d, const Addend& addend, int64 row, int64 col, int count) {
-  Octet z = load<SCALAR>(d, row, col, count);
+// Eight elements of the product, with β·C added where there is a C.
+__device__ inline Octet load_product(const Matrix& product, const Addend& addend, int64 row, int64 col, int count) {
+  Octet z = load<PRODUCT>(product, row, col, count);
   if (addend.c.data) {
     const float beta = addend.beta_pointer ? *addend.beta_pointer : addend.beta;
     const Octet c = load<SCALAR>(batch_of<SCALAR>(addend.c, addend.batch_stride), row, col, count);
@@ -73,9 +69,10 @@ __device__ inline Octet load_product(const Matrix& d, const Addend& addend, int6
   return z;
 }
 
-__device__ inline unsigned char pack_positive(const Octet& z) {
+// ReLU's bits of eight elements. The bit of NaN is set, so that backward hands its gradient on.
+__device__ inline unsigned char pack_passed(const Octet& z) {
   unsigned char bits = 0;
-  for (int i = 0; i < kOctet; ++i) bits |= static_cast<unsigned char>(z.v[i] > 0.0f) << i;
+  for (int i = 0; i < kOctet; ++i) bits |= static_cast<unsigned char>(!(z.v[i] <= 0.0f)) << i;
   return bits;
 }
 
@@ -85,7 +82,7 @@ __device__ inline bool mask_bit(const Mask& mask, int64 row, int64 col) {
   return (byte >> (bit % 8)) & 1;
 }
 
-__device__ inline Octet slopes(const MatmulBackwardParams& p, const Matrix& aux, int64 row, int64 col, int count) {
+__device__ inline Octet slopes(const MatmulEpilogueParams& p, const Matrix& aux, int64 row, int64 col, int count) {
   Octet out{};
   if (p.mask.data) {
     for (int i = 0; i < count; ++i) out.v[i] = mask_bit(p.mask, row, col + i) ? 1.0f : 0.0f;
@@ -106,43 +103,45 @@ __device__ inline void store_sums(SCALAR* sums, int64 cols, const Octet& octet) 
 
 }  // namespace lt
 
-// D = act(D + β·C + bias), keeping the pre-activation or ReLU's bits.
+// D = act(product + β·C + bias), keeping the pre-activation or ReLU's bits.
 // One block a multiprocessor is asked for, and more fit: without the 1, NVRTC 13.0 spills a register for occupancy.
-extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::MatmulForwardParams p) {
+extern "C" __global__ void __launch_bounds__(256, 1) matmul_forward(const lt::MatmulEpilogueParams p) {
   using namespace lt;
   wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
   if (col >= p.cols) return;
   const int count = octet_count(col, p.cols);
+  const Matrix product = batch_of<PRODUCT>(p.product, p.product_batch_stride);
   const Matrix d = batch_of<SCALAR>(p.d, p.d_batch_stride), aux = batch_of<SCALAR>(p.aux, p.aux_batch_stride);
   for (int64 row = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y; row < p.rows;
        row += static_cast<int64>(gridDim.y) * blockDim.y) {
-    Octet z = load_product(d, p.addend, row, col, count);
+    Octet z = load_product(product, p.addend, row, col, count);
     if (p.bias.data) {
       const Octet bias = load<SCALAR>(p.bias, row, col, count);
       for (int i = 0; i < kOctet; ++i) z.v[i] += bias.v[i];
     }
     if (aux.data) store<SCALAR>(aux, row, col, count, z);
     if (p.mask.data) {
-      p.mask.data[blockIdx.z * p.mask.batch_stride + row * p.mask.line_stride + col / kOctet] = pack_positive(z);
+      p.mask.data[blockIdx.z * p.mask.batch_stride + row * p.mask.line_stride + col / kOctet] = pack_passed(z);
     }
     for (int i = 0; i < kOctet; ++i) z.v[i] = ACTIVATION::forward(z.v[i], 0.0f);
     store<SCALAR>(d, row, col, count, z);
   }
 }
 
-// D = (D + β·C) · act'(aux). With a bias gradient the grid has one block in y, which sees every row.
-extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::MatmulBackwardParams p) {
+// D = (product + β·C) · act'(aux). With a bias gradient the grid has one block in y, which sees every row.
+extern "C" __global__ void __launch_bounds__(256, 1) matmul_backward(const lt::MatmulEpilogueParams p) {
   using namespace lt;
   wait_for_predecessor();
   const int64 col = (static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x) * kOctet;
   // Threads beyond the last column stay for the barrier, with nothing to do.
   const int count = octet_count(col, p.cols);
+  const Matrix product = batch_of<PRODUCT>(p.product, p.product_batch_stride);
   const Matrix d = batch_of<SCALAR>(p.d, p.d_batch_stride), aux = batch_of<SCALAR>(p.aux, p.aux_batch_stride);
   Octet sums{};
   for (int64 row = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y; count > 0 && row < p.rows;
        row += static_cast<int64>(gridDim.y) * blockDim.y) {
-    Octet gradient = load_product(d, p.addend, row, col, count);
+    Octet gradient = load_product(product, p.addend, row, col, count);
     const Octet slope = slopes(p, aux, row, col, count);
     for (int i = 0; i < kOctet; ++i) {
       gradient.v[i] *= slope.v[i];

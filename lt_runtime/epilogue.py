@@ -1,4 +1,4 @@
-"""What may be done to a matrix product before it is stored, by name. cuBLASLt's numbers for them live below."""
+"""Epilogues: the operations on a matrix product before it is stored, by name. cuBLASLt's numbers are in `cublaslt`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from lt_runtime.errors import ArgumentError
 
 
 class Epilogue(enum.Enum):
-    """Epilogues of a product P = α·A·B + β·C, D being what is stored.
+    """The epilogues of a product P = α·A·B + β·C. D is the matrix that is stored.
 
     - NONE, BIAS, RELU, RELU_BIAS, GELU, GELU_BIAS: D = act(P + bias).
-    - The same with AUX also write what the derivative will need: ReLU a bit an element, GELU the pre-activation.
-    - DRELU, DGELU: D = P · act'(aux). With BGRAD also its sum over M, the bias gradient.
-    - BGRADA, BGRADB: D = P; the bias gradient is the sum of A or of B over K.
+    - Those with AUX also write what the derivative needs: ReLU one bit an element, GELU the pre-activation.
+    - DRELU, DGELU: D = P · act'(aux). Those with BGRAD also write the sum of D over M, the bias gradient.
+    - BGRADA, BGRADB: D = P, and the bias gradient is the sum of A or of B over K.
     """
 
     NONE = "none"
@@ -44,7 +44,7 @@ class Epilogue(enum.Enum):
 
     @property
     def activation(self) -> str:
-        """Name of the activation that it applies or differentiates: "relu", "gelu" or "none"."""
+        """The name of the activation that it applies or differentiates: "relu", "gelu" or "none"."""
         return next((name for name in ("relu", "gelu") if name in self.value), "none")
 
     @property
@@ -54,12 +54,12 @@ class Epilogue(enum.Enum):
 
     @property
     def is_derivative(self) -> bool:
-        """Whether it multiplies by an activation's derivative, reading the auxiliary input."""
+        """Whether it multiplies by an activation's derivative, which it computes from the auxiliary input."""
         return self.value.startswith(("drelu", "dgelu"))
 
     @property
     def has_aux_output(self) -> bool:
-        """Whether it writes what the derivative will need."""
+        """Whether it writes the auxiliary output, which the derivative needs."""
         return "_aux" in self.value
 
     @property

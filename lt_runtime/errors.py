@@ -9,11 +9,11 @@
     │   ├── DTypeError                  its type is unsupported or differs from the others'
     │   ├── LayoutError                 neither axis has unit stride, or rows overlap
     │   ├── AlignmentError              its address is not a multiple of what its type needs
-    │   ├── DeviceError                 it lives on another device than the others
+    │   ├── DeviceError                 it is on another device than the others
     │   └── OverlapError                an output shares memory with an input
-    ├── CheckpointError (ValueError)    a file is damaged, or a checkpoint of something else
+    ├── CheckpointError (ValueError)    a file is damaged, or is a checkpoint of another model
     ├── MissingLibraryError (ImportError)   a library that this call needs is not installed
-    ├── AbiError (RuntimeError)         the installed cuBLASLt contradicts the bindings
+    ├── AbiError (RuntimeError)         the installed cuBLASLt does not fit the bindings
     ├── CaptureError (RuntimeError)     the call cannot be made while a stream is being captured
     └── GpuError (RuntimeError)         the driver, the compiler or cuBLASLt reported a failure
         ├── DriverError                 a CUDA driver call failed
@@ -21,12 +21,12 @@
         ├── CublasLtError               a cuBLASLt call failed
         └── PlanError                   cuBLASLt has no algorithm for a matrix product
 
-Everything but `GpuError` is raised before anything is launched or written.
+Everything except `GpuError` is raised before anything is launched or written.
 """
 
 
 class LtError(Exception):
-    """Base of every exception that lt_runtime raises on purpose."""
+    """The base of every exception that lt_runtime raises on purpose."""
 
 
 class ArgumentError(LtError, ValueError):
@@ -54,7 +54,7 @@ class AlignmentError(OperandError):
 
 
 class DeviceError(OperandError):
-    """An operand lives on another device than the others."""
+    """An operand is on another device than the others."""
 
 
 class OverlapError(OperandError):
@@ -62,7 +62,7 @@ class OverlapError(OperandError):
 
 
 class CheckpointError(LtError, ValueError):
-    """A file is damaged, is no checkpoint, or is one of another model or optimizer."""
+    """A file is damaged, is no checkpoint, or is a checkpoint of another model or optimizer."""
 
 
 class MissingLibraryError(LtError, ImportError):
@@ -70,7 +70,7 @@ class MissingLibraryError(LtError, ImportError):
 
 
 class AbiError(LtError, RuntimeError):
-    """The installed cuBLASLt lays something out in another way than the bindings do; it cannot be used."""
+    """The installed cuBLASLt stores attributes in another width than the bindings, and cannot be used."""
 
 
 class CaptureError(LtError, RuntimeError):
@@ -82,7 +82,7 @@ class GpuError(LtError, RuntimeError):
 
 
 class DriverError(GpuError):
-    """A CUDA driver call failed; `status` is its `CUresult` as an int."""
+    """A CUDA driver call failed; `status` is its `CUresult` as an int, and `name` that status's name."""
 
     def __init__(self, call: str, status: int, name: str, explanation: str) -> None:
         super().__init__(f"{call} failed with {name} ({status}): {explanation}")
@@ -90,7 +90,7 @@ class DriverError(GpuError):
 
 
 class CompileError(GpuError):
-    """NVRTC rejected a kernel; `log` is what the compiler printed."""
+    """NVRTC rejected a kernel; `log` is the compiler's output."""
 
     def __init__(self, kernel: str, log: str) -> None:
         super().__init__(f"NVRTC could not compile {kernel}:\n{log}")
@@ -98,7 +98,7 @@ class CompileError(GpuError):
 
 
 class CublasLtError(GpuError):
-    """A cuBLASLt call failed; `status` is its `cublasStatus_t` as an int."""
+    """A cuBLASLt call failed; `status` is its `cublasStatus_t` as an int, and `name` that status's name."""
 
     def __init__(self, call: str, status: int, name: str, explanation: str) -> None:
         super().__init__(f"{call} returned {name} ({status}): {explanation}")

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and kept under another name rather than lost."""
+"""Files: replaced as a whole, so that no reader sees half of one, and renamed rather than deleted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 TEMPORARY: Final = ".tmp"
-"""How the names of files end that are being written."""
+"""Suffix of files that are still being written."""
 
 Signature: TypeAlias = tuple[int, int, int] | None
-"""What changes whenever a file is replaced; None without a file."""
+"""Inode, size and time of a file, which change whenever it is replaced; None if there is no file."""
 
 
 def signature(path: Path) -> Signature:
@@ -24,10 +24,10 @@ def signature(path: Path) -> Signature:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Puts a file in the place of another, or of none, at once: no reader ever sees half of it.
+    """Writes a file, or replaces one, in one step: no reader ever sees half of it.
 
     Raises:
-        OSError: it cannot be written; what was there still is.
+        OSError: the file cannot be written; what was there is unchanged.
     """
     temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
     try:
@@ -41,6 +41,6 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def free_name(path: Path, kind: str) -> Path:
-    """A path beside another that is not in use, such as plans.json.damaged-1."""
+    """An unused path beside another, such as plans.json.damaged-1."""
     names = (path.with_name(f"{path.name}.{kind}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())

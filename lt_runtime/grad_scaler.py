@@ -1,4 +1,4 @@
-"""Dynamic loss scaling as data: the optimizer's kernel judges the gradients and moves the scale, on the device."""
+"""Dynamic loss scaling as data; the optimizer's kernel checks the gradients and changes the scale on the device."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ LARGEST_SCALE: Final = (2.0 - 2.0**-23) * 2.0**127
 
 
 class GradScaler:
-    """A loss scale that follows the gradients, as PyTorch's `torch.amp.GradScaler` does, without a host in the loop.
+    """A loss scale that adapts to the gradients as PyTorch's `torch.amp.GradScaler` does, but on the device alone.
 
-    Multiply the loss's gradient by `scale`, as `lt.TrainStep` does, and hand the scaler to one `lt.AdamW`. Its step
-    divides the gradients by the scale, and is left out if one of them is NaN or infinite; then the scale is multiplied
-    by `backoff_factor`. After `growth_interval` updates in a row it is multiplied by `growth_factor`. Both happen on
-    the device, in the optimizer's own launch, so that a captured graph can be replayed.
+    Multiply the gradient of the loss by `scale`, as `lt.TrainStep` does, and pass the scaler to one `lt.AdamW`. The
+    optimizer's step divides the gradients by the scale. If one of them is NaN or infinite, the step updates no
+    parameter, and the scale is multiplied by `backoff_factor`. After `growth_interval` updates in a row the scale is
+    multiplied by `growth_factor`. All of this happens in the optimizer's launch, so that a captured graph can be
+    replayed.
 
-    The scale stays a normal FP32 number: growth that would overflow is left out, as in PyTorch, and it does not fall
-    below 2⁻¹²⁶.
+    The scale stays a normal FP32 number: it does not grow where that would overflow, as in PyTorch, and it does not
+    fall below 2⁻¹²⁶.
 
     Args:
-        init_scale: of the first step.
+        init_scale: the scale of the first step.
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
-        growth_interval: updates without a NaN or infinite gradient between two growths.
+        growth_interval: the number of updates without a NaN or infinite gradient between two growths.
 
     Raises:
-        ArgumentError: one of them is out of its range.
+        ArgumentError: an argument is out of its range.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class GradScaler:
 
     @property
     def scale(self) -> Any:
-        """The scale: an FP32 array of shape (), living where the optimizer's parameters live.
+        """The scale: an FP32 array of shape (), on the device of the optimizer's parameters.
 
         Raises:
             ArgumentError: no optimizer has the scaler yet.
@@ -61,7 +62,7 @@ class GradScaler:
 
     @property
     def growth_tracker(self) -> Any:
-        """Updates since the scale last moved: an int32 array of shape (), beside `scale`.
+        """The number of updates since the scale last changed: an int32 array of shape (), beside `scale`.
 
         Raises:
             ArgumentError: no optimizer has the scaler yet.
@@ -70,7 +71,7 @@ class GradScaler:
 
     @property
     def options(self) -> dict[str, float]:
-        """What it was made with, by argument."""
+        """The arguments that the scaler was made with, by name."""
         names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
         return {name: getattr(self, name) for name in names}
 
@@ -80,7 +81,7 @@ class GradScaler:
         return self._arrays is not None
 
     def bind(self, scale: Any, growth_tracker: Any) -> None:
-        """Gives the scaler its arrays, which hold `init_scale` and 0: what an optimizer does with it."""
+        """Gives the scaler its arrays, which hold `init_scale` and 0. An optimizer calls this."""
         self._arrays = scale, growth_tracker
 
     def _bound(self) -> tuple[Any, Any]:

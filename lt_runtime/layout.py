@@ -1,4 +1,7 @@
-"""From strides to order and leading dimension: how any matrix with one unit stride is read where it lies."""
+"""Layouts: the order and leading dimension of a matrix, which follow from its strides.
+
+Every matrix with one unit stride has a layout, and is read as it is in memory.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from lt_runtime.errors import LayoutError, ShapeError
 
 
 class Order(enum.Enum):
-    """Which axis is contiguous: a row's elements, or a column's."""
+    """Which elements are contiguous: those of a row, or those of a column."""
 
     ROW = "row"
     COLUMN = "column"
@@ -21,8 +24,8 @@ class Layout:
     """A matrix in memory.
 
     Attributes:
-        rows, cols: logical shape.
-        order: which axis has unit stride.
+        rows, cols: the logical shape.
+        order: the axis that has unit stride.
         leading_dimension: elements from one row (row order) or column (column order) to the next.
     """
 
@@ -43,12 +46,12 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return self.rows * self.cols
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last, both included; 0 for an empty matrix."""
+        """The number of elements of memory from the first to the last, both included; 0 for an empty matrix."""
         if self.size == 0:
             return 0
         row_stride, col_stride = self.strides
@@ -75,7 +78,7 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
         strides: in elements. The stride of an axis of size 1 has no meaning and may be anything.
 
     Raises:
-        ShapeError: not two axes.
+        ShapeError: the array does not have two axes.
         LayoutError: neither axis has unit stride, or consecutive rows (columns) overlap.
     """
     if len(shape) != 2:
@@ -96,13 +99,13 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
 
 
 def batch_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[Layout, int, int]:
-    """The layout of each matrix of a 2-D or 3-D array, their number, and the elements from one to the next.
+    """The layout of each matrix of a 2-D or 3-D array, the number of matrices, and the elements from one to the next.
 
-    The stride between the matrices may be anything but negative: 0 where all are the same one.
+    The stride between matrices may be any number that is not negative; with 0 the batch repeats one matrix.
 
     Raises:
-        ShapeError: neither two axes nor three.
-        LayoutError: see `layout_of`; or the matrices lie backwards.
+        ShapeError: the array has neither two axes nor three.
+        LayoutError: see `layout_of`; or the stride between matrices is negative.
     """
     if len(shape) == 2:
         return layout_of(operand, shape, strides), 1, 0
@@ -117,7 +120,7 @@ def batch_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> tupl
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of an array may share memory: an axis that does not step over the smaller ones."""
+    """Whether two elements of an array may share memory: an axis steps by less than the inner axes extend."""
     reach = 1
     for stride, extent in sorted((s, e) for s, e in zip(strides, shape, strict=True) if e > 1):
         if stride < reach:
@@ -142,12 +145,12 @@ def may_overlap(
 ) -> bool:
     """Whether two matrices share an element.
 
-    Exact for matrices that interleave with one leading dimension, as two column slices of one array do; for
-    others it answers yes if their address ranges meet.
+    The answer is exact for matrices with the same leading dimension, such as two column slices of one array. For
+    others it is yes if their address ranges meet.
 
     Args:
-        address, other_address: of their first elements.
-        itemsize, other_itemsize: bytes an element; the same for both if there is only one.
+        address, other_address: the addresses of their first elements.
+        itemsize, other_itemsize: bytes an element; without `other_itemsize` both have the same.
     """
     other_itemsize = other_itemsize or itemsize
     start, end = address, address + layout.extent * itemsize

@@ -1,4 +1,4 @@
-"""Where things lie: the user's cache directory and the CUDA sources that ship with the package."""
+"""Directories: the user's cache, and the CUDA sources that ship with the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CACHE_VARIABLE = "LT_RUNTIME_CACHE_DIR"
 
 
 def cache_directory() -> Path:
-    """`$LT_RUNTIME_CACHE_DIR`, or the platform's cache directory for lt_runtime. Looking does not create it."""
+    """`$LT_RUNTIME_CACHE_DIR`, or the platform's cache directory for lt_runtime. It may not exist yet."""
     override = os.environ.get(CACHE_VARIABLE)
     if override:
         return Path(override)

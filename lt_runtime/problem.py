@@ -36,16 +36,37 @@ class DType(enum.Enum):
 
     @classmethod
     def parse(cls, operand: str, dtype: object, *, fp64: bool = False) -> DType:
-        """The member for a type's name or NumPy type; `DTypeError` naming `operand` if it is not accepted.
+        """The member that a caller's type stands for.
 
         Args:
-            fp64: whether FP64, which only plain matrix products know, is.
+            operand: what has the type, for the error.
+            dtype: a name; a type of NumPy, `ml_dtypes` or PyTorch; a member.
+            fp64: whether FP64 is accepted. Only plain matrix products compute in it.
+
+        Raises:
+            DTypeError: another type. The message names the operand, the type and what is accepted.
         """
-        name = getattr(dtype, "name", None) or str(dtype)
-        accepted = {member.value: member for member in cls if fp64 or member is not cls.FLOAT64}
-        if name not in accepted:
+        name = type_name(dtype)
+        member = _BY_NAME.get(name)
+        if member is None or (member is cls.FLOAT64 and not fp64):
+            accepted = [name for name in _BY_NAME if fp64 or name != cls.FLOAT64.value]
             raise DTypeError(f"{operand} has type {name}; accepted are {', '.join(accepted)}")
-        return accepted[name]
+        return member
+
+
+_BY_NAME: Final[Mapping[str, DType]] = {member.value: member for member in DType}
+
+
+def type_name(dtype: object) -> str:
+    """The name of an element type, such as "bfloat16", from whichever library it comes."""
+    if isinstance(dtype, DType):
+        return dtype.value
+    name = getattr(dtype, "name", None)  # NumPy's dtypes
+    if isinstance(name, str):
+        return name
+    if isinstance(dtype, type):  # scalar types such as numpy.float16 and ml_dtypes.bfloat16
+        return dtype.__name__
+    return str(dtype).removeprefix("torch.")
 
 
 _NUMPY_TYPES: Final[Mapping[DType, np.dtype[Any]]] = {
@@ -91,7 +112,11 @@ class Saved(enum.Enum):
 
 
 ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
-"""Names of the activations: `gelu` is the tanh form (as in cuBLASLt and GPT-2), `gelu_erf` the exact one."""
+"""Names of the activations.
+
+`gelu` is GELU's tanh form, as in cuBLASLt and GPT-2: z/2 · (1 + tanh(√(2/π) · (z + 0.044715 z³))). `gelu_erf` is the
+exact form, as PyTorch's default: z/2 · (1 + erf(z/√2)).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +124,7 @@ class Activation:
     """An elementwise function between a layer's matrix product and its output.
 
     Attributes:
-        name: one of `ACTIVATIONS`.
+        name: one of `ACTIVATIONS`. "gelu" is GELU's tanh form, as in GPT-2; "gelu_erf" is the exact form.
         negative_slope: slope of `leaky_relu` below zero; 0.01 for every other activation, where it has no meaning.
 
     Raises:
@@ -154,19 +179,29 @@ def _check_range(name: str, value: int, bits: int) -> None:
 def keep_threshold(p: float) -> int:
     """The 16-bit lane value below which dropout with probability `p` keeps an element: round((1 - p)·65536).
 
-    At least 1, so that the scale stays finite.
+    The probability is thus rounded to a multiple of 2^-16. The threshold is at least 1, so that the scale stays finite.
 
     Raises:
-        ArgumentError: `p` is outside [0, 1).
+        ArgumentError: `p` is outside [0, 1), or it is positive and would be rounded to 0.
     """
     if not 0.0 <= p < 1.0:
         raise ArgumentError(f"dropout probability is {p}; it must be in [0, 1)")
-    return max(1, round((1.0 - p) * 65536))
+    threshold = max(1, round((1.0 - p) * 65536))
+    if threshold == 65536 and p > 0.0:
+        raise ArgumentError(
+            f"dropout probability is {p}, which is rounded to 0, as probabilities are multiples of 2^-16; accepted are "
+            "0 and all above 2^-17 (7.63e-06)"
+        )
+    return threshold
 
 
 def keep_scale(threshold: int) -> float:
     """What a kept element is multiplied by: 65536 / threshold, so that the expectation is exact; rounded to FP32."""
     return float(np.float32(65536 / threshold))
+
+
+ALIGNMENT: Final = 256
+"""Bytes: allocations begin at multiples of it, and nothing depends on a better alignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +215,7 @@ class Spec:
     """
 
     layout: Layout
-    alignment: int = 256
+    alignment: int = ALIGNMENT
     batch_stride: int = 0
 
     @property

@@ -1,7 +1,7 @@
 """Named ranges of a step: a layer, forward, loss, backward, optimizer.
 
-Each range is pushed to NVTX, where Nsight shows it, and told to whoever listens in this process. With no tool
-attached and nobody listening a range costs a fraction of a microsecond.
+A range is pushed to NVTX, where Nsight shows it, and every listener in this process is told of it. While no tool is
+attached NVTX's part does nothing, so that a range without listeners costs two short Python calls.
 """
 
 from __future__ import annotations
@@ -9,51 +9,53 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Listener(Protocol):
-    """Is told of every range."""
+    """An object that is told when ranges begin and end."""
 
     def enter(self, name: str) -> None:
         """A range begins."""
 
     def exit(self, name: str) -> None:
-        """The range that began last and has not ended yet ends."""
+        """The innermost open range ends."""
 
 
 _listeners: list[Listener] = []
 
 
-@functools.cache
-def _domain() -> Any:
-    import nvtx
+class Range:
+    """A context manager: everything within belongs to the range. It may be entered again before it has ended."""
 
-    return nvtx.get_domain("lt_runtime")
+    __slots__ = ("_attributes", "_domain", "_name")
 
+    def __init__(self, name: str) -> None:
+        import nvtx
 
-@functools.cache
-def _attributes(name: str) -> Any:
-    return _domain().get_event_attributes(message=name)
+        self._name, self._domain = name, nvtx.get_domain("lt_runtime")
+        self._attributes = self._domain.get_event_attributes(message=name)
 
-
-@contextlib.contextmanager
-def range_of(name: str) -> Iterator[None]:
-    """Everything within belongs to the range `name`; ranges nest, and slashes separate levels."""
-    _domain().push_range(_attributes(name))
-    for listener in _listeners:
-        listener.enter(name)
-    try:
-        yield
-    finally:
+    def __enter__(self) -> None:
+        self._domain.push_range(self._attributes)
         for listener in _listeners:
-            listener.exit(name)
-        _domain().pop_range()
+            listener.enter(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        for listener in _listeners:
+            listener.exit(self._name)
+        self._domain.pop_range()
+
+
+@functools.cache
+def range_of(name: str) -> Range:
+    """The range of that name. Ranges nest; slashes in the name separate levels, as in "forward/layer0"."""
+    return Range(name)
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tells `listener` of every range that begins and ends within."""
+    """Reports the ranges that begin and end during the block to `listener`."""
     _listeners.append(listener)
     try:
         yield

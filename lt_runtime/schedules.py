@@ -1,4 +1,4 @@
-"""Learning-rate schedules as data: the optimizer's kernel evaluates them from the step it holds on the device."""
+"""Learning-rate schedules as data; the optimizer's kernel evaluates them from the step, which is on the device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ DECAYS: Final = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A factor on the learning rate: linear warm-up, then a decay. Steps are updates, counted from 1.
+    """The factor of the learning rate: a linear warm-up, then a decay. Steps are updates, counted from 1.
 
     Attributes:
         decay: "constant", "linear" or "cosine".
-        warmup_steps: updates over which the factor rises linearly to 1.
-        total_steps: update at which the decay ends; no meaning for "constant".
-        final_factor: factor at and after `total_steps`.
+        warmup_steps: the number of updates over which the factor rises linearly to 1.
+        total_steps: the update at which the decay ends; without meaning for "constant".
+        final_factor: the factor at and after `total_steps`.
 
     Raises:
-        ArgumentError: an unknown decay, steps outside [0, 2**32), a decay that ends before the warm-up, or a factor
-            outside [0, 1].
+        ArgumentError: the decay is unknown, steps are outside [0, 2**32), the decay ends before the warm-up, or the
+            factor is outside [0, 1].
     """
 
     decay: str = "constant"
@@ -43,20 +43,20 @@ class Schedule:
 
 
 def constant() -> Schedule:
-    """Always 1."""
+    """The factor is always 1."""
     return Schedule()
 
 
 def warmup(warmup_steps: int) -> Schedule:
-    """Linear warm-up to 1 over `warmup_steps` updates, then constant."""
+    """The factor rises linearly to 1 over `warmup_steps` updates, and stays there."""
     return Schedule(warmup_steps=warmup_steps)
 
 
 def warmup_linear(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
-    """Linear warm-up, then a line down to `final_factor` at update `total_steps`."""
+    """The factor rises linearly to 1, then falls along a line to `final_factor` at update `total_steps`."""
     return Schedule("linear", warmup_steps, total_steps, final_factor)
 
 
 def warmup_cosine(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
-    """Linear warm-up, then half a cosine down to `final_factor` at update `total_steps`."""
+    """The factor rises linearly to 1, then falls along half a cosine to `final_factor` at update `total_steps`."""
     return Schedule("cosine", warmup_steps, total_steps, final_factor)

@@ -22,13 +22,13 @@ from cuda.bindings import nvrtc
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu import compiler
 from lt_runtime.gpu.compiler import Macros
+from lt_runtime.kernels import dropout
+from lt_runtime.kernels.blocks import SCALAR
+from lt_runtime.kernels.cross_entropy import row_macros
 from lt_runtime.kernels.epilogue import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
-from lt_runtime.kernels.loss import row_macros
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
-from lt_runtime.kernels.params import SCALAR
 from lt_runtime.kernels.tiling import access_macros
 from lt_runtime.layout import packed
-from lt_runtime.ops import dropout
 from lt_runtime.paths import kernel_sources
 from lt_runtime.plans.strategies import forward_strategies
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, Saved, Spec
@@ -69,14 +69,16 @@ def _swept(bare: Variant, blocks: Mapping[DType, int]) -> list[Variant]:
 
 
 def _epilogue_fwd() -> list[Variant]:
+    """A product of y's type, or an FP32 one, whose sum with the bias is rounded only once."""
     return [
         variant
-        for keep in (0, 1)
+        for keep, scalar in itertools.product((0, 1), SCALAR.values())
         for bare in over(
             "epilogue_fwd.cu",
-            SCALAR=SCALAR.values(),
+            SCALAR=[scalar],
             ACTIVATION=ACTIVATION_NAMES.values(),
             DROPOUT="01",
+            PRODUCT=sorted({scalar, SCALAR[DType.FLOAT32]}),
             KEEP=[str(keep)],
         )
         for variant in _swept(bare, dict.fromkeys(SCALAR, _FORWARD_BLOCKS - keep))
@@ -113,14 +115,16 @@ def _epilogue_bwd() -> list[Variant]:
 
 
 def _matmul_epilogue() -> list[Variant]:
-    """D has the type of A and B, or is FP32."""
+    """D has the type of A and B, or is FP32; the product has D's type, or is FP32."""
     activations = sorted({ACTIVATION_NAMES[epilogue.activation] for epilogue in Epilogue})
     return [
         variant
         for operand in SCALAR
+        for scalar in sorted({SCALAR[operand], SCALAR[DType.FLOAT32]})
         for variant in over(
             "matmul_epilogue.cu",
-            SCALAR=sorted({SCALAR[operand], SCALAR[DType.FLOAT32]}),
+            SCALAR=[scalar],
+            PRODUCT=sorted({scalar, SCALAR[DType.FLOAT32]}),
             OPERAND=[SCALAR[operand]],
             ACTIVATION=activations,
         )

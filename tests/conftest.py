@@ -13,6 +13,7 @@ from hypothesis import settings
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from lt_runtime.gpu.devices import device_count
+from tests.support.machine import has_gpus as has_gpus  # a fixture
 
 EXAMPLES: Counter[str] = Counter()
 """Examples that property tests have run, by what they are over; the terminal summary prints them."""

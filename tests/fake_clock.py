@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from lt_runtime.gpu.stopwatch import Stopwatch
+from lt_runtime.gpu.clock import Stopwatch
 
 STREAM = 7
 

@@ -31,7 +31,6 @@ def product(**changes: Any) -> ProductEntry:
         "spread": 0.25,
         "candidates": 14,
         "rejected": (RejectedAlgorithm(algorithm(), {"ID": 21}, "slow: 3.1 times the best"),),
-        "refused": ("dgelu_bgrad",),
         "when": DATE,
     }
     return ProductEntry(**(values | changes))

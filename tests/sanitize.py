@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lt_runtime.kernels.kernel import _SOURCES
+from tests.support.kernel_families import ENTRIES
 
 ROOT: Final = Path(__file__).parents[1]
 TOOLS: Final = ("memcheck", "racecheck", "initcheck")
 WITH_PRODUCTS: Final = ("linear", "matmul", "padded", "relu_masks")
 ALONE: Final = ("adamw", "dropout", "loss", "masks", "narrow_matmul", "passes", "resize")
 SANITIZER: Final = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-KERNELS: Final = frozenset(_SOURCES)
+KERNELS: Final = frozenset(ENTRIES)
 FAULTY: Final = "faulty_kernel"
 
 _SUMMARY: Final = re.compile(

@@ -1,17 +1,16 @@
-"""Arenas: many arrays in one piece of memory."""
+"""Arenas: many arrays in one piece of memory, each aligned as an allocation, so that their plans are the same."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-ALIGNMENT: Final = 256
-"""Bytes; the most that a plan asks about, so that an array's problem does not depend on what lies before it."""
+from lt_runtime.problem import ALIGNMENT
 
 _Shapes = Sequence[tuple[int, ...]]
 

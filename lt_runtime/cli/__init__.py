@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +16,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
+        command = importlib.import_module(f"lt_runtime.cli.{arguments.command}")  # so that it loads no other command
+        return int(command.run(arguments))
     except LtError as error:
         print(f"lt_runtime {arguments.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,7 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_cache(commands.add_parser("cache", help="look into the cache of measured plans, and carry it elsewhere"))
     _add_demo(commands.add_parser("demo", help="train a classifier of handwritten digits"))
-    _add_doctor(commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it"))
+    doctor = commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     _add_warmup(commands.add_parser("warmup", help="measure how layers run fastest, so that training need not"))
     return parser
 
@@ -49,52 +51,42 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--yes", action="store_true", help="do it; without this it only says what it would remove")
     for action in actions.choices.values():
         action.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_cache)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--epochs", type=_positive, default=40, metavar="N")
-    parser.add_argument(
-        "--dropout", type=float, default=0.1, metavar="P", help="after each hidden layer (default: 0.1)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as JSON")
-    parser.set_defaults(run=_demo)
-
-
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_doctor)
+    add = parser.add_argument
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--epochs", type=_positive, default=40, metavar="N")
+    add("--dropout", type=float, default=0.1, metavar="P", help="after each hidden layer (default: 0.1)")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the results there as JSON")
 
 
 def _add_warmup(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Tunes layers and writes what is decided to the plan cache. A layer (M, N, K) stands alone, with all its "
         "gradients; the layers of an MLP are tuned as a training step runs them, each backward pass through the "
-        "layer below."
+        "layer below. An activation follows every layer of an MLP but the last, or the layer that stands alone."
     )
-    add = parser.add_argument
+    add, types = parser.add_argument, ("float32", "float16", "bfloat16")
     add("--shapes", type=Path, metavar="FILE", help="layers and MLPs in JSON, or a layer M N K a line")
     add("--mlp", type=_sizes, action="append", metavar="DIMS", help="such as 768,3072,768; with --rows")
     add("--rows", type=_positive, metavar="M", help="the batch of --mlp")
     add("--preset", action="append", metavar="NAME", help="known shapes, such as gpt2-124m")
     add("--recorded", type=Path, metavar="FILE", help="what a script run with LT_RUNTIME_RECORD=FILE met")
-    types, activations = ("float32", "float16", "bfloat16"), ", ".join(ACTIVATIONS)
-    add(
-        "--dtype", type=_names(*types), action="extend", metavar="TYPES", help=f"of {', '.join(types)} (default: first)"
-    )
+    help_dtype = f"of {', '.join(types)} (default: first)"
+    add("--dtype", type=_names(*types), action="extend", metavar="TYPES", help=help_dtype)
     add("--compute", choices=("float32", "tf32"), default="float32", help="how FP32 is computed (default: float32)")
-    add("--activation", type=_names(*ACTIVATIONS), action="extend", metavar="NAMES", help=f"of {activations}")
+    help_activation = f"of {', '.join(ACTIVATIONS)} (default: relu in an MLP, none for a layer that stands alone)"
+    add("--activation", type=_names(*ACTIVATIONS), action="extend", metavar="NAMES", help=help_activation)
     add("--effort", choices=("default", "deep"), default="default", help="deep tries many more algorithms")
     add("--device", type=int, metavar="N", help="ordinal of the GPU (default: the current one)")
     add("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_warmup)
 
 
 def _names(*accepted: str) -> Callable[[str], list[str]]:
-    """Reads names with commas between them."""
+    """Returns a function that reads names with commas between them."""
 
     def read(text: str) -> list[str]:
         names = text.split(",")
@@ -107,7 +99,7 @@ def _names(*accepted: str) -> Callable[[str], list[str]]:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(_positive(each) for each in text.split(","))
+    sizes = tuple(map(_positive, text.split(",")))
     if len(sizes) < 2:
         raise argparse.ArgumentTypeError(f"{text} is one size; accepted are two or more: inputs, then outputs")
     return sizes
@@ -121,28 +113,3 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
     return value
-
-
-def _cache(arguments: argparse.Namespace) -> int:
-    from lt_runtime.cli import cache
-
-    return cache.run(arguments)
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from lt_runtime.cli import demo
-
-    settings = demo.Settings(arguments.device, arguments.dtype, arguments.epochs, arguments.dropout, arguments.seed)
-    return demo.run(settings, arguments.json)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from lt_runtime.cli import doctor
-
-    return doctor.run(as_json=arguments.json)
-
-
-def _warmup(arguments: argparse.Namespace) -> int:
-    from lt_runtime.cli import warmup
-
-    return warmup.run(arguments)

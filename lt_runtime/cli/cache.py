@@ -1,30 +1,40 @@
-"""The plan cache from the command line: looked into, checked, carried to equal machines, cleared of what is useless."""
+"""The plan cache from the command line: shown, checked, carried to equal machines, cleared of useless files.
+
+Looking changes nothing and sets nothing aside.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from rich.console import Console
 
-from lt_runtime.cli import cache_files, cache_report
-from lt_runtime.cli.cache_files import CacheFile
-from lt_runtime.errors import ArgumentError
-from lt_runtime.files import replace_file
-from lt_runtime.store.document import Document, Section, UnusableError
+from lt_runtime import cublaslt
+from lt_runtime.cli import cache_report
+from lt_runtime.cublaslt.library import version_text
+from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.files import TEMPORARY, replace_file
+from lt_runtime.store.document import Document, UnusableError
+from lt_runtime.store.entries import verified
+from lt_runtime.store.fingerprint import Fingerprint, machine
 from lt_runtime.store.keys import parse_key
 from lt_runtime.store.plan_store import PlanStore, plans_directory
 from lt_runtime.store.records import Json, to_json
 from lt_runtime.tuner.names import describe
 
+_ABANDONED_SECONDS: Final = 3600.0
+"""The writer of an unfinished file must have died when the file is this old."""
+
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does what was asked and prints what came of it, for people or as one JSON object.
+    """Carries out one action and prints the result, for people or as one JSON object.
 
     Returns:
         The exit status: 0, or 1 if something is not as it should be.
@@ -38,112 +48,133 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if result["ok"] else 1
 
 
+class CacheFile(NamedTuple):
+    """A file of the cache: its content if that can be read, and what is wrong with the file as a whole."""
+
+    path: Path
+    document: Document | None
+    fault: str | None
+    is_of_another_version: bool = False
+
+
+def _look(path: Path) -> CacheFile:
+    try:
+        document = Document.read(path)
+    except UnusableError as error:
+        return CacheFile(path, None, str(error), error.kind != "damaged")
+    except OSError as error:
+        return CacheFile(path, None, f"cannot be read ({error.strerror})")
+    expected = document.fingerprint.file_name
+    return CacheFile(path, document, None if path.name == expected else f"is never read: its name should be {expected}")
+
+
+def _read(path: Path) -> Document:
+    file = _look(path)
+    if file.document is None:
+        raise ArgumentError(f"{path} {file.fault}")
+    return file.document
+
+
+def _files() -> list[CacheFile]:
+    return [_look(path) for path in sorted(plans_directory().glob("*.json"))]
+
+
+def _set_aside() -> list[Path]:
+    """Files that were found unusable and are kept under another name."""
+    return [path for kind in ("damaged", "foreign", "schema") for path in _beside(f"{kind}-*")]
+
+
+def _beside(pattern: str) -> list[Path]:
+    return sorted(plans_directory().glob(f"*.json.{pattern}"))
+
+
+def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str] | None:
+    """How a fingerprint differs from the most similar known one; None if none is known."""
+    return min((each.differences(theirs) for each in known), key=len, default=None)
+
+
 def _list(_: argparse.Namespace) -> Json:
-    aside = [path.name for path in cache_files.set_aside()]
-    return {
-        "ok": True,
-        "directory": str(plans_directory()),
-        "files": [_summary(file) for file in cache_files.every_file()],
-        "set_aside": aside,
-    }
+    files, aside = [_summary(file) for file in _files()], [path.name for path in _set_aside()]
+    return {"ok": True, "directory": str(plans_directory()), "files": files, "set_aside": aside}
 
 
 def _summary(file: CacheFile) -> Json:
-    document, ours = file.document, cache_files.machine()
-    differs = None
-    if document is not None and ours:
-        differs = cache_files.nearest(ours, document.fingerprint).differences(document.fingerprint)
-    return {
-        "name": file.path.name,
-        "fault": file.fault,
-        "fingerprint": None if document is None else asdict(document.fingerprint),
-        "products": None if document is None else len(document.products.raw),
-        "layers": None if document is None else len(document.layers.raw),
-        "fits": None if differs is None else not differs,
-        "differs": differs,
-    }
+    summary = {"name": file.path.name, "fault": file.fault}
+    if file.document is None:
+        return summary | dict.fromkeys(("fingerprint", "products", "layers", "fits", "differs"))
+    theirs = file.document.fingerprint
+    differs = _differences(machine(), theirs)
+    fits = None if differs is None else not differs
+    return summary | {"fingerprint": asdict(theirs)} | file.document.counts | {"fits": fits, "differs": differs}
 
 
 def _show(arguments: argparse.Namespace) -> Json:
-    pattern = arguments.pattern
-    documents = [(file.path.name, file.document) for file in cache_files.every_file() if file.document is not None]
-    entries = [
-        {"file": name} | entry
-        for name, document in documents
-        for section in (document.products, document.layers)
-        for entry in _matching(section, pattern)
-    ]
+    documents = [(file.path.name, file.document) for file in _files() if file.document is not None]
+    entries = [{"file": name} | found for name, each in documents for found in _matching(each, arguments.pattern)]
     if not entries:
-        raise ArgumentError(f"nothing in {plans_directory()} matches {pattern!r}")
+        raise ArgumentError(f"nothing in {plans_directory()} matches {arguments.pattern!r}")
     return {"ok": True, "entries": entries}
 
 
-def _matching(section: Section[Any], pattern: str) -> Iterator[Json]:
-    """The entries whose key, or the short name of whose problem, has a part that fits the pattern."""
-    for key in sorted(section.raw):
-        problem = _short_name(key)
-        if any(fnmatchcase(text, f"*{pattern}*") for text in (key, problem)):
-            yield {"problem": problem, "key": key} | _content(section, key)
-
-
-def _content(section: Section[Any], key: str) -> Json:
-    try:
-        return {"entry": to_json(section.get(key))}
-    except ValueError as error:
-        return {"fault": str(error)}
-
-
-def _short_name(key: str) -> str:
-    try:
-        return describe(parse_key(key))
-    except ValueError:
-        return "of unknown form"
+def _matching(document: Document, pattern: str) -> Iterator[Json]:
+    """The entries with a key, or a short name of the problem, of which a part fits the pattern."""
+    for key in sorted(document.raw):
+        try:
+            problem = describe(parse_key(key))
+        except ValueError:
+            problem = "of unknown form"
+        if not any(fnmatchcase(text, f"*{pattern}*") for text in (key, problem)):
+            continue
+        try:
+            yield {"problem": problem, "key": key, "entry": to_json(document.get(key))}
+        except ValueError as error:
+            yield {"problem": problem, "key": key, "fault": str(error)}
 
 
 def _verify(_: argparse.Namespace) -> Json:
-    files = [_verdict(file) for file in cache_files.every_file()]
+    files = [_verdict(file) for file in _files()]
     return {"ok": all(file["ok"] for file in files), "files": files}
 
 
 def _verdict(file: CacheFile) -> Json:
-    """What is wrong with a file; one of another version is not damaged, nor can it be looked into."""
-    faults = list(file.faults())
+    """Everything that is wrong with a file. One of another version is not damaged, and its entries cannot be read."""
+    faults = [] if file.fault is None else [file.fault]
+    for key, entry in file.document.raw.items() if file.document is not None else ():
+        try:
+            verified(key, entry)
+            parse_key(key)
+        except ValueError as error:
+            faults.append(f"the entry {key} is damaged ({error})")
     return {"name": file.path.name, "ok": not faults or file.is_of_another_version, "faults": faults}
 
 
 def _merge(arguments: argparse.Namespace) -> Json:
-    stores = [(path, _store_for(path)) for path in arguments.files]
-    merged = [(path, store, store.merge(path)) for path, store in stores]
-    return {
-        "ok": all(done.saved for _, _, done in merged),
-        "merged": [{"file": str(path), "into": str(store.path)} | to_json(done) for path, store, done in merged],
-    }
+    """Every file is read and compared before any is merged."""
+    stores = [_store_for(path, _read(path)) for path in arguments.files]
+    merged = [_merge_file(path, store) for path, store in zip(arguments.files, stores, strict=True)]
+    return {"ok": all(file["saved"] for file in merged), "merged": merged}
 
 
-def _store_for(path: Path) -> PlanStore:
-    """Where a file's entries belong: to this machine's, or to those of an equal one that the cache has already."""
-    theirs = _read(path).fingerprint
-    cached = [file.document.fingerprint for file in cache_files.every_file() if file.document is not None]
-    known = [*cache_files.machine(), *cached]
-    if not known:
+def _merge_file(path: Path, store: PlanStore) -> Json:
+    document = _read(path)
+    damaged = document.drop_damaged()
+    changed, saved = store.merge(document)
+    return {"file": str(path), "into": str(store.path), "changed": changed, "damaged": damaged, "saved": saved}
+
+
+def _store_for(path: Path, document: Document) -> PlanStore:
+    """The store of this machine, or of an equal one that the cache knows already, to which a file's entries belong."""
+    theirs = document.fingerprint
+    differences = _differences([*machine(), *(file.document.fingerprint for file in _files() if file.document)], theirs)
+    if differences is None:
         raise ArgumentError(f"there is neither a GPU here nor a file in {plans_directory()} to compare {path} with")
-    differences = cache_files.nearest(known, theirs).differences(theirs)
     if differences:
         raise ArgumentError(f"{path} was measured elsewhere ({', '.join(differences)})")
     return PlanStore(plans_directory() / theirs.file_name, theirs)
 
 
-def _read(path: Path) -> Document:
-    try:
-        return Document.read(path)
-    except UnusableError as error:
-        raise ArgumentError(f"{path} {error}") from None
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be read ({error.strerror})") from None
-
-
 def _export(arguments: argparse.Namespace) -> Json:
-    path, target = cache_files.source(arguments.file), arguments.target
+    path, target = _source(arguments.file), arguments.target
     document = _read(path)
     damaged = document.drop_damaged()
     if target.exists():
@@ -152,29 +183,62 @@ def _export(arguments: argparse.Namespace) -> Json:
         replace_file(target, document.render())
     except OSError as error:
         raise ArgumentError(f"{target} cannot be written ({error.strerror})") from None
-    counts = {"products": len(document.products.raw), "layers": len(document.layers.raw)}
-    return {"ok": True, "file": str(path), "target": str(target), **counts, "damaged": damaged}
+    return {"ok": True, "file": str(path), "target": str(target)} | document.counts | {"damaged": damaged}
+
+
+def _source(name: str | None) -> Path:
+    """The cache's file of that name, or this machine's file if no name is given.
+
+    Raises:
+        ArgumentError: there is no such file, or this machine has GPUs of several kinds, or none.
+    """
+    if name is not None:
+        path = plans_directory() / name
+        if not path.is_file():
+            raise ArgumentError(f"--file is {name}, but {path} does not exist; see `cache list`")
+        return path
+    if len(ours := machine()) != 1:
+        found = "GPUs of several kinds" if ours else "no usable GPU"
+        raise ArgumentError(f"{found} here: name a file of the cache with --file, see `cache list`")
+    path = plans_directory() / ours[0].file_name
+    if not path.is_file():
+        raise ArgumentError(f"nothing has been measured on this machine yet: {path} does not exist")
+    return path
 
 
 def _prune(arguments: argparse.Namespace) -> Json:
-    files = list(cache_files.removable())
-    if arguments.yes:
-        for path, _ in files:
-            _remove(path)
-    return {
-        "ok": True,
-        "directory": str(plans_directory()),
-        "removed": arguments.yes,
-        "files": [{"name": path.name, "reason": reason} for path, reason in files],
-    }
+    useless = list(_useless())
+    for path, _ in useless if arguments.yes else ():
+        try:
+            path.unlink(missing_ok=True)
+            path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be removed ({error.strerror})") from None
+    files = [{"name": path.name, "reason": reason} for path, reason in useless]
+    return {"ok": True, "directory": str(plans_directory()), "removed": arguments.yes, "files": files}
 
 
-def _remove(path: Path) -> None:
+def _useless() -> Iterator[tuple[Path, str]]:
+    """Files that this installation will never read again, with the reason."""
+    yield from ((path, "set aside") for path in _set_aside())
+    for path in _beside(f"*{TEMPORARY}"):
+        if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            yield path, "never finished"
+    installed = _installed_version()
+    for file in _files():
+        version = file.document.fingerprint.cublaslt if file.document else None
+        if file.is_of_another_version:
+            yield file.path, str(file.fault)
+        elif version is not None and installed is not None and version != installed:
+            yield file.path, f"of cuBLASLt {version_text(version)}; {version_text(installed)} is installed"
+
+
+def _installed_version() -> int | None:
+    """The version of the installed cuBLASLt; None if there is none."""
     try:
-        path.unlink(missing_ok=True)
-        path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be removed ({error.strerror})") from None
+        return cublaslt.get_version()
+    except LtError:
+        return None
 
 
 _Action = tuple[Callable[[argparse.Namespace], Json], Callable[[Json, Console], None]]

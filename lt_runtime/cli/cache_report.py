@@ -1,8 +1,8 @@
-"""What the cache commands print for people, from the same data that `--json` prints."""
+"""The output of the cache commands for people, made from the data that `--json` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -22,16 +22,12 @@ def show_list(data: Json, console: Console) -> None:
     right = [Column(heading, justify="right") for heading in ("Products", "Layers")]
     table = Table(Column("File", overflow="fold"), "Driver", *right, Column("Fits this machine", ratio=1), box=SIMPLE)
     for file in data["files"]:
-        table.add_row(*(escape(cell) for cell in _row(file)))
+        known = file["fingerprint"] is not None
+        cells = (file["fingerprint"]["driver"], str(file["products"]), str(file["layers"])) if known else ("", "", "")
+        table.add_row(*map(escape, (file["name"], *cells, _fit(file))))
     console.print(table)
     if data["set_aside"]:
         _print(console, f"Set aside, not used: {', '.join(data['set_aside'])}")
-
-
-def _row(file: Json) -> tuple[str, ...]:
-    if file["fingerprint"] is None:
-        return file["name"], "", "", "", file["fault"]
-    return file["name"], file["fingerprint"]["driver"], str(file["products"]), str(file["layers"]), _fit(file)
 
 
 def _fit(file: Json) -> str:
@@ -46,19 +42,22 @@ def show_entries(data: Json, console: Console) -> None:
     """Prints what `cache show` found."""
     for found in data["entries"]:
         console.print(f"[bold]{escape(found['problem'])}[/]", highlight=False, soft_wrap=True)
-        for name, text in _facts(found):
+        facts = [("damaged", found["fault"])] if "fault" in found else _facts(found["entry"])
+        for name, text in (*facts, ("file", found["file"]), ("key", found["key"])):
             _print(console, f"  {name:<10}{text}")
 
 
-def _facts(found: Json) -> Iterator[tuple[str, str]]:
+def _facts(entry: Json) -> Iterator[tuple[str, str]]:
     """Names and values of one entry's lines."""
-    yield from [("damaged", found["fault"])] if "fault" in found else _entry_facts(found["entry"])
-    yield "file", found["file"]
-    yield "key", found["key"]
-
-
-def _entry_facts(entry: Json) -> Iterator[tuple[str, str]]:
-    yield from _product_facts(entry) if "algorithm" in entry else _layer_facts(entry)
+    if "algorithm" in entry:
+        yield "algorithm", algorithm_in_words(entry["config"])
+        gain = f"{entry['first_us'] / entry['us']:.2f} times as fast as the heuristic's first" if entry["us"] else ""
+        yield "time", f"{entry['us']:.2f} µs, spread {entry['spread']:.2f} µs; best of {entry['candidates']}, {gain}"
+    else:
+        yield "strategy", strategy_in_words(entry["strategy"])
+        yield "time", f"{entry['us']:.2f} µs"
+        for other in entry["alternatives"]:
+            yield "slower", f"{other['us']:.2f} µs ({strategy_in_words(other['strategy'])})"
     yield "measured", f"{entry['when']}, effort {entry['effort']}"
     for each in entry["rejected"]:
         what = strategy_in_words(each["strategy"]) if "strategy" in each else algorithm_in_words(each["config"])
@@ -67,27 +66,11 @@ def _entry_facts(entry: Json) -> Iterator[tuple[str, str]]:
         yield "barred", entry["barred"]
 
 
-def _product_facts(entry: Json) -> Iterator[tuple[str, str]]:
-    yield "algorithm", algorithm_in_words(entry["config"])
-    gain = f"{entry['first_us'] / entry['us']:.2f} times as fast as the heuristic's first" if entry["us"] else ""
-    yield "time", f"{entry['us']:.2f} µs, spread {entry['spread']:.2f} µs; best of {entry['candidates']}, {gain}"
-    if entry["refused"]:
-        yield "refused", ", ".join(entry["refused"])
-
-
-def _layer_facts(entry: Json) -> Iterator[tuple[str, str]]:
-    yield "strategy", strategy_in_words(entry["strategy"])
-    yield "time", f"{entry['us']:.2f} µs"
-    for other in entry["alternatives"]:
-        yield "slower", f"{other['us']:.2f} µs ({strategy_in_words(other['strategy'])})"
-
-
 def show_verdict(data: Json, console: Console) -> None:
     """Prints what `cache verify` found."""
     for file in data["files"]:
-        faults = file["faults"]
-        _print(console, f"{file['name']}: {'sound' if not faults else ''}".rstrip())
-        for fault in faults:
+        _print(console, f"{file['name']}:{'' if file['faults'] else ' sound'}")
+        for fault in file["faults"]:
             _print(console, f"  {fault}")
     verdict = "[green]Nothing is damaged.[/]" if data["ok"] else "[red]Damaged:[/] see above; it will not be used."
     console.print(verdict, highlight=False, soft_wrap=True)
@@ -97,19 +80,17 @@ def show_merged(data: Json, console: Console) -> None:
     """Prints what `cache merge` did."""
     for each in data["merged"]:
         _print(console, f"{each['file']}: {each['changed']} entries new or better, merged into {each['into']}")
-        for key, fault in each["damaged"].items():
-            _print(console, f"  left out: {key} ({fault})")
+        _print_left_out(each["damaged"], console)
 
 
 def show_exported(data: Json, console: Console) -> None:
     """Prints what `cache export` wrote."""
     _print(console, f"{data['target']}: {data['products']} products and {data['layers']} layers from {data['file']}")
-    for key, fault in data["damaged"].items():
-        _print(console, f"  left out: {key} ({fault})")
+    _print_left_out(data["damaged"], console)
 
 
 def show_pruned(data: Json, console: Console) -> None:
-    """Prints what `cache prune` removed or would."""
+    """Prints what `cache prune` removed or would remove."""
     if not data["files"]:
         _print(console, f"Nothing to remove in {data['directory']}.")
         return
@@ -118,6 +99,11 @@ def show_pruned(data: Json, console: Console) -> None:
         _print(console, f"  {file['name']} ({file['reason']})")
     if not data["removed"]:
         _print(console, "Pass --yes to do it.")
+
+
+def _print_left_out(damaged: Mapping[str, str], console: Console) -> None:
+    for key, fault in damaged.items():
+        _print(console, f"  left out: {key} ({fault})")
 
 
 def _print(console: Console, text: str) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from lt_runtime import ranges, schedules
 from lt_runtime.errors import ArgumentError, MissingLibraryError
@@ -43,12 +43,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What `--json` writes.
+    """The content of the file that `--json` names.
 
     Attributes:
         device: such as "cpu" or "cuda:0 (NVIDIA H200)".
         accuracy: on the held-out fifth, 0 to 1.
-        samples_per_second: in training, without the first epoch (compilation) and the last (layers are timed then).
+        samples_per_second: in training, without the first epoch, which compiles, and the last, which times the layers.
         loss: of every step.
         layers: where the time of a step went.
     """
@@ -61,14 +61,18 @@ class Result:
     layers: list[LayerTime]
 
 
-@dataclass(frozen=True, slots=True)
-class Digits:
+class Digits(NamedTuple):
     """Images (n, 64) in [0, 1] and labels (n,), to train on and held out."""
 
     images: np.ndarray[Any, Any]
     labels: np.ndarray[Any, Any]
     held_out_images: np.ndarray[Any, Any]
     held_out_labels: np.ndarray[Any, Any]
+
+    @property
+    def batches(self) -> int:
+        """Batches of an epoch. The few samples that do not fill one are left out, others in each epoch."""
+        return len(self.labels) // _BATCH
 
 
 def load_digits() -> Digits:
@@ -91,59 +95,43 @@ def load_digits() -> Digits:
 def train(settings: Settings, on_step: Callable[[], None] = lambda: None) -> Result:
     """Trains and evaluates; `on_step` is called after every step."""
     digits = load_digits()
-    step = _make_step(settings, digits)
-    device = step.model.device
-    with device.current():
-        losses, seconds, timer = _train_epochs(settings, digits, step, on_step)
-        accuracy = _accuracy(step.model, digits)
-    speed = _samples_per_second(seconds, _batches(digits) * _BATCH)
-    return Result(device.description, settings.dtype, accuracy, speed, losses, timer.layers())
-
-
-def _batches(digits: Digits) -> int:
-    """Batches an epoch; the few samples that do not fill one are left out, others each time."""
-    return len(digits.labels) // _BATCH
-
-
-def _make_step(settings: Settings, digits: Digits) -> TrainStep:
-    model = MLP(
-        (digits.images.shape[1], *_HIDDEN, _CLASSES),
-        dtype=settings.dtype,
-        dropout=settings.dropout,
-        seed=settings.seed,
-        device=settings.device,
-    )
-    epoch = _batches(digits)
-    total = settings.epochs * epoch
-    schedule = schedules.warmup_cosine(min(epoch, total - 1), total)
+    dims = (digits.images.shape[1], *_HIDDEN, _CLASSES)
+    model = MLP(dims, dtype=settings.dtype, dropout=settings.dropout, seed=settings.seed, device=settings.device)
+    total = settings.epochs * digits.batches
+    schedule = schedules.warmup_cosine(min(digits.batches, total - 1), total)
     optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
-    return TrainStep(model, optimizer, batch_size=_BATCH)
+    timer = RangeTimer(model.device.ordinal)
+    with model.device.current():
+        losses, seconds = _train_epochs(settings, digits, model, optimizer, timer, on_step)
+        images = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
+        scores = model.device.to_host(model(images)).astype(np.float32)
+    accuracy = float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
+    typical = seconds[1:-1] or seconds
+    speed = digits.batches * _BATCH * len(typical) / sum(typical)
+    return Result(model.device.description, settings.dtype, accuracy, speed, losses, timer.layers())
 
 
 def _train_epochs(
-    settings: Settings, digits: Digits, step: TrainStep, on_step: Callable[[], None]
-) -> tuple[list[float], list[float], RangeTimer]:
-    """Losses by step, seconds by epoch, and the last epoch's ranges."""
-    device, batches = step.model.device, _batches(digits)
-    images = device.asarray(digits.images.astype(step.model.dtype.numpy))
+    settings: Settings, digits: Digits, model: MLP, optimizer: AdamW, timer: RangeTimer, on_step: Callable[[], None]
+) -> tuple[list[float], list[float]]:
+    """Losses by step and seconds by epoch. In the last epoch steps are not captured, so that each layer is timed."""
+    device, losses, seconds = model.device, list[float](), list[float]()
+    captured, timed = (TrainStep(model, optimizer, batch_size=_BATCH, graph=graph) for graph in (True, False))
+    images = device.asarray(digits.images.astype(model.dtype.numpy))
     labels = device.asarray(digits.labels)
     generator = np.random.default_rng(settings.seed)
-    timer = RangeTimer(device.ordinal)
-    losses: list[float] = []
-    seconds: list[float] = []
-    timed = TrainStep(step.model, step.optimizer, batch_size=_BATCH, graph=False)  # a range for each layer
     for epoch in range(settings.epochs):
-        last = epoch == settings.epochs - 1
-        order = generator.permutation(len(digits.labels))[: batches * _BATCH].reshape(batches, _BATCH)
+        is_last = epoch == settings.epochs - 1
+        order = generator.permutation(len(digits.labels))[: digits.batches * _BATCH].reshape(-1, _BATCH)
         start = time.perf_counter()
-        with ranges.listening(timer) if last else contextlib.nullcontext():
-            losses += _epoch(timed if last else step, images, labels, device.asarray(order), on_step)
+        with ranges.listening(timer) if is_last else contextlib.nullcontext():
+            losses += _epoch(timed if is_last else captured, images, labels, device.asarray(order), on_step)
         seconds.append(time.perf_counter() - start)
-    return losses, seconds, timer
+    return losses, seconds
 
 
 def _epoch(step: TrainStep, images: Any, labels: Any, order: Any, on_step: Callable[[], None]) -> list[float]:
-    """One pass; the losses are read once at its end, so that no step waits for them."""
+    """One pass over the images; the losses are read once at its end, so that no step waits for them."""
     losses = []
     for batch in order:
         losses.append(step(images[batch], labels[batch]).copy())
@@ -152,29 +140,17 @@ def _epoch(step: TrainStep, images: Any, labels: Any, order: Any, on_step: Calla
     return [float(loss) for loss in device.to_host(device.namespace.stack(losses))]
 
 
-def _samples_per_second(seconds: list[float], samples: int) -> float:
-    typical = seconds[1:-1] or seconds
-    return samples * len(typical) / sum(typical)
-
-
-def _accuracy(model: MLP, digits: Digits) -> float:
-    images = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
-    scores = model.device.to_host(model(images)).astype(np.float32)
-    return float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
-
-
-def run(settings: Settings, json_file: Path | None) -> int:
-    """The command: a progress bar, then the results; returns the exit status."""
-    console = Console()
+def run(arguments: argparse.Namespace) -> int:
+    """Trains with a progress bar and prints the results; returns the exit status."""
+    settings = Settings(arguments.device, arguments.dtype, arguments.epochs, arguments.dropout, arguments.seed)
+    console, json_file = Console(), arguments.json
     if json_file is not None and not json_file.parent.is_dir():
         raise ArgumentError(f"--json is {json_file}, but {json_file.parent} is no directory")
-    device = ComputeDevice.parse(settings.device)
-    if device.ordinal is None:
+    if ComputeDevice.parse(settings.device).ordinal is None:
         console.print("No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`).")
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        steps = settings.epochs * _batches(load_digits())
-        task = progress.add_task("training", total=steps)
+        task = progress.add_task("training", total=settings.epochs * load_digits().batches)
         result = train(settings, lambda: progress.advance(task))
     _print(console, result)
     if json_file is not None:
@@ -183,10 +159,8 @@ def run(settings: Settings, json_file: Path | None) -> int:
 
 
 def _print(console: Console, result: Result) -> None:
-    table = Table(title="Where a step's time went")
-    table.add_column("layer")
-    for heading in ("forward µs", "backward µs", "share"):
-        table.add_column(heading, justify="right")
+    numbers = [Column(heading, justify="right") for heading in ("forward µs", "backward µs", "share")]
+    table = Table("layer", *numbers, title="Where a step's time went")
     whole = sum(layer.total_us for layer in result.layers)
     for layer in result.layers:
         backward = f"{layer.backward_us:.1f}" if layer.backward_us else ""

@@ -1,12 +1,14 @@
-"""Tells what of lt_runtime this machine can use, what is missing, what that prevents, and how to mend it."""
+"""Tells what lt_runtime can use of this machine, what is missing, what that prevents, and how to mend it."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -28,7 +30,7 @@ CUDA_REQUIREMENTS: Final = {
     "CUDA headers": "nvidia-cuda-runtime>=13,<14",
     "CuPy": "cupy-cuda13x>=14",
 }
-"""What the extra `cuda13` installs, by what it brings; a test holds the two equal."""
+"""The requirements of the extra `cuda13`, by what each brings; a test holds the two equal."""
 
 PACKAGES: Final = {
     "cuda-bindings": "cuda.bindings",
@@ -68,26 +70,28 @@ class Report:
         return not any(finding.needed for finding in self.findings)
 
 
-def run(*, as_json: bool) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Prints the report, as tables or as one JSON object.
 
     Returns:
         The exit status: 0 if everything is there that this machine needs for what it can do, else 1.
     """
     report = examine()
-    if as_json:
+    if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
     else:
-        _show(report, Console())
+        show(report, Console())
     return 0 if report.ok else 1
 
 
 def examine() -> Report:
     """Looks at everything once."""
     driver, gpus, cache = probes.driver(), probes.gpus(), probes.cache_directory()
-    cuda = (probes.cublaslt(), probes.nvrtc(), probes.cuda_headers(), probes.cupy())
-    packages = tuple(probes.package(*names) for names in PACKAGES.items())
-    libraries = (*cuda, *packages, probes.host_compiler())
+    cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy
+    looks: dict[str, probes.Look] = dict(zip(CUDA_REQUIREMENTS, cuda, strict=True))
+    looks |= {name: functools.partial(probes.package, name, module) for name, module in PACKAGES.items()}
+    looks["g++"] = probes.host_compiler
+    libraries = tuple(probes.library(name, look) for name, look in looks.items())
     findings = tuple(diagnose(driver, gpus, libraries, cache))
     return Report(platform.python_version(), platform.platform(), driver, gpus, libraries, cache, findings)
 
@@ -95,69 +99,58 @@ def examine() -> Report:
 def diagnose(
     driver: Driver | None, gpus: Sequence[Gpu], libraries: Sequence[Library], cache: CacheDirectory
 ) -> Iterator[Finding]:
-    """What follows from what was seen. Without a GPU only what the CPU needs is missed."""
-    faulty = {library.name: library for library in libraries if library.problem}
-    yield from _packages(faulty)
-    yield from _driver(driver)
+    """What follows from what was seen. On a machine without a GPU nothing is missed that only a GPU needs."""
+    problems = {library.name: library.problem for library in libraries if library.problem}
+    yield from _missing(problems, {name: name for name in PACKAGES}, "importing lt_runtime")
+    yield from _hardware(driver, gpus)
     if gpus:
-        yield from _gpus(gpus)
-        yield from _cuda_libraries(faulty)
+        yield from _missing(problems, CUDA_REQUIREMENTS, "running on the GPU")
     if not cache.writable:
         kept = "keeping compiled kernels from one run to the next"
         yield Finding(f"{cache.path} cannot be written", kept, "export LT_RUNTIME_CACHE_DIR=DIRECTORY", needed=False)
-    if "g++" in faulty:
+    if "g++" in problems:
         yield Finding("g++: not found", "testing the kernels on the CPU", "apt-get install g++", needed=False)
 
 
-def _packages(faulty: dict[str, Library]) -> Iterator[Finding]:
-    missing = [name for name in PACKAGES if name in faulty]
-    if missing:
-        yield Finding(_problems(missing, faulty), "importing lt_runtime", _pip_install(missing))
+def _missing(problems: Mapping[str, str], requirements: Mapping[str, str], prevents: str) -> Iterator[Finding]:
+    """One finding for all libraries of a kind, because one command installs them."""
+    names = [name for name in requirements if name in problems]
+    if names:
+        what = "; ".join(f"{name}: {problems[name]}" for name in names)
+        command = [sys.executable, "-m", "pip", "install", *(requirements[name] for name in names)]
+        yield Finding(what, prevents, shlex.join(command))
 
 
-def _driver(driver: Driver | None) -> Iterator[Finding]:
-    if driver is None:
-        return
-    if driver.problem:
+def _hardware(driver: Driver | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    prevents = "everything on the GPU"
+    if driver and driver.problem:
         mend = f"install the NVIDIA driver, {MIN_DRIVER} or newer; a container must be started with its GPUs"
-        yield Finding(f"NVIDIA driver: {driver.problem}", "everything on the GPU", mend)
-    elif driver.cuda and driver.cuda < MIN_CUDA:
+        yield Finding(f"NVIDIA driver: {driver.problem}", prevents, mend)
+    elif driver and driver.cuda and driver.cuda < MIN_CUDA:
         what = f"NVIDIA driver {driver.version or ''}: runs CUDA up to {_dotted(driver.cuda)} only"
-        yield Finding(what, "everything on the GPU", f"update the NVIDIA driver to {MIN_DRIVER} or newer")
-
-
-def _gpus(gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    if all(gpu.compute_capability < MIN_COMPUTE_CAPABILITY for gpu in gpus):
-        least = _dotted(MIN_COMPUTE_CAPABILITY)
-        what = f"no GPU has compute capability {least} or higher"
-        yield Finding(what, "everything on the GPU", f"use a GPU of compute capability {least} or higher (Turing)")
-
-
-def _cuda_libraries(faulty: dict[str, Library]) -> Iterator[Finding]:
-    missing = [name for name in CUDA_REQUIREMENTS if name in faulty]
-    if missing:
-        mend = _pip_install(CUDA_REQUIREMENTS[name] for name in missing)
-        yield Finding(_problems(missing, faulty), "running on the GPU", mend)
-
-
-def _problems(names: Sequence[str], faulty: dict[str, Library]) -> str:
-    return "; ".join(f"{name}: {faulty[name].problem}" for name in names)
-
-
-def _pip_install(requirements: Iterator[str] | Sequence[str]) -> str:
-    return shlex.join([sys.executable, "-m", "pip", "install", *requirements])
+        yield Finding(what, prevents, f"update the NVIDIA driver to {MIN_DRIVER} or newer")
+    if gpus and all(gpu.compute_capability < MIN_COMPUTE_CAPABILITY for gpu in gpus):
+        accepted = f"compute capability {_dotted(MIN_COMPUTE_CAPABILITY)} or higher"
+        yield Finding(f"no GPU has {accepted}", prevents, f"use a GPU of {accepted} (Turing)")
 
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def _show(report: Report, console: Console) -> None:
+def show(report: Report, console: Console) -> None:
+    """Prints a report for people."""
     for line in _machine(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(_table(report.libraries))
+    table = Table("Library", "Version", Column("Where", overflow="fold"), box=SIMPLE)
+    for library in report.libraries:
+        table.add_row(library.name, library.version or "–", library.path or f"[dim]{escape(library.problem or '')}[/]")
+    console.print(table)
     for finding in report.findings:
-        _show_finding(finding, console)
+        mark = "[red]missing[/]" if finding.needed else "[yellow]optional[/]"
+        console.print(f"{mark} {escape(finding.what)}", highlight=False, soft_wrap=True)
+        advice = f"  prevents: {finding.prevents}\n  mend:     {finding.mend}\n"
+        console.print(advice, markup=False, highlight=False, soft_wrap=True)
     console.print(_verdict(report), highlight=False, soft_wrap=True)
 
 
@@ -170,21 +163,6 @@ def _machine(report: Report) -> Iterator[str]:
         capability = _dotted(gpu.compute_capability)
         yield f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, {gpu.memory / 2**30:.1f} GiB"
     yield f"Cache: {report.cache.path}, {report.cache.size / 1e6:.1f} MB"
-
-
-def _table(libraries: Sequence[Library]) -> Table:
-    table = Table("Library", "Version", Column("Where", overflow="fold"), box=SIMPLE)
-    for library in libraries:
-        where = library.path or f"[dim]{escape(library.problem or '')}[/]"
-        table.add_row(library.name, library.version or "–", where)
-    return table
-
-
-def _show_finding(finding: Finding, console: Console) -> None:
-    mark = "[red]missing[/]" if finding.needed else "[yellow]optional[/]"
-    console.print(f"{mark} {escape(finding.what)}", highlight=False, soft_wrap=True)
-    console.print(f"  prevents: {finding.prevents}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"  mend:     {finding.mend}\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def _verdict(report: Report) -> str:

@@ -1,12 +1,11 @@
 """One small look at each thing that lt_runtime depends on.
 
 Looking changes nothing: no file is written and no GPU context is made. A probe that fails says how instead of raising,
-because a broken installation is what it is called for.
+because it is meant for broken installations. Hence it imports only when it looks, and catches every exception.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -17,12 +16,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from lt_runtime import paths
-from lt_runtime.gpu.driver_version import kernel_driver_version
+from lt_runtime.gpu.devices import kernel_driver_version
 
-NOT_INSTALLED: Final = "not installed"
+PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
+
+Look: TypeAlias = Callable[[], tuple[str, str]]
+"""Returns version and path of a library, or raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library, a set of headers or a tool: which version lies where, or what is wrong with it."""
+    """A library, a set of headers or a tool: its version and where it lies, or what is wrong with it."""
 
     name: str
     version: str | None = None
@@ -56,7 +58,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class CacheDirectory:
-    """Where compiled kernels are kept, whether they can be, and the bytes they take."""
+    """Where compiled kernels and plans are kept, whether it can be written, and the bytes that its files take."""
 
     path: str
     writable: bool = False
@@ -64,27 +66,18 @@ class CacheDirectory:
     problem: str | None = None
 
 
-def _library(name: str) -> Callable[[Callable[[], tuple[str, str]]], Callable[[], Library]]:
-    """Makes a probe of a function that returns a version and a path, or raises."""
-
-    def decorate(look: Callable[[], tuple[str, str]]) -> Callable[[], Library]:
-        @functools.wraps(look)
-        def probe() -> Library:
-            try:
-                return Library(name, *look())
-            except Exception as error:
-                return Library(name, problem=_explain(error))
-
-        return probe
-
-    return decorate
+def library(name: str, look: Look) -> Library:
+    """What a look at a library finds."""
+    try:
+        return Library(name, *look())
+    except Exception as error:
+        return Library(name, problem=_explain(error))
 
 
 def _explain(error: Exception) -> str:
     if isinstance(error, (FileNotFoundError, ModuleNotFoundError, importlib.metadata.PackageNotFoundError)):
-        return NOT_INSTALLED
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first_line}"
+        return "not installed"
+    return f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"
 
 
 def _cuda13(version: str) -> str:
@@ -103,28 +96,25 @@ def _load(name: str) -> str:
         raise FileNotFoundError(name) from None
 
 
-@_library("cuBLASLt")
 def cublaslt() -> tuple[str, str]:
     """The library that carries out the matrix products."""
     from lt_runtime.cublaslt import get_version
+    from lt_runtime.cublaslt.library import version_text
 
-    path, version = _load("cublasLt"), get_version()
-    return _cuda13(f"{version // 10000}.{version // 100 % 100}.{version % 100}"), path
+    return _cuda13(version_text(get_version())), _load("cublasLt")
 
 
-@_library("NVRTC")
 def nvrtc() -> tuple[str, str]:
     """The run-time compiler."""
     path = _load("nvrtc")
-    from cuda.bindings import nvrtc as library
+    from cuda.bindings import nvrtc as api
 
-    status, major, minor = library.nvrtcVersion()
+    status, major, minor = api.nvrtcVersion()
     if status:
         raise RuntimeError(f"nvrtcVersion returned {status.name}")
     return _cuda13(f"{major}.{minor}"), path
 
 
-@_library("CUDA headers")
 def cuda_headers() -> tuple[str, str]:
     """The headers that the kernels include; one of them states the version of all."""
     from cuda import pathfinder
@@ -138,11 +128,10 @@ def cuda_headers() -> tuple[str, str]:
     return _cuda13(f"{version // 1000}.{version % 1000 // 10}"), str(directory)
 
 
-@_library("CuPy")
 def cupy() -> tuple[str, str]:
     """CuPy, imported, because nothing less tells whether it works.
 
-    It is done in another process, told of a cache directory that exists: the import makes one where there is none.
+    Another process imports it, with a cache directory that exists, because the import would make one otherwise.
     """
     if importlib.util.find_spec("cupy") is None:
         raise ModuleNotFoundError("cupy")
@@ -154,9 +143,8 @@ def cupy() -> tuple[str, str]:
     return version, path
 
 
-@_library("g++")
 def host_compiler() -> tuple[str, str]:
-    """The host's compiler, for tests alone: they run the kernels on the CPU."""
+    """The host's compiler, which only the tests need: they run the kernels on the CPU."""
     path = shutil.which("g++")
     if path is None:
         raise FileNotFoundError("g++")
@@ -167,21 +155,15 @@ def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
-def package(distribution: str, module: str) -> Library:
+def package(distribution: str, module: str) -> tuple[str, str]:
     """A Python package, found but not imported."""
-
-    @_library(distribution)
-    def look() -> tuple[str, str]:
-        version = importlib.metadata.version(distribution)
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(module)
-        return version, str(Path(spec.origin).parent)
-
-    return look()
+    version, spec = importlib.metadata.version(distribution), importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(module)
+    return version, str(Path(spec.origin).parent)
 
 
-def driver() -> Driver | None:
+def driver(pci_devices: Path = PCI_DEVICES) -> Driver | None:
     """The driver, or None where there is none and no NVIDIA GPU waits for one."""
     try:
         from cuda.bindings import driver as api
@@ -189,9 +171,9 @@ def driver() -> Driver | None:
         try:
             (status,) = api.cuInit(0)
         except RuntimeError:
-            return Driver(problem="no libcuda.so.1") if nvidia_gpu_on_pci() else None
+            return Driver(problem="no libcuda.so.1") if nvidia_gpu_on_pci(pci_devices) else None
         _, version = api.cuDriverGetVersion()
-        # No device is no fault: a driver may be there without a GPU, or with all of them hidden.
+        # A driver without a device is not at fault: the machine may have no GPU, or all may be hidden.
         fault = status and status != api.CUresult.CUDA_ERROR_NO_DEVICE
         problem = f"cuInit returned {status.name}" if fault else None
         return Driver(kernel_driver_version(), (version // 1000, version % 1000 // 10), problem)
@@ -199,8 +181,8 @@ def driver() -> Driver | None:
         return Driver(problem=_explain(error))
 
 
-def nvidia_gpu_on_pci(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
-    """Whether NVIDIA (vendor 0x10de) made a display controller (class 0x03) that is there, used by a driver or not."""
+def nvidia_gpu_on_pci(devices: Path) -> bool:
+    """Whether the machine has a display controller (class 0x03) of NVIDIA's (vendor 0x10de), with or without driver."""
     return any(
         (device / "vendor").read_text().startswith("0x10de") and (device / "class").read_text().startswith("0x03")
         for device in devices.glob("*")
@@ -210,25 +192,12 @@ def nvidia_gpu_on_pci(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
 def gpus() -> tuple[Gpu, ...]:
     """The GPUs that CUDA sees; none where the driver cannot say, which `driver` reports."""
     try:
-        from cuda.bindings import driver as api
+        from lt_runtime.gpu import devices
 
-        (status,) = api.cuInit(0)
-        count = 0 if status else api.cuDeviceGetCount()[1]
-        return tuple(_gpu(index) for index in range(count))
+        found = map(devices.device_info, range(devices.device_count()))
+        return tuple(Gpu(each.ordinal, each.name, divmod(each.capability, 10), each.memory) for each in found)
     except Exception:
         return ()
-
-
-def _gpu(index: int) -> Gpu:
-    from cuda.bindings import driver as api
-
-    attribute = api.CUdevice_attribute
-    _, device = api.cuDeviceGet(index)
-    _, name = api.cuDeviceGetName(128, device)
-    _, major = api.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
-    _, minor = api.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-    _, memory = api.cuDeviceTotalMem(device)
-    return Gpu(index, name.split(b"\0")[0].decode(), (major, minor), memory)
 
 
 def cache_directory() -> CacheDirectory:

@@ -1,4 +1,4 @@
-"""Tuning from the command line, so that no training has to: shapes to problems to the tuner to a table."""
+"""Tunes layers before any training runs: reads shapes, hands their problems to the tuner, prints its report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
-from lt_runtime.cli.shapes import Mlp, Shapes, preset, read_shapes
+from lt_runtime.cli.shapes import Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops._tuning_report import TuningReport
 from lt_runtime.ops._tuning_run import progress_bar, tune_in_parts
@@ -23,21 +23,20 @@ if TYPE_CHECKING:
     from lt_runtime.tuner.tuning import Tuned
 
 INTERRUPTED: Final = 130
-_DEFAULT_ACTIVATION: Final = "relu"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tunes what was asked for and prints what came of it, as a table or as one JSON object.
+    """Tunes the problems that were asked for, and prints the report as a table or as one JSON object.
 
     Returns:
         The exit status: 0, or 130 if it was interrupted; what was decided until then is kept and printed.
 
     Raises:
-        ArgumentError: an option or a file that is not accepted.
+        ArgumentError: an option or a file is not accepted.
         DeviceError: there is no such GPU.
         LtError: the tuner failed; what was decided until then is kept and printed.
     """
-    problems = problems_of(arguments)
+    problems = _problems(arguments)
     device = ordinal_of(arguments.device)
     tuned: list[Tuned] = []
     stopped_by: KeyboardInterrupt | LtError | None = None
@@ -66,13 +65,18 @@ def _show(report: TuningReport, *, is_complete: bool, as_json: bool) -> None:
         console.print("Stopped: what is in the table is kept.", highlight=False)
 
 
-def problems_of(arguments: argparse.Namespace) -> list[Problem]:
-    """Every problem that was asked for, none twice.
+def _problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Every problem that was asked for, without repetitions.
 
     Raises:
         ArgumentError: nothing was asked for, or something that is not accepted.
     """
-    found = [problem for stack in _stacks(arguments) for problem in stack.problems()]
+    found: list[Problem] = []
+    given, types = list(_layers(arguments)), list(_types(arguments.dtype or ["float32"], arguments.compute))
+    for dtype, compute in types:
+        for layers in given:
+            for activation in arguments.activation or [layers.activation]:
+                found += _stack(layers, activation, dtype, compute).problems()
     if arguments.recorded is not None:
         found += read_recorded(arguments.recorded)
     if not found:
@@ -80,25 +84,17 @@ def problems_of(arguments: argparse.Namespace) -> list[Problem]:
     return list(dict.fromkeys(found))
 
 
-def _stacks(arguments: argparse.Namespace) -> Iterator[Stack]:
-    given = list(_shapes(arguments))
-    types = list(_types(arguments.dtype or ["float32"], arguments.compute))
-    for shapes in given:
-        for dtype, compute in types:
-            yield from _stacks_of(shapes, arguments.activation, dtype, compute)
-
-
-def _shapes(arguments: argparse.Namespace) -> Iterator[Shapes]:
+def _layers(arguments: argparse.Namespace) -> Iterator[Layers]:
     if arguments.shapes is not None:
-        yield read_shapes(arguments.shapes)
+        for layers in read_shapes(arguments.shapes).values():
+            yield from layers
     for name in arguments.preset or ():
-        yield preset(name)
+        yield from preset(name)
     if arguments.mlp and arguments.rows is None:
         raise ArgumentError("--mlp needs --rows, the rows of its batch")
     if arguments.rows is not None and not arguments.mlp:
         raise ArgumentError("--rows needs --mlp; the layers of files and presets say their own")
-    for dims in arguments.mlp or ():
-        yield Shapes({}, {"": Mlp(arguments.rows, dims)})
+    yield from (Layers(arguments.rows, dims) for dims in arguments.mlp or ())
 
 
 def _types(names: Iterable[str], compute: str) -> Iterator[tuple[DType, Compute]]:
@@ -114,12 +110,10 @@ def _types(names: Iterable[str], compute: str) -> Iterator[tuple[DType, Compute]
         yield dtype, Compute.parse(compute if dtype is DType.FLOAT32 else Compute.FLOAT32.value, dtype)
 
 
-def _stacks_of(shapes: Shapes, activations: list[str] | None, dtype: DType, compute: Compute) -> Iterator[Stack]:
-    """Each layer of a group as one that stands alone, with all its gradients; each MLP as a training step has it."""
-    for m, n, k in (layer for group in shapes.layers.values() for layer in group):
-        for name in activations or [_DEFAULT_ACTIVATION]:
-            final = Activation(name)
-            yield Stack(m, (k, n), Activation(), dtype, compute, final_activation=final, input_gradient=True)
-    for mlp in shapes.mlps.values():
-        for name in activations or [mlp.activation or _DEFAULT_ACTIVATION]:
-            yield Stack(mlp.rows, mlp.dims, Activation(name), dtype, compute)
+def _stack(layers: Layers, activation: str | None, dtype: DType, compute: Compute) -> Stack:
+    """The layers by the rule of `lt.tune`: a layer that stands alone has the activation itself, and makes its dx."""
+    rows, dims, _ = layers
+    if len(dims) == 2:
+        final = Activation(activation or "none")
+        return Stack(rows, dims, Activation(), dtype, compute, final_activation=final, input_gradient=True)
+    return Stack(rows, dims, Activation(activation or "relu"), dtype, compute)

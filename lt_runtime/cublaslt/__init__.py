@@ -1,13 +1,13 @@
 """Bindings to cuBLASLt through ctypes, usable on their own.
 
-The library, of CUDA 12 or 13, is found and loaded on first use: the installed one, or the file that the environment
-variable LT_RUNTIME_CUBLASLT names. It is then checked once that it stores every attribute in the width that the
-bindings do. Every call's status is checked; an error names the call, the status and the library's explanation. Names
-are the header's (`cublasLt.h`) without their prefixes; one that would begin with a digit keeps the prefix's last word:
-`ComputeType.COMPUTE_32F`. Attributes are set and read by `set` and `get`, and what the library would take without
-looking is refused by name. Descriptors and `Handle` are context managers.
+The first use finds and loads the library, of CUDA 12 or 13: the installed one, or the file that the environment
+variable LT_RUNTIME_CUBLASLT names. It then checks that the library stores every attribute in the same width as the
+bindings. The status of every call is checked; an error names the call, the status and the library's explanation. Names
+are those of the header (`cublasLt.h`) without their prefixes. A name that would begin with a digit keeps the last word
+of the prefix: `ComputeType.COMPUTE_32F`. `set` and `get` write and read attributes; a value that the header does not
+define is refused by name, though the library itself would accept it. Descriptors and `Handle` are context managers.
 
-Every function of the header, of 13.0 up to 13.10:
+All functions of the headers of 13.0 to 13.10:
 
 | function | here |
 | --- | --- |
@@ -65,7 +65,7 @@ Every function of the header, of 13.0 up to 13.10:
 | cublasLtMatmulPreferenceInit | not bound: the same |
 | cublasLtMatrixTransformDescInit | not bound: the same |
 | cublasLtEmulationDescInit | not bound: the same |
-| cublasLtMatmulDescInit_internal | not bound: what the inline function of that name calls, "do not use directly" |
+| cublasLtMatmulDescInit_internal | not bound: called by the inline function of that name, "do not use directly" |
 | cublasLtMatrixLayoutInit_internal | not bound: the same |
 | cublasLtGroupedMatrixLayoutInit_internal | not bound: the same |
 | cublasLtMatmulPreferenceInit_internal | not bound: the same |
@@ -76,7 +76,7 @@ Every function of the header, of 13.0 up to 13.10:
 from typing import TYPE_CHECKING, Any
 
 from lt_runtime.cublaslt.algorithms import Algorithm, algo_check, algo_get_ids, algo_init, get_heuristics
-from lt_runtime.cublaslt.attribute_ids import (
+from lt_runtime.cublaslt.attributes import (
     AlgoCapAttribute,
     AlgoConfigAttribute,
     EmulationDescAttribute,
@@ -95,6 +95,7 @@ from lt_runtime.cublaslt.descriptors import (
 from lt_runtime.cublaslt.enums import (
     BatchInvariance,
     BatchMode,
+    ClusterShape,
     ComputeType,
     DataType,
     EmulationMantissaControl,
@@ -104,8 +105,10 @@ from lt_runtime.cublaslt.enums import (
     FillMode,
     IntegerWidth,
     LibraryProperty,
+    MatmulInnerShape,
     MatmulMatrixScale,
     MatmulSearch,
+    MatmulStages,
     NumericalImplFlags,
     Operation,
     Order,
@@ -116,17 +119,18 @@ from lt_runtime.cublaslt.enums import (
 )
 from lt_runtime.cublaslt.execute import PreparedMatmul, matmul, matrix_transform
 from lt_runtime.cublaslt.handles import Handle, handle
-from lt_runtime.cublaslt.info import (
+from lt_runtime.cublaslt.known_bad import Candidate, is_inaccurate, is_known_bad
+from lt_runtime.cublaslt.library import (
     disable_cpu_instructions_set_mask,
     get_cudart_version,
     get_property,
     get_status_name,
     get_status_string,
+    get_version,
     heuristics_cache_get_capacity,
     heuristics_cache_set_capacity,
+    library_path,
 )
-from lt_runtime.cublaslt.known_bad import Candidate, is_known_bad
-from lt_runtime.cublaslt.library import get_version, library_path
 from lt_runtime.cublaslt.logger import (
     logger_force_disable,
     logger_open_file,
@@ -135,83 +139,31 @@ from lt_runtime.cublaslt.logger import (
     logger_set_level,
     logger_set_mask,
 )
-from lt_runtime.cublaslt.shapes import ClusterShape, MatmulInnerShape, MatmulStages
 from lt_runtime.cublaslt.validation import validate
 
 if TYPE_CHECKING:
     from lt_runtime.cublaslt.tiles import MatmulTile
 
+# fmt: off
 __all__ = [
-    "AlgoCapAttribute",
-    "AlgoConfigAttribute",
-    "Algorithm",
-    "BatchInvariance",
-    "BatchMode",
-    "Candidate",
-    "ClusterShape",
-    "ComputeType",
-    "DataType",
-    "EmulationDesc",
-    "EmulationDescAttribute",
-    "EmulationMantissaControl",
-    "EmulationSpecialValues",
-    "EmulationStrategy",
-    "Epilogue",
-    "FillMode",
-    "Handle",
-    "IntegerWidth",
-    "LibraryProperty",
-    "MatmulDesc",
-    "MatmulDescAttribute",
-    "MatmulInnerShape",
-    "MatmulMatrixScale",
-    "MatmulPreference",
-    "MatmulSearch",
-    "MatmulStages",
-    "MatmulTile",
-    "MatrixLayout",
-    "MatrixLayoutAttribute",
-    "MatrixTransformDesc",
-    "MatrixTransformDescAttribute",
-    "NumericalImplFlags",
-    "Operation",
-    "Order",
-    "PointerMode",
-    "PointerModeMask",
-    "PreferenceAttribute",
-    "PreparedMatmul",
-    "ReductionScheme",
-    "Status",
-    "algo_check",
-    "algo_get_ids",
-    "algo_init",
-    "disable_cpu_instructions_set_mask",
-    "get_cudart_version",
-    "get_heuristics",
-    "get_property",
-    "get_status_name",
-    "get_status_string",
-    "get_version",
-    "handle",
-    "heuristics_cache_get_capacity",
-    "heuristics_cache_set_capacity",
-    "is_known_bad",
-    "library_path",
-    "logger_force_disable",
-    "logger_open_file",
-    "logger_set_callback",
-    "logger_set_file",
-    "logger_set_level",
-    "logger_set_mask",
-    "matmul",
-    "matrix_transform",
-    "validate",
+    "AlgoCapAttribute", "AlgoConfigAttribute", "Algorithm", "BatchInvariance", "BatchMode", "Candidate", "ClusterShape",
+    "ComputeType", "DataType", "EmulationDesc", "EmulationDescAttribute", "EmulationMantissaControl",
+    "EmulationSpecialValues", "EmulationStrategy", "Epilogue", "FillMode", "Handle", "IntegerWidth", "LibraryProperty",
+    "MatmulDesc", "MatmulDescAttribute", "MatmulInnerShape", "MatmulMatrixScale", "MatmulPreference", "MatmulSearch",
+    "MatmulStages", "MatmulTile", "MatrixLayout", "MatrixLayoutAttribute", "MatrixTransformDesc",
+    "MatrixTransformDescAttribute", "NumericalImplFlags", "Operation", "Order", "PointerMode", "PointerModeMask",
+    "PreferenceAttribute", "PreparedMatmul", "ReductionScheme", "Status", "algo_check", "algo_get_ids", "algo_init",
+    "disable_cpu_instructions_set_mask", "get_cudart_version", "get_heuristics", "get_property", "get_status_name",
+    "get_status_string", "get_version", "handle", "heuristics_cache_get_capacity", "heuristics_cache_set_capacity",
+    "is_inaccurate", "is_known_bad", "library_path", "logger_force_disable", "logger_open_file", "logger_set_callback",
+    "logger_set_file", "logger_set_level", "logger_set_mask", "matmul", "matrix_transform", "validate",
 ]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:
     if name != "MatmulTile":
         raise AttributeError(f"module 'lt_runtime.cublaslt' has no attribute {name!r}")
-    from lt_runtime.cublaslt.tiles import MatmulTile  # here, because so many members take milliseconds to make
+    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: its many members take milliseconds to make
 
     return MatmulTile

@@ -1,4 +1,4 @@
-"""Algorithms: found by the heuristic or made by hand, looked into, changed, checked."""
+"""Algorithms: the queries that return them, their configuration, their capabilities, and their check."""
 
 from __future__ import annotations
 
@@ -7,24 +7,15 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from lt_runtime.cublaslt.attribute_ids import AlgoCapAttribute, AlgoConfigAttribute
-from lt_runtime.cublaslt.attributes import ALGO_CAP, ALGO_CONFIG, ARRAYS
+from lt_runtime.cublaslt import library
+from lt_runtime.cublaslt.abi import ALGO_BYTES
+from lt_runtime.cublaslt.attributes import ARRAYS, AlgoCapAttribute, AlgoConfigAttribute
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatmulPreference, MatrixLayout
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Status
 from lt_runtime.cublaslt.handles import Handle, pointer
-from lt_runtime.cublaslt.library import (
-    attribute_failure,
-    call,
-    failure,
-    function,
-    get_version,
-    library_path,
-    version_text,
-)
 from lt_runtime.cublaslt.validation import validate
 from lt_runtime.errors import AbiError, ArgumentError
 
-_ALGO_BYTES: Final = 64
 _CAP, _CONFIG = "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmulAlgoConfig"
 _LISTED: Final = {
     AlgoConfigAttribute.TILE_ID: AlgoCapAttribute.TILE_IDS,
@@ -36,7 +27,7 @@ class _HeuristicResult(ctypes.Structure):
     """`cublasLtMatmulHeuristicResult_t`, 96 bytes."""
 
     _fields_ = (
-        ("algo", ctypes.c_uint64 * (_ALGO_BYTES // 8)),
+        ("algo", ctypes.c_uint64 * (ALGO_BYTES // 8)),
         ("workspace_size", ctypes.c_size_t),
         ("state", ctypes.c_int),
         ("waves_count", ctypes.c_float),
@@ -46,12 +37,12 @@ class _HeuristicResult(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One algorithm for one matrix product. Never changed: `set` gives another.
+    """One algorithm for one matrix product. It is immutable: `set` returns a new one.
 
     Attributes:
-        blob: the 64 opaque bytes of `cublasLtMatmulAlgo_t`, good for one version of the library.
-        workspace_size: bytes of workspace it needs; 0 until the heuristic or `algo_check` has told.
-        waves_count: how many times it fills the GPU; 1.0 is one full wave, 0.0 is not known.
+        blob: the 64 opaque bytes of `cublasLtMatmulAlgo_t`, valid for one version of the library.
+        workspace_size: the bytes of workspace that it needs; 0 until the heuristic or `algo_check` has set it.
+        waves_count: how many times its blocks fill the GPU; 1.0 is one full wave, 0.0 is unknown.
     """
 
     blob: bytes
@@ -59,73 +50,69 @@ class Algorithm:
     waves_count: float = 0.0
 
     def __post_init__(self) -> None:
-        if len(self.blob) != _ALGO_BYTES:
-            raise ArgumentError(f"blob has {len(self.blob)} bytes; an algorithm has {_ALGO_BYTES}")
+        if len(self.blob) != ALGO_BYTES:
+            raise ArgumentError(f"blob has {len(self.blob)} bytes; an algorithm has {ALGO_BYTES}")
 
     def get(self, attribute: AlgoConfigAttribute) -> int:
         """Reads one part of the configuration."""
-        known = ALGO_CONFIG[attribute]
-        cell, written = ctypes.create_string_buffer(known.size), ctypes.c_size_t()
-        call(f"{_CONFIG}GetAttribute", self.blob, attribute, cell, known.size, ctypes.byref(written))
-        value: int = known.unpack(cell.raw)
+        value: int = library.read_attribute(f"{_CONFIG}GetAttribute", self.blob, attribute)
         return value
 
     def set(self, attribute: AlgoConfigAttribute, value: int) -> Self:
-        """An algorithm with one part of the configuration changed, what it needs not known.
+        """A copy with one part of the configuration changed, and with unknown workspace size and waves.
 
-        Whether the algorithm can do that, and the GPU, `algo_check` says.
+        Only `algo_check` tells whether the algorithm and the GPU support the new configuration.
 
         Raises:
-            ArgumentError: the value is not accepted. A tile or stages that these bindings do not know is, if the
-                algorithm lists it as one of its capabilities.
+            ArgumentError: the value is not accepted. A tile or a number of stages that these bindings do not know is
+                accepted if the algorithm lists it among its capabilities.
         """
-        known = ALGO_CONFIG[attribute]
-        if attribute in _LISTED and not known.accepted.allows(value) and value in self.capabilities(_LISTED[attribute]):
-            packed = value.to_bytes(known.size, "little")
+        listed = _LISTED.get(attribute)
+        if listed and not attribute.accepted.allows(value) and value in self.capabilities(listed):
+            packed = value.to_bytes(attribute.size, "little")
         else:
-            packed = known.pack(attribute, value)
-        blob = ctypes.create_string_buffer(self.blob, _ALGO_BYTES)
-        call(f"{_CONFIG}SetAttribute", blob, attribute, packed, len(packed))
+            packed = attribute.pack(value)
+        blob = ctypes.create_string_buffer(self.blob, ALGO_BYTES)
+        library.call(f"{_CONFIG}SetAttribute", blob, attribute, packed, len(packed))
         return replace(self, blob=blob.raw, workspace_size=0, waves_count=0.0)
 
     def capability(self, attribute: AlgoCapAttribute) -> int:
-        """Reads one capability; TILE_IDS and STAGES_IDS are for `capabilities`.
+        """Reads one capability; for TILE_IDS and STAGES_IDS use `capabilities`.
 
         Raises:
-            AbiError: the library has another width for it than these bindings.
+            AbiError: the library stores it in another width than these bindings.
         """
         if attribute in ARRAYS:
-            raise ArgumentError(f"AlgoCapAttribute.{attribute.name} has many values; use capabilities()")
+            raise ArgumentError(f"{attribute} has many values; use capabilities()")
         (value,) = self._read(attribute)
         return value
 
     def capabilities(self, attribute: AlgoCapAttribute) -> tuple[int, ...]:
-        """Reads TILE_IDS or STAGES_IDS: the members of `MatmulTile` or `MatmulStages` that the algorithm can use.
+        """Reads TILE_IDS or STAGES_IDS: the members of `MatmulTile` or `MatmulStages` that the algorithm supports.
 
         Raises:
-            AbiError: the library has another width for it than these bindings.
+            AbiError: the library stores them in another width than these bindings.
         """
         if attribute not in ARRAYS:
-            raise ArgumentError(f"AlgoCapAttribute.{attribute.name} has one value; use capability()")
+            raise ArgumentError(f"{attribute} has one value; use capability()")
         return self._read(attribute)
 
     def _read(self, attribute: AlgoCapAttribute) -> tuple[int, ...]:
-        known = ALGO_CAP[attribute]
-        size, written = ctypes.c_size_t(), ctypes.c_size_t()
-        status = function(_CAP)(self.blob, attribute, None, 0, ctypes.byref(size))
+        width, size, written = attribute.size, ctypes.c_size_t(), ctypes.c_size_t()
+        status = library.function(_CAP)(self.blob, attribute, None, 0, ctypes.byref(size))
         if status:
-            raise attribute_failure(_CAP, status, attribute, known.since)
-        if size.value % known.size or (attribute not in ARRAYS and size.value != known.size):
+            raise library.attribute_failure(_CAP, status, attribute)
+        if size.value % width or (attribute not in ARRAYS and size.value != width):
+            version = library.version_text(library.get_version())
             raise AbiError(
-                f"AlgoCapAttribute.{attribute.name} has {known.size} bytes here and {size.value} in cuBLASLt "
-                f"{version_text(get_version())} ({library_path()})"
+                f"{attribute} has {width} bytes here and {size.value} in cuBLASLt {version} ({library.library_path()})"
             )
         if not size.value:
             return ()
         cell = ctypes.create_string_buffer(size.value)
-        call(_CAP, self.blob, attribute, cell, size.value, ctypes.byref(written))
-        starts = range(0, min(written.value, size.value), known.size)
-        return tuple(known.unpack(cell.raw[start : start + known.size]) for start in starts)
+        library.call(_CAP, self.blob, attribute, cell, size.value, ctypes.byref(written))
+        starts = range(0, min(written.value, size.value), width)
+        return tuple(attribute.unpack(cell.raw[start : start + width]) for start in starts)
 
 
 def get_heuristics(
@@ -141,38 +128,38 @@ def get_heuristics(
     like: Algorithm | None = None,
     stream: int | None = None,
 ) -> list[Algorithm]:
-    """At most `count` algorithms for a product, the most promising first; none where the library supports none.
+    """At most `count` algorithms for a product, the most promising first; an empty list if none supports it.
 
-    The heuristic looks at the values of the bias and aux pointers: set them first, or stand-ins of their alignment.
+    The heuristic reads the values of the bias and aux pointers. Set them before, to the real addresses or to others of
+    the same alignment.
 
     Args:
         handle: see `handle`.
         desc: the product.
-        a, b, c, d: layouts; `c` is `d` where there is no C.
-        preference: what to choose from.
-        count: how many are wanted, at least 1.
-        like: one whose id is the only one wanted, with the search mode LIMITED_BY_ALGO_ID.
-        stream: ask for the context of this stream, if it restricts what can run; from 13.5 on.
+        a, b, c, d: the layouts; pass `d` for C where there is none.
+        preference: the limits within which to choose.
+        count: at least 1.
+        like: an algorithm whose id all results shall have, with the search mode LIMITED_BY_ALGO_ID.
+        stream: a stream whose context restricts what can run, such as one with fewer multiprocessors; needs 13.5.
 
     Raises:
         ArgumentError, ShapeError, DTypeError: see `validate`.
         CublasLtError: the query failed.
     """
-    if not 1 <= count < 2**31:
-        raise ArgumentError(f"count is {count}; accepted: 1 or more")
+    _check_count(count)
     validate(desc, a, b, c, d)
     results, returned = (_HeuristicResult * count)(), ctypes.c_int()
     if like is not None:
         for result in results:
-            result.algo[:] = _words(like.blob)
-    problem = (pointer(handle), desc.handle, a.handle, b.handle, c.handle, d.handle)
+            result.algo[:] = struct.unpack("8Q", like.blob)
+    problem = _problem(handle, desc, a, b, c, d)
     query = (preference.handle, count, ctypes.byref(results), ctypes.byref(returned))
     name, more = _for_stream("cublasLtMatmulAlgoGetHeuristic", stream)
-    status = function(name)(*problem, *query, *more)
+    status = library.function(name)(*problem, *query, *more)
     if status == Status.NOT_SUPPORTED:
         return []
     if status:
-        raise failure(name, status)
+        raise library.failure(name, status)
     return [
         Algorithm(bytes(result.algo), result.workspace_size, result.waves_count)
         for result in results[: returned.value]
@@ -191,20 +178,19 @@ def algo_check(
     *,
     stream: int | None = None,
 ) -> Algorithm:
-    """The same algorithm with what it needs for a product; the arguments are those of `get_heuristics`.
+    """The algorithm with the workspace and waves that it needs for a product; the arguments are as of `get_heuristics`.
 
-    That it passes does not prove that a launch will succeed.
+    An algorithm that passes may still fail at the launch.
 
     Raises:
-        CublasLtError: it cannot do the product: INVALID_VALUE, NOT_SUPPORTED or ARCH_MISMATCH.
+        CublasLtError: it does not support the product: INVALID_VALUE, NOT_SUPPORTED or ARCH_MISMATCH.
     """
     validate(desc, a, b, c, d)
     result = _HeuristicResult()
-    problem = (pointer(handle), desc.handle, a.handle, b.handle, c.handle, d.handle)
     name, more = _for_stream("cublasLtMatmulAlgoCheck", stream)
-    call(name, *problem, algorithm.blob, ctypes.byref(result), *more)
+    library.call(name, *_problem(handle, desc, a, b, c, d), algorithm.blob, ctypes.byref(result), *more)
     if result.state:
-        raise failure(name, result.state)
+        raise library.failure(name, result.state)
     return replace(algorithm, workspace_size=result.workspace_size, waves_count=result.waves_count)
 
 
@@ -218,16 +204,15 @@ def algo_get_ids(
     d: DataType,
     count: int = 1024,
 ) -> list[int]:
-    """Ids of at most `count` algorithms that may run for these types.
+    """The ids of at most `count` algorithms that may support these types.
 
     Raises:
         CublasLtError: the query failed.
     """
-    if not 1 <= count < 2**31:
-        raise ArgumentError(f"count is {count}; accepted: 1 or more")
+    _check_count(count)
     ids, returned = (ctypes.c_int * count)(), ctypes.c_int()
     types = (compute_type, scale_type, a, b, c, d)
-    call("cublasLtMatmulAlgoGetIds", pointer(handle), *types, count, ctypes.byref(ids), ctypes.byref(returned))
+    library.call("cublasLtMatmulAlgoGetIds", pointer(handle), *types, count, ctypes.byref(ids), ctypes.byref(returned))
     return ids[: returned.value]
 
 
@@ -241,19 +226,24 @@ def algo_init(
     d: DataType,
     algo_id: int,
 ) -> Algorithm:
-    """The algorithm with an id, its configuration all defaults.
+    """The algorithm with an id, in its default configuration.
 
     Raises:
-        CublasLtError: there is none with this id, or not for these types.
+        CublasLtError: no algorithm has this id, or it does not support these types.
     """
-    blob = ctypes.create_string_buffer(_ALGO_BYTES)
-    call("cublasLtMatmulAlgoInit", pointer(handle), compute_type, scale_type, a, b, c, d, algo_id, blob)
+    blob = ctypes.create_string_buffer(ALGO_BYTES)
+    library.call("cublasLtMatmulAlgoInit", pointer(handle), compute_type, scale_type, a, b, c, d, algo_id, blob)
     return Algorithm(blob.raw)
+
+
+def _check_count(count: int) -> None:
+    if not 1 <= count < 2**31:
+        raise ArgumentError(f"count is {count}; accepted: 1 or more")
+
+
+def _problem(handle: Handle | int, desc: MatmulDesc, *layouts: MatrixLayout) -> tuple[int, ...]:
+    return (pointer(handle), desc.handle, *(layout.handle for layout in layouts))
 
 
 def _for_stream(name: str, stream: int | None) -> tuple[str, tuple[int, ...]]:
     return (name, ()) if stream is None else (f"{name}ForStream", (stream,))
-
-
-def _words(blob: bytes) -> list[int]:
-    return list(struct.unpack("8Q", blob))

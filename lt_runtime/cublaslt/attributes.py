@@ -1,183 +1,174 @@
-"""Every attribute: the C type that it is written and read as, what it may be, since when it is there.
+"""The attributes of descriptors and algorithms: number, C type, accepted values, first version.
 
-The types are the header's, but where its comment disagrees with the library: the three GROUPED preferences are said to
-be uint32_t and are kept in 8 bytes by every version that has them (13.2 to 13.10).
+The C types are the header's, with one exception. The header's comments give the three GROUPED preferences as uint32_t,
+but every version that has them (13.2 to 13.10) stores them in 8 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
-from lt_runtime.cublaslt import enums, shapes
-from lt_runtime.cublaslt.attribute_ids import (
-    AlgoCapAttribute,
-    AlgoConfigAttribute,
-    EmulationDescAttribute,
-    MatmulDescAttribute,
-    MatrixLayoutAttribute,
-    MatrixTransformDescAttribute,
-    PreferenceAttribute,
-)
-from lt_runtime.cublaslt.values import (
-    Accepted,
-    Attribute,
-    address,
-    anything,
-    at_least,
-    between,
-    fraction,
-    mask,
-    member,
-    nothing,
-    one_of,
-    power_of_two,
-)
+from lt_runtime.cublaslt import enums, values
+from lt_runtime.cublaslt.values import Attribute
 
-_M, _L, _P = MatmulDescAttribute, MatrixLayoutAttribute, PreferenceAttribute
 _R = enums.ReductionScheme
-_TYPE: Final = member(enums.DataType)
-_OPERATION: Final = member(enums.Operation)
-_COUNT: Final = at_least(0)
-_UNSET: Final = -1
-# Below 16 bytes the heuristic's kernels fault: it looks at these two pointers' values, not at preferences.
-_VECTOR: Final = Attribute("Q", address(16))
-_SCALAR: Final = Attribute("Q", address(4))  # one FP32, or a block of scales, which the library wants at 16
-_STRIDE: Final = Attribute("q", _COUNT)
-_SCALE_MODE: Final = Attribute("i", member(enums.MatmulMatrixScale), 120800)
+_TYPE: Final = values.member(enums.DataType)
+_TYPE_OR_UNSET: Final = values.member(enums.DataType, -1)
+_OPERATION: Final = values.member(enums.Operation)
+_POINTER_MODE: Final = values.member(enums.PointerMode)
+_SCALE_MODE: Final = values.member(enums.MatmulMatrixScale)
+_STAGES: Final = values.member(enums.MatmulStages)
+_WIDTH: Final = values.member(enums.IntegerWidth)
+_COUNT: Final = values.at_least(0)
+# The heuristic looks at the values of the two vector pointers, not at the preferences: the kernels that it chooses
+# fault below 16 bytes of alignment.
+_VECTOR: Final = values.address(16)
+_WORD: Final = values.address(4)  # one FP32 or int32 number, or a block of scales, which the library wants at 16 bytes
+_READ_ONLY: Final = values.nothing("it is read only")
 
 
-def _tile() -> Accepted:
-    from lt_runtime.cublaslt.tiles import MatmulTile  # here, because so many members take milliseconds to make
+def _tile() -> values.Accepted:
+    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: its many members take milliseconds to make
 
-    return member(MatmulTile)
+    return values.member(MatmulTile)
 
 
-MATMUL_DESC: Final[Mapping[MatmulDescAttribute, Attribute]] = {
-    _M.COMPUTE_TYPE: Attribute("i", member(enums.ComputeType)),
-    _M.SCALE_TYPE: Attribute("i", _TYPE),
-    _M.POINTER_MODE: Attribute("i", member(enums.PointerMode)),
-    _M.TRANSA: Attribute("i", _OPERATION),
-    _M.TRANSB: Attribute("i", _OPERATION),
-    _M.TRANSC: Attribute("i", one_of(enums.Operation.N)),
-    _M.FILL_MODE: Attribute("i", member(enums.FillMode)),
-    _M.EPILOGUE: Attribute("I", member(enums.Epilogue)),
-    _M.BIAS_POINTER: _VECTOR,
-    _M.BIAS_BATCH_STRIDE: _STRIDE,
-    _M.EPILOGUE_AUX_POINTER: _VECTOR,
-    _M.EPILOGUE_AUX_LD: _STRIDE,
-    _M.EPILOGUE_AUX_BATCH_STRIDE: _STRIDE,
-    _M.ALPHA_VECTOR_BATCH_STRIDE: _STRIDE,
-    _M.SM_COUNT_TARGET: Attribute("i", _COUNT),
-    _M.A_SCALE_POINTER: _SCALAR,
-    _M.B_SCALE_POINTER: _SCALAR,
-    _M.C_SCALE_POINTER: _SCALAR,
-    _M.D_SCALE_POINTER: _SCALAR,
-    _M.AMAX_D_POINTER: _SCALAR,
-    _M.EPILOGUE_AUX_DATA_TYPE: Attribute("i", member(enums.DataType, _UNSET)),
-    _M.EPILOGUE_AUX_SCALE_POINTER: _SCALAR,
-    _M.EPILOGUE_AUX_AMAX_POINTER: _SCALAR,
-    _M.FAST_ACCUM: Attribute("b", between(0, 1)),
-    _M.BIAS_DATA_TYPE: Attribute("i", member(enums.DataType, _UNSET)),
-    _M.A_SCALE_MODE: _SCALE_MODE,
-    _M.B_SCALE_MODE: _SCALE_MODE,
-    _M.C_SCALE_MODE: _SCALE_MODE,
-    _M.D_SCALE_MODE: _SCALE_MODE,
-    _M.EPILOGUE_AUX_SCALE_MODE: _SCALE_MODE,
-    _M.D_OUT_SCALE_POINTER: Attribute("Q", address(4), 120800),
-    _M.D_OUT_SCALE_MODE: _SCALE_MODE,
-    _M.EMULATION_DESCRIPTOR: Attribute("Q", address(8), 130100),  # 12.9 and 13.0 kept something else there
-    _M.ALPHA_BATCH_STRIDE: Attribute("q", _COUNT, 130200),
-    _M.BETA_BATCH_STRIDE: Attribute("q", _COUNT, 130200),
-    _M.BATCH_INVARIANCE_FLAGS: Attribute("I", member(enums.BatchInvariance), 130800),
-}
+class MatmulDescAttribute(Attribute):
+    """`cublasLtMatmulDescAttributes_t`, prefix CUBLASLT_MATMUL_DESC_."""
 
-MATRIX_LAYOUT: Final[Mapping[MatrixLayoutAttribute, Attribute]] = {
-    _L.TYPE: Attribute("I", _TYPE),
-    _L.ORDER: Attribute("i", member(enums.Order)),
-    _L.ROWS: Attribute("Q", _COUNT),
-    _L.COLS: Attribute("Q", _COUNT),
-    _L.LD: _STRIDE,
-    _L.BATCH_COUNT: Attribute("i", at_least(1)),
-    _L.STRIDED_BATCH_OFFSET: _STRIDE,
-    _L.PLANE_OFFSET: Attribute("q", anything()),
-    _L.BATCH_MODE: Attribute("I", member(enums.BatchMode)),
-    _L.GROUPED_ROWS_ARRAY: Attribute("Q", address(4), 130200),
-    _L.GROUPED_COLS_ARRAY: Attribute("Q", address(4), 130200),
-    _L.GROUPED_LD_ARRAY: Attribute("Q", address(4), 130200),
-    _L.GROUPED_ROWS_COLS_ARRAY_INTEGER_WIDTH: Attribute("i", member(enums.IntegerWidth), 130200),
-    _L.GROUPED_LD_ARRAY_INTEGER_WIDTH: Attribute("i", member(enums.IntegerWidth), 130200),
-}
+    COMPUTE_TYPE = 0, "i", values.member(enums.ComputeType)
+    SCALE_TYPE = 1, "i", _TYPE
+    POINTER_MODE = 2, "i", _POINTER_MODE
+    TRANSA = 3, "i", _OPERATION
+    TRANSB = 4, "i", _OPERATION
+    TRANSC = 5, "i", values.one_of(enums.Operation.N)
+    FILL_MODE = 6, "i", values.member(enums.FillMode)
+    EPILOGUE = 7, "I", values.member(enums.Epilogue)
+    BIAS_POINTER = 8, "Q", _VECTOR
+    BIAS_BATCH_STRIDE = 10, "q", _COUNT
+    EPILOGUE_AUX_POINTER = 11, "Q", _VECTOR
+    EPILOGUE_AUX_LD = 12, "q", _COUNT
+    EPILOGUE_AUX_BATCH_STRIDE = 13, "q", _COUNT
+    ALPHA_VECTOR_BATCH_STRIDE = 14, "q", _COUNT
+    SM_COUNT_TARGET = 15, "i", _COUNT
+    A_SCALE_POINTER = 17, "Q", _WORD
+    B_SCALE_POINTER = 18, "Q", _WORD
+    C_SCALE_POINTER = 19, "Q", _WORD
+    D_SCALE_POINTER = 20, "Q", _WORD
+    AMAX_D_POINTER = 21, "Q", _WORD
+    EPILOGUE_AUX_DATA_TYPE = 22, "i", _TYPE_OR_UNSET
+    EPILOGUE_AUX_SCALE_POINTER = 23, "Q", _WORD
+    EPILOGUE_AUX_AMAX_POINTER = 24, "Q", _WORD
+    FAST_ACCUM = 25, "b", values.between(0, 1)
+    BIAS_DATA_TYPE = 26, "i", _TYPE_OR_UNSET
+    A_SCALE_MODE = 31, "i", _SCALE_MODE, 120800
+    B_SCALE_MODE = 32, "i", _SCALE_MODE, 120800
+    C_SCALE_MODE = 33, "i", _SCALE_MODE, 120800
+    D_SCALE_MODE = 34, "i", _SCALE_MODE, 120800
+    EPILOGUE_AUX_SCALE_MODE = 35, "i", _SCALE_MODE, 120800
+    D_OUT_SCALE_POINTER = 36, "Q", _WORD, 120800
+    D_OUT_SCALE_MODE = 37, "i", _SCALE_MODE, 120800
+    EMULATION_DESCRIPTOR = 38, "Q", values.address(8), 130100  # 12.9 and 13.0 use this number for another attribute
+    ALPHA_BATCH_STRIDE = 39, "q", _COUNT, 130200
+    BETA_BATCH_STRIDE = 40, "q", _COUNT, 130200
+    BATCH_INVARIANCE_FLAGS = 41, "I", values.member(enums.BatchInvariance), 130800
 
-PREFERENCE: Final[Mapping[PreferenceAttribute, Attribute]] = {
-    _P.SEARCH_MODE: Attribute("I", member(enums.MatmulSearch)),
-    _P.MAX_WORKSPACE_BYTES: Attribute("Q", _COUNT),
-    _P.REDUCTION_SCHEME_MASK: Attribute("I", mask(enums.ReductionScheme)),
-    _P.MIN_ALIGNMENT_A_BYTES: Attribute("I", power_of_two()),
-    _P.MIN_ALIGNMENT_B_BYTES: Attribute("I", power_of_two()),
-    _P.MIN_ALIGNMENT_C_BYTES: Attribute("I", power_of_two()),
-    _P.MIN_ALIGNMENT_D_BYTES: Attribute("I", power_of_two()),
-    _P.MAX_WAVES_COUNT: Attribute("f", fraction()),
-    _P.IMPL_MASK: Attribute("Q", _COUNT),
-    _P.GROUPED_AVERAGE_REDUCTION_DIM: Attribute("Q", _COUNT, 130200),
-    _P.GROUPED_DESC_D_AVERAGE_ROWS: Attribute("Q", _COUNT, 130200),
-    _P.GROUPED_DESC_D_AVERAGE_COLS: Attribute("Q", _COUNT, 130200),
-}
 
-MATRIX_TRANSFORM_DESC: Final[Mapping[MatrixTransformDescAttribute, Attribute]] = {
-    MatrixTransformDescAttribute.SCALE_TYPE: Attribute("i", _TYPE),
-    MatrixTransformDescAttribute.POINTER_MODE: Attribute("i", member(enums.PointerMode)),
-    MatrixTransformDescAttribute.TRANSA: Attribute("i", _OPERATION),
-    MatrixTransformDescAttribute.TRANSB: Attribute("i", _OPERATION),
-}
+class MatrixLayoutAttribute(Attribute):
+    """`cublasLtMatrixLayoutAttribute_t`, prefix CUBLASLT_MATRIX_LAYOUT_, or CUBLASLT_GROUPED_MATRIX_LAYOUT_."""
 
-EMULATION_DESC: Final[Mapping[EmulationDescAttribute, Attribute]] = {
-    EmulationDescAttribute.STRATEGY: Attribute("i", member(enums.EmulationStrategy)),
-    EmulationDescAttribute.SPECIAL_VALUES_SUPPORT: Attribute("i", mask(enums.EmulationSpecialValues)),
-    EmulationDescAttribute.FIXEDPOINT_MANTISSA_CONTROL: Attribute("i", member(enums.EmulationMantissaControl)),
-    EmulationDescAttribute.FIXEDPOINT_MAX_MANTISSA_BIT_COUNT: Attribute("i", _COUNT),
-    EmulationDescAttribute.FIXEDPOINT_MANTISSA_BIT_OFFSET: Attribute("i", anything()),
-    EmulationDescAttribute.FIXEDPOINT_MANTISSA_BIT_COUNT_POINTER: _SCALAR,
-}
+    TYPE = 0, "I", _TYPE
+    ORDER = 1, "i", values.member(enums.Order)
+    ROWS = 2, "Q", _COUNT
+    COLS = 3, "Q", _COUNT
+    LD = 4, "q", _COUNT
+    BATCH_COUNT = 5, "i", values.at_least(1)
+    STRIDED_BATCH_OFFSET = 6, "q", _COUNT
+    PLANE_OFFSET = 7, "q", values.ANYTHING
+    BATCH_MODE = 8, "I", values.member(enums.BatchMode)
+    GROUPED_ROWS_ARRAY = 9, "Q", _WORD, 130200
+    GROUPED_COLS_ARRAY = 10, "Q", _WORD, 130200
+    GROUPED_LD_ARRAY = 11, "Q", _WORD, 130200
+    GROUPED_ROWS_COLS_ARRAY_INTEGER_WIDTH = 12, "i", _WIDTH, 130200
+    GROUPED_LD_ARRAY_INTEGER_WIDTH = 13, "i", _WIDTH, 130200
 
-ALGO_CONFIG: Final[Mapping[AlgoConfigAttribute, Attribute]] = {
-    AlgoConfigAttribute.ID: Attribute("i", nothing("it is fixed by algo_init")),
-    AlgoConfigAttribute.TILE_ID: Attribute("I", _tile),
-    AlgoConfigAttribute.SPLITK_NUM: Attribute("i", _COUNT),
-    AlgoConfigAttribute.REDUCTION_SCHEME: Attribute("I", one_of(_R.NONE, _R.INPLACE, _R.COMPUTE_TYPE, _R.OUTPUT_TYPE)),
-    AlgoConfigAttribute.CTA_SWIZZLING: Attribute("I", between(0, 1)),
-    AlgoConfigAttribute.CUSTOM_OPTION: Attribute("I", _COUNT),
-    AlgoConfigAttribute.STAGES_ID: Attribute("I", member(shapes.MatmulStages)),
-    AlgoConfigAttribute.INNER_SHAPE_ID: Attribute("H", member(shapes.MatmulInnerShape)),
-    AlgoConfigAttribute.CLUSTER_SHAPE_ID: Attribute("H", member(shapes.ClusterShape)),
-}
 
-_FLAG: Final = Attribute("i", nothing("it is read only"))
-_BYTES: Final = Attribute("I", nothing("it is read only"))
-_C: Final = AlgoCapAttribute
+class MatrixTransformDescAttribute(Attribute):
+    """`cublasLtMatrixTransformDescAttributes_t`, prefix CUBLASLT_MATRIX_TRANSFORM_DESC_."""
 
-ALGO_CAP: Final[Mapping[AlgoCapAttribute, Attribute]] = {
-    _C.SPLITK_SUPPORT: _FLAG,
-    _C.REDUCTION_SCHEME_MASK: Attribute("I", mask(enums.ReductionScheme)),
-    _C.CTA_SWIZZLING_SUPPORT: _BYTES,
-    _C.STRIDED_BATCH_SUPPORT: _FLAG,
-    _C.OUT_OF_PLACE_RESULT_SUPPORT: _FLAG,
-    _C.UPLO_SUPPORT: _FLAG,
-    _C.TILE_IDS: Attribute("I", _tile),
-    _C.CUSTOM_OPTION_MAX: _FLAG,
-    _C.CUSTOM_MEMORY_ORDER: _FLAG,
-    _C.POINTER_MODE_MASK: Attribute("I", mask(enums.PointerModeMask)),
-    _C.EPILOGUE_MASK: _BYTES,
-    _C.STAGES_IDS: Attribute("I", member(shapes.MatmulStages)),
-    _C.LD_NEGATIVE: _FLAG,
-    _C.NUMERICAL_IMPL_FLAGS: Attribute("Q", mask(enums.NumericalImplFlags)),
-    _C.MIN_ALIGNMENT_A_BYTES: _BYTES,
-    _C.MIN_ALIGNMENT_B_BYTES: _BYTES,
-    _C.MIN_ALIGNMENT_C_BYTES: _BYTES,
-    _C.MIN_ALIGNMENT_D_BYTES: _BYTES,
-    _C.POINTER_ARRAY_BATCH_SUPPORT: _FLAG,
-    _C.FLOATING_POINT_EMULATION_SUPPORT: _FLAG,
-    _C.POINTER_ARRAY_GROUPED_SUPPORT: Attribute("i", nothing("it is read only"), 130200),
-}
-ARRAYS: Final = frozenset((_C.TILE_IDS, _C.STAGES_IDS))
-"""The capabilities that are arrays."""
+    SCALE_TYPE = 0, "i", _TYPE
+    POINTER_MODE = 1, "i", _POINTER_MODE
+    TRANSA = 2, "i", _OPERATION
+    TRANSB = 3, "i", _OPERATION
+
+
+class EmulationDescAttribute(Attribute):
+    """`cublasLtEmulationDescAttributes_t`, prefix CUBLASLT_EMULATION_DESC_."""
+
+    STRATEGY = 0, "i", values.member(enums.EmulationStrategy)
+    SPECIAL_VALUES_SUPPORT = 1, "i", values.mask(enums.EmulationSpecialValues)
+    FIXEDPOINT_MANTISSA_CONTROL = 2, "i", values.member(enums.EmulationMantissaControl)
+    FIXEDPOINT_MAX_MANTISSA_BIT_COUNT = 3, "i", _COUNT
+    FIXEDPOINT_MANTISSA_BIT_OFFSET = 4, "i", values.ANYTHING
+    FIXEDPOINT_MANTISSA_BIT_COUNT_POINTER = 5, "Q", _WORD
+
+
+class PreferenceAttribute(Attribute):
+    """`cublasLtMatmulPreferenceAttributes_t`, prefix CUBLASLT_MATMUL_PREF_."""
+
+    SEARCH_MODE = 0, "I", values.member(enums.MatmulSearch)
+    MAX_WORKSPACE_BYTES = 1, "Q", _COUNT
+    REDUCTION_SCHEME_MASK = 3, "I", values.mask(enums.ReductionScheme)
+    MIN_ALIGNMENT_A_BYTES = 5, "I", values.POWER_OF_TWO
+    MIN_ALIGNMENT_B_BYTES = 6, "I", values.POWER_OF_TWO
+    MIN_ALIGNMENT_C_BYTES = 7, "I", values.POWER_OF_TWO
+    MIN_ALIGNMENT_D_BYTES = 8, "I", values.POWER_OF_TWO
+    MAX_WAVES_COUNT = 9, "f", values.FRACTION
+    IMPL_MASK = 12, "Q", _COUNT
+    GROUPED_AVERAGE_REDUCTION_DIM = 13, "Q", _COUNT, 130200
+    GROUPED_DESC_D_AVERAGE_ROWS = 14, "Q", _COUNT, 130200
+    GROUPED_DESC_D_AVERAGE_COLS = 15, "Q", _COUNT, 130200
+
+
+class AlgoConfigAttribute(Attribute):
+    """`cublasLtMatmulAlgoConfigAttributes_t`, prefix CUBLASLT_ALGO_CONFIG_."""
+
+    ID = 0, "i", values.nothing("it is fixed by algo_init")
+    TILE_ID = 1, "I", _tile
+    SPLITK_NUM = 2, "i", _COUNT
+    REDUCTION_SCHEME = 3, "I", values.one_of(_R.NONE, _R.INPLACE, _R.COMPUTE_TYPE, _R.OUTPUT_TYPE)
+    CTA_SWIZZLING = 4, "I", values.between(0, 1)
+    CUSTOM_OPTION = 5, "I", _COUNT
+    STAGES_ID = 6, "I", _STAGES
+    INNER_SHAPE_ID = 7, "H", values.member(enums.MatmulInnerShape)
+    CLUSTER_SHAPE_ID = 8, "H", values.member(enums.ClusterShape)
+
+
+class AlgoCapAttribute(Attribute):
+    """`cublasLtMatmulAlgoCapAttributes_t`, prefix CUBLASLT_ALGO_CAP_."""
+
+    SPLITK_SUPPORT = 0, "i", _READ_ONLY
+    REDUCTION_SCHEME_MASK = 1, "I", values.mask(enums.ReductionScheme)
+    CTA_SWIZZLING_SUPPORT = 2, "I", _READ_ONLY
+    STRIDED_BATCH_SUPPORT = 3, "i", _READ_ONLY
+    OUT_OF_PLACE_RESULT_SUPPORT = 4, "i", _READ_ONLY
+    UPLO_SUPPORT = 5, "i", _READ_ONLY
+    TILE_IDS = 6, "I", _tile
+    CUSTOM_OPTION_MAX = 7, "i", _READ_ONLY
+    CUSTOM_MEMORY_ORDER = 10, "i", _READ_ONLY
+    POINTER_MODE_MASK = 11, "I", values.mask(enums.PointerModeMask)
+    EPILOGUE_MASK = 12, "I", _READ_ONLY
+    STAGES_IDS = 13, "I", _STAGES
+    LD_NEGATIVE = 14, "i", _READ_ONLY
+    NUMERICAL_IMPL_FLAGS = 15, "Q", values.mask(enums.NumericalImplFlags)
+    MIN_ALIGNMENT_A_BYTES = 16, "I", _READ_ONLY
+    MIN_ALIGNMENT_B_BYTES = 17, "I", _READ_ONLY
+    MIN_ALIGNMENT_C_BYTES = 18, "I", _READ_ONLY
+    MIN_ALIGNMENT_D_BYTES = 19, "I", _READ_ONLY
+    POINTER_ARRAY_BATCH_SUPPORT = 21, "i", _READ_ONLY
+    FLOATING_POINT_EMULATION_SUPPORT = 22, "i", _READ_ONLY
+    POINTER_ARRAY_GROUPED_SUPPORT = 23, "i", _READ_ONLY, 130200
+
+
+ARRAYS: Final = frozenset((AlgoCapAttribute.TILE_IDS, AlgoCapAttribute.STAGES_IDS))
+"""The capabilities that have several values."""

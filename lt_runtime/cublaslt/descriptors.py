@@ -1,20 +1,18 @@
-"""Descriptors as context managers: made by the library, freed exactly once.
+"""Descriptors as context managers, which free what the library made exactly once.
 
-One that is never closed is freed when it is garbage-collected. That is safe at any time, in the middle of a capture
-too: the library frees a descriptor on the host alone.
+A descriptor that is never closed is freed when it is garbage-collected. That is safe at any time, even during a
+capture, because the library frees a descriptor on the host alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import enum
 import itertools
 import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
-from lt_runtime.cublaslt import attributes
-from lt_runtime.cublaslt.attribute_ids import (
+from lt_runtime.cublaslt.attributes import (
     EmulationDescAttribute,
     MatmulDescAttribute,
     MatrixLayoutAttribute,
@@ -22,25 +20,26 @@ from lt_runtime.cublaslt.attribute_ids import (
     PreferenceAttribute,
 )
 from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Order, PointerMode
-from lt_runtime.cublaslt.library import attribute_failure, call, function
+from lt_runtime.cublaslt.library import attribute_failure, call, function, read_attribute
 from lt_runtime.cublaslt.values import Attribute
 from lt_runtime.errors import ArgumentError
 
-A = TypeVar("A", bound=enum.IntEnum)
+A = TypeVar("A", bound=Attribute)
 V = TypeVar("V", int, float)
 _revisions = itertools.count()
 
 
 class Descriptor(Generic[A, V]):
-    """What all share: `handle` for the library's calls, attributes by table, `close`.
+    """The base of all descriptors.
 
     Attributes:
-        revision: a number that no other descriptor has, and another one whenever a check may turn out otherwise.
+        revision: a number that no other descriptor has. It changes whenever a check of the descriptor may have
+            another result than before.
     """
 
     _prefix: ClassVar[str]
+    _attributes: ClassVar[type[Attribute]]
     _setter: ClassVar[str]
-    _table: ClassVar[Mapping[Any, Attribute]]
 
     def __init_subclass__(cls) -> None:
         cls._setter = f"{cls._prefix}SetAttribute"
@@ -52,7 +51,7 @@ class Descriptor(Generic[A, V]):
         self._values: dict[A, Any] = {}
         self.revision = next(_revisions)
         self._free: weakref.finalize[..., Any] = weakref.finalize(self, call, f"{self._prefix}Destroy", created.value)
-        self._free.atexit = False  # the process takes its memory along, and the library may be gone by then
+        self._free.atexit = False  # the process's memory goes with it, and the library may be unloaded by then
 
     @property
     def handle(self) -> int:
@@ -69,49 +68,43 @@ class Descriptor(Generic[A, V]):
         """Sets one attribute.
 
         Raises:
-            ArgumentError: the value is not accepted; the library itself looks at sizes only.
-            AlignmentError: an address is not a multiple of what it must be.
+            ArgumentError: the value is not accepted; the library itself checks only its size.
+            AlignmentError: an address is not a multiple of the required alignment.
             MissingLibraryError: the attribute is newer than the library.
             CublasLtError: the library refused.
         """
-        known = self._known(attribute)
-        packed = known.pack(attribute, value)
-        status = function(self._setter)(self.handle, attribute, packed, known.size)
+        self._check_kind(attribute)
+        packed = attribute.pack(value)
+        status = function(self._setter)(self.handle, attribute, packed, attribute.size)
         if status:
-            raise attribute_failure(self._setter, status, attribute, known.since)
+            raise attribute_failure(self._setter, status, attribute)
         before = self._values.get(attribute)
         self._values[attribute] = value
-        if not (known.accepted.alignment and before and value):  # another address in place of one changes no check
+        # No check depends on the value of an address, only on whether there is one.
+        if not (attribute.accepted.alignment and before and value):
             self.revision = next(_revisions)
 
     def get(self, attribute: A) -> V:
-        """Reads one attribute, as a member of the enum that it is of.
+        """Reads one attribute, as a member of its enum where it has one.
 
         Raises:
             MissingLibraryError: the attribute is newer than the library.
             CublasLtError: the library refused.
         """
-        known = self._known(attribute)
-        cell, written = ctypes.create_string_buffer(known.size), ctypes.c_size_t()
-        name = f"{self._prefix}GetAttribute"
-        status = function(name)(self.handle, attribute, cell, known.size, ctypes.byref(written))
-        if status:
-            raise attribute_failure(name, status, attribute, known.since)
-        value: V = known.unpack(cell.raw)
+        self._check_kind(attribute)
+        value: V = read_attribute(f"{self._prefix}GetAttribute", self.handle, attribute)
         return value
 
     def recall(self, attribute: A) -> V:
-        """The same as `get`, from memory once it is known: for checks that every launch makes."""
+        """Does the same as `get`, but asks the library only the first time."""
         if attribute not in self._values:
             self._values[attribute] = self.get(attribute)
         value: V = self._values[attribute]
         return value
 
-    def _known(self, attribute: A) -> Attribute:
-        try:
-            return self._table[attribute]
-        except KeyError:
-            raise ArgumentError(f"{type(self).__name__} has no attribute {attribute!r}") from None
+    def _check_kind(self, attribute: A) -> None:
+        if not isinstance(attribute, self._attributes):
+            raise ArgumentError(f"{type(self).__name__} has no attribute {attribute!r}")
 
     def close(self) -> None:
         """Frees the descriptor; a second call does nothing."""
@@ -127,25 +120,24 @@ class Descriptor(Generic[A, V]):
 
 
 class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
-    """`cublasLtMatmulDesc_t`: what a matrix product computes.
+    """`cublasLtMatmulDesc_t`: the computation of a matrix product.
 
     Args:
-        compute_type: precision of the accumulation.
-        scale_type: type of α and β.
+        compute_type: the precision of the accumulation.
+        scale_type: the type of α and β.
 
     Attributes:
-        validated: the revisions of this descriptor and of the layouts that `validate` has found nothing wrong with.
-        prepared: what `matmul` keeps of its last call with it.
+        validated: the revisions of this descriptor and of four layouts that passed `validate` together.
+        prepared: what `matmul` computed for its last call with this descriptor.
     """
 
     _prefix = "cublasLtMatmulDesc"
-    _table = attributes.MATMUL_DESC
+    _attributes = MatmulDescAttribute
 
     def __init__(self, compute_type: ComputeType, scale_type: DataType) -> None:
         ids = MatmulDescAttribute
         created = {ids.COMPUTE_TYPE: compute_type, ids.SCALE_TYPE: scale_type}
-        for attribute, value in created.items():
-            _check(attribute, value, self._table)
+        _check(created)
         self._create("cublasLtMatmulDescCreate", *created.values())
         self._values |= {**created, ids.POINTER_MODE: PointerMode.HOST}
         self._emulation: EmulationDesc | None = None
@@ -166,20 +158,20 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
     """`cublasLtMatrixLayout_t`: a matrix in memory, or a batch of them.
 
     Args:
-        data_type: type of an element.
-        rows, cols: its shape.
-        leading_dimension: elements from one column to the next, at least `rows`; of a row-major matrix, from one row
-            to the next. For the tiled orders see `cublasLtOrder_t`.
-        order: how it lies.
-        batch_count: number of matrices.
+        data_type: the type of an element.
+        rows, cols: the shape of each matrix.
+        leading_dimension: elements from one column to the next, at least `rows`; in a row-major matrix, from one row
+            to the next, at least `cols`. For the tiled orders see `cublasLtOrder_t`.
+        order: the order of the elements in memory.
+        batch_count: the number of matrices.
         batch_stride: elements from one matrix to the next.
 
     Raises:
-        ArgumentError: a number is negative, or the leading dimension too small.
+        ArgumentError: a number is negative, or the leading dimension is too small.
     """
 
     _prefix = "cublasLtMatrixLayout"
-    _table = attributes.MATRIX_LAYOUT
+    _attributes = MatrixLayoutAttribute
 
     def __init__(
         self,
@@ -195,8 +187,7 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
         ids = MatrixLayoutAttribute
         created = {ids.TYPE: data_type, ids.ROWS: rows, ids.COLS: cols, ids.LD: leading_dimension}
         more = {ids.ORDER: order, ids.BATCH_COUNT: batch_count, ids.STRIDED_BATCH_OFFSET: batch_stride}
-        for attribute, value in (created | more).items():
-            _check(attribute, value, self._table)
+        _check(created | more)
         check_leading_dimension(order, rows, cols, leading_dimension)
         self._create("cublasLtMatrixLayoutCreate", *created.values())
         defaults = {ids.ORDER: Order.COL, ids.BATCH_COUNT: 1, ids.STRIDED_BATCH_OFFSET: 0}
@@ -211,12 +202,12 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
 
     @classmethod
     def grouped(cls, data_type: DataType, groups: int, rows: int, cols: int, leading_dimensions: int) -> Self:
-        """A batch of matrices of different shapes, which are read from device memory at the launch.
+        """A batch of matrices of different shapes; the launch reads the shapes from device memory.
 
         Args:
-            data_type: type of an element.
-            groups: number of matrices.
-            rows, cols, leading_dimensions: device addresses of arrays of int32.
+            data_type: the type of an element.
+            groups: the number of matrices.
+            rows, cols, leading_dimensions: device addresses of arrays of int32, one number a matrix.
 
         Raises:
             ArgumentError, AlignmentError: as for the attributes GROUPED_*.
@@ -224,50 +215,51 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
         """
         ids = MatrixLayoutAttribute
         arrays = {ids.GROUPED_ROWS_ARRAY: rows, ids.GROUPED_COLS_ARRAY: cols, ids.GROUPED_LD_ARRAY: leading_dimensions}
-        for attribute, value in ({ids.TYPE: data_type, ids.BATCH_COUNT: groups} | arrays).items():
-            _check(attribute, value, cls._table)
+        _check({ids.TYPE: data_type, ids.BATCH_COUNT: groups} | arrays)
         made = cls.__new__(cls)
         made._create("cublasLtGroupedMatrixLayoutCreate", data_type, groups, *arrays.values())
         return made
 
 
 class MatmulPreference(Descriptor[PreferenceAttribute, float]):
-    """`cublasLtMatmulPreference_t`: what the heuristic may choose from."""
+    """`cublasLtMatmulPreference_t`: the limits within which the heuristic chooses algorithms."""
 
     _prefix = "cublasLtMatmulPreference"
-    _table = attributes.PREFERENCE
+    _attributes = PreferenceAttribute
 
     def __init__(self) -> None:
         self._create("cublasLtMatmulPreferenceCreate")
 
 
 class MatrixTransformDesc(Descriptor[MatrixTransformDescAttribute, int]):
-    """`cublasLtMatrixTransformDesc_t`: what a matrix transform computes; `scale_type` is the type of α and β."""
+    """`cublasLtMatrixTransformDesc_t`: the computation of a matrix transform; `scale_type` is the type of α and β."""
 
     _prefix = "cublasLtMatrixTransformDesc"
-    _table = attributes.MATRIX_TRANSFORM_DESC
+    _attributes = MatrixTransformDescAttribute
 
     def __init__(self, scale_type: DataType) -> None:
-        _check(MatrixTransformDescAttribute.SCALE_TYPE, scale_type, self._table)
+        _check({MatrixTransformDescAttribute.SCALE_TYPE: scale_type})
         self._create("cublasLtMatrixTransformDescCreate", scale_type)
 
 
 class EmulationDesc(Descriptor[EmulationDescAttribute, int]):
-    """`cublasLtEmulationDesc_t`: how FP32 or FP64 is emulated on narrower units.
+    """`cublasLtEmulationDesc_t`: how FP32 or FP64 is emulated with narrower types.
 
     Raises:
         MissingLibraryError: the library is older than 13.1.
     """
 
     _prefix = "cublasLtEmulationDesc"
-    _table = attributes.EMULATION_DESC
+    _attributes = EmulationDescAttribute
 
     def __init__(self) -> None:
         self._create("cublasLtEmulationDescCreate")
 
 
-def _check(attribute: Any, value: int, table: Mapping[Any, Attribute]) -> None:
-    table[attribute].pack(attribute, value)
+def _check(values: Mapping[A, int]) -> None:
+    """Raises `ArgumentError` or `AlignmentError` for the first value that its attribute does not accept."""
+    for attribute, value in values.items():
+        attribute.pack(value)
 
 
 _TILE_COLS: Final = 32
@@ -275,7 +267,7 @@ _TILE_ROWS: Final = {Order.COL32: 1, Order.COL4_4R2_8C: 8, Order.COL32_2R_4R4: 3
 
 
 def check_leading_dimension(order: int, rows: int, cols: int, leading_dimension: int) -> None:
-    """Raises `ArgumentError` if a matrix's columns (rows, tiles) would overlap."""
+    """Raises `ArgumentError` if a matrix's columns (or rows, or tiles) would overlap."""
     if order == Order.COL:
         least, described = rows, f"rows ({rows})"
     elif order == Order.ROW:

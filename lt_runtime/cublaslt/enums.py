@@ -1,8 +1,8 @@
-"""Values of `cublasLt.h`, `cublas_api.h` and `library_types.h`; a test holds them against the installed headers.
+"""The enums of `cublasLt.h`, `cublas_api.h` and `library_types.h`; a test compares them with the installed headers.
 
-Names are the headers' without their prefixes. One that would then begin with a digit keeps the prefix's last word:
-CUBLAS_COMPUTE_32F is `ComputeType.COMPUTE_32F`. Left out are the enumerators that stand for no value: those named
-_END and RESERVED. The attributes' numbers are in `attribute_ids`, the tiles' and stages' in `shapes`.
+A member has the header's name without the prefix. A name that would begin with a digit keeps the last word of the
+prefix: CUBLAS_COMPUTE_32F is `ComputeType.COMPUTE_32F`. Enumerators that stand for no value (those named _END and
+RESERVED) are left out. The numbers of attributes are in `attributes`, those of tiles in `tiles`.
 """
 
 from __future__ import annotations
@@ -34,62 +34,24 @@ class LibraryProperty(enum.IntEnum):
 
 
 class DataType(enum.IntEnum):
-    """`cudaDataType`, prefix CUDA_: R for real, C for complex; F float, I signed, U unsigned, with its bits."""
+    """`cudaDataType`, prefix CUDA_: R is real, C complex; then the bits, and F float, I signed, U unsigned."""
 
-    R_32F = 0
-    R_64F = 1
-    R_16F = 2
-    R_8I = 3
-    C_32F = 4
-    C_64F = 5
-    C_16F = 6
-    C_8I = 7
-    R_8U = 8
-    C_8U = 9
-    R_32I = 10
-    C_32I = 11
-    R_32U = 12
-    C_32U = 13
-    R_16BF = 14
-    C_16BF = 15
-    R_4I = 16
-    C_4I = 17
-    R_4U = 18
-    C_4U = 19
-    R_16I = 20
-    C_16I = 21
-    R_16U = 22
-    C_16U = 23
-    R_64I = 24
-    C_64I = 25
-    R_64U = 26
-    C_64U = 27
-    R_8F_E4M3 = 28
+    R_32F, R_64F, R_16F, R_8I, C_32F, C_64F, C_16F, C_8I, R_8U, C_8U = range(10)
+    R_32I, C_32I, R_32U, C_32U, R_16BF, C_16BF, R_4I, C_4I, R_4U, C_4U = range(10, 20)
+    R_16I, C_16I, R_16U, C_16U, R_64I, C_64I, R_64U, C_64U = range(20, 28)
+    R_8F_E4M3, R_8F_E5M2, R_8F_UE8M0, R_6F_E2M3, R_6F_E3M2, R_4F_E2M1, R_8F_UE5M3 = range(28, 35)
     R_8F_UE4M3 = 28
-    R_8F_E5M2 = 29
-    R_8F_UE8M0 = 30
-    R_6F_E2M3 = 31
-    R_6F_E3M2 = 32
-    R_4F_E2M1 = 33
-    R_8F_UE5M3 = 34
 
 
 class ComputeType(enum.IntEnum):
-    """`cublasComputeType_t`, prefix CUBLAS_COMPUTE_: precision of the products and of their sum."""
+    """`cublasComputeType_t`, prefix CUBLAS_COMPUTE_: the precision of the products and of their sum."""
 
-    COMPUTE_16F = 64
-    COMPUTE_16F_PEDANTIC = 65
-    COMPUTE_32F = 68
-    COMPUTE_32F_PEDANTIC = 69
-    COMPUTE_64F = 70
-    COMPUTE_64F_PEDANTIC = 71
-    COMPUTE_32I = 72
-    COMPUTE_32I_PEDANTIC = 73
-    COMPUTE_32F_FAST_16F = 74
-    COMPUTE_32F_FAST_16BF = 75
-    COMPUTE_32F_FAST_TF32 = 77
-    COMPUTE_32F_EMULATED_16BFX9 = 78
-    COMPUTE_64F_EMULATED_FIXEDPOINT = 79
+    COMPUTE_16F, COMPUTE_16F_PEDANTIC = 64, 65
+    COMPUTE_32F, COMPUTE_32F_PEDANTIC = 68, 69
+    COMPUTE_64F, COMPUTE_64F_PEDANTIC = 70, 71
+    COMPUTE_32I, COMPUTE_32I_PEDANTIC = 72, 73
+    COMPUTE_32F_FAST_16F, COMPUTE_32F_FAST_16BF, COMPUTE_32F_FAST_TF32 = 74, 75, 77
+    COMPUTE_32F_EMULATED_16BFX9, COMPUTE_64F_EMULATED_FIXEDPOINT = 78, 79
 
 
 class Operation(enum.IntEnum):
@@ -111,7 +73,7 @@ class FillMode(enum.IntEnum):
 
 
 class PointerMode(enum.IntEnum):
-    """`cublasLtPointerMode_t`, prefix CUBLASLT_POINTER_MODE_: where α and β are."""
+    """`cublasLtPointerMode_t`, prefix CUBLASLT_POINTER_MODE_: where α and β are stored."""
 
     HOST = 0
     DEVICE = 1
@@ -170,7 +132,7 @@ class MatmulMatrixScale(enum.IntEnum):
 
 
 class ReductionScheme(enum.IntFlag):
-    """`cublasLtReductionScheme_t`, prefix CUBLASLT_REDUCTION_SCHEME_: how the parts of a split K are summed."""
+    """`cublasLtReductionScheme_t`, prefix CUBLASLT_REDUCTION_SCHEME_: how the parts of a split K are added."""
 
     NONE = 0
     INPLACE = 1
@@ -180,7 +142,11 @@ class ReductionScheme(enum.IntFlag):
 
 
 class Epilogue(enum.IntEnum):
-    """`cublasLtEpilogue_t`, prefix CUBLASLT_EPILOGUE_."""
+    """`cublasLtEpilogue_t`, prefix CUBLASLT_EPILOGUE_.
+
+    Every part of an epilogue has a bit of its own: 2 ReLU, 4 bias, 8 ReLU's derivative, 16 bias gradient, 32 GELU,
+    64 GELU's derivative, 128 auxiliary matrix, 256 and 512 the sums of A and of B.
+    """
 
     DEFAULT = 1
     RELU = 2
@@ -198,6 +164,31 @@ class Epilogue(enum.IntEnum):
     DGELU_BGRAD = 208
     BGRADA = 256
     BGRADB = 512
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether it adds a bias."""
+        return bool(self & 4)
+
+    @property
+    def has_bias_gradient(self) -> bool:
+        """Whether it writes a bias gradient, be it of the product or of an operand."""
+        return bool(self & (16 | 256 | 512))
+
+    @property
+    def has_gelu(self) -> bool:
+        """Whether it applies GELU or GELU's derivative."""
+        return bool(self & (32 | 64))
+
+    @property
+    def has_derivative(self) -> bool:
+        """Whether it multiplies by the derivative of ReLU or GELU, which reads the auxiliary matrix."""
+        return bool(self & (8 | 64))
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether it reads or writes an auxiliary matrix: the mask of ReLU, or the input of GELU."""
+        return bool(self & 128)
 
 
 class MatmulSearch(enum.IntEnum):
@@ -222,25 +213,12 @@ class BatchInvariance(enum.IntEnum):
 class NumericalImplFlags(enum.IntFlag):
     """`cublasLtNumericalImplFlags_t`, prefix CUBLASLT_NUMERICAL_IMPL_FLAGS_ of the header's macros."""
 
-    FMA = 1
-    HMMA = 1 << 1
-    IMMA = 1 << 2
-    DMMA = 1 << 3
-    TENSOR_OP_MASK = 0xFE
-    OP_TYPE_MASK = 0xFF
-    ACCUMULATOR_16F = 1 << 8
-    ACCUMULATOR_32F = 1 << 9
-    ACCUMULATOR_64F = 1 << 10
-    ACCUMULATOR_32I = 1 << 11
+    FMA, HMMA, IMMA, DMMA = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+    TENSOR_OP_MASK, OP_TYPE_MASK = 0xFE, 0xFF
+    ACCUMULATOR_16F, ACCUMULATOR_32F, ACCUMULATOR_64F, ACCUMULATOR_32I = 1 << 8, 1 << 9, 1 << 10, 1 << 11
     ACCUMULATOR_TYPE_MASK = 0xFF << 8
-    INPUT_16F = 1 << 16
-    INPUT_16BF = 1 << 17
-    INPUT_TF32 = 1 << 18
-    INPUT_32F = 1 << 19
-    INPUT_64F = 1 << 20
-    INPUT_8I = 1 << 21
-    INPUT_8F_E4M3 = 1 << 22
-    INPUT_8F_E5M2 = 1 << 23
+    INPUT_16F, INPUT_16BF, INPUT_TF32, INPUT_32F, INPUT_64F = 1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20
+    INPUT_8I, INPUT_8F_E4M3, INPUT_8F_E5M2 = 1 << 21, 1 << 22, 1 << 23
     OP_INPUT_TYPE_MASK = 0xFF << 16
     GAUSSIAN = 1 << 32
 
@@ -267,3 +245,34 @@ class EmulationSpecialValues(enum.IntFlag):
     INFINITY = 1
     NAN = 2
     DEFAULT = 0xFFFF
+
+
+class MatmulStages(enum.IntEnum):
+    """`cublasLtMatmulStages_t`, prefix CUBLASLT_MATMUL_STAGES_: depth along K × buffers in shared memory."""
+
+    UNDEFINED, STAGES_16x1, STAGES_16x2, STAGES_16x3, STAGES_16x4, STAGES_16x5, STAGES_16x6, STAGES_32x1 = range(8)
+    STAGES_32x2, STAGES_32x3, STAGES_32x4, STAGES_32x5, STAGES_32x6, STAGES_64x1, STAGES_64x2 = range(8, 15)
+    STAGES_64x3, STAGES_64x4, STAGES_64x5, STAGES_64x6, STAGES_128x1, STAGES_128x2, STAGES_128x3 = range(15, 22)
+    STAGES_128x4, STAGES_128x5, STAGES_128x6, STAGES_32x10, STAGES_8x4, STAGES_16x10, STAGES_8x5 = range(22, 29)
+    STAGES_8x3, STAGES_8xAUTO, STAGES_16xAUTO, STAGES_32xAUTO, STAGES_64xAUTO, STAGES_128xAUTO = range(31, 37)
+    STAGES_256xAUTO, STAGES_768xAUTO = range(37, 39)
+
+
+class MatmulInnerShape(enum.IntEnum):
+    """`cublasLtMatmulInnerShape_t`, prefix CUBLASLT_MATMUL_INNER_SHAPE_."""
+
+    UNDEFINED, MMA884, MMA1684, MMA1688, MMA16816 = range(5)
+
+
+class ClusterShape(enum.IntEnum):
+    """`cublasLtClusterShape_t`, prefix CUBLASLT_CLUSTER_SHAPE_: blocks of a cluster."""
+
+    AUTO = 0
+    SHAPE_1x1x1, SHAPE_2x1x1, SHAPE_4x1x1, SHAPE_1x2x1, SHAPE_2x2x1, SHAPE_4x2x1, SHAPE_1x4x1 = range(2, 9)
+    SHAPE_2x4x1, SHAPE_4x4x1, SHAPE_8x1x1, SHAPE_1x8x1, SHAPE_8x2x1, SHAPE_2x8x1, SHAPE_16x1x1 = range(9, 16)
+    SHAPE_1x16x1, SHAPE_3x1x1, SHAPE_5x1x1, SHAPE_6x1x1, SHAPE_7x1x1, SHAPE_9x1x1, SHAPE_10x1x1 = range(16, 23)
+    SHAPE_11x1x1, SHAPE_12x1x1, SHAPE_13x1x1, SHAPE_14x1x1, SHAPE_15x1x1, SHAPE_3x2x1, SHAPE_5x2x1 = range(23, 30)
+    SHAPE_6x2x1, SHAPE_7x2x1, SHAPE_1x3x1, SHAPE_2x3x1, SHAPE_3x3x1, SHAPE_4x3x1, SHAPE_5x3x1 = range(30, 37)
+    SHAPE_3x4x1, SHAPE_1x5x1, SHAPE_2x5x1, SHAPE_3x5x1, SHAPE_1x6x1, SHAPE_2x6x1, SHAPE_1x7x1 = range(37, 44)
+    SHAPE_2x7x1, SHAPE_1x9x1, SHAPE_1x10x1, SHAPE_1x11x1, SHAPE_1x12x1, SHAPE_1x13x1, SHAPE_1x14x1 = range(44, 51)
+    SHAPE_1x15x1 = 51

@@ -1,4 +1,4 @@
-"""Handles of the library: one for each device, kept for good, and ones that the caller closes."""
+"""Handles of the library: one for each device, which is never destroyed, and those that the caller closes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _lock: Final = threading.Lock()
 
 
 class Handle:
-    """`cublasLtHandle_t` for the device that is current when it is made; to be closed with that device current.
+    """`cublasLtHandle_t` for the device that is current when the handle is made; close it with that device current.
 
-    Closing it synchronises the device, so that it must not happen while a stream is captured. For the same reason the
-    garbage collector closes none: one that is left open stays until the process ends, with a `ResourceWarning`.
+    Closing a handle synchronises the device, and must therefore not happen while a stream is captured. For the same
+    reason the garbage collector closes none: a handle that is left open stays open until the process ends, and gives
+    a `ResourceWarning`.
 
     Raises:
-        CublasLtError: the library could not be initialised; NOT_INITIALIZED is what it says without a GPU.
+        CublasLtError: the library could not be initialised. Without a GPU the status is NOT_INITIALIZED.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Handle:
         return self._value
 
     def close(self) -> None:
-        """Destroys it; a second call does nothing."""
+        """Destroys the handle; a second call does nothing."""
         value, self._value = self._value, None
         if value is not None:
             call("cublasLtDestroy", value)
@@ -57,9 +58,9 @@ class Handle:
 
 
 def handle(device: int) -> int:
-    """The handle for a device, which must be current; made once and kept for the life of the process.
+    """The handle for a device, which must be current. It is made once and used until the process ends.
 
-    It is never destroyed: `cublasLtDestroy` synchronises the device.
+    It is never destroyed, because `cublasLtDestroy` synchronises the device.
 
     Raises:
         CublasLtError: the library could not be initialised.
@@ -74,7 +75,7 @@ def handle(device: int) -> int:
 
 
 def pointer(owner: Handle | int) -> int:
-    """The C pointer of a `Handle`, or of what `handle` returned."""
+    """The C pointer of a `Handle`; the result of `handle` is one already."""
     return owner if isinstance(owner, int) else owner.value
 
 

@@ -1,4 +1,4 @@
-"""What cuBLASLt is known to get wrong, as data: where it strikes, what happens, who says so."""
+"""The faults of cuBLASLt, as data: the versions, GPUs, problems and algorithms concerned, the effect, the source."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lt_runtime.cublaslt.enums import Epilogue
+from lt_runtime.cublaslt.enums import ComputeType, DataType, Epilogue
 
-_STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}  # K that one pipeline stage takes, by stages id
+_STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}  # the K that one pipeline stage takes, by stages id
 _MAX_INT32: Final = 2**31 - 1
 _ALIGNMENT: Final = 16
-_DERIVATIVES: Final = frozenset((Epilogue.DRELU, Epilogue.DGELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU_BGRAD))
-_BIASES: Final = frozenset(
-    (Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.RELU_AUX_BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS)
-)
-_BIAS_GRADIENTS: Final = frozenset((Epilogue.DRELU_BGRAD, Epilogue.DGELU_BGRAD, Epilogue.BGRADA, Epilogue.BGRADB))
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What the conditions look at: the library, the GPU, the problem, and the algorithm's configuration.
+    """What the conditions depend on: the library, the GPU, the problem, and the algorithm's configuration.
 
     Attributes:
-        version: of the library, major·10000 + minor·100 + patch.
-        capability: compute capability, major·10 + minor.
-        m, n, k: of the column-major problem that the library sees.
-        largest_pitch: leading dimension times element size, the largest of the operands', in bytes.
-        largest_span: elements from the first to the last of an operand, the largest of the operands'.
-        vector_alignment: of the bias or bias gradient's address.
+        version: the library's, major·10000 + minor·100 + patch.
+        capability: the compute capability, major·10 + minor.
+        m, n, k: the sizes of the column-major problem that the library sees.
+        largest_pitch: the largest leading dimension of an operand, in bytes.
+        largest_span: the most elements from the first to the last of an operand.
+        vector_alignment: the alignment of the bias or bias gradient, in bytes.
         algo_id, splitk, stages: CONFIG_ID, SPLITK_NUM and STAGES_ID of the algorithm.
     """
 
@@ -51,29 +46,27 @@ class KnownBad:
     """One fault.
 
     Attributes:
-        first, last: versions of the library, both included.
-        capabilities: compute capabilities, both included, major·10 + minor.
-        condition: which problems and algorithms it strikes.
+        condition: the problems and algorithms that it affects.
         effect: what happens.
-        source: who says so.
+        source: where it is described.
+        versions: the first and last version of the library that has it.
+        capabilities: the lowest and highest compute capability that has it, major·10 + minor.
     """
 
-    first: int
-    last: int
-    capabilities: tuple[int, int]
     condition: Callable[[Candidate], bool]
     effect: str
     source: str
+    versions: tuple[int, int] = (0, 999999)
+    capabilities: tuple[int, int] = (0, 999)
 
-    def strikes(self, candidate: Candidate) -> bool:
-        """Whether a candidate is hit."""
-        low, high = self.capabilities
-        in_range = self.first <= candidate.version <= self.last and low <= candidate.capability <= high
+    def affects(self, candidate: Candidate) -> bool:
+        """Whether a candidate has the fault."""
+        (first, last), (low, high) = self.versions, self.capabilities
+        in_range = first <= candidate.version <= last and low <= candidate.capability <= high
         return in_range and self.condition(candidate)
 
 
-_ANY: Final = (0, 999)
-_LATEST: Final = 999999
+_NOTES: Final = "NVIDIA cuBLAS release notes"
 
 
 def _splitk_drops_tail(c: Candidate) -> bool:
@@ -84,66 +77,86 @@ def _splitk_drops_tail(c: Candidate) -> bool:
 
 KNOWN_BAD: Final = (
     KnownBad(
-        120603,
-        130401,
-        (90, 999),
         _splitk_drops_tail,
         "split-K drops the tail of K",
-        "NVIDIA cuBLAS release notes, known and resolved issues",
+        f"{_NOTES}, known and resolved issues",
+        versions=(120603, 130401),
+        capabilities=(90, 999),
     ),
     KnownBad(
-        0,
-        130200,
-        (90, 90),
         lambda c: c.algo_id == 66 and c.largest_pitch > _MAX_INT32,
         "wrong results or a fault where a leading dimension spans more than 2**31 - 1 bytes",
-        "NVIDIA cuBLAS release notes, known and resolved issues",
+        f"{_NOTES}, known and resolved issues",
+        versions=(0, 130200),
+        capabilities=(90, 90),
     ),
     KnownBad(
-        130600,
-        _LATEST,
-        _ANY,
         lambda c: c.algo_id == 68 and c.largest_span > _MAX_INT32,
         "the launch fails where an operand spans 2**31 elements or more",
         "github.com/NVIDIA/raft issue 3097 (13.6; no version is known to be cured)",
+        versions=(130600, 999999),
     ),
     KnownBad(
-        0,
-        _LATEST,
-        _ANY,
-        lambda c: c.k == 1 and (c.epilogue in _DERIVATIVES or c.epilogue in _BIAS_GRADIENTS),
+        lambda c: c.k == 1 and (c.epilogue.has_derivative or c.epilogue.has_bias_gradient),
         "reads out of bounds, or faults, where K is 1",
         "seen in several versions; no version is known to be cured",
     ),
     KnownBad(
-        0,
-        _LATEST,
-        _ANY,
         lambda c: c.n == 1 and c.epilogue in (Epilogue.BGRADA, Epilogue.BGRADB),
         "illegal memory access in the sum of an operand with one column",
         "github.com/NVIDIA/apex issue 1392 (CUDA 11.6; no version is known to be cured)",
     ),
     KnownBad(
-        0,
-        120800,
-        _ANY,
-        lambda c: c.epilogue in _BIASES and (c.m == 1 or c.n == 1),
+        lambda c: c.epilogue.has_bias and (c.m == 1 or c.n == 1),
         "wrong bias where M or N is 1",
-        "NVIDIA cuBLAS release notes, 12.8 update 1",
+        f"{_NOTES}, 12.8 update 1",
+        versions=(0, 120800),
     ),
     KnownBad(
-        0,
-        _LATEST,
-        _ANY,
-        lambda c: (c.epilogue in _BIASES or c.epilogue in _BIAS_GRADIENTS) and c.vector_alignment < _ALIGNMENT,
+        lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < _ALIGNMENT,
         "a fault where the bias is not aligned to 16 bytes: the heuristic is not told of its alignment",
         "seen in one version; unchecked by the library before 13.2",
     ),
 )
-"""Every fault of one algorithm or epilogue. What no choice of algorithm avoids is refused or worked round where it
-arises: unchecked alignments and workspaces, heuristics during a capture, ReLU's treatment of NaN."""
+"""The faults of single algorithms and epilogues. Faults that no choice of algorithm avoids are handled where they
+arise: unchecked alignments and workspaces, heuristics during a capture, ReLU's treatment of NaN."""
 
 
 def is_known_bad(candidate: Candidate) -> str | None:
-    """The effect of the first fault that `candidate` is hit by; None if it is hit by none."""
-    return next((fault.effect for fault in KNOWN_BAD if fault.strikes(candidate)), None)
+    """The effect of the first fault that `candidate` has; None if it has none."""
+    return next((fault.effect for fault in KNOWN_BAD if fault.affects(candidate)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Inaccurate:
+    """Epilogues that add an error above that of the arithmetic around them.
+
+    Attributes:
+        types: the compute type of the products concerned, and the type of D. The rounding to a narrower D hides the
+            error.
+        concerns: tells whether an epilogue has the error.
+        effect: the size of the error.
+        source: where it was measured.
+    """
+
+    types: tuple[ComputeType, DataType]
+    concerns: Callable[[Epilogue], bool]
+    effect: str
+    source: str
+
+
+INACCURATE: Final = (
+    Inaccurate(
+        (ComputeType.COMPUTE_32F, DataType.R_32F),
+        lambda epilogue: epilogue.has_gelu,
+        "cuBLASLt's GELU is off by 5e-6, where FP32 arithmetic is off by 5e-7",
+        "measured on an H200 against FP64; TF32 products have a larger error of their own",
+    ),
+)
+"""Epilogues that are right, but not as accurate as the compute type promises."""
+
+
+def is_inaccurate(epilogue: Epilogue, compute_type: ComputeType, d_type: DataType) -> str | None:
+    """The error that an epilogue adds to products of these types; None if it adds none that matters."""
+    kinds = (each for each in INACCURATE if each.types == (compute_type, d_type))
+    return next((each.effect for each in kinds if each.concerns(epilogue)), None)

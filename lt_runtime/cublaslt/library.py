@@ -1,4 +1,7 @@
-"""Loads cuBLASLt on first use, looks its functions up, and turns statuses into exceptions."""
+"""Loads cuBLASLt at first use, finds its functions, and turns statuses into exceptions.
+
+The functions of the header that concern the library as a whole (versions, statuses, its cache) are here as well.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lt_runtime.cublaslt import abi
-from lt_runtime.cublaslt.enums import Status
-from lt_runtime.cublaslt.prototypes import ARGUMENTS, RESULTS, SINCE
-from lt_runtime.errors import CublasLtError, MissingLibraryError
+from lt_runtime.cublaslt.enums import LibraryProperty, Status
+from lt_runtime.cublaslt.values import Attribute
+from lt_runtime.errors import ArgumentError, CublasLtError, MissingLibraryError
 
 _OVERRIDE: Final = "LT_RUNTIME_CUBLASLT"
 
@@ -34,7 +37,7 @@ class Library:
             found = getattr(self._dll, name)
         except AttributeError:
             return None
-        found.argtypes, found.restype = ARGUMENTS[name], RESULTS.get(name, ctypes.c_int)
+        found.argtypes, found.restype = abi.ARGUMENTS[name], abi.RESULTS.get(name, ctypes.c_int)
         self._functions[name] = found
         return found  # type: ignore[no-any-return]  # ctypes makes functions at run time
 
@@ -42,11 +45,11 @@ class Library:
         """The C function `name`; `MissingLibraryError` if this version of the library lacks it."""
         found = self._functions.get(name) or self.find(name)
         if found is None:
-            raise MissingLibraryError(f"{name} is not in {self.path}; {_what_has(SINCE.get(name, 0))}")
+            raise MissingLibraryError(f"{name} is not in {self.path}; {_remedy(abi.SINCE.get(name, 0))}")
         return found
 
 
-def _what_has(since: int) -> str:
+def _remedy(since: int) -> str:
     if not since:
         return "cublasLt.h declares it, but this library does not export it"
     return f"it came with cuBLASLt {version_text(since)}: pip install 'nvidia-cublas>={version_text(since)}'"
@@ -58,7 +61,7 @@ def version_text(version: int) -> str:
 
 
 def _find() -> str:
-    """Where the library is: where LT_RUNTIME_CUBLASLT says, or else where NVIDIA's wheels and toolkits put it."""
+    """The library's file: the one that LT_RUNTIME_CUBLASLT names, else the one of NVIDIA's wheels or toolkits."""
     named = os.environ.get(_OVERRIDE)
     if named:
         return named
@@ -72,11 +75,11 @@ def _find() -> str:
 
 @functools.cache
 def loaded() -> Library:
-    """The library, found, loaded and checked at the first call. Everything goes through here.
+    """The library, which the first call finds, loads and checks.
 
     Raises:
         MissingLibraryError: it is not installed.
-        AbiError: it contradicts these bindings.
+        AbiError: its attributes are not those of these bindings.
     """
     path = _find()
     try:
@@ -89,50 +92,111 @@ def loaded() -> Library:
 
 
 def function(name: str) -> Callable[..., Any]:
-    """The C function `name`, its types declared.
+    """The C function `name`, with its types declared.
 
     Raises:
         MissingLibraryError: cuBLASLt is not installed, or the installed version lacks the function.
-        AbiError: the installed version contradicts these bindings.
+        AbiError: the installed version's attributes are not those of these bindings.
     """
     return loaded().function(name)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls `name` and raises `CublasLtError`, which names the call and its status, unless it succeeds."""
+    """Calls `name`, and raises `CublasLtError` with the call and its status unless it succeeds."""
     status = function(name)(*arguments)
     if status:
         raise failure(name, status)
 
 
 def failure(name: str, status: int) -> CublasLtError:
-    """The exception for `status`, which the call `name` returned."""
-    status_name, text = (function(f"cublasLtGetStatus{what}")(status).decode() for what in ("Name", "String"))
-    return CublasLtError(name, status, status_name, text)
+    """The exception for the status that the call `name` returned."""
+    return CublasLtError(name, status, get_status_name(status), get_status_string(status))
 
 
-def attribute_failure(name: str, status: int, attribute: Any, since: int) -> CublasLtError | MissingLibraryError:
-    """The exception for `status`, which the call `name` for an attribute returned.
+def attribute_failure(name: str, status: int, attribute: Attribute) -> CublasLtError | MissingLibraryError:
+    """The exception for the status, not SUCCESS, that the call `name` returned for an attribute.
 
-    Args:
-        name: the call.
-        status: not SUCCESS.
-        attribute: a member of one of the attributes' enums.
-        since: the version that introduced it: an older library is what is wrong then.
+    A library that is older than the attribute returns INVALID_VALUE; the exception then says which version has it.
     """
-    if status != Status.INVALID_VALUE or get_version() >= since:
+    if status != Status.INVALID_VALUE or get_version() >= attribute.since:
         return failure(name, status)
-    return MissingLibraryError(
-        f"{type(attribute).__name__}.{attribute.name} is not in cuBLASLt {version_text(get_version())}; "
-        f"{_what_has(since)}"
-    )
+    older = version_text(get_version())
+    return MissingLibraryError(f"{attribute} is not in cuBLASLt {older}; {_remedy(attribute.since)}")
+
+
+def read_attribute(name: str, owner: Any, attribute: Attribute) -> Any:
+    """The value that the call `name` returns for an attribute of a descriptor or algorithm.
+
+    Raises:
+        MissingLibraryError: the attribute is newer than the library.
+        CublasLtError: the library refused.
+    """
+    cell, written = ctypes.create_string_buffer(attribute.size), ctypes.c_size_t()
+    status = function(name)(owner, attribute, cell, attribute.size, ctypes.byref(written))
+    if status:
+        raise attribute_failure(name, status, attribute)
+    return attribute.unpack(cell.raw)
 
 
 def library_path() -> str:
-    """Where the loaded library lies."""
+    """The path of the loaded library."""
     return loaded().path
 
 
 def get_version() -> int:
     """The library's version, major·10000 + minor·100 + patch."""
     return loaded().version
+
+
+def get_cudart_version() -> int:
+    """The version of the CUDA runtime that the library was built with, major·1000 + minor·10."""
+    return int(function("cublasLtGetCudartVersion")())
+
+
+def get_property(which: LibraryProperty) -> int:
+    """One part of the library's version."""
+    value = ctypes.c_int()
+    call("cublasLtGetProperty", which, ctypes.byref(value))
+    return value.value
+
+
+def get_status_name(status: int) -> str:
+    """The library's name for a status, such as CUBLAS_STATUS_INVALID_VALUE."""
+    return str(function("cublasLtGetStatusName")(status).decode())
+
+
+def get_status_string(status: int) -> str:
+    """The library's explanation of a status."""
+    return str(function("cublasLtGetStatusString")(status).decode())
+
+
+def heuristics_cache_get_capacity() -> int:
+    """The number of entries that the library's cache of heuristic results can hold."""
+    capacity = ctypes.c_size_t()
+    call("cublasLtHeuristicsCacheGetCapacity", ctypes.byref(capacity))
+    return capacity.value
+
+
+def heuristics_cache_set_capacity(capacity: int) -> None:
+    """Sets the number of entries that the cache of heuristic results can hold; 0 turns the cache off.
+
+    The library rounds the number up.
+
+    Raises:
+        ArgumentError: the number is negative or does not fit size_t.
+    """
+    if not 0 <= capacity < 2**64:
+        raise ArgumentError(f"capacity is {capacity}; accepted: 0 or more (size_t)")
+    call("cublasLtHeuristicsCacheSetCapacity", capacity)
+
+
+def disable_cpu_instructions_set_mask(mask: int) -> int:
+    """Forbids the library some CPU instructions (1 stands for AVX512), and returns the mask that was set before.
+
+    Raises:
+        ArgumentError: the mask does not fit an unsigned int.
+        MissingLibraryError: the library does not export the function. No version up to 13.10 does.
+    """
+    if not 0 <= mask < 2**32:
+        raise ArgumentError(f"mask is {mask}; accepted: 0 to 2**32 - 1")
+    return int(function("cublasLtDisableCpuInstructionsSetMask")(mask))

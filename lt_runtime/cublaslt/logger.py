@@ -1,4 +1,4 @@
-"""The library's logger, one for the process.
+"""The library's logger. There is one for the process.
 
 Levels: 0 off, 1 errors, 2 performance trace, 3 performance hints, 4 heuristics trace, 5 API trace. The mask's bits are
 1 errors, 2 performance trace, 4 performance hints, 8 heuristics trace, 16 API trace.
@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable
 from typing import Final
 
+from lt_runtime.cublaslt.abi import LoggerCallback
 from lt_runtime.cublaslt.library import call
-from lt_runtime.cublaslt.prototypes import LoggerCallback
 from lt_runtime.errors import ArgumentError
 
 Callback = Callable[[int, str, str], None]
@@ -29,14 +29,14 @@ def _pass_on(level: int, function: bytes, message: bytes) -> None:
         callback(level, function.decode(errors="replace"), message.decode(errors="replace"))
 
 
-_forward: Final = LoggerCallback(_pass_on)  # lives for good: another thread may be about to call it
+_forward: Final = LoggerCallback(_pass_on)  # never freed: another thread may be about to call it
 
 
 def logger_set_callback(callback: Callback | None) -> None:
-    """Has every message passed to `callback(level, function, message)`, beside where it goes anyway; None stops that.
+    """Passes every message to `callback(level, function, message)`, besides writing it; None stops that.
 
-    It runs in the thread that logs, in the midst of the call that is logged: it must not call the library. An
-    exception that it raises is reported as unraisable, and the call goes on.
+    The callback runs in the thread that logs, during the call that is logged, and must not call the library. An
+    exception that it raises is reported as unraisable, and the call continues.
     """
     global _callback
     if callback is None:
@@ -54,15 +54,15 @@ def logger_set_callback(callback: Callback | None) -> None:
 
 
 def _stop() -> None:
-    """The library must not call into an interpreter that has gone."""
+    """Removes the callback at exit: the library must not call an interpreter that no longer runs."""
     logger_set_callback(None)
 
 
 def logger_set_level(level: int) -> None:
-    """Logs what is at a level or below it.
+    """Logs the messages of a level and of those below it.
 
     Raises:
-        ArgumentError: it is not 0 to 5; the library would take 6.
+        ArgumentError: the level is not 0 to 5. The library itself would accept 6.
     """
     if not 0 <= level <= _MAX_LEVEL:
         raise ArgumentError(f"level is {level}; accepted: 0 (off) to {_MAX_LEVEL} (API trace)")
@@ -70,10 +70,10 @@ def logger_set_level(level: int) -> None:
 
 
 def logger_set_mask(mask: int) -> None:
-    """Logs what the bits of the mask name.
+    """Logs the kinds of messages whose bits are set in the mask.
 
     Raises:
-        ArgumentError: it has other bits.
+        ArgumentError: the mask has other bits.
     """
     if not 0 <= mask <= _MAX_MASK:
         raise ArgumentError(f"mask is {mask}; accepted: 0 (off) to {_MAX_MASK}, the sum of 1, 2, 4, 8 and 16")
@@ -81,19 +81,19 @@ def logger_set_mask(mask: int) -> None:
 
 
 def logger_open_file(path: str | os.PathLike[str]) -> None:
-    """Has the messages written to a file, which is made if need be.
+    """Writes the messages to a file, which is made if it does not exist.
 
     Raises:
-        CublasLtError: it cannot be opened.
+        CublasLtError: the file cannot be opened.
     """
     call("cublasLtLoggerOpenFile", os.fsencode(path))
 
 
 def logger_set_file(descriptor: int | None) -> None:
-    """Has the messages written to an open file descriptor, such as `sys.stderr.fileno()`; None stops that.
+    """Writes the messages to an open file descriptor, such as `sys.stderr.fileno()`; None stops that.
 
-    The descriptor is duplicated: the caller may close it. The duplicate stays open until the process ends, since
-    another thread may be writing to it and the library does not say when it is done.
+    The descriptor is duplicated, so that the caller may close it. The duplicate stays open until the process ends,
+    because another thread may be writing to it and the library does not say when it has finished.
 
     Raises:
         OSError: the descriptor is not open for writing.
@@ -102,7 +102,7 @@ def logger_set_file(descriptor: int | None) -> None:
 
 
 def _stream(descriptor: int) -> int:
-    """A C stream, `FILE*`, on a duplicate of a file descriptor."""
+    """The C stream (`FILE*`) of a duplicate of a file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fdopen.restype, libc.fdopen.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_char_p)
     duplicate = os.dup(descriptor)

@@ -1,4 +1,4 @@
-"""What a launch hands over beside descriptors: α and β, matrices, the workspace."""
+"""The arguments of a launch besides descriptors: α and β, the addresses of matrices, the workspace."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
-from lt_runtime.cublaslt.attribute_ids import MatrixLayoutAttribute
+from lt_runtime.cublaslt.attributes import MatrixLayoutAttribute
 from lt_runtime.cublaslt.descriptors import MatrixLayout
 from lt_runtime.cublaslt.enums import BatchMode, DataType, PointerMode
-from lt_runtime.cublaslt.type_rules import element_bytes
+from lt_runtime.cublaslt.validation import element_bytes
+from lt_runtime.cublaslt.values import MAX_ADDRESS
 from lt_runtime.errors import AlignmentError, ArgumentError
-
-MAX_ADDRESS: Final = 2**64 - 1
-_WORKSPACE_ALIGNMENT: Final = 256
 
 Scalar = int | float | complex
 Reader = Callable[[Scalar], bytes | int | None]
-"""Turns α or β into what the library reads it from: the number's bytes, or its address."""
+"""Converts α or β to what the library reads: the number's bytes, or its address."""
 
+_WORKSPACE_ALIGNMENT: Final = 256
+_POINTER_BYTES: Final = 8
 _SCALARS: Final = {
-    # "=" so that a number that overflows is an error, and no infinity
+    # "=" rather than native: a native float turns a number that is too large into infinity.
     DataType.R_16F: struct.Struct("=e"),
     DataType.R_32F: struct.Struct("=f"),
     DataType.R_64F: struct.Struct("=d"),
@@ -29,14 +29,13 @@ _SCALARS: Final = {
     DataType.C_64F: struct.Struct("=dd"),
 }
 _COMPLEX: Final = (DataType.C_32F, DataType.C_64F)
-_POINTER_BYTES: Final = 8
 
 
 def scalar_readers(mode: int, scale_type: int) -> tuple[Reader, Reader]:
-    """How α and β are passed in a pointer mode: each a number of the scale type, an address, or nothing.
+    """How α and β are passed in a pointer mode: as a number of the scale type, as an address, or not at all.
 
     Raises:
-        ArgumentError: the scale type is not one that the library has.
+        ArgumentError: the library does not have this scale type.
     """
     kind = DataType(scale_type)
     if kind not in _SCALARS:
@@ -77,7 +76,7 @@ def _address_reader(name: str, kind: DataType) -> Reader:
 
 
 def check_address(name: str, address: object, alignment: int) -> int:
-    """The address, if it is one that a device may have.
+    """The address, unless it cannot be one of a device.
 
     Raises:
         ArgumentError: it is not an int, or not positive, or too large.
@@ -90,19 +89,15 @@ def check_address(name: str, address: object, alignment: int) -> int:
     return address
 
 
-def matrix_alignment(layout: MatrixLayout) -> int:
-    """What a matrix's address must be a multiple of: its element's size, a pointer's for an array of matrices."""
+def alignment_of(layout: MatrixLayout) -> int:
+    """What a matrix's address must be a multiple of: the size of an element; of a pointer in an array of pointers."""
     if layout.recall(MatrixLayoutAttribute.BATCH_MODE) == BatchMode.STRIDED:
         return element_bytes(layout.recall(MatrixLayoutAttribute.TYPE))
     return _POINTER_BYTES
 
 
 def check_workspace(workspace: int, size: int, needed: int) -> None:
-    """Refuses a workspace that is smaller than the algorithm needs, or not 256-byte aligned.
-
-    Raises:
-        ArgumentError, AlignmentError: says which.
-    """
+    """Raises `ArgumentError` for a workspace that is too small, `AlignmentError` for one not aligned to 256 bytes."""
     if not needed <= size <= MAX_ADDRESS:
         raise ArgumentError(f"workspace_size is {size}; accepted: {needed} or more, which the algorithm needs")
     if size:

@@ -1,35 +1,62 @@
-"""Checks of a whole product: what no descriptor on its own can know, and the library does not look at."""
+"""Checks of a whole product, which no descriptor can make alone and the library does not make.
+
+The table of types follows cuBLAS's documentation of cublasLtMatmul.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
-from lt_runtime.cublaslt.attribute_ids import MatmulDescAttribute, MatrixLayoutAttribute
+from lt_runtime.cublaslt.attributes import MatmulDescAttribute, MatrixLayoutAttribute
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatrixLayout, check_leading_dimension
-from lt_runtime.cublaslt.enums import BatchMode, DataType, Epilogue, Operation, Order
-from lt_runtime.cublaslt.type_rules import NARROW, check_types
+from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Epilogue, Operation, Order
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 
-_M, _L = MatmulDescAttribute, MatrixLayoutAttribute
-_AUX_UNITS: Final = {
-    **dict.fromkeys((Epilogue.RELU_AUX, Epilogue.RELU_AUX_BIAS, Epilogue.DRELU, Epilogue.DRELU_BGRAD), 128),
-    **dict.fromkeys((Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU, Epilogue.DGELU_BGRAD), 8),
+_M, _L, _C, _T = MatmulDescAttribute, MatrixLayoutAttribute, ComputeType, DataType
+_Rule = tuple[DataType, DataType, DataType]
+
+_HALF: Final[tuple[_Rule, ...]] = ((_T.R_16F, _T.R_16F, _T.R_16F),)
+_INTEGER: Final[tuple[_Rule, ...]] = ((_T.R_32I, _T.R_8I, _T.R_32I), (_T.R_32F, _T.R_8I, _T.R_8I))
+_FAST: Final[tuple[_Rule, ...]] = ((_T.R_32F, _T.R_32F, _T.R_32F), (_T.C_32F, _T.C_32F, _T.C_32F))
+_SINGLE: Final[tuple[_Rule, ...]] = (
+    *_FAST,
+    *((_T.R_32F, ab, cd) for ab in (_T.R_16F, _T.R_16BF) for cd in (ab, _T.R_32F)),
+    *((_T.C_32F, ab, cd) for ab in (_T.C_16F, _T.C_16BF) for cd in (ab, _T.C_32F)),
+    (_T.R_32F, _T.R_8I, _T.R_32F),
+    (_T.C_32F, _T.C_8I, _T.C_32F),
+)
+_DOUBLE: Final[tuple[_Rule, ...]] = ((_T.R_64F, _T.R_64F, _T.R_64F), (_T.C_64F, _T.C_64F, _T.C_64F))
+
+RULES: Final[Mapping[ComputeType, tuple[_Rule, ...]]] = {
+    **dict.fromkeys((_C.COMPUTE_16F, _C.COMPUTE_16F_PEDANTIC), _HALF),
+    **dict.fromkeys((_C.COMPUTE_32I, _C.COMPUTE_32I_PEDANTIC), _INTEGER),
+    **dict.fromkeys((_C.COMPUTE_32F, _C.COMPUTE_32F_PEDANTIC), _SINGLE),
+    **dict.fromkeys((_C.COMPUTE_32F_FAST_16F, _C.COMPUTE_32F_FAST_16BF, _C.COMPUTE_32F_FAST_TF32), _FAST),
+    _C.COMPUTE_32F_EMULATED_16BFX9: _FAST,
+    **dict.fromkeys((_C.COMPUTE_64F, _C.COMPUTE_64F_PEDANTIC, _C.COMPUTE_64F_EMULATED_FIXEDPOINT), _DOUBLE),
 }
-"""What an auxiliary matrix's leading dimension is a multiple of: bits of ReLU's mask, elements of GELU's input."""
-_AUX_OUTPUTS: Final = (Epilogue.RELU_AUX, Epilogue.RELU_AUX_BIAS, Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS)
-_BIASES: Final = (Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.RELU_AUX_BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS)
-_GRADIENTS: Final = (Epilogue.DRELU_BGRAD, Epilogue.DGELU_BGRAD, Epilogue.BGRADA, Epilogue.BGRADB)
-_VECTORS: Final = frozenset(_BIASES + _GRADIENTS)
+"""For each compute type, the accepted triples: the type of α and β, that of A and B, that of C and D."""
+
+_NARROW: Final = (_T.R_8F_E4M3, _T.R_8F_E5M2, _T.R_6F_E2M3, _T.R_6F_E3M2, _T.R_4F_E2M1)
+"""Float types of 8 bits and fewer. What they go together with depends on their scaling and on the GPU."""
+
+
+def element_bytes(data_type: int) -> int:
+    """The bytes of an element, and the alignment of its address; 1 where several elements share a byte."""
+    kind, width = DataType(data_type).name.split("_")[:2]  # such as R, 16BF
+    bits = int(width.rstrip("BFIU"))
+    return max(1, bits * (2 if kind == "C" else 1) // 8)
 
 
 def validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout, d: MatrixLayout) -> None:
     """Checks a product's descriptor and layouts against each other.
 
-    That takes some time, and is done once for each state that they are in.
+    The checks take some time, and are repeated only after one of the descriptors has changed.
 
     Raises:
-        ArgumentError: a leading dimension is too small, of an operand or of the auxiliary matrix, or that one's is not
-            a multiple of 128 (ReLU) or 8 (GELU).
+        ArgumentError: the leading dimension of an operand or of the auxiliary matrix is too small, or the auxiliary
+            matrix's is not a multiple of 128 (ReLU) or 8 (GELU).
         ShapeError: the shapes do not fit.
         LayoutError: the matrices of the batch D overlap.
         DTypeError: the types do not go together.
@@ -48,24 +75,28 @@ def _validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayou
         _check_shapes(desc, a, b, c, d)
         _check_batch(d)
     types = [layout.recall(_L.TYPE) for layout in layouts.values()]
-    check_types(desc.recall(_M.COMPUTE_TYPE), desc.recall(_M.SCALE_TYPE), *types)
+    _check_types(desc.recall(_M.COMPUTE_TYPE), desc.recall(_M.SCALE_TYPE), *types)
     _check_epilogue(desc, a, d)
 
 
 def check_pointers(desc: MatmulDesc) -> None:
-    """Refuses an epilogue whose bias or auxiliary pointer is not set, which the library would dereference.
+    """Refuses an epilogue whose bias or auxiliary pointer is not set, because the kernels would dereference it.
 
     Raises:
         ArgumentError: names the attribute.
     """
     epilogue = Epilogue(desc.recall(_M.EPILOGUE))
-    for attribute, epilogues in ((_M.BIAS_POINTER, _VECTORS), (_M.EPILOGUE_AUX_POINTER, _AUX_UNITS)):
-        if epilogue in epilogues and not desc.recall(attribute):
-            raise ArgumentError(f"MatmulDescAttribute.{attribute.name} is 0; epilogue {epilogue.name} needs an address")
+    needed = {
+        _M.BIAS_POINTER: epilogue.has_bias or epilogue.has_bias_gradient,
+        _M.EPILOGUE_AUX_POINTER: epilogue.has_aux,
+    }
+    for attribute, is_needed in needed.items():
+        if is_needed and not desc.recall(attribute):
+            raise ArgumentError(f"{attribute} is 0; epilogue {epilogue.name} needs an address")
 
 
 def check_layout(name: str, layout: MatrixLayout) -> None:
-    """Refuses a layout whose columns overlap, whichever attribute was set last."""
+    """Refuses a layout whose columns overlap; attributes that are set one after the other may lead to one."""
     order, rows, cols, leading = (layout.recall(attribute) for attribute in (_L.ORDER, _L.ROWS, _L.COLS, _L.LD))
     try:
         check_leading_dimension(order, rows, cols, leading)
@@ -101,34 +132,49 @@ def _check_batch(d: MatrixLayout) -> None:
         raise LayoutError(f"D's {count} matrices overlap: they are {length}×{lines}, {leading} apart, every {stride}")
 
 
+def _check_types(compute: int, scale: int, a: int, b: int, c: int, d: int) -> None:
+    """Refuses types that no version of the library multiplies."""
+    computed, scaled = ComputeType(compute), DataType(scale)
+    if a in _NARROW or b in _NARROW:
+        if computed is not _C.COMPUTE_32F or scaled is not _T.R_32F:
+            raise DTypeError(
+                f"compute type {computed.name} with scale type {scaled.name}: operands of 8 bits and fewer take "
+                "COMPUTE_32F with R_32F"
+            )
+        if a == b == _T.R_8F_E5M2:
+            raise DTypeError("A and B are both R_8F_E5M2; one of them must be R_8F_E4M3")
+    elif a != b or c != d or (scale, a, c) not in RULES[computed]:
+        accepted = "; ".join(f"{first.name}: {ab.name} -> {cd.name}" for first, ab, cd in RULES[computed])
+        given = ", ".join(f"{name} {DataType(kind).name}" for name, kind in zip("ABCD", (a, b, c, d), strict=True))
+        raise DTypeError(
+            f"{given} with compute type {computed.name} and scale type {scaled.name} is not supported; "
+            f"{computed.name} takes, as scale type: A and B -> C and D, {accepted}"
+        )
+
+
 def _check_epilogue(desc: MatmulDesc, a: MatrixLayout, d: MatrixLayout) -> None:
     epilogue = Epilogue(desc.recall(_M.EPILOGUE))
-    if epilogue in _AUX_UNITS:
+    if epilogue.has_aux:
         _check_aux(desc, epilogue, d)
-    if epilogue in _GRADIENTS and d.recall(_L.BATCH_COUNT) > 1:
+    if epilogue.has_bias_gradient and d.recall(_L.BATCH_COUNT) > 1:
         length = d.recall(_L.COLS if epilogue == Epilogue.BGRADB else _L.ROWS)
         _check_stride(desc, _M.BIAS_BATCH_STRIDE, epilogue, 1, length)
-    if epilogue in _VECTORS and a.recall(_L.TYPE) not in (*NARROW, DataType.R_8I):
-        _check_bias_type(desc, d)
-
-
-def _check_bias_type(desc: MatmulDesc, d: MatrixLayout) -> None:
-    kind, own = desc.recall(_M.BIAS_DATA_TYPE), d.recall(_L.TYPE)
-    if kind not in (-1, own):
-        raise DTypeError(
-            f"MatmulDescAttribute.BIAS_DATA_TYPE is {DataType(kind).name}; accepted: D's type, {DataType(own).name}"
-        )
+    if (epilogue.has_bias or epilogue.has_bias_gradient) and a.recall(_L.TYPE) not in (*_NARROW, DataType.R_8I):
+        kind, own = desc.recall(_M.BIAS_DATA_TYPE), d.recall(_L.TYPE)
+        if kind not in (-1, own):
+            raise DTypeError(f"{_M.BIAS_DATA_TYPE} is {DataType(kind).name}; accepted: D's type, {DataType(own).name}")
 
 
 def _check_aux(desc: MatmulDesc, epilogue: Epilogue, d: MatrixLayout) -> None:
-    unit, rows, leading = _AUX_UNITS[epilogue], d.recall(_L.ROWS), desc.recall(_M.EPILOGUE_AUX_LD)
+    unit = 8 if epilogue.has_gelu else 128  # elements of GELU's input, or bits of ReLU's mask
+    rows, leading = d.recall(_L.ROWS), desc.recall(_M.EPILOGUE_AUX_LD)
     if leading % unit or leading < rows:
         raise ArgumentError(
-            f"MatmulDescAttribute.EPILOGUE_AUX_LD is {leading}; accepted with epilogue {epilogue.name}: a multiple of "
-            f"{unit}, at least {rows}, the rows of D"
+            f"{_M.EPILOGUE_AUX_LD} is {leading}; accepted with epilogue {epilogue.name}: a multiple of {unit}, "
+            f"at least {rows}, the rows of D"
         )
     if d.recall(_L.BATCH_COUNT) > 1:
-        least = leading * d.recall(_L.COLS) if epilogue in _AUX_OUTPUTS else 0
+        least = 0 if epilogue.has_derivative else leading * d.recall(_L.COLS)
         _check_stride(desc, _M.EPILOGUE_AUX_BATCH_STRIDE, epilogue, unit, least)
 
 
@@ -136,6 +182,6 @@ def _check_stride(desc: MatmulDesc, attribute: MatmulDescAttribute, epilogue: Ep
     stride = desc.recall(attribute)
     if stride % unit or stride < least:
         raise ArgumentError(
-            f"MatmulDescAttribute.{attribute.name} is {stride}; accepted with epilogue {epilogue.name}: a multiple of "
-            f"{unit}, at least {least}, so that the batch does not overlap"
+            f"{attribute} is {stride}; accepted with epilogue {epilogue.name}: a multiple of {unit}, at least {least}, "
+            "so that the batch does not overlap"
         )

@@ -1,4 +1,7 @@
-"""How an attribute is stored and what it may be. The library checks sizes only: this says no to everything else."""
+"""The base class of all attributes: how each is stored, and which values it accepts.
+
+cuBLASLt checks only the size of a value. These bindings refuse every value that the header does not define.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,9 @@ from typing import Any, Final
 
 from lt_runtime.errors import AlignmentError, ArgumentError, LtError
 
-_MAX_ADDRESS: Final = 2**64 - 1
-_C_TYPES: Final = {
-    "b": "int8_t",
-    "H": "uint16_t",
-    "i": "int32_t",
-    "I": "uint32_t",
-    "q": "int64_t",
-    "Q": "uint64_t",
-    "f": "float",
-}
+MAX_ADDRESS: Final = 2**64 - 1
+# "=" rather than native: a native float turns a number that is too large into infinity.
+_PACKERS: Final = {code: struct.Struct(f"={code}") for code in "bHiIqQf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +26,10 @@ class Accepted:
     """A set of values.
 
     Attributes:
-        allows: whether a number is one of them.
-        described: which they are, for an error's message.
-        kind: what to read a value back as.
-        alignment: of the addresses; 0 where the values are no addresses.
+        allows: tells whether a number is in the set.
+        described: the set in words, for an error's message.
+        kind: the enum whose members the values are, if any.
+        alignment: what an address must be a multiple of; 0 where the values are not addresses.
     """
 
     allows: Callable[[Any], bool]
@@ -42,41 +38,47 @@ class Accepted:
     alignment: int = 0
 
 
-@dataclass(frozen=True)
-class Attribute:
-    """How one attribute is stored and what it may be.
+class Attribute(enum.IntEnum):
+    """The number of an attribute in the header, together with its storage.
+
+    A member is written as its number, its C type as a code of `struct`, the values that it accepts (or a function
+    that returns them), and the version of cuBLASLt that introduced it. The version counts as
+    major·10000 + minor·100 + patch, and is left out where CUDA 12.0 has the attribute.
 
     Attributes:
-        code: its C type, as `struct` calls it.
-        values: those it may be set to, or what tells them.
-        since: the version that introduced it, major·10000 + minor·100 + patch; 0 where CUDA 12.0 had it.
+        code: the C type.
+        size: its bytes.
+        since: the first version; 0 for CUDA 12.0.
     """
 
     code: str
+    size: int
+    since: int
+    packer: struct.Struct
     values: Accepted | Callable[[], Accepted]
-    since: int = 0
+
+    def __new__(cls, number: int, code: str, values: Accepted | Callable[[], Accepted], since: int = 0) -> Attribute:
+        """Makes a member."""
+        attribute = int.__new__(cls, number)
+        attribute._value_ = number
+        attribute.code, attribute.values, attribute.since = code, values, since
+        attribute.packer, attribute.size = _PACKERS[code], _PACKERS[code].size
+        return attribute
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
 
     @functools.cached_property
     def accepted(self) -> Accepted:
-        """The values it may be set to."""
+        """The values that it may be set to."""
         return self.values if isinstance(self.values, Accepted) else self.values()
 
-    @functools.cached_property
-    def packer(self) -> struct.Struct:
-        """Turns a value into bytes and back; `=`, since native floats become infinite where they do not fit."""
-        return struct.Struct(f"={self.code}")
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return self.packer.size
-
-    def pack(self, attribute: Any, value: float) -> bytes:
+    def pack(self, value: float) -> bytes:
         """The bytes to hand to the library.
 
         Raises:
-            ArgumentError: the value is not accepted or does not fit the C type.
-            AlignmentError: an address is not a multiple of what it must be.
+            ArgumentError: the value is not accepted, or does not fit the C type.
+            AlignmentError: an address is not a multiple of the required alignment.
         """
         try:
             number = value if self.code == "f" else operator.index(value)  # type: ignore[arg-type]
@@ -84,28 +86,27 @@ class Attribute:
                 return self.packer.pack(number)
         except (TypeError, struct.error, OverflowError):
             pass
-        raise self._refusal(attribute, value)
+        raise self._refusal(value)
 
     def unpack(self, data: bytes) -> Any:
-        """The value that the library gave, as a member of its enum where it is one."""
+        """The value that the library returned, as a member of its enum where it has one."""
         (number,) = self.packer.unpack(data)
         try:
             return self.accepted.kind(number) if self.accepted.kind else number
-        except ValueError:  # -1 for "unset", or what a later version added
+        except ValueError:  # -1, which means "unset", or a value that a later version added
             return number
 
-    def _refusal(self, attribute: Any, value: float) -> LtError:
-        name, shown, kind = f"{type(attribute).__name__}.{attribute.name}", repr(value), ArgumentError
-        accepted = f"{self.accepted.described} ({_C_TYPES[self.code]})"
-        if self.accepted.alignment and isinstance(value, int):
-            shown = hex(value)
-            if 0 <= value <= _MAX_ADDRESS:
-                return AlignmentError(f"{name} is {shown}; accepted: {accepted}")
-        return kind(f"{name} is {shown}; accepted: {accepted}")
+    def _refusal(self, value: float) -> LtError:
+        c_type = "float" if self.code == "f" else f"{'u' * self.code.isupper()}int{8 * self.size}_t"
+        accepted = f"accepted: {self.accepted.described} ({c_type})"
+        if not self.accepted.alignment or not isinstance(value, int):
+            return ArgumentError(f"{self} is {value!r}; {accepted}")
+        kind = AlignmentError if 0 <= value <= MAX_ADDRESS else ArgumentError
+        return kind(f"{self} is {value:#x}; {accepted}")
 
 
 def member(kind: type[enum.IntEnum], *others: int) -> Accepted:
-    """A member of an enum, or one of a few other numbers."""
+    """The members of an enum, and a few other numbers."""
     values = frozenset((*map(int, kind), *others))
     names = [f"{name} ({int(value)})" for name, value in kind.__members__.items()]
     listed = ", ".join((*names, *map(str, others))) if len(names) <= 40 else f"{names[0]} to {names[-1]}"
@@ -114,20 +115,18 @@ def member(kind: type[enum.IntEnum], *others: int) -> Accepted:
 
 def mask(kind: type[enum.IntFlag]) -> Accepted:
     """Any combination of a flag's bits."""
-    bits = 0
-    for value in kind.__members__.values():
-        bits |= int(value)
+    bits = functools.reduce(operator.or_, map(int, kind.__members__.values()))
     names = ", ".join(f"{name} ({int(value)})" for name, value in kind.__members__.items())
     return Accepted(lambda value: not value & ~bits, f"a combination of {kind.__name__}: {names}", kind)
 
 
 def at_least(least: int) -> Accepted:
-    """A number from `least` on."""
+    """The numbers from `least` on."""
     return Accepted(lambda value: bool(value >= least), f"{least} or more")
 
 
 def between(least: int, most: int) -> Accepted:
-    """A number from `least` to `most`, both included."""
+    """The numbers from `least` to `most`, both included."""
     return Accepted(lambda value: least <= value <= most, f"{least} to {most}")
 
 
@@ -138,29 +137,20 @@ def one_of(*values: enum.IntEnum | enum.IntFlag) -> Accepted:
 
 
 def nothing(reason: str) -> Accepted:
-    """No value at all: the attribute can only be read."""
+    """No value: the attribute can only be read."""
     return Accepted(lambda _: False, f"nothing, {reason}")
 
 
-def power_of_two() -> Accepted:
-    """1, 2, 4, 8, ..."""
-    return Accepted(lambda value: value > 0 and not value & (value - 1), "a power of two")
-
-
-def fraction() -> Accepted:
-    """A finite float, not negative."""
-    return Accepted(lambda value: value >= 0 and math.isfinite(value), "a finite number, 0 or more")
-
-
 def address(alignment: int) -> Accepted:
-    """0, or an address that is a multiple of `alignment`."""
+    """The null pointer, and the addresses that are multiples of `alignment`."""
     return Accepted(
-        lambda value: 0 <= value <= _MAX_ADDRESS and not value % alignment,
+        lambda value: 0 <= value <= MAX_ADDRESS and not value % alignment,
         f"0, or an address that is a multiple of {alignment}",
         alignment=alignment,
     )
 
 
-def anything() -> Accepted:
-    """Whatever the C type holds."""
-    return Accepted(lambda _: True, "any number")
+POWER_OF_TWO: Final = Accepted(lambda value: value > 0 and not value & (value - 1), "a power of two")
+FRACTION: Final = Accepted(lambda value: value >= 0 and math.isfinite(value), "a finite number, 0 or more")
+ANYTHING: Final = Accepted(lambda _: True, "any number")
+"""Every value that the C type holds."""

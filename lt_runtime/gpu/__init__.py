@@ -1,1 +1,1 @@
-"""Devices, streams, memory, and our own kernels: compiled by NVRTC at first use, launched through the driver."""
+"""GPUs through the driver: devices, streams, memory, graphs, kernels compiled by NVRTC at first use and launched."""

@@ -1,8 +1,9 @@
-"""How long work takes on the GPU: events around it, on a stream that is used for nothing else."""
+"""How long work takes: on the GPU by events on a stream that is used for nothing else, on the host by a stopwatch."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,15 +11,38 @@ from cuda.bindings import driver
 
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.gpu.stopwatch import Stopwatch
 from lt_runtime.gpu.streams import private_stream
 
 
-class Clock:
-    """Times work on its own stream of a device, which must be current. One thread at a time.
+class Stopwatch:
+    """Seconds that were spent on timing.
+
+    Compiling and loading kernels do not count: both happen once on a machine, and while other processes use its disk
+    and processors they take longer than all of the timing.
 
     Attributes:
-        stream: the handle, the same for every clock of a device, so that the memory which belongs to it is made once.
+        seconds: seconds so far. A caller may add time that it knows was spent on timing without being watched.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts the time within."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - started
+
+
+class Clock:
+    """Times work on a stream of its own; the device must be current. One thread at a time may use it.
+
+    Attributes:
+        stream: the stream's handle. All clocks of a device share it, so that the memory that belongs to it is made
+            once.
         watch: counts what the host spends on timing.
     """
 
@@ -27,7 +51,7 @@ class Clock:
         self.watch = Stopwatch()
 
     def once(self, run: Callable[[int], object]) -> float:
-        """Microseconds that `run(stream)` takes, the host's time to launch it included where the GPU waits for it."""
+        """Microseconds that `run(stream)` takes, with the host's time to launch it where the GPU waits for that."""
         with _events(2) as (start, end):
             call("cuEventRecord", start, self.stream)
             run(self.stream)
@@ -36,16 +60,18 @@ class Clock:
             return _microseconds(start, end)
 
     def capture(self, run: Callable[[int], object]) -> Graph:
-        """What `run(stream)` puts on the stream, for `replay`."""
+        """A graph for `replay` of the work that `run(stream)` puts on the stream."""
         return Graph(run, self.stream)
 
     def replay(self, graphs: Sequence[Graph], *, behind_itself: bool = False) -> list[float]:
         """Microseconds that each graph takes, launched one after the other.
 
-        The first is launched once more before all, untimed: the GPU is then never waiting for the host where it counts.
+        The first graph is launched once more before all others, untimed, so that the GPU does not wait for the host
+        while it is timed.
 
         Args:
-            behind_itself: whether each is, so that it finds in the caches what it leaves there itself.
+            behind_itself: whether every graph is launched once, untimed, before it is timed, so that it finds in the
+                caches what it leaves there itself.
         """
         with _events(2 * len(graphs)) as events:
             for index, graph in enumerate(graphs):
@@ -58,7 +84,7 @@ class Clock:
             return [_microseconds(*events[2 * index : 2 * index + 2]) for index in range(len(graphs))]
 
     def wait(self) -> None:
-        """Returns when all that the stream was given is done."""
+        """Waits until the stream has done all its work."""
         call("cuStreamSynchronize", self.stream)
 
 

@@ -1,7 +1,7 @@
-"""Compiles our CUDA sources with NVRTC and keeps the result in the user's cache directory.
+"""Compiles our CUDA sources with NVRTC and keeps the machine code in the user's cache directory.
 
-What is kept was made of the very same sources, headers and options by the very same compiler. A process that finds all
-its kernels there does not load NVRTC, which takes longer than all the rest.
+Kept code is used only if the same compiler would make it again from the same sources, headers and options. A process
+that finds all its kernels there does not load NVRTC, which would take longer than everything else.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Macros = tuple[tuple[str, str], ...]
 """Preprocessor definitions, (name, value)."""
 
 _FLUSHED: Final = frozenset({"cross_entropy.cu"})
-"""Sources in which FP32 numbers below 2⁻¹²⁶ are taken for zero: it saves three instructions an exponential."""
+"""Sources in which FP32 numbers below 2⁻¹²⁶ count as zero, which saves three instructions an exponential."""
 
 _TOOLKIT_HEADERS: Final = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp", "math_constants.h")
-"""The CUDA runtime's headers that the sources include, and those that they include where NVRTC compiles them."""
+"""The CUDA runtime's headers that the sources include, and the headers that those include under NVRTC."""
 
 
 def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
@@ -57,7 +57,7 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
 
 
 def _options(source: str, macros: Macros, architecture: str) -> list[bytes]:
-    """All but where headers lie, which changes nothing while they stay the same."""
+    """All options but the headers' directories, which change nothing while the headers stay the same."""
     return [
         option.encode()
         for option in (
@@ -76,7 +76,7 @@ def _include_paths() -> list[bytes]:
 
 
 def _key(source: str, code: bytes, options: Sequence[bytes], library: Path) -> str:
-    """Changes with anything that the machine code depends on."""
+    """A key that differs whenever anything differs that the machine code depends on."""
     parts = (source, code, tuple(options), _included_files(), nvrtc.identity(library))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -96,7 +96,7 @@ def runtime_headers() -> str:
 
 @functools.cache
 def _included_files() -> bytes:
-    """Digest of all that a source may include."""
+    """Digest of all headers that a source may include."""
     ours = sorted(kernel_sources().glob("*.cuh"))
     theirs = [Path(runtime_headers()) / name for name in _TOOLKIT_HEADERS]
     digest = hashlib.sha256()
@@ -108,5 +108,5 @@ def _included_files() -> bytes:
 
 @functools.cache
 def _warn_of_no_cache(directory: Path, reason: str) -> None:
-    """Says so once."""
+    """Warns once that compiled kernels cannot be kept."""
     warnings.warn(f"kernels are compiled anew in each process: cannot write to {directory} ({reason})", stacklevel=3)

@@ -1,18 +1,20 @@
-"""What GPUs there are, and which one is current."""
+"""Which GPUs there are, their properties and driver, and which one is current."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from cuda.bindings import driver
 
-from lt_runtime.errors import LtError
+from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.driver import call
-
-_ATTRIBUTE = driver.CUdevice_attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class DeviceInfo:
 
     @property
     def architecture(self) -> str:
-        """The name that compilers know it by, such as "sm_90"."""
+        """The name that compilers know the GPU by, such as "sm_90"."""
         return f"sm_{self.capability}"
 
 
@@ -45,70 +47,100 @@ def device_count() -> int:
         return 0
 
 
-@functools.cache
-def shared_memory(ordinal: int) -> tuple[int, int]:
-    """Bytes of shared memory that a block of one GPU can have at most, and that a multiprocessor has."""
-    _initialise()
-    device = call("cuDeviceGet", ordinal)
-    block, multiprocessor = (
-        call("cuDeviceGetAttribute", attribute, device)
-        for attribute in (
-            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
-            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+def parse_device(device: object) -> int | None:
+    """The ordinal of the GPU that a caller named; None for the host.
+
+    Args:
+        device: a GPU's ordinal; "cpu", "cuda" (the first GPU) or "cuda:N"; "auto", which is the first GPU if there is
+            one and the host otherwise; or an object with `type` and `index`, such as a `torch.device`.
+
+    Raises:
+        ArgumentError: another value, or a GPU that is not there.
+    """
+    name = _device_name(device)
+    if name in ("cpu", "cpu:0"):
+        return None
+    count = device_count()
+    if name == "auto":
+        return 0 if count else None
+    match = re.fullmatch(r"cuda(?::(-?\d+))?", name)
+    if match is None:
+        raise ArgumentError(
+            f"device is {device!r}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a "
+            "torch.device"
         )
-    )
-    return int(block), int(multiprocessor)
+    ordinal = int(match[1] or 0)
+    if not 0 <= ordinal < count:
+        raise ArgumentError(f"device is {device!r}, but this machine has {count} usable GPUs; try 'cpu'")
+    return ordinal
+
+
+def _device_name(device: Any) -> str:
+    if hasattr(device, "type") and hasattr(device, "index"):
+        return str(device.type) if device.index is None else f"{device.type}:{device.index}"
+    if hasattr(device, "__index__") and not isinstance(device, bool):
+        return f"cuda:{operator.index(device)}"
+    return str(device)
 
 
 @functools.cache
 def device_info(ordinal: int) -> DeviceInfo:
     """Properties of one GPU."""
-    _initialise()
+    major, minor, multiprocessors = _attributes(
+        ordinal, "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT"
+    )
     device = call("cuDeviceGet", ordinal)
     name = call("cuDeviceGetName", 256, device).split(b"\0")[0].decode()
-    major, minor, multiprocessors = (
-        call("cuDeviceGetAttribute", attribute, device)
-        for attribute in (
-            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-        )
-    )
     return DeviceInfo(ordinal, name, 10 * major + minor, multiprocessors, call("cuDeviceTotalMem", device))
+
+
+@functools.cache
+def shared_memory(ordinal: int) -> tuple[int, int]:
+    """Bytes of shared memory that a block of one GPU can have at most, and that a multiprocessor has."""
+    block, multiprocessor = _attributes(
+        ordinal, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
+    )
+    return block, multiprocessor
 
 
 @functools.cache
 def cache_size(ordinal: int) -> int:
     """Bytes of a GPU's L2 cache."""
-    _initialise()
-    attribute = _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
-    return int(call("cuDeviceGetAttribute", attribute, call("cuDeviceGet", ordinal)))
+    return _attributes(ordinal, "L2_CACHE_SIZE")[0]
 
 
 @functools.cache
 def highest_clocks(ordinal: int) -> tuple[int, int, int]:
-    """A GPU's highest clock and that of its memory, in kHz, and the width of the bus between them in bits."""
+    """A GPU's highest clock and the highest clock of its memory, in kHz, and the width of the memory bus in bits."""
+    clock, memory, bus = _attributes(ordinal, "CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
+    return clock, memory, bus
+
+
+def _attributes(ordinal: int, *names: str) -> list[int]:
+    """Attributes of one GPU, by their names in `CUdevice_attribute` without the prefix."""
     _initialise()
     device = call("cuDeviceGet", ordinal)
-    clock, memory, bus = (
-        call("cuDeviceGetAttribute", attribute, device)
-        for attribute in (
-            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_CLOCK_RATE,
-            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE,
-            _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH,
-        )
-    )
-    return int(clock), int(memory), int(bus)
+    ids = (getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}") for name in names)
+    return [int(call("cuDeviceGetAttribute", each, device)) for each in ids]
+
+
+def kernel_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The version of the NVIDIA driver, such as 580.95.05, which CUDA itself does not tell.
+
+    It is None under WSL, which has no such file.
+    """
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read_text()) if file.exists() else None
+    return found[0] if found else None
 
 
 @functools.cache
 def _primary_context(ordinal: int) -> driver.CUcontext:
-    # Retained for the life of the process: it is the context that every other library uses as well.
+    # The context is retained for the life of the process; every other library uses it as well.
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", ordinal))
 
 
 def current_device() -> int:
-    """Ordinal of the calling thread's current device; 0, as everywhere in CUDA, if it has none yet."""
+    """Ordinal of the calling thread's current device; 0, as everywhere in CUDA, if the thread has none yet."""
     _initialise()
     status, device = driver.cuCtxGetDevice()
     return int(device) if status == driver.CUresult.CUDA_SUCCESS else 0
@@ -116,7 +148,7 @@ def current_device() -> int:
 
 @contextlib.contextmanager
 def activated(ordinal: int) -> Iterator[None]:
-    """Makes a device's primary context current for the calling thread, and puts back what was."""
+    """Makes a device's primary context current for the calling thread, and restores the previous one at the end."""
     _initialise()
     status, device = driver.cuCtxGetDevice()
     if status == driver.CUresult.CUDA_SUCCESS and int(device) == ordinal:

@@ -1,4 +1,4 @@
-"""Graphs: what a call puts on a stream, seen by capturing it, and work captured once to be launched again and again."""
+"""Graphs: captures that show what a call puts on a stream, and work captured once to be launched many times."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PREFIX = "CU_GRAPH_NODE_TYPE_"
 
 
 def rehearse(run: Callable[[int], object], device: int) -> list[str]:
-    """`captured_nodes` on a stream that is used for nothing else; `device` is current."""
+    """`captured_nodes` on a stream that is used only for this purpose; `device` is current."""
     with _lock:
         return captured_nodes(run, private_stream(device, "rehearsal"))
 
 
 def captured_nodes(run: Callable[[int], object], stream: int) -> list[str]:
-    """Types of the nodes that `run(stream)` would launch, such as "KERNEL" or "MEMSET". Nothing is executed.
+    """Types of the nodes that `run(stream)` would launch, such as "KERNEL" or "MEMSET"; nothing is executed.
 
     Args:
         run: see `Graph`.
@@ -46,11 +46,14 @@ def captured_nodes(run: Callable[[int], object], stream: int) -> list[str]:
 class Graph:
     """Work captured from a stream, to be launched any number of times; a context manager that frees it.
 
-    The capture is this thread's own business: other threads' calls are not restricted meanwhile.
+    The capture restricts the calls of this thread alone, not those of other threads.
 
     Args:
         run: puts its work on the stream whose handle it is given.
         stream: a handle, not that of the default stream, which cannot be captured.
+
+    Attributes:
+        executable: handle of the instantiated graph.
 
     Raises:
         Whatever `run` raises; the capture is ended all the same.
@@ -68,7 +71,7 @@ class Graph:
         launch_graph(self.executable, stream)
 
     def close(self) -> None:
-        """Frees it; what has been launched is finished all the same."""
+        """Frees the graph; launches that are still running finish all the same."""
         call("cuGraphExecDestroy", self.executable)
 
     def __enter__(self) -> Self:
@@ -90,7 +93,7 @@ def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the garbage collector from ending, during a capture or a measurement, what waits for a GPU at its end."""
+    """Turns the garbage collector off, during a capture or a measurement: some objects wait for a GPU when they end."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

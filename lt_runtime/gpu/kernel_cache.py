@@ -13,27 +13,28 @@ _LIMIT: Final = 256 << 20  # bytes of all files
 
 
 class KernelCache:
-    """A directory of cubins by key. Neither it nor anything in it need exist.
+    """A directory of cubins by key; neither the directory nor a file in it need exist.
 
-    A file's time is that of its last use: when they grow beyond the limit, those go that were longest not used.
+    A file's time is the time of its last use. When the files grow beyond the limit, the least recently used are
+    deleted.
     """
 
     def __init__(self, directory: Path, limit: int = _LIMIT) -> None:
         self._directory, self._limit = directory, limit
 
     def get(self, key: str) -> bytes | None:
-        """The cubin kept under a key; None if there is none that can be read."""
+        """The cubin kept under a key; None if there is none, or it cannot be read."""
         path = self._path(key)
         try:
             cubin = path.read_bytes()
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # the directory may be another's, or read-only
+        with contextlib.suppress(OSError):  # the directory may belong to another user, or be read-only
             os.utime(path)
         return cubin
 
     def put(self, key: str, cubin: bytes) -> None:
-        """Keeps a cubin.
+        """Keeps a cubin under a key.
 
         Raises:
             OSError: it cannot be written.
@@ -57,6 +58,6 @@ class KernelCache:
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         found = []
         for path in self._directory.glob("*.cubin"):
-            with contextlib.suppress(FileNotFoundError):  # another process makes room too
+            with contextlib.suppress(FileNotFoundError):  # another process may be deleting files too
                 found.append((path, path.stat()))
         return found

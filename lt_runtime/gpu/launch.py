@@ -1,4 +1,4 @@
-"""Launches of a kernel, through ctypes: the driver's bindings would build a dozen objects for their attributes."""
+"""Launches of a kernel through ctypes; the driver's bindings would build a dozen objects for the attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 
 
 class _Attribute(ctypes.Structure):
-    """`CUlaunchAttribute`; the value is a union of 64 bytes, on eight."""
+    """`CUlaunchAttribute`; its value is a union of 64 bytes, aligned to eight."""
 
     _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_uint64 * 8))
 
@@ -34,15 +34,16 @@ _OVERLAP: Final = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint6
 
 
 class Launch:
-    """A kernel that takes one struct, on one stream, its argument blocks made beforehand.
+    """A kernel that takes one struct, prepared for one stream: a call only passes pointers.
 
-    What differs from one call to the next is written into the struct in between, by one thread at a time.
+    Between calls, one thread at a time may write into the struct what differs from the call before.
 
     Args:
         function: handle of the kernel.
         params: the struct; the driver copies it at each call.
         shared: bytes of a block's dynamic shared memory.
-        overlaps: the kernel may start before the one before it on the stream has ended; it waits for that by itself.
+        overlaps: whether the kernel may start before its predecessor on the stream has ended; it waits for its
+            predecessor by itself.
     """
 
     def __init__(

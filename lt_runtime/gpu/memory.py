@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+from collections.abc import Iterator
 from typing import Final, Self
 
 from lt_runtime.errors import CaptureError
@@ -11,8 +13,8 @@ from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import order_after, private_stream
+from lt_runtime.problem import ALIGNMENT
 
-ALIGNMENT: Final = 256
 MAX_TICKETS: Final = 4096
 _MIN_SCRATCH: Final = 1 << 20
 
@@ -20,7 +22,7 @@ _MIN_SCRATCH: Final = 1 << 20
 def workspace_size(device: int) -> int:
     """Bytes of workspace that cuBLASLt may use: NVIDIA's recommendation, 32 MiB from Hopper on, 4 MiB before.
 
-    It is never derived from what memory is free: the choice of algorithm would change with it.
+    It does not depend on how much memory is free: the choice of algorithm would change with it.
     """
     return 32 << 20 if device_info(device).capability >= 90 else 4 << 20
 
@@ -33,16 +35,16 @@ def aligned(size: int) -> int:
 class StreamMemory:
     """A workspace of fixed size and a scratch buffer that grows; two streams never share either.
 
-    Nothing is ever freed: a captured graph may hold the address. Since the scratch buffer at least doubles when it
-    grows, what it has outgrown is at most as much again.
+    Nothing is ever freed, because a captured graph may hold the address. The scratch buffer at least doubles when it
+    grows, so that the buffers which it has outgrown take at most as much memory again.
 
     Attributes:
-        stream: its handle.
-        lock: held while the launches of one operation that uses this memory are put on the stream, so that two threads
-            sharing the stream do not interleave theirs.
+        stream: handle of the stream.
+        lock: held while one operation that uses this memory puts its launches on the stream, so that two threads
+            which share the stream do not interleave their launches.
         workspace: address, 256-byte aligned.
-        workspace_size: its bytes.
-        zeros: address of a few zero bytes, which nothing ever writes: a β on the device.
+        workspace_size: bytes of the workspace.
+        zeros: address of a few zero bytes, which nothing ever writes: they serve as a β on the device.
         tickets: address of `MAX_TICKETS` uint32 counters that are zero between kernels: a kernel counts its blocks
             with them, and leaves them zero.
     """
@@ -66,7 +68,7 @@ class StreamMemory:
         return view
 
     def scratch(self, size: int) -> int:
-        """Address of `size` bytes, 256-byte aligned, good until the next call.
+        """Address of `size` bytes, 256-byte aligned, valid until the next call.
 
         Raises:
             CaptureError: the buffer would have to grow while the stream is captured.
@@ -78,15 +80,15 @@ class StreamMemory:
 
     @property
     def branch(self) -> StreamMemory:
-        """The memory of a stream that is used for nothing but branches off this one, made at the first call.
+        """The memory of a stream that is used only for branches off this stream; it is made at the first call.
 
         Raises:
-            CaptureError: that call comes while the stream is captured.
+            CaptureError: the first call comes while the stream is captured.
         """
         if self._branch is None:
             self._check_capture(self.workspace_size)
             self._branch = StreamMemory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
-            order_after(self.stream, self._branch.stream)  # which zeroes its memory
+            order_after(self.stream, self._branch.stream)  # the branch's stream zeroes its counters
         return self._branch
 
     def _check_capture(self, size: int) -> None:
@@ -114,3 +116,28 @@ def stream_memory(device: int, stream: int) -> StreamMemory:
         if (device, stream) not in _memories:
             _memories[device, stream] = StreamMemory(device, stream)
         return _memories[device, stream]
+
+
+@contextlib.contextmanager
+def branch(memory: StreamMemory) -> Iterator[StreamMemory]:
+    """A branch of a captured graph: gives the memory of a stream that starts after all that a stream was given so far.
+
+    The stream goes on beside the branch, and waits for it at the end. While the stream is not being captured there is
+    no branch, and the memory is the stream's own: the events would take longer than most work. The branch's memory is
+    made even then, because it cannot be made during a capture.
+
+    Args:
+        memory: the stream's memory.
+
+    Raises:
+        CaptureError: the stream is captured, and has never had a branch.
+    """
+    own = memory.branch
+    if not is_capturing(memory.stream):
+        yield memory
+        return
+    order_after(own.stream, memory.stream)
+    try:
+        yield own
+    finally:
+        order_after(memory.stream, own.stream)

@@ -1,4 +1,4 @@
-"""NVRTC, NVIDIA's run-time compiler: which one this process has, told without loading it, and what it compiles."""
+"""NVRTC, NVIDIA's run-time compiler: finding the library without loading it, and compiling with it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lt_runtime.errors import CompileError, GpuError, MissingLibraryError
 
 _LIBRARY: Final = "libnvrtc.so.13"
 _SEARCHED_FIRST: Final = ("site-packages", "conda")
-"""Where pathfinder looks for a library before it asks the system's loader, which would load it."""
+"""Where pathfinder looks for a library before it asks the system's loader, which would load the library."""
 _HEAD_BYTES: Final = 4096
 
 
 def libraries() -> Iterator[Path]:
-    """The library that this process would load, where that can be told without loading it; then the one it has loaded.
+    """The library that this process would load, if that is known without loading it; then the loaded library.
 
     Raises:
-        MissingLibraryError: there is none.
+        MissingLibraryError: NVRTC is not installed.
     """
     expected = None if _is_loaded() else _expected()
     if expected is not None:
@@ -31,7 +31,7 @@ def libraries() -> Iterator[Path]:
 
 
 def _is_loaded() -> bool:
-    """Whether anybody in this process has loaded it: then that is the one, wherever it comes from."""
+    """Whether this process has loaded NVRTC; then it uses that library, wherever it comes from."""
     try:
         ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD)
     except OSError:
@@ -40,7 +40,7 @@ def _is_loaded() -> bool:
 
 
 def _expected() -> Path | None:
-    """The library of the wheel or conda package whose header is found."""
+    """The library in the wheel or conda package whose headers pathfinder finds."""
     header = pathfinder.locate_nvidia_header_directory("nvrtc")
     if header is None or header.found_via not in _SEARCHED_FIRST:
         return None
@@ -56,7 +56,7 @@ def _loaded() -> Path:
 
 
 def identity(library: Path) -> tuple[int, int, bytes]:
-    """What differs between any two builds of the library: size, time of change, and the sizes of all its parts."""
+    """What differs between any two builds of the library: size, time of change, and the head with all parts' sizes."""
     with library.open("rb") as file:
         status = os.fstat(file.fileno())
         return status.st_size, status.st_mtime_ns, file.read(_HEAD_BYTES)
@@ -66,12 +66,12 @@ def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
     """Machine code of a source, for the architecture that the options name.
 
     Args:
-        name: the source's, for messages.
+        name: name of the source, for messages.
 
     Raises:
         CompileError: the compiler rejected it; carries its log.
     """
-    from cuda.bindings import nvrtc  # here, because who finds every kernel in the cache has no use for it
+    from cuda.bindings import nvrtc  # imported here: a process that finds every kernel in the cache does not need it
 
     program = _call("nvrtcCreateProgram", code, name.encode(), 0, [], [])
     try:
@@ -84,9 +84,9 @@ def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
 
 
 def _text(what: str, program: Any) -> bytes:
-    """What the compiler has made of a program."""
+    """The log or machine code that the compiler has made of a program."""
     text = bytes(_call(f"nvrtcGet{what}Size", program))
-    _call(f"nvrtcGet{what}", program, text)  # writes into it
+    _call(f"nvrtcGet{what}", program, text)  # NVRTC writes into `text`
     return text
 
 

@@ -1,4 +1,4 @@
-"""Streams by handle, from whichever library they come."""
+"""Streams by handle, whichever library they come from, and the captures and events that concern them."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
 
 @functools.cache
 def private_stream(device: int, purpose: str) -> int:
-    """The handle of a stream of the current device that is used for one purpose alone, made at the first call.
+    """The handle of a stream of the current device that serves one purpose alone; it is made at the first call.
 
-    It neither waits for the default stream nor is waited for.
+    It does not wait for the default stream, and the default stream does not wait for it.
     """
     return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
 def is_captured(stream: int) -> bool:
-    """Whether a graph is being captured from a stream; the default one, which cannot be, is not asked.
+    """Whether a graph is being captured from a stream; the default stream, which cannot be captured, is not asked.
 
     Raises:
         DriverError: see `is_capturing`.
@@ -66,12 +66,12 @@ def is_captured(stream: int) -> bool:
 
 @contextlib.contextmanager
 def beside_captures(device: int) -> Iterator[None]:
-    """Lets the calling thread allocate, wait and load kernels while graphs are captured from streams of others.
+    """Lets the calling thread allocate, wait and load kernels while others capture graphs from their streams.
 
-    Such calls would otherwise fail, and take the capture with them.
+    Such calls would otherwise fail, and would end the others' captures.
 
     Raises:
-        CaptureError: CuPy's current stream is being captured, or one that the default stream waits for.
+        CaptureError: CuPy's current stream is being captured, or a stream is that the default stream waits for.
     """
     for stream in {0, stream_handle(None, device)}:
         if _holds_capture(stream):
@@ -84,7 +84,7 @@ def beside_captures(device: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed_captures() -> Iterator[None]:
-    """Lets the calling thread allocate and load kernels during any capture, its own too."""
+    """Lets the calling thread allocate and load kernels during any capture, also its own."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     previous = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:
@@ -96,14 +96,16 @@ def relaxed_captures() -> Iterator[None]:
 def _holds_capture(stream: int) -> bool:
     try:
         return is_capturing(stream)
-    except DriverError as error:  # the default stream's answer while a blocking stream is captured, which stays whole
+    except (
+        DriverError
+    ) as error:  # the default stream's answer while a blocking stream is captured; the capture survives
         if error.status == int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT):
             return True
         raise
 
 
 def order_after(stream: int, producer: int) -> None:
-    """Makes `stream` wait for all that `producer` has been given so far, without holding up the host."""
+    """Makes `stream` wait for all work that `producer` has been given so far; the host does not wait."""
     if stream == producer:
         return
     event = call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)

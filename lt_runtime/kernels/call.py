@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lt_runtime.kernels.params import ROUNDS, Dropout
+from lt_runtime.kernels.blocks import ROUNDS, Dropout
 from lt_runtime.problem import Philox, keep_scale
 from lt_runtime.reference.philox import round_keys
 

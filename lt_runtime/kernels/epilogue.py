@@ -1,16 +1,16 @@
-"""Launches of our own passes over a matrix: grid, argument block, kernel variant."""
+"""epilogue_fwd.cu and epilogue_bwd.cu: a layer's activation, bias and dropout as one pass over a matrix."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.launch import Launch
+from lt_runtime.kernels.blocks import SCALAR, ColumnSum, Dropout, Matrix
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.kernel import OCTET, get_kernel
-from lt_runtime.kernels.params import SCALAR, ColumnSum, EpilogueBwdParams, EpilogueFwdParams, Matrix
-from lt_runtime.kernels.tiling import access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
+from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
 from lt_runtime.layout import Order
 from lt_runtime.problem import Activation, Derivative, DType, ForwardProblem, Saved, Spec
 
@@ -27,9 +27,43 @@ ACTIVATION_NAMES: Final = {
 """The struct of `activations.cuh` for each activation."""
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Saved.MASK: 3}
 # Blocks that a multiprocessor shall hold, which bounds a thread's registers. Measured on an H200: with fewer blocks
-# memory's latency shows, with more the compiler moves the loads that were to be early to the end of the loop.
+# memory's latency shows; with more blocks the compiler moves the early loads to the end of the loop.
 _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
+
+
+class EpilogueFwdParams(ctypes.Structure):
+    """`lt::EpilogueFwdParams`."""
+
+    _fields_ = (
+        ("in_", Matrix),
+        ("preactivation", Matrix),
+        ("out", Matrix),
+        ("bias", ctypes.c_void_p),
+        ("rows", ctypes.c_uint32),
+        ("cols", ctypes.c_int64),
+        ("dropout", Dropout),
+        ("slope", ctypes.c_float),
+    )
+
+
+class EpilogueBwdParams(ctypes.Structure):
+    """`lt::EpilogueBwdParams`."""
+
+    _fields_ = (
+        ("dy", Matrix),
+        ("saved", Matrix),
+        ("dz", Matrix),
+        ("db", ColumnSum),
+        ("rows", ctypes.c_uint32),
+        ("cols", ctypes.c_int64),
+        ("dropout", Dropout),
+        ("slope", ctypes.c_float),
+    )
+
+
+EPILOGUE_FWD: Final = Entry("epilogue_fwd", "epilogue_fwd.cu", EpilogueFwdParams)
+EPILOGUE_BWD: Final = Entry("epilogue_bwd", "epilogue_bwd.cu", EpilogueBwdParams)
 
 
 def _macros(dtype: DType, activation: Activation, dropout: bool) -> Macros:
@@ -41,67 +75,71 @@ def _macros(dtype: DType, activation: Activation, dropout: bool) -> Macros:
 
 
 class ForwardPass:
-    """y = dropout(act(z + bias)) over one matrix.
+    """y = dropout(act(product + bias)) over one matrix.
 
     Args:
-        source: how the product lies where it is kept; None where it lies in y.
-        adds_bias: the product has no bias yet. What is kept gets it as well.
+        product: how the product lies, which may be where y or the kept pre-activation is.
+        product_dtype: the problem's type, or FP32 for a product whose sum with the bias is to be rounded only once.
+        kept: how the pre-activation lies that the pass writes besides y; None where it writes none.
+        adds_bias: whether the product lacks the bias.
     """
 
-    def __init__(self, problem: ForwardProblem, device: int, *, source: Spec | None, adds_bias: bool) -> None:
-        self._problem, self._source = problem, source or problem.y
-        self._keeps, self._adds_bias = adds_bias and source is not None, adds_bias
-        aligned = are_aligned(problem.dtype, self._source, problem.y)
+    def __init__(
+        self,
+        problem: ForwardProblem,
+        device: int,
+        *,
+        product: Spec,
+        product_dtype: DType,
+        kept: Spec | None,
+        adds_bias: bool,
+    ) -> None:
+        self._keeps, self._adds_bias = kept is not None, adds_bias
+        dtype, layout = problem.dtype, problem.y.layout
+        aligned = are_aligned(product_dtype, product) and are_aligned(dtype, problem.y, kept)
         macros = (
-            *_macros(problem.dtype, problem.activation, problem.dropout),
+            *_macros(dtype, problem.activation, problem.dropout),
+            ("PRODUCT", SCALAR[product_dtype]),
             ("KEEP", str(int(self._keeps))),
             *access_macros(aligned, _FORWARD_BLOCKS - self._keeps),
         )
-        self._kernel = get_kernel("epilogue_fwd", macros, device)
-        # Drawing random numbers takes a 16-bit pass longer than memory does; blocks then had better start only once.
-        busy = problem.dropout and problem.dtype is not DType.FLOAT32
-        self._tiling = sweep(problem.y.layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
-        self._launches: dict[int, tuple[EpilogueFwdParams, Launch]] = {}
+        # Drawing random numbers takes a 16-bit pass longer than memory does, so that its blocks had better start once.
+        busy = problem.dropout and dtype is not DType.FLOAT32
+        params = EpilogueFwdParams(
+            in_=Matrix.of(product.layout),
+            preactivation=Matrix.of(kept.layout if kept else None),
+            out=Matrix.of(layout),
+            rows=layout.rows,
+            cols=layout.cols,
+            slope=problem.activation.negative_slope,
+        )
+        tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
+        self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
 
-    def run(self, z: int, bias: int, y: int, *, dropout: DropoutState | None, stream: int) -> None:
+    def run(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            z: address of the product.
-            bias: address; looked at only if the pass adds it.
+            product, bias, y, kept: addresses. The bias is read only by a pass that adds it, `kept` is written only by
+                a pass that was made with such a matrix.
         """
-        known = self._launches.get(stream)
-        params, launch = known or self._prepare(stream)
-        params.in_.data, params.out.data = z, y
+        params, launch = self._launches[stream]
+        params.in_.data, params.out.data = product, y
         if self._keeps:
-            params.preactivation.data = z
+            params.preactivation.data = kept
         if self._adds_bias:
             params.bias = bias
         if dropout is not None:
             params.dropout = dropout.block()
         launch()
 
-    def _prepare(self, stream: int) -> tuple[EpilogueFwdParams, Launch]:
-        """The argument block of a stream, without addresses, and the launch that it is of."""
-        layout, source = self._problem.y.layout, Matrix.at(0, self._source.layout)
-        params = EpilogueFwdParams(
-            in_=source,
-            preactivation=source if self._keeps else Matrix(),
-            out=Matrix.at(0, layout),
-            rows=layout.rows,
-            cols=layout.cols,
-            slope=self._problem.activation.negative_slope,
-        )
-        self._launches[stream] = params, self._kernel.prepare(*self._tiling, params, stream)
-        return self._launches[stream]
-
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """That a pass makes the bias gradient.
+    """Says that a pass makes the bias gradient.
 
     Attributes:
-        accumulate: it is added to what is there.
+        accumulate: whether the sums are added to what the bias gradient holds.
     """
 
     accumulate: bool = False
@@ -111,19 +149,18 @@ class BackwardPass:
     """dz = dropout'(dy) · act'(saved), the bias gradient, or both, over one matrix.
 
     Args:
-        derivative: what dy is multiplied by. Its `db` is not looked at.
+        derivative: what dy is multiplied by; its `db` is not used.
         dy: how the gradient lies.
-        dz: how it is to lie in memory, at another place or as dy at the same; None where only the bias gradient is
+        dz: how dz lies, apart from dy in any layout or in dy's place and layout; None where only the bias gradient is
             wanted.
-        sums: None where the bias gradient is not.
+        sums: None where the bias gradient is not wanted.
     """
 
     def __init__(
         self, dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, device: int, *, sums: Sums | None
     ) -> None:
-        self._derivative, self._dy, self._dz, self._sums = derivative, dy, dz, sums
+        self._makes_dz, self._sums = dz is not None, sums
         self._reads_saved = derivative.saved_spec is not None
-        self._launches: dict[int, tuple[EpilogueBwdParams, Launch]] = {}
         transposes = dz is not None and (dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
         saved = derivative.saved_spec if derivative.saved is not Saved.MASK else None
         aligned = are_aligned(dtype, dy, saved, None if transposes else dz)
@@ -136,14 +173,22 @@ class BackwardPass:
             ("DZ", str(0 if dz is None else 1 + transposes)),
             *access_macros(aligned, blocks),
         )
-        self._kernel = get_kernel("epilogue_bwd", macros, device)
-        wave = wave_of(device, blocks)
+        layout, wave = dy.layout, wave_of(device, blocks)
         if sums is not None or transposes:
-            # in FP32 a strip is too much for a block: on an H200 two passes over 256x512 took 1.2 µs more in a step
-            strips = dtype is not DType.FLOAT32
-            self._tiling = reduction(dy.layout, wave, transposes=transposes, strips=strips)
+            # In FP32 a strip is too much for a block: on an H200 two passes over 256x512 took 1.2 µs more in a step.
+            self._tiling = reduction(layout, wave, transposes=transposes, strips=dtype is not DType.FLOAT32)
         else:
-            self._tiling = sweep(dy.layout, wave)
+            self._tiling = sweep(layout, wave)
+        params = EpilogueBwdParams(
+            dy=Matrix.of(layout),
+            saved=_saved_matrix(derivative),
+            dz=Matrix.of(dz.layout if dz else None),
+            db=ColumnSum(accumulate=int(sums is not None and sums.accumulate)),
+            rows=layout.rows,
+            cols=layout.cols,
+            slope=derivative.activation.negative_slope,
+        )
+        self._launches = Launches(EPILOGUE_BWD, macros, device, self._tiling, params)
 
     @property
     def partial_bytes(self) -> int:
@@ -165,15 +210,15 @@ class BackwardPass:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
+            dy, saved, dz, db: addresses; only those of the operands that the pass was made with are used.
             partial: address of `partial_bytes`.
-            tickets: address of a zero uint32 for each block in x, which are zero again afterwards.
+            tickets: address of a uint32 counter for each block in x; all are zero, and are zero again afterwards.
         """
-        known = self._launches.get(stream)
-        params, launch = known or self._prepare(stream)
+        params, launch = self._launches[stream]
         params.dy.data = dy
         if self._reads_saved:
             params.saved.data = saved
-        if self._dz is not None:
+        if self._makes_dz:
             params.dz.data = dz
         if self._sums is not None:
             sums = params.db
@@ -182,26 +227,10 @@ class BackwardPass:
             params.dropout = dropout.block()
         launch()
 
-    def _prepare(self, stream: int) -> tuple[EpilogueBwdParams, Launch]:
-        """The argument block of a stream, without addresses, and the launch that it is of."""
-        layout, sums = self._dy.layout, self._sums
-        params = EpilogueBwdParams(
-            dy=Matrix.at(0, layout),
-            saved=self._saved(),
-            dz=Matrix.at(0, self._dz.layout) if self._dz else Matrix(),
-            db=ColumnSum(accumulate=int(sums.accumulate)) if sums else ColumnSum(),
-            rows=layout.rows,
-            cols=layout.cols,
-            slope=self._derivative.activation.negative_slope,
-        )
-        self._launches[stream] = params, self._kernel.prepare(*self._tiling, params, stream)
-        return self._launches[stream]
 
-    def _saved(self) -> Matrix:
-        """How the saved tensor lies; a mask is a matrix of bytes to the kernel, each eight columns of a row."""
-        spec = self._derivative.saved_spec
-        if spec is None:
-            return Matrix()
-        if self._derivative.saved is Saved.MASK:
-            return Matrix(0, spec.layout.leading_dimension // OCTET, 1)
-        return Matrix.at(0, spec.layout)
+def _saved_matrix(derivative: Derivative) -> Matrix:
+    """How the saved tensor lies; the kernel takes a mask as a matrix of bytes, each of which is eight columns."""
+    spec = derivative.saved_spec
+    if spec is not None and derivative.saved is Saved.MASK:
+        return Matrix(0, spec.layout.leading_dimension // OCTET, 1)
+    return Matrix.of(spec.layout if spec else None)

@@ -1,10 +1,10 @@
-"""Our kernels: found by file and definitions, loaded once a device, launched with one argument block."""
+"""Our kernels: named by entry, compiled under definitions, loaded once a device, launched with one argument block."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 from cuda.bindings import driver
 
@@ -13,63 +13,39 @@ from lt_runtime.gpu.compiler import Macros, compile_kernel
 from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.launch import Launch
-from lt_runtime.kernels.params import (
-    AdamWParams,
-    CountLabelsParams,
-    CrossEntropyParams,
-    DropoutParams,
-    EpilogueBwdParams,
-    EpilogueFwdParams,
-    GradientNormParams,
-    MatmulBackwardParams,
-    MatmulForwardParams,
-    MseParams,
-    NarrowParams,
-    OperandSumParams,
-    ResizeParams,
-    TallyParams,
-)
+from lt_runtime.kernels.tiling import Tiling
 
-THREADS: Final = 256
-OCTET: Final = 8
-VECTOR_BYTES: Final = 16  # of the widest access
-MAX_GRID_Y: Final = 65535
 _OVERLAP_CAPABILITY: Final = 90
 _SHARED_WITHOUT_ASKING: Final = 32 << 10  # bytes; the limit is 48 KiB, less what the kernel declares
 _ATTRIBUTE: Final = driver.CUfunction_attribute
 
-_SOURCES: Final[dict[str, tuple[str, type[ctypes.Structure]]]] = {
-    "epilogue_fwd": ("epilogue_fwd.cu", EpilogueFwdParams),
-    "epilogue_bwd": ("epilogue_bwd.cu", EpilogueBwdParams),
-    "dropout": ("dropout.cu", DropoutParams),
-    "matmul_forward": ("matmul_epilogue.cu", MatmulForwardParams),
-    "matmul_backward": ("matmul_epilogue.cu", MatmulBackwardParams),
-    "operand_sum": ("matmul_epilogue.cu", OperandSumParams),
-    "narrow_n": ("narrow_n.cu", NarrowParams),
-    "narrow_k": ("narrow_k.cu", NarrowParams),
-    "narrow_m": ("narrow_m.cu", NarrowParams),
-    "resize": ("resize.cu", ResizeParams),
-    "mse_loss": ("mse.cu", MseParams),
-    "cross_entropy": ("cross_entropy.cu", CrossEntropyParams),
-    "cross_entropy_few": ("cross_entropy.cu", CrossEntropyParams),
-    "count_labels": ("cross_entropy.cu", CountLabelsParams),
-    "gradient_norm": ("gradient_norm.cu", GradientNormParams),
-    "adamw": ("adamw.cu", AdamWParams),
-    "tally": ("tally.cu", TallyParams),
-}
+Params = TypeVar("Params", bound=ctypes.Structure)
+
+
+class Entry(NamedTuple):
+    """A kernel of `cuda_src`: its name, the file that defines it, and the struct that it takes by value."""
+
+    name: str
+    source: str
+    params: type[ctypes.Structure]
 
 
 class Kernel:
-    """A kernel loaded on one device; it keeps its module alive."""
+    """A kernel loaded on one device; it keeps its module alive.
 
-    def __init__(self, entry: str, module: Any, params: type[ctypes.Structure], *, overlaps: bool) -> None:
+    Raises:
+        GpuError: the driver knows another size of the kernel's parameter than the struct has.
+    """
+
+    def __init__(self, entry: Entry, module: Any, *, overlaps: bool) -> None:
         self._module = module
-        self._function = int(call("cuModuleGetFunction", module, entry.encode()))
+        self._function = int(call("cuModuleGetFunction", module, entry.name.encode()))
         self._overlaps = overlaps
         self._shared = _SHARED_WITHOUT_ASKING
         _, size = call("cuFuncGetParamInfo", self._function, 0)
-        if size != ctypes.sizeof(params):
-            raise GpuError(f"{entry} takes {size} bytes of parameters, {params.__name__} has {ctypes.sizeof(params)}")
+        expected = ctypes.sizeof(entry.params)
+        if size != expected:
+            raise GpuError(f"{entry.name} takes {size} bytes of parameters, {entry.params.__name__} has {expected}")
 
     def prepare(
         self,
@@ -80,7 +56,7 @@ class Kernel:
         batch: int = 1,
         shared: int = 0,
     ) -> Launch:
-        """A launch to be made any number of times, each with what `params` hold then.
+        """A launch to be made any number of times, each time with what `params` hold then.
 
         Args:
             grid: blocks in x and y.
@@ -94,24 +70,60 @@ class Kernel:
         return Launch(self._function, (*grid, batch), (*block, 1), params, stream, shared=shared, overlaps=overlaps)
 
     def _allow_shared(self, size: int) -> None:
-        """Lets a block have `size` bytes, and as many blocks as can have them share a multiprocessor."""
+        """Lets a block have `size` bytes, and a multiprocessor hold as many such blocks as its memory allows."""
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
         call("cuFuncSetAttribute", self._function, _ATTRIBUTE.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
         self._shared = size
 
 
 @functools.cache
-def get_kernel(entry: str, macros: Macros, device: int) -> Kernel:
+def get_kernel(entry: Entry, macros: Macros, device: int) -> Kernel:
     """The kernel `entry` under the given definitions, compiled and loaded at first use; `device` is current.
 
     Raises:
         CompileError, MissingLibraryError: see `compile_kernel`.
     """
-    source, params = _SOURCES[entry]
     overlaps = device_info(device).capability >= _OVERLAP_CAPABILITY
-    return Kernel(entry, _load_module(source, macros, device), params, overlaps=overlaps)
+    return Kernel(entry, _load_module(entry.source, macros, device), overlaps=overlaps)
 
 
 @functools.cache
 def _load_module(source: str, macros: Macros, device: int) -> Any:
     return call("cuModuleLoadData", compile_kernel(source, macros, device_info(device).architecture))
+
+
+class Launches(dict[int, tuple[Params, Launch]]):
+    """A kernel with its grid, prepared once for each stream: `params, launch = launches[stream]`.
+
+    The caller writes into `params` what differs from the call before, then calls `launch`. Both belong to the stream:
+    one thread at a time may use them, which callers ensure with a lock.
+
+    Args:
+        device: ordinal of the GPU, which is current, and will be at every launch.
+        params: the argument block that every stream's own begins as a copy of.
+        batch: the grid's blocks in z.
+        shared: bytes of a block's dynamic shared memory.
+
+    Raises:
+        CompileError, MissingLibraryError: see `compile_kernel`.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        macros: Macros,
+        device: int,
+        tiling: Tiling,
+        params: Params,
+        *,
+        batch: int = 1,
+        shared: int = 0,
+    ) -> None:
+        super().__init__()
+        self._kernel = get_kernel(entry, macros, device)
+        self._tiling, self._params, self._batch, self._shared = tiling, params, batch, shared
+
+    def __missing__(self, stream: int) -> tuple[Params, Launch]:
+        params = type(self._params).from_buffer_copy(self._params)
+        self[stream] = params, self._kernel.prepare(*self._tiling, params, stream, self._batch, self._shared)
+        return self[stream]

@@ -1,32 +1,66 @@
-"""Matrix products of which one dimension is tiny, as kernels of our own: what they take is latency, and one launch."""
+"""narrow_n.cu, narrow_k.cu and narrow_m.cu: products with one tiny dimension, which are a matter of latency."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.launch import Launch
 from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.blocks import SCALAR, Matrix
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.kernel import MAX_GRID_Y, OCTET, THREADS, get_kernel
-from lt_runtime.kernels.params import SCALAR, Matrix, NarrowParams
-from lt_runtime.kernels.tiling import Tiling, are_aligned, next_power_of_two, wave_of
+from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.tiling import (
+    MAX_GRID_Y,
+    OCTET,
+    THREADS,
+    WARP,
+    Tiling,
+    are_aligned,
+    next_power_of_two,
+    wave_of,
+)
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 
 MAX_WIDTH: Final = 16
-_WARP: Final = 32
-_BUSY_THREADS: Final = 1024  # of a multiprocessor: with more, memory's latency is hidden by other threads' work
-_SHARED_ROWS: Final = 4  # that a thread has where there is more to do than threads
-_QUAD: Final = 4
-_K_THREADS: Final = 128  # of a block of narrow_k, but for sums
-_SUM_OCTETS: Final = 4  # side by side in a block of narrow_k whose rows are summed up: a line of the cache
+"""The largest size of a dimension that the kernels count as tiny."""
+_BUSY_THREADS: Final = 1024  # threads a multiprocessor: with more, other threads' work hides memory's latency
+_SHARED_ROWS: Final = 4  # rows of a thread where there are more rows than threads
+_QUAD: Final = 4  # columns of a thread of narrow_m
+_K_THREADS: Final = 128  # threads of a block of narrow_k that makes no sums
+_SUM_OCTETS: Final = 4  # octets side by side in a block of narrow_k that sums up its rows: a line of the cache
 _MAX_SIDE: Final = 16  # quads side by side in a block of narrow_m: 64 columns
-_LONG: Final = 16  # rows that a thread of narrow_m goes through; where it would be more, blocks share them
-_PART: Final = 4  # rows that it then has at least
+_LONG: Final = 16  # rows that a thread of narrow_m goes through at most, before blocks share the rows
+_PART: Final = 4  # rows that a thread of such a block has at least
 _DERIVATIVES: Final = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
+
+
+class NarrowParams(ctypes.Structure):
+    """`lt::NarrowParams`."""
+
+    _fields_ = (
+        ("a", Matrix),
+        ("b", Matrix),
+        ("c", Matrix),
+        ("d", Matrix),
+        ("vector", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("tickets", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("alpha", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("aux", Matrix),
+    )
+
+
+NARROW_N: Final = Entry("narrow_n", "narrow_n.cu", NarrowParams)
+NARROW_K: Final = Entry("narrow_k", "narrow_k.cu", NarrowParams)
+NARROW_M: Final = Entry("narrow_m", "narrow_m.cu", NarrowParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +68,13 @@ class _Form:
     """A product as one of the kernels takes it: all matrices row-major.
 
     Attributes:
-        entry: the kernel, by the dimension that is tiny.
-        a, b: some as their transposes, see the kernel.
-        width: of the tiny dimension.
-        c, aux: None where there is none.
+        entry: the kernel, whose name says the tiny dimension.
+        a, b: the operands; narrow_n takes B's transpose, narrow_m takes A's.
+        c, aux: None where the product has no such operand.
+        width: size of the tiny dimension.
     """
 
-    entry: str
+    entry: Entry
     a: Spec
     b: Spec
     c: Spec | None
@@ -50,12 +84,12 @@ class _Form:
 
 
 def takes(problem: MatmulProblem) -> bool:
-    """Whether one of the kernels makes this product: tiny in a dimension, and its matrices lie as a layer's do."""
+    """Whether one of the kernels makes this product: one dimension is tiny, and its matrices lie as a layer's do."""
     return _form_of(problem) is not None
 
 
 def _form_of(problem: MatmulProblem) -> _Form | None:
-    """The product as the first kernel takes it that does; None if none does."""
+    """The product in the form of the first kernel that takes it; None if no kernel does."""
     alike = problem.dtype is problem.d_dtype is not DType.FLOAT64
     empty = 0 in (problem.m, problem.n, problem.k)
     if not alike or empty or problem.batch != 1 or problem.device_scalars or not _fits_aux(problem):
@@ -63,9 +97,9 @@ def _form_of(problem: MatmulProblem) -> _Form | None:
     a, b, c, d = problem.a, problem.b, problem.c, problem.d
     none = Epilogue.NONE
     kinds = (
-        ("narrow_n", problem.n, a, b.transposed, (none, Epilogue.BIAS)),
-        ("narrow_k", problem.k, a, b, (none, *_DERIVATIVES)),
-        ("narrow_m", problem.m, a.transposed, b, (none, Epilogue.BGRADA)),
+        (NARROW_N, problem.n, a, b.transposed, (none, Epilogue.BIAS)),
+        (NARROW_K, problem.k, a, b, (none, *_DERIVATIVES)),
+        (NARROW_M, problem.m, a.transposed, b, (none, Epilogue.BGRADA)),
     )
     for entry, width, first, second, epilogues in kinds:
         x, w, addend, out = _row_major(first), _row_major(second), _row_major(c or d), _row_major(d)
@@ -76,7 +110,7 @@ def _form_of(problem: MatmulProblem) -> _Form | None:
 
 
 def _fits_aux(problem: MatmulProblem) -> bool:
-    """Whether there is an auxiliary matrix where one is read, and only there; it lies as D, row-major."""
+    """Whether the auxiliary matrix is row-major as D is, for a derivative, or absent, for any other epilogue."""
     aux, d = problem.aux, problem.d
     if aux is None:
         return not problem.epilogue.is_derivative
@@ -84,7 +118,7 @@ def _fits_aux(problem: MatmulProblem) -> bool:
 
 
 def _row_major(spec: Spec) -> Spec | None:
-    """The matrix as a row-major one; None if it is not. One of a single row or column may be both."""
+    """The matrix as a row-major one; None if it is not. A single row or column may be both."""
     layout = spec.layout
     if layout.order is Order.ROW:
         return spec
@@ -100,8 +134,8 @@ class _Geometry:
     """How a kernel's threads share a product.
 
     Attributes:
-        rows: that a thread has at a time; None where the kernel is not compiled for it.
-        sums: of a thread, which the blocks of a grid's column add up; 0 where they have none in common.
+        rows: rows that a thread has at a time; None for a kernel that is not compiled for a number of rows.
+        sums: partial sums of a thread, which the blocks of a grid's column add up; 0 where the blocks share no sums.
     """
 
     tiling: Tiling
@@ -110,37 +144,37 @@ class _Geometry:
 
 
 def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) -> _Geometry:
-    """Of narrow_n: a thread for each octet of a row as long as the GPU has so many, and blocks for all of it."""
+    """narrow_n: a thread for each octet of a row while the GPU has enough threads, and a block for each SM."""
     busy, octets = wave_of(device, _BUSY_THREADS), -(-problem.k // OCTET)
     least = max(width, min(OCTET, next_power_of_two(octets)))
     lanes = min(THREADS, max(least, next_power_of_two(octets)))
     while lanes > least and problem.m * lanes > busy:
         lanes //= 2
-    many = aligned and lanes <= _WARP and problem.m * lanes >= _SHARED_ROWS * busy
+    many = aligned and lanes <= WARP and problem.m * lanes >= _SHARED_ROWS * busy
     rows = _SHARED_ROWS if many else 1
     threads = THREADS
-    while threads > max(_WARP, lanes) and 2 * problem.m * lanes < threads * rows * wave_of(device, 1):
+    while threads > max(WARP, lanes) and 2 * problem.m * lanes < threads * rows * wave_of(device, 1):
         threads //= 2
     y = threads // lanes
     return _Geometry(Tiling((-(-problem.m // (y * rows)), 1), (lanes, y)), rows)
 
 
 def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
-    """Of narrow_k: a thread for each octet of D, or for several in a column."""
+    """narrow_k without sums: a thread for each octet of D, or for several octets of a column."""
     octets = -(-problem.n // OCTET)
     many = aligned and problem.m * octets >= _SHARED_ROWS * wave_of(device, _BUSY_THREADS)
     rows = _SHARED_ROWS if many else 1
-    x = min(_WARP, next_power_of_two(octets))
+    x = min(WARP, next_power_of_two(octets))
     lines = -(-problem.m // rows)
     y = min(_K_THREADS // x, next_power_of_two(lines))
     return _Geometry(Tiling((-(-octets // x), min(-(-lines // y), MAX_GRID_Y)), (x, y)), rows)
 
 
 def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
-    """Of narrow_k with sums: blocks share a strip of columns, unless there are no more rows than threads.
+    """narrow_k with sums: blocks share a strip of columns, unless a block has a thread for each row.
 
-    That one waits for no other, and its strip is as narrow as it takes to occupy the GPU. A multiprocessor holds a
-    block: so many registers it takes to have all of B's rows under way.
+    Such a block is alone in its strip, waits for no other block, and the strips are so narrow that they occupy the GPU.
+    A multiprocessor holds one block: to load all rows of B at once takes that many registers.
     """
     wave, octets = wave_of(device, 1), -(-problem.n // OCTET)
     x, is_alone = min(_SUM_OCTETS, next_power_of_two(octets)), problem.m <= THREADS
@@ -154,7 +188,7 @@ def _share_strips(problem: MatmulProblem, aligned: bool, device: int) -> _Geomet
 
 
 def _share_terms(problem: MatmulProblem, device: int) -> _Geometry:
-    """Of narrow_m: strips of columns so narrow that they occupy the GPU, and blocks that share long ones."""
+    """narrow_m: strips of columns so narrow that they occupy the GPU; several blocks share the rows of a long strip."""
     wave = wave_of(device, 2)
     quads = -(-(problem.n + problem.epilogue.sums_operand) // _QUAD)
     widest = min(_MAX_SIDE, next_power_of_two(quads))
@@ -164,82 +198,79 @@ def _share_terms(problem: MatmulProblem, device: int) -> _Geometry:
         x = widest
         y = THREADS // x
         parts = max(1, min(wave // -(-quads // x), -(-problem.k // (_PART * y)), MAX_GRID_Y))
-    y = min(THREADS // x, max(_WARP // x, next_power_of_two(problem.k)))
+    y = min(THREADS // x, max(WARP // x, next_power_of_two(problem.k)))
     return _Geometry(Tiling((-(-quads // x), parts), (x, y)), None, _QUAD * problem.m)
 
 
 class NarrowPass:
-    """A product that `takes` accepts, in one kernel."""
+    """A product that `takes` accepts, in one kernel.
+
+    Raises:
+        ValueError: no kernel takes the product.
+    """
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         form = _form_of(problem)
         if form is None:
             raise ValueError(f"no dimension of {problem} is tiny, or its matrices do not lie as they have to")
-        self._problem, self._form = problem, form
+        self._form, self._has_vector = form, problem.epilogue is not Epilogue.NONE
         aligned, width = _is_aligned(form, problem), next_power_of_two(form.width)
-        if form.entry == "narrow_n":
-            geometry = _share_rows(problem, width, aligned, device)
-        elif form.entry == "narrow_m":
-            geometry = _share_terms(problem, device)
-        elif problem.epilogue.has_bias_gradient:
-            geometry = _share_strips(problem, aligned, device)
-        else:
-            geometry = _share_octets(problem, aligned, device)
+        geometry = _geometry(form, problem, aligned, width, device)
         self._tiling, self._sums = geometry.tiling, geometry.sums
-        derivative = problem.epilogue if form.entry == "narrow_k" else None
+        derivative = problem.epilogue if form.entry is NARROW_K else None
         macros = narrow_macros(problem.dtype, width, aligned, geometry.rows, derivative)
-        self._kernel = get_kernel(form.entry, macros, device)
-        self._launches: dict[int, tuple[NarrowParams, Launch]] = {}
+        params = NarrowParams(
+            a=Matrix.of(form.a.layout),
+            b=Matrix.of(form.b.layout),
+            c=Matrix.of(form.c.layout if form.c else None),
+            d=Matrix.of(form.d.layout),
+            rows=problem.m,
+            cols=problem.n,
+            depth=problem.k,
+            aux=_aux_matrix(form, problem),
+        )
+        self._launches = Launches(form.entry, macros, device, self._tiling, params)
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of a stream's workspace for sums over parts of K or M: its scratch memory may hold an operand."""
+        """Bytes for sums over parts of K or M, in a stream's workspace: its scratch memory may hold an operand."""
         (columns, parts), (x, _) = self._tiling
         return 4 * parts * columns * x * self._sums if parts > 1 else 0
 
     @property
     def tickets(self) -> int:
-        """Counters that blocks which share sums need."""
+        """Counters that the blocks need which share sums."""
         return self._tiling.grid[0] if self.scratch_bytes else 0
 
     def run(self, call: Call, memory: StreamMemory) -> None:
         """Puts the product on the memory's stream; the caller holds the memory's lock."""
-        params, launch = self._launches.get(memory.stream) or self._prepare(memory.stream)
+        params, launch = self._launches[memory.stream]
         a, b, c, vector, aux, d = call.addresses
         alpha, beta = call.scalars
         params.a.data, params.b.data, params.d.data = a, b, d
         params.c.data = c if self._form.c and beta else 0
-        params.vector = vector if self._problem.epilogue is not Epilogue.NONE else 0
+        params.vector = vector if self._has_vector else 0
         params.aux.data = aux if self._form.aux else 0
         params.alpha, params.beta = alpha, beta
         if self.scratch_bytes:
             params.partial, params.tickets = memory.workspace, memory.tickets
         launch()
 
-    def _prepare(self, stream: int) -> tuple[NarrowParams, Launch]:
-        """The argument block of a stream, without addresses, and the launch that it is of."""
-        form, problem = self._form, self._problem
-        params = NarrowParams(
-            a=Matrix.at(0, form.a.layout),
-            b=Matrix.at(0, form.b.layout),
-            c=Matrix.at(0, form.c.layout) if form.c else Matrix(),
-            d=Matrix.at(0, form.d.layout),
-            rows=problem.m,
-            cols=problem.n,
-            depth=problem.k,
-            aux=self._aux(),
-        )
-        self._launches[stream] = params, self._kernel.prepare(*self._tiling, params, stream)
-        return self._launches[stream]
 
-    def _aux(self) -> Matrix:
-        """How the auxiliary matrix lies; a mask is one of bytes to the kernel, each eight columns of a row."""
-        aux = self._form.aux
-        if aux is None:
-            return Matrix()
-        if _reads_mask(self._problem.epilogue):
-            return Matrix(0, aux.layout.leading_dimension // OCTET, 1)
-        return Matrix.at(0, aux.layout)
+def _geometry(form: _Form, problem: MatmulProblem, aligned: bool, width: int, device: int) -> _Geometry:
+    if form.entry is NARROW_N:
+        return _share_rows(problem, width, aligned, device)
+    if form.entry is NARROW_M:
+        return _share_terms(problem, device)
+    share = _share_strips if problem.epilogue.has_bias_gradient else _share_octets
+    return share(problem, aligned, device)
+
+
+def _aux_matrix(form: _Form, problem: MatmulProblem) -> Matrix:
+    """How the auxiliary matrix lies; the kernel takes a mask as a matrix of bytes, each of which is eight columns."""
+    if form.aux is not None and _reads_mask(problem.epilogue):
+        return Matrix(0, form.aux.layout.leading_dimension // OCTET, 1)
+    return Matrix.of(form.aux.layout if form.aux else None)
 
 
 def _reads_mask(epilogue: Epilogue) -> bool:
@@ -247,14 +278,14 @@ def _reads_mask(epilogue: Epilogue) -> bool:
 
 
 def _is_aligned(form: _Form, problem: MatmulProblem) -> bool:
-    """Whether all rows that the kernel moves in vectors are whole octets on 16 bytes."""
+    """Whether all rows that the kernel moves in vectors are whole octets and begin at multiples of 16 bytes."""
     aux = None if _reads_mask(problem.epilogue) else form.aux
-    moved = {"narrow_n": (form.a, form.b), "narrow_k": (form.b, form.c, form.d, aux), "narrow_m": (form.b,)}
+    moved = {NARROW_N: (form.a, form.b), NARROW_K: (form.b, form.c, form.d, aux), NARROW_M: (form.b,)}
     return are_aligned(problem.dtype, *moved[form.entry])
 
 
 def narrow_macros(dtype: DType, width: int, aligned: bool, rows: int | None, epilogue: Epilogue | None) -> Macros:
-    """What a kernel is compiled under; `rows` and `epilogue` are None where it is not compiled for them."""
+    """A kernel's definitions; `rows` and `epilogue` are None for a kernel that is not compiled for them."""
     shared = () if rows is None else (("ROWS", str(rows)),)
     macros = (("SCALAR", SCALAR[dtype]), ("WIDTH", str(width)), *shared, ("ALIGNED", str(int(aligned))))
     if epilogue is None:

@@ -1,22 +1,47 @@
-"""Copies of matrices into others of a different size or order, several in one launch."""
+"""resize.cu: copies of matrices into others of a different size or order, several in one launch."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from lt_runtime.gpu.launch import Launch
-from lt_runtime.kernels.kernel import get_kernel
-from lt_runtime.kernels.params import SCALAR, Matrix, Resized, ResizeParams
+from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import grid_for, turning
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
 
+RESIZED: Final = 3
+"""Matrices that one launch of `resize` copies, at most."""
+
+
+class Resized(ctypes.Structure):
+    """`lt::Resized`."""
+
+    _fields_ = (
+        ("from_", Matrix),
+        ("to", Matrix),
+        ("from_rows", ctypes.c_int64),
+        ("from_cols", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+    )
+
+
+class ResizeParams(ctypes.Structure):
+    """`lt::ResizeParams`."""
+
+    _fields_ = (("items", Resized * RESIZED),)
+
+
+RESIZE: Final = Entry("resize", "resize.cu", ResizeParams)
+
 
 class Resize(NamedTuple):
-    """How a matrix lies that is copied, and the one that it is copied into: in any order, of any size.
+    """How a matrix lies that is copied, and how the one lies that it is copied into, each in any order and size.
 
-    What the target has beyond the source becomes zero; what it lacks is left out.
+    Elements of the target beyond the source become zero; elements of the source beyond the target are left out.
     """
 
     source: Layout
@@ -24,7 +49,7 @@ class Resize(NamedTuple):
 
     @property
     def by_rows(self) -> Resize:
-        """The same, or that of the transposes, whichever target is row-major."""
+        """The same copy with a row-major target: itself, or the copy of the transposes."""
         if self.target.order is Order.ROW:
             return self
         return Resize(self.source.transposed, self.target.transposed)
@@ -34,13 +59,15 @@ class ResizePass:
     """Up to `RESIZED` copies in one kernel."""
 
     def __init__(self, dtype: DType, resizes: Sequence[Resize], device: int) -> None:
-        self._resizes = [each.by_rows for each in resizes]
-        rows = max(each.target.rows for each in self._resizes)
-        cols = max(each.target.cols for each in self._resizes)
-        turns = any(each.source.order is Order.COLUMN for each in self._resizes)
-        self._tiling = (turning if turns else grid_for)(packed(rows, cols))
-        self._kernel = get_kernel("resize", (("SCALAR", SCALAR[dtype]),), device)
-        self._launches: dict[int, tuple[ResizeParams, Launch]] = {}
+        by_rows = [each.by_rows for each in resizes]
+        rows = max(each.target.rows for each in by_rows)
+        cols = max(each.target.cols for each in by_rows)
+        turns = any(each.source.order is Order.COLUMN for each in by_rows)
+        tiling = (turning if turns else grid_for)(packed(rows, cols))
+        params = ResizeParams()
+        for number, (source, target) in enumerate(by_rows):
+            params.items[number] = Resized(Matrix.of(source), Matrix.of(target), *source.shape, *target.shape)
+        self._launches = Launches(RESIZE, (("SCALAR", SCALAR[dtype]),), device, tiling, params, batch=len(by_rows))
 
     def run(self, addresses: Iterable[tuple[int, int]], stream: int) -> None:
         """Puts the copies on a stream, whose memory's lock the caller holds.
@@ -48,17 +75,7 @@ class ResizePass:
         Args:
             addresses: of each copy's source and target.
         """
-        params, launch = self._launches.get(stream) or self._prepare(stream)
+        params, launch = self._launches[stream]
         for item, (source, target) in zip(params.items, addresses, strict=False):
             item.from_.data, item.to.data = source, target
         launch()
-
-    def _prepare(self, stream: int) -> tuple[ResizeParams, Launch]:
-        """The argument block of a stream, without addresses, and the launch that it is of."""
-        params = ResizeParams()
-        for number, (source, target) in enumerate(self._resizes):
-            shapes = (*source.shape, *target.shape)
-            params.items[number] = Resized(Matrix.at(0, source), Matrix.at(0, target), *shapes)
-        launch = self._kernel.prepare(*self._tiling, params, stream, batch=len(self._resizes))
-        self._launches[stream] = params, launch
-        return params, launch

@@ -7,24 +7,34 @@ from typing import Final, NamedTuple
 from lt_runtime.errors import ShapeError
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_info
-from lt_runtime.kernels.kernel import MAX_GRID_Y, OCTET, THREADS, VECTOR_BYTES
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, Spec
 
+THREADS: Final = 256
+"""Threads of a block, at most, unless a kernel says otherwise."""
+WARP: Final = 32
+OCTET: Final = 8
+"""Elements that a thread moves at once."""
+VECTOR_BYTES: Final = 16
+"""Bytes of the widest access to memory."""
+MAX_GRID_Y: Final = 65535
+
 _MAX_ROWS: Final = 2**32 - MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and steps over the last
 _OCTETS_A_THREAD: Final = 2
-# A block that sees every row of a narrow strip sums it up alone, without waiting for others.
+# A block that sees every row of a narrow strip of columns sums the strip up alone, without waiting for other blocks.
 _STRIP_OCTETS: Final = 2
 _STRIP_THREADS: Final = 128
 _STRIP_ROWS: Final = 4 * _STRIP_THREADS
-_UPRIGHT_BLOCK: Final = (8, 32)  # transposed, lines of 32 elements are written
+_UPRIGHT_BLOCK: Final = (8, 32)  # a pass that transposes writes lines of 32 elements with it
 _SQUARE_BLOCK: Final = (16, 16)
-# Up to so many elements, sums are better shared out among more columns of blocks, each with fewer parts to add up: on
-# an H200 in BF16 a derivative with its sum over 8192x3072 takes 38.1 µs with square blocks and 39.4 with a warp side
-# by side, over 8192x768 11.2 and 14.3. Larger ones want longer rows: there the parts are fewer by themselves.
+# Matrices of at most so many elements are summed up by these blocks, which share the sums out among more columns of
+# blocks, so that each has fewer parts to add up: on an H200 in BF16 a derivative with its sum over 8192x3072 takes
+# 38.1 µs with square blocks and 39.4 µs with a warp side by side, over 8192x768 11.2 and 14.3 µs. Larger matrices have
+# fewer parts anyway, and blocks that read longer pieces of a row are faster there.
 _UPRIGHT_ELEMENTS: Final = 1 << 21
 _SQUARE_ELEMENTS: Final = 1 << 25
-_TURNING_BLOCK: Final = (4, 64)  # a warp reads eight elements of a column at a time: of FP32, whole sectors of 32 bytes
+# A warp that reads down the columns takes eight elements of a column at a time: in FP32 a whole sector of 32 bytes.
+_TURNING_BLOCK: Final = (4, 64)
 
 
 class Tiling(NamedTuple):
@@ -35,7 +45,7 @@ class Tiling(NamedTuple):
 
 
 def moves_vectors(spec: Spec, dtype: DType) -> bool:
-    """Whether every line of a matrix begins on 16 bytes."""
+    """Whether every line of a matrix begins at a multiple of 16 bytes."""
     layout = spec.layout
     lines = layout.rows if layout.order is Order.ROW else layout.cols
     pitch = layout.leading_dimension * dtype.itemsize if lines > 1 else 0
@@ -43,7 +53,10 @@ def moves_vectors(spec: Spec, dtype: DType) -> bool:
 
 
 def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
-    """Whether matrices' rows are whole octets on 16 bytes, as the kernels' fast path asks; absent ones are."""
+    """Whether the rows of all matrices are whole octets and begin at multiples of 16 bytes; None is no matrix.
+
+    The kernels' fast path asks for it.
+    """
     return all(
         spec.layout.order is Order.ROW and spec.layout.cols % OCTET == 0 and moves_vectors(spec, dtype)
         for spec in specs
@@ -52,14 +65,17 @@ def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
 
 
 def access_macros(aligned: bool, blocks: int) -> Macros:
-    """How a kernel moves octets, and how many blocks a multiprocessor shall hold; the slow path takes what it needs."""
+    """How a kernel moves octets, and how many blocks a multiprocessor shall hold.
+
+    That number bounds a thread's registers, but for the slow path, which takes as many as it needs.
+    """
     return ("ALIGNED", str(int(aligned))), ("BLOCKS", str(blocks if aligned else 1))
 
 
 def tile(rows: int, cols: int) -> tuple[int, int]:
-    """Threads of a block in x (eight columns each) and y (rows): as wide as the matrix asks, up to a warp."""
+    """Threads of a block in x (eight columns each) and y (rows): as wide as the matrix, up to a warp."""
     octets = -(-cols // OCTET)
-    x = min(32, next_power_of_two(octets))
+    x = min(WARP, next_power_of_two(octets))
     y = min(THREADS // x, next_power_of_two(rows))
     return min(THREADS // y, next_power_of_two(octets)), y
 
@@ -75,12 +91,12 @@ def wave_of(device: int, blocks: int) -> int:
 
 
 def grid_for(layout: Layout) -> Tiling:
-    """An elementwise pass over a matrix, each thread with one octet as long as the grid can be so large."""
+    """An elementwise pass over a matrix: a thread has one octet, or more where the grid would be too large."""
     return _cover(layout, tile(layout.rows, layout.cols), MAX_GRID_Y)
 
 
 def sweep(layout: Layout, wave: int | None) -> Tiling:
-    """An elementwise pass over a matrix: no more blocks than `wave`, or, without one, two octets a thread.
+    """An elementwise pass over a matrix: no more blocks than `wave`, or, without a wave, two octets a thread.
 
     Raises:
         ShapeError: more rows than a kernel can count.
@@ -93,14 +109,14 @@ def sweep(layout: Layout, wave: int | None) -> Tiling:
 
 
 def turning(layout: Layout) -> Tiling:
-    """A pass that writes the rows of a matrix from what it reads by columns."""
+    """A pass that reads columns and writes the rows of a matrix."""
     return _cover(layout, _TURNING_BLOCK, MAX_GRID_Y)
 
 
 def reduction(layout: Layout, wave: int, *, transposes: bool, strips: bool = True) -> Tiling:
-    """A pass that may sum up columns: in one wave, and by one block a column of the grid where the matrix is small.
+    """A pass that may sum up columns: at most one wave of blocks, one block a strip of columns in a small matrix.
 
-    The order of the sum, and with it the bits, depend on `wave`, which is the GPU's.
+    The order of the sum, and with it the bits of the result, depend on `wave`, which is a property of the GPU.
 
     Args:
         strips: whether a block may see all rows of a small matrix.
@@ -127,7 +143,7 @@ def _sum_block(layout: Layout) -> tuple[int, int]:
 
 
 def _cover(layout: Layout, block: tuple[int, int], limit: int) -> Tiling:
-    """The grid of such blocks that covers a matrix, with at most `limit` of them in y."""
+    """The grid of such blocks that covers a matrix, with at most `limit` blocks in y."""
     x, y = block
     return Tiling((-(-layout.cols // (OCTET * x)), min(-(-layout.rows // y), limit)), block)
 

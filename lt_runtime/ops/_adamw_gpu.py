@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,23 +14,24 @@ from lt_runtime.arrays.libraries import CupyLibrary
 from lt_runtime.errors import DeviceError, DTypeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.launch import Launch
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.kernels.kernel import THREADS, Kernel, get_kernel
-from lt_runtime.kernels.params import SCALAR, AdamWParams, GradientNormParams, OptimizerState
-from lt_runtime.ops._adamw_table import Tensor, norm_table, update_table
+from lt_runtime.kernels.adamw import (
+    AdamWParams,
+    GradientNormParams,
+    OptimizerState,
+    Tensor,
+    adamw_params,
+    norm_launches,
+    norm_table,
+    update_launches,
+    update_table,
+)
+from lt_runtime.kernels.kernel import Launches
 from lt_runtime.ops._adamw_types import Options, Parameter
 from lt_runtime.ops._place import Place
 from lt_runtime.problem import DType
-from lt_runtime.schedules import DECAYS
 
 _WORDS: Final = [name for name, *_ in OptimizerState._fields_]  # each of 32 bits
-
-
-class _Launch(NamedTuple):
-    kernel: Kernel
-    blocks: int
-    params: AdamWParams | GradientNormParams
 
 
 class GpuState:
@@ -40,7 +41,6 @@ class GpuState:
         first = parameters[0]
         self._place = Place.of(f"{first.name}.data", first.data, None)
         self._options = options
-        self._prepared: dict[int, list[Launch]] = {}
         self._kept: list[Any] = []  # arrays whose addresses the kernels have
         with activated(self._place.device):
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
@@ -48,7 +48,7 @@ class GpuState:
             tensors = [self._tensor(*pair) for pair in zip(parameters, self.moments, strict=True)]
             self._scale = None if options.scaler is None else self._scale_arrays(options.scaler.init_scale)
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
-            self._launches = [*norms, self._update(tensors, words)]
+            self._launches: list[Launches[Any]] = [*norms, self._update(tensors, words)]
             call("cuStreamSynchronize", self._place.stream)  # later steps may come on any stream
         if options.scaler is not None and self._scale is not None:
             options.scaler.bind(*self._scale)
@@ -61,29 +61,27 @@ class GpuState:
         device = self._place.device
         with activated(device):
             handle = stream_handle(stream, device)
-            for launch in self._prepared.get(handle) or self._prepare(handle):
+            for launches in self._launches:
+                _, launch = launches[handle]
                 launch()
 
-    def _prepare(self, stream: int) -> list[Launch]:
-        """What a step launches on a stream, where it has none before."""
-        made = [each.kernel.prepare((each.blocks, 1), (THREADS, 1), each.params, stream) for each in self._launches]
-        self._prepared[stream] = made
-        return made
-
-    def _update(self, tensors: Sequence[Tensor], words: Any) -> _Launch:
+    def _update(self, tensors: Sequence[Tensor], words: Any) -> Launches[AdamWParams]:
         table, options = update_table(tensors), self._options
-        in_place = any(tensor.value[1] is not DType.FLOAT32 for tensor in tensors)
-        macros = (
-            ("MOMENT", SCALAR[options.moments]),
-            ("AMSGRAD", str(int(options.amsgrad))),
-            ("STOCHASTIC", str(int(in_place))),
+        params = adamw_params(
+            options.hyper,
+            options.scaler,
+            max_norm=options.max_norm,
+            skip_nonfinite=options.skip_nonfinite,
+            seed=options.seed,
         )
-        params = adamw_params(options, self._upload(table), words.data.ptr)
+        params.chunks, params.state = self._upload(table), words.data.ptr
         if self._scale is not None:
             params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
-        return _Launch(get_kernel("adamw", macros, self._place.device), len(table), params)
+        stochastic = any(tensor.value[1] is not DType.FLOAT32 for tensor in tensors)
+        kinds: dict[str, Any] = {"moments": options.moments, "amsgrad": options.amsgrad, "stochastic": stochastic}
+        return update_launches(params, len(table), self._place.device, **kinds)
 
-    def _norm(self, tensors: Sequence[Tensor], words: Any) -> _Launch:
+    def _norm(self, tensors: Sequence[Tensor], words: Any) -> Launches[GradientNormParams]:
         table = norm_table(tensors)
         params = GradientNormParams(
             chunks=self._upload(table),
@@ -91,7 +89,7 @@ class GpuState:
             state=words.data.ptr,
             scale=0 if self._scale is None else self._scale[0].data.ptr,
         )
-        return _Launch(get_kernel("gradient_norm", (), self._place.device), len(table), params)
+        return norm_launches(params, len(table), self._place.device)
 
     def _moments(self, parameters: Sequence[Parameter]) -> list[tuple[Any, ...]]:
         each, dtype = self._options.moments_each, self._options.moments.numpy
@@ -147,41 +145,6 @@ class GpuState:
         array = self._zeros((table.nbytes,), np.dtype(np.uint8))
         call("cuMemcpyHtoDAsync", array.data.ptr, table.ctypes.data, table.nbytes, self._place.stream)
         return int(array.data.ptr)
-
-
-def adamw_params(options: Options, chunks: int, state: int) -> AdamWParams:
-    """The update's argument block without a scaler's arrays.
-
-    Args:
-        chunks, state: addresses of the table and of an `OptimizerState`.
-    """
-    hyper, schedule, scaler = options.hyper, options.hyper.schedule, options.scaler
-    return AdamWParams(
-        chunks=chunks,
-        state=state,
-        seed=options.seed,
-        lr=hyper.lr,
-        log_beta1=_log(hyper.beta1),
-        log_beta2=_log(hyper.beta2),
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        one_minus_beta1=1.0 - hyper.beta1,
-        one_minus_beta2=1.0 - hyper.beta2,
-        eps=hyper.eps,
-        decay=DECAYS.index(schedule.decay),
-        warmup_steps=schedule.warmup_steps,
-        total_steps=schedule.total_steps,
-        final_factor=schedule.final_factor,
-        max_norm=options.max_norm or 0.0,
-        skip_nonfinite=options.skip_nonfinite,
-        growth_factor=scaler.growth_factor if scaler else 0.0,
-        backoff_factor=scaler.backoff_factor if scaler else 0.0,
-        growth_interval=scaler.growth_interval if scaler else 0,
-    )
-
-
-def _log(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf
 
 
 def _word(words: Any, name: str) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt_runtime.layout import Layout
-from lt_runtime.problem import Activation, Philox, Saved
+from lt_runtime.problem import Activation, Philox, Saved, type_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class Layer:
     has_bias: bool
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class LinearContext:
     """What one `linear_fwd` call leaves for `linear_bwd`; to be read only.
 
@@ -49,6 +49,10 @@ class LinearContext:
     saved: Any
     preactivation: Any
     rng: Philox | None
+
+    def __repr__(self) -> str:
+        (m, n, k), kind = self.shape, type_name(getattr(self.x, "dtype", "of unknown type"))
+        return f"LinearContext(M={m}, N={n}, K={k}, {kind}, {self.layer.activation.name}, dropout={self.dropout})"
 
     @property
     def shape(self) -> tuple[int, int, int]:

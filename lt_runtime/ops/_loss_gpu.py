@@ -10,7 +10,8 @@ from lt_runtime.errors import DTypeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
-from lt_runtime.kernels.loss import CrossEntropyPass, GradScale, Labels, MsePass
+from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels
+from lt_runtime.kernels.mse import MsePass
 from lt_runtime.ops._loss_types import CrossEntropyOptions, Loss, Outputs, check_grad_scale, check_labels, is_number
 from lt_runtime.ops._place import Place
 from lt_runtime.problem import DType
@@ -104,13 +105,14 @@ class _Buffers:
         call("cuMemsetD32Async", self.loss.address, _NAN_BITS, 1, self._place.stream)
         return self.result()
 
-    def _read_scale(self, scale: Any, share: float) -> tuple[GradScale, Operand | None]:
+    def _read_scale(self, scale: Any, share: float) -> tuple[tuple[float, int], Operand | None]:
+        """What the gradient is multiplied by, a number and an address or 0; and the operand at that address."""
         if scale is None or is_number(scale):
-            return GradScale(share * (1.0 if scale is None else float(scale))), None
+            return (share * (1.0 if scale is None else float(scale)), 0), None
         operand = self._place.read("grad_scale", scale)
         check_grad_scale(operand.dtype, operand.shape)
         check_device(self._like, operand)
-        return GradScale(share, operand.address), operand
+        return (share, operand.address), operand
 
     def _read_loss(self, out: Any, others: tuple[Operand, ...]) -> Operand:
         place, like = self._place, self._like

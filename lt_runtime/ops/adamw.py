@@ -12,7 +12,7 @@ from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.ops._adamw_gpu import GpuState
 from lt_runtime.ops._adamw_host import HostState
 from lt_runtime.ops._adamw_types import Options, Parameter, State
-from lt_runtime.problem import DType, Philox
+from lt_runtime.problem import DType, Philox, type_name
 from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import Schedule
 
@@ -43,7 +43,8 @@ class AdamW:
         skip_nonfinite: leave out an update in which any gradient is NaN or infinite.
         scaler: divides the gradients by its scale, skips as `skip_nonfinite` does, and moves the scale. It serves one
             optimizer.
-        moments: "float32", or "bfloat16", which is rounded stochastically: to nearest, small changes would be lost.
+        moments: their type, FP32 or BF16, as a name or as a type of NumPy, `ml_dtypes` or PyTorch. BF16 moments are
+            rounded stochastically, because rounding to nearest would lose small changes.
         stochastic_rounding: update BF16 parameters that have no master copy in place, rounded stochastically, rather
             than making master copies of them.
         seed: of the random numbers that stochastic rounding draws; 64 bits.
@@ -75,21 +76,21 @@ class AdamW:
         max_norm: float | None = None,
         skip_nonfinite: bool = False,
         scaler: GradScaler | None = None,
-        moments: str = "float32",
+        moments: object = "float32",
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
         self.parameters, self.scaler = tuple(parameters), scaler
         _check_parameters(self.parameters)
         _check_hyper(lr, betas, eps, weight_decay)
-        _check_options(max_norm, scaler, moments, seed)
+        _check_options(max_norm, scaler, seed)
         self.options = Options(
             AdamWHyper(lr, *betas, eps, weight_decay, schedule or Schedule()),
             amsgrad,
             max_norm,
             skip_nonfinite or scaler is not None,
             scaler,
-            DType(moments),
+            _moments_type(moments),
             stochastic_rounding,
             seed,
         )
@@ -140,11 +141,16 @@ def _check_not_negative(name: str, value: float) -> None:
         raise ArgumentError(f"{name} is {value}; it must be finite and not negative")
 
 
-def _check_options(max_norm: float | None, scaler: GradScaler | None, moments: str, seed: int) -> None:
+def _check_options(max_norm: float | None, scaler: GradScaler | None, seed: int) -> None:
     if max_norm is not None and not max_norm > 0:
         raise ArgumentError(f"max_norm is {max_norm}; it must be positive, or None")
     if scaler is not None and scaler.is_bound:
         raise ArgumentError("scaler already serves an optimizer; make one for each")
-    if moments not in (DType.FLOAT32.value, DType.BFLOAT16.value):
-        raise ArgumentError(f"moments is {moments!r}; accepted are 'float32' and 'bfloat16'")
     Philox(seed)  # refuses what is no 64-bit seed
+
+
+def _moments_type(moments: object) -> DType:
+    for accepted in (DType.FLOAT32, DType.BFLOAT16):
+        if type_name(moments) == accepted.value:
+            return accepted
+    raise ArgumentError(f"moments is {moments!r}; accepted are 'float32' and 'bfloat16'")

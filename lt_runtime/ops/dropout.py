@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any, Final
 
 import numpy as np
@@ -10,16 +10,11 @@ import numpy as np
 from lt_runtime.arrays import Operand, on_host
 from lt_runtime.gpu.devices import activated
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.kernel import OCTET, get_kernel
-from lt_runtime.kernels.params import SCALAR, DropoutParams, Matrix
-from lt_runtime.kernels.tiling import access_macros, are_aligned, sweep, wave_of
-from lt_runtime.layout import Order, packed
+from lt_runtime.kernels.dropout import DropoutPass
 from lt_runtime.ops._place import Place, check_dropout, host_dropout, host_output
 from lt_runtime.problem import DType, Philox, Spec
 
-_ROW: Final = 2048  # elements: a block's
-_BLOCKS: Final = 6  # that a multiprocessor shall hold
-_WAVES: Final = 4
+_pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
 
 
 def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, stream: Any = None) -> Any:
@@ -30,7 +25,7 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
     Args:
         x: any shape; a matrix may lie in any layout, other arrays must be row-major without gaps. The mask of an
             array is that of its elements in row-major order.
-        p: in [0, 1).
+        p: in [0, 1). It is rounded to a multiple of 2^-16.
         rng: where the mask comes from; needed if `p` is not 0.
         out: buffer like x; may be x itself.
         stream: as in `linear_fwd`.
@@ -39,7 +34,8 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
         y, of the kind and shape of x.
 
     Raises:
-        ArgumentError: `p` is outside [0, 1), or not 0 without `rng`.
+        ArgumentError: `p` is outside [0, 1), or it is positive and would be rounded to 0, or it is not 0 and there is
+            no `rng`.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     philox = check_dropout(p, rng)
@@ -52,7 +48,10 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
         target = operand if in_place else place.output("out", out, operand.shape, operand, (operand,))
         # With p = 0 everything is kept, at scale 1: the pass is a copy.
         state = place.dropout(p, rng) or DropoutState(65536, Philox())
-        _launch(operand, target, state, place)
+        spec = _spec(operand)
+        if spec.layout.size:
+            dropout_pass = _pass(DType.parse("x", operand.dtype), spec, _spec(target), place.device)
+            dropout_pass.run(operand.address, target.address, state, place.stream)
         return place.result(out, target, operand)
 
 
@@ -69,29 +68,3 @@ def _spec(operand: Operand) -> Spec:
     """A matrix as it lies; anything else as one row."""
     layout = operand.layout if len(operand.shape) == 2 else operand.flat_layout
     return Spec(layout, operand.alignment)
-
-
-def _folded(spec: Spec) -> Spec:
-    """Row-major elements without gaps, as a matrix of rows that suit the kernel, or else one: its index is the same."""
-    size = spec.layout.size
-    cols = math.gcd(size, _ROW)
-    return Spec(packed(size // cols, cols) if cols >= OCTET else packed(1, size), spec.alignment)
-
-
-def _launch(source: Operand, target: Operand, state: DropoutState, place: Place) -> None:
-    specs = [_spec(source), _spec(target)]
-    if not specs[0].layout.size:
-        return
-    if all(spec.layout.order is Order.ROW and spec.layout.extent == spec.layout.size for spec in specs):
-        specs = [_folded(spec) for spec in specs]
-    dtype, layout = DType.parse("x", source.dtype), specs[0].layout
-    params = DropoutParams(
-        in_=Matrix.at(source.address, layout),
-        out=Matrix.at(target.address, specs[1].layout),
-        rows=layout.rows,
-        cols=layout.cols,
-        dropout=state.block(),
-    )
-    macros = ("SCALAR", SCALAR[dtype]), *access_macros(are_aligned(dtype, *specs), _BLOCKS)
-    wave = None if dtype is DType.FLOAT32 else _WAVES * wave_of(place.device, _BLOCKS)
-    get_kernel("dropout", macros, place.device).prepare(*sweep(layout, wave), params, place.stream)()

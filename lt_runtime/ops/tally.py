@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -11,14 +12,13 @@ from lt_runtime.arrays.libraries import CupyLibrary
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.kernels.kernel import THREADS, get_kernel
-from lt_runtime.kernels.params import SCALAR, Matrix, TallyParams, TallyState
+from lt_runtime.kernels.cross_entropy import Labels
+from lt_runtime.kernels.tally import TallyPass, TallyState
 from lt_runtime.ops._place import Place
 from lt_runtime.problem import DType
 
-_ROWS: Final = THREADS // 32  # of a block: a warp has one at a time
-_MAX_BLOCKS: Final = 1024
 _STATE: Final = np.dtype(TallyState)
+_pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)
 
 
 class Totals(NamedTuple):
@@ -106,18 +106,13 @@ class GpuTally:
         """See `Tally`; one launch."""
         with activated(self._device):
             place = Place(self._device, stream_handle(stream, self._device))
-            params = TallyParams(
-                loss=place.read("loss", loss).address,
-                mean=self.mean.data.ptr,
-                state=self._state.data.ptr,
-                weight=weight,
-                first=first,
-            )
-            dtype, blocks = DType.FLOAT32, 1
+            dtype, layout, logits, labels = DType.FLOAT32, None, 0, Labels(0, False, None)
             if scores is not None:
-                dtype, blocks = _set_scores(params, scores, place)
-            kernel = get_kernel("tally", (("SCALAR", SCALAR[dtype]),), self._device)
-            kernel.prepare((blocks, 1), (THREADS, 1), params, place.stream)()
+                operand, classes = place.read("logits", scores.logits), place.read("labels", scores.labels)
+                dtype, layout, logits = DType.parse("logits", operand.dtype), operand.layout, operand.address
+                labels = Labels(classes.address, classes.dtype == "int64", scores.ignore_index)
+            addresses = place.read("loss", loss).address, self.mean.data.ptr, self._state.data.ptr
+            _pass(dtype, layout, self._device).run(logits, labels, *addresses, weight, first, place.stream)
 
     def read(self, stream: Any) -> Totals:
         """See `Tally`."""
@@ -133,15 +128,3 @@ class GpuTally:
 
     def _clear(self, stream: int) -> None:
         call("cuMemsetD8Async", self._state.data.ptr, 0, self._state.nbytes, stream)
-
-
-def _set_scores(params: TallyParams, scores: Scores, place: Place) -> tuple[DType, int]:
-    """Puts logits and labels into the argument block; their type, and the blocks that they take."""
-    logits, labels = place.read("logits", scores.logits), place.read("labels", scores.labels)
-    layout = logits.layout
-    params.logits, params.labels = Matrix.at(logits.address, layout), labels.address
-    params.rows, params.cols = layout.rows, layout.cols
-    params.wide_labels = labels.dtype == "int64"
-    params.ignores = scores.ignore_index is not None
-    params.ignore_index = scores.ignore_index or 0
-    return DType.parse("logits", logits.dtype), max(1, min(-(-layout.rows // _ROWS), _MAX_BLOCKS))

@@ -6,9 +6,8 @@ import contextlib
 from dataclasses import replace
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.gpu.branches import branch
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.memory import StreamMemory, aligned
+from lt_runtime.gpu.memory import StreamMemory, aligned, branch
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, Sums
 from lt_runtime.plans.strategies import BackwardStrategy, MadeBy, dz_spec, unchanged

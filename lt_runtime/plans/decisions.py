@@ -20,7 +20,6 @@ from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
 from lt_runtime.products.choose import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
-from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.entries import Strategy as StoredStrategy
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
@@ -93,14 +92,11 @@ def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algori
 
 def _measured(problem: LayerProblem, device: int) -> LayerPlan | None:
     """The plan by the plan cache; an entry that no plan can be made of any more is barred there."""
-    made: list[LayerPlan] = []
-
-    def validate(_: str, entry: LayerEntry) -> str | None:
+    store, key = plan_store(device), problem_key(problem)
+    entry = store.layer(key)
+    if entry is not None:
         try:
-            made.append(plan_for(problem, device, stored_strategy(problem, entry.strategy)))
+            return plan_for(problem, device, stored_strategy(problem, entry.strategy))
         except (PlanError, ValueError) as error:
-            return str(error)
-        return None
-
-    plan_store(device).layer(problem_key(problem), validate)
-    return made[0] if made else None
+            store.bar(key, entry, str(error))
+    return None

@@ -40,9 +40,16 @@ class ForwardPlan(Plan):
         self._pass = self._own_pass() if has_pass and problem.y.layout.size else None
 
     def _own_pass(self) -> ForwardPass:
-        source = self.kept_spec if self._product_is_kept else None
-        adds_bias = self.problem.bias is not None and not self._adds_bias
-        return ForwardPass(self.problem, self.device, source=source, adds_bias=adds_bias)
+        problem, adds_bias = self.problem, self.problem.bias is not None and not self._adds_bias
+        kept = self.kept_spec if self._product_is_kept else None
+        return ForwardPass(
+            problem,
+            self.device,
+            product=kept or problem.y,
+            product_dtype=problem.dtype,
+            kept=kept if adds_bias else None,
+            adds_bias=adds_bias,
+        )
 
     def _matmul_problem(self) -> MatmulProblem:
         problem = self.problem
@@ -66,7 +73,7 @@ class ForwardPlan(Plan):
         vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
         self._product.put(Call((x, w, 0, vector, aux, target), memory.stream), memory)
         if self._pass is not None:
-            self._pass.run(target, bias, y, dropout=call.dropouts[0], stream=memory.stream)
+            self._pass.run(target, bias, y, kept, call.dropouts[0], memory.stream)
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:

@@ -15,7 +15,6 @@ from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NarrowPlan
 from lt_runtime.products.padded import PaddedPlan, pays_untuned
 from lt_runtime.products.plan import AlgorithmPlan
-from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
 
@@ -30,17 +29,14 @@ def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     """
     if problem.is_empty:
         return MatmulPlan(problem, device)
-    made: list[AlgorithmPlan] = []
-
-    def validate(_: str, entry: ProductEntry) -> str | None:
+    store, key = plan_store(device), problem_key(problem)
+    entry = store.product(key)
+    if entry is not None:
         try:
-            made.append(plan_by(problem, device, entry.algorithm))
+            return plan_by(problem, device, entry.algorithm)
         except PlanError as error:
-            return str(error)
-        return None
-
-    plan_store(device).product(problem_key(problem), validate)
-    return made[0] if made else heuristic_algorithm(problem, device)
+            store.bar(key, entry, str(error))
+    return heuristic_algorithm(problem, device)
 
 
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:

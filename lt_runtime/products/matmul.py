@@ -52,7 +52,8 @@ class MatmulPlan(AlgorithmPlan):
         algorithm: the one that is used; there is none where nothing is to be multiplied.
 
     Raises:
-        PlanError: there is no such candidate, or something speaks against the given algorithm.
+        PlanError: there is no such candidate, or something speaks against the given algorithm, or the library's
+            epilogue is less accurate than our pass.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class MatmulPlan(AlgorithmPlan):
         self._vector = self._aux = _ANY_ADDRESS
         self.algorithm = None
         if not problem.is_empty:
+            self._refuse_inaccurate()
             self._describe_operands()
             self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
             operands = (self._first, self._second, self._c, self._d)
@@ -83,6 +85,13 @@ class MatmulPlan(AlgorithmPlan):
     def is_lean(self) -> bool:
         """See `AlgorithmPlan`."""
         return self.algorithm is not None and self.launches_leanly(self.algorithm)
+
+    def _refuse_inaccurate(self) -> None:
+        """Raises PlanError if the library's epilogue is less accurate than our pass in the problem's types."""
+        compute, *_, result = self.types
+        effect = cublaslt.is_inaccurate(library_epilogue(self.problem.epilogue, self._swapped), compute, result)
+        if effect is not None:
+            raise PlanError(f"cuBLASLt is not asked for {self.problem}: {effect}")
 
     def _describe_operands(self) -> None:
         problem = self.problem

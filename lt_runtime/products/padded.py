@@ -22,9 +22,8 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import StreamMemory, aligned, workspace_size
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.kernel import OCTET
 from lt_runtime.kernels.resize import Resize, ResizePass
-from lt_runtime.kernels.tiling import moves_vectors
+from lt_runtime.kernels.tiling import OCTET, moves_vectors
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan

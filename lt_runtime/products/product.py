@@ -95,4 +95,4 @@ class ProductPlan(Plan):
             return
         a, b, c, _, _, d = call.addresses
         self.product.put(call._replace(addresses=(a, b, c, 0, 0, d)), memory)
-        self._pass.run(call._replace(stream=memory.stream))  # where the product is: while a call is bound, a capture
+        self._pass.run(call, d, memory.stream)

@@ -1,4 +1,4 @@
-"""Times the ranges of a step without any external profiler."""
+"""Times the ranges of a step inside the process, without an external profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LayerTime:
 
     Attributes:
         name: of the layer, or "loss" or "optimizer".
-        forward_us, backward_us: microseconds a step; what is neither counts as forward.
+        forward_us, backward_us: microseconds a step. The loss and the optimizer have forward time alone.
     """
 
     name: str
@@ -26,7 +26,7 @@ class LayerTime:
 
     @property
     def total_us(self) -> float:
-        """Both together."""
+        """Forward and backward together."""
         return self.forward_us + self.backward_us
 
 
@@ -45,7 +45,7 @@ class _HostClock:
 
 
 class _StreamClock:
-    """Events on CuPy's current stream: the GPU's time between them, whatever the host does meanwhile."""
+    """Events on CuPy's current stream. The time between two of them is the GPU's, whatever the host does meanwhile."""
 
     def __init__(self, device: int) -> None:
         self._cuda, self._device = cupy().cuda, device
@@ -63,6 +63,8 @@ class _StreamClock:
 
 class RangeTimer:
     """A listener of `lt_runtime.ranges` that records when each range begins and ends.
+
+    Ranges within a captured graph are over before the graph runs; time a step with `graph=False`.
 
     Args:
         device: ordinal of the GPU whose work on CuPy's current stream is timed; None to time the host.
@@ -82,7 +84,7 @@ class RangeTimer:
         self._spans.append((name, self._open.pop(), self._clock.now()))
 
     def layers(self) -> list[LayerTime]:
-        """Mean times by layer in order of appearance, then of the loss and the optimizer. Waits for the GPU."""
+        """Mean times of the layers in order of appearance, then of the loss and the optimizer. Waits for the GPU."""
         durations: dict[str, list[float]] = defaultdict(list)
         for name, start, end in self._spans:
             durations[name].append(self._clock.microseconds(start, end))

@@ -1,7 +1,7 @@
 """The semantics of every operation, in NumPy with float64 arithmetic.
 
-It is the oracle of every test, and what runs when operands are NumPy arrays. Results are float64 and unrounded;
-the callers round them once, to the operands' type.
+Tests compare every result with this package, and calls on NumPy arrays run it. Results are float64; the callers round
+them once, to the operands' type.
 """
 
 from lt_runtime.reference.activations import activate, derivative

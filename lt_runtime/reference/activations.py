@@ -23,12 +23,12 @@ def activate(z: NDArray[Any], activation: Activation) -> Array:
 
 
 def derivative(z: NDArray[Any], activation: Activation) -> Array:
-    """act'(z), elementwise; at z = 0 that of ReLU is 0 and that of leaky ReLU is its slope."""
+    """act'(z), elementwise. At z = 0 ReLU's derivative is 0, and leaky ReLU's its slope; ReLU's is 1 where z is NaN."""
     return _DERIVATIVE[activation.name](z.astype(np.float64), activation.negative_slope)
 
 
 def _sigmoid(z: Array) -> Array:
-    # exp of a non-positive number cannot overflow
+    # The exponential of a number that is not positive cannot overflow.
     decay = np.exp(-np.abs(z))
     return np.where(z >= 0, 1.0, decay) / (1.0 + decay)
 
@@ -79,7 +79,7 @@ _FORWARD: Final[Mapping[str, _Function]] = {
 
 _DERIVATIVE: Final[Mapping[str, _Function]] = {
     "none": lambda z, _: np.ones_like(z),
-    "relu": lambda z, _: (z > 0).astype(np.float64),
+    "relu": lambda z, _: np.where(z <= 0, 0.0, 1.0),
     "leaky_relu": lambda z, slope: np.where(z > 0, 1.0, slope),
     "sigmoid": lambda z, _: _sigmoid(z) * (1.0 - _sigmoid(z)),
     "tanh": lambda z, _: 1.0 - np.tanh(z) ** 2,

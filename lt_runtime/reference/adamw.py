@@ -1,6 +1,6 @@
 """AdamW and learning-rate schedules.
 
-Loshchilov, Hutter: "Decoupled weight decay regularization", ICLR 2019, in PyTorch's form: the decay is lr·λ.
+Loshchilov, Hutter: "Decoupled weight decay regularization", ICLR 2019, in PyTorch's form, whose decay is lr·λ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lt_runtime.schedules import Schedule
 
 @dataclass(frozen=True, slots=True)
 class AdamWHyper:
-    """Learning rate, betas, epsilon, weight decay λ, and the schedule that the learning rate is multiplied by."""
+    """Learning rate, betas, epsilon, weight decay λ, and the schedule, whose factor multiplies the learning rate."""
 
     lr: float
     beta1: float
@@ -28,10 +28,10 @@ class AdamWHyper:
 
 
 def learning_rate_factor(schedule: Schedule, step: int) -> float:
-    """What the learning rate is multiplied by in update number `step`, counted from 1.
+    """The factor of the learning rate in update number `step`, counted from 1.
 
-    Linear warm-up to 1 over `warmup_steps` updates; then constant, or down to `final_factor` at `total_steps`
-    along a line or half a cosine, and constant from there.
+    It rises linearly to 1 over `warmup_steps` updates. Then it stays there, or falls to `final_factor` at `total_steps`
+    along a line or half a cosine, and stays there.
     """
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
@@ -45,12 +45,12 @@ def learning_rate_factor(schedule: Schedule, step: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class AdamWTensor:
-    """One tensor in an optimizer, of one shape throughout.
+    """One tensor of an optimizer with its moments, all of one shape.
 
     Attributes:
-        value: FP32, the master copy where the model's are in lower precision; BF16 where there is none.
-        m, v: first and second moments, FP32 or BF16.
-        v_max: largest v so far; None without AMSGrad.
+        value: FP32, which is the master copy of a 16-bit parameter; or BF16 where there is no master copy.
+        m, v: the first and second moments, FP32 or BF16.
+        v_max: the largest v so far; None without AMSGrad.
     """
 
     value: NDArray[Any]
@@ -60,7 +60,7 @@ class AdamWTensor:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Those that there are."""
+        """The arrays that exist: v_max only with AMSGrad."""
         arrays = (self.value, self.m, self.v)
         return arrays if self.v_max is None else (*arrays, self.v_max)
 
@@ -68,12 +68,12 @@ class AdamWTensor:
 def adamw_update(
     old: AdamWTensor, gradient: NDArray[Any], hyper: AdamWHyper, step: int, gradient_factor: float = 1.0
 ) -> AdamWTensor:
-    """The `step`-th update (from 1) of one tensor.
+    """Update number `step`, counted from 1, of one tensor.
 
-    AMSGrad (Reddi, Kale, Kumar, 2018) as PyTorch has it: the largest v is taken before the bias correction.
+    AMSGrad (Reddi, Kale, Kumar, 2018) is PyTorch's form, which takes the largest v before the bias correction.
 
     Args:
-        gradient_factor: what the gradient is multiplied by first.
+        gradient_factor: multiplies the gradient first.
 
     Returns:
         The new tensor, each array rounded once to FP32.

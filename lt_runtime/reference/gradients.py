@@ -1,4 +1,4 @@
-"""What an optimizer does to gradients before it uses them: norm, clipping, loss scale."""
+"""The steps of an optimizer before it uses gradients: norm, clipping, loss scale."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ def gradient_norm(gradients: Sequence[NDArray[Any]], scale: float = 1.0) -> tupl
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of a norm are multiplied by to be clipped to `max_norm`, as PyTorch's `clip_grad_norm_` has it."""
-    return min(max_norm / (norm + 1e-6), 1.0)  # in this order, which hands NaN on
+    """The factor that clips gradients of norm `norm` to `max_norm`, as in PyTorch's `clip_grad_norm_`."""
+    return min(max_norm / (norm + 1e-6), 1.0)  # min with its arguments in this order returns NaN where the norm is NaN
 
 
 def next_scale(scaler: GradScaler, scale: float, growth_tracker: int, finite: bool) -> tuple[float, int]:
-    """Scale and growth tracker after a step, as PyTorch's GradScaler updates them; `finite` says of the gradients."""
+    """Scale and growth tracker after a step, updated as by PyTorch's GradScaler.
+
+    Args:
+        finite: whether all elements of all gradients were finite.
+    """
     if not finite:
         return max(scale * scaler.backoff_factor, SMALLEST_SCALE), 0
     if growth_tracker + 1 < scaler.growth_interval:

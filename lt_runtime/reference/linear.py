@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 
 class LinearGradients(NamedTuple):
-    """dx (M,K), dw (N,K), db (N,) and dz (M,N), the gradient before the activation."""
+    """dx (M, K), dw (N, K), db (N,), and dz (M, N), the gradient of the pre-activation."""
 
     dx: Array
     dw: Array
@@ -33,7 +33,7 @@ def linear_fwd(
 
     Args:
         x: (M, K). w: (N, K). bias: (N,).
-        dropout: (M, N) factors, as `dropout_scale` gives them.
+        dropout: (M, N) factors, as from `dropout_scale`.
 
     Returns:
         y and z, both (M, N).
@@ -48,7 +48,7 @@ def linear_fwd(
 def through_activation(
     dy: NDArray[Any], z: NDArray[Any], activation: Activation, dropout: Array | None = None
 ) -> Array:
-    """The gradient dz before activation and dropout, for dy behind them and the pre-activation z; all (M, N)."""
+    """The gradient dz of the pre-activation z, from the gradient dy of the output dropout(act(z)); all (M, N)."""
     dz = dy.astype(np.float64) * derivative(z, activation)
     return dz if dropout is None else dz * dropout
 
@@ -61,6 +61,6 @@ def linear_bwd(
     activation: Activation = Activation(),  # noqa: B008 (frozen)
     dropout: Array | None = None,
 ) -> LinearGradients:
-    """Gradients of `linear_fwd` for an upstream gradient dy (M, N) and the pre-activation z (M, N)."""
+    """The gradients of `linear_fwd`, from the gradient dy of its output (M, N) and the pre-activation z (M, N)."""
     dz = through_activation(dy, z, activation, dropout)
     return LinearGradients(dz @ w.astype(np.float64), dz.T @ x.astype(np.float64), dz.sum(axis=0), dz)

@@ -11,7 +11,7 @@ Array = NDArray[np.float64]
 
 
 def mse_loss(prediction: NDArray[Any], target: NDArray[Any]) -> tuple[float, Array]:
-    """Mean of (prediction - target)² over all elements, and its gradient, shaped as `prediction`.
+    """The mean of (prediction - target)² over all elements, and its gradient, of `prediction`'s shape.
 
     The mean over no elements is NaN.
     """
@@ -24,15 +24,15 @@ def mse_loss(prediction: NDArray[Any], target: NDArray[Any]) -> tuple[float, Arr
 def cross_entropy(
     logits: NDArray[Any], labels: NDArray[Any], *, label_smoothing: float = 0.0, ignore_index: int | None = None
 ) -> tuple[float, Array]:
-    """Mean over rows of -Σ target · log softmax(logits), and its gradient (softmax - target) / rows.
+    """The mean over rows of -Σ target · log softmax(logits), and its gradient (softmax - target) / rows.
 
-    The target is 1 - ε at the label plus ε / C everywhere, with ε the label smoothing.
+    The target of a row is ε / C for every class, and 1 - ε more for the label; ε is the label smoothing.
 
     Args:
         logits: (M, C).
-        labels: (M,) integers in [0, C). A label outside makes the loss NaN and its row of the gradient NaN.
+        labels: (M,) integers in [0, C). A label outside makes the loss and its row of the gradient NaN.
         label_smoothing: ε, in [0, 1].
-        ignore_index: rows with this label are left out of the mean, and have gradient 0. The mean over no rows is NaN.
+        ignore_index: rows with this label do not count in the mean, and have gradient 0. The mean of no rows is NaN.
     """
     counts = np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
     rows = int(counts.sum())
@@ -44,7 +44,7 @@ def cross_entropy(
 
 
 def _of_rows(logits: Array, labels: NDArray[Any], smoothing: float) -> tuple[Array, Array]:
-    """Loss of each row, and its gradient."""
+    """The loss of each row, (M,), and its gradient, (M, C)."""
     rows, classes = logits.shape
     shifted = logits - logits.max(axis=1, keepdims=True)
     exponentials = np.exp(shifted)

@@ -15,9 +15,9 @@ Array = NDArray[np.float64]
 
 
 class MatmulResult(NamedTuple):
-    """D, the auxiliary output and the bias gradient; None where the epilogue has no such output.
+    """D, the auxiliary output and the bias gradient; None for an output that the epilogue does not have.
 
-    The auxiliary output is the pre-activation (…, M, N); of ReLU's, the sign alone is of use (see `pack_mask`).
+    The auxiliary output is the pre-activation (…, M, N). ReLU's derivative needs only its sign (see `pack_mask`).
     """
 
     d: Array
@@ -39,13 +39,13 @@ def matmul(
     """D = epilogue(α·A·B + β·C + bias).
 
     Args:
-        a: (…, M, K). b: (…, K, N). c: (…, M, N); not looked at where β is 0.
-        bias: (N,) for the epilogues that add one.
-        aux: (…, M, N), the pre-activation for DGELU; for DRELU any array that is positive where it was.
+        a: (…, M, K). b: (…, K, N). c: (…, M, N); not read where β is 0.
+        bias: (N,), for the epilogues that add a bias.
+        aux: (…, M, N): for DGELU the pre-activation, for DRELU any array that is positive where the pre-activation was.
 
     Returns:
-        For an activation's derivative, D is the product times act'(aux), and the bias gradient (…, N) its sum over M;
-        for BGRADA and BGRADB it is the sum of A (…, M) or B (…, N) over K.
+        The outputs. With an activation's derivative, D is the product times act'(aux), and the bias gradient (…, N) is
+        the sum of D over M. With BGRADA and BGRADB the bias gradient is the sum of A (…, M) or B (…, N) over K.
     """
     product = alpha * (a.astype(np.float64) @ b.astype(np.float64))
     if c is not None and beta != 0:
@@ -70,10 +70,10 @@ def _operand_sum(a: NDArray[Any], b: NDArray[Any], epilogue: Epilogue) -> Array 
 
 
 def pack_mask(positive: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """ReLU's auxiliary output: a bit an element, the first in a byte's lowest bit, rows padded to 16 bytes.
+    """ReLU's auxiliary output: one bit an element, lowest bit first, with rows padded to 16 bytes.
 
     Args:
-        positive: (…, rows, elements), whether the pre-activation is positive.
+        positive: (…, rows, elements), true where the pre-activation is positive.
 
     Returns:
         (…, rows, bytes) uint8.

@@ -1,4 +1,4 @@
-"""Philox4x32-10 and the dropout mask drawn from it.
+"""The random numbers of Philox4x32-10, and the dropout mask that they decide.
 
 Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -16,21 +16,21 @@ _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _HALF: Final = np.uint64(32)
-_LANES: Final = 8  # 16-bit lanes in one call's 128 bits
+_LANES: Final = 8  # the 16-bit lanes in the 128 bits of one call
 
 
 def round_keys(key: tuple[int, int], rounds: int = 10) -> list[tuple[int, int]]:
-    """The two 32-bit words that each round of Philox4x32 takes, from the key's."""
+    """The keys of the rounds of Philox4x32, two 32-bit words each, derived from the first."""
     return [((key[0] + i * _WEYL[0]) & 0xFFFFFFFF, (key[1] + i * _WEYL[1]) & 0xFFFFFFFF) for i in range(rounds)]
 
 
 def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) -> NDArray[np.uint32]:
-    """Philox4x32 of counters.
+    """Philox4x32 of many counters.
 
     Args:
         counter: (n, 4) 32-bit words.
         key: two 32-bit words, the low one first.
-        rounds: 10 in every published use.
+        rounds: 10 for Philox4x32-10.
 
     Returns:
         (n, 4) uint32 words.
@@ -48,10 +48,11 @@ def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) ->
 
 
 def dropout_mask(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np.bool_]:
-    """Which elements dropout with probability `p` keeps.
+    """The mask of dropout with probability `p`: true for the elements that it keeps.
 
-    Element i (row-major) looks at 16-bit lane i mod 8, low half of word 0 first, of the call whose counter is
-    (i div 8: low word, high word; layer; step) and whose key is the seed. It is kept below `keep_threshold(p)`.
+    One call of Philox gives the 16-bit lanes of eight elements. Its counter is four words: the low and the high word of
+    the call's number, the layer, the step; its key is the seed. Element i, in row-major order, takes lane i mod 8 of
+    call i div 8; lane 0 is the low half of word 0. The element is kept if its lane is less than `keep_threshold(p)`.
     """
     size = int(np.prod(shape, dtype=np.int64))
     block = np.arange(-(-size // _LANES), dtype=np.uint64)
@@ -65,5 +66,5 @@ def dropout_mask(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np
 
 
 def dropout_scale(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np.float64]:
-    """What dropout multiplies each element by: 0 where dropped, `keep_scale` where kept."""
+    """The factors by which dropout multiplies elements: 0 for those dropped, `keep_scale` for those kept."""
     return np.where(dropout_mask(shape, p, philox), keep_scale(keep_threshold(p)), 0.0)

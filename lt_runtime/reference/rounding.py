@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from lt_runtime.problem import DType
 from lt_runtime.reference.philox import philox4x32
 
-_STREAMS: Final = 1 << 31  # apart from the ids of dropout's layers
+_STREAMS: Final = 1 << 31  # the third counter word's highest bit, which the ids of dropout's layers never set
 _TILE: Final = 256
 _LANES: Final = 8
 
 
 class RoundedTensor(enum.IntEnum):
-    """What an update rounds: an element's three take different lanes. AMSGrad's largest v shares that of v."""
+    """The tensors that an update rounds, with different random lanes; AMSGrad's largest v takes the lanes of v."""
 
     PARAMETER = 0
     M = 1
@@ -29,7 +29,7 @@ _ORDER: Final = {
     RoundedTensor.M: (1, 0, 3, 2, 5, 4, 7, 6),
     RoundedTensor.V: (2, 3, 4, 5, 6, 7, 0, 1),
 }
-"""Which lane of a call each of its eight elements takes: one call does for all three."""
+"""The lane that each of a call's eight elements takes for each tensor, so that one call serves all three tensors."""
 
 
 def rounding_lanes(
@@ -37,19 +37,20 @@ def rounding_lanes(
 ) -> NDArray[np.uint16]:
     """Sixteen random bits for each element of a tensor.
 
-    A call of Philox4x32-10, whose key is the seed and whose counter is (number of the call: low word, high word;
-    2³¹ + tensor; step), gives eight lanes, low half of word 0 first. Elements 256·t + 4·l + i and
-    256·t + 128 + 4·l + i, where l < 32 and i < 4, are the i-th and (4 + i)-th of call 32·t + l, and one thread's. The
-    j-th takes lane j for the parameter, lane j ^ 1 for m, and lane j + 2 modulo 8 for v.
+    One call of Philox4x32-10 gives eight lanes; lane 0 is the low half of word 0. Its key is the seed, and its counter
+    is four words: the low and the high word of the call's number, 2³¹ + tensor, the step. Call 32·t + l, where l < 32,
+    serves the eight elements of one thread of the kernel: for i < 4, element 256·t + 4·l + i has place i in the call,
+    and element 256·t + 128 + 4·l + i has place 4 + i. The element at place j takes lane j for the parameter,
+    lane j ^ 1 for m, and lane (j + 2) mod 8 for v.
 
     Args:
-        size: elements.
-        tensor: its place among the optimizer's parameters.
-        step: number of the update, from 1.
-        first: element to begin at, a multiple of 256.
+        size: the number of elements.
+        tensor: the tensor's index among the optimizer's parameters.
+        step: the number of the update, from 1.
+        first: the index of the first element, a multiple of 256.
 
     Returns:
-        (size,), those of the elements from `first` on.
+        (size,), the lanes of the elements from `first` on.
     """
     tiles = -(-size // _TILE)
     call = np.arange(tiles * (_TILE // _LANES), dtype=np.uint64) + np.uint64(first // _LANES)
@@ -64,10 +65,10 @@ def rounding_lanes(
 
 
 def round_stochastically(values: NDArray[np.float32], lanes: NDArray[np.uint16]) -> NDArray[Any]:
-    """FP32 to BF16, away from zero with the probability that the bits cut off say.
+    """Rounds FP32 to BF16, away from zero with a probability proportional to the part that is cut off.
 
-    They and the lane are added: a carry rounds up. What that carries past BF16's largest number becomes infinite; NaN
-    stays NaN.
+    The lane is added to the 16 bits that are cut off, and a carry rounds the number away from zero. A number that is
+    rounded past BF16's largest becomes infinite; NaN stays NaN.
     """
     rounded = (values.view(np.uint32).astype(np.uint64) + lanes) >> np.uint64(16)
     bits = np.where(np.isnan(values), np.uint64(0x7FFF), rounded)

@@ -1,1 +1,1 @@
-"""What is remembered on disk: problems' keys, entries, the document, the machine that it is of."""
+"""What is remembered on disk: measured plans for each machine, and the problems that a script has met."""

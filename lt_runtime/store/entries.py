@@ -1,7 +1,7 @@
-"""What is remembered of a problem once it has been measured, and how that stands in a file.
+"""What the plan cache remembers of a problem that has been measured, and which of two entries for it is kept.
 
-An entry is checked wherever it comes from. In a file it carries a digest of itself and its key, so that a changed bit
-of an algorithm is noticed, which the library need not do.
+An entry checks its values when it is made. In a file it carries a digest of its key and itself, because cuBLASLt need
+not notice a changed bit in an algorithm.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Final, Literal, TypeAlias, TypeVar, get_args
+from types import NoneType
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.store.records import Json, from_json, to_json
+from lt_runtime.store.records import Json, field_types, from_json, to_json
 
 Effort: TypeAlias = Literal["default", "deep"]
 Strategy: TypeAlias = Mapping[str, str | bool | int | None]
-"""How a layer is split, by name: whatever the planner writes, it reads."""
+"""How a layer is split, by name. The plans write it and read it; the store does not know the names."""
 
 EFFORTS: Final[tuple[str, ...]] = get_args(Effort)
-"""How hard it was searched, the least first."""
+"""How many candidates a search tries, from few to many."""
 
-_ALGORITHM_BYTES: Final = (64, 128)  # of the library's, and with the mark of padded copies before it
 _DATE: Final = "%Y-%m-%dT%H:%M:%SZ"
 _DIGEST_DIGITS: Final = 16
 
@@ -34,13 +34,57 @@ def now() -> str:
     return datetime.now(UTC).strftime(_DATE)
 
 
+def _is_date(value: Any) -> bool:
+    try:
+        return bool(datetime.fromisoformat(value).strftime(_DATE) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and type(value) is not bool and 0.0 <= value < math.inf
+
+
+def _is_by_name(value: Any, kinds: set[type]) -> bool:
+    return isinstance(value, Mapping) and {*map(type, value)} <= {str} and {*map(type, value.values())} <= kinds
+
+
+_TIME: Final = (_is_time, "0 µs or more")
+_ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    # cuBLASLt's algorithm has 64 bytes. A plan on padded copies puts its mark before them (see products/blobs.py).
+    "algorithm": (lambda value: isinstance(value, bytes) and len(value) in (64, 128), "64 or 128 bytes"),
+    "config": (lambda value: _is_by_name(value, {int}), "integers by name"),
+    "strategy": (lambda value: _is_by_name(value, {str, bool, int, NoneType}), "texts, integers, True, False and None"),
+    "us": _TIME,
+    "first_us": _TIME,
+    "spread": _TIME,
+    "candidates": (lambda value: type(value) is int and value >= 1, "integers of 1 or more"),
+    "reason": (lambda value: isinstance(value, str), "texts"),
+    "barred": (lambda value: value is None or isinstance(value, str), "texts and None"),
+    "effort": (lambda value: value in EFFORTS, ", ".join(EFFORTS)),
+    "when": (_is_date, "dates in UTC such as 2026-01-31T23:59:59Z"),
+}
+"""What each field accepts, by its name, which means the same in every class below."""
+
+
+class _Checked:
+    """Base of the dataclasses below: checks the fields against `_ACCEPTED`."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name in _ACCEPTED.keys() & field_types(cast(Any, type(self))):
+            (accepts, words), value = _ACCEPTED[name], getattr(self, name)
+            if not accepts(value):
+                raise ArgumentError(f"{name} is {value!r}; accepted are {words}")
+
+
 @dataclass(frozen=True, slots=True)
-class RejectedAlgorithm:
-    """An algorithm that was measured or checked and is not to be used.
+class RejectedAlgorithm(_Checked):
+    """An algorithm that was measured or checked and must not be used.
 
     Attributes:
-        algorithm: as in `ProductEntry`.
-        config: its configuration, by the names of the attributes.
+        algorithm, config: as in `ProductEntry`.
         reason: such as "wrong: ...", "not deterministic", "slow: ...", "refused at the launch".
     """
 
@@ -48,49 +92,40 @@ class RejectedAlgorithm:
     config: Mapping[str, int]
     reason: str
 
-    def __post_init__(self) -> None:
-        _check_algorithm(self.algorithm, self.config)
-        _check_text("reason", self.reason)
-
 
 @dataclass(frozen=True, slots=True)
-class RejectedStrategy:
-    """A strategy that was tried and is not to be used, and why."""
+class RejectedStrategy(_Checked):
+    """A strategy that was tried and must not be used, with the reason."""
 
     strategy: Strategy
     reason: str
 
-    def __post_init__(self) -> None:
-        _check_strategy(self.strategy)
-        _check_text("reason", self.reason)
-
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
-    """A strategy that works as well and was slower, with its median time in µs."""
+class Alternative(_Checked):
+    """A strategy that works but was slower, with its median time in µs."""
 
     strategy: Strategy
     us: float
 
-    def __post_init__(self) -> None:
-        _check_strategy(self.strategy)
-        _check_time("us", self.us)
-
 
 @dataclass(frozen=True, slots=True)
-class ProductEntry:
+class ProductEntry(_Checked):
     """The best algorithm found for one matrix product.
 
     Attributes:
-        algorithm: what `plan_by` makes a plan of: the 64 opaque bytes of `cublasLtMatmulAlgo_t`, good for one version
-            of the library, or what stands for more than that.
-        config: its configuration, by the names of the attributes; for people, nothing is made from it.
-        us: median time in µs. first_us: that of the first algorithm that the heuristic offers.
+        algorithm: the bytes from which `plan_by` makes a plan: either the 64 opaque bytes of `cublasLtMatmulAlgo_t`,
+            which only one version of cuBLASLt understands, or the mark of one of our own ways to multiply.
+        config: the algorithm's configuration, by the names of its attributes. It is for people; nothing reads it.
+        us: median time in µs.
+        first_us: median time in µs of the first algorithm that the heuristic offers.
         spread: interquartile range of the times in µs.
-        candidates: how many algorithms were measured.
-        refused: what the library does not do for this problem, not to be asked again.
-        in_row: whether it was chosen in a row of layers, which counts for more than by itself.
-        barred: why it may not be used any more; None while it may.
+        candidates: number of algorithms that were measured.
+        rejected: algorithms that were tried and must not be used.
+        in_chain: whether the choice was made inside a chain of layers; such a choice outranks one made alone.
+        effort: how hard the tuner searched.
+        when: date and time of the measurement, in UTC.
+        barred: why the entry must not be used any more; None while it may be used.
 
     Raises:
         ArgumentError: a value is not one of those accepted.
@@ -103,39 +138,27 @@ class ProductEntry:
     spread: float
     candidates: int
     rejected: tuple[RejectedAlgorithm, ...] = ()
-    refused: tuple[str, ...] = ()
-    in_row: bool = False
+    in_chain: bool = False
     effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None
 
-    def __post_init__(self) -> None:
-        _check_algorithm(self.algorithm, self.config)
-        _check_time("us", self.us)
-        _check_time("first_us", self.first_us)
-        _check_time("spread", self.spread)
-        if type(self.candidates) is not int or self.candidates < 1:
-            raise ArgumentError(f"candidates is {self.candidates!r}; accepted: 1 or more")
-        for text in self.refused:
-            _check_text("refused", text)
-        _check_record(self.effort, self.when, self.barred)
-
     @property
     def rejection(self) -> RejectedAlgorithm:
-        """What remains of an entry that is barred."""
+        """What a better entry keeps of this one when this one is barred."""
         return RejectedAlgorithm(self.algorithm, self.config, self.barred or "")
 
 
 @dataclass(frozen=True, slots=True)
-class LayerEntry:
+class LayerEntry(_Checked):
     """The best strategy found for one layer.
 
     Attributes:
         strategy: how the layer is split.
-        us: median time in µs, end to end.
-        alternatives: what else was measured.
-        in_row: whether it was decided in a row of layers, which counts for more than by itself.
-        barred: why it may not be used any more; None while it may.
+        us: median time in µs of the whole layer.
+        alternatives: strategies that were measured and were slower.
+        rejected: strategies that were tried and must not be used.
+        in_chain, effort, when, barred: as in `ProductEntry`.
 
     Raises:
         ArgumentError: a value is not one of those accepted.
@@ -145,90 +168,68 @@ class LayerEntry:
     us: float
     alternatives: tuple[Alternative, ...] = ()
     rejected: tuple[RejectedStrategy, ...] = ()
-    in_row: bool = False
+    in_chain: bool = False
     effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None
 
-    def __post_init__(self) -> None:
-        _check_strategy(self.strategy)
-        _check_time("us", self.us)
-        _check_record(self.effort, self.when, self.barred)
-
     @property
     def rejection(self) -> RejectedStrategy:
-        """What remains of an entry that is barred."""
+        """What a better entry keeps of this one when this one is barred."""
         return RejectedStrategy(self.strategy, self.barred or "")
 
 
-Entry = TypeVar("Entry", ProductEntry, LayerEntry)
+Entry: TypeAlias = ProductEntry | LayerEntry
+Kind = TypeVar("Kind", ProductEntry, LayerEntry)
 
 
-def signed(key: str, entry: ProductEntry | LayerEntry) -> Json:
+def is_as_deep(entry: Entry | None, effort: str) -> bool:
+    """Whether there is an entry, and the search for it was at least as hard as `effort`."""
+    return entry is not None and EFFORTS.index(entry.effort) >= EFFORTS.index(effort)
+
+
+def better(ours: Kind, theirs: Kind) -> Kind:
+    """Which of two entries for one problem is kept. The order of several merges does not change the result.
+
+    The deeper search wins, then the choice made inside a chain, then the later, then the faster one. A barred entry
+    loses to any other, which then lists it among what it rejects.
+    """
+    if replace(ours, barred=None) == replace(theirs, barred=None):
+        return theirs if ours.barred is None else ours
+    if (ours.barred is None) is (theirs.barred is None):
+        return max(ours, theirs, key=_rank)
+    if ours.barred is None:
+        ours, theirs = theirs, ours
+    if replace(ours.rejection, reason="") in [replace(each, reason="") for each in theirs.rejected]:
+        return theirs
+    return replace(theirs, rejected=(*theirs.rejected, ours.rejection))
+
+
+def _rank(entry: Entry) -> tuple[int, bool, str, float, int, str]:
+    return EFFORTS.index(entry.effort), entry.in_chain, entry.when, -entry.us, len(entry.rejected), str(entry)
+
+
+def signed(key: str, entry: Entry) -> Json:
     """An entry as it stands in a file under its key."""
     plain = to_json(entry)
     return plain | {"digest": _digest(key, plain)}
 
 
-def verified(kind: type[Entry], key: str, value: object) -> Entry:
-    """The entry of which `signed` gave `value`.
+def verified(key: str, value: object) -> Entry:
+    """The entry for which `signed` gave `value`.
 
     Raises:
-        ValueError: there is none: the value is damaged.
+        ValueError: the value is damaged, or belongs to another key.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is no entry")
     plain = {name: each for name, each in value.items() if name != "digest"}
     if value.get("digest") != _digest(key, plain):
         raise ValueError("its digest does not fit")
+    kind: type[Entry] = ProductEntry if "algorithm" in plain else LayerEntry
     return from_json(kind, plain)
 
 
 def _digest(key: str, plain: Json) -> str:
     text = json.dumps([key, plain], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
-
-
-def _check_algorithm(algorithm: bytes, config: Mapping[str, int]) -> None:
-    if not isinstance(algorithm, bytes) or len(algorithm) not in _ALGORITHM_BYTES:
-        raise ArgumentError(f"algorithm is {algorithm!r}; accepted are {' or '.join(map(str, _ALGORITHM_BYTES))} bytes")
-    if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
-        raise ArgumentError(f"config is {config!r}; accepted are numbers by name")
-    for name, value in config.items():
-        if type(value) is not int:
-            raise ArgumentError(f"{name} of the configuration is {value!r}; accepted are integers")
-
-
-def _check_strategy(strategy: Strategy) -> None:
-    accepted = (str, bool, int, type(None))
-    if not isinstance(strategy, Mapping) or not all(isinstance(name, str) for name in strategy):
-        raise ArgumentError(f"strategy is {strategy!r}; accepted are values by name")
-    for name, value in strategy.items():
-        if type(value) not in accepted:
-            raise ArgumentError(f"{name} of the strategy is {value!r}; accepted are texts, booleans, integers and None")
-
-
-def _check_time(name: str, us: float) -> None:
-    if not isinstance(us, (int, float)) or isinstance(us, bool) or not 0.0 <= us < math.inf:
-        raise ArgumentError(f"{name} is {us!r}; accepted: 0 µs or more")
-
-
-def _check_text(name: str, text: str) -> None:
-    if not isinstance(text, str):
-        raise ArgumentError(f"{name} is {text!r}; accepted are texts")
-
-
-def _check_record(effort: str, when: str, barred: str | None) -> None:
-    if effort not in EFFORTS:
-        raise ArgumentError(f"effort is {effort!r}; accepted are {', '.join(EFFORTS)}")
-    if not _is_date(when):
-        raise ArgumentError(f"when is {when!r}; accepted are dates in UTC such as 2026-01-31T23:59:59Z")
-    if barred is not None:
-        _check_text("barred", barred)
-
-
-def _is_date(when: str) -> bool:
-    try:
-        return datetime.fromisoformat(when).strftime(_DATE) == when
-    except (TypeError, ValueError):
-        return False

@@ -1,4 +1,4 @@
-"""What measured plans are good for: the same GPU, the same cuBLASLt, the same driver, the same kernels of ours."""
+"""What measured plans are good for: one GPU model with one version of cuBLASLt, of the driver and of our kernels."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import re
 from dataclasses import asdict, dataclass
 
 from lt_runtime import cublaslt
-from lt_runtime.gpu.devices import device_info
+from lt_runtime.errors import LtError
+from lt_runtime.gpu.devices import device_count, device_info, kernel_driver_version
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.driver_version import kernel_driver_version
 from lt_runtime.paths import kernel_sources
 from lt_runtime.store.keys import SCHEMA
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that a measurement depends on besides the problem. Two equal machines have the same.
+    """All that a measurement depends on besides the problem. Equal machines have equal fingerprints.
 
     Attributes:
-        gpu: its name, as the driver gives it.
+        gpu: name of the GPU, as the driver gives it.
         capability: compute capability, major·10 + minor.
-        multiprocessors: how many the GPU has; a partition of one (MIG) has fewer.
+        multiprocessors: number of multiprocessors; a partition of a GPU (MIG) has fewer than the whole.
         cublaslt: version, major·10000 + minor·100 + patch.
-        driver: version, such as "580.95.05"; where only CUDA can be asked, "CUDA 13.0".
-        kernels: digest of our kernels' sources, because their speed is part of what is chosen between.
+        driver: version, such as "580.95.05", or "CUDA 13.0" where the driver does not tell its own.
+        kernels: digest of the sources of our kernels, because the choice depends on their speed.
     """
 
     gpu: str
@@ -38,24 +38,19 @@ class Fingerprint:
 
     @property
     def file_name(self) -> str:
-        """Name of the file that holds its plans, such as nvidia-h200-sm90-132-cublaslt130100-0123abcd.json."""
-        return _file_name(self, SCHEMA)
+        """Name of the file that holds the plans, such as nvidia-h200-sm90-132-cublaslt130100-0123abcd.json."""
+        gpu = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+        digest = hashlib.sha256(json.dumps([SCHEMA, asdict(self)], sort_keys=True).encode()).hexdigest()
+        return f"{gpu}-sm{self.capability}-{self.multiprocessors}-cublaslt{self.cublaslt}-{digest[:8]}.json"
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """In what `other` differs, such as "driver 570.86 instead of 580.95.05"; empty if in nothing."""
+        """How `other` differs, such as "driver 570.86 instead of 580.95.05"; empty if it does not."""
         ours, theirs = asdict(self), asdict(other)
         return [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]]
 
 
-@functools.cache
-def _file_name(known: Fingerprint, schema: int) -> str:
-    gpu = re.sub(r"[^a-z0-9]+", "-", known.gpu.lower()).strip("-")
-    digest = hashlib.sha256(json.dumps([schema, asdict(known)], sort_keys=True).encode()).hexdigest()
-    return f"{gpu}-sm{known.capability}-{known.multiprocessors}-cublaslt{known.cublaslt}-{digest[:8]}.json"
-
-
 def fingerprint(device: int) -> Fingerprint:
-    """The fingerprint of one of this machine's GPUs, by its ordinal, with what is installed.
+    """The fingerprint of one of this machine's GPUs, by its ordinal.
 
     Raises:
         MissingLibraryError: there is no driver or no cuBLASLt.
@@ -68,8 +63,17 @@ def fingerprint(device: int) -> Fingerprint:
 
 
 @functools.cache
+def machine() -> tuple[Fingerprint, ...]:
+    """The different fingerprints of this machine's GPUs; none if it has no usable GPU or no cuBLASLt."""
+    try:
+        return tuple(dict.fromkeys(fingerprint(device) for device in range(device_count())))
+    except LtError:
+        return ()
+
+
+@functools.cache
 def driver_version() -> str:
-    """The driver's version, or where it does not tell it, the highest CUDA version that it runs."""
+    """The driver's version, or the highest CUDA version that it runs where the driver does not tell its own."""
     known = kernel_driver_version()
     if known is not None:
         return known
@@ -79,7 +83,7 @@ def driver_version() -> str:
 
 @functools.cache
 def kernels_digest() -> str:
-    """Sixteen hexadecimal digits that change with any file of `cuda_src`."""
+    """Sixteen hexadecimal digits that change when any file of `cuda_src` changes."""
     digest = hashlib.sha256()
     for path in sorted(kernel_sources().glob("*.cu*")):
         content = path.read_bytes()

@@ -1,180 +1,153 @@
-"""The plan cache: measured plans in memory and in one file for each fingerprint, shared by any number of processes.
+"""The store of measured plans, in memory and in one file for each fingerprint, shared by any number of processes.
 
-A file is never changed, only replaced as a whole, under a lock, by what it held and what there is to add. So readers
-need no lock, and writers lose nothing of each other's. Whatever is wrong with the file or its directory costs a
+A file is never changed, only replaced as a whole, under a lock, by what it held and what is added. Hence readers need
+no lock, and writers lose nothing of each other's. If something is wrong with the file or its directory, that costs one
 warning, and plans are then kept in memory alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
-from lt_runtime.errors import ArgumentError
 from lt_runtime.files import Signature, free_name, replace_file, signature
 from lt_runtime.paths import cache_directory
-from lt_runtime.store.document import Document, Section, UnusableError
-from lt_runtime.store.entries import Entry, LayerEntry, ProductEntry
+from lt_runtime.store.document import Document, UnusableError
+from lt_runtime.store.entries import Entry, Kind, LayerEntry, ProductEntry
 from lt_runtime.store.fingerprint import Fingerprint, fingerprint
+from lt_runtime.store.keys import SCHEMA
 
-Validate: TypeAlias = Callable[[str, Entry], str | None]
-"""Says why an entry may not be used, given its key; None if it may."""
-
-_LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a lock of a process that died is free
+_LOCK_SECONDS: Final = 30.0  # eight writers on a busy machine wait for seconds; a dead process's lock is free at once
 _POLL_SECONDS: Final = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """What merging a file did.
-
-    Attributes:
-        changed: entries that were new or took another's place.
-        damaged: what was wrong with the entries left out, by key.
-        saved: whether the result is on disk.
-    """
-
-    changed: int
-    damaged: Mapping[str, str]
-    saved: bool
-
-
 def plans_directory() -> Path:
-    """Where the files lie, in the cache directory."""
+    """Where the plan files lie, in the cache directory."""
     return cache_directory() / "plans"
 
 
 def plan_store(device: int) -> PlanStore:
-    """The process's store for one of this machine's GPUs; GPUs of one fingerprint share it.
+    """The process's store for one of this machine's GPUs; GPUs with equal fingerprints share it.
 
     Raises:
         MissingLibraryError, DriverError: see `fingerprint`.
     """
-    known = fingerprint(device)
-    return _opened(plans_directory() / known.file_name, known)
+    return _opened(plans_directory(), fingerprint(device))
 
 
 @functools.cache
-def _opened(path: Path, fingerprint: Fingerprint) -> PlanStore:
-    return PlanStore(path, fingerprint)
+def _opened(directory: Path, known: Fingerprint) -> PlanStore:
+    path = directory / known.file_name
+    if not path.exists():
+        _tell_of_another_version(directory, f"{known.file_name.rpartition('-')[0]}-*.json")
+    return PlanStore(path, known)
+
+
+def _tell_of_another_version(directory: Path, pattern: str) -> None:
+    with contextlib.suppress(OSError):
+        for path in directory.glob(pattern):
+            if f'"schema": {SCHEMA},'.encode() not in path.read_bytes()[:40]:
+                warnings.warn(f"{path} is of another version of lt_runtime: it stays and is not used", stacklevel=5)
+                break
 
 
 class PlanStore:
     """Entries by key (see `keys`), read from a file when first asked for. Any number of threads may share it.
 
     Args:
-        path: the file, which need not exist, nor its directory.
+        path: the file. Neither it nor its directory need exist.
         fingerprint: what the entries must be good for.
     """
 
     def __init__(self, path: Path, fingerprint: Fingerprint) -> None:
         self.path, self.fingerprint = path, fingerprint
         self._document = Document(fingerprint)
-        self._seen: Signature = None  # of the file that the document holds
-        self._unusable: Signature = None  # of one that can be neither used nor set aside
+        self._seen: Signature = None  # signature of the file when it was read last
         self._patience = _LOCK_SECONDS
         self._warned = False
         self._lock = threading.RLock()
 
-    def product(self, key: str, validate: Validate[ProductEntry] | None = None) -> ProductEntry | None:
-        """The entry of a matrix product; None if there is none that may be used.
+    def product(self, key: str) -> ProductEntry | None:
+        """The entry of a matrix product; None if there is none that may be used."""
+        return self._find(key, ProductEntry)
 
-        Args:
-            validate: asked about the entry; one that it refuses is barred, here and in the file.
-        """
-        return self._get(self._document.products, key, validate)
+    def layer(self, key: str) -> LayerEntry | None:
+        """The entry of a layer; None if there is none that may be used."""
+        return self._find(key, LayerEntry)
 
-    def layer(self, key: str, validate: Validate[LayerEntry] | None = None) -> LayerEntry | None:
-        """As `product`, for a layer."""
-        return self._get(self._document.layers, key, validate)
+    def put(self, *parts: Mapping[str, Entry]) -> bool:
+        """Adds entries by key, in memory and in the file; returns whether they are in the file.
 
-    def put(
-        self,
-        products: Mapping[str, ProductEntry] | None = None,
-        layers: Mapping[str, LayerEntry] | None = None,
-    ) -> bool:
-        """Adds entries by key, in memory and in the file; whether they are in the file.
-
-        What is known already stays if it was searched harder (see `Section.absorb`). If the file cannot be written,
-        that is one warning, and the next `put` tries again to write all that is known.
+        An entry that is better than the new one stays (see `entries.better`). If the file cannot be written, that
+        costs one warning, and the next `put` tries again to write all that is known.
         """
         with self._lock:
-            for key, product in (products or {}).items():
-                self._document.products.add(key, product)
-            for key, layer in (layers or {}).items():
-                self._document.layers.add(key, layer)
+            for part in parts:
+                for key, entry in part.items():
+                    self._document.add(key, entry)
             return self._save()
 
-    def merge(self, other: Path) -> Merged:
-        """Adds the entries of another file, leaving damaged ones out.
+    def bar(self, key: str, entry: Entry, reason: str) -> None:
+        """Bars an entry from use, here and in the file: no plan can be made of it. A later measurement replaces it."""
+        self.put({key: replace(entry, barred=reason)})
+
+    def merge(self, other: Document) -> tuple[int, bool]:
+        """Adds another file's entries. Returns the number that were new or better, and whether the file has them.
 
         Raises:
-            ArgumentError: it cannot be read, is damaged, or holds what is good for something else.
+            UnusableError: they are good for something else.
         """
-        document = _read_other(other, self.fingerprint)
-        damaged = document.drop_damaged()
+        other.require(self.fingerprint)
         with self._lock:
             self._reload()
-            changed = self._document.absorb(document)
-            return Merged(changed, damaged, self._save())
+            return self._document.absorb(other), self._save()
 
-    def _get(self, section: Section[Entry], key: str, validate: Validate[Entry] | None) -> Entry | None:
+    def _find(self, key: str, kind: type[Kind]) -> Kind | None:
         with self._lock:
-            entry = self._find(section, key)
-        if entry is None or entry.barred is not None:
-            return None
-        # Without the lock: what is called may wait for a thread that waits for this store.
-        reason = validate(key, entry) if validate is not None else None
-        if reason is None:
-            return entry
-        with self._lock:
-            section.add(key, replace(entry, barred=reason))
-            self._save()
-        return None
+            entry = self._undamaged(key)
+            if entry is None or entry.barred is not None:  # another process may have measured the problem since
+                self._reload()
+                entry = self._undamaged(key)
+        return entry if isinstance(entry, kind) and entry.barred is None else None
 
-    def _find(self, section: Section[Entry], key: str) -> Entry | None:
-        """The entry in memory; where that is none or barred, the file may have got another since."""
-        entry = self._undamaged(section, key)
-        if entry is None or entry.barred is not None:
-            self._reload()
-            entry = self._undamaged(section, key)
-        return entry
-
-    def _undamaged(self, section: Section[Entry], key: str) -> Entry | None:
+    def _undamaged(self, key: str) -> Entry | None:
         try:
-            return section.get(key)
+            return self._document.get(key)
         except ValueError:
-            self._drop_damaged()
-            return section.get(key)
+            count = len(self._document.drop_damaged())
+            self._locked(self._rewrite, f"{self.path} has {count} damaged entries, which are not used")
+            return self._document.get(key)
 
     def _reload(self) -> None:
+        """Reads the file again if it has changed."""
         current = signature(self.path)
-        if current in (self._seen, self._unusable):
+        if current == self._seen:
             return
+        self._seen = current
         try:
             self._absorb_file()
         except UnusableError as error:
-            if not self._locked(self._absorb_or_set_aside, f"{self.path} {error} and is not used"):
-                self._unusable = current
+            self._locked(self._absorb_or_set_aside, f"{self.path} {error} and is not used")
         except OSError as error:
             self._warn(f"{self.path} cannot be read ({error})")
-            self._unusable = current
 
     def _absorb_file(self) -> None:
-        """Adds what the file holds; nothing if there is none."""
-        current = signature(self.path)
-        if current is not None and current != self._seen:
-            self._document.absorb(_read(self.path, self.fingerprint))
-        self._seen = current
+        """Adds what the file holds, if there is one."""
+        if signature(self.path) is None:
+            return
+        document = Document.read(self.path)
+        document.require(self.fingerprint)
+        self._document.absorb(document)
 
     def _absorb_or_set_aside(self) -> None:
-        """The same, under the lock; a file that cannot be used is kept under another name."""
+        """Adds what the file holds; a file that cannot be used is kept under another name. Needs the lock."""
         try:
             self._absorb_file()
         except UnusableError as error:
@@ -182,45 +155,36 @@ class PlanStore:
             self.path.rename(aside)
             warnings.warn(f"{self.path} {error}; it is kept as {aside.name} and not used", stacklevel=2)
 
-    def _drop_damaged(self) -> None:
-        """Goes on without damaged entries; the file that had them is kept under another name."""
-        count = len(self._document.drop_damaged())
-        complaint = f"{self.path} has {count} damaged entries, which are not used"
-        if self._locked(self._rewrite_undamaged, complaint):
-            warnings.warn(f"{complaint}; as it was, it is kept beside", stacklevel=2)
-
-    def _rewrite_undamaged(self) -> None:
-        has_them = signature(self.path) == self._seen  # else another process was faster
-        self._absorb_or_set_aside()
-        if self._document.drop_damaged() or has_them:
-            os.link(self.path, free_name(self.path, "damaged"))
-        self._write()
-
     def _save(self) -> bool:
-        """Writes all that is known, here and in the file; whether that succeeded."""
+        """Writes all that is known, here and in the file; returns whether that succeeded."""
         return self._locked(self._rewrite, f"{self.path} cannot be written; plans are kept in memory alone")
 
     def _rewrite(self) -> None:
+        """Does that under the lock. A file with damaged entries is kept under another name as well."""
+        self._document.drop_damaged()  # the file still has them, unless another process has mended it
         self._absorb_or_set_aside()
-        self._write()
-
-    def _write(self) -> None:
+        damaged = self._document.drop_damaged()
+        if damaged:
+            aside = free_name(self.path, "damaged")
+            os.link(self.path, aside)
+            complaint = f"{self.path} has {len(damaged)} damaged entries, which are not used"
+            warnings.warn(f"{complaint}; as it was, it is kept as {aside.name}", stacklevel=2)
         replace_file(self.path, self._document.render())
         self._seen = signature(self.path)
 
     def _locked(self, work: Callable[[], None], complaint: str) -> bool:
-        """Does something with the file while no other process writes it; whether it succeeded, a complaint if not.
+        """Works on the file while no other process writes it; returns whether that succeeded, and complains if not.
 
-        A lock that could not be had in time is not waited for again until it is free.
+        If the lock could not be had in time, later calls do not wait for it until it has been free once.
         """
-        import filelock  # here, because a process that only reads has no use for it
+        import filelock  # here, because a process that only reads does not need it
 
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = filelock.FileLock(f"{self.path}.lock")
             with lock.acquire(timeout=self._patience, poll_interval=_POLL_SECONDS):
                 work()
-        except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
+        except (OSError, NotImplementedError) as error:  # NotImplementedError where the file system has no locks
             self._patience = 0.0 if isinstance(error, filelock.Timeout) else _LOCK_SECONDS
             self._warn(f"{complaint} ({error})")
             return False
@@ -231,20 +195,3 @@ class PlanStore:
         if not self._warned:
             self._warned = True
             warnings.warn(complaint, stacklevel=2)
-
-
-def _read(path: Path, fingerprint: Fingerprint) -> Document:
-    document = Document.read(path)
-    differences = fingerprint.differences(document.fingerprint)
-    if differences:
-        raise UnusableError("foreign", f"was measured elsewhere ({', '.join(differences)})")
-    return document
-
-
-def _read_other(path: Path, fingerprint: Fingerprint) -> Document:
-    try:
-        return _read(path, fingerprint)
-    except UnusableError as error:
-        raise ArgumentError(f"{path} {error}") from None
-    except OSError as error:
-        raise ArgumentError(f"{path} cannot be read ({error})") from None

@@ -1,12 +1,14 @@
-"""The problems that a script meets, written to a file for the warm-up tool: a line of JSON each.
+"""The problems that a script meets, written to a file for the warm-up command, one line of JSON each.
 
-`LT_RUNTIME_RECORD` names the file. Any number of processes may append to the same one: each line is one write.
+`LT_RUNTIME_RECORD` names the file. Any number of processes may append to it, because each line is one write.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import threading
 import warnings
 from pathlib import Path
@@ -17,6 +19,7 @@ from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 
 RECORD_VARIABLE: Final = "LT_RUNTIME_RECORD"
 _COMMENT: Final = "#"
+_ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
 
 _recorded: set[tuple[str, str]] = set()
@@ -25,9 +28,9 @@ _lock = threading.Lock()
 
 
 def record(problem: Problem) -> None:
-    """Appends a problem to the file that the environment names, if it does, once a process.
+    """Appends a problem to the file that the environment names, if it names one. A process writes each problem once.
 
-    A file that cannot be written costs a warning, the first time.
+    A file that cannot be written costs one warning.
     """
     path = os.environ.get(RECORD_VARIABLE)
     if not path:
@@ -46,24 +49,32 @@ def record(problem: Problem) -> None:
 
 
 def _append(path: str, line: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        heading = "" if os.fstat(descriptor).st_size else _HEADING
-        os.write(descriptor, (heading + line).encode())
-    finally:
-        os.close(descriptor)
+    with Path(path).open("a+b", buffering=0) as file:
+        file.seek(0)
+        head = file.read(len(_HEADING)).decode(errors="replace")
+        if _is_of_another_version(head):
+            raise OSError(errno.EEXIST, _ANOTHER_VERSION)
+        file.write(((_HEADING if not head else "") + line).encode())
+
+
+def _is_of_another_version(head: str) -> bool:
+    found = re.match(r"# lt_runtime: problems of schema (\d+)", head)
+    return found is not None and int(found[1]) != SCHEMA
 
 
 def read_recorded(path: Path) -> list[Problem]:
-    """The problems in a file, none twice, in the order in which they were met.
+    """The problems in a file, without repetitions, in the order in which they were met.
 
     Raises:
-        ArgumentError: the file cannot be read, or a line of it is not as `record` writes them.
+        ArgumentError: the file cannot be read, was written by another version, or has a line that `record` would not
+            write.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if lines and _is_of_another_version(lines[0]):
+        raise ArgumentError(f"{path} cannot be used ({_ANOTHER_VERSION})")
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT))
     return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in numbered))
 
@@ -71,8 +82,6 @@ def read_recorded(path: Path) -> list[Problem]:
 def _read_line(place: str, line: str) -> Problem:
     try:
         return parse_key(json.loads(line)["problem"])
-    except (KeyError, TypeError, json.JSONDecodeError):
-        accepted = '{"problem": KEY}'
-        raise ArgumentError(f"{place} is {line[:80]!r}; accepted are lines such as {accepted}") from None
-    except ValueError as error:
-        raise ArgumentError(f"{place}, problem: {error}; it may be of another version of lt_runtime") from None
+    except (KeyError, TypeError, ValueError) as error:
+        accepted = 'lines such as {"problem": KEY} of this version of lt_runtime'
+        raise ArgumentError(f"{place} is {line[:80]!r}; accepted are {accepted} ({error})") from None

@@ -1,17 +1,15 @@
-"""Frozen dataclasses as JSON and back, by the types of their fields. What values they accept, they check themselves."""
+"""Frozen dataclasses as JSON and back, by the types of their fields."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeVar
 
 Json: TypeAlias = dict[str, Any]
 _Record = TypeVar("_Record")
-_Reader: TypeAlias = Callable[[str, Any], Any]
-"""Turns what a file has of a field, given its name, into the field's value."""
 
 
 @functools.cache
@@ -22,20 +20,8 @@ def field_types(kind: Any) -> dict[str, Any]:
 
 
 def to_json(record: Any) -> Json:
-    """The fields of a dataclass by name: bytes in hexadecimal, tuples as lists, dataclasses within as theirs."""
+    """The fields of a dataclass by name. Bytes become hexadecimal text, tuples lists, inner dataclasses objects."""
     return {name: _plain(getattr(record, name)) for name in field_types(typing.cast(Any, type(record)))}
-
-
-def from_json(kind: type[_Record], value: object) -> _Record:
-    """The instance of `kind` of which `to_json` gave `value`.
-
-    Raises:
-        ValueError: there is none: a field too few or too many, a value that its type does not have.
-    """
-    readers = _readers(typing.cast(Any, kind))
-    if not isinstance(value, dict) or value.keys() != readers.keys():
-        raise ValueError(f"{kind.__name__} has the fields {', '.join(readers)}")
-    return kind(**{name: read(name, value[name]) for name, read in readers.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -48,43 +34,25 @@ def _plain(value: Any) -> Any:
     return to_json(value) if dataclasses.is_dataclass(value) else value
 
 
-@functools.cache
-def _readers(kind: Any) -> dict[str, _Reader]:
-    return {name: _reader(hint) for name, hint in field_types(kind).items()}
+def from_json(kind: type[_Record], value: object) -> _Record:
+    """The instance of `kind` for which `to_json` gave `value`. Floats and mappings are left to the class to check.
+
+    Raises:
+        ValueError: there is no such instance: a field is missing or unknown, or has a value of another type.
+    """
+    hints = field_types(typing.cast(Any, kind))
+    if not isinstance(value, dict) or value.keys() != hints.keys():
+        raise ValueError(f"{kind.__name__} has the fields {', '.join(hints)}")
+    return kind(**{name: _value(name, hint, value[name]) for name, hint in hints.items()})
 
 
-def _reader(hint: Any) -> _Reader:
-    if hint is bytes:
-        return _bytes
-    if typing.get_origin(hint) is tuple:
-        return functools.partial(_tuple, _reader(typing.get_args(hint)[0]))
-    if hint in (int, str):
-        return functools.partial(_exactly, hint)
-    return functools.partial(_record, hint) if dataclasses.is_dataclass(hint) else _as_it_is
-
-
-def _tuple(read: _Reader, name: str, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is {value!r}, not a list")
-    return tuple([read(name, each) for each in value])
-
-
-def _exactly(kind: type, name: str, value: object) -> object:
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {value!r}, not of type {kind.__name__}")
+def _value(name: str, hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return from_json(typing.cast(type, hint), value)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple([_value(name, typing.get_args(hint)[0], each) for each in value])
+    if hint is bytes and isinstance(value, str):
+        return bytes.fromhex(value)
+    if (hint in (int, str, bool) and type(value) is not hint) or isinstance(value, list):
+        raise ValueError(f"{name} is {value!r}")
     return value
-
-
-def _record(kind: Any, _: str, value: object) -> object:
-    return from_json(kind, value)
-
-
-def _as_it_is(_: str, value: object) -> object:
-    return value
-
-
-def _bytes(name: str, value: object) -> bytes:
-    try:
-        return bytes.fromhex(typing.cast(str, value))
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}, not hexadecimal") from None

@@ -1,4 +1,4 @@
-"""What a training step does, whichever way it is run: forward, loss, backward, and the optimizer's update."""
+"""What a training step does, on the host as on a GPU: forward, loss, backward, and the optimizer's update."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from lt_runtime.gpu.branches import branch
-from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.loss import cross_entropy, mse_loss
 from lt_runtime.ops.tally import Scores, Tally
@@ -27,15 +26,16 @@ class StepBody:
 
     def __init__(self, model: MLP, optimizer: AdamW, loss: str) -> None:
         self.model, self.optimizer = model, optimizer
-        self._loss, self._classifies = LOSSES[loss], loss == "cross_entropy"
+        self.classifies, self._loss = loss == "cross_entropy", LOSSES[loss]
 
     def run(self, parts: Sequence[tuple[Any, Any]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
         """Puts a step on a stream.
 
         Args:
-            parts: inputs and targets of the micro-batches, all of one size. Gradients are of the mean over all.
-            tally: what the losses are added to.
-            stream: of a GPU, its handle; of the host, None.
+            parts: inputs and targets of each micro-batch. All have the same size; the gradients are those of the mean
+                over all of them.
+            tally: the losses are added to it.
+            stream: a handle on a GPU, None on the host.
             updates: whether the optimizer makes its step.
         """
         for i, (x, target) in enumerate(parts):
@@ -51,7 +51,7 @@ class StepBody:
         with range_of("loss"):
             scale = None if scaler is None else scaler.scale
             loss, gradient = self._loss(outputs, target, grad_scale=scale, share=share, stream=stream)
-        scores = Scores(outputs, target, IGNORE_INDEX) if self._classifies else None
+        scores = Scores(outputs, target, IGNORE_INDEX) if self.classifies else None
         with self._beside(stream) as other:
             tally.add(loss, scores, share, first=index == 0, stream=other)
             with range_of("backward"):
@@ -59,7 +59,7 @@ class StepBody:
 
     @contextlib.contextmanager
     def _beside(self, stream: Any) -> Iterator[Any]:
-        """A stream for what nothing in the step waits for."""
+        """A stream for work that nothing else in the step waits for."""
         device = self.model.device.ordinal
         if device is None:
             yield stream

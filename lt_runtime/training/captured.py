@@ -1,4 +1,4 @@
-"""Training steps on a GPU: inputs in buffers that stay, and what is done with them captured in one graph."""
+"""Training steps on a GPU: each batch is copied into buffers that stay; one captured graph runs the step on them."""
 
 from __future__ import annotations
 
@@ -7,53 +7,62 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from typing import Any, Final, TypeAlias
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
 
-from lt_runtime.arrays import Operand, arena_size, arena_views
+from lt_runtime.arrays import CUPY, Operand, arena_size, arena_views, current_streams, library_of, signature_of
 from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.direct import function, is_capturing, is_current
+from lt_runtime.gpu.driver import call, check
 from lt_runtime.gpu.graphs import Graph, no_collection
-from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
-from lt_runtime.ops.tally import GpuTally
+from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
+from lt_runtime.ops.tally import GpuTally, Totals
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
-from lt_runtime.training.inputs import RowCopy, row_copies
+from lt_runtime.training.inputs import read_batch
 
 MAX_GRAPHS: Final = 8
-"""That one training step keeps, one for each size of batch and type of labels; the least recently used goes first."""
+"""Graphs that one training step keeps: one for each size of batch and type of labels. The least recently used is
+dropped first."""
 
 _Key: TypeAlias = tuple[int, str]
-Copies: TypeAlias = tuple[list[RowCopy], list[RowCopy]]
 
 
 class Turn:
-    """Whose turn it is with the memory that all graphs captured on one stream share, on whichever stream they run."""
+    """Lets the graphs of a device run one after another, on whichever streams they are launched.
+
+    They are captured on one stream and therefore share its scratch memory and workspace.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._event = call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        self._last: int | None = None
+        self._event = int(call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self._record = function("cuEventRecord")
+        self._stream: int | None = None
 
-    @contextlib.contextmanager
-    def on(self, stream: int) -> Iterator[None]:
-        """What the stream is given within comes after all that was given to any stream within another turn."""
-        with self._lock:
-            if self._last not in (None, stream):
-                call("cuStreamWaitEvent", stream, self._event, 0)
-            try:
-                yield
-            finally:
-                call("cuEventRecord", self._event, stream)
-                self._last = stream
+    def __enter__(self) -> Self:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        status = self._record(self._event, self._stream)
+        self._lock.release()
+        if status:
+            check("cuEventRecord", status)
+
+    def give(self, stream: int) -> None:
+        """Gives this turn to a stream, which waits for everything that earlier turns put on other streams."""
+        earlier, self._stream = self._stream, stream
+        if earlier not in (None, stream):
+            call("cuStreamWaitEvent", stream, self._event, 0)
 
     def wait(self) -> None:
-        """Waits on the host until all of it is done."""
+        """Waits on the host until everything that was put on a stream within a turn is done."""
         call("cuEventSynchronize", self._event)
 
 
@@ -62,28 +71,71 @@ def _turn(device: int) -> Turn:
     return Turn()
 
 
+class RowCopy(NamedTuple):
+    """How rows of a batch come into one of a step's buffers, in which they lie without gaps.
+
+    Attributes:
+        operand: 0 for x, 1 for the targets.
+        offset: bytes from the start of that array to the first of these rows.
+        buffer: address of the buffer.
+        size: bytes of the buffer.
+        strided: the driver's description of the copy if the rows have gaps between them; each copy sets its source.
+    """
+
+    operand: int
+    offset: int
+    buffer: int
+    size: int
+    strided: driver.CUDA_MEMCPY2D | None
+
+
+def row_copies(operand: int, source: Operand, buffers: Sequence[Any]) -> Iterator[RowCopy]:
+    """The copies that fill row-major buffers, one after another, with the rows of a source."""
+    width = source.itemsize * (source.shape[1] if len(source.shape) == 2 else 1)
+    pitch = source.strides[0] * source.itemsize if source.shape[0] > 1 else width
+    offset = 0
+    for buffer in buffers:
+        strided = None
+        if pitch != width:
+            strided = driver.CUDA_MEMCPY2D()
+            strided.srcMemoryType = strided.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+            strided.srcPitch, strided.WidthInBytes, strided.Height = pitch, width, buffer.shape[0]
+            strided.dstDevice, strided.dstPitch = buffer.data.ptr, width
+        yield RowCopy(operand, offset, buffer.data.ptr, buffer.nbytes, strided)
+        offset += buffer.shape[0] * pitch
+
+
 class Batches:
-    """Buffers for the micro-batches of one size, filled with zeros, and the graph over them, if there is one."""
+    """Buffers for the micro-batches of one size, filled with zeros, and the graph that runs over them, if there is one.
+
+    Attributes:
+        parts: inputs and targets of each micro-batch.
+    """
 
     def __init__(self, x: Operand, target: Operand, parts: int, stream: int) -> None:
-        self._x, self._target = (_buffers(operand, parts, stream) for operand in (x, target))
-        self.parts = [*zip(self._x, self._target, strict=True)]
+        self._buffers = [_zeros(operand, parts, stream) for operand in (x, target)]
+        self.parts = [*zip(*self._buffers, strict=True)]
         self.graph: Graph | None = None
 
-    def copies(self, x: Operand, target: Operand) -> Copies:
-        """How a batch comes here, row by row into one micro-batch after the other: of x, and of the targets."""
-        return row_copies(x, self._x), row_copies(target, self._target)
-
-    def fill(self, x: Operand, target: Operand, stream: int) -> None:
-        """Puts these copies on a stream."""
-        _put(self.copies(x, target), (x.address, target.address), stream)
+    def copies(self, *batch: Operand) -> tuple[RowCopy, ...]:
+        """How x and targets come into the buffers."""
+        pairs = enumerate(zip(batch, self._buffers, strict=True))
+        return tuple(copy for i, (source, buffers) in pairs for copy in row_copies(i, source, buffers))
 
 
-def _buffers(operand: Operand, parts: int, stream: int) -> list[Any]:
+def _zeros(operand: Operand, parts: int, stream: int) -> list[Any]:
     rows, *rest = operand.shape
     shapes, dtype = [(rows // parts, *rest)] * parts, np.dtype(operand.dtype)
     with cupy_stream(operand.device, stream) as module:
         return arena_views(module.zeros(arena_size(shapes, dtype.itemsize), dtype), shapes)
+
+
+class Replay(NamedTuple):
+    """All that is needed to run a batch that looks like one before."""
+
+    key: _Key
+    copies: tuple[RowCopy, ...]
+    batches: Batches
 
 
 class GpuStep:
@@ -91,130 +143,157 @@ class GpuStep:
 
     Args:
         parts: micro-batches of a step.
-        graph: whether a step is captured once, and then launched as one graph.
+        graph: whether a step is captured once and then launched as one graph.
     """
 
     def __init__(self, body: StepBody, device: int, parts: int, *, graph: bool) -> None:
         self._body, self._device, self._parts, self._captures = body, device, parts, graph
         self._batches: OrderedDict[_Key, Batches] = OrderedDict()
-        self._seen: dict[Hashable, tuple[_Key, Copies]] = {}
+        self._replays: dict[Hashable, Replay] = {}
+        self._current_stream = CUPY.current_stream
         with activated(device):
             stream = stream_handle(None, device)
             self.tally, self._spare = GpuTally(device, stream), GpuTally(device, stream)
             call("cuStreamSynchronize", stream)  # steps may come on any stream
+            self._turn, self._launch_graph = _turn(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
         weakref.finalize(self, _close, device, self._batches)
 
-    def run(self, x: Operand, target: Operand, stream: int, looks: Hashable = None) -> None:
-        """Puts one step on a stream; the device is current.
+    def totals(self, stream: Any) -> Totals:
+        """Sums over the steps since the last call; waits for the stream.
 
         Args:
-            looks: what such batches are to be known by for `repeat`; None if they are not.
+            stream: None for the current stream of the library that the batches come from.
+        """
+        return self.tally.read(stream_handle(stream, self._device, self._current_stream))
+
+    def repeat(self, x: Any, target: Any, stream: Any) -> bool:
+        """Runs a step if a batch that looks the same was run before; returns whether it did.
+
+        Batches look the same if they differ in nothing but their addresses and values, so that nothing is to be
+        checked. This is the shortest way from a call to the launch of the graph.
+        """
+        signature = signature_of((x, target), ())
+        if signature is None or target is None:
+            return False
+        _, x_looks, target_looks = signature
+        replay = self._replays.get((x_looks[1:], target_looks[1:]))
+        device = self._device
+        if replay is None or not is_current(device):
+            return False
+        handle = current_streams[type(x)](device) if stream is None else stream_handle(stream, device)
+        if handle and is_capturing(handle):
+            raise _capture_error(handle)
+        with self._turn as turn, range_of("step"):
+            turn.give(handle)
+            return self._launch(replay, (x_looks[0], target_looks[0]), handle)
+
+    def run(self, x: Any, target: Any, stream: Any) -> None:
+        """Runs a step on a batch that has not been seen before; its x has the right shape.
 
         Raises:
+            OperandError: the batch cannot be copied as it is.
             CaptureError: the stream is being captured: a graph cannot be captured in another.
             GpuError: no memory for another size of batch, or another failure; nothing has been updated.
         """
-        if not self._captures:
-            batches = self._find(x, target, stream)
-            batches.fill(x, target, stream)
-            self._body.run(batches.parts, self.tally, stream)
-            return
-        _check_capture(stream)
-        with _turn(self._device).on(stream), range_of("step"):
-            batches = self._find(x, target, stream)
-            copies = batches.copies(x, target)
-            self._launch(batches, copies, (x.address, target.address), stream)
-            if looks is not None:
-                self._seen[looks] = _key(x, target), copies
+        with activated(self._device):
+            self._current_stream = library_of(x).current_stream
+            handle = stream_handle(stream, self._device, self._current_stream)
+            batch = read_batch(self._body.model, x, target, self._body.classifies, handle)
+            addresses = batch[0].address, batch[1].address
+            if not self._captures:
+                replay = self._prepared(batch, handle)
+                _copy(replay.copies, addresses, handle)
+                self._body.run(replay.batches.parts, self.tally, handle)
+                return
+            if handle and is_capturing(handle):
+                raise _capture_error(handle)
+            with self._turn as turn, range_of("step"):
+                turn.give(handle)
+                replay = self._prepared(batch, handle)
+                self._launch(replay, addresses, handle)
+                signature = signature_of((x, target), ())
+                if signature is not None:
+                    _, x_looks, target_looks = signature
+                    self._replays[x_looks[1:], target_looks[1:]] = replay
 
-    def repeat(self, looks: Hashable, addresses: tuple[int, ...], stream: int) -> bool:
-        """`run`, if a batch that looks the same has been before; says whether one has.
-
-        Args:
-            addresses: of x and of the targets.
-        """
-        if looks not in self._seen:
+    def _launch(self, replay: Replay, addresses: tuple[int, int], stream: int) -> bool:
+        """Puts copies and graph on a stream; False if another thread's batch has just taken the graph's place."""
+        graph = replay.batches.graph
+        if graph is None:
             return False
-        _check_capture(stream)
-        with _turn(self._device).on(stream), range_of("step"):
-            seen = self._seen.get(looks)
-            if seen is None:  # another thread's step has let go of it
-                return False
-            key, copies = seen
-            self._batches.move_to_end(key)
-            self._launch(self._batches[key], copies, addresses, stream)
+        self._batches.move_to_end(replay.key)
+        _copy(replay.copies, addresses, stream)
+        if status := self._launch_graph(graph.executable, stream):
+            check("cuGraphLaunch", status)
         return True
 
-    def _launch(self, batches: Batches, copies: Copies, addresses: tuple[int, ...], stream: int) -> None:
-        _put(copies, addresses, stream)
-        if batches.graph is not None:
-            batches.graph.launch(stream)
-
-    def _find(self, x: Operand, target: Operand, stream: int) -> Batches:
-        key = _key(x, target)
+    def _prepared(self, batch: tuple[Operand, Operand], stream: int) -> Replay:
+        """How such a batch is run; buffers and graph are made at the first batch of a size."""
+        key = batch[0].shape[0], batch[1].dtype
         if key not in self._batches:
             while len(self._batches) >= MAX_GRAPHS:
-                self._seen.clear()  # some of it may be of those that go
+                self._replays.clear()  # some of them may be of the graph that goes
                 _close(self._device, self._batches, 1)
-            self._batches[key] = self._make(x, target, stream)
+            self._batches[key] = self._make(batch, stream)
         self._batches.move_to_end(key)
-        return self._batches[key]
+        return Replay(key, self._batches[key].copies(*batch), self._batches[key])
 
-    def _make(self, x: Operand, target: Operand, stream: int) -> Batches:
+    def _make(self, batch: tuple[Operand, Operand], stream: int) -> Batches:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
         try:
-            batches = Batches(x, target, self._parts, stream)
+            batches = Batches(*batch, self._parts, stream)
             if self._captures:
                 batches.graph = self._capture(batches, stream)
         except BaseException as error:
             if not self._batches:  # no graph holds an address
                 self._pool.free_all_blocks()
             if isinstance(error, out_of_memory):
-                raise GpuError(f"no memory for batches of {x.shape[0]} rows: {error}") from error
+                raise GpuError(f"no memory for batches of {batch[0].shape[0]} rows: {error}") from error
             raise
         return batches
 
     def _capture(self, batches: Batches, stream: int) -> Graph:
-        """The graph of a step. What it does is done twice before, but for the update.
+        """The graph of a step, which is rehearsed twice before, without the update.
 
-        The first time makes the plans, and measures them where that is asked for, with memory that is then given back;
-        the second, the memory that the graph keeps.
+        The first rehearsal makes the plans, and measures them where that is asked for; its memory is given back. The
+        second allocates the memory that the graph keeps.
         """
         captured = private_stream(self._device, "training")
         order_after(captured, stream)
         try:
-            self._rehearse(batches, captured, cupy().cuda.MemoryPool())
-            self._rehearse(batches, captured, self._pool)
+            for pool in (cupy().cuda.MemoryPool(), self._pool):
+                with _memory_from(pool):
+                    self._body.run(batches.parts, self._spare, captured, updates=False)
             with _memory_from(self._pool), no_collection():
                 return Graph(lambda handle: self._body.run(batches.parts, self.tally, handle), captured)
         finally:
             order_after(stream, captured)
 
-    def _rehearse(self, batches: Batches, stream: int, pool: Any) -> None:
-        with _memory_from(pool):
-            self._body.run(batches.parts, self._spare, stream, updates=False)
+
+def _copy(copies: Sequence[RowCopy], addresses: tuple[int, int], stream: int) -> None:
+    """Puts a batch's copies on a stream.
+
+    Args:
+        addresses: of x and of the targets.
+    """
+    copy = function("cuMemcpyDtoDAsync_v2")
+    for operand, offset, buffer, size, strided in copies:
+        source = addresses[operand] + offset
+        if strided is not None:
+            strided.srcDevice = source
+            call("cuMemcpy2DAsync", strided, stream)
+        elif status := copy(buffer, source, size, stream):
+            check("cuMemcpyDtoDAsync", status)
 
 
-def _key(x: Operand, target: Operand) -> _Key:
-    """What batches with buffers and a graph of their own are told apart by."""
-    return x.shape[0], target.dtype
-
-
-def _put(copies: Copies, addresses: tuple[int, ...], stream: int) -> None:
-    for each, address in zip(copies, addresses, strict=True):
-        for copy in each:
-            copy.put(address, stream)
-
-
-def _check_capture(stream: int) -> None:
-    if is_captured(stream):
-        raise CaptureError(f"stream {stream:#x} is being captured; a step to be captured needs graph=False")
+def _capture_error(stream: int) -> CaptureError:
+    return CaptureError(f"stream {stream:#x} is being captured; a step to be captured needs graph=False")
 
 
 @contextlib.contextmanager
 def _memory_from(pool: Any) -> Iterator[None]:
-    """Makes CuPy allocate from a pool of the graphs' own, during a capture too: they hold the addresses."""
+    """Makes CuPy allocate from a pool of the graphs' own, during a capture too, because they keep the addresses."""
 
     def allocate(size: int) -> Any:
         with relaxed_captures():
@@ -225,7 +304,7 @@ def _memory_from(pool: Any) -> Iterator[None]:
 
 
 def _device_memory(size: int) -> Any:
-    """What the pool is made of. CuPy's own error would have the pool give up blocks that graphs use."""
+    """Allocates for the pool. CuPy's own error would make the pool give up blocks that graphs use."""
     cuda = cupy().cuda
     try:
         return cuda.MemoryPointer(cuda.Memory(size), 0)
@@ -234,12 +313,13 @@ def _device_memory(size: int) -> Any:
 
 
 def _close(device: int, batches: OrderedDict[_Key, Batches], count: int | None = None) -> None:
-    """Drops those that have not been used for the longest time, or all, once they are done."""
+    """Frees the graphs that have not been used for the longest time, or all of them, once they are done."""
     if not batches:
         return
     with activated(device):
         _turn(device).wait()
         for _ in range(count or len(batches)):
             _, dropped = batches.popitem(last=False)
-            if dropped.graph is not None:
-                dropped.graph.close()
+            graph, dropped.graph = dropped.graph, None
+            if graph is not None:
+                graph.close()

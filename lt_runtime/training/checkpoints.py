@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if it had never been interrupted, in one safetensors file."""
+"""Checkpoints: everything that a run needs to continue as if it had never been interrupted, in a safetensors file."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from lt_runtime.training.mlp import MLP
 _KEY: Final = "lt_runtime"
 _FORMAT: Final = 1
 _MOMENTS: Final = ("m", "v", "v_max")
+_MODEL: Final = ("dims", "dropout", "seed", "compute")
+_OPTIMIZER: Final = ("amsgrad", "max_norm", "skip_nonfinite", "stochastic_rounding", "seed")
+_SCALER: Final = ("scale", "growth_tracker")
 
 
 def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
     """Writes parameters, master copies, moments, steps, seeds, the loss scale and all options to a safetensors file.
 
-    It takes the place of an older file at once, when it is on the disk as a whole. Waits for the GPU.
+    An older file of that name is replaced at once, when the new one is on the disk as a whole. Waits for the GPU.
 
     Args:
         optimizer: over parameters of `model`.
@@ -36,11 +39,10 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
     arrays, target = _arrays(model, optimizer), Path(path)
     model.device.synchronize()
     host = {name: model.device.to_host(array) for name, array in arrays.items()}
-    metadata = {_KEY: json.dumps(_description(model, optimizer))}
     temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
     temporary.open("xb").close()  # an error here says what is wrong with the place
     try:
-        save_file(host, temporary, metadata)
+        save_file(host, temporary, {_KEY: json.dumps(_description(model, optimizer))})
         _flush(temporary)
         temporary.replace(target)
         _flush(target.parent)
@@ -51,12 +53,12 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
 def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
     """Puts a checkpoint's values into a model and an optimizer that were made with the same options.
 
-    Training then continues bit by bit as it would have, in captured graphs too: their arrays are written in place.
-    Waits for the GPU.
+    Training then continues bit by bit as it would have. Captured graphs continue too, because the arrays are written in
+    place. Waits for the GPU.
 
     Raises:
-        CheckpointError: the file is damaged, none of `save_checkpoint`'s, or of a model or an optimizer with other
-            options. Neither has been changed.
+        CheckpointError: the file is damaged, it was not written by `save_checkpoint`, or its model or optimizer has
+            other options. Nothing has been changed.
         ArgumentError: the optimizer has other parameters than the model.
         OSError: the file cannot be read.
     """
@@ -74,39 +76,29 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
     for parameter in optimizer.parameters:
         if id(parameter) not in known:
             raise ArgumentError(f"the optimizer has {parameter.name}, which is no parameter of the model")
-    arrays = {parameter.name: parameter.data for parameter in model.parameters()}
-    arrays |= {f"{each.name}.master": each.master for each in model.parameters() if each.master is not None}
+    arrays = {each.name: each.data for each in model.parameters()}
+    arrays |= {f"{each.name}.master": each.master for each in model.parameters()}
     for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
         arrays |= {f"{parameter.name}.{moment}": array for moment, array in zip(_MOMENTS, moments, strict=False)}
-    arrays |= {"optimizer.steps": optimizer.steps, "optimizer.skipped_steps": optimizer.skipped_steps}
-    if optimizer.grad_norm is not None:
-        arrays["optimizer.grad_norm"] = optimizer.grad_norm
-    if optimizer.scaler is not None:
-        arrays |= {"scaler.scale": optimizer.scaler.scale, "scaler.growth_tracker": optimizer.scaler.growth_tracker}
-    return arrays
+    arrays |= {f"optimizer.{name}": getattr(optimizer, name) for name in ("steps", "skipped_steps", "grad_norm")}
+    arrays |= {f"scaler.{name}": getattr(optimizer.scaler, name, None) for name in _SCALER}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
-    """What must be equal for the run to go on in the same way; what JSON would give back."""
+    """What must be equal for the run to go on in the same way, as JSON gives it back."""
     options, scaler = optimizer.options, optimizer.scaler
     described = {
         "format": _FORMAT,
         "model": {
-            "dims": model.dims,
+            **{name: getattr(model, name) for name in _MODEL},
             "activation": dataclasses.asdict(model.activation),
             "dtype": model.dtype.value,
-            "dropout": model.dropout,
-            "seed": model.seed,
-            "compute": model.compute,
         },
         "optimizer": {
             **dataclasses.asdict(options.hyper),
-            "amsgrad": options.amsgrad,
-            "max_norm": options.max_norm,
-            "skip_nonfinite": options.skip_nonfinite,
+            **{name: getattr(options, name) for name in _OPTIMIZER},
             "moments": options.moments.value,
-            "stochastic_rounding": options.stochastic_rounding,
-            "seed": options.seed,
             "parameters": {each.name: [each.lr_scale, each.weight_decay] for each in optimizer.parameters},
         },
         "scaler": None if scaler is None else scaler.options,
@@ -122,16 +114,16 @@ def _read(path: Path, arrays: Mapping[str, Any], description: Mapping[str, Any])
     try:
         with safe_open(path, framework="np") as file:
             _check_description(path, file.metadata(), description)
-            _check_names(path, set(file.keys()), set(arrays))
+            for name in sorted(arrays.keys() ^ set(file.keys())):
+                found = f"no {name}" if name in arrays else f"{name}, which there is not here"
+                raise CheckpointError(f"{path} has {found}")
             values = {name: file.get_tensor(name) for name in arrays}
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged or no safetensors file: {error}") from error
     for name, array in arrays.items():
-        found, wanted = values[name], (array.dtype.name, tuple(array.shape))
-        if (found.dtype.name, found.shape) != wanted:
-            raise CheckpointError(
-                f"{path}: {name} is {found.dtype.name} {found.shape}; here it is {wanted[0]} {wanted[1]}"
-            )
+        there, here = (f"{each.dtype.name} {tuple(each.shape)}" for each in (values[name], array))
+        if there != here:
+            raise CheckpointError(f"{path}: {name} is {there}; here it is {here}")
     return values
 
 
@@ -156,13 +148,6 @@ def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, 
             yield f"the order of {name}", [*theirs], [*ours]
     elif theirs != ours:
         yield name, theirs, ours
-
-
-def _check_names(path: Path, theirs: set[str], ours: set[str]) -> None:
-    for name in sorted(ours - theirs):
-        raise CheckpointError(f"{path} has no {name}")
-    for name in sorted(theirs - ours):
-        raise CheckpointError(f"{path} has {name}, which there is not here")
 
 
 def _flush(path: Path) -> None:

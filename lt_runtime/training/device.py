@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lt_runtime.errors import ArgumentError
-from lt_runtime.gpu.devices import device_count, device_info
+from lt_runtime.arrays.libraries import cupy
+from lt_runtime.gpu.devices import device_info, parse_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,37 +20,29 @@ class ComputeDevice:
     ordinal: int | None
 
     @classmethod
-    def parse(cls, name: str) -> ComputeDevice:
-        """The device called "auto", "cpu", "cuda" or "cuda:N".
+    def parse(cls, device: object) -> ComputeDevice:
+        """The device that a caller named; accepted values and errors are those of `parse_device`."""
+        return cls(parse_device(device))
 
-        Raises:
-            ArgumentError: another name, or a GPU that is not there.
-        """
-        if name == "auto":
-            return cls(0 if device_count() else None)
-        if name == "cpu":
-            return cls(None)
-        match = re.fullmatch(r"cuda(?::(\d+))?", name)
-        if match is None:
-            raise ArgumentError(f"device is {name!r}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'")
-        ordinal, count = int(match[1] or 0), device_count()
-        if ordinal >= count:
-            raise ArgumentError(f"device is {name!r}, but this machine has {count} usable GPUs; try 'cpu'")
-        return cls(ordinal)
+    @property
+    def type(self) -> str:
+        """As of a `torch.device`: "cpu" or "cuda"."""
+        return "cpu" if self.ordinal is None else "cuda"
+
+    @property
+    def index(self) -> int | None:
+        """As of a `torch.device`: the GPU's ordinal, None for the host."""
+        return self.ordinal
 
     @property
     def description(self) -> str:
-        """Such as "cpu" or "cuda:0 (NVIDIA H200)"."""
+        """For people, such as "cpu" or "cuda:0 (NVIDIA H200)"."""
         return "cpu" if self.ordinal is None else f"cuda:{self.ordinal} ({device_info(self.ordinal).name})"
 
     @property
     def namespace(self) -> Any:
-        """NumPy or CuPy."""
-        if self.ordinal is None:
-            return np
-        from lt_runtime.arrays.libraries import cupy
-
-        return cupy()
+        """The module NumPy or CuPy."""
+        return np if self.ordinal is None else cupy()
 
     def current(self) -> AbstractContextManager[Any]:
         """Makes this CuPy's current device within a `with` block."""
@@ -71,11 +62,11 @@ class ComputeDevice:
                 array.set(np.ascontiguousarray(values).reshape(values.shape))
 
     def synchronize(self) -> None:
-        """Waits for all that the device has been given."""
+        """Waits for all work that the device has been given."""
         if self.ordinal is not None:
             self.namespace.cuda.Device(self.ordinal).synchronize()
 
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
-        """`array` as NumPy's; waits for a GPU to have computed it."""
+        """`array` as a NumPy array; waits until a GPU has computed it."""
         host: np.ndarray[Any, Any] = array if self.ordinal is None else self.namespace.asnumpy(array)
         return host

@@ -1,7 +1,8 @@
-"""Batches on their way to a GPU: page-locked memory, a stream of copies, and buffers that are used again."""
+"""Batches on their way to a GPU, through page-locked memory into buffers that are used again."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
@@ -21,30 +22,25 @@ _MEMORY_TYPE: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYP
 _HOST_MEMORY: Final = int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
-def arrays_of(batch: Batch, where: str = "the batch") -> list[NDArray[Any]]:
-    """The arrays of a batch, in a fixed order.
+def replaced(batch: Batch, replace: Callable[[NDArray[Any]], Any], where: str = "the batch") -> Batch:
+    """A batch of the same structure, in which each array is replaced by what a function makes of it.
+
+    Args:
+        where: what the batch is called in an error.
 
     Raises:
-        OperandError: something in it is no NumPy array.
+        OperandError: something in the batch is no NumPy array.
     """
     if isinstance(batch, np.ndarray):
         if batch.dtype.hasobject:
             raise OperandError(f"{where} holds Python objects; accepted are arrays of numbers")
-        return [batch]
+        return replace(batch)
     if isinstance(batch, dict):
-        return [array for key, part in batch.items() for array in arrays_of(part, f"{where}[{key!r}]")]
-    if isinstance(batch, (tuple, list)):
-        return [array for i, part in enumerate(batch) for array in arrays_of(part, f"{where}[{i}]")]
-    raise OperandError(f"{where} is a {type(batch).__name__}; accepted are NumPy arrays, and tuples and dicts of them")
-
-
-def rebuilt(batch: Batch, replace: Callable[[], Any]) -> Batch:
-    """The batch with each array, in the order of `arrays_of`, replaced by what a call returns."""
-    if isinstance(batch, np.ndarray):
-        return replace()
-    if isinstance(batch, dict):
-        return {key: rebuilt(part, replace) for key, part in batch.items()}
-    parts = [rebuilt(part, replace) for part in batch]
+        return {key: replaced(part, replace, f"{where}[{key!r}]") for key, part in batch.items()}
+    if not isinstance(batch, (tuple, list)):
+        name = type(batch).__name__
+        raise OperandError(f"{where} is a {name}; accepted are NumPy arrays, and tuples, lists and dicts of them")
+    parts = [replaced(part, replace, f"{where}[{i}]") for i, part in enumerate(batch)]
     if isinstance(batch, list):
         return parts
     return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
@@ -59,11 +55,14 @@ def is_pinned(array: NDArray[Any]) -> bool:
 
 
 class Slot:
-    """Buffers for one batch, on the host and on the device, which grow and are used again.
+    """Memory for one batch, on the host and on the device. It grows with the batches and is used again.
+
+    Args:
+        copies: the stream that the copies are put on.
 
     Attributes:
-        ready: an event, recorded when the batch has been copied.
-        released: an event, to be recorded when nobody reads the batch any more.
+        ready: an event that is recorded after the batch's copies.
+        released: an event that the user records after all that reads the batch.
     """
 
     def __init__(self, device: int, copies: int) -> None:
@@ -75,54 +74,47 @@ class Slot:
         self._buffer: Any = None
 
     def fill(self, batch: Batch) -> Batch:
-        """The batch in CuPy arrays, which its copies are on their way to.
+        """The batch in CuPy arrays. The copies into them are on the stream.
 
-        Returns once the batch's own arrays may be changed. Waits until what was in the slot before has been copied.
+        Returns once the batch's own arrays may be changed. Waits until the batch before has left the slot's memory on
+        the host.
         """
-        arrays = arrays_of(batch)
+        arrays: list[NDArray[Any]] = []
+        replaced(batch, arrays.append)
+        sizes = [aligned(array.nbytes) for array in arrays]
         call("cuEventSynchronize", self.ready)
-        self._grow(sum(aligned(array.nbytes) for array in arrays))
+        self._grow(sum(sizes))
         call("cuStreamWaitEvent", self._copies, self.released, 0)
-        copied, offset, reads_source = [], 0, False
-        for array in arrays:
-            reads_source |= self._copy(array, offset)
-            copied.append(self._view(array, offset))
-            offset += aligned(array.nbytes)
+        offsets, direct = itertools.accumulate(sizes, initial=0), list[NDArray[Any]]()
+        copied = replaced(batch, lambda array: self._copy(array, next(offsets), direct))
         call("cuEventRecord", self.ready, self._copies)
-        if reads_source:
+        if direct:
             call("cuEventSynchronize", self.ready)
-        return rebuilt(batch, iter(copied).__next__)
+        return copied
 
     def close(self) -> None:
-        """Waits for the copies and frees the events; the arrays stay as long as somebody has them."""
+        """Waits for the copies and frees the events. The arrays stay as long as somebody has them."""
         call("cuEventSynchronize", self.ready)
         for event in (self.ready, self.released):
             call("cuEventDestroy", event)
 
-    def _copy(self, array: NDArray[Any], offset: int) -> bool:
-        """Puts one copy on the stream; whether it reads the array itself."""
-        size = array.nbytes
-        if not size:
-            return False
-        direct = array.flags.c_contiguous and is_pinned(array)
-        source = array.ctypes.data
-        if not direct:
-            staged = self._staging[offset : offset + size]
-            np.copyto(staged.view(array.dtype).reshape(array.shape), array)
-            source = staged.ctypes.data
-        call("cuMemcpyHtoDAsync", self._buffer.data.ptr + offset, source, size, self._copies)
-        return bool(direct)
-
-    def _view(self, array: NDArray[Any], offset: int) -> Any:
+    def _copy(self, array: NDArray[Any], offset: int, direct: list[NDArray[Any]]) -> Any:
+        """Puts one array's copy on the stream, and adds the array to `direct` if the copy reads the array itself."""
         module = cupy()
         if not array.size:
             return module.empty(array.shape, array.dtype)
+        if array.flags.c_contiguous and is_pinned(array):
+            source = array
+            direct.append(array)
+        else:
+            source = self._staging[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
+            np.copyto(source, array)
+        call("cuMemcpyHtoDAsync", self._buffer.data.ptr + offset, source.ctypes.data, array.nbytes, self._copies)
         return module.ndarray(array.shape, array.dtype, self._buffer.data + offset)
 
     def _grow(self, size: int) -> None:
-        if size <= self._staging.size:
-            return
-        with cupy_stream(self._device, self._copies) as module:
-            buffer = module.empty(size, np.uint8)
-            self._staging = np.frombuffer(module.cuda.alloc_pinned_memory(size), np.uint8, size)
-            self._buffer = buffer
+        if size > self._staging.size:
+            with cupy_stream(self._device, self._copies) as module:
+                buffer = module.empty(size, np.uint8)
+                self._staging = np.frombuffer(module.cuda.alloc_pinned_memory(size), np.uint8, size)
+                self._buffer = buffer

@@ -1,20 +1,14 @@
-"""One training step: forward, loss, backward, optimizer."""
+"""A training step: what a caller hands over, what is refused, and what comes back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from lt_runtime.arrays import device_in, signature_of, without_addresses
 from lt_runtime.errors import ArgumentError, OperandError, ShapeError
-from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.direct import is_current
-from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.tally import HostTally, Tally
 from lt_runtime.training.body import LOSSES, StepBody
-from lt_runtime.training.inputs import read_batch
 from lt_runtime.training.mlp import MLP
 
 
@@ -23,8 +17,8 @@ class Metrics(NamedTuple):
 
     Attributes:
         loss: NaN if there were no steps.
-        accuracy: the share of rows whose label has the largest logit, before each step's update; None for a loss
-            without classes, NaN if no row counted.
+        accuracy: the share of rows whose label has the largest logit, before each step's update; NaN if no row counted,
+            None for a loss without classes.
     """
 
     steps: int
@@ -35,24 +29,25 @@ class Metrics(NamedTuple):
 class TrainStep:
     """Trains a model by one batch a call.
 
-    On a GPU the whole step is one CUDA graph, captured at the first batch of each size, by what has been tuned until
-    then: the step is rehearsed without the update, so that everything is planned; the graph is launched at every call,
-    the first too. The step's number, the learning rate, the loss scale and dropout's masks advance on the device.
-    Batches are copied into buffers that stay. No call waits for the GPU, and none allocates but the first of a size.
-    With `graph=False` the same operations are launched one by one, with the same results, bit by bit, each of them a
-    range. A model of NumPy arrays knows no graphs.
+    On a GPU the whole step is one CUDA graph. The first batch of each size is rehearsed without the update, which makes
+    the plans from what has been tuned until then; then the graph is captured, and it is launched for this batch and for
+    every later one. Batches are copied into buffers that stay. The step's number, the learning rate, the loss scale and
+    dropout's masks advance on the device. No call waits for the GPU, and only the first of a size allocates memory.
+
+    With `graph=False` the same operations are launched one by one, each in a range of its own, and give the same
+    results bit by bit. Models on the host always run so.
 
     Args:
         model: an `MLP`.
-        optimizer: over the model's parameters. Its step is also what dropout's masks are drawn for, so that every
-            step has its own; its scaler, if it has one, scales the loss's gradient.
+        optimizer: over the model's parameters. Dropout's masks are drawn for the optimizer's step, so that each step
+            has its own. If the optimizer has a scaler, it scales the loss's gradient.
         loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out) or "mse" (targets shaped as
             the outputs).
-        batch_size: rows of every batch; None takes batches of any size, each of which has a graph of its own: the eight
-            most recently used are kept.
+        batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, of which the
+            eight most recently used are kept.
         graph: whether to capture.
-        accumulate: micro-batches that a batch is cut into. Their gradients are added up, so that activations of one
-            only are in memory; the loss is the mean of theirs.
+        accumulate: micro-batches that a batch is cut into. Only one's activations are in memory at a time. Their
+            gradients are added up; the loss is the mean of theirs.
 
     Raises:
         ArgumentError: an unknown loss, or numbers that are not positive or do not divide the batch.
@@ -64,7 +59,7 @@ class TrainStep:
         optimizer: AdamW,
         *,
         loss: str = "cross_entropy",
-        batch_size: int | None,
+        batch_size: int | None = None,
         graph: bool = True,
         accumulate: int = 1,
     ) -> None:
@@ -76,25 +71,26 @@ class TrainStep:
         if batch_size is not None and batch_size % accumulate:
             raise ArgumentError(f"batch_size is {batch_size}; it must be a multiple of accumulate ({accumulate})")
         self.model, self.optimizer, self.batch_size, self.accumulate = model, optimizer, batch_size, accumulate
-        self._classifies = loss == "cross_entropy"
         self._arrays = [(each, each.data, each.grad, each.master) for each in model.parameters()]
         self._body = StepBody(model, optimizer, loss)
+        self._gpu: GpuStep | None = None
+        self._tally: Tally = HostTally()
         if model.device.ordinal is not None:
             from lt_runtime.training.captured import GpuStep
 
             self._gpu = GpuStep(self._body, model.device.ordinal, accumulate, graph=graph)
-        self._tally: Tally = HostTally() if model.device.ordinal is None else self._gpu.tally
+            self._tally = self._gpu.tally
 
     def __call__(self, x: Any, target: Any, *, stream: Any = None) -> Any:
         """Updates the model from one batch.
 
         Args:
             x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows.
-            target: labels or targets, as the loss asks.
-            stream: an int handle, a stream object, or None for CuPy's current stream.
+            target: labels or targets, depending on the loss.
+            stream: as in `linear_fwd`.
 
         Returns:
-            The loss before the update, shape () and FP32, on the model's device: reading it waits for the step. On a
+            The loss before the update, shape () and FP32, on the model's device. Reading it waits for the step. On a
             GPU the next step overwrites it.
 
         Raises:
@@ -104,30 +100,30 @@ class TrainStep:
             GpuError: no memory, or another failure. The model's values and the optimizer are as they were.
         """
         self._check_parameters()
-        device = self.model.device.ordinal
-        if device is None:
+        if self._gpu is None:
             self._check(x)
             self._body.run(self._cut(x, target), self._tally, None)
             return self._tally.mean.copy()
-        looks, addresses = _looks(x, target, device)
-        if looks is not None and self._gpu.repeat(looks, addresses, stream_handle(stream, device)):
-            return self._tally.mean
-        self._check(x)
-        with activated(device):
-            handle = stream_handle(stream, device)
-            self._gpu.run(*read_batch(self.model, x, target, self._classifies, handle), handle, looks)
+        if not self._gpu.repeat(x, target, stream):
+            self._check(x)
+            self._gpu.run(x, target, stream)
         return self._tally.mean
 
     def metrics(self, *, stream: Any = None) -> Metrics:
-        """What has been added up on the device since the last call; waits for the stream that the steps are on."""
-        totals = self._tally.read(stream)
+        """Means over the steps since the last call.
+
+        Args:
+            stream: the one that the steps are on, which is waited for. If None, it is the current stream of the library
+                that the batches come from, as for the steps.
+        """
+        totals = self._tally.read(stream) if self._gpu is None else self._gpu.totals(stream)
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
-        return Metrics(totals.steps, loss, accuracy if self._classifies else None)
+        return Metrics(totals.steps, loss, accuracy if self._body.classifies else None)
 
     def _check(self, x: Any) -> None:
         inputs, rows = self.model.dims[0], self.batch_size
-        shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has none, the first layer judges
+        shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has no shape is refused by the first layer
         if rows is not None and shape != (rows, inputs):
             raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}")
         if rows is None and (len(shape) != 2 or shape[1] != inputs or not shape[0] or shape[0] % self.accumulate):
@@ -152,11 +148,3 @@ class TrainStep:
                 raise ShapeError(f"{name} has shape {getattr(array, 'shape', None)}; it must have {x.shape[0]} rows")
         rows = x.shape[0] // parts
         return [(x[i * rows : (i + 1) * rows], target[i * rows : (i + 1) * rows]) for i in range(parts)]
-
-
-def _looks(x: Any, target: Any, device: int) -> tuple[Hashable, tuple[int, ...]]:
-    """What a batch looks like but for its addresses, and these; None if it takes a look each time."""
-    signature = signature_of((x, target), ())
-    if signature is None or target is None or device_in(signature) != device or not is_current(device):
-        return None, ()
-    return without_addresses(signature)

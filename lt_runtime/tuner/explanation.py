@@ -50,7 +50,7 @@ class ProductExplanation:
         entry = self.entry
         gain = f", {entry.first_us / entry.us:.2f} times as fast as the heuristic's first" if entry.us else ""
         yield _line("", f"{entry.us:.2f} µs alone, best of {entry.candidates} measured{gain}")
-        for reason in (*_summed_up(entry.rejected), *(f"refused: {each}" for each in entry.refused)):
+        for reason in _summed_up(entry.rejected):
             yield _line("", reason)
 
 

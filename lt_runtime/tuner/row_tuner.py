@@ -113,7 +113,7 @@ class _Option:
 class _Search:
     def __init__(self, bench: Bench, layers: Mapping[LayerProblem, LayerEntry], known: Known) -> None:
         self._bench, self._known = bench, known
-        self._layers = {problem: replace(entry, in_row=True, when=now()) for problem, entry in layers.items()}
+        self._layers = {problem: replace(entry, in_chain=True, when=now()) for problem, entry in layers.items()}
         self._plans = {problem: self._plan(problem, entry, known_algorithm) for problem, entry in layers.items()}
         self._products: dict[MatmulProblem, ProductEntry] = {}
         self._us: list[float] = []
@@ -182,7 +182,7 @@ class _Search:
                 continue
             if each.blob in [one.algorithm for one in known.rejected]:
                 return None
-            products[each.problem] = replace(with_algorithm(known, each.blob), in_row=True)
+            products[each.problem] = replace(with_algorithm(known, each.blob), in_chain=True)
         return _Option(plan, entry, products) if products else None
 
     def _launch(self, plans: Mapping[LayerProblem, Half]) -> Launch:

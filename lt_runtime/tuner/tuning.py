@@ -164,7 +164,7 @@ class _Session:
         """None if there is nothing more to decide."""
         found = {each: self._store.layer(problem_key(each)) for each in row}
         known = {problem: entry for problem, entry in found.items() if entry is not None}
-        if len(known) < 2 or len(links(known)) < 2 or all(each.in_row for each in known.values()):
+        if len(known) < 2 or len(links(known)) < 2 or all(each.in_chain for each in known.values()):
             return None
         started = time.monotonic()
         try:

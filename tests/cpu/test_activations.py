@@ -85,6 +85,10 @@ def test_nan_stays_nan(name: str) -> None:
     assert np.isnan(activate(np.array([math.nan], np.float32), Activation(name))).all()
 
 
+def test_relu_hands_on_the_gradient_of_nan() -> None:
+    assert derivative(np.array([math.nan], np.float32), Activation("relu")).tolist() == [1.0]
+
+
 @pytest.mark.parametrize("name", SMOOTH)
 def test_the_largest_fp32_numbers_overflow_nowhere(name: str) -> None:
     largest = float(np.finfo(np.float32).max)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.kernels import epilogue as launches
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.params import SCALAR
+from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan
@@ -38,7 +38,7 @@ WHOLE, ODD = Spec(packed(16, 24)), Spec(packed(16, 23))
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
     """What has been asked for."""
     seen: set[Variant] = set()
-    monkeypatch.setattr(launches, "get_kernel", lambda entry, macros, _: seen.add(Variant(f"{entry}.cu", macros)))
+    monkeypatch.setattr(kernels, "get_kernel", lambda entry, macros, _: seen.add(Variant(entry.source, macros)))
     monkeypatch.setattr(tiling, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=132, memory=0))
     return seen
 
@@ -98,11 +98,17 @@ def _compiled(source: str) -> set[Variant]:
     return {variant for variant in VARIANTS if variant.source == source}
 
 
+def _rounds_once(variant: Variant) -> bool:
+    """Whether a 16-bit result is made from an FP32 product, which no plan asks for yet."""
+    macros = dict(variant.macros)
+    return macros["PRODUCT"] != macros["SCALAR"]
+
+
 def test_forward(asked: set[Variant]) -> None:
     for problem in _forward_problems():
         for strategy in forward_strategies(problem):
             ForwardPlan(problem, 0, strategy, _no_product)
-    assert asked == _compiled("epilogue_fwd.cu")
+    assert asked == {variant for variant in _compiled("epilogue_fwd.cu") if not _rounds_once(variant)}
 
 
 def test_backward(asked: set[Variant]) -> None:

@@ -7,9 +7,8 @@ import itertools
 import pytest
 
 from lt_runtime.errors import CaptureError
-from lt_runtime.gpu import branches, memory
-from lt_runtime.gpu.branches import branch
-from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.gpu import memory
+from lt_runtime.gpu.memory import StreamMemory, branch
 
 STREAM, BESIDE = 0x10, 0x20
 
@@ -24,9 +23,8 @@ class Driver:
         monkeypatch.setattr(memory, "call", lambda name, *_: next(addresses) if name == "cuMemAlloc" else None)
         monkeypatch.setattr(memory, "workspace_size", lambda _: 1 << 10)
         monkeypatch.setattr(memory, "private_stream", lambda *_: BESIDE)
-        for module in (memory, branches):
-            monkeypatch.setattr(module, "order_after", lambda stream, producer: self.waits.append((stream, producer)))
-            monkeypatch.setattr(module, "is_capturing", self.captured.__contains__)
+        monkeypatch.setattr(memory, "order_after", lambda stream, producer: self.waits.append((stream, producer)))
+        monkeypatch.setattr(memory, "is_capturing", self.captured.__contains__)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from safetensors import safe_open
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, CheckpointError
-from lt_runtime.training import checkpoints
 from tests.cpu.helpers import DTYPES, Array
 
 BATCH = 16
@@ -38,8 +38,20 @@ def train(run: Run, steps: range) -> None:
         step(x, generator.integers(0, 3, BATCH).astype(np.int32))
 
 
+def arrays_of(run: Run) -> dict[str, Array]:
+    """Everything that training changes."""
+    model, optimizer = run
+    found = {f"{each.name}.{part}": getattr(each, part) for each in model.parameters() for part in ("data", "master")}
+    for each, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
+        found |= {f"{each.name}, moment {i}": moment for i, moment in enumerate(moments)}
+    found |= {name: getattr(optimizer, name) for name in ("steps", "skipped_steps", "grad_norm")}
+    if optimizer.scaler is not None:
+        found |= {"scale": optimizer.scaler.scale, "growth": optimizer.scaler.growth_tracker}
+    return {name: array for name, array in found.items() if array is not None}
+
+
 def state(run: Run) -> dict[str, Array]:
-    return {name: array.copy() for name, array in checkpoints._arrays(*run).items()}
+    return {name: array.copy() for name, array in arrays_of(run).items()}
 
 
 def assert_same(one: dict[str, Array], other: dict[str, Array]) -> None:
@@ -72,10 +84,10 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, dtype: str, options: 
 
 def test_arrays_are_written_in_place(tmp_path: Path) -> None:
     run = run_of("bfloat16")
-    before = checkpoints._arrays(*run)
+    before = arrays_of(run)
     lt.save_checkpoint(tmp_path / "a", *run)
     lt.load_checkpoint(tmp_path / "a", *run)
-    assert all(np.shares_memory(array, before[name]) for name, array in checkpoints._arrays(*run).items())
+    assert all(np.shares_memory(array, before[name]) for name, array in arrays_of(run).items())
 
 
 def test_anyone_can_read_it(tmp_path: Path) -> None:
@@ -200,10 +212,10 @@ def test_a_crash_while_writing_leaves_the_older_file(tmp_path: Path, monkeypatch
     older = path.read_bytes()
     train(run, range(1))
 
-    def crash(_: Path) -> None:
+    def crash(_: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoints, "_flush", crash)
+    monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(OSError, match="no space"):
         lt.save_checkpoint(path, *run)
     assert path.read_bytes() == older

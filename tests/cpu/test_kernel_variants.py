@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.params import SCALAR
-from lt_runtime.kernels.tiling import tile
+from lt_runtime.kernels.tiling import OCTET, THREADS, tile
 from lt_runtime.paths import kernel_sources
 from tests import compile_matrix
 from tests.compile_matrix import (
@@ -29,11 +28,12 @@ from tests.compile_matrix import (
     sampled,
     summary,
 )
+from tests.support import kernel_families
 
 ENTRIES: dict[str, dict[str, type[ctypes.Structure]]] = {}
 """Kernels of a source, with the structs that they take."""
-for _entry, (_source, _params) in kernels._SOURCES.items():
-    ENTRIES.setdefault(_source, {})[_entry] = _params
+for _entry in kernel_families.ENTRIES.values():
+    ENTRIES.setdefault(_entry.source, {})[_entry.name] = _entry.params
 
 
 def test_every_source_is_among_the_variants() -> None:
@@ -136,7 +136,7 @@ def test_the_details_have_a_row_for_each_variant() -> None:
 def test_tiles_fill_a_block_and_no_more(shape: tuple[int, int]) -> None:
     rows, cols = shape
     x, y = tile(rows, cols)
-    assert x * y <= kernels.THREADS
+    assert x * y <= THREADS
     assert x & (x - 1) == y & (y - 1) == 0, "powers of two"
-    assert (x - 1) * kernels.OCTET < 2 * cols, "no more than twice the threads that the columns need"
+    assert (x - 1) * OCTET < 2 * cols, "no more than twice the threads that the columns need"
     assert y < 2 * rows or y == 1

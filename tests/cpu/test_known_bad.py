@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.cublaslt import Candidate, Epilogue, is_known_bad
+from lt_runtime.cublaslt import Candidate, ComputeType, DataType, Epilogue, is_inaccurate, is_known_bad
 
 GOOD = Candidate(
     version=130100,
@@ -113,3 +113,15 @@ def test_vectors_below_16_bytes_alignment(epilogue: Epilogue) -> None:
     assert "aligned" in str(is_known_bad(replace(GOOD, epilogue=epilogue, vector_alignment=8)))
     assert is_known_bad(replace(GOOD, epilogue=epilogue, vector_alignment=16)) is None
     assert is_known_bad(replace(GOOD, vector_alignment=1)) is None
+
+
+@pytest.mark.parametrize("epilogue", Epilogue)
+def test_gelu_is_inaccurate_in_full_fp32_alone(epilogue: Epilogue) -> None:
+    full, tf32 = ComputeType.COMPUTE_32F, ComputeType.COMPUTE_32F_FAST_TF32
+    effect = is_inaccurate(epilogue, full, DataType.R_32F)
+    assert (effect is not None) == ("GELU" in epilogue.name)
+    assert effect is None or "5e-6" in effect
+    assert is_inaccurate(epilogue, tf32, DataType.R_32F) is None
+    assert is_inaccurate(epilogue, full, DataType.R_16F) is None
+    assert is_inaccurate(epilogue, full, DataType.R_16BF) is None
+    assert is_inaccurate(epilogue, ComputeType.COMPUTE_64F, DataType.R_64F) is None

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_runtime.kernels import loss as losses
-from lt_runtime.kernels.loss import RowSharing, flattened
+from lt_runtime.kernels import cross_entropy
+from lt_runtime.kernels.cross_entropy import RowSharing
+from lt_runtime.kernels.mse import flattened
 from lt_runtime.layout import Layout, Order, packed
 
 
@@ -15,10 +16,10 @@ from lt_runtime.layout import Layout, Order, packed
 def test_every_row_has_threads(rows: int, cols: int, order: Order) -> None:
     sharing = RowSharing.of(Layout(rows, cols, order, max(rows, cols)))
     threads = sharing.threads
-    assert threads == (losses._BLOCK_ROW_THREADS if sharing.lanes > 32 else losses._WARP_ROW_THREADS)
+    assert threads == (cross_entropy._BLOCK_ROW_THREADS if sharing.lanes > 32 else cross_entropy._WARP_ROW_THREADS)
     assert sharing.lanes == threads or (sharing.lanes <= 32 and sharing.lanes & (sharing.lanes - 1) == 0)
     assert threads % sharing.lanes == 0 == threads % 32
-    assert 1 <= sharing.blocks <= losses._MAX_BLOCKS
+    assert 1 <= sharing.blocks <= cross_entropy._MAX_BLOCKS
     assert sharing.octets * sharing.lanes >= cols // 8
 
 
@@ -27,7 +28,7 @@ def test_rows_are_held_as_far_as_two_blocks_have_memory(
     itemsize: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """50,304 classes on an H200: the whole row of a 16-bit type, half of one in FP32."""
-    monkeypatch.setattr(losses, "shared_memory", lambda _: (227 << 10, 228 << 10))
+    monkeypatch.setattr(cross_entropy, "shared_memory", lambda _: (227 << 10, 228 << 10))
     sharing = RowSharing.of(packed(8192, 50304))
     assert sharing.octets == 25
     assert sharing.held_octets(itemsize, 0) == held

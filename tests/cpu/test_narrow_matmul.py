@@ -10,10 +10,11 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
-from lt_runtime.kernels import narrow as narrow_pass
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.kernel import MAX_GRID_Y
+from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import MAX_WIDTH, NarrowPass, takes
+from lt_runtime.kernels.tiling import MAX_GRID_Y
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
@@ -130,10 +131,10 @@ class _Recorded:
     """How a pass was compiled and is launched."""
 
     def __init__(self, problem: MatmulProblem, monkeypatch: pytest.MonkeyPatch) -> None:
-        def get(entry: str, macros: Macros, device: int) -> None:
-            self.entry, self.macros = entry, dict(macros)
+        def get(entry: Entry, macros: Macros, device: int) -> None:
+            self.entry, self.macros = entry.name, dict(macros)
 
-        monkeypatch.setattr(narrow_pass, "get_kernel", get)
+        monkeypatch.setattr(kernels, "get_kernel", get)
         monkeypatch.setattr(tiling, "device_info", lambda _: H200)
         made = NarrowPass(problem, 0)
         (self.grid, self.block), self.scratch_bytes, self.tickets = made._tiling, made.scratch_bytes, made.tickets

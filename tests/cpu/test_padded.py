@@ -12,11 +12,10 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
-from lt_runtime.gpu.memory import ALIGNMENT
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.resize import Resize
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 from lt_runtime.products import choose as algorithms
 from lt_runtime.products import padded
 from lt_runtime.products.blobs import configuration, plan_by

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lt_runtime as lt
+from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import Philox, keep_scale, keep_threshold
 from lt_runtime.reference import dropout_mask, dropout_scale, philox4x32
 
@@ -69,7 +71,7 @@ def test_blocks_above_two_to_the_32_are_not_those_below() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 7), max_size=3).map(tuple),
-    p=st.floats(0, 1, exclude_max=True),
+    p=st.just(0.0) | st.floats(2.0**-17, 1, exclude_min=True, exclude_max=True).filter(lambda p: p > 2.0**-17 * 1.001),
     philox=st.builds(Philox, st.integers(0, 2**64 - 1), WORD, WORD),
 )
 def test_mask_is_the_contracts(shape: tuple[int, ...], p: float, philox: Philox) -> None:
@@ -127,3 +129,13 @@ def test_step_may_be_an_array() -> None:
 def test_threshold_and_scale(p: float, threshold: int) -> None:
     assert keep_threshold(p) == threshold
     assert keep_scale(threshold) == np.float32(65536 / threshold)
+
+
+@pytest.mark.parametrize("p", [5e-324, 1e-6, 2.0**-17])
+def test_probabilities_that_would_be_rounded_to_0(p: float) -> None:
+    message = rf"dropout probability is {p}, which is rounded to 0, .* accepted are 0 and all above 2\^-17"
+    with pytest.raises(ArgumentError, match=message):
+        lt.dropout(np.ones(8, np.float32), p, Philox(1))
+    with pytest.raises(ArgumentError, match=message):
+        lt.MLP([2, 3], dropout=p, device="cpu")
+    assert keep_threshold(float(np.nextafter(2.0**-17, 1) * (1 + 1e-10))) == 65535

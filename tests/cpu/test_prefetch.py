@@ -16,7 +16,8 @@ import pytest
 import lt_runtime as lt
 import lt_runtime.training.prefetch as module
 from lt_runtime.errors import ArgumentError, OperandError
-from lt_runtime.training.staging import arrays_of, rebuilt
+from lt_runtime.gpu import devices
+from lt_runtime.training.staging import replaced
 
 Pair = namedtuple("Pair", "x labels")
 
@@ -156,9 +157,8 @@ def test_what_is_refused_at_once() -> None:
 
 def test_the_parts_of_a_batch_are_found_and_put_back() -> None:
     batch = {"a": Pair(np.zeros(1), np.ones(2)), "b": [np.zeros(3), (np.zeros(4),)], "c": ()}
-    arrays = arrays_of(batch)
-    assert [array.size for array in arrays] == [1, 2, 3, 4]
-    sizes = rebuilt(batch, iter([1, 2, 3, 4]).__next__)
+    sizes = replaced(batch, lambda array: array.size)
+    assert [*sizes] == [*batch]
     assert sizes == {"a": Pair(1, 2), "b": [3, (4,)], "c": ()}
     assert isinstance(sizes["a"], Pair)
 
@@ -195,6 +195,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[FakeSlot]:
             (slot,) = (slot for slot in made if slot.released == arguments[0])
             slot.is_free = True
 
+    monkeypatch.setattr(devices, "device_count", lambda: 1)
     monkeypatch.setattr(module, "Slot", make)
     monkeypatch.setattr(module, "call", call)
     monkeypatch.setattr(module, "activated", lambda _: contextlib.nullcontext())
@@ -212,7 +213,7 @@ def test_a_batch_on_a_gpu_lasts_until_depth_more_were_asked_for(slots: list[Fake
             yield array
 
     held: list[tuple[int, np.ndarray]] = []
-    for i, batch in enumerate(lt.prefetch(in_place(), depth, module.ComputeDevice(0), stream=7)):
+    for i, batch in enumerate(lt.prefetch(in_place(), depth, 0, stream=7)):
         held = [*held, (i, batch)][-depth:]
         time.sleep(0.001)  # the thread overwrites what it may
         assert all((array == number).all() for number, array in held)
@@ -221,7 +222,7 @@ def test_a_batch_on_a_gpu_lasts_until_depth_more_were_asked_for(slots: list[Fake
 
 
 def test_slots_are_closed_when_the_loop_breaks_off(slots: list[FakeSlot]) -> None:
-    for _ in lt.prefetch(batches(50), 2, module.ComputeDevice(0), stream=7):
+    for _ in lt.prefetch(batches(50), 2, 0, stream=7):
         break
     gc.collect()
     assert len(slots) == 4

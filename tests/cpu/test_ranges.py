@@ -35,6 +35,13 @@ def test_ranges_nest() -> None:
     ]  # fmt: skip
 
 
+def test_a_range_may_be_entered_within_itself() -> None:
+    recorder = Recorder()
+    with listening(recorder), range_of("step"), range_of("step"):
+        pass
+    assert recorder.seen == ["+step", "+step", "-step", "-step"]
+
+
 def test_a_range_ends_when_its_body_raises() -> None:
     recorder = Recorder()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.store import recording
 from lt_runtime.store.keys import Problem, parse_key, problem_key
 from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded, record
 from tests.plan_entries import layer_key, product_key
@@ -52,8 +52,9 @@ def test_another_file_gets_them_too(file: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def _record_many(path: str, first: int) -> None:
+    os.environ[RECORD_VARIABLE] = path
     for rows in range(first, first + 50):
-        recording._append(path, json.dumps({"problem": product_key(rows)}) + "\n")
+        record(parse_key(product_key(rows)))
 
 
 def test_processes_append_to_one_file(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_any_problem_comes_back(tmp_path: Path, met: list[Problem]) -> None:
         ("[1]", "line 3 is"),
         ('{"key": 1}', "line 3 is"),
         ('{"problem": 1}', "line 3"),
-        ('{"problem": "Product(8192)"}', "line 3, problem: 'Product.8192.' is not the key of a problem"),
+        ('{"problem": "Product(8192)"}', "line 3 is .*'Product.8192.' is not the key of a problem"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -104,3 +105,15 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"met\.jsonl cannot be read \(No such file or directory\)"):
         read_recorded(tmp_path / "met.jsonl")
+
+
+def test_a_file_of_another_version_costs_one_line_and_is_left_alone(file: Path) -> None:
+    file.write_text('# lt_runtime: problems of schema 1, for `lt_runtime warmup --recorded`\n{"problem": "old"}\n')
+    content = file.read_text()
+    with pytest.raises(ArgumentError, match=r"met\.jsonl cannot be used \(it was recorded by another version"):
+        read_recorded(file)
+    with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written \(it was recorded by another version"):
+        record(PROBLEMS[0])
+    for problem in PROBLEMS:  # a second warning would be an error
+        record(problem)
+    assert file.read_text() == content

@@ -33,7 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LayerGpu:
 def decided_beside(gpu: LayerGpu) -> bool:
     entry = gpu.store.layer(problem_key(LAST))
     assert entry is not None
-    assert entry.in_row
+    assert entry.in_chain
     return entry.strategy["beside"] is True
 
 
@@ -99,7 +99,7 @@ def test_an_algorithm_that_is_faster_by_itself_gives_way_to_the_heuristics(gpu: 
     assert tuned.after_us == tuned.before_us - 10.0
     plan = BackwardPlan(LAST, 0, BackwardStrategy(), gpu._plan)
     entries = [gpu.store.product(problem_key(each.problem)) for each in plan.products.values()]
-    assert [entry.algorithm for entry in entries if entry and entry.in_row] == [BY_HEURISTIC] * 2
+    assert [entry.algorithm for entry in entries if entry and entry.in_chain] == [BY_HEURISTIC] * 2
     gpu.tuned.clear()
     assert not [each for each in tune_problems(STACK.problems(), 0) if each.measured]
     assert not gpu.tuned

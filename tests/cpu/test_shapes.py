@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lt_runtime.cli.shapes import PRESETS, Mlp, Shapes, preset, read_shapes
+from lt_runtime.cli.shapes import PRESETS, Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError
 
 
@@ -28,7 +28,7 @@ def refused(file: Path, text: str) -> str:
 
 def test_lines(file: Path) -> None:
     file.write_text("# M N K\n8192 3072 768  # up\n\n\t8192 768\t3072\n")
-    assert read_shapes(file) == Shapes({"": [(8192, 3072, 768), (8192, 768, 3072)]}, {})
+    assert read_shapes(file) == {"": [Layers(8192, (768, 3072)), Layers(8192, (3072, 768))]}
 
 
 def test_json(file: Path) -> None:
@@ -37,10 +37,7 @@ def test_json(file: Path) -> None:
         '"mlps": {"a": {"rows": 8, "dims": [3, 4]}, "c": {"dims": [1, 2, 3], "rows": 5, "activation": "silu"}}}\n'
     )
     shapes = read_shapes(file)
-    assert shapes == Shapes({"a": [(1, 2, 3)], "b": []}, {"a": Mlp(8, (3, 4)), "c": Mlp(5, (1, 2, 3), "silu")})
-    assert shapes.names == ["a", "b", "c"]
-    assert shapes.named("a") == Shapes({"a": [(1, 2, 3)]}, {"a": Mlp(8, (3, 4))})
-    assert shapes.named("c") == Shapes({}, {"c": Mlp(5, (1, 2, 3), "silu")})
+    assert shapes == {"a": [Layers(1, (3, 2)), Layers(8, (3, 4))], "b": [], "c": [Layers(5, (1, 2, 3), "silu")]}
 
 
 @pytest.mark.parametrize(
@@ -107,17 +104,18 @@ def test_no_text_does_anything_but_read_or_refuse(file: Path, text: str) -> None
     except ArgumentError as error:
         assert str(file) in str(error)  # noqa: PT017
     else:
-        assert shapes.names
+        assert shapes
 
 
 def test_every_preset_is_sound() -> None:
     known = read_shapes(PRESETS)
-    assert {"gpt2-124m", "mnist", "decode"} <= set(known.names)
-    for name in known.names:
-        assert preset(name).names == [name]
-    assert preset("gpt2-124m").layers["gpt2-124m"][0] == (8192, 3072, 768)
-    assert preset("dlrm-top").layers
-    assert preset("dlrm-top").mlps["dlrm-top"].dims == (479, 1024, 1024, 512, 256, 1)
+    assert {"gpt2-124m", "mnist", "decode"} <= set(known)
+    for name, layers in known.items():
+        assert preset(name) == layers != []
+    assert preset("gpt2-124m")[0] == Layers(8192, (768, 3072))
+    *alone, mlp = preset("dlrm-top")
+    assert all(len(each.dims) == 2 for each in alone)
+    assert mlp.dims == (479, 1024, 1024, 512, 256, 1)
 
 
 def test_an_unknown_preset_lists_the_known_ones() -> None:

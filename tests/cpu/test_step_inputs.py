@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
+from lt_runtime.arrays import Operand
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, ShapeError
 from lt_runtime.training import captured, inputs, staging
 from lt_runtime.training.captured import Batches
@@ -29,8 +30,13 @@ def _memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         yield SimpleNamespace(zeros=lambda *arguments: np.zeros(*arguments).view(DeviceArray))
 
     monkeypatch.setattr(captured, "cupy_stream", stream)
-    monkeypatch.setattr(inputs, "call", call)
-    monkeypatch.setattr(inputs, "copy_on_device", lambda *arguments: call("cuMemcpyDtoDAsync", *arguments))
+
+    def copy(*arguments: Any) -> int:
+        call("cuMemcpyDtoDAsync", *arguments)
+        return 0
+
+    monkeypatch.setattr(captured, "call", call)
+    monkeypatch.setattr(captured, "function", {"cuMemcpyDtoDAsync_v2": copy}.__getitem__)
     monkeypatch.setattr(inputs, "read", operand_of)
     monkeypatch.setattr(inputs, "is_host_array", lambda array: type(array) is np.ndarray)
 
@@ -39,6 +45,10 @@ def model_of(dtype: str = "float32") -> Any:
     """As much of a model as is asked for."""
     made = lt.MLP([INPUTS, OUTPUTS], dtype=dtype, device="cpu")
     return SimpleNamespace(dims=made.dims, dtype=made.dtype, device=SimpleNamespace(ordinal=0, description="cuda:0"))
+
+
+def fill(batches: Batches, x: Operand, target: Operand) -> None:
+    captured._copy(batches.copies(x, target), (x.address, target.address), 0)
 
 
 def on_gpu(values: Array) -> Array:
@@ -66,7 +76,7 @@ def test_batches_are_copied_row_by_row(classifies: bool, dtype: str, parts: int,
     operands = read_batch(model_of(dtype), x, target, classifies, 0)
     batches = Batches(*operands, parts, 0)
     assert all((each == 0).all() for part in batches.parts for each in part)
-    batches.fill(*operands, 0)
+    fill(batches, *operands)
     for i, given in enumerate((x, target)):
         copies = [part[i] for part in batches.parts]
         assert [copy.shape[0] for copy in copies] == [ROWS // parts] * parts
@@ -108,7 +118,7 @@ def test_one_row_or_one_column_lies_in_any_order() -> None:
         x = on_gpu(np.asfortranarray(numbers(shape)))
         operands = read_batch(model, x, numbers((shape[0], OUTPUTS)), False, 0)
         batches = Batches(*operands, 1, 0)
-        batches.fill(*operands, 0)
+        fill(batches, *operands)
         assert (batches.parts[0][0] == x).all()
 
 

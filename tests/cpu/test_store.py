@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import threading
 import time
 import warnings
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from lt_runtime.errors import ArgumentError
 from lt_runtime.paths import CACHE_VARIABLE
-from lt_runtime.store import plan_store as store_module
-from lt_runtime.store.document import Document
-from lt_runtime.store.entries import LayerEntry, ProductEntry
+from lt_runtime.store.document import Document, UnusableError
+from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore, plan_store
 from tests.plan_entries import H200, LATER, layer, layer_key, product, product_key
+from tests.support.machine import HasGpus
 
 KEY, OTHER = product_key(64), product_key(128)
 LAYER = layer_key(64)
@@ -77,27 +77,17 @@ def test_writers_keep_what_others_wrote(path: Path) -> None:
     assert all(PlanStore(path, H200).product(product_key(index)) for index in range(4))
 
 
-def test_a_file_is_read_once_and_again_only_if_it_has_changed(
-    path: Path, filled: ProductEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[Path] = []
-    read = Document.read
-
-    def counting(path: Path) -> Document:
-        reads.append(path)
-        return read(path)
-
-    monkeypatch.setattr(Document, "read", counting)
+def test_a_file_is_read_once_and_again_only_if_it_has_changed(path: Path, filled: ProductEntry) -> None:
     store = PlanStore(path, H200)
-    for key in (KEY, OTHER, KEY, OTHER, LAYER):
-        store.product(key)
-    assert reads == [path]
-    PlanStore(path, H200).put({OTHER: product()})
-    reads.clear()
     assert store.product(KEY) == filled
-    assert reads == []
+    content, times = path.read_bytes(), path.stat()
+    path.write_bytes(b"x" * len(content))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for key in (KEY, OTHER, KEY, OTHER, LAYER):  # reading it now would cost a warning
+        assert store.product(key) == (filled if key == KEY else None)
+    path.write_bytes(content)
+    PlanStore(path, H200).put({OTHER: product()})
     assert store.product(OTHER) is not None
-    assert reads == [path]
 
 
 def test_a_deeper_search_is_not_forgotten(path: Path) -> None:
@@ -107,52 +97,37 @@ def test_a_deeper_search_is_not_forgotten(path: Path) -> None:
     assert store.product(KEY) == PlanStore(path, H200).product(KEY) == deep
 
 
-def test_an_entry_that_is_refused_is_barred_for_all(path: Path, filled: ProductEntry) -> None:
-    asked: list[tuple[str, ProductEntry]] = []
+def test_an_entry_that_is_barred_is_barred_for_all_until_there_is_a_better_one(
+    path: Path, filled: ProductEntry
+) -> None:
+    store, other = PlanStore(path, H200), PlanStore(path, H200)
+    assert other.product(KEY) == filled
+    store.bar(KEY, filled, "known to be wrong")
+    assert store.product(KEY) is PlanStore(path, H200).product(KEY) is None
+    assert Document.read(path).get(KEY) == replace(filled, barred="known to be wrong")
+    better = product(rejected=(), when=LATER)
+    other.put({KEY: better})
+    for each in (store, other, PlanStore(path, H200)):
+        found = each.product(KEY)
+        assert found is not None
+        assert (found.algorithm, found.rejected[0].algorithm) == (better.algorithm, filled.algorithm)
 
-    def refuse(key: str, entry: ProductEntry) -> str:
-        asked.append((key, entry))
-        return "known to be wrong"
 
-    store = PlanStore(path, H200)
-    assert store.product(KEY, lambda key, entry: None) == filled
-    assert store.product(KEY, refuse) is None
-    assert asked == [(KEY, filled)]
+def test_a_layer_is_barred_too(path: Path) -> None:
+    store, entry = PlanStore(path, H200), layer()
+    store.put({LAYER: entry})
+    store.bar(LAYER, entry, "unknown strategy")
+    assert store.layer(LAYER) is None
+    assert Document.read(path).get(LAYER) == replace(entry, barred="unknown strategy")
+
+
+def test_what_is_barred_where_nothing_can_be_written_is_barred_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "plans").touch()
+    store, entry = PlanStore(tmp_path / "plans" / H200.file_name, H200), product()
+    with pytest.warns(UserWarning, match="kept in memory alone"):
+        store.put({KEY: entry})
+    store.bar(KEY, entry, "refused")
     assert store.product(KEY) is None
-    assert PlanStore(path, H200).product(KEY, refuse) is None
-    assert len(asked) == 1, "what is barred is not asked about again"
-    stored = Document.read(path).products.get(KEY)
-    assert stored == replace(filled, barred="known to be wrong")
-    better = product(rejected=())
-    PlanStore(path, H200).put({KEY: better})
-    found = store.product(KEY)
-    assert found is not None
-    assert (found.algorithm, found.rejected[0].algorithm) == (better.algorithm, filled.algorithm)
-
-
-def test_a_layer_is_validated_too(path: Path) -> None:
-    store = PlanStore(path, H200)
-    store.put(layers={LAYER: layer()})
-    seen: list[LayerEntry] = []
-
-    def refuse(_: str, entry: LayerEntry) -> str:
-        seen.append(entry)
-        return "unknown strategy"
-
-    assert store.layer(LAYER, refuse) is None
-    assert len(seen) == 1
-
-
-def test_a_validation_may_wait_for_another_thread(path: Path, filled: ProductEntry) -> None:
-    store = PlanStore(path, H200)
-
-    def validate(key: str, _: ProductEntry) -> str | None:
-        other = threading.Thread(target=store.product, args=(key,), daemon=True)
-        other.start()
-        other.join(timeout=10)
-        return "the other thread waits" if other.is_alive() else None
-
-    assert store.product(KEY, validate) == filled
 
 
 def test_threads_share_a_store(path: Path) -> None:
@@ -174,54 +149,51 @@ def test_threads_share_a_store(path: Path) -> None:
     for thread in threads:
         thread.join()
     assert faults == []
-    assert len(Document.read(path).products.raw) == 80
+    assert len(Document.read(path).raw) == 80
 
 
 def test_a_file_from_an_equal_machine_is_merged(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
     other, better = tmp_path / "other.json", product(when=LATER)
     PlanStore(other, H200).put({KEY: better, OTHER: product()}, {LAYER: layer()})
     store = PlanStore(path, H200)
-    merged = store.merge(other)
-    assert (merged.changed, merged.damaged, merged.saved) == (3, {}, True)
+    assert store.merge(Document.read(other)) == (3, True)
     assert store.product(KEY) == better != filled
     assert PlanStore(path, H200).layer(LAYER) is not None
-    assert store.merge(other).changed == 0
+    assert store.merge(Document.read(other)) == (0, True)
 
 
-def test_merging_leaves_out_what_is_damaged(path: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.json"
-    PlanStore(other, H200).put({KEY: product(), OTHER: product()})
-    data = json.loads(other.read_bytes())
-    data["products"][KEY]["us"] = 1.0
-    other.write_text(json.dumps(data))
-    content = other.read_bytes()
-    merged = PlanStore(path, H200).merge(other)
-    assert (merged.changed, list(merged.damaged), merged.saved) == (1, [KEY], True)
-    assert other.read_bytes() == content
-    assert beside(path) == set()
-
-
-def test_what_cannot_be_merged(path: Path, tmp_path: Path) -> None:
-    store, other = PlanStore(path, H200), tmp_path / "other.json"
-    with pytest.raises(ArgumentError, match=r"other\.json cannot be read"):
-        store.merge(other)
-    other.write_text("[")
-    with pytest.raises(ArgumentError, match=r"other\.json is damaged"):
-        store.merge(other)
-    PlanStore(tmp_path / "h100.json", replace(H200, gpu="NVIDIA H100", driver="1")).put({KEY: product()})
-    with pytest.raises(ArgumentError, match="gpu NVIDIA H100 instead of NVIDIA H200, driver 1 instead of 580"):
-        store.merge(tmp_path / "h100.json")
+def test_plans_of_another_machine_are_not_merged(path: Path) -> None:
+    other = Document(replace(H200, gpu="NVIDIA H100", driver="1"))
+    with pytest.raises(UnusableError, match="gpu NVIDIA H100 instead of NVIDIA H200, driver 1 instead of 580"):
+        PlanStore(path, H200).merge(other)
     assert not path.exists()
 
 
-def test_the_store_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpus: HasGpus) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(store_module, "fingerprint", lambda device: H200)
+    has_gpus(H200, H200)
     first, second = plan_store(0), plan_store(1)
     assert first is second
     assert first.path == tmp_path / "plans" / H200.file_name
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "elsewhere"))
     assert plan_store(0) is not first
+
+
+def test_a_file_of_an_older_version_costs_one_line_and_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpus: HasGpus
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    has_gpus(H200)
+    older = tmp_path / "plans" / f"{H200.file_name.rpartition('-')[0]}-01234567.json"
+    older.parent.mkdir()
+    older.write_text(f'{{\n"schema": {SCHEMA - 1},\n"products": {{}}\n}}\n')
+    content = older.read_bytes()
+    with pytest.warns(UserWarning, match="is of another version of lt_runtime: it stays and is not used"):
+        store = plan_store(0)
+    assert plan_store(0) is store, "without another warning, which would be an error"
+    assert store.product(KEY) is None
+    assert store.put({KEY: product()})
+    assert older.read_bytes() == content
 
 
 def test_a_thousand_entries_are_found_fast(path: Path) -> None:
@@ -247,4 +219,4 @@ def test_nothing_of_all_this_warns_without_need(path: Path) -> None:
         path.unlink()
         assert store.product(OTHER) is None
         assert store.put({OTHER: product()})
-    assert set(Document.read(path).products.raw) == {KEY, OTHER}
+    assert set(Document.read(path).raw) == {KEY, OTHER}

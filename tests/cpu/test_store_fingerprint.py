@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lt_runtime.cli import cache_files
 from lt_runtime.errors import MissingLibraryError
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.paths import kernel_sources
@@ -90,18 +89,18 @@ def test_a_driver_that_tells_only_what_cuda_it_runs(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_commands_see_each_fingerprint_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = cache_files.machine.__wrapped__
-    monkeypatch.setattr(cache_files, "device_count", lambda: 2)
-    assert look() == (H200,)
-    monkeypatch.setattr(cache_files, "device_count", lambda: 0)
-    assert look() == ()
+def test_a_machine_has_each_fingerprint_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = module.machine.__wrapped__
+    for count, expected in ((2, (H200,)), (0, ())):
+        monkeypatch.setattr(module, "device_count", lambda count=count: count)
+        assert look() == expected
 
 
-def test_the_commands_work_without_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(device: int) -> Fingerprint:
+@pytest.mark.usefixtures("machine")
+def test_a_machine_without_cublaslt_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
         raise MissingLibraryError("no cuBLASLt")
 
-    monkeypatch.setattr(cache_files, "device_count", lambda: 1)
-    monkeypatch.setattr(cache_files, "fingerprint", missing)
-    assert cache_files.machine.__wrapped__() == ()
+    monkeypatch.setattr(module, "device_count", lambda: 1)
+    monkeypatch.setattr(module.cublaslt, "get_version", missing)
+    assert module.machine.__wrapped__() == ()

@@ -44,7 +44,7 @@ def test_eight_processes_lose_nothing(tmp_path: Path) -> None:
     assert [(writer.returncode, error) for writer, error in zip(writers, errors, strict=True)] == [(0, "")] * PROCESSES
     document = Document.read(path)
     wanted = {f"{number}.{index}" for number in range(PROCESSES) for index in range(ENTRIES)}
-    assert set(document.products.raw) == wanted
+    assert set(document.raw) == wanted
     assert document.damaged() == {}
     assert {file.name for file in path.parent.iterdir()} <= {path.name, f"{path.name}.lock"}
 
@@ -59,11 +59,11 @@ def test_a_killed_writer_harms_nobody(seconds: float, tmp_path: Path) -> None:
     time.sleep(seconds)
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
-    before = set(Document.read(path).products.raw)
+    before = set(Document.read(path).raw)
     writer = start_writer(path, 1, 10, batch=10)
     assert (writer.communicate(timeout=60)[1], writer.returncode) == ("", 0)
     document = Document.read(path)
-    assert set(document.products.raw) == before | {f"1.{index}" for index in range(10)}
+    assert set(document.raw) == before | {f"1.{index}" for index in range(10)}
     assert document.damaged() == {}
     left = {file.name for file in path.parent.iterdir()} - {path.name, f"{path.name}.lock"}
     assert all(name.endswith(TEMPORARY) for name in left)

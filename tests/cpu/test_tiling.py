@@ -10,8 +10,18 @@ from lt_runtime.errors import ShapeError
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.kernel import MAX_GRID_Y, OCTET, THREADS
-from lt_runtime.kernels.tiling import Tiling, access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
+from lt_runtime.kernels.tiling import (
+    MAX_GRID_Y,
+    OCTET,
+    THREADS,
+    Tiling,
+    access_macros,
+    are_aligned,
+    moves_vectors,
+    reduction,
+    sweep,
+    wave_of,
+)
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, Spec
 

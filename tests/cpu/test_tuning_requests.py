@@ -238,13 +238,26 @@ def test_warmup_of_mlps_takes_them_as_a_training_step_does(tuner: Tuner, tmp_pat
     expected = [
         *Stack(8, (3, 4, 5), Activation("silu"), FP32, Compute.FLOAT32).problems(),
         *Stack(16, (768, 3072, 768), RELU, FP32, Compute.FLOAT32).problems(),
-        *Stack(16, (6, 7), RELU, FP32, Compute.FLOAT32).problems(),
+        *Stack(16, (6, 7), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems(),
     ]
     assert same(tuner.problems, expected)
     tuner.given.clear()
     assert warmup("--shapes", str(file), "--activation", "gelu,tanh") == 0
     forward = [each for each in tuner.problems if isinstance(each, ForwardProblem)]
     assert {each.activation.name for each in forward} == {"gelu", "tanh", "none"}
+
+
+def test_warmup_and_tune_take_a_lone_layer_by_the_same_rule(tuner: Tuner, tmp_path: Path) -> None:
+    file = tmp_path / "shapes"
+    file.write_text("64 48 32\n")
+    lt.tune([32, 48], 64)
+    lt.tune([32, 48], 64, final_activation="gelu")
+    expected = list(tuner.problems)
+    for arguments in (("--shapes", str(file)), ("--mlp", "32,48", "--rows", "64")):
+        tuner.given.clear()
+        assert warmup(*arguments) == 0
+        assert warmup(*arguments, "--activation", "gelu") == 0
+        assert tuner.problems == expected
 
 
 def test_warmup_of_presets_and_recorded_problems(tuner: Tuner, tmp_path: Path) -> None:
@@ -257,9 +270,7 @@ def test_warmup_of_presets_and_recorded_problems(tuner: Tuner, tmp_path: Path) -
         *(
             problem
             for m, n, k in ((32, 16, 64), (64, 64, 64), (256, 256, 256))
-            for problem in Stack(
-                m, (k, n), NONE, DType.FLOAT16, Compute.FLOAT32, final_activation=RELU, input_gradient=True
-            ).problems()
+            for problem in Stack(m, (k, n), NONE, DType.FLOAT16, Compute.FLOAT32, input_gradient=True).problems()
         ),
         *met,
     ]
@@ -276,7 +287,7 @@ def test_warmup_ends_with_a_table(tuner: Tuner, capsys: pytest.CaptureFixture[st
     assert found["ok"] is True
     assert found["gain"] == pytest.approx(1.25)
     keys = [key for each in found["tuned"] for key in each["keys"]]
-    assert same(map(parse_key, keys), Stack(64, (32, 48), RELU, FP32, Compute.FLOAT32).problems())
+    assert same(map(parse_key, keys), Stack(64, (32, 48), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems())
     assert {each["rejected"][0] for each in found["tuned"]} == {"wrong: 3 instead of 4"}
 
 

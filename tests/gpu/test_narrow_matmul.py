@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.gpu.memory import ALIGNMENT, stream_memory
+from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order, layout_of
-from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
+from lt_runtime.problem import ALIGNMENT, Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
 from lt_runtime.tuner.trial import Trial
 from lt_runtime.tuner.verification import verify

@@ -117,7 +117,8 @@ def test_epilogues_of_a_product(epilogue: Epilogue, dtype: DType) -> None:
     def run() -> list[Any]:
         d, kept, vector = product.copy(), aux.copy(), bias.copy()
         at = {"a": a, "b": b, "d": d, "vector": vector, "aux": kept}
-        own_pass.run(call_of(problem, stream, **{name: array.data.ptr for name, array in at.items()}))
+        call = call_of(problem, stream, **{name: array.data.ptr for name, array in at.items()})
+        own_pass.run(call, d.data.ptr, stream)
         return [d, kept, vector]
 
     assert_repeats(run)

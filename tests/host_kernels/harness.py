@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.paths import kernel_sources
+from lt_runtime.kernels.kernel import Entry
 from tests.host_kernels.build import Builder, Variant
 
 FORWARD, REVERSE, SHUFFLED = 0, 1, 2
@@ -81,9 +81,9 @@ class HostKernels:
             self._libraries[variant] = ctypes.CDLL(str(self._path(variant).result()))
         return self._libraries[variant]
 
-    def get(self, entry: str, macros: Macros = (), device: int = 0) -> HostKernel:
+    def get(self, entry: Entry, macros: Macros = (), device: int = 0) -> HostKernel:
         """Stands in for `lt_runtime.kernels.kernel.get_kernel`."""
-        return self.kernel(Variant(_sources()[entry], macros), entry)
+        return self.kernel(Variant(entry.source, macros), entry.name)
 
     def kernel(self, variant: Variant, entry: str) -> HostKernel:
         """A kernel of a file, which may be one of the tests' own."""
@@ -97,13 +97,6 @@ class HostKernels:
         if variant not in self._paths:
             self._paths[variant] = self._pool.submit(self._builder.library, variant)
         return self._paths[variant]
-
-
-@functools.cache
-def _sources() -> dict[str, str]:
-    """The file of each kernel of `cuda_src`."""
-    files = sorted(file.name for file in kernel_sources().glob("*.cu"))
-    return {entry: file for file in files for entry in Variant(file).entries}
 
 
 def get_array(library: ctypes.CDLL, count: int) -> list[int]:

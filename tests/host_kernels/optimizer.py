@@ -12,10 +12,17 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.kernels.kernel import THREADS
-from lt_runtime.kernels.params import GradientNormParams, OptimizerState
-from lt_runtime.ops._adamw_gpu import adamw_params
-from lt_runtime.ops._adamw_table import Tensor, norm_table, update_table
+from lt_runtime.kernels.adamw import (
+    ADAMW,
+    GRADIENT_NORM,
+    GradientNormParams,
+    OptimizerState,
+    Tensor,
+    adamw_params,
+    norm_table,
+    update_table,
+)
+from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.ops._adamw_types import Options
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper, AdamWTensor
@@ -135,8 +142,8 @@ class HostOptimizer:
     """
 
     def __init__(self, host: HostKernels, variant: AdamWVariant, options: Options, first: int = 0) -> None:
-        self._update = host.get("adamw", variant.macros)
-        self._norm = host.get("gradient_norm")
+        self._update = host.get(ADAMW, variant.macros)
+        self._norm = host.get(GRADIENT_NORM)
         self._options = replace(options, moments=variant.moments, amsgrad=variant.amsgrad)
         self.state = np.zeros(1, np.dtype(OptimizerState))
         self.state["steps"] = first
@@ -158,7 +165,15 @@ class HostOptimizer:
         """Launches adamw; `octet` is added to where the tensors' elements are counted from."""
         table = update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
-        params = adamw_params(self._options, table.ctypes.data, self.state.ctypes.data)
+        options = self._options
+        params = adamw_params(
+            options.hyper,
+            options.scaler,
+            max_norm=options.max_norm,
+            skip_nonfinite=options.skip_nonfinite,
+            seed=options.seed,
+        )
+        params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
         if self._options.scaler:
             params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
         self._update.launch((table.size, 1), (THREADS, 1), params, order=order)

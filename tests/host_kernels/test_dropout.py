@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lt_runtime.kernels.blocks import Dropout
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.params import Dropout, DropoutParams
+from lt_runtime.kernels.dropout import DROPOUT, DropoutParams
 from lt_runtime.kernels.tiling import sweep
 from lt_runtime.layout import packed
 from lt_runtime.problem import Philox, keep_scale, keep_threshold
@@ -110,7 +111,7 @@ def run_dropout(
     rows, cols = x.array.shape
     params = DropoutParams(x.matrix, out.matrix, rows, cols, state.block())
     tiling = blocks.tiling((rows, cols)) if blocks else sweep(packed(rows, cols), None)
-    host.get("dropout", variant.macros).launch(*tiling, params, order=order)
+    host.get(DROPOUT, variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.philox.step
 
 

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lt_runtime.kernels.blocks import ColumnSum, Matrix
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.kernel import OCTET
-from lt_runtime.kernels.params import ColumnSum, EpilogueBwdParams, Matrix
-from lt_runtime.kernels.tiling import Tiling, reduction
+from lt_runtime.kernels.epilogue import EPILOGUE_BWD, EpilogueBwdParams
+from lt_runtime.kernels.tiling import OCTET, Tiling, reduction
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, DType, Philox, Saved, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
@@ -174,7 +174,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
         dropout=state.block() if variant.dropout else NO_DROPOUT,
         slope=case.slope,
     )
-    host.get("epilogue_bwd", variant.macros).launch(*tiling, params, order=order)
+    host.get(EPILOGUE_BWD, variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.drops.philox.step
     operands.partial.values()
     operands.tickets.assert_unchanged()  # zero again
@@ -276,10 +276,27 @@ def test_special_values(host: HostKernels, variant: Backward) -> None:
     cols = SPECIAL.shape[1]
     keeps_all = DropoutState(65536, Philox()).block()
     params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), 1, cols, keeps_all, 0.25)
-    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 8), params)
+    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = derivative(saved.array, Activation(variant.activation, 0.25))
     assert_close("dz", dz.values(), expected, rounding(variant.dtype, expected) + 16 * EPS32)
+
+
+RELU_FROM_VALUES = [
+    each for each in BACKWARD_EPILOGUES if each.activation == "relu" and each.dz and each.saved is not Saved.MASK
+]
+
+
+@pytest.mark.parametrize("variant", RELU_FROM_VALUES, ids=str)
+def test_relu_hands_on_the_gradient_of_nan(host: HostKernels, variant: Backward) -> None:
+    values = np.array([[np.nan, -np.nan, 1.0, -1.0, 0.0, -0.0, np.inf, 7.0]], np.float32)
+    place = Placement(variant.transposes, 7 if variant.transposes else 0, 0)  # columns on 16 bytes
+    saved, dy = (Guarded(each, dtype=variant.dtype) for each in (values, np.full(values.shape, 3.0)))
+    dz = Guarded(np.zeros(values.shape), place, dtype=variant.dtype)
+    keeps_all = DropoutState(65536, Philox()).block()
+    params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), *values.shape, keeps_all, 0.0)
+    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
+    assert dz.values().tolist() == [[3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 3.0, 3.0]]
 
 
 @pytest.mark.parametrize("variant", [v for v in BACKWARD_EPILOGUES if v.saved is Saved.MASK and v.dz], ids=str)
@@ -290,6 +307,6 @@ def test_a_mask_leaves_no_nan_out(host: HostKernels, variant: Backward, positive
     dy, dz = Guarded(values, FLAT, variant.dtype), Guarded(np.zeros(values.shape), place, variant.dtype)
     saved = mask(np.full(values.shape, positive), 0)
     params = EpilogueBwdParams(dy.matrix, saved.matrix, dz.matrix, ColumnSum(), *values.shape, NO_DROPOUT, 0.0)
-    host.get("epilogue_bwd", variant.macros).launch((1, 1), (2, 8), params)
+    host.get(EPILOGUE_BWD, variant.macros).launch((1, 1), (2, 8), params)
     with np.errstate(invalid="ignore"):
         assert_close("dz", dz.values(), values * float(positive), 0.0)

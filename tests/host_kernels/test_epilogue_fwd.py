@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lt_runtime.kernels.params import EpilogueFwdParams, Matrix
+from lt_runtime.kernels.blocks import Matrix
+from lt_runtime.kernels.epilogue import EPILOGUE_FWD, EpilogueFwdParams
 from lt_runtime.kernels.tiling import sweep
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, keep_scale, keep_threshold
@@ -62,10 +63,17 @@ class ForwardCase:
         """The nearest case that the variant takes."""
         shape = suit_shape(self.shape, aligned=variant.aligned)
         product, preactivation, y = (
-            suit_place(place, shape, variant.dtype, aligned=variant.aligned)
-            for place in (self.product, self.preactivation, self.y)
+            suit_place(place, shape, dtype, aligned=variant.aligned)
+            for place, dtype in (
+                (self.product, variant.product),
+                (self.preactivation, variant.dtype),
+                (self.y, variant.dtype),
+            )
         )
-        return replace(self, shape=shape, product=product, preactivation=preactivation, y=y)
+        # a matrix of another type cannot lie where the product is
+        kept_in_place, in_place = (each and not variant.once for each in (self.kept_in_place, self.in_place))
+        places = {"product": product, "preactivation": preactivation, "y": y}
+        return replace(self, shape=shape, kept_in_place=kept_in_place, in_place=in_place, **places)
 
 
 cases = st.builds(
@@ -96,7 +104,7 @@ class Operands:
     @classmethod
     def of(cls, case: ForwardCase, variant: Forward) -> Operands:
         generator, dtype = np.random.default_rng(case.seed), variant.dtype
-        product = Guarded(numbers(generator, case.shape, dtype), case.product)
+        product = Guarded(numbers(generator, case.shape, variant.product), case.product)
         empty = np.zeros(case.shape)
         kept = None
         if variant.keeps:
@@ -119,7 +127,7 @@ def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Ope
         slope=case.slope,
     )
     tiling = case.blocks.tiling(case.shape) if case.blocks else sweep(packed(*case.shape), None)
-    host.get("epilogue_fwd", variant.macros).launch(*tiling, params, order=order)
+    host.get(EPILOGUE_FWD, variant.macros).launch(*tiling, params, order=order)
     assert step[0] == case.drops.philox.step
 
 
@@ -148,6 +156,22 @@ def test_forward(host: HostKernels, variant: Forward, drawn: ForwardCase) -> Non
         operands.product.assert_unchanged()
 
 
+@pytest.mark.parametrize("variant", [v for v in FORWARD_EPILOGUES if v.once], ids=str)
+@FEW
+@given(drawn=cases)
+def test_a_sum_with_an_fp32_product_is_rounded_once(host: HostKernels, variant: Forward, drawn: ForwardCase) -> None:
+    case = drawn.suited(variant)
+    operands = Operands.of(case, variant)
+    bias = operands.bias.array.astype(np.float32) if case.bias else np.zeros((1, case.shape[1]), np.float32)
+    rounded = (operands.product.array + bias).astype(variant.dtype.numpy).astype(np.float64)
+    launch(host, variant, case, operands, case.order)
+    if operands.preactivation is not None:
+        assert np.array_equal(operands.preactivation.values(), rounded)
+    if variant.activation == "none":
+        assert np.array_equal(operands.y.values(), rounded)
+    operands.product.assert_unchanged()
+
+
 @pytest.mark.parametrize("variant", [v for v in FORWARD_EPILOGUES if v.keeps], ids=str)
 @FEW
 @given(drawn=cases)
@@ -169,7 +193,7 @@ def test_special_values(host: HostKernels, variant: Forward) -> None:
     x, y = Guarded(SPECIAL), Guarded(np.zeros_like(SPECIAL))
     cols = SPECIAL.shape[1]
     params = EpilogueFwdParams(x.matrix, Matrix(), y.matrix, 0, 1, cols, NO_DROPOUT, 0.25)
-    host.get("epilogue_fwd", variant.macros).launch((1, 1), (2, 1), params)
+    host.get(EPILOGUE_FWD, variant.macros).launch((1, 1), (2, 1), params)
     with np.errstate(over="ignore"):
         expected = activate(SPECIAL, Activation(variant.activation, 0.25))
     assert_close(str(variant), y.values(), expected, 8 * EPS32 * np.abs(SPECIAL) + 1e-37)

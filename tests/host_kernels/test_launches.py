@@ -13,19 +13,20 @@ from numpy.typing import NDArray
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
-from lt_runtime.kernels import epilogue as launches
+from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
+from lt_runtime.kernels.kernel import Entry
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.strategies import unchanged
-from lt_runtime.problem import Activation, Compute, Derivative, ForwardProblem, Saved, Spec
+from lt_runtime.problem import ALIGNMENT, Activation, Compute, Derivative, ForwardProblem, Saved, Spec
 from lt_runtime.reference import activate, derivative
-from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, vector
+from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, MORE, Drops, Shape, drops, seeds, shapes, suit_place, suit_shape
 from tests.host_kernels.harness import HostKernel, HostKernels
-from tests.host_kernels.variants import F32
+from tests.host_kernels.variants import BF16, F32
 from tests.strategies import Placement, placements
 
 Array = NDArray[np.float64]
@@ -37,12 +38,12 @@ SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu(host: HostKernels) -> Iterator[None]:
-    def get(entry: str, macros: Macros, device: int) -> HostKernel:
+    def get(entry: Entry, macros: Macros, device: int) -> HostKernel:
         # the CPU's kernels are the same whatever a multiprocessor shall hold
         return host.get(entry, tuple((name, "1" if name == "BLOCKS" else value) for name, value in macros), device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "get_kernel", get)
+        patch.setattr(kernels, "get_kernel", get)
         patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
         yield
 
@@ -116,9 +117,9 @@ cases = st.builds(
 )
 
 
-def run_forward(case: PassCase, source: Guarded, y: Guarded, bias: Guarded) -> None:
+def run_forward(case: PassCase, product: Guarded, y: Guarded, kept: Guarded | None, bias: Guarded) -> None:
     problem = ForwardProblem(
-        F32,
+        y.dtype,
         Compute.FLOAT32,
         GELU,
         x=UNUSED,
@@ -129,8 +130,15 @@ def run_forward(case: PassCase, source: Guarded, y: Guarded, bias: Guarded) -> N
     )
     state, _kept = case.state()
     address = bias.address if case.vector else 0
-    forward = ForwardPass(problem, 0, source=None if source is y else spec_of(source), adds_bias=case.vector)
-    forward.run(source.address, address, y.address, dropout=state, stream=0)
+    forward = ForwardPass(
+        problem,
+        0,
+        product=spec_of(product),
+        product_dtype=product.dtype,
+        kept=spec_of(kept) if kept else None,
+        adds_bias=case.vector,
+    )
+    forward.run(product.address, address, y.address, kept.address if kept else 0, state, 0)
 
 
 @MORE
@@ -141,7 +149,8 @@ def test_forward_pass(drawn: PassCase) -> None:
     product = numbers(generator, case.shape, F32)
     y, z, _ = (Guarded(product, place) for place in case.places)
     bias = vector(numbers(generator, case.shape[1:], F32), F32)
-    run_forward(case, z if case.matrix else y, y, bias)
+    source = z if case.matrix else y
+    run_forward(case, source, y, z if case.matrix and case.vector else None, bias)
 
     added = bias.array.astype(np.float64) if case.vector else np.zeros((1, case.shape[1]))
     sums, factors = product.astype(np.float64) + added, case.factors()
@@ -149,6 +158,26 @@ def test_forward_pass(drawn: PassCase) -> None:
     assert_close("y", y.values(), activate(sums, GELU) * factors, 10 * EPS32 * size * np.maximum(factors, 1.0))
     assert_close("z", z.values(), sums if case.matrix else product, EPS32 * size)
     bias.assert_unchanged()
+
+
+@FEW
+@given(drawn=cases)
+def test_forward_pass_over_an_fp32_product(drawn: PassCase) -> None:
+    case = drawn.suited()
+    generator = np.random.default_rng(case.seed)
+    product = Guarded(numbers(generator, case.shape, F32), case.places[2])
+    y, kept = (Guarded(np.zeros(case.shape), place, BF16) for place in case.places[:2])
+    bias = vector(numbers(generator, case.shape[1:], BF16), BF16)
+    run_forward(case, product, y, kept if case.matrix else None, bias)
+
+    added = bias.array.astype(np.float32) if case.vector else np.zeros((1, case.shape[1]), np.float32)
+    sums, factors = product.array + added, case.factors()
+    expected = activate(sums.astype(np.float64), GELU) * factors
+    size = 1.0 + np.abs(sums)
+    assert_close("y", y.values(), expected, rounding(BF16, expected) + 10 * EPS32 * size * np.maximum(factors, 1.0))
+    if case.matrix:
+        assert np.array_equal(kept.values(), sums.astype(BF16.numpy).astype(np.float64)), "rounded once"
+    product.assert_unchanged()
 
 
 def mask_spec(shape: Shape, bits: Guarded) -> Spec:

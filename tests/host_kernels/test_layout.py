@@ -1,4 +1,4 @@
-"""The structs of `cuda_src` lie in memory as `lt_runtime.kernels.params` says."""
+"""The structs of `cuda_src` lie in memory as the modules of `lt_runtime.kernels` say."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import re
 
 import pytest
 
-from lt_runtime.kernels import params
-from lt_runtime.kernels.kernel import _SOURCES
 from lt_runtime.paths import kernel_sources
 from tests.host_kernels.build import Variant
 from tests.host_kernels.harness import HostKernels, get_array
+from tests.support.kernel_families import ENTRIES, FAMILIES
 
 STRUCTS = [
     struct
-    for _, struct in inspect.getmembers(params, inspect.isclass)
-    if issubclass(struct, ctypes.Structure) and struct.__module__ == params.__name__
+    for family in FAMILIES
+    for _, struct in inspect.getmembers(family, inspect.isclass)
+    if issubclass(struct, ctypes.Structure) and struct.__module__ == family.__name__
 ]
 MACROS = (
     ("SCALAR", "float"),
     ("LABEL", "int"),
     ("ACTIVATION", "lt::Relu"),
     ("DROPOUT", "1"),
+    ("PRODUCT", "float"),
     ("KEEP", "1"),
     ("SAVED", "1"),
     ("DZ", "2"),
@@ -71,5 +72,5 @@ def test_structs_agree(host: HostKernels, struct: type[ctypes.Structure]) -> Non
 def test_every_kernel_is_known_to_the_runtime() -> None:
     files = {file.name: Variant(file.name).entries for file in kernel_sources().glob("*.cu")}
     assert {(entry, file) for file, entries in files.items() for entry in entries} == {
-        (entry, file) for entry, (file, _) in _SOURCES.items()
+        (entry.name, entry.source) for entry in ENTRIES.values()
     }

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.kernels import loss as losses
-from lt_runtime.kernels.loss import CrossEntropyPass, GradScale, Labels, MsePass
+from lt_runtime.kernels import cross_entropy as family
+from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels
+from lt_runtime.kernels.kernel import Entry
+from lt_runtime.kernels.mse import MsePass
 from lt_runtime.problem import DType
 from lt_runtime.reference import cross_entropy, mse_loss
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding
@@ -42,9 +45,9 @@ class Runner:
         self.shared_memory = MUCH_SHARED_MEMORY
         self.launched: list[str] = []
 
-    def get_kernel(self, entry: str, macros: Any, device: int) -> Any:
+    def get_kernel(self, entry: Entry, macros: Any, device: int) -> Any:
         kernel = self._host.get(entry, macros)
-        return _Launcher(self, entry, kernel)
+        return _Launcher(self, entry.name, kernel)
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,9 @@ class _Launcher:
 def runner(host: HostKernels) -> Iterator[Runner]:
     made = Runner(host)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "get_kernel", made.get_kernel)
-        patch.setattr(losses, "shared_memory", lambda _: made.shared_memory)
-        patch.setattr(losses, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=1, memory=0))
+        patch.setattr(kernels, "get_kernel", made.get_kernel)
+        patch.setattr(family, "shared_memory", lambda _: made.shared_memory)
+        patch.setattr(family, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=1, memory=0))
         yield made
 
 
@@ -86,10 +89,10 @@ class Memory:
         return float(self.loss.values()[0, 0])
 
 
-def scale_of(factor: float, on_device: bool) -> tuple[GradScale, NDArray[np.float32]]:
+def scale_of(factor: float, on_device: bool) -> tuple[tuple[float, int], NDArray[np.float32]]:
     """The scale, and its memory, to be kept until it is used."""
     array = np.array([factor], np.float32)
-    return GradScale(0.5, array.ctypes.data) if on_device else GradScale(0.5 * factor), array
+    return ((0.5, array.ctypes.data) if on_device else (0.5 * factor, 0)), array
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ def run_cross_entropy(
     *,
     smoothing: float = 0.0,
     ignore_index: int | None = None,
-    scale: GradScale | None = None,
+    scale: tuple[float, int] = (1.0, 0),
     order: int = 0,
     little_memory: bool = False,
 ) -> float:
@@ -195,7 +198,7 @@ def run_cross_entropy(
         loss=memory.loss.address,
         labels=Labels(labels.ctypes.data, labels.dtype == np.int64, ignore_index),
         smoothing=smoothing,
-        scale=scale or GradScale(),
+        scale=scale,
         scratch=memory.scratch.address,
         ticket=memory.tickets.ctypes.data,
         stream=0,
@@ -298,7 +301,7 @@ def test_a_block_goes_from_row_to_row(
     runner: Runner, classes: int, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shared memory, in which a row is held and over which it is reduced, serves the next row too."""
-    monkeypatch.setattr(losses, "_MAX_BLOCKS", 1)
+    monkeypatch.setattr(family, "_MAX_BLOCKS", 1)
     rows = 4 if classes > 2048 else 21 if classes > 256 else 200
     check_cross_entropy(runner, dtype, LossCase((rows, classes), in_place=True), np.arange(rows) % 3, 0.1, 1)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels import matmul_epilogue as matmul_pass
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
@@ -31,7 +31,7 @@ PITCH = 16  # bytes that a mask's rows lie a multiple of apart
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu(host: HostKernels) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(matmul_pass, "get_kernel", host.get)
+        patch.setattr(kernels, "get_kernel", host.get)
         yield
 
 
@@ -88,6 +88,8 @@ class MatmulCase:
     beta: float  # of a C that lies across D; 0 where there is none
     beta_in_memory: bool
     d: Placement
+    c: Placement  # of a C that meets a separate product
+    product: Placement  # of a separate one
     operand: Placement
     aux_gap: int
     seed: int
@@ -103,6 +105,8 @@ cases = st.builds(
     beta=st.sampled_from((0.0, 0.0, 1.0, -0.75)),
     beta_in_memory=st.booleans(),
     d=placements,
+    c=placements,
+    product=placements,
     operand=placements,
     aux_gap=st.sampled_from((0, 8)),
     seed=seeds,
@@ -115,11 +119,15 @@ class Product:
     def __init__(self, case: MatmulCase, variant: MatmulEpilogue) -> None:
         self.case, self.variant = case, variant
         self.generator = np.random.default_rng(case.seed)
-        self.d = self.batch((case.batch, *case.shape), variant.dtype, case.d)
+        shape = (case.batch, *case.shape)
+        self.d = self.batch(shape, variant.dtype, case.d)
+        # the product, in D or apart from it
+        self.source = self.batch(shape, DType.FLOAT32, case.product) if variant.once else self.d
+        # over a product in D the pass adds only a C that lies across D
         across = replace(case.d, column_major=not case.d.column_major)
-        self.c = self.batch((case.batch, *case.shape), variant.dtype, across)
-        self.before = self.d.values() + case.beta * self.c.values()
-        self.size = 1.0 + np.abs(self.d.values()) + np.abs(self.c.values())
+        self.c = self.batch(shape, variant.dtype, case.c if variant.once else across)
+        self.before = self.source.values() + case.beta * self.c.values()
+        self.size = 1.0 + np.abs(self.source.values()) + np.abs(self.c.values())
         self.aux_place = Placement(case.d.column_major, case.aux_gap, 0)
 
     def batch(self, shape: tuple[int, ...], dtype: DType, place: Placement) -> Batch:
@@ -156,25 +164,25 @@ class Product:
             aux=aux_spec,
             device_scalars=self.case.beta_in_memory,
         )
-        call = ProductCall(
-            a=a.address if a else 0,
-            b=b.address if b else 0,
-            c=self.c.address,
-            d=self.d.address,
-            vector=of.address if of else 0,
-            aux=aux,
-            beta=beta.ctypes.data if self.case.beta_in_memory else self.case.beta,
-            stream=0,
-        )
-        MatmulPass(problem, 0).run(call)
+        operands = (a, b, self.c, of)
+        addresses = (*(each.address if each else 0 for each in operands), aux, self.d.address)
+        call = Call(addresses, 0, (1.0, beta.ctypes.data if self.case.beta_in_memory else self.case.beta))
+        product = self.source.spec if self.variant.once else None
+        MatmulPass(problem, 0, product).run(call, self.source.address, 0)
         self.c.guarded.assert_unchanged()
+        if self.variant.once:
+            self.source.guarded.assert_unchanged()
 
     def positive(self, bias: Array) -> NDArray[np.bool_]:
-        """Whether D + β·C + bias is positive, with the kernel's roundings."""
-        d, c = (matrix.values().astype(np.float32) for matrix in (self.d, self.c))
-        sums = d + np.float32(self.case.beta) * c if self.case.beta else d
-        positive: NDArray[np.bool_] = sums + bias.astype(np.float32) > 0
+        """Whether the product + β·C + bias is positive, with the kernel's roundings."""
+        positive: NDArray[np.bool_] = self.in_fp32(bias) > 0
         return positive
+
+    def in_fp32(self, bias: Array) -> NDArray[np.float32]:
+        """The product + β·C + bias, added in the kernel's order."""
+        product, c = (matrix.values().astype(np.float32) for matrix in (self.source, self.c))
+        sums = product + np.float32(self.case.beta) * c if self.case.beta else product
+        return sums + bias.astype(np.float32)
 
 
 @pytest.mark.parametrize("variant", MATMUL_EPILOGUES, ids=str)
@@ -183,7 +191,8 @@ class Product:
 def test_epilogues(variant: MatmulEpilogue, case: MatmulCase) -> None:
     if variant.activation == "none":
         plain = replace(case, beta=0.0)
-        check_operand_sum(Product(plain, variant), Epilogue.BGRADA if case.keep else Epilogue.BGRADB)
+        if not variant.once:
+            check_operand_sum(Product(plain, variant), Epilogue.BGRADA if case.keep else Epilogue.BGRADB)
         check_forward(Product(case, variant), Epilogue.BIAS if case.bias else Epilogue.NONE)
         return
     name = f"{variant.activation}{'_aux' if case.keep else ''}{'_bias' if case.bias else ''}"
@@ -210,10 +219,14 @@ def check_forward(product: Product, epilogue: Epilogue) -> None:
     )
     expected = activate(z, Activation(variant.activation))
     assert_close("d", product.d.values(), expected, rounding(variant.dtype, expected) + 8 * EPS32 * size)
+    once = product.in_fp32(added).astype(variant.dtype.numpy).astype(np.float64) if variant.once else None
+    if once is not None and variant.activation == "none":
+        assert np.array_equal(product.d.values(), once), "rounded once"
     if keeps and is_mask:
         assert np.array_equal(mask.bytes, mask.expected())
     elif keeps:
         assert_close("aux", kept.values(), z, rounding(variant.dtype, z) + 2 * EPS32 * size)
+        assert once is None or np.array_equal(kept.values(), once), "rounded once"
     bias.assert_unchanged()
 
 
@@ -237,6 +250,30 @@ def check_backward(product: Product, epilogue: Epilogue) -> None:
     check_sums(gradient, expected, limit, written=epilogue.has_bias_gradient)
     z.guarded.assert_unchanged()
     assert np.array_equal(mask.bytes, mask.expected())
+
+
+@pytest.mark.parametrize("variant", [each for each in MATMUL_EPILOGUES if each.activation == "relu"], ids=str)
+def test_the_mask_of_nan_is_set(variant: MatmulEpilogue) -> None:
+    place = Placement(column_major=False, gap=0, offset=0)
+    values = np.array([[[np.nan, 1.0, -1.0, 0.0, -0.0, np.inf, -np.inf, 2.0]]])
+    d = Batch(values, place, variant.dtype)
+    product = Batch(values, place, DType.FLOAT32)
+    bits = BitMask(~(values <= 0), Order.ROW)
+    problem = MatmulProblem(
+        variant.operand,
+        variant.dtype,
+        Compute.FLOAT32,
+        Spec(Layout(1, 4, Order.ROW, 4)),
+        Spec(Layout(4, 8, Order.ROW, 8)),
+        d.spec,
+        Epilogue.RELU_AUX,
+        aux=bits.spec,
+    )
+    own_pass = MatmulPass(problem, 0, product.spec if variant.once else None)
+    call = Call((0, 0, 0, 0, bits.bytes.ctypes.data, d.address), 0)
+    own_pass.run(call, product.address if variant.once else d.address, 0)
+    assert np.array_equal(bits.bytes, bits.expected())
+    assert np.array_equal(d.values(), np.where(values <= 0, 0.0, values), equal_nan=True)
 
 
 def check_operand_sum(product: Product, epilogue: Epilogue) -> None:

@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.gpu.memory import ALIGNMENT, MAX_TICKETS
+from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import narrow as narrow_pass
 from lt_runtime.kernels import tiling
-from lt_runtime.kernels.call import ProductCall
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order
-from lt_runtime.problem import Activation, Compute, MatmulProblem, Spec
+from lt_runtime.problem import ALIGNMENT, Activation, Compute, MatmulProblem, Spec
 from lt_runtime.reference import derivative, unpack_mask
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds, suit_place
@@ -58,6 +60,7 @@ class _Memory:
     def __init__(self, size: int) -> None:
         self._workspace = vector(np.full(size // 4, np.nan), F32) if size else None
         self.workspace = 0 if self._workspace is None else self._workspace.address
+        self.stream = 0
         self._tickets = vector(np.zeros(MAX_TICKETS), F32)
         self.tickets = self._tickets.address
 
@@ -197,21 +200,21 @@ class Product:
         return Spec(Layout(m, n, Order.ROW, 8 * aux.array.strides[0]))
 
     @property
-    def call(self) -> ProductCall:
+    def call(self) -> Call:
         a, b, c, d, aux = (self.operands[name].address for name in _OPERANDS)
-        return ProductCall(a, b, d, 0, c, self.vector.address, aux, self.case.alpha, self.case.beta)
+        return Call((a, b, c, self.vector.address, aux, d), 0, (self.case.alpha, self.case.beta))
 
     def run(self, host: HostKernels, order: int) -> Asked:
         """Runs the product; returns the kernel that it asked for."""
         asked: Asked = []
 
-        def get(entry: str, macros: Macros, device: int) -> _Turns:
-            asked.append((entry, macros))
-            assume(self.variant.matches(entry, macros))
+        def get(entry: Entry, macros: Macros, device: int) -> _Turns:
+            asked.append((entry.name, macros))
+            assume(self.variant.matches(entry.name, macros))
             return _Turns(host, entry, macros, order)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(narrow_pass, "get_kernel", get)
+            patch.setattr(kernels, "get_kernel", get)
             if self.case.busy:
                 patch.setattr(narrow_pass, "_BUSY_THREADS", 64)
                 patch.setattr(narrow_pass, "_LONG", 1)

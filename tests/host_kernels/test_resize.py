@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.kernels import resize as resize_pass
+from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
@@ -71,14 +72,14 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], order: int, 
     operands = [_Operands(each, dtype, generator) for each in drawn]
 
     class Turns:
-        def __init__(self, entry: str, macros: Macros, _: int) -> None:
+        def __init__(self, entry: Entry, macros: Macros, _: int) -> None:
             self._kernel = host.get(entry, macros)
 
         def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
             return functools.partial(self._kernel.launch, *arguments, **more, order=order)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resize_pass, "get_kernel", Turns)
+        patch.setattr(kernels, "get_kernel", Turns)
         made = ResizePass(dtype, [each.resize for each in operands], 0)
     made.run([(each.source.address, each.target.address) for each in operands], 0)
     for each in operands:
@@ -91,7 +92,7 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], order: int, 
 def test_nan_stays_nan(host: HostKernels, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.full((2, 9), np.nan, dtype.numpy)
     source, target = Guarded(values), Guarded(np.ones((2, 16), dtype.numpy))
-    monkeypatch.setattr(resize_pass, "get_kernel", host.get)
+    monkeypatch.setattr(kernels, "get_kernel", host.get)
     ResizePass(dtype, [Resize(source.layout, target.layout)], 0).run([(source.address, target.address)], 0)
     assert np.isnan(target.values()[:, :9]).all()
     assert not target.values()[:, 9:].any()

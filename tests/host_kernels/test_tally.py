@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from types import SimpleNamespace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,16 +14,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.kernels.kernel import THREADS
-from lt_runtime.kernels.params import TallyParams, TallyState
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels.cross_entropy import Labels
+from lt_runtime.kernels.kernel import Entry
+from lt_runtime.kernels.tally import TallyPass, TallyState
 from lt_runtime.ops import tally
-from lt_runtime.ops.tally import GpuTally, HostTally, Scores, Totals, _set_scores
+from lt_runtime.ops.tally import GpuTally, HostTally, Scores, Totals
 from lt_runtime.problem import DType
 from tests.fake_device import HostLibrary, HostPlace, call
 from tests.host_kernels.arrays import FLAT, Guarded, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds
-from tests.host_kernels.harness import HostKernels
-from tests.host_kernels.variants import BF16, F32, TYPES, Variant, scalar_macros
+from tests.host_kernels.harness import HostKernel, HostKernels
+from tests.host_kernels.variants import BF16, F32, TYPES
 from tests.strategies import Placement, placements
 
 
@@ -29,18 +34,26 @@ class KernelTally:
     """Adds as `GpuTally` does, by the kernel on the CPU."""
 
     def __init__(self, host: HostKernels, dtype: DType, order: int = 0) -> None:
-        self._kernel = host.kernel(Variant("tally.cu", scalar_macros(dtype)), "tally")
+        self._host, self._dtype = host, dtype
         self._state, self._mean = Guarded(np.zeros((1, 4), np.uint64)), Guarded(np.full((1, 1), np.nan, np.float32))
         self._order = order
 
     def add(self, loss: float, scores: Any, weight: float, *, first: bool) -> None:
         at = vector(np.full(1, loss), F32)
-        params = TallyParams(
-            loss=at.address, mean=self._mean.address, state=self._state.address, weight=weight, first=first
-        )
-        blocks = 1 if scores is None else _set_scores(params, scores, _Reader())[1]  # type: ignore[arg-type]
-        self._kernel.launch((blocks, 1), (THREADS, 1), params, order=self._order)
+        layout, logits, labels = None, 0, Labels(0, wide=False, ignore_index=None)
+        if scores is not None:
+            layout, logits = scores.logits.layout, scores.logits.address
+            wide = scores.labels.array.dtype == np.int64
+            labels = Labels(scores.labels.address, wide, scores.ignore_index)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "get_kernel", self._get_kernel)
+            made = TallyPass(self._dtype, layout, 0)
+        addresses = at.address, self._mean.address, self._state.address
+        made.run(logits, labels, *addresses, weight, first, 0)
         at.assert_unchanged()
+
+    def _get_kernel(self, entry: Entry, macros: Macros, device: int) -> Any:
+        return _Ordered(self._host.get(entry, macros, device), self._order)
 
     @property
     def mean(self) -> float:
@@ -54,17 +67,21 @@ class KernelTally:
         return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
 
 
-class _Reader:
-    """Stands in for the place that reads arrays on a GPU."""
+@dataclass(frozen=True)
+class _Ordered:
+    """A kernel whose blocks and threads take their turns in a given order."""
 
-    def read(self, name: str, array: Guarded) -> Any:
-        layout = array.layout if name == "logits" else None
-        return SimpleNamespace(name=name, address=array.address, layout=layout, dtype=array.array.dtype.name)
+    kernel: HostKernel
+    order: int
+
+    def prepare(self, *arguments: Any, **more: Any) -> Callable[[], None]:
+        return functools.partial(self.kernel.launch, *arguments, **more, order=self.order)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_gpus_tally_is_the_hosts(host: HostKernels, monkeypatch: pytest.MonkeyPatch, dtype: DType) -> None:
-    stand_ins = {"Place": HostPlace, "CupyLibrary": HostLibrary, "call": call, "get_kernel": host.get}
+    stand_ins = {"Place": HostPlace, "CupyLibrary": HostLibrary, "call": call}
+    monkeypatch.setattr(kernels, "get_kernel", host.get)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(tally, name, stand_in)
     monkeypatch.setattr(tally, "activated", lambda _: contextlib.nullcontext())

@@ -8,10 +8,10 @@ from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
+from lt_runtime.kernels.blocks import SCALAR
+from lt_runtime.kernels.cross_entropy import row_macros
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
-from lt_runtime.kernels.loss import row_macros
 from lt_runtime.kernels.narrow import _SHARED_ROWS, narrow_macros
-from lt_runtime.kernels.params import SCALAR
 from lt_runtime.kernels.tiling import access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.host_kernels.build import Variant
@@ -29,6 +29,7 @@ class Forward:
     Attributes:
         aligned: every row of every operand is whole octets on 16 bytes.
         keeps: the pre-activation is written.
+        once: the product is FP32, so that a 16-bit result is rounded only once.
     """
 
     dtype: DType
@@ -36,14 +37,22 @@ class Forward:
     dropout: bool
     aligned: bool
     keeps: bool = False
+    once: bool = False
+
+    @property
+    def product(self) -> DType:
+        """The product's type."""
+        return F32 if self.once else self.dtype
 
     @property
     def macros(self) -> Macros:
         """In the runtime's order."""
-        return (*_epilogue_macros(self), ("KEEP", str(int(self.keeps))), *access_macros(self.aligned, 1))
+        read_and_kept = (("PRODUCT", SCALAR[self.product]), ("KEEP", str(int(self.keeps))))
+        return (*_epilogue_macros(self), *read_and_kept, *access_macros(self.aligned, 1))
 
     def __str__(self) -> str:
-        return "-".join([*_epilogue_names(self), *(["kept"] if self.keeps else [])])
+        options = (("kept", self.keeps), ("once", self.once))
+        return "-".join([*_epilogue_names(self), *(name for name, given in options if given)])
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,10 @@ FORWARD_EPILOGUES: Final = (
     Forward(F16, "leaky_relu", dropout=False, aligned=False, keeps=True),
     Forward(BF16, "relu", dropout=True, aligned=False),
     Forward(BF16, "silu", dropout=False, aligned=True, keeps=True),
+    Forward(F16, "none", dropout=False, aligned=True, once=True),
+    Forward(F16, "gelu", dropout=True, aligned=False, keeps=True, once=True),
+    Forward(BF16, "none", dropout=False, aligned=False, once=True),
+    Forward(BF16, "silu", dropout=False, aligned=True, keeps=True, once=True),
 )
 
 _SAVING: Final = [(name, saved) for name in ACTIVATIONS for saved in _saved_modes(name)]
@@ -161,27 +174,31 @@ DROPPING: Final = tuple(Dropping(dtype, aligned) for dtype in TYPES for aligned 
 
 @dataclass(frozen=True)
 class MatmulEpilogue:
-    """A variant of matmul_epilogue.cu: D's type, that of A and B, and the activation."""
+    """A variant of matmul_epilogue.cu: D's type, that of A and B, the activation, and whether the product is FP32."""
 
     dtype: DType
     operand: DType
     activation: str
+    once: bool = False
 
     @property
     def macros(self) -> Macros:
         return (
             ("SCALAR", SCALAR[self.dtype]),
+            ("PRODUCT", SCALAR[F32 if self.once else self.dtype]),
             ("OPERAND", SCALAR[self.operand]),
             ("ACTIVATION", ACTIVATION_NAMES[self.activation]),
         )
 
     def __str__(self) -> str:
-        return f"{self.dtype.value}-{self.operand.value}-{self.activation}"
+        return f"{self.dtype.value}-{self.operand.value}-{self.activation}{'-once' if self.once else ''}"
 
 
 MATMUL_EPILOGUES: Final = (
     *(MatmulEpilogue(F32, F32, activation) for activation in ("none", "relu", "gelu")),
     *(MatmulEpilogue(F16, F16, "gelu"), MatmulEpilogue(BF16, BF16, "relu"), MatmulEpilogue(F32, BF16, "none")),
+    MatmulEpilogue(F16, F16, "none", once=True),
+    *(MatmulEpilogue(BF16, BF16, activation, once=True) for activation in ("relu", "gelu")),
 )
 
 

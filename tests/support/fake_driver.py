@@ -74,6 +74,7 @@ class FakeDriver:
         """A function as libcuda.so.1 exports it: results go to addresses, a status comes back."""
         known = {
             "cuCtxGetDevice": self._store_device,
+            "cuEventRecord": self.cuEventRecord,
             "cuGraphLaunch": self.cuGraphLaunch,
             "cuLaunchKernelEx": self._launch,
             "cuMemcpyDtoDAsync_v2": self.cuMemcpyDtoDAsync,

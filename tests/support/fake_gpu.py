@@ -56,7 +56,7 @@ class FakeGpu:
         self._directory, self._package = directory, package
         self._modules: dict[str, ModuleType] = {}
         self._others: dict[str, ModuleType] = {}
-        self.kernels = FakeKernels(kernels, self.memory, self._structure)
+        self.kernels = FakeKernels(kernels, self.memory)
         self.driver = FakeDriver(self.memory, self.streams, self.kernels.launch, self.kernels.driver_functions)
         self.library: FakeCublasLt
         self.cp = fake_cupy(self)
@@ -122,14 +122,6 @@ class FakeGpu:
         finally:
             self._others = _taken_modules()
             sys.modules.update(own)
-
-    def _structure(self, name: str) -> type[ctypes.Structure]:
-        """The ctypes structure of a name, wherever the package has it."""
-        for module in _named(sys.modules):
-            found = getattr(sys.modules[module], name, None)
-            if found is not None:
-                return found  # type: ignore[no-any-return]
-        raise LookupError(name)
 
     def _open(self, name: str | None, *arguments: Any, **more: Any) -> Any:
         """Stands in for `ctypes.CDLL`."""

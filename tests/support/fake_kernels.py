@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from cuda.bindings import nvrtc
 
-from lt_runtime.paths import kernel_sources
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.support.device_memory import BadAddressError, DeviceMemory
+from tests.support.kernel_families import ENTRIES
 
 _MACRO: Final = re.compile(r"--define-macro=(\w+)=(.*)")
 _OCCUPANCY: Final = ("BLOCKS", "1")
@@ -26,17 +26,14 @@ class FakeKernels:
     Args:
         host: builds and launches kernels on the host.
         memory: where all addresses that kernels are given must lie.
-        param_types: gives the ctypes structure of a name.
 
     Attributes:
         launched: names of the kernels that were launched, in the order of the calls.
         fault: changes the argument block of a kernel, by its name: what a wrong program would have launched.
     """
 
-    def __init__(
-        self, host: HostKernels, memory: DeviceMemory, param_types: Callable[[str], type[ctypes.Structure]]
-    ) -> None:
-        self._host, self._memory, self._param_types = host, memory, param_types
+    def __init__(self, host: HostKernels, memory: DeviceMemory) -> None:
+        self._host, self._memory = host, memory
         self.fault: Callable[[str, Any], None] = lambda name, params: None
         self._handles = itertools.count(0x9000, 0x10)
         self._programs: dict[int, bytes] = {}
@@ -90,8 +87,7 @@ class FakeKernels:
     def _find(self, module: int, entry: bytes) -> int:
         made, name, handle = self._modules[module], entry.decode(), next(self._handles)
         macros = tuple(_OCCUPANCY if key == _OCCUPANCY[0] else (key, value) for key, value in made["macros"])
-        kind = self._param_types(_params_of(made["source"], name))
-        self._functions[handle] = name, self._host.get(name, macros), kind
+        self._functions[handle] = name, self._host.get(ENTRIES[name], macros), ENTRIES[name].params
         return handle
 
     def launch(
@@ -121,10 +117,3 @@ def _addresses(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str
             yield from _addresses(value, f"{prefix}{field}.")
         elif kind is ctypes.c_void_p and value:
             yield prefix + field, value
-
-
-def _params_of(source: str, entry: str) -> str:
-    """Name of the structure that a kernel takes."""
-    found = re.search(rf"\b{entry}\(const (?:lt::)?(\w+) ", (kernel_sources() / source).read_text())
-    assert found, f"{source} has no kernel {entry}"
-    return found[1]

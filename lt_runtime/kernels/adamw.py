@@ -1,0 +1,242 @@
+"""adamw.cu and gradient_norm.cu: the optimizer's two kernels, and the tables on the device that they find tensors in.
+
+A table has a row for every chunk of a tensor, and a block for every row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.grad_scaler import GradScaler
+from lt_runtime.kernels.blocks import SCALAR
+from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling
+from lt_runtime.problem import DType
+from lt_runtime.reference import AdamWHyper
+from lt_runtime.schedules import DECAYS
+
+UPDATE_CHUNK: Final = THREADS * OCTET  # elements: a thread loads all of its own at once
+_NORM_CHUNK: Final = 16384  # elements, at least
+_NORM_CHUNKS: Final = 8192  # about the most sums that are left to the last block
+_TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
+
+
+class OptimizerState(ctypes.Structure):
+    """`lt::OptimizerState`, what an optimizer keeps on the device."""
+
+    _fields_ = (
+        ("steps", ctypes.c_uint32),
+        ("skipped", ctypes.c_uint32),
+        ("nonfinite", ctypes.c_uint32),
+        ("norm", ctypes.c_float),
+        ("update_ticket", ctypes.c_uint32),
+        ("norm_ticket", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
+        ("reserved1", ctypes.c_uint32),
+    )
+
+
+class AdamWChunk(ctypes.Structure):
+    """`lt::AdamWChunk`, a row of the optimizer's table on the device: what one block updates."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("copy", ctypes.c_void_p),
+        ("gradient", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("v_max", ctypes.c_void_p),
+        ("octet", ctypes.c_uint64),
+        ("tensor", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("lr_scale", ctypes.c_float),
+        ("weight_decay", ctypes.c_float),
+        ("value_type", ctypes.c_uint8),
+        ("copy_type", ctypes.c_uint8),
+        ("gradient_type", ctypes.c_uint8),
+        ("aligned", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class AdamWParams(ctypes.Structure):
+    """`lt::AdamWParams`."""
+
+    _fields_ = (
+        ("chunks", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("growth_tracker", ctypes.c_void_p),
+        ("seed", ctypes.c_uint64),
+        ("lr", ctypes.c_float),
+        ("log_beta1", ctypes.c_float),
+        ("log_beta2", ctypes.c_float),
+        ("beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta1", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("decay", ctypes.c_int),
+        ("warmup_steps", ctypes.c_uint32),
+        ("total_steps", ctypes.c_uint32),
+        ("final_factor", ctypes.c_float),
+        ("max_norm", ctypes.c_float),
+        ("skip_nonfinite", ctypes.c_int),
+        ("growth_factor", ctypes.c_float),
+        ("backoff_factor", ctypes.c_float),
+        ("growth_interval", ctypes.c_int),
+    )
+
+
+class GradientChunk(ctypes.Structure):
+    """`lt::GradientChunk`, a row of the table of gradients on the device: what one block reads."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("count", ctypes.c_uint32),
+        ("type", ctypes.c_uint8),
+        ("aligned", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint8 * 2),
+    )
+
+
+class GradientNormParams(ctypes.Structure):
+    """`lt::GradientNormParams`."""
+
+    _fields_ = (
+        ("chunks", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+    )
+
+
+ADAMW: Final = Entry("adamw", "adamw.cu", AdamWParams)
+GRADIENT_NORM: Final = Entry("gradient_norm", "gradient_norm.cu", GradientNormParams)
+
+
+def adamw_params(
+    hyper: AdamWHyper, scaler: GradScaler | None, *, max_norm: float | None, skip_nonfinite: bool, seed: int
+) -> AdamWParams:
+    """The update's argument block without addresses."""
+    schedule = hyper.schedule
+    return AdamWParams(
+        seed=seed,
+        lr=hyper.lr,
+        log_beta1=_log(hyper.beta1),
+        log_beta2=_log(hyper.beta2),
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        one_minus_beta1=1.0 - hyper.beta1,
+        one_minus_beta2=1.0 - hyper.beta2,
+        eps=hyper.eps,
+        decay=DECAYS.index(schedule.decay),
+        warmup_steps=schedule.warmup_steps,
+        total_steps=schedule.total_steps,
+        final_factor=schedule.final_factor,
+        max_norm=max_norm or 0.0,
+        skip_nonfinite=skip_nonfinite,
+        growth_factor=scaler.growth_factor if scaler else 0.0,
+        backoff_factor=scaler.backoff_factor if scaler else 0.0,
+        growth_interval=scaler.growth_interval if scaler else 0,
+    )
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+def update_launches(
+    params: AdamWParams, rows: int, device: int, *, moments: DType, amsgrad: bool, stochastic: bool
+) -> Launches[AdamWParams]:
+    """The update of all tensors.
+
+    Args:
+        params: with all addresses.
+        rows: of the table.
+        stochastic: whether any parameter below FP32 is updated in place.
+    """
+    macros = ("MOMENT", SCALAR[moments]), ("AMSGRAD", str(int(amsgrad))), ("STOCHASTIC", str(int(stochastic)))
+    return Launches(ADAMW, macros, device, Tiling((rows, 1), (THREADS, 1)), params)
+
+
+def norm_launches(params: GradientNormParams, rows: int, device: int) -> Launches[GradientNormParams]:
+    """The norm of all gradients; `params` has all addresses, the table so many rows."""
+    return Launches(GRADIENT_NORM, (), device, Tiling((rows, 1), (THREADS, 1)), params)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter's arrays, each by its address and type.
+
+    Attributes:
+        size: elements.
+        value: what the update reads and writes: the parameter, or its master copy.
+        copy: the parameter where `value` is its master copy; None otherwise.
+        v_max: None without AMSGrad.
+    """
+
+    size: int
+    value: tuple[int, DType]
+    copy: tuple[int, DType] | None
+    gradient: tuple[int, DType]
+    m: tuple[int, DType]
+    v: tuple[int, DType]
+    v_max: tuple[int, DType] | None
+    lr_scale: float
+    weight_decay: float
+
+    @property
+    def arrays(self) -> Mapping[str, tuple[int, DType]]:
+        """The arrays that exist, by their names in `AdamWChunk`."""
+        names = ("value", "copy", "gradient", "m", "v", "v_max")
+        return {name: array for name in names if (array := getattr(self, name)) is not None}
+
+
+def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
+    """A row of type `AdamWChunk` for each block; at least one, since a block that updates nothing advances the step."""
+    return _joined([_update_rows(i, tensor) for i, tensor in enumerate(tensors)], np.dtype(AdamWChunk))
+
+
+def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
+    """A row of type `GradientChunk` for each block, at least one. The number of elements decides a chunk's length."""
+    chunk, total = _NORM_CHUNK, sum(tensor.size for tensor in tensors)
+    while chunk * _NORM_CHUNKS < total:
+        chunk *= 2
+    return _joined([_norm_rows(tensor, chunk) for tensor in tensors], np.dtype(GradientChunk))
+
+
+def _update_rows(index: int, tensor: Tensor) -> NDArray[Any]:
+    starts = np.arange(0, tensor.size, UPDATE_CHUNK, dtype=np.uint64)
+    rows = np.zeros(starts.size, np.dtype(AdamWChunk))
+    for name, (address, dtype) in tensor.arrays.items():
+        rows[name] = np.uint64(address) + starts * np.uint64(dtype.itemsize)
+        if name in ("value", "copy", "gradient"):  # the moments' type is the kernel's own
+            rows[f"{name}_type"] = _TYPES[dtype]
+    rows["octet"], rows["tensor"] = starts // np.uint64(OCTET), index
+    rows["count"] = np.minimum(np.uint64(tensor.size) - starts, np.uint64(UPDATE_CHUNK))
+    rows["lr_scale"], rows["weight_decay"] = tensor.lr_scale, tensor.weight_decay
+    rows["aligned"] = all(address % VECTOR_BYTES == 0 for address, _ in tensor.arrays.values())
+    return rows
+
+
+def _norm_rows(tensor: Tensor, chunk: int) -> NDArray[Any]:
+    address, dtype = tensor.gradient
+    starts = np.arange(0, tensor.size, chunk, dtype=np.uint64)
+    rows = np.zeros(starts.size, np.dtype(GradientChunk))
+    rows["data"] = np.uint64(address) + starts * np.uint64(dtype.itemsize)
+    rows["count"] = np.minimum(np.uint64(tensor.size) - starts, np.uint64(chunk))
+    rows["type"], rows["aligned"] = _TYPES[dtype], address % VECTOR_BYTES == 0
+    return rows
+
+
+def _joined(parts: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    rows = np.concatenate(parts)
+    return rows if rows.size else np.zeros(1, dtype)

@@ -1,0 +1,237 @@
+"""cross_entropy.cu: softmax cross-entropy of the rows of a matrix, and its gradient."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Final
+
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import device_info, shared_memory
+from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, WARP, Tiling, next_power_of_two
+from lt_runtime.layout import Layout, Order
+from lt_runtime.problem import DType
+
+# These numbers may be tuned; the sources have the other ones: launch bounds, and what a thread waits for at once. They
+# decide the order of sums, and with it the bits of results. Where rows might be streamed, the loss's last bits also
+# depend on the GPU: on the number of its multiprocessors, and on whether their shared memory holds a row.
+_WARP_ROW_THREADS: Final = 320  # threads of a block in which a row is shared by a warp or fewer threads
+_BLOCK_ROW_THREADS: Final = 256  # threads of a block that shares a row: fewer threads wait at its barriers
+_OCTETS_PER_LANE: Final = 2  # a row is shared by so many threads that each has two octets, up to a warp
+_WARP_OCTETS: Final = 256  # a longer row is shared by a whole block
+_FEW_CLASSES: Final = 16  # as few as a thread keeps in registers; few_classes.cuh has the same number
+_ROWS_OF_ONE_BLOCK: Final = 1024  # with few classes a block of a thread a row counts labels itself, and waits for none
+_COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
+_MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up; few classes may take more blocks
+_BLOCKS_PER_MULTIPROCESSOR: Final = 2  # they share its memory where rows are long
+_RESERVED_SHARED: Final = 2048  # bytes of shared memory a block for the kernel's own variables and the driver's
+# Each block counts up to so many labels itself; more labels are counted by a launch of their own. The number cannot be
+# smaller: several blocks of few classes rely on a launch of its own.
+_COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK
+
+
+class CrossEntropyParams(ctypes.Structure):
+    """`lt::CrossEntropyParams`."""
+
+    _fields_ = (
+        ("logits", Matrix),
+        ("gradient", Matrix),
+        ("labels", ctypes.c_void_p),
+        ("counted", ctypes.c_void_p),
+        ("grad_scale", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("loss", ctypes.c_void_p),
+        ("ticket", ctypes.c_void_p),
+        ("claimed", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("ignore_index", ctypes.c_int64),
+        ("gradient_scale", ctypes.c_float),
+        ("smoothing", ctypes.c_float),
+        ("wide_labels", ctypes.c_int),
+        ("ignores", ctypes.c_int),
+        ("lanes", ctypes.c_uint32),
+        ("held", ctypes.c_uint32),
+        ("streams", ctypes.c_int),
+    )
+
+
+class CountLabelsParams(ctypes.Structure):
+    """`lt::CountLabelsParams`."""
+
+    _fields_ = (
+        ("labels", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("counted", ctypes.c_void_p),
+        ("ticket", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("ignore_index", ctypes.c_int64),
+        ("wide_labels", ctypes.c_int),
+    )
+
+
+CROSS_ENTROPY: Final = Entry("cross_entropy", "cross_entropy.cu", CrossEntropyParams)
+CROSS_ENTROPY_FEW: Final = Entry("cross_entropy_few", "cross_entropy.cu", CrossEntropyParams)
+COUNT_LABELS: Final = Entry("count_labels", "cross_entropy.cu", CountLabelsParams)
+
+
+def row_macros(*, block_rows: bool) -> Macros:
+    """What cross_entropy is compiled for besides a type: threads of a block, and how many of them stream a row.
+
+    Args:
+        block_rows: whether a whole block shares a row, rather than at most a warp.
+    """
+    threads = _BLOCK_ROW_THREADS if block_rows else _WARP_ROW_THREADS
+    return ("ROW_THREADS", str(threads)), ("ROW_LANES", str(threads if block_rows else WARP))
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Class labels on the device: int64 (`wide`) or int32, and the label whose rows are left out, or None."""
+
+    address: int
+    wide: bool
+    ignore_index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowSharing:
+    """How the threads of cross_entropy's grid share the rows.
+
+    Attributes:
+        lanes: threads that share a row.
+        threads: threads of a block.
+        blocks: blocks of the grid.
+        octets: octets in the longest share of a row.
+    """
+
+    lanes: int
+    threads: int
+    blocks: int
+    octets: int
+
+    @classmethod
+    def of(cls, logits: Layout) -> RowSharing:
+        """A function of the shape and order alone."""
+        octets, threads = logits.cols // OCTET, _WARP_ROW_THREADS
+        if logits.order is Order.COLUMN:
+            lanes = _COLUMN_LANES
+        elif octets > _WARP_OCTETS:
+            lanes = threads = _BLOCK_ROW_THREADS
+        else:
+            lanes = min(WARP, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
+        blocks = min(-(-logits.rows * lanes // threads), _MAX_BLOCKS)
+        return cls(lanes, threads, blocks, -(-octets // lanes))
+
+    @property
+    def shared_by_block(self) -> bool:
+        """Whether a whole block shares a row, rather than at most a warp."""
+        return self.lanes > WARP
+
+    def held_octets(self, itemsize: int, device: int) -> int:
+        """How many octets of each thread fit into the block's share of shared memory."""
+        of_block, of_multiprocessor = shared_memory(device)
+        room = min(of_block, of_multiprocessor // _BLOCKS_PER_MULTIPROCESSOR) - _RESERVED_SHARED
+        return min(self.octets, room // self.held_bytes(itemsize))
+
+    def held_bytes(self, itemsize: int) -> int:
+        """Bytes of shared memory for one octet of each thread."""
+        return self.threads * OCTET * itemsize
+
+
+class CrossEntropyPass:
+    """Softmax cross-entropy of the rows of one matrix, and its gradient."""
+
+    def __init__(self, dtype: DType, logits: Layout, gradient: Layout, device: int) -> None:
+        self._rows, self._sharing = logits.rows, RowSharing.of(logits)
+        few = logits.cols <= _FEW_CLASSES
+        holds = logits.order is Order.ROW and not few
+        held = self._sharing.held_octets(dtype.itemsize, device) if holds else 0
+        self._streams = self._can_stream(dtype, (logits, gradient), held)
+        tiling = self._tiling(few, device)
+        self._blocks = tiling.grid[0]
+        self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
+        macros = (("SCALAR", SCALAR[dtype]), *row_macros(block_rows=self._sharing.shared_by_block))
+        params = CrossEntropyParams(
+            Matrix.of(logits),
+            Matrix.of(gradient),
+            rows=logits.rows,
+            cols=logits.cols,
+            lanes=self._sharing.lanes,
+            held=held,
+        )
+        shared = held * self._sharing.held_bytes(dtype.itemsize)
+        entry = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY
+        self._launches = Launches(entry, macros, device, tiling, params, shared=shared)
+        count = CountLabelsParams(rows=logits.rows)
+        counting = Tiling((self._count_blocks, 1), (THREADS, 1))
+        self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)
+
+    def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
+        """Whether a warp or a block shares a row, holds all of it, and rows begin at multiples of 16 bytes.
+
+        The address of the first row, which is not known yet, is left to `run`.
+        """
+        straight = all(layout.order is Order.ROW for layout in layouts)
+        even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
+        return straight and even and self._sharing.lanes >= WARP and held == self._sharing.octets
+
+    def _tiling(self, few: bool, device: int) -> Tiling:
+        threads, blocks = self._sharing.threads, self._sharing.blocks
+        if few:
+            threads = WARP * -(-self._rows // WARP) if self._rows <= _ROWS_OF_ONE_BLOCK else THREADS
+            blocks = -(-self._rows // threads)
+        elif self._streams:
+            blocks = min(blocks, device_info(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR)
+        return Tiling((blocks, 1), (threads, 1))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch memory: the number of rows that count, then losses of blocks or rows."""
+        keeps_rows = self._streams and self._sharing.shared_by_block
+        sums = max(self._blocks, self._rows) if keeps_rows else self._blocks
+        return 4 * (1 + max(sums, self._count_blocks))
+
+    def run(
+        self,
+        *,
+        logits: int,
+        gradient: int,
+        loss: int,
+        labels: Labels,
+        smoothing: float,
+        scale: tuple[float, int],
+        scratch: int,
+        ticket: int,
+        stream: int,
+    ) -> None:
+        """Puts the pass on `stream`, whose memory's lock the caller holds.
+
+        Args:
+            logits, gradient, loss, scratch: addresses.
+            scale: a number and the address of an FP32 number, or 0; the gradient, not the loss, is multiplied by both.
+            ticket: address of two uint32 counters that are zero, and are zero again afterwards.
+        """
+        counted = self._count_labels(labels, scratch, ticket, stream)
+        params, launch = self._launches[stream]
+        params.logits.data, params.gradient.data = logits, gradient
+        params.labels, params.counted = labels.address, counted
+        params.gradient_scale, params.grad_scale = scale
+        params.partial, params.loss = scratch + 4, loss
+        params.ticket, params.claimed = ticket, ticket + 4
+        params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
+        params.smoothing, params.wide_labels = smoothing, labels.wide
+        params.streams = self._streams and (logits | gradient) % VECTOR_BYTES == 0
+        launch()
+
+    def _count_labels(self, labels: Labels, counted: int, ticket: int, stream: int) -> int:
+        """Has the labels counted if that is worth a launch; returns the count's address, or 0."""
+        if labels.ignore_index is None or self._rows <= _COUNTED_IN_BLOCKS:
+            return 0
+        params, launch = self._count_launches[stream]
+        params.labels, params.partial, params.counted, params.ticket = labels.address, counted + 4, counted, ticket
+        params.ignore_index, params.wide_labels = labels.ignore_index, labels.wide
+        launch()
+        return counted

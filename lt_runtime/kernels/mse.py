@@ -1,0 +1,87 @@
+"""mse.cu: the mean squared error of one matrix against another, and its gradient."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.tiling import OCTET, THREADS, Tiling
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.problem import DType
+
+_OCTETS: Final = 2  # octets that a thread waits for at once
+_MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up
+
+
+class MseParams(ctypes.Structure):
+    """`lt::MseParams`."""
+
+    _fields_ = (
+        ("prediction", Matrix),
+        ("target", Matrix),
+        ("gradient", Matrix),
+        ("grad_scale", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("loss", ctypes.c_void_p),
+        ("ticket", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("gradient_scale", ctypes.c_float),
+        ("size", ctypes.c_float),
+    )
+
+
+MSE_LOSS: Final = Entry("mse_loss", "mse.cu", MseParams)
+
+
+class MsePass:
+    """Mean squared error of one matrix against another, and its gradient."""
+
+    def __init__(self, dtype: DType, prediction: Layout, target: Layout, gradient: Layout, device: int) -> None:
+        layouts = flattened((prediction, target, gradient))
+        rows, cols = layouts[0].shape
+        self._size = rows * cols
+        self._blocks = min(-(-rows * -(-cols // OCTET) // (_OCTETS * THREADS)), _MAX_BLOCKS)
+        params = MseParams(*map(Matrix.of, layouts), rows=rows, cols=cols, size=self._size)
+        tiling = Tiling((self._blocks, 1), (THREADS, 1))
+        self._launches = Launches(MSE_LOSS, (("SCALAR", SCALAR[dtype]),), device, tiling, params)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch memory for the blocks' partial sums."""
+        return 4 * self._blocks
+
+    def run(
+        self,
+        addresses: tuple[int, int, int],
+        loss: int,
+        scale: tuple[float, int],
+        scratch: int,
+        ticket: int,
+        stream: int,
+    ) -> None:
+        """Puts the pass on `stream`, whose memory's lock the caller holds.
+
+        Args:
+            addresses: of prediction, target and gradient.
+            scale: a number and the address of an FP32 number, or 0; the gradient, not the loss, is multiplied by both.
+            ticket: address of a uint32 counter that is zero, and is zero again afterwards.
+        """
+        params, launch = self._launches[stream]
+        params.prediction.data, params.target.data, params.gradient.data = addresses
+        number, params.grad_scale = scale
+        params.partial, params.loss, params.ticket = scratch, loss, ticket
+        params.gradient_scale = 2.0 / self._size * number
+        launch()
+
+
+def flattened(layouts: Sequence[Layout]) -> Sequence[Layout]:
+    """Layouts of the same elements in as few and as long rows as possible, where all elements are handled alike."""
+    if all(layout.order is Order.COLUMN for layout in layouts):
+        layouts = [layout.transposed for layout in layouts]
+    if all(layout.order is Order.ROW and layout.leading_dimension == layout.cols for layout in layouts):
+        layouts = [packed(1, layout.size) for layout in layouts]
+    return layouts

@@ -1,0 +1,100 @@
+"""Replays of training steps on the pretended GPU: whatever the stream and however a batch lies, and by a short way."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.fake_gpu import FakeGpu
+from tests.support.placed import host_of
+
+_DIMS, _ROWS, _STEPS = [12, 16, 5], 8, 6
+
+
+def _step(gpu: FakeGpu, **options: Any) -> Any:
+    model = gpu.lt.MLP(_DIMS, seed=3, dropout=0.3, device=0)
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=1e-2), **options)
+    gpu.streams.synchronize_all()  # the model was made on the default stream
+    return step
+
+
+def _batch(gpu: FakeGpu, seed: int, rows: int = _ROWS) -> tuple[Any, Any]:
+    generator = np.random.default_rng(seed)
+    x = gpu.cp.asarray(generator.standard_normal((rows, _DIMS[0])).astype(np.float32))
+    labels = gpu.cp.asarray(generator.integers(0, _DIMS[-1], rows).astype(np.int32))
+    gpu.streams.synchronize_all()
+    return x, labels
+
+
+def _values(gpu: FakeGpu, *steps: Any) -> list[list[bytes]]:
+    gpu.streams.synchronize_all()
+    return [[host_of(gpu, each.data).tobytes() for each in step.model.parameters()] for step in steps]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_streams_may_change_between_steps(gpu: FakeGpu, graph: bool) -> None:
+    step, other = _step(gpu), _step(gpu, graph=graph)
+    batches = [_batch(gpu, seed) for seed in range(_STEPS)]
+    for batch, stream in zip(batches, [gpu.stream, gpu.other_stream, None] * 2, strict=True):
+        step(*batch, stream=stream)  # nothing is waited for in between
+    gpu.synchronize()  # the last one's stream is the default one
+    for batch in batches:
+        other(*batch, stream=gpu.stream)
+    assert len(set(map(tuple, _values(gpu, step, other)))) == 1
+
+
+def test_two_steps_take_turns_with_their_memory(gpu: FakeGpu) -> None:
+    together, alone = ([_step(gpu), _step(gpu)] for _ in range(2))
+    for i in range(_STEPS):
+        for step, stream in zip(together, (gpu.stream, gpu.other_stream), strict=True):
+            step(*_batch(gpu, i), stream=stream)
+    for step in alone:
+        for i in range(_STEPS):
+            step(*_batch(gpu, i), stream=gpu.stream)
+    assert _values(gpu, *together) == _values(gpu, *alone)
+
+
+def test_batches_as_they_lie(gpu: FakeGpu) -> None:
+    packed, gaps = _step(gpu, accumulate=2), _step(gpu, accumulate=2)
+    for i in range(4):
+        x, labels = _batch(gpu, i)
+        wide = gpu.cp.asarray(np.full((_ROWS, _DIMS[0] + 3), np.nan, np.float32))
+        wide[:, 1 : 1 + _DIMS[0]] = x
+        gpu.streams.synchronize_all()
+        losses = [packed(x, labels, stream=gpu.stream), gaps(wide[:, 1 : 1 + _DIMS[0]], labels, stream=gpu.stream)]
+        gpu.streams.synchronize_all()
+        assert len({float(host_of(gpu, loss)) for loss in losses}) == 1
+    assert len(set(map(tuple, _values(gpu, packed, gaps)))) == 1
+
+
+def test_batches_of_many_sizes(gpu: FakeGpu) -> None:
+    graphs, eager = _step(gpu), _step(gpu, graph=False)
+    for i, rows in enumerate([*range(1, 11), 3, 1, 1, 2]):
+        for step in (graphs, eager):
+            step(*_batch(gpu, i, rows), stream=gpu.stream)
+    assert len(set(map(tuple, _values(gpu, graphs, eager)))) == 1
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_a_replay_takes_a_short_way(gpu: FakeGpu, current: bool) -> None:
+    step, home, entered = _step(gpu), str(Path(gpu.lt.__file__).parent), []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(home):
+            entered.append((frame.f_code.co_filename.removeprefix(home), frame.f_code.co_name))
+
+    batches = [_batch(gpu, seed) for seed in range(2)]
+    with gpu.stream:
+        stream = None if current else gpu.stream.ptr
+        step(*batches[0], stream=stream)
+        sys.setprofile(note)
+        step(*batches[1], stream=stream)
+        sys.setprofile(None)
+    gpu.streams.synchronize_all()
+    assert len({file for file, _ in entered}) <= 6, entered
+    assert len(entered) <= 15, entered

@@ -1,0 +1,32 @@
+"""Machines as tests make them up: which GPUs the plan store and the cache commands find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import pytest
+
+from lt_runtime.store import fingerprint as module
+from lt_runtime.store import plan_store
+from lt_runtime.store.fingerprint import Fingerprint
+
+HasGpus: TypeAlias = Callable[..., None]
+"""Gives the machine GPUs with the given fingerprints, in the order of their ordinals."""
+
+
+@pytest.fixture
+def has_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[HasGpus]:
+    """Says which GPUs the machine has. It has none before that."""
+    gpus: list[Fingerprint] = []
+    monkeypatch.setattr(module, "device_count", lambda: len(gpus))
+    for user in (module, plan_store):
+        monkeypatch.setattr(user, "fingerprint", lambda device: gpus[device])
+
+    def say(*fingerprints: Fingerprint) -> None:
+        gpus[:] = fingerprints
+        module.machine.cache_clear()
+
+    say()
+    yield say
+    module.machine.cache_clear()
