@@ -16,7 +16,7 @@ from tests.support.chains import Chain
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, LayerData, dz_tolerance, layer_case
 from tests.support.matmul_checks import Product, matmul_case
-from tests.support.placed import FLAT, ODD, Placed, assert_close, host_of
+from tests.support.placed import COLUMNS, FLAT, ODD, Placed, assert_close, host_of
 
 _CALLS = 5  # more than it takes for a call to be looked up, and then bound to its buffers
 
@@ -48,6 +48,87 @@ def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None
         for seed, layer in enumerate(layers):
             layer.refill(seed)
             layer.check()
+
+
+def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
+    """Calls with the same arrays that differ in one option, in turn and again."""
+    layer = Layer(gpu, layer_case(), gpu.stream)
+    bias = layer.bias
+    options: list[dict[str, Any]] = [
+        {},
+        {"activation": "relu"},
+        {"activation": "none"},
+        {"activation": "leaky_relu"},
+        {"dropout": 0.5},
+        {"bias": False},
+        {"accumulate": True},
+        {"need": (True, False, True)},
+        {"need": (False, True, False)},
+        {"need": (True, True, False)},
+    ]
+    for _ in range(_CALLS):
+        for changes in options:
+            layer.case = layer_case(**changes)
+            layer.bias = bias if layer.case.bias else None
+            layer.refill(0)
+            layer.check()
+            if not layer.case.accumulate:
+                y, ctx = layer.forward(into_buffers=False)
+                layer.check_forward(y)
+                layer.check_backward(layer.backward(ctx, into_buffers=False))
+    for slope in (0.5, 0.125, 0.5):
+        layer.case = dataclasses.replace(layer_case(), activation=Activation("leaky_relu", slope))
+        layer.bias = bias
+        layer.refill(1)
+        layer.check()
+
+
+def test_epilogues_are_told_apart(gpu: FakeGpu) -> None:
+    products = [
+        Product(gpu, matmul_case(**changes), gpu.stream)
+        for changes in (
+            {"epilogue": Epilogue.BIAS},
+            {"epilogue": Epilogue.RELU_BIAS},
+            {"epilogue": Epilogue.GELU_BIAS},
+            {},
+            {"with_c": True, "beta": 0.0},
+            {"with_c": True, "beta": 1.0},
+            {"with_c": True, "beta": 1.0, "c": COLUMNS},
+            {"with_c": True, "beta": 1.0, "in_place": True},
+            {"dtype": DType.BFLOAT16},
+            {"dtype": DType.BFLOAT16, "d_dtype": DType.FLOAT32},
+        )
+    ]
+    shared = {name: products[0].operands[name] for name in ("a", "b", "out")}
+    for _ in range(3):
+        for product in products:
+            if product.case.dtype is DType.FLOAT32 and not product.case.in_place:
+                product.operands |= shared
+                product.out = products[0].out
+            if product.case.in_place:
+                assert product.c is not None
+                product.out.fill(product.c)
+            product.check()
+
+
+def test_precision_is_told_apart(gpu: FakeGpu) -> None:
+    generator = np.random.default_rng(0)
+    x, w = (generator.standard_normal(shape).astype(np.float32) for shape in ((16, 64), (24, 64)))
+    x[3, 5] = np.nan
+    arrays, out = (gpu.cp.asarray(x), gpu.cp.asarray(w)), gpu.cp.asarray(np.zeros((16, 24), np.float32))
+    exact = np.maximum(np.delete(x, 3, axis=0).astype(np.float64) @ w.T, 0.0)
+    for _ in range(_CALLS):
+        for compute, propagates in (("float32", False), ("tf32", False), ("float32", True)):
+            options = {"activation": "relu", "compute": compute, "propagate_nan": propagates}
+            gpu.lt.linear_fwd(*arrays, **options, out=out, stream=gpu.stream)
+            gpu.synchronize(gpu.stream.ptr)
+            error = np.abs(np.delete(host_of(gpu, out), 3, axis=0) - exact).max()
+            assert (error < 2e-5) == (compute == "float32")
+            np.testing.assert_array_equal(host_of(gpu, out)[3], np.nan if propagates else 0.0)
+            product = gpu.lt.matmul(arrays[0], arrays[1].T, compute=compute, stream=gpu.stream)
+            gpu.synchronize(gpu.stream.ptr)
+            error = np.abs(np.maximum(np.delete(host_of(gpu, product), 3, axis=0), 0.0) - exact).max()
+            assert (error < 2e-5) == (compute == "float32")
 
 
 def test_same_buffers_on_other_streams(gpu: FakeGpu) -> None:
@@ -100,9 +181,12 @@ def test_layers_of_one_shape_take_turns(gpu: FakeGpu) -> None:
 
 
 def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None:
-    case = layer_case(dropout=0.5)
-    for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6), Philox(7, 2, 5)):
-        Layer(gpu, dataclasses.replace(case, rng=rng), gpu.stream).check()
+    case = layer_case(dropout=0.5, keep_z=True)  # nothing is allocated, so that all could be bound
+    layer = Layer(gpu, case, gpu.stream)
+    for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6)) * 2:
+        layer.case = dataclasses.replace(case, rng=rng)
+        layer.refill(0)
+        layer.check()
 
 
 def test_a_step_on_the_device_is_read_when_the_kernel_runs(gpu: FakeGpu) -> None:
@@ -123,6 +207,28 @@ def test_a_step_on_the_device_is_read_when_the_kernel_runs(gpu: FakeGpu) -> None
 def test_the_current_stream_is_the_librarys(gpu: FakeGpu, activation: str) -> None:
     with gpu.stream:
         Layer(gpu, layer_case(activation=activation)).check()
+
+
+def test_the_current_stream_of_tensors_is_pytorchs(gpu: FakeGpu) -> None:
+    layer, tensor = Layer(gpu, layer_case(), gpu.stream), gpu.torch.Tensor
+    arrays = [tensor(each) for each in (layer.x.array, layer.w.array, layer.bias)]
+    with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.stream.ptr)):
+        for seed in range(_CALLS):
+            layer.refill(seed)
+            y, ctx = gpu.lt.linear_fwd(*arrays, **layer.settings())
+            gradients = gpu.lt.linear_bwd(tensor(layer.dy.array), ctx)
+            layer.check_forward(y.array)
+            layer.check_backward(type(gradients)(*(each.array for each in gradients)))
+
+
+def test_outputs_that_meet_inputs_are_refused_each_time(gpu: FakeGpu) -> None:
+    layer = Layer(gpu, layer_case(m=32, n=32, k=32), gpu.stream)
+    for seed in range(_CALLS):
+        layer.refill(seed)
+        layer.check()
+        arrays = (layer.x.array, layer.w.array, layer.bias)
+        with pytest.raises(gpu.lt.errors.OverlapError, match="out shares memory with w"):
+            gpu.lt.linear_fwd(*arrays, **layer.settings(), out=layer.w.array, stream=gpu.stream)
 
 
 def test_streams_take_turns(gpu: FakeGpu) -> None:
@@ -149,12 +255,14 @@ def test_the_gradient_before_the_activation(gpu: FakeGpu, activation: str) -> No
     layer = Layer(gpu, case, gpu.stream)
     dz = Placed(gpu, np.zeros((case.m, case.n), np.float32), ODD)
     _, ctx = layer.forward()
-    layer.check_backward(layer.backward(ctx, out_dz=dz.array))
     exact, limit = layer.data.gradients, dz_tolerance(case, layer.data)
-    assert_close("dz", dz.values(), exact.dz, limit + 2.0**-22)
-    layer.dy.fill(exact.dz.astype(np.float32))
-    given = layer.backward(ctx, before_activation=True)
-    layer.check_backward(given)
+    for _ in range(_CALLS):
+        layer.dy.fill(layer.data.dy)
+        layer.check_backward(layer.backward(ctx, out_dz=dz.array))
+        assert_close("dz", dz.values(), exact.dz, limit + 2.0**-22)
+        layer.check_backward(layer.backward(ctx))
+        layer.dy.fill(exact.dz.astype(np.float32))
+        layer.check_backward(layer.backward(ctx, before_activation=True))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +285,12 @@ def test_backward_through_the_layer_below(gpu: FakeGpu, activation: str, changes
         chain.check()
 
 
-def _raw(gpu: FakeGpu, array: Any) -> int:
-    return 0 if array is None else int(array.data.ptr)
+def test_gradients_of_the_layer_below_are_told_apart(gpu: FakeGpu) -> None:
+    below, above = layer_case(activation="relu"), layer_case(n=24, k=32, data_seed=2)
+    chain = Chain(gpu, below, above)
+    for _ in range(_CALLS):
+        for chain.need_db_below in (True, False):
+            chain.check()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -238,8 +350,18 @@ def test_bound_layers(gpu: FakeGpu) -> None:
         layer.check_backward(results)
 
 
-def test_bound_products(gpu: FakeGpu) -> None:
-    case = matmul_case(with_c=True, alpha=2.0, beta=-0.5, epilogue=Epilogue.BIAS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epilogue": Epilogue.BIAS},
+        {"epilogue": Epilogue.BIAS, "d": COLUMNS, "c": COLUMNS},
+        {"c": COLUMNS},
+        {"epilogue": Epilogue.DGELU_BGRAD, "d": COLUMNS, "c": COLUMNS},
+        {"epilogue": Epilogue.BGRADA, "a": COLUMNS},
+    ],
+)
+def test_bound_products(gpu: FakeGpu, changes: dict[str, Any]) -> None:
+    case = matmul_case(with_c=True, alpha=2.0, beta=-0.5, **changes)
     product, other = Product(gpu, case, gpu.stream), Product(gpu, dataclasses.replace(case, data_seed=2), gpu.stream)
     bound = gpu.lt.bind(gpu.lt.matmul, **product.operands, stream=gpu.stream)
     for _ in range(2):
@@ -250,13 +372,15 @@ def test_bound_products(gpu: FakeGpu) -> None:
 
 def test_products_again_with_other_scalars(gpu: FakeGpu) -> None:
     product = Product(gpu, matmul_case(with_c=True), gpu.stream)
-    fresh = {name: value for name, value in product.operands.items() if name != "out"}
+    fresh, kept = {name: value for name, value in product.operands.items() if name != "out"}, []
     with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):
         for alpha, beta in ((1.0, 1.0), (2.0, -0.5), (-0.5, -0.5), (2.0, -0.5), (2.0, 2.0), (1.0, 1.0), (1.0, 0.0)):
             product.rescale(alpha, beta)
             for _ in range(_CALLS):
                 product.check()
-                product.check_results(gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream))
+                d = gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream)
+                product.check_results(d)
+            kept.append(d)  # so that the next ones lie elsewhere
 
 
 def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
@@ -294,6 +418,20 @@ def test_arrays_by_their_interface(gpu: FakeGpu, dtype: DType) -> None:
     layer.check_forward(y)
     dy = Foreign(layer.dy.array)
     layer.check_backward(gpu.lt.linear_bwd(dy, ctx, stream=gpu.stream))
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_tensors(gpu: FakeGpu, dtype: DType) -> None:
+    """Their results are tensors, made on the stream that the call is given."""
+    layer, tensor = Layer(gpu, layer_case(activation="relu", dtype=dtype), gpu.stream), gpu.torch.Tensor
+    arrays = [tensor(each) for each in (layer.x.array, layer.w.array, layer.bias)]
+    for seed in range(_CALLS):
+        layer.refill(seed)
+        y, ctx = gpu.lt.linear_fwd(*arrays, **layer.settings(), stream=gpu.stream)
+        gradients = gpu.lt.linear_bwd(tensor(layer.dy.array), ctx, stream=gpu.stream)
+        assert {type(each) for each in (y, *gradients)} == {tensor}
+        layer.check_forward(y.array)
+        layer.check_backward(type(gradients)(*(each.array for each in gradients)))
 
 
 def test_refused_epilogues_are_our_passes(gpu: FakeGpu) -> None:

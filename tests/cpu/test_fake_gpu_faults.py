@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_runtime.cublaslt.enums import ComputeType, Epilogue
+from lt_runtime.cublaslt import ComputeType, Epilogue
 from lt_runtime.epilogue import Epilogue as Wanted
 from lt_runtime.problem import Philox
 from tests.support.fake_cublaslt import Layout, Matmul

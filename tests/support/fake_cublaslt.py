@@ -13,20 +13,18 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.cublaslt.attributes import (
-    MatmulDescAttribute,
-    MatrixLayoutAttribute,
-    MatrixTransformDescAttribute,
-    PreferenceAttribute,
-)
-from lt_runtime.cublaslt.enums import (
+from lt_runtime.cublaslt import (
     BatchMode,
     ComputeType,
     DataType,
     Epilogue,
+    MatmulDescAttribute,
+    MatrixLayoutAttribute,
+    MatrixTransformDescAttribute,
     Operation,
     Order,
     PointerMode,
+    PreferenceAttribute,
     Status,
 )
 from tests.support.device_memory import DeviceMemory, matrix_at
@@ -47,7 +45,7 @@ _WORKSPACE: Final = 8192  # bytes that an algorithm needs if it may have them
 _WORKSPACE_ALIGNMENT: Final = 256
 _RELU_AUX_BITS: Final = 128
 _GELU_AUX_ELEMENTS: Final = 8
-_IDS: Final = (21, 22, 23)
+ALGORITHM_IDS: Final = (21, 22, 23)
 _SCRIBBLE: Final = 1 << 14
 
 _BIAS: Final = frozenset(
@@ -127,6 +125,10 @@ class Matmul(NamedTuple):
     workspace: int
     workspace_size: int
     stream: int
+
+    @property
+    def algorithm_id(self) -> int:
+        return int.from_bytes(self.algorithm[:4], "little")
 
     @property
     def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
@@ -252,9 +254,9 @@ class FakeCublasLt:
                 self._get("MatmulPreference", preference, each, 4) for each in (*mins, ids.MIN_ALIGNMENT_D_BYTES)
             ]
             needed = min(_WORKSPACE, most)
-            given = min(wanted, len(_IDS))
+            given = min(wanted, len(ALGORITHM_IDS))
             for index in range(given):
-                blob = struct.pack("<I52xII", _IDS[index], _pack_alignments(promised), _digest(desc, layouts))
+                blob = struct.pack("<I52xII", ALGORITHM_IDS[index], _pack_alignments(promised), _digest(desc, layouts))
                 ctypes.memmove(results + 96 * index, struct.pack("<64sQif16x", blob, needed, 0, 1.0), 96)
         ctypes.c_int.from_address(returned).value = given
         return 0 if given else int(Status.NOT_SUPPORTED)
@@ -266,12 +268,12 @@ class FakeCublasLt:
         return desc, read, address_of(preference), wanted, address_of(results), address_of(returned)
 
     def _list(self, *arguments: Any) -> int:
-        (ctypes.c_int * len(_IDS)).from_address(address_of(arguments[8]))[:] = _IDS
-        ctypes.c_int.from_address(address_of(arguments[9])).value = len(_IDS)
+        (ctypes.c_int * len(ALGORITHM_IDS)).from_address(address_of(arguments[8]))[:] = ALGORITHM_IDS
+        ctypes.c_int.from_address(address_of(arguments[9])).value = len(ALGORITHM_IDS)
         return 0
 
     def _init(self, *arguments: Any) -> int:
-        if arguments[7] not in _IDS:
+        if arguments[7] not in ALGORITHM_IDS:
             return int(Status.NOT_SUPPORTED)
         ctypes.memmove(address_of(arguments[8]), struct.pack("<I60x", arguments[7]), 64)
         return 0
@@ -330,7 +332,7 @@ class FakeCublasLt:
     def _check_algorithm(self, call: Matmul) -> None:
         """An algorithm is good for the problem and the alignments that it was asked for."""
         number, promised, digest = struct.unpack("<I52xII", call.algorithm)
-        if number not in _IDS:
+        if number not in ALGORITHM_IDS:
             raise LibraryMisuseError(f"the algorithm has id {number}, which the library never gave")
         if not digest:
             return  # made by hand

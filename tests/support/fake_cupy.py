@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final, Protocol, Self
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -308,7 +309,7 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
     for name in _CREATORS:
         setattr(module, name, _created(getattr(np, name), asarray))
     module.float32, module.float16, module.uint8, module.uint32 = np.float32, np.float16, np.uint8, np.uint32
-    module.nan = np.nan
+    module.bfloat16, module.nan = np.dtype(ml_dtypes.bfloat16), np.nan
     module.lib = SimpleNamespace(
         stride_tricks=SimpleNamespace(
             as_strided=lambda array, shape, strides: module.ndarray(shape, array.dtype, array.data, strides)

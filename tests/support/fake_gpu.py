@@ -28,6 +28,7 @@ from tests.support.fake_cupy import fake_cupy
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_kernels import FakeKernels
 from tests.support.fake_streams import Streams
+from tests.support.fake_torch import fake_torch
 
 _PACKAGE: Final = "lt_runtime"
 _OPEN: Final = ctypes.CDLL
@@ -43,7 +44,7 @@ class FakeGpu:
 
     Attributes:
         lt: the package, imported on top of the GPU.
-        cp: stands in for CuPy.
+        cp, torch: stand in for CuPy and PyTorch.
         stream, other_stream: two that are not the default stream, for tests to use.
         library: cuBLASLt.
     """
@@ -59,6 +60,7 @@ class FakeGpu:
         self.driver = FakeDriver(self.memory, self.streams, self.kernels.launch, self.kernels.driver_functions)
         self.library: FakeCublasLt
         self.cp = fake_cupy(self)
+        self.torch = fake_torch(self.cp)
         self.stream, self.other_stream = self.cp.cuda.Stream(), self.cp.cuda.Stream()
 
     @contextlib.contextmanager
@@ -67,6 +69,7 @@ class FakeGpu:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(self._directory))
             monkeypatch.setitem(sys.modules, "cupy", self.cp)
+            monkeypatch.setitem(sys.modules, "torch", self.torch)
             for name in self.driver.functions:
                 monkeypatch.setattr(driver, name, self.driver.by_bindings(name))
             for name, function in self.kernels.nvrtc_functions.items():

@@ -1,0 +1,71 @@
+"""A module that stands in for PyTorch: tensors in a pretended GPU's memory, and its current stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from tests.support.fake_cupy import Array
+
+
+class Tensor:
+    """`torch.Tensor`, over an array of the stand-in for CuPy."""
+
+    is_cuda = True
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.shape, self.device = array.shape, SimpleNamespace(index=0)
+        self.dtype = f"torch.{array.dtype.name}"
+
+    def data_ptr(self) -> int:
+        return int(self.array.data.ptr)
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(stride // self.array.itemsize for stride in self.array.strides)
+
+    def element_size(self) -> int:
+        return int(self.array.itemsize)
+
+    def get_device(self) -> int:
+        return 0
+
+
+class ExternalStream:
+    """`torch.cuda.ExternalStream`."""
+
+    def __init__(self, handle: int, device: Any = None) -> None:
+        self.cuda_stream = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.cuda_stream
+
+
+def fake_torch(cupy: Any) -> ModuleType:
+    """The module."""
+    module: Any = ModuleType("torch")
+    current = [ExternalStream(0)]
+
+    @contextlib.contextmanager
+    def stream(entered: ExternalStream) -> Iterator[None]:
+        current.append(entered)
+        try:
+            yield
+        finally:
+            current.pop()
+
+    module.Tensor = Tensor
+    module.nn = SimpleNamespace(Parameter=type("Parameter", (Tensor,), {}))
+    module.empty = lambda shape, dtype, device: Tensor(cupy.ndarray(shape, dtype))
+    for name in ("float32", "float16", "uint8"):
+        setattr(module, name, np.dtype(name))
+    module.bfloat16 = cupy.bfloat16
+    module.cuda = SimpleNamespace(
+        ExternalStream=ExternalStream, stream=stream, current_stream=lambda _=None: current[-1]
+    )
+    module._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda _: current[-1].cuda_stream)
+    return module  # type: ignore[no-any-return]
