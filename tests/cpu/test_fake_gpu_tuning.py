@@ -32,7 +32,7 @@ def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 def _check_chain(gpu: FakeGpu) -> None:
     """Both layers of the stack, forward and backward through each other."""
-    below = layer_case(m=16, n=32, k=40, activation="gelu")
+    below = layer_case(m=16, n=32, k=40, activation="relu")
     Chain(gpu, below, layer_case(m=16, n=24, k=32, activation="none", data_seed=2)).check()
 
 
@@ -40,7 +40,7 @@ def test_a_stack(hurried: FakeGpu, host_kernels: HostKernels, tmp_path: Path) ->
     gpu = FakeGpu(host_kernels, tmp_path)
     gpu.streams.costs_us["kernel"] = 20.0
     with gpu.active():
-        report = gpu.lt.tune([40, 32, 24], 16, activation="gelu", progress=False)
+        report = gpu.lt.tune([40, 32, 24], 16, activation="relu", progress=False)
         assert "derivative by epilogue" in str(report)
         gpu.kernels.launched.clear()
         _check_chain(gpu)
