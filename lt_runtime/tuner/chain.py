@@ -12,6 +12,7 @@ from lt_runtime.layout import packed
 from lt_runtime.plans.decisions import LayerProblem
 from lt_runtime.plans.strategies import forward_strategies, kept_spec, unchanged
 from lt_runtime.problem import (
+    ALIGNMENT,
     Activation,
     BackwardProblem,
     Compute,
@@ -27,7 +28,6 @@ from lt_runtime.store.keys import Problem
 Side: TypeAlias = Literal["own", "through"]
 """Which of a backward problem's two derivatives."""
 
-_ALIGNMENT: Final = 256  # in bytes; array libraries align an allocation to at least this
 _LINEAR: Final = Activation()
 _Item = TypeVar("_Item")
 
@@ -85,7 +85,7 @@ class Chain:
             ArgumentError: there are fewer than two dims, or one of them, or `rows`, is not a positive integer.
         """
         _check_sizes(rows, dims)
-        db = _ALIGNMENT if bias else None
+        db = ALIGNMENT if bias else None
         specs = [(_spec(rows, k), _spec(n, k), _spec(rows, n), db) for k, n in itertools.pairwise(dims)]
         forwards = [ForwardProblem(dtype, compute, activation, *each, dropout=dropout, backward=True) for each in specs]
         forwards[-1] = replace(forwards[-1], activation=final_activation, dropout=False)
@@ -192,7 +192,7 @@ def derivative_of(problem: ForwardProblem) -> Derivative:
     Forward keeps what the plainest of its strategies does.
     """
     *_, plainest = forward_strategies(problem)
-    db, spec = None if problem.bias is None else _ALIGNMENT, _saved_spec(problem, plainest.saved)
+    db, spec = None if problem.bias is None else ALIGNMENT, _saved_spec(problem, plainest.saved)
     return Derivative(problem.activation, plainest.saved, spec, db, problem.dropout)
 
 
@@ -226,7 +226,7 @@ def _check_sizes(rows: int, dims: Sequence[int]) -> None:
 
 
 def _spec(rows: int, cols: int) -> Spec:
-    return Spec(packed(rows, cols), _ALIGNMENT)
+    return Spec(packed(rows, cols))
 
 
 def chains_of(problems: Iterable[Problem]) -> list[Chain | MatmulProblem]:

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 
-_BOUNDARY: Final = 256  # bytes
 _MARGIN: Final = 4096  # elements behind each operand
 _PERIOD: Final = 65521  # A prime: no leading dimension puts the same values below each other.
 _STEP: Final = 7919  # Each set of operands has the same values, this many places further on than the set before.
@@ -89,7 +88,7 @@ class Buffer:
         self._xp, self._dtype, self._scale = xp, dtype, scale
         self._itemsize = 1 if dtype is None else dtype.itemsize
         spec = _in_bytes(spec) if dtype is None else spec
-        offset = spec.alignment % _BOUNDARY // self._itemsize
+        offset = spec.alignment % ALIGNMENT // self._itemsize
         size = offset + (batch - 1) * spec.batch_stride + spec.layout.extent + _MARGIN
         self.flat = xp.empty(size, f"uint{_BITS * self._itemsize}")
         strides = [self._itemsize * stride for stride in (spec.batch_stride, *spec.layout.strides)]

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import splits, suite, tuning
 from benchmarks.__main__ import options_of
 from benchmarks.layers import Arrays, Block, arrays, blocks, measure_block, run_block, tune
-from benchmarks.splits import entries_of, chain_of
+from benchmarks.splits import chain_of, entries_of
 from benchmarks.suite import plan_cache
 from lt_runtime.problem import Activation
 from lt_runtime.reference import activate, derivative
