@@ -90,7 +90,7 @@ def test_layers_are_decided_once(name: str, capsys: pytest.CaptureFixture[str]) 
     *alone, whole = tuned
     assert told[-1][0] == told[-1][1] == len(tuned)
     assert whole.strategy.startswith("as a chain")
-    assert {problem for each in tuned for problem in each.problems} == set(chain.problems)
+    assert {problem for each in alone for problem in each.problems} == set(chain.problems)
     for each in tuned:
         assert each.measured > 0
         assert each.after_us > 0.0

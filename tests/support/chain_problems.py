@@ -21,4 +21,5 @@ def backward_of(chain: Chain, index: int, saved: Saved | None = None) -> Backwar
 
 def by_themselves(chain: Chain) -> Chain:
     """The same layers, each of which takes its own derivative and has all its gradients."""
-    return Chain(tuple(Layer(each.forward, each.forward and plain_backward(each.forward)) for each in chain.layers))
+    forwards = [forward_of(chain, index) for index in range(len(chain.layers))]
+    return Chain(tuple(Layer(each, plain_backward(each)) for each in forwards))
