@@ -15,7 +15,7 @@ from typing import Any
 import cupy as cp
 
 import lt_runtime as lt
-from benchmarks.splits import DEVICE, stack_of
+from benchmarks.splits import DEVICE, chain_of
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import captured_nodes, no_collection
@@ -116,7 +116,7 @@ def linear_plan(x: Any, w: Any, bias: Any, y: Any, z: Any) -> Call:
 
 def forget_plans(case: Any) -> None:
     """Lets go of the plans in memory that another case, or another plan cache, has left for the problems of a case."""
-    forget(stack_of(case).problems(), DEVICE)
+    forget(chain_of(case).problems, DEVICE)
 
 
 def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
@@ -180,8 +180,8 @@ class SecondProcess:
 
     def build(self, block: Any) -> None:
         """The plans of all passes of a block."""
-        stack = stack_of(block)
+        chain = chain_of(block)
         with activated(DEVICE):
-            saved = [self._build(decide_layer, stack.forward(i)).strategy.saved for i in range(2)]
-            for i in (1, 0):
-                self._build(decide_layer, stack.backward(i, saved))
+            forwards = [self._build(decide_layer, layer.forward) for layer in chain.layers]
+            for layer in chain.keeping({i: plan.strategy.saved for i, plan in enumerate(forwards)}).layers[::-1]:
+                self._build(decide_layer, layer.backward)

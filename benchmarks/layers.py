@@ -277,19 +277,19 @@ def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders
     from benchmarks import splits
 
     addresses = [Arrays(*(array.data.ptr for array in each)) for each in buffers]
-    stack = splits.stack_of(block)
+    chain = splits.chain_of(block)
 
     def contender(plans: splits.Plans) -> Contender:
         return Contender(lambda i, stream: plans.run(addresses[i], stream))
 
     def candidate(split: splits.Split, choose: splits.Choose = splits.known_algorithm) -> Contender:
-        return contender(splits.by_split(stack, split, choose))
+        return contender(splits.by_split(chain, split, choose))
 
-    fused, refused = splits.fused_first(stack)
-    plans = {"lt_priors": splits.by_priors(stack), "lt_fused_top1": fused, "lt_split_top1": splits.split_first(stack)}
-    chosen, entries = splits.decided(stack), splits.entries_of(stack)
+    fused, refused = splits.fused_first(chain)
+    plans = {"lt_priors": splits.by_priors(chain), "lt_fused_top1": fused, "lt_split_top1": splits.split_first(chain)}
+    chosen, entries = splits.decided(chain), splits.entries_of(chain)
     split = splits.split_of(chosen)
-    found = splits.near(stack, entries, split, _NEAR, _MOST_CANDIDATES)
+    found = splits.near(chain, entries, split, _NEAR, _MOST_CANDIDATES)
     candidates: Builders = {str(each): partial(candidate, each) for each in found}
     candidates["as chosen, first algorithms"] = partial(candidate, split, splits.heuristic_algorithm)
     names = {name: str(splits.split_of(each)) for name, each in ({"lt": chosen} | plans).items()}

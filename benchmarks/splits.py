@@ -28,7 +28,7 @@ from lt_runtime.products.choose import Choose, first_algorithm, heuristic_algori
 from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.chain import Chain
 
 DEVICE = 0
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
@@ -38,10 +38,10 @@ Entries = dict[str, dict[str, float]]
 """Microseconds by role and strategy; the chosen strategy comes first."""
 
 
-def stack_of(case: Any) -> Stack:
-    """The layers of a block or of a training step, of which each reads what the one before has written."""
+def chain_of(case: Any) -> Chain:
+    """The layers of a block or of a training step."""
     activation, dtype, compute = Activation(case.activation), DType(case.dtype), Compute(case.compute)
-    return Stack(case.rows, case.dims, activation, dtype, compute, input_gradient=case.input_gradient)
+    return Chain.of_mlp(case.rows, case.dims, activation, dtype, compute, input_gradient=case.input_gradient)
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,17 @@ def split_of(plans: Plans) -> Split:
     return Split(plans.first.strategy, plans.second.strategy, plans.through.strategy, plans.last.strategy)
 
 
-def decided(stack: Stack) -> Plans:
+def decided(chain: Chain) -> Plans:
     """By what the tuner has left in the plan cache."""
-    return _plans(stack, lambda each: decide_layer(each, DEVICE))
+    return _plans(chain, lambda each: decide_layer(each, DEVICE))
 
 
-def by_priors(stack: Stack) -> Plans:
+def by_priors(chain: Chain) -> Plans:
     """By the shipped priors and the library's heuristic, whatever was measured here."""
-    return _plans(stack, lambda each: prior_plan(each, DEVICE, heuristic_algorithm))
+    return _plans(chain, lambda each: prior_plan(each, DEVICE, heuristic_algorithm))
 
 
-def by_split(stack: Stack, split: Split, choose: Choose = known_algorithm) -> Plans:
+def by_split(chain: Chain, split: Split, choose: Choose = known_algorithm) -> Plans:
     """By given strategies.
 
     Raises:
@@ -105,13 +105,13 @@ def by_split(stack: Stack, split: Split, choose: Choose = known_algorithm) -> Pl
     """
     forwards, backwards = iter(split[:2]), iter((split.last, split.through))
     return _plans(
-        stack,
+        chain,
         lambda each: ForwardPlan(each, DEVICE, next(forwards), choose),
         lambda each: BackwardPlan(each, DEVICE, next(backwards), choose),
     )
 
 
-def fused_first(stack: Stack) -> tuple[Plans, list[str]]:
+def fused_first(chain: Chain) -> tuple[Plans, list[str]]:
     """Everything that cuBLASLt can fuse, by the first algorithm that it offers, as libraries do that are only bindings.
 
     Also the strategies that it refused, in whose place less is fused.
@@ -126,21 +126,21 @@ def fused_first(stack: Stack) -> tuple[Plans, list[str]]:
         strategies = sorted(_in_turn(problem), key=_left_to_kernels)
         return _most_fused(strategies, lambda each: BackwardPlan(problem, DEVICE, each, first_algorithm), refused)
 
-    return _plans(stack, forward, backward), refused
+    return _plans(chain, forward, backward), refused
 
 
-def split_first(stack: Stack) -> Plans:
+def split_first(chain: Chain) -> Plans:
     """Plain products by the first algorithm that is offered; our kernels do everything else."""
 
     def forward(problem: ForwardProblem) -> ForwardPlan:
         *_, plainest = forward_strategies(problem)
         return ForwardPlan(problem, DEVICE, plainest, first_algorithm)
 
-    return _plans(stack, forward, lambda each: BackwardPlan(each, DEVICE, next(_in_turn(each)), first_algorithm))
+    return _plans(chain, forward, lambda each: BackwardPlan(each, DEVICE, next(_in_turn(each)), first_algorithm))
 
 
 def _plans(
-    stack: Stack,
+    chain: Chain,
     forward: Callable[[Any], Any],
     backward: Callable[[Any], Any] | None = None,
 ) -> Plans:
@@ -149,9 +149,9 @@ def _plans(
     Args:
         forward: makes the plan of a forward problem, and of a backward problem where there is no `backward`.
     """
-    first, second = (forward(stack.forward(i)) for i in range(2))
-    saved = first.strategy.saved, second.strategy.saved
-    last, through = ((backward or forward)(stack.backward(i, saved)) for i in range(2))
+    first, second = (forward(layer.forward) for layer in chain.layers)
+    layers = chain.keeping({0: first.strategy.saved, 1: second.strategy.saved}).layers
+    last, through = ((backward or forward)(layer.backward) for layer in layers)
     return Plans(first, second, through, last)
 
 
@@ -174,7 +174,7 @@ def _left_to_kernels(strategy: BackwardStrategy) -> int:
 
 
 def near(
-    stack: Stack, entries: Mapping[str, Mapping[str, float]], chosen: Split, factor: float, most: int
+    chain: Chain, entries: Mapping[str, Mapping[str, float]], chosen: Split, factor: float, most: int
 ) -> list[Split]:
     """Other splits than the chosen one that come within a factor of the best, by the tuner's times; the best first.
 
@@ -183,8 +183,8 @@ def near(
         most: how many splits at most.
     """
     estimates: dict[Split, float] = {}
-    for first in forward_strategies(stack.forward(0)):
-        backward = stack.backward(1, (first.saved, Saved.NOTHING))
+    for first in forward_strategies(chain.layers[0].forward):
+        backward = chain.keeping({0: first.saved}).layers[1].backward
         times = entries.get(f"backward {first.saved.value}", {})
         for through in backward_strategies(backward):
             parts = entries.get("forward", {}).get(strategy_name(first)), times.get(strategy_name(through))
@@ -192,29 +192,29 @@ def near(
                 estimates[chosen._replace(first=first, through=through)] = sum(parts)
     within = factor * min(estimates.values(), default=0.0)
     ranked = sorted(estimates, key=estimates.__getitem__)
-    others = [chosen._replace(second=each) for each in forward_strategies(stack.forward(1))]
-    lasts = backward_strategies(stack.backward(0, (chosen.first.saved, Saved.NOTHING)))
+    others = [chosen._replace(second=each) for each in forward_strategies(chain.layers[1].forward)]
+    lasts = backward_strategies(chain.layers[0].backward)
     others += [chosen._replace(last=each) for each in lasts]
     return [each for each in others + [each for each in ranked if estimates[each] <= within] if each != chosen][:most]
 
 
-def entries_of(stack: Stack) -> Entries:
+def entries_of(chain: Chain) -> Entries:
     """The times of all strategies that the tuner has left in the plan cache, by pass.
 
     Backward through the first layer has a role for each thing that forward of that layer may keep.
     """
     store = plan_store(DEVICE)
-    found = {role: (problem, store.layer(problem_key(problem))) for role, problem in _roles(stack)}
+    found = {role: (problem, store.layer(problem_key(problem))) for role, problem in _roles(chain)}
     return {role: _times(problem, entry) for role, (problem, entry) in found.items() if entry is not None}
 
 
-def _roles(stack: Stack) -> Iterator[tuple[str, Problem]]:
-    first, second = (stack.forward(i) for i in range(2))
+def _roles(chain: Chain) -> Iterator[tuple[str, Problem]]:
+    first, second = (layer.forward for layer in chain.layers)
     yield "forward", first
     yield "last forward", second
     for saved in dict.fromkeys(each.saved for each in forward_strategies(first)):
-        yield f"backward {saved.value}", stack.backward(1, (saved, Saved.NOTHING))
-    yield "last backward", stack.backward(0, (saved, Saved.NOTHING))
+        yield f"backward {saved.value}", chain.keeping({0: saved}).layers[1].backward
+    yield "last backward", chain.layers[0].backward
 
 
 def _times(problem: Problem, entry: LayerEntry) -> dict[str, float]:

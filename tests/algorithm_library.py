@@ -18,7 +18,7 @@ from lt_runtime.cublaslt import (
     Status,
 )
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.tuner.guesses import tile_shape
+from lt_runtime.tuner.candidates import tile_shape
 from tests.cublaslt_fake import Recorder, creates
 
 WORKSPACE = 32 << 20

@@ -56,7 +56,8 @@ def _epilogue_fwd() -> list[Variant]:
             SCALAR=[scalar],
             ACTIVATION=ACTIVATION_NAMES.values(),
             DROPOUT="01",
-            PRODUCT=sorted({scalar, SCALAR[DType.FLOAT32]}),
+            # A pass that keeps the pre-activation adds the bias to it, and reads an FP32 product therefore.
+            PRODUCT=[SCALAR[DType.FLOAT32]] if keep else sorted({scalar, SCALAR[DType.FLOAT32]}),
             KEEP=[str(keep)],
         )
         for variant in _swept(bare, dict.fromkeys(SCALAR, _FORWARD_BLOCKS - keep))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import settings
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from lt_runtime.gpu.devices import device_count
+from tests.host_kernels.build import BUILD_DIRECTORY, Builder
+from tests.host_kernels.harness import HostKernels
 from tests.support.machine import has_gpus as has_gpus  # a fixture
 
 EXAMPLES: Counter[str] = Counter()
@@ -87,3 +90,22 @@ def _summarise_registers(terminalreporter: pytest.TerminalReporter) -> None:
     if found:
         terminalreporter.write_line("registers a thread, the most of any variant (in bold where something spills):")
         terminalreporter.write(summary(found))
+
+
+@pytest.fixture(scope="session")
+def build_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = os.environ.get(BUILD_DIRECTORY)
+    if given:
+        return Path(given)
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)
+    if cache:
+        return cache.mkdir("host_kernels")
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    (shared / "host_kernels").mkdir(exist_ok=True)
+    return shared / "host_kernels"
+
+
+@pytest.fixture(scope="session")
+def host(build_directory: Path) -> HostKernels:
+    return HostKernels(Builder(build_directory))

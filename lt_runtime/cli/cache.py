@@ -27,7 +27,7 @@ from lt_runtime.store.fingerprint import Fingerprint, machine
 from lt_runtime.store.keys import parse_key
 from lt_runtime.store.plan_store import PlanStore, plans_directory
 from lt_runtime.store.records import Json, to_json
-from lt_runtime.tuner.names import describe
+from lt_runtime.tuner.report import describe
 
 _ABANDONED_SECONDS: Final = 3600.0
 """The writer of an unfinished file must have died when the file is this old."""

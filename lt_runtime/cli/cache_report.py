@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from lt_runtime.store.records import Json
-from lt_runtime.tuner.names import algorithm_in_words, strategy_in_words
+from lt_runtime.tuner.report import algorithm_in_words, strategy_in_words
 
 
 def show_list(data: Json, console: Console) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.console import Console
 
 from lt_runtime.cli.shapes import Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.ops._tuning_report import TuningReport
-from lt_runtime.ops._tuning_run import progress_bar, tune_in_parts
 from lt_runtime.ops.tuning import ordinal_of
-from lt_runtime.problem import Activation, Compute, DType
-from lt_runtime.store.keys import Problem
+from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from lt_runtime.store.recording import read_recorded
-from lt_runtime.tuner.stacks import Stack
-
-if TYPE_CHECKING:
-    from lt_runtime.tuner.tuning import Tuned
+from lt_runtime.tuner import search
+from lt_runtime.tuner.chain import Chain, chains_of
+from lt_runtime.tuner.report import Tuned, TuningReport, progress_bar
 
 INTERRUPTED: Final = 130
 
@@ -36,14 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
         DeviceError: there is no such GPU.
         LtError: the tuner failed; what was decided until then is kept and printed.
     """
-    problems = _problems(arguments)
+    chains = _chains(arguments)
     device = ordinal_of(arguments.device)
     tuned: list[Tuned] = []
     stopped_by: KeyboardInterrupt | LtError | None = None
     try:
         with progress_bar() as progress:
-            for part in tune_in_parts(problems, device, effort=arguments.effort, progress=progress):
-                tuned += part
+            tuned.extend(search.tune_chains(chains, device, effort=arguments.effort, progress=progress))
     except (KeyboardInterrupt, LtError) as error:
         stopped_by = error
     if tuned or not isinstance(stopped_by, LtError):
@@ -65,23 +60,23 @@ def _show(report: TuningReport, *, is_complete: bool, as_json: bool) -> None:
         console.print("Stopped: what is in the table is kept.", highlight=False)
 
 
-def _problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Every problem that was asked for, without repetitions.
+def _chains(arguments: argparse.Namespace) -> list[Chain | MatmulProblem]:
+    """Every chain of layers, and every product, that was asked for.
 
     Raises:
         ArgumentError: nothing was asked for, or something that is not accepted.
     """
-    found: list[Problem] = []
+    found: list[Chain | MatmulProblem] = []
     given, types = list(_layers(arguments)), list(_types(arguments.dtype or ["float32"], arguments.compute))
     for dtype, compute in types:
         for layers in given:
-            for activation in arguments.activation or [layers.activation]:
-                found += _stack(layers, activation, dtype, compute).problems()
+            names = arguments.activation or [layers.activation]
+            found += [_chain(layers, activation, dtype, compute) for activation in names]
     if arguments.recorded is not None:
-        found += read_recorded(arguments.recorded)
+        found += chains_of(read_recorded(arguments.recorded))
     if not found:
         raise ArgumentError("there is nothing to tune: give --shapes, --mlp with --rows, --preset or --recorded")
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _layers(arguments: argparse.Namespace) -> Iterator[Layers]:
@@ -110,10 +105,10 @@ def _types(names: Iterable[str], compute: str) -> Iterator[tuple[DType, Compute]
         yield dtype, Compute.parse(compute if dtype is DType.FLOAT32 else Compute.FLOAT32.value, dtype)
 
 
-def _stack(layers: Layers, activation: str | None, dtype: DType, compute: Compute) -> Stack:
+def _chain(layers: Layers, activation: str | None, dtype: DType, compute: Compute) -> Chain:
     """The layers by the rule of `lt.tune`: a layer that stands alone has the activation itself, and makes its dx."""
     rows, dims, _ = layers
     if len(dims) == 2:
         final = Activation(activation or "none")
-        return Stack(rows, dims, Activation(), dtype, compute, final_activation=final, input_gradient=True)
-    return Stack(rows, dims, Activation(activation or "relu"), dtype, compute)
+        return Chain.of_mlp(rows, dims, final, dtype, compute, final_activation=final, input_gradient=True)
+    return Chain.of_mlp(rows, dims, Activation(activation or "relu"), dtype, compute)

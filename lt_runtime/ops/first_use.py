@@ -1,4 +1,7 @@
-"""Tuning of problems when they are first met, for those who ask for it."""
+"""Tuning of problems when they are first met, where that is asked for.
+
+This module only decides whether to measure. What measures is imported when the first problem is to be measured.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from contextvars import ContextVar
 from typing import Final, cast
 
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.problem import ForwardProblem, MatmulProblem
-from lt_runtime.store.entries import EFFORTS, Effort
+from lt_runtime.problem import MatmulProblem
+from lt_runtime.store.entries import EFFORTS, Effort, is_as_deep
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
 
@@ -21,9 +24,9 @@ _MODES: Final = ("off", "first-use")
 
 asked_for: Final[ContextVar[Effort | None]] = ContextVar("lt_runtime_tuning", default=None)
 """The effort at which the calling thread is to measure even what it has run before; None if it is not to."""
-_is_busy: ContextVar[bool] = ContextVar("lt_runtime_is_tuning", default=False)
-_seen: set[tuple[Problem, int, Effort]] = set()
-"""Problems that need no look any more: measured, or not to be measured."""
+_is_busy: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_tuning", default=False)
+_seen: Final[set[tuple[Problem, int, Effort]]] = set()
+"""Problems that have been measured, or cannot be, with device and effort."""
 _one_at_a_time = threading.Lock()
 
 
@@ -61,11 +64,6 @@ def checked_effort(effort: str) -> Effort:
     return cast(Effort, effort)
 
 
-def isasked_for() -> bool:
-    """Whether the calling thread is to measure even what it has run before."""
-    return asked_for.get() is not None
-
-
 def tune_at_first_use(problem: Problem, device: int) -> None:
     """Measures a problem of which the plan cache knows nothing, if that is asked for; otherwise does nothing.
 
@@ -93,25 +91,19 @@ def _effort_of_process() -> Effort | None:
 def is_measured(problem: Problem, device: int, effort: Effort = "default") -> bool:
     """Whether the plan cache knows a problem, measured with no less than an effort."""
     store, key = plan_store(device), problem_key(problem)
-    entry = store.product(key) if isinstance(problem, MatmulProblem) else store.layer(key)
-    return entry is not None and EFFORTS.index(entry.effort) >= EFFORTS.index(effort)
+    return is_as_deep(store.product(key) if isinstance(problem, MatmulProblem) else store.layer(key), effort)
 
 
 def _tune(problem: Problem, device: int, effort: Effort) -> None:
-    from lt_runtime.tuner import tuning
+    from lt_runtime.tuner import search
+    from lt_runtime.tuner.chain import Chain
 
     token = _is_busy.set(True)
     try:
-        tuning.tune_problems(_decided_together(problem), device, effort=effort)
+        given = problem if isinstance(problem, MatmulProblem) else Chain.of_problem(problem)
+        for _ in search.tune_chains([given], device, effort=effort):
+            pass
     except (LtError, MemoryError) as error:
         warnings.warn(f"{problem} could not be tuned and runs untuned ({error})", stacklevel=2)
     finally:
         _is_busy.reset(token)
-
-
-def _decided_together(problem: Problem) -> list[Problem]:
-    from lt_runtime.tuner.stacks import plain_backward  # here, because few processes measure anything
-
-    if isinstance(problem, ForwardProblem) and problem.backward:
-        return [problem, plain_backward(problem)]
-    return [problem]

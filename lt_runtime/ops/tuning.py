@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lt_runtime.errors import ArgumentError, DeviceError
-from lt_runtime.gpu.devices import current_device, device_count
-from lt_runtime.ops._tuning_report import TuningReport
-from lt_runtime.ops._tuning_run import progress_bar, tune_in_parts
+from lt_runtime.gpu.devices import current_device, device_count, parse_device
 from lt_runtime.ops.first_use import checked_effort
 from lt_runtime.problem import (
     Activation,
@@ -21,10 +19,10 @@ from lt_runtime.problem import (
     keep_threshold,
 )
 from lt_runtime.store.keys import Problem
-from lt_runtime.tuner.stacks import Stack
-
-if TYPE_CHECKING:
-    from lt_runtime.tuner.explanation import Explanation
+from lt_runtime.tuner import search
+from lt_runtime.tuner.chain import Chain, chains_of
+from lt_runtime.tuner.explanation import Explanations, explain_chain, explain_problem
+from lt_runtime.tuner.report import TuningReport, progress_bar
 
 _PROBLEMS = (MatmulProblem, ForwardProblem, BackwardProblem)
 
@@ -34,58 +32,53 @@ def tune(
     rows: int | None = None,
     *,
     activation: str | Activation | None = None,
-    final_activation: str | Activation = "none",
-    dtype: str = "float32",
+    final_activation: str | Activation | None = None,
+    dtype: Any = "float32",
     compute: str = "float32",
     dropout: float = 0.0,
     bias: bool = True,
     input_gradient: bool | None = None,
     effort: str = "default",
-    device: int | None = None,
+    device: Any = None,
     progress: bool = True,
 ) -> TuningReport:
     """Measures how the layers of a training step run fastest, and remembers it in the plan cache.
 
     The layers are those of `lt.MLP(dims)`, every matrix row-major and without gaps. Other problems are tuned where
     they are met, within `lt.tuning()`, or given as such. What was decided with no less effort is not measured again.
-    Interrupted, it keeps what has been decided. What the GPU has not enough memory for costs a warning.
+    If it is interrupted, what has been decided is kept. What the GPU has not enough memory for costs a warning.
 
     Args:
-        dims: inputs of the first layer, then outputs of each; or problems, which leave no room for other arguments
-            about layers.
+        dims: inputs of the first layer, then outputs of each; or one or more problems, which leave no room for other
+            arguments about layers.
         rows: M, the batch.
-        activation: of the hidden layers, all but the last; ReLU if left out.
-        final_activation: of the last layer, or of the only one.
-        dtype: "float32", "float16" or "bfloat16".
+        activation: of all layers but the last, ReLU if left out; of the only layer, none if left out.
+        final_activation: of the last layer; none if left out.
+        dtype: float32, float16 or bfloat16, as a name or a type.
         compute: "float32" or "tf32".
-        dropout: probability after each hidden layer.
-        bias: whether the layers have one.
+        dropout: probability after each layer but the last.
+        bias: whether the layers have a bias.
         input_gradient: whether the first layer's dx is wanted; if left out, only where it is the only layer.
         effort: "default" takes about two seconds a problem, "deep" tries many more algorithms.
-        device: ordinal of the GPU; the current one if None.
+        device: the GPU, as an ordinal, "cuda:N" or a `torch.device`; the current one if None.
         progress: show a bar, if standard error is a terminal.
 
     Returns:
         What was decided, with times before and after; as text, a table.
 
     Raises:
-        ArgumentError: an option that is not accepted.
-        DeviceError: there is no such GPU.
+        ArgumentError: an option that is not accepted, or there is no such GPU.
+        DeviceError: there is no GPU at all, or the host was named.
         MissingLibraryError: CuPy is not installed.
         CaptureError: a stream is being captured that this would disturb.
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
     checked = checked_effort(effort)
-    if _is_problems(dims):
-        problems = _given_problems(dims, rows)
-    else:
-        problems = _stack(
-            dims, rows, activation, final_activation, dtype, compute, dropout, bias, input_gradient
-        ).problems()
+    given = _given(dims, rows, activation, final_activation, dtype, compute, dropout, bias, input_gradient)
+    chains = [given] if isinstance(given, Chain) else chains_of(given)
     ordinal = ordinal_of(device)
     with progress_bar(shown=progress) as show:
-        parts = tune_in_parts(problems, ordinal, effort=checked, progress=show)
-        return TuningReport(each for part in parts for each in part)
+        return TuningReport(search.tune_chains(chains, ordinal, effort=checked, progress=show))
 
 
 def explain(
@@ -93,15 +86,15 @@ def explain(
     rows: int | None = None,
     *,
     activation: str | Activation | None = None,
-    final_activation: str | Activation = "none",
-    dtype: str = "float32",
+    final_activation: str | Activation | None = None,
+    dtype: Any = "float32",
     compute: str = "float32",
     dropout: float = 0.0,
     bias: bool = True,
     input_gradient: bool | None = None,
-    device: int | None = None,
-) -> list[Explanation]:
-    """Prints how the layers of a training step would run now, and why; measures nothing.
+    device: Any = None,
+) -> Explanations:
+    """How the layers of a training step would run now, and why; nothing is measured.
 
     For each problem: the strategy, cuBLASLt's algorithm for each product, the time that was measured and how near that
     is to what the GPU can do at its peaks, what else was measured and by how much it lost, what was rejected and why.
@@ -110,86 +103,79 @@ def explain(
         dims: as in `tune`; so are all others.
 
     Returns:
-        What was printed, as data.
+        An explanation of each problem, in the order in which they run; as text, all of them for people to read.
 
     Raises:
         ArgumentError, DeviceError: as in `tune`.
         PlanError: cuBLASLt has no algorithm for one of the products.
     """
-    from lt_runtime.tuner.explanation import explain_problem, explain_stack
-
-    if _is_problems(dims):
-        problems, ordinal = _given_problems(dims, rows), ordinal_of(device)
-        explanations = [explain_problem(problem, ordinal) for problem in problems]
-    else:
-        stack = _stack(dims, rows, activation, final_activation, dtype, compute, dropout, bias, input_gradient)
-        explanations = explain_stack(stack, ordinal_of(device))
-    print("\n\n".join(map(str, explanations)))
-    return explanations
+    given = _given(dims, rows, activation, final_activation, dtype, compute, dropout, bias, input_gradient)
+    ordinal = ordinal_of(device)
+    if isinstance(given, Chain):
+        return explain_chain(given, ordinal)
+    return Explanations(explain_problem(problem, ordinal) for problem in given)
 
 
-def ordinal_of(device: int | None) -> int:
-    """The ordinal of a GPU; of the current one for None.
+def ordinal_of(device: object) -> int:
+    """The ordinal of the GPU that a caller named, see `parse_device`; None stands for the current GPU.
 
     Raises:
-        DeviceError: there is no such GPU, or none at all.
+        ArgumentError: there is no such GPU.
+        DeviceError: there is no GPU at all, or the host was named.
     """
-    count = device_count()
-    if not count:
+    if not device_count():
         raise DeviceError("there is no usable GPU here: see `python -m lt_runtime doctor`")
-    if device is None:
-        return current_device()
-    if not 0 <= device < count:
-        raise DeviceError(f"device is {device}; this machine has {count}, numbered from 0")
-    return device
+    ordinal = current_device() if device is None else parse_device(device)
+    if ordinal is None:
+        raise DeviceError(f"device is {device!r}; accepted are GPUs")
+    return ordinal
 
 
-def _is_problems(dims: Any) -> bool:
-    return isinstance(dims, _PROBLEMS) or (len(dims) > 0 and isinstance(dims[0], _PROBLEMS))
-
-
-def _given_problems(dims: Any, rows: int | None) -> list[Problem]:
-    if rows is not None:
-        raise ArgumentError(f"rows is {rows}, but a problem says itself how many it has")
-    return [dims] if isinstance(dims, _PROBLEMS) else list(dims)
-
-
-def _stack(
+def _given(
     dims: Any,
     rows: int | None,
     activation: str | Activation | None,
-    final_activation: str | Activation,
-    dtype: str,
+    final_activation: str | Activation | None,
+    dtype: Any,
     compute: str,
     dropout: float,
     bias: bool,
     input_gradient: bool | None,
-) -> Stack:
+) -> Chain | list[Problem]:
+    """The layers, or the problems, that were asked about."""
+    if isinstance(dims, _PROBLEMS) or (len(dims) > 0 and isinstance(dims[0], _PROBLEMS)):
+        if rows is not None:
+            raise ArgumentError(f"rows is {rows}, but a problem says itself how many it has")
+        return [dims] if isinstance(dims, _PROBLEMS) else list(dims)
     if rows is None:
         raise ArgumentError(f"rows is missing: how many rows do the layers of dims {list(dims)} work on?")
     is_single = len(dims) == 2
-    for name, value in (("activation", activation), ("dropout", dropout or None)):
-        if is_single and value is not None:
-            raise ArgumentError(
-                f"{name} is {value}, but of dims {list(dims)} there is no hidden layer; the last has final_activation"
-            )
+    if is_single and dropout:
+        raise ArgumentError(
+            f"dropout is {dropout}, but of dims {list(dims)} the only layer is the last, which has none"
+        )
+    if is_single and activation is not None:
+        if final_activation is not None:
+            both = f"activation is {activation} and final_activation {final_activation}"
+            raise ArgumentError(f"{both}, but dims {list(dims)} has only one layer")
+        final_activation = activation
     keep_threshold(dropout)
-    kind = DType.parse("the stack", dtype)
-    return Stack(
+    kind = DType.parse("the chain", dtype)
+    return Chain.of_mlp(
         _size(rows),
-        tuple(map(_size, dims)),
+        [*map(_size, dims)],
         _activation(activation or "relu"),
         kind,
         Compute.parse(compute, kind),
-        dropout > 0,
-        bias,
-        _activation(final_activation),
-        is_single if input_gradient is None else input_gradient,
+        final_activation=_activation(final_activation or "none"),
+        dropout=dropout > 0,
+        bias=bias,
+        input_gradient=is_single if input_gradient is None else input_gradient,
     )
 
 
 def _size(value: Any) -> Any:
-    """NumPy's integers as Python's; the stack refuses what is none."""
+    """NumPy's integers as Python's; the chain refuses anything else."""
     return operator.index(value) if hasattr(value, "__index__") else value
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ForwardPass
+from lt_runtime.layout import Layout, Order
 from lt_runtime.plans.strategies import ForwardStrategy, kept_spec
-from lt_runtime.problem import Activation, ForwardProblem, MatmulProblem
+from lt_runtime.problem import Activation, DType, ForwardProblem, MatmulProblem, Spec
 from lt_runtime.products.choose import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
 
@@ -32,48 +33,61 @@ class ForwardPlan(Plan):
         self.problem, self.device, self.strategy = problem, device, strategy
         self.kept_spec = kept_spec(problem, strategy.saved)
         self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
-        has_pass = leaves_a_pass(problem, strategy)
-        # Our kernel reads the product where it is to be kept, which saves a copy.
-        self._product_is_kept = has_pass and self.kept_spec is not None
-        self._product = choose(self._matmul_problem(), device)
+        has_pass, pass_adds = leaves_a_pass(problem, strategy), problem.bias is not None and not self._adds_bias
+        # A 16-bit product would be rounded before our kernel adds the bias, and their sum once more.
+        self._scratch_bytes = 4 * problem.y.layout.size if pass_adds and problem.dtype is not DType.FLOAT32 else 0
+        # Our kernel reads a product of the problem's type where it is to be kept, which saves a copy.
+        self._product_is_kept = has_pass and self.kept_spec is not None and not self._scratch_bytes
+        product = self._matmul_problem()
+        self._product = choose(product, device)
         self.products = {"y": self._product}
-        self._pass = self._own_pass() if has_pass and problem.y.layout.size else None
+        self._pass = self._own_pass(product, pass_adds) if has_pass and problem.y.layout.size else None
 
-    def _own_pass(self) -> ForwardPass:
-        problem, adds_bias = self.problem, self.problem.bias is not None and not self._adds_bias
-        kept = self.kept_spec if self._product_is_kept else None
+    def _own_pass(self, product: MatmulProblem, adds_bias: bool) -> ForwardPass:
         return ForwardPass(
-            problem,
+            self.problem,
             self.device,
-            product=kept or problem.y,
-            product_dtype=problem.dtype,
-            kept=kept if adds_bias else None,
+            product=product.d,
+            product_dtype=product.d_dtype,
+            kept=self.kept_spec if adds_bias else None,
             adds_bias=adds_bias,
         )
 
     def _matmul_problem(self) -> MatmulProblem:
-        problem = self.problem
-        target = self.kept_spec if self._product_is_kept else None
+        problem, is_exact = self.problem, self._scratch_bytes > 0
+        d = self.kept_spec if self._product_is_kept else None
         return MatmulProblem(
             problem.dtype,
-            problem.dtype,
+            DType.FLOAT32 if is_exact else problem.dtype,
             problem.compute,
             problem.x,
             problem.w.transposed,
-            target or problem.y,
+            self._exact_spec() if is_exact else d or problem.y,
             self.strategy.epilogue,
             vector=problem.bias if problem.bias is not None and self._adds_bias else 256,
             aux=self.kept_spec if self._writes_aux else None,
         )
 
+    def _exact_spec(self) -> Spec:
+        """How the FP32 product lies in scratch memory: in y's order, so that our kernel reads it as it writes y."""
+        rows, cols = self.problem.y.layout.shape
+        order = self.problem.y.layout.order
+        return Spec(Layout(rows, cols, order, max(cols if order is Order.ROW else rows, 1)))
+
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        memory.scratch(self._scratch_bytes)
+
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
         x, w, bias, y, kept = call.addresses
-        target = kept if self._product_is_kept else y
+        product = kept if self._product_is_kept else y
+        if self._scratch_bytes:
+            product = memory.scratch(self._scratch_bytes)
         vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
-        self._product.put(Call((x, w, 0, vector, aux, target), memory.stream), memory)
+        self._product.put(Call((x, w, 0, vector, aux, product), memory.stream), memory)
         if self._pass is not None:
-            self._pass.run(target, bias, y, kept, call.dropouts[0], memory.stream)
+            self._pass.run(product, bias, y, kept, call.dropouts[0], memory.stream)
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:

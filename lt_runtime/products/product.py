@@ -9,8 +9,8 @@ from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass, c_lies_across
-from lt_runtime.layout import Order
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.layout import Layout, Order
+from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.choose import Choose, known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 
@@ -45,10 +45,30 @@ def _is_read_plainly(problem: MatmulProblem) -> bool:
 
 
 def plain_product(problem: MatmulProblem) -> MatmulProblem:
-    """What is left to the library of a problem whose epilogue, or C, is left to our own pass."""
-    across = c_lies_across(problem)
-    c, has_pass = None if across else problem.c, across or problem.epilogue is not Epilogue.NONE
-    return replace(problem, epilogue=Epilogue.NONE, c=c, aux=None, vector=256, one_kernel=has_pass)
+    """What is left to the library of a problem whose epilogue, or C, is left to our own pass.
+
+    A product of 16 bits would be rounded before the pass works on it, and its result once more: there, the library
+    makes a separate product in FP32, to which the pass adds C as well. See `is_separate`.
+    """
+    has_pass = _needs_pass(problem)
+    plain = replace(problem, epilogue=Epilogue.NONE, aux=None, vector=256, one_kernel=has_pass)
+    if not is_separate(problem):
+        return replace(plain, c=None) if c_lies_across(problem) else plain
+    rows, cols, order = problem.m, problem.n, problem.d.layout.order
+    layout = Layout(rows, cols, order, max(cols if order is Order.ROW else rows, 1))
+    d = Spec(layout, batch_stride=rows * cols if problem.batch > 1 else 0)
+    return replace(plain, c=None, d_dtype=DType.FLOAT32, d=d)
+
+
+def is_separate(problem: MatmulProblem) -> bool:
+    """Whether our own pass reads the product from another place than D, where it is in FP32."""
+    works_on_d = _needs_pass(problem) and not problem.epilogue.sums_operand
+    return works_on_d and problem.d_dtype in (DType.FLOAT16, DType.BFLOAT16)
+
+
+def _needs_pass(problem: MatmulProblem) -> bool:
+    """Whether there is more to do than a plain product of the library's."""
+    return problem.epilogue is not Epilogue.NONE or c_lies_across(problem)
 
 
 class ProductPlan(Plan):
@@ -69,7 +89,8 @@ class ProductPlan(Plan):
     def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:
         self.problem, self.device = problem, device
         self._pass: MatmulPass | None = None
-        needs_pass = problem.epilogue is not Epilogue.NONE or c_lies_across(problem)
+        self._scratch_bytes = 0
+        needs_pass = _needs_pass(problem)
         fused = self._fused(choose) if needs_pass else choose(problem, device)
         if fused is not None and not (needs_pass and fused.adds_memsets):
             self.product = fused
@@ -77,7 +98,10 @@ class ProductPlan(Plan):
         plain = choose(plain_product(problem), device)
         self.product = plain if fused is None or not plain.adds_memsets else fused
         if self.product is plain:
-            self._pass = MatmulPass(problem, device)
+            product = plain.problem.d if is_separate(problem) else None
+            self._pass = MatmulPass(problem, device, product)
+            if product is not None:
+                self._scratch_bytes = 4 * problem.batch * product.layout.size
 
     def _fused(self, choose: Choose) -> AlgorithmPlan | None:
         problem = self.problem
@@ -88,11 +112,16 @@ class ProductPlan(Plan):
         except PlanError:
             return None
 
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        memory.scratch(self._scratch_bytes)
+
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
         if self._pass is None:
             self.product.put(call, memory)
             return
         a, b, c, _, _, d = call.addresses
-        self.product.put(call._replace(addresses=(a, b, c, 0, 0, d)), memory)
-        self._pass.run(call, d, memory.stream)
+        product = memory.scratch(self._scratch_bytes) if self._scratch_bytes else d
+        self.product.put(call._replace(addresses=(a, b, c, 0, 0, product)), memory)
+        self._pass.run(call, product, memory.stream)

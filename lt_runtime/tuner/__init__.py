@@ -1,1 +1,1 @@
-"""What measures: candidates, timing, verification, search, explanation."""
+"""What measures: chains of layers, candidates, timing, verification, search, explanation."""

@@ -1,4 +1,4 @@
-"""What a plan does, how long that takes, and what else was tried, in words and numbers."""
+"""What a plan does, how long it takes, and what else was tried, in words and numbers."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated, device_info, highest_clocks
-from lt_runtime.plans.decisions import decide_layer
+from lt_runtime.plans.decisions import LayerProblem, decide_layer
 from lt_runtime.plans.strategies import to_entry
-from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
+from lt_runtime.problem import ForwardProblem, MatmulProblem
 from lt_runtime.products.blobs import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.tuner.names import algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
 from lt_runtime.tuner.roofline import Hardware, least_us
-from lt_runtime.tuner.stacks import Stack
 
 _LABEL = 10  # columns
 
 
 @dataclass(frozen=True, slots=True)
 class ProductExplanation:
-    """One of a plan's products, by an algorithm of cuBLASLt's.
+    """One of a plan's matrix products.
 
     Attributes:
-        name: "product", or "dx" or "dw", which it makes.
+        name: "product", or what it makes of a layer: "y", "dx" or "dw".
         problem: in words.
         algorithm: in words; "" where nothing is to be multiplied.
         entry: what was measured; None if nothing was.
@@ -61,11 +61,11 @@ class Explanation:
     Attributes:
         problem: what was asked about.
         strategy: how it is split, in words.
-        products: those of cuBLASLt's.
-        us: µs that it takes, as measured; None if nobody has.
-        least_us: µs that it must take, by the GPU's peaks; None if they are not known.
-        alternatives: strategies that were measured and are slower, by their words, with their µs.
-        rejected: strategies that are not to be used, and why.
+        products: its matrix products.
+        us: measured time in µs; None if nobody has measured it.
+        least_us: the least time in µs by the GPU's peaks; None if they are not known.
+        alternatives: strategies that were measured and are slower, in words, with their times in µs.
+        rejected: strategies that must not be used, and why.
     """
 
     problem: Problem
@@ -78,7 +78,7 @@ class Explanation:
 
     @property
     def roofline_fraction(self) -> float | None:
-        """How near it comes to the least time, 1.0 at most; None if either is not known."""
+        """Least time over measured time, 1.0 at most; None if either is not known."""
         return self.least_us / self.us if self.us and self.least_us else None
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def _line(label: str, text: str) -> str:
 
 
 def _summed_up(rejected: Iterable[RejectedAlgorithm]) -> Iterator[str]:
-    """Reasons, those of one kind together."""
+    """The reasons; where several algorithms have a reason of one kind, their number."""
     reasons = [each.reason for each in rejected]
     kinds = Counter(reason.partition(":")[0] for reason in reasons)
     for kind, count in kinds.items():
@@ -118,14 +118,27 @@ def _summed_up(rejected: Iterable[RejectedAlgorithm]) -> Iterator[str]:
         yield f"rejected: {example}" if count == 1 else f"rejected: {count} algorithms, {kind}"
 
 
-def explain_stack(stack: Stack, device: int) -> list[Explanation]:
-    """The layers of a stack, forward and then backward from what forward keeps. Raises as `explain_problem`."""
+class Explanations(tuple[Explanation, ...]):
+    """What is done for several problems; as text, for people."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(str, self))
+
+    __str__ = __repr__
+
+
+def explain_chain(chain: Chain, device: int) -> Explanations:
+    """A chain's problems in the order in which they run, backward from what forward keeps.
+
+    Raises:
+        PlanError: cuBLASLt has no algorithm for one of the products.
+    """
     with activated(device):
-        saved = [decide_layer(stack.forward(index), device).strategy.saved for index in range(len(stack))]
-    layers = range(len(stack))
-    problems: list[Problem] = [stack.forward(index) for index in layers]
-    problems += [stack.backward(index, saved) for index in layers]
-    return [explain_problem(problem, device) for problem in dict.fromkeys(problems)]
+        forwards = [(index, problem) for index, problem in chain.runs if isinstance(problem, ForwardProblem)]
+        saved = {index: decide_layer(problem, device).strategy.saved for index, problem in forwards}
+    return Explanations(explain_problem(problem, device) for problem in chain.keeping(saved).problems)
 
 
 def explain_problem(problem: Problem, device: int) -> Explanation:
@@ -149,7 +162,7 @@ def _explain_product(problem: MatmulProblem, device: int) -> Explanation:
     return Explanation(problem, strategy, (product,), us, least_us(problem, hardware(device)))
 
 
-def _explain_layer(problem: ForwardProblem | BackwardProblem, device: int) -> Explanation:
+def _explain_layer(problem: LayerProblem, device: int) -> Explanation:
     plan = decide_layer(problem, device)
     explained = tuple(_explained(name, each, device) for name, each in plan.products.items())
     strategy, least = strategy_in_words(to_entry(plan.strategy)), least_us(problem, hardware(device))

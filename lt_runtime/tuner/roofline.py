@@ -1,10 +1,11 @@
 """The least time that a problem can take: what it computes and moves against what a GPU can.
 
-Floating-point operations a clock and multiprocessor, dense, a multiply-add counted as two, accumulated in FP32. On the
-CUDA cores, by the table "Throughput of Native Arithmetic Instructions" of NVIDIA's CUDA C++ Programming Guide. On the
-tensor cores, from NVIDIA's architecture papers, as peak rate over multiprocessors and boost clock:
+`_RATES` holds floating-point operations per clock and multiprocessor: dense, a multiply-add counted as two, accumulated
+in FP32. Those of the CUDA cores are from the table "Throughput of Native Arithmetic Instructions" in NVIDIA's CUDA C++
+Programming Guide. Those of the tensor cores follow from the peak rates in NVIDIA's architecture papers, divided by
+multiprocessors and boost clock. The peak rates in TFLOP/s are:
 
-- Turing (T4): 65 TFLOP/s in FP16.
+- Turing (T4): 65 in FP16.
 - A100: 312 in FP16 and BF16, 156 in TF32, 19.5 in FP64.
 - GA102 (A40): 149.7 in FP16 and BF16, 74.8 in TF32.
 - AD102 (L40S): 362 in FP16 and BF16, 183 in TF32.
@@ -12,8 +13,8 @@ tensor cores, from NVIDIA's architecture papers, as peak rate over multiprocesso
 - B200: 2250 in FP16 and BF16, 1100 in TF32, 37 in FP64.
 - GB202 (RTX PRO 6000): 504 in FP16 and BF16, 252 in TF32.
 
-GeForce boards of these architectures have half the rate where sums are in FP32; they cannot be told apart here.
-The peak is that of the highest clock, which few GPUs hold under load: 75 % of it is a good product of matrices.
+GeForce boards of these architectures have half the rate where sums are in FP32, and cannot be told apart here. The peak
+assumes the highest clock, which few GPUs hold under load: 75 % of it is good for a matrix product.
 """
 
 from __future__ import annotations
@@ -26,39 +27,29 @@ from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, Forw
 from lt_runtime.store.keys import Problem
 
 _BITS: Final = 8
-_DATA_RATE: Final = 2  # transfers a clock of the memory
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Floating-point operations a clock and multiprocessor; 0 where the hardware has no such unit."""
-
-    sixteen_bits: int
-    tf32: int
-    fp32: int
-    fp64: int
+_DATA_RATE: Final = 2  # transfers per clock of the memory
 
 
 _RATES: Final = {
-    75: Rates(1024, 0, 128, 4),
-    80: Rates(2048, 1024, 128, 128),
-    86: Rates(1024, 512, 256, 4),
-    89: Rates(1024, 512, 256, 4),
-    90: Rates(4096, 2048, 256, 256),
-    100: Rates(8192, 4096, 256, 128),
-    120: Rates(1024, 512, 256, 4),
+    75: (1024, 0, 128, 4),
+    80: (2048, 1024, 128, 128),
+    86: (1024, 512, 256, 4),
+    89: (1024, 512, 256, 4),
+    90: (4096, 2048, 256, 256),
+    100: (8192, 4096, 256, 128),
+    120: (1024, 512, 256, 4),
 }
-"""By compute capability, major·10 + minor."""
+"""By compute capability, major·10 + minor: of 16-bit types, TF32, FP32 and FP64; 0 where the hardware has no unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a GPU's speed follows from.
+    """What a GPU's peaks follow from.
 
     Attributes:
         capability: compute capability, major·10 + minor.
-        multiprocessors: how many.
-        clock_khz, memory_clock_khz: the highest they go.
+        multiprocessors: their number.
+        clock_khz, memory_clock_khz: the highest clocks.
         bus_bits: width of the bus to memory.
     """
 
@@ -70,30 +61,26 @@ class Hardware:
 
     @property
     def bytes_per_s(self) -> float:
-        """What memory can move at most, read and written; 0.0 if the driver does not tell."""
+        """Peak rate of reads and writes together; 0.0 if the driver does not tell the clock."""
         return _DATA_RATE * self.memory_clock_khz * 1e3 * self.bus_bits / _BITS
 
     def flops_per_s(self, dtype: DType, compute: Compute) -> float:
-        """What it can compute at most; 0.0 if that is not known, or the hardware cannot."""
-        rates = _RATES.get(self.capability)
-        if rates is None:
-            return 0.0
-        rate = {DType.FLOAT64: rates.fp64, DType.FLOAT32: rates.fp32}.get(dtype, rates.sixteen_bits)
-        if compute is Compute.TF32:
-            rate = rates.tf32
-        return float(rate) * self.multiprocessors * self.clock_khz * 1e3
+        """Peak rate of computing; 0.0 if it is not known, or the hardware has no unit for the type."""
+        sixteen_bits, tf32, fp32, fp64 = _RATES.get(self.capability, (0, 0, 0, 0))
+        rate = {DType.FLOAT64: fp64, DType.FLOAT32: fp32}.get(dtype, sixteen_bits)
+        return float(tf32 if compute is Compute.TF32 else rate) * self.multiprocessors * self.clock_khz * 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a problem asks for at least: operations of its products, and bytes of its operands, each moved once."""
+    """The least that a problem takes: operations of its products, and bytes of its operands, each moved once."""
 
     flops: int
     bytes: int
 
 
 def least_us(problem: Problem, hardware: Hardware) -> float | None:
-    """Microseconds that a problem takes at the least, by computing or by moving, whichever takes longer.
+    """The least time of a problem in microseconds: computing or moving data, whichever takes longer.
 
     None where the GPU's peaks are not known.
     """
@@ -105,7 +92,7 @@ def least_us(problem: Problem, hardware: Hardware) -> float | None:
 
 
 def work_of(problem: Problem) -> Work:
-    """What a problem asks for, however it is split."""
+    """The work of a problem, however it is split."""
     match problem:
         case MatmulProblem():
             return _of_product(problem)

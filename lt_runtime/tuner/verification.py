@@ -1,6 +1,6 @@
-"""Whether algorithms compute what they are asked for: every element of every output, against float64, and twice.
+"""Whether an algorithm computes what it is asked for: every element of every output, against float64, and twice.
 
-The reference is a product in FP64, which other kernels compute than any that is judged.
+The reference is a product in FP64. None of the algorithms that are judged computes that product.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, Final
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from lt_runtime.reference import activate, derivative
-from lt_runtime.tuner.trial import EDGES, LATTICE, ONES, Data, Trial
+from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Data, ProductOperands
 
 KINDS: Final = (LATTICE, EDGES, ONES)
-"""Random data whose sums are exact in any order, so that one term too few or too many shows; data of which no sum is
-exact, which an operand or a partial sum kept in too narrow a type shows; and all ones, which must give K."""
-_SLAB: Final = 1 << 22
+"""Random data whose sums are exact in any order, which shows a term too few or too many; data of which no sum is exact,
+which shows an operand or a partial sum in too narrow a type; and ones, whose sums must be K."""
+_SLAB: Final = 1 << 22  # elements of D that the reference is computed for at a time
 
-# In the last place, relative. Half of it is what rounding to the nearest takes, which the library does not promise.
+# One unit in the last place, relative. Rounding to the nearest costs half of it, but the library does not promise that.
 _UNIT: Final = {DType.FLOAT32: 2.0**-23, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7, DType.FLOAT64: 2.0**-52}
 _LEAST_NORMAL: Final = {DType.FLOAT16: 2.0**-14, DType.FLOAT64: 2.0**-1022}
 _LARGEST: Final = {DType.FLOAT16: 65504.0, DType.FLOAT64: math.inf}
-# The library's GELU is good to five digits, and its derivative, where 1 - tanh² cancels, to less.
+# The library's GELU is accurate to about 1e-5. Its derivative is less accurate where 1 - tanh² cancels.
 _GELU_ERROR: Final = 1e-4
 _GELU_DERIVATIVE_ERROR: Final = 1e-3
 _STEEPEST: Final = 1.13
@@ -41,44 +41,44 @@ class Expected:
     limits: Any
 
 
-def verify(launches: Mapping[str, Callable[[], object]], trial: Trial) -> dict[str, str]:
+def verify(launches: Mapping[str, Callable[[], object]], operands: ProductOperands) -> dict[str, str]:
     """Why algorithms are not to be used, by name; those that agree with the reference are left out.
 
     Args:
-        launches: by name; each launches the trial's product once, on the stream that is current for the trial's arrays.
-        trial: its operands are overwritten.
+        launches: by name; each runs the product once, on the stream that is current for the operands' arrays.
+        operands: of the product; they are overwritten.
     """
     reasons: dict[str, str] = {}
     for seed, data in enumerate(KINDS):
-        trial.fill(data, seed)
-        expected = list(expected_outputs(trial, data))
+        operands.fill(data, seed)
+        expected = list(expected_outputs(operands, data))
         for name, launch in launches.items():
-            fault = _judge(launch, trial, expected) if name not in reasons else None
+            fault = _judge(launch, operands, expected) if name not in reasons else None
             if fault is not None:
                 reasons[name] = f"{fault}, with {data.name}"
     return reasons
 
 
-def _judge(launch: Callable[[], object], trial: Trial, expected: list[Expected]) -> str | None:
-    trial.poison()
+def _judge(launch: Callable[[], object], operands: ProductOperands, expected: list[Expected]) -> str | None:
+    operands.poison()
     launch()
-    fault = disagreement(trial, expected)
+    fault = disagreement(operands, expected)
     if fault is not None:
         return f"wrong: {fault}"
-    before = trial.snapshot()
-    trial.poison()
+    before = operands.snapshot()
+    operands.poison()
     launch()
-    return None if trial.same_as(before) else "two runs differ"
+    return None if operands.same_as(before) else "two runs differ"
 
 
-def disagreement(trial: Trial, expected: list[Expected]) -> str | None:
+def disagreement(operands: ProductOperands, expected: list[Expected]) -> str | None:
     """The first element that is too far off, in words; None if there is none."""
     for part in expected:
-        actual = trial.read(part.output, part.rows)
+        actual = operands.read(part.output, part.rows)
         bad = ~(abs(actual - part.values) <= part.limits)  # NaN is bad
         if bad.any():
             return _describe(part, actual, bad)
-    return "it writes outside of D" if trial.wrote_outside() else None
+    return "it writes outside of D" if operands.wrote_outside() else None
 
 
 def _describe(part: Expected, actual: Any, bad: Any) -> str:
@@ -91,39 +91,40 @@ def _describe(part: Expected, actual: Any, bad: Any) -> str:
     )
 
 
-def expected_outputs(trial: Trial, data: Data) -> Iterator[Expected]:
-    """What the product makes of the trial's operands, some rows at a time: float64 arrays take room."""
-    problem = trial.problem
-    b = trial.read("b")
+def expected_outputs(operands: ProductOperands, data: Data) -> Iterator[Expected]:
+    """What the product must make of the operands, some rows at a time, because float64 arrays take much memory."""
+    problem = operands.problem
+    b = operands.read("b")
     b_norms = ((b * b).sum(axis=-2) ** 0.5)[:, None, :]
     sums = _ColumnSums()
     step = max(1, _SLAB // (problem.batch * problem.n))
     for start in range(0, problem.m, step):
         rows = slice(start, min(start + step, problem.m))
-        product, error = _product(trial, rows, b, b_norms, accumulation_error(problem, data))
-        values, rounding, approximation = _through_epilogue(trial, rows, product, error)
+        product, error = _product(operands, rows, b, b_norms, accumulation_error(problem, data))
+        values, rounding, approximation = _through_epilogue(operands, rows, product, error)
         yield _expect(problem, "d", rows, values, rounding + approximation)
-        if "aux" in trial.outputs:
-            yield _expect_aux(trial, rows, product, error)
-        if "vector" in trial.outputs:
+        if "aux" in operands.outputs:
+            yield _expect_aux(operands, rows, product, error)
+        if "vector" in operands.outputs:
             sums.add(values, rounding + _UNIT[problem.d_dtype] * abs(values), approximation)
-    if "vector" in trial.outputs:
-        yield _expect(problem, "vector", slice(0, 1), *_operand_sums(trial, b) or sums.results())
+    if "vector" in operands.outputs:
+        yield _expect(problem, "vector", slice(0, 1), *_operand_sums(operands, b) or sums.results())
 
 
-def _product(trial: Trial, rows: slice, b: Any, b_norms: Any, relative: float) -> tuple[Any, Any]:
+def _product(operands: ProductOperands, rows: slice, b: Any, b_norms: Any, relative: float) -> tuple[Any, Any]:
     """A·B + C + bias in float64, and how far off it may be in the problem's precision.
 
-    The norms' product is, by Cauchy and Schwarz, no less than the sum of the products' magnitudes, and much cheaper.
+    By Cauchy and Schwarz the product of the norms is no less than the sum of the products' magnitudes. It costs much
+    less to compute.
     """
-    problem, a = trial.problem, trial.read("a", rows)
+    problem, a = operands.problem, operands.read("a", rows)
     product = a @ b
     error = relative * ((a * a).sum(axis=-1, keepdims=True) ** 0.5) * b_norms
     if problem.c is not None:
-        product = product + trial.read("c", rows)
+        product = product + operands.read("c", rows)
     if problem.epilogue.has_bias:
-        product = product + trial.read("vector")
-    if relative:  # C and the bias are rounded in as well
+        product = product + operands.read("vector")
+    if relative:  # Adding C and the bias rounds as well.
         error = error + 2 * _UNIT[_accumulator(problem)] * abs(product)
     return product, error
 
@@ -131,27 +132,27 @@ def _product(trial: Trial, rows: slice, b: Any, b_norms: Any, relative: float) -
 def accumulation_error(problem: MatmulProblem, data: Data) -> float:
     """How far off a sum of products may be, relative to the sum of their magnitudes.
 
-    Nothing, where every partial sum is exact. Otherwise, the order of the sum being free: errors of K roundings that
-    mostly cancel grow as their root, and tensor cores, which truncate, get a few times that. TF32 keeps 10 bits of
-    each operand, truncated as well.
+    Where every partial sum is exact, it may not be off at all. Otherwise the errors of K roundings mostly cancel and
+    grow as the root of K, in whatever order the sum is taken. Tensor cores truncate and get a few times that. TF32
+    truncates each operand to 10 bits as well.
     """
     if problem.k <= data.exact_to:
         return 0.0
-    operands = 2.0**-9 if problem.compute is Compute.TF32 else 0.0
-    return operands + 2 * _UNIT[_accumulator(problem)] * (8 + math.sqrt(problem.k))
+    truncation = 2.0**-9 if problem.compute is Compute.TF32 else 0.0
+    return truncation + 2 * _UNIT[_accumulator(problem)] * (8 + math.sqrt(problem.k))
 
 
 def _accumulator(problem: MatmulProblem) -> DType:
     return DType.FLOAT64 if problem.compute is Compute.FLOAT64 else DType.FLOAT32
 
 
-def _through_epilogue(trial: Trial, rows: slice, product: Any, error: Any) -> tuple[Any, Any, Any]:
-    """D before it is rounded to its type, what the product's error makes of it, and what the activation's adds."""
-    epilogue = trial.problem.epilogue
+def _through_epilogue(operands: ProductOperands, rows: slice, product: Any, error: Any) -> tuple[Any, Any, Any]:
+    """D before it is rounded to its type, its error by the product's error, and its error by the activation's."""
+    epilogue = operands.problem.epilogue
     activation, approximate = Activation(epilogue.activation), epilogue.activation == "gelu"
     if epilogue.is_derivative:
-        aux = trial.read("aux", rows)
-        slope = aux if trial.has_mask else derivative(aux, activation)
+        aux = operands.read("aux", rows)
+        slope = aux if operands.has_mask else derivative(aux, activation)
         inexact = _GELU_DERIVATIVE_ERROR if approximate else 0.0
         return product * slope, error * abs(slope), inexact * abs(product)
     inexact = _GELU_ERROR if approximate else 0.0
@@ -159,7 +160,7 @@ def _through_epilogue(trial: Trial, rows: slice, product: Any, error: Any) -> tu
 
 
 def _expect(problem: MatmulProblem, output: str, rows: slice, values: Any, error: Any) -> Expected:
-    """With the rounding to D's type; what lies beyond its range is not judged, nor what is subnormal below."""
+    """Adds the rounding to D's type to the error. Results beyond the type's range, or subnormal, are not judged."""
     dtype = problem.d_dtype
     largest, least = _LARGEST.get(dtype, 2.0**127), _LEAST_NORMAL.get(dtype, 2.0**-126)
     limits = error + _UNIT[dtype] * abs(values) + least
@@ -167,19 +168,19 @@ def _expect(problem: MatmulProblem, output: str, rows: slice, values: Any, error
     return Expected(output, rows, values, limits)
 
 
-def _expect_aux(trial: Trial, rows: slice, product: Any, error: Any) -> Expected:
-    """The pre-activation, or where it is positive; so close to 0 that either may be right, either is."""
-    if not trial.has_mask:
-        return _expect(trial.problem, "aux", rows, product, error)
+def _expect_aux(operands: ProductOperands, rows: slice, product: Any, error: Any) -> Expected:
+    """The pre-activation, or ReLU's mask of it. Close to 0, where its sign may be off, either bit is right."""
+    if not operands.has_mask:
+        return _expect(operands.problem, "aux", rows, product, error)
     limits = (abs(product) <= error).astype("float64")
     return Expected("aux", rows, (product > 0).astype("float64"), limits)
 
 
-def _operand_sums(trial: Trial, b: Any) -> tuple[Any, Any] | None:
-    """The sum of A or of B over K, and how far off it may be; None for an epilogue without."""
-    match trial.problem.epilogue:
+def _operand_sums(operands: ProductOperands, b: Any) -> tuple[Any, Any] | None:
+    """The sum of A or of B over K, and how far off it may be; None for an epilogue that makes neither."""
+    match operands.problem.epilogue:
         case Epilogue.BGRADA:
-            operand = trial.read("a").swapaxes(-1, -2)
+            operand = operands.read("a").swapaxes(-1, -2)
         case Epilogue.BGRADB:
             operand = b
         case _:
@@ -192,8 +193,8 @@ def _operand_sums(trial: Trial, b: Any) -> tuple[Any, Any] | None:
 class _ColumnSums:
     """Sums over rows that come in parts, and how far off they may be.
 
-    Roundings mostly cancel: of as many as there are rows, eight times the root of the sum of their squares is never
-    exceeded. An approximation's error has one sign, and so has that of a sum that truncates.
+    Rounding errors mostly cancel: their sum does not exceed eight times the root of the sum of their squares. The
+    errors of an approximation all have the same sign, as have those of a sum that truncates, and add up.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.blobs import configuration
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.tuner import guesses
+from lt_runtime.tuner import candidates
 from lt_runtime.tuner.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
 from tests.algorithm_library import BOTH, NONE, TILES, WORKSPACE, FakeLibrary, waves
 
@@ -203,14 +203,14 @@ def test_deep_candidates_are_capped(library: FakeLibrary) -> None:
     ],
 )
 def test_estimates(better: Any, worse: Any) -> None:
-    assert guesses.estimate(*better) < guesses.estimate(*worse)
+    assert candidates.estimate(*better) < candidates.estimate(*worse)
 
 
 def test_shapes_of_tiles() -> None:
-    assert guesses.tile_shape(MatmulTile.TILE_128x64) == (128, 64)
-    assert guesses.tile_shape(MatmulTile.UNDEFINED) is None
-    assert guesses.tile_shape(5000) is None
-    assert sum(guesses.tile_shape(tile) is None for tile in MatmulTile) == 1
+    assert candidates.tile_shape(MatmulTile.TILE_128x64) == (128, 64)
+    assert candidates.tile_shape(MatmulTile.UNDEFINED) is None
+    assert candidates.tile_shape(5000) is None
+    assert sum(candidates.tile_shape(tile) is None for tile in MatmulTile) == 1
 
 
 def test_configurations_are_by_name() -> None:

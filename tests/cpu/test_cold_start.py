@@ -20,10 +20,10 @@ LATER = {
     "lt_runtime.cli",
     "lt_runtime.cublaslt.tiles",
     "lt_runtime.tuner.explanation",
-    "lt_runtime.tuner.layer_tuner",
+    "lt_runtime.tuner.layer_search",
+    "lt_runtime.tuner.operands",
     "lt_runtime.tuner.roofline",
-    "lt_runtime.tuner.trial",
-    "lt_runtime.tuner.tuning",
+    "lt_runtime.tuner.search",
     "lt_runtime.tuner.verification",
 }
 """Modules that neither a call nor a training step needs."""

@@ -15,10 +15,10 @@ import lt_runtime as lt
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.ops import tuning as requests
+from lt_runtime.plans.decisions import LayerProblem
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
 from lt_runtime.problem import (
     Activation,
-    BackwardProblem,
     Compute,
     DType,
     ForwardProblem,
@@ -29,14 +29,16 @@ from lt_runtime.store.entries import RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.tuner import explanation
+from lt_runtime.tuner.chain import Chain
 from lt_runtime.tuner.roofline import Hardware, least_us
-from lt_runtime.tuner.stacks import Stack
 from tests.plan_entries import H200, algorithm, layer, product
+from tests.support.chain_problems import backward_of, forward_of
 
-STACK = Stack(8192, (768, 3072, 768), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+CHAIN = Chain.of_mlp(8192, (768, 3072, 768), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
 HARDWARE = Hardware(90, 132, 1_980_000, 3_201_000, 6144)
 CONFIG: Mapping[str, int] = {"ID": 66, "TILE_ID": 20, "STAGES_ID": 36, "SPLITK_NUM": 1}
-X, W, Y = STACK.forward(0).x, STACK.forward(0).w.transposed, STACK.forward(0).y
+FORWARD = forward_of(CHAIN)
+X, W, Y = FORWARD.x, FORWARD.w.transposed, FORWARD.y
 PRODUCT = MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, X, W, Y, Epilogue.GELU_AUX_BIAS, aux=Y)
 DX = replace(PRODUCT, a=Y, b=W.transposed, d=X, epilogue=Epilogue.NONE, aux=None)
 
@@ -45,19 +47,12 @@ def pretended_product(problem: MatmulProblem) -> Any:
     return SimpleNamespace(problem=problem, blob=b"")
 
 
-def pretended_forward(problem: ForwardProblem, device: int) -> Any:
-    strategy = ForwardStrategy(Epilogue.GELU_AUX_BIAS, Saved.PREACTIVATION)
-    return SimpleNamespace(strategy=strategy, products={"y": pretended_product(PRODUCT)})
-
-
-def pretended_backward(problem: BackwardProblem, device: int) -> Any:
+def pretended_layer(problem: LayerProblem, device: int) -> Any:
+    if isinstance(problem, ForwardProblem):
+        forward = ForwardStrategy(Epilogue.GELU_AUX_BIAS, Saved.PREACTIVATION)
+        return SimpleNamespace(strategy=forward, products={"y": pretended_product(PRODUCT)})
     strategy = BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.KERNEL)
     return SimpleNamespace(strategy=strategy, products={"dx": pretended_product(DX)})
-
-
-def pretended_plan(problem: ForwardProblem | BackwardProblem, device: int) -> Any:
-    make: Any = pretended_forward if isinstance(problem, ForwardProblem) else pretended_backward
-    return make(problem, device)
 
 
 @pytest.fixture
@@ -65,7 +60,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanStore:
     made = PlanStore(tmp_path / H200.file_name, H200)
     monkeypatch.setattr(explanation, "plan_store", lambda device: made)
     monkeypatch.setattr(explanation, "activated", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(explanation, "decide_layer", pretended_plan)
+    monkeypatch.setattr(explanation, "decide_layer", pretended_layer)
     monkeypatch.setattr(explanation, "configuration", lambda _: CONFIG)
     monkeypatch.setattr(explanation, "hardware", lambda device: HARDWARE)
     monkeypatch.setattr(requests, "ordinal_of", lambda device: 0)
@@ -74,10 +69,12 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanStore:
 
 @pytest.mark.usefixtures("store")
 def test_what_nobody_has_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    (found,) = lt.explain(STACK.forward(0))
+    explanations = lt.explain(FORWARD)
+    (found,) = explanations
     assert (found.us, found.roofline_fraction, found.alternatives, found.rejected) == (None, None, (), ())
-    assert found.least_us == least_us(STACK.forward(0), HARDWARE)
-    lines = capsys.readouterr().out.splitlines()
+    assert found.least_us == least_us(FORWARD, HARDWARE)
+    assert capsys.readouterr().out == ""
+    lines = str(explanations).splitlines()
     assert lines == [
         "forward 8192x3072x768 bfloat16 gelu",
         "  strategy  gelu_aux_bias, keeps preactivation (by the priors)",
@@ -88,15 +85,14 @@ def test_what_nobody_has_measured(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_what_was_measured(store: PlanStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_measured(store: PlanStore) -> None:
     slow = tuple(RejectedAlgorithm(algorithm(), CONFIG, f"far behind: {us} µs") for us in (200, 300))
     wrong = RejectedAlgorithm(algorithm(), CONFIG, "wrong: 3 instead of 4 at [0, 1]")
-    forward = STACK.forward(0)
-    store.put({problem_key(PRODUCT): product(rejected=(*slow, wrong))}, {problem_key(forward): layer()})
-    (found,) = lt.explain(forward)
+    store.put({problem_key(PRODUCT): product(rejected=(*slow, wrong))}, {problem_key(FORWARD): layer()})
+    (found,) = lt.explain(FORWARD)
     assert (found.us, found.alternatives) == (110.0, (("none, keeps preactivation", 121.0),))
     assert found.roofline_fraction == pytest.approx(36.11 / 110, rel=1e-3)
-    assert capsys.readouterr().out.splitlines()[1:] == [
+    assert repr(lt.explain(FORWARD)).splitlines()[1:] == [
         "  strategy  gelu_aux_bias, keeps preactivation",
         "  time      110.00 µs; 33% of the roofline: at its peaks the GPU needs 36.11 µs",
         "  y         matmul 8192x3072x768 bfloat16 gelu_aux_bias",
@@ -110,16 +106,14 @@ def test_what_was_measured(store: PlanStore, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("store")
-def test_a_stack_goes_back_from_what_its_forward_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_goes_back_from_what_its_forward_keeps() -> None:
     found = lt.explain([768, 3072, 768], 8192, activation="gelu", dtype="bfloat16")
-    saved = [Saved.PREACTIVATION] * 2
-    layers = range(2)
-    assert [each.problem for each in found] == [
-        *map(STACK.forward, layers),
-        *(STACK.backward(index, saved) for index in layers),
-    ]
-    assert found[-1].strategy == "db by kernel, derivative by epilogue, db below by kernel (by the priors)"
-    assert [each.name for each in found[-1].products] == ["dx"]
+    forwards, backward = [forward_of(CHAIN, index) for index in range(2)], backward_of(CHAIN, 1, Saved.PREACTIVATION)
+    assert [each.problem for each in found] == [*forwards, backward, backward_of(CHAIN, 0)]
+    assert [each.problem for each in found[1:3]] == [forwards[1], backward]
+    assert found[2].strategy == "db by kernel, derivative by epilogue, db below by kernel (by the priors)"
+    assert [each.name for each in found[2].products] == ["dx"]
+    assert str(found) == "\n\n".join(map(str, found))
 
 
 @pytest.mark.parametrize("fuses", [True, False])

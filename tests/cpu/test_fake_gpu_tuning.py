@@ -12,17 +12,13 @@ from lt_runtime.epilogue import Epilogue
 from tests.host_kernels.harness import HostKernels
 from tests.strategies import LinearCase, MatmulCase
 from tests.support.chains import Chain
-from tests.support.fake_cublaslt import ALGORITHM_IDS, Matmul
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
 from tests.support.placed import COLUMNS
 
-_TICK_S = 0.02
+_TICK_S = 0.01
 """What each look at the clock takes: what the tuner may spend is over after the same candidates on any machine."""
-
-_COSTS_US = {"kernel": 500.0, "matmul": 500.0}
-"""Of what takes long, few repetitions are timed together."""
 
 
 @pytest.fixture
@@ -30,27 +26,27 @@ def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """The pretended GPU, and a clock that counts the looks at it."""
     ticks = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: _TICK_S * next(ticks))
-    monkeypatch.setattr(gpu.streams, "costs_us", dict(_COSTS_US))
+    monkeypatch.setattr(gpu.streams, "costs_us", {})
     return gpu
 
 
 def _check_chain(gpu: FakeGpu) -> None:
     """Both layers of the stack, forward and backward through each other."""
-    below = layer_case(m=16, n=32, k=40, activation="gelu", compute="tf32")
-    Chain(gpu, below, layer_case(m=16, n=24, k=32, activation="none", compute="tf32", data_seed=2)).check()
+    below = layer_case(m=16, n=32, k=40, activation="relu")
+    Chain(gpu, below, layer_case(m=16, n=24, k=32, activation="none", data_seed=2)).check()
 
 
-def test_a_stack(hurried: FakeGpu, host_kernels: HostKernels, tmp_path: Path) -> None:
-    gpu = FakeGpu(host_kernels, tmp_path)
-    gpu.streams.costs_us |= {"kernel": 5000.0, "matmul": 500.0}
+def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path) -> None:
+    gpu = FakeGpu(host, tmp_path)
+    gpu.streams.costs_us["kernel"] = 20.0
     with gpu.active():
-        report = gpu.lt.tune([40, 32, 24], 16, activation="gelu", compute="tf32", progress=False)
+        report = gpu.lt.tune([40, 32, 24], 16, activation="relu", progress=False)
         assert "derivative by epilogue" in str(report)
         gpu.kernels.launched.clear()
         _check_chain(gpu)
         gpu.settle()
         first = [*gpu.kernels.launched]
-    another = FakeGpu(host_kernels, tmp_path)  # as in another process, which finds the plans on disk
+    another = FakeGpu(host, tmp_path)  # as in another process, which finds the plans on disk
     with another.active():
         _check_chain(another)
         another.settle()
@@ -78,15 +74,3 @@ def test_a_product_that_is_met(hurried: FakeGpu, case: MatmulCase) -> None:
     with hurried.lt.tuning():
         Product(hurried, case, hurried.stream).check()
     Product(hurried, case, hurried.stream).check()
-
-
-def test_an_algorithm_that_is_wrong_is_not_chosen(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    def double(call: Matmul) -> Matmul:
-        return call._replace(alpha=2 * call.alpha) if call.algorithm_id == ALGORITHM_IDS[0] else call
-
-    case = matmul_case(m=22, epilogue=Epilogue.BIAS)
-    monkeypatch.setattr(hurried.library, "fault", double)
-    with pytest.raises(AssertionError):
-        Product(hurried, case, hurried.stream).check()
-    with hurried.lt.tuning():
-        Product(hurried, case, hurried.stream).check()

@@ -12,25 +12,27 @@ import pytest
 
 from lt_runtime.errors import ArgumentError, CaptureError, PlanError
 from lt_runtime.ops import first_use
-from lt_runtime.ops.first_use import TUNE_VARIABLE, asked_for, tune_at_first_use
+from lt_runtime.ops.first_use import TUNE_VARIABLE
 from lt_runtime.plans import cache
 from lt_runtime.plans.cache import forget
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
-from lt_runtime.tuner import tuning
-from lt_runtime.tuner.stacks import Stack, plain_backward
+from lt_runtime.tuner import search
+from lt_runtime.tuner.chain import Chain, Layer, plain_backward
 from tests.plan_entries import H200, layer, product
+from tests.support.chain_problems import backward_of, forward_of
 
-STACK = Stack(64, (32, 48, 24), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
-FORWARD, BACKWARD = STACK.forward(0), STACK.backward(1)
+CHAIN = Chain.of_mlp(64, (32, 48, 24), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
+FORWARD, BACKWARD = forward_of(CHAIN), backward_of(CHAIN, 1)
 PRODUCT = MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, FORWARD.x, FORWARD.w.transposed, FORWARD.y)
 
 
 def plan_of(problem: Problem, device: int, stream: int) -> Any:
-    """The plan as an operation asks for it."""
-    return cache.plan_of(problem, device, stream, tune_at_first_use, anew=asked_for.get() is not None)
+    """As operations ask for plans."""
+    anew = first_use.asked_for.get() is not None
+    return cache.plan_of(problem, device, stream, first_use.tune_at_first_use, anew=anew)
 
 
 class World:
@@ -46,23 +48,24 @@ class World:
         self.store = store
         self.capturing: set[int] = set()
         self.planned: list[Problem] = []
-        self.tuned: list[tuple[list[Problem], str]] = []
+        self.tuned: list[tuple[list[Chain | MatmulProblem], str]] = []
         self.failure: Exception | None = None
 
     def plan(self, problem: Problem, device: int) -> Any:
         self.planned.append(problem)
         return object()
 
-    def tune(self, problems: Iterable[Problem], device: int, *, effort: str = "default", **_: Any) -> list[Any]:
-        given = list(problems)
+    def tune(self, chains: Iterable[Any], device: int, *, effort: str = "default", **_: Any) -> list[Any]:
+        given = list(chains)
         self.tuned.append((given, effort))
         if self.failure is not None:
             raise self.failure
-        for each in given:
+        problems = [problem for each in given for problem in ([each] if each == PRODUCT else each.problems)]
+        for each in problems:
             self.store.put({problem_key(each): self.entry(each)})
         # The tuner may plan what it measures; that must not be tuned in turn.
         plan_of(replace(PRODUCT, batch=2), device, 0)
-        forget(given, device)
+        forget(problems, device)
         return []
 
     def entry(self, problem: Problem) -> Any:
@@ -78,7 +81,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(cache, "is_capturing", lambda stream: stream in made.capturing)
     monkeypatch.setattr(first_use, "_seen", set())
     monkeypatch.setattr(first_use, "plan_store", lambda device: made.store)
-    monkeypatch.setattr(tuning, "tune_problems", made.tune)
+    monkeypatch.setattr(search, "tune_chains", made.tune)
     return made
 
 
@@ -102,16 +105,16 @@ def test_a_capture_takes_the_plan_that_is_there_and_makes_none(world: World) -> 
 
 
 def test_what_is_forgotten_is_planned_anew(world: World) -> None:
-    kept = plan_of(FORWARD, 1, 0), plan_of(STACK.backward(0), 0, 0), plan_of(PRODUCT, 0, 0)
+    kept = plan_of(FORWARD, 1, 0), plan_of(backward_of(CHAIN, 0), 0, 0), plan_of(PRODUCT, 0, 0)
     old = plan_of(FORWARD, 0, 0), plan_of(BACKWARD, 0, 0)
     forget([FORWARD, BACKWARD], 0)
     assert plan_of(FORWARD, 0, 0) is not old[0]
     assert plan_of(BACKWARD, 0, 0) is not old[1]
-    assert (plan_of(FORWARD, 1, 0), plan_of(STACK.backward(0), 0, 0), plan_of(PRODUCT, 0, 0)) == kept
+    assert (plan_of(FORWARD, 1, 0), plan_of(backward_of(CHAIN, 0), 0, 0), plan_of(PRODUCT, 0, 0)) == kept
 
 
 def test_a_backward_pass_is_forgotten_whatever_forward_has_saved(world: World) -> None:
-    with_mask = STACK.backward(1, [Saved.MASK, Saved.NOTHING])
+    with_mask = backward_of(CHAIN, 1, Saved.MASK)
     assert with_mask != BACKWARD
     plan = plan_of(with_mask, 0, 0)
     forget([BACKWARD], 0)
@@ -140,8 +143,8 @@ def test_first_use_tunes_before_it_plans(world: World, monkeypatch: pytest.Monke
         plan_of(BACKWARD, 0, 0)
         plan_of(PRODUCT, 0, 0)
     assert world.tuned == [
-        ([FORWARD, plain_backward(FORWARD)], "default"),
-        ([BACKWARD], "default"),
+        ([Chain((Layer(FORWARD, plain_backward(FORWARD)),))], "default"),
+        ([Chain((Layer(None, BACKWARD),))], "default"),
         ([PRODUCT], "default"),
     ]
 
@@ -150,7 +153,7 @@ def test_inference_is_tuned_alone(world: World) -> None:
     inference = replace(FORWARD, backward=False)
     with first_use.tuning():
         plan_of(inference, 0, 0)
-    assert world.tuned == [([inference], "default")]
+    assert world.tuned == [([Chain((Layer(inference),))], "default")]
 
 
 def test_what_is_measured_is_not_tuned(world: World) -> None:

@@ -12,7 +12,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import prior_backward, prior_forward
+from lt_runtime.plans.decisions import prior_plan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.strategies import MadeBy, backward_strategies, forward_strategies, unchanged
 from lt_runtime.problem import (
@@ -43,7 +43,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     """A library that offers one algorithm for everything; what needs a GPU besides is left out."""
     made = FakeLibrary(monkeypatch)
     made.offered = {(WORKSPACE, BOTH): [1]}
-    monkeypatch.setattr(MatmulPlan, "is_lean", lambda *_: True)
+    monkeypatch.setattr(MatmulPlan, "launches_leanly", lambda *_: True)
     for owner, name in ((ForwardPlan, "_own_pass"), (BackwardPlan, "_own_pass"), (BackwardPlan, "_pass_below")):
         monkeypatch.setattr(owner, name, lambda *_: None)
     return made
@@ -95,7 +95,7 @@ def test_it_is_the_type_of_the_result_that_counts(library: FakeLibrary) -> None:
 
 
 def test_nothing_is_refused_where_nothing_is_multiplied(library: FakeLibrary) -> None:
-    assert not hasattr(MatmulPlan(a_product(FULL, Epilogue.GELU, k=0), 0), "algorithm")
+    assert MatmulPlan(a_product(FULL, Epilogue.GELU, k=0), 0).algorithm is None
 
 
 @pytest.mark.parametrize("epilogue", DERIVATIVES)
@@ -111,7 +111,7 @@ def test_our_kernel_for_narrow_products_keeps_its_derivative(
 @pytest.mark.parametrize("backward", [False, True])
 def test_forward_leaves_gelu_to_our_pass(backward: bool, library: FakeLibrary) -> None:
     problem = a_forward(FULL, backward=backward)
-    assert prior_forward(problem, 0, heuristic_algorithm).strategy.epilogue is Epilogue.BIAS
+    assert prior_plan(problem, 0, heuristic_algorithm).strategy.epilogue is Epilogue.BIAS
     made = set()
     for strategy in forward_strategies(problem):
         with contextlib.suppress(PlanError):
@@ -121,7 +121,7 @@ def test_forward_leaves_gelu_to_our_pass(backward: bool, library: FakeLibrary) -
 
 @pytest.mark.parametrize("kind", NARROWER)
 def test_forward_in_narrower_types_is_fused(kind: Kind, library: FakeLibrary) -> None:
-    assert prior_forward(a_forward(kind), 0, heuristic_algorithm).strategy.epilogue is Epilogue.GELU_BIAS
+    assert prior_plan(a_forward(kind), 0, heuristic_algorithm).strategy.epilogue is Epilogue.GELU_BIAS
 
 
 @pytest.mark.parametrize(("kind", "fused"), [(FULL, set()), *((kind, {MadeBy.EPILOGUE}) for kind in NARROWER)])
@@ -131,4 +131,4 @@ def test_backward_leaves_the_derivative_to_our_pass(kind: Kind, fused: set[MadeB
         with contextlib.suppress(PlanError):
             made.add(BackwardPlan(problem, 0, strategy, heuristic_algorithm).strategy.derivative)
     assert made == {MadeBy.KERNEL} | fused
-    assert prior_backward(problem, 0, heuristic_algorithm).strategy.derivative in made
+    assert prior_plan(problem, 0, heuristic_algorithm).strategy.derivative in made

@@ -22,12 +22,13 @@ from benchmarks import priors as derived
 from benchmarks.__main__ import options_of
 from benchmarks.layers import REPRESENTATIVE, Arrays, Block, blocks, presets
 from benchmarks.priors import Sample, fit
-from benchmarks.splits import Plans, Split, near, stack_of, strategy_name
+from benchmarks.splits import Plans, Split, chain_of, near, strategy_name
 from benchmarks.timing import Measured, Timing
 from lt_runtime.errors import PlanError
 from lt_runtime.plans import priors
 from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies, from_entry
 from lt_runtime.problem import BackwardProblem, Saved
+from tests.support.chain_problems import backward_of, forward_of
 
 BLOCK = Block("test", 64, 32, 16, "bf16", "gelu")
 
@@ -41,9 +42,11 @@ def test_there_is_a_block_for_every_layer_type_and_activation() -> None:
 
 
 def test_a_block_is_two_chained_layers_that_undo_each_other_s_shape() -> None:
-    stack = stack_of(BLOCK)
-    assert (stack.rows, stack.dims, stack.input_gradient) == (64, (16, 32, 16), True)
-    through = stack.backward(1, (Saved.PREACTIVATION, Saved.NOTHING)).through
+    chain = chain_of(BLOCK)
+    shapes = [(each.x.layout.shape, each.w.layout.shape) for each in (forward_of(chain, 0), forward_of(chain, 1))]
+    assert shapes == [((64, 16), (32, 16)), ((64, 32), (16, 32))]
+    assert backward_of(chain, 0).dx is not None
+    through = backward_of(chain, 1).through
     assert through is not None
     assert through.activation.name == "gelu"
     assert BLOCK.bytes == 2 * (4 * 64 * 16 + 3 * 64 * 32 + 4 * 16 * 32)
@@ -259,15 +262,15 @@ ENTRIES = {
 
 
 def test_candidates_are_what_the_tuner_found_near() -> None:
-    stack = stack_of(BLOCK)
-    *_, plain = forward_strategies(stack.forward(1))
-    bias = next(forward_strategies(stack.forward(1)))
-    by_name = {strategy_name(each): each for each in forward_strategies(stack.forward(0))}
-    backward = stack.backward(1, (Saved.PREACTIVATION, Saved.NOTHING))
+    chain = chain_of(BLOCK)
+    *_, plain = forward_strategies(forward_of(chain, 1))
+    bias = next(forward_strategies(forward_of(chain, 1)))
+    by_name = {strategy_name(each): each for each in forward_strategies(forward_of(chain, 0))}
+    backward = backward_of(chain, 1)
     through = {strategy_name(each): each for each in backward_strategies(backward)}
-    after, beside = backward_strategies(stack.backward(0, (Saved.PREACTIVATION, Saved.NOTHING)))
+    after, beside = backward_strategies(backward_of(chain, 0))
     chosen = Split(by_name["bias preactivation"], bias, through["kernel kernel kernel after"], beside)
-    found = near(stack, ENTRIES, chosen, 1.25, 10)
+    found = near(chain, ENTRIES, chosen, 1.25, 10)
     assert [str(each) for each in found] == [
         "bias preactivation | none nothing | kernel kernel kernel after | nobody nobody nobody beside",
         "bias preactivation | bias nothing | kernel kernel kernel after | nobody nobody nobody after",
@@ -275,8 +278,8 @@ def test_candidates_are_what_the_tuner_found_near() -> None:
         "bias preactivation | bias nothing | epilogue kernel kernel after | nobody nobody nobody beside",
         "gelu_aux_bias preactivation | bias nothing | epilogue kernel kernel after | nobody nobody nobody beside",
     ]
-    assert near(stack, ENTRIES, chosen, 1.25, 2) == found[:2]
-    assert near(stack, {}, chosen, 1.25, 10) == [chosen._replace(second=plain), chosen._replace(last=after)]
+    assert near(chain, ENTRIES, chosen, 1.25, 2) == found[:2]
+    assert near(chain, {}, chosen, 1.25, 10) == [chosen._replace(second=plain), chosen._replace(last=after)]
 
 
 def samples(*times: tuple[int, float, float]) -> list[Sample]:
@@ -348,10 +351,10 @@ def test_forward_is_chosen_with_the_backward_that_follows() -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_row_s_sizes_are_those_that_the_priors_ask_for(layer: int) -> None:
-    stack, plain = stack_of(BLOCK), {"layer": [64, 32, 16], "type": "bf16"}
-    forward = priors.forward_features(stack.forward(layer))
+    chain, plain = chain_of(BLOCK), {"layer": [64, 32, 16], "type": "bf16"}
+    forward = priors.forward_features(forward_of(chain, layer))
     assert derived.features(plain, layer, backward=False) == forward
-    backward = priors.backward_features(stack.backward(layer, (Saved.PREACTIVATION, Saved.NOTHING)))
+    backward = priors.backward_features(backward_of(chain, layer))
     assert derived.features(plain, layer, backward=True) == backward
 
 
@@ -423,20 +426,20 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     ],
 )
 def test_all_that_the_library_can_fuse(refused: set[str], activation: str, fused: str) -> None:
-    plans, complaints = splits.fused_first(stack_of(replace(BLOCK, activation=activation)))
+    plans, complaints = splits.fused_first(chain_of(replace(BLOCK, activation=activation)))
     assert str(splits.split_of(plans)) == f"{fused} | nobody nobody nobody after"
     assert complaints == []
 
 
 def test_what_the_library_refuses_is_fused_less_and_told(refused: set[str]) -> None:
     refused |= {"epilogue epilogue epilogue after", "epilogue epilogue kernel after", "gelu_aux_bias preactivation"}
-    plans, complaints = splits.fused_first(stack_of(BLOCK))
+    plans, complaints = splits.fused_first(chain_of(BLOCK))
     found = str(splits.split_of(plans))
     assert found.startswith("bias preactivation | bias nothing | kernel epilogue epilogue after")
     assert sorted(complaints) == sorted(refused)
 
 
 def test_nothing_is_fused_where_all_is_split(refused: set[str]) -> None:
-    plans = splits.split_first(stack_of(replace(BLOCK, activation="relu")))
+    plans = splits.split_first(chain_of(replace(BLOCK, activation="relu")))
     expected = "none output | none nothing | kernel kernel kernel after | nobody nobody nobody after"
     assert str(splits.split_of(plans)) == expected

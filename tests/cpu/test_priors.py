@@ -21,14 +21,20 @@ from lt_runtime.plans.strategies import (
     from_entry,
 )
 from lt_runtime.problem import Activation, Compute, DType, Saved
-from lt_runtime.tuner.stacks import Stack, derivative_of
+from lt_runtime.tuner.chain import Chain, derivative_of
+from tests.support.chain_problems import backward_of, forward_of
 
 EPILOGUE, KERNEL, NOBODY = MadeBy.EPILOGUE, MadeBy.KERNEL, MadeBy.NOBODY
 AUX = {"epilogue": "gelu_aux_bias", "saved": "preactivation"}
 BIAS = {"epilogue": "bias", "saved": "preactivation"}
 FUSED = {"db": "epilogue", "derivative": "epilogue", "db_below": "kernel", "beside": True}
-GELU = Stack(256, (64, 512, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True)
-PREACTIVATION = (Saved.PREACTIVATION, Saved.NOTHING)
+
+
+def gelu(dtype: DType = DType.BFLOAT16) -> Chain:
+    return Chain.of_mlp(256, (64, 512, 64), Activation("gelu"), dtype, Compute.FLOAT32, input_gradient=True)
+
+
+GELU = gelu()
 
 
 @pytest.fixture
@@ -39,15 +45,15 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return made
 
 
-def first_forward(stack: Stack, **changes: Any) -> ForwardStrategy:
-    problem = replace(stack.forward(0), **changes)
+def first_forward(chain: Chain, **changes: Any) -> ForwardStrategy:
+    problem = replace(forward_of(chain), **changes)
     ordered = list(priors.forward_priors(problem, 0))
     assert sorted(map(str, ordered)) == sorted(map(str, forward_strategies(problem)))
     return ordered[0]
 
 
-def first_backward(stack: Stack, index: int = 1, **changes: Any) -> BackwardStrategy:
-    problem = replace(stack.backward(index, PREACTIVATION), **changes)
+def first_backward(chain: Chain, index: int = 1, **changes: Any) -> BackwardStrategy:
+    problem = replace(backward_of(chain, index), **changes)
     ordered = list(priors.backward_priors(problem, 0))
     assert sorted(map(str, ordered)) == sorted(map(str, backward_strategies(problem)))
     return ordered[0]
@@ -65,9 +71,9 @@ def test_the_table_comes_first_where_its_strategy_is_allowed(table: dict[str, An
     assert first_forward(GELU, bias=None).epilogue is Epilogue.GELU_AUX
     assert first_forward(GELU, backward=False).epilogue is Epilogue.GELU_BIAS
     assert first_forward(GELU, dropout=True).epilogue is Epilogue.BIAS
-    half = replace(GELU, dtype=DType.FLOAT16)
+    half = gelu(DType.FLOAT16)
     assert first_forward(half).epilogue is Epilogue.GELU_AUX_BIAS, "16-bit types move the same bytes"
-    exact = replace(GELU, dtype=DType.FLOAT32)
+    exact = gelu(DType.FLOAT32)
     assert first_forward(exact).epilogue is Epilogue.BIAS, "nothing is known of FP32"
 
 
@@ -80,13 +86,13 @@ def test_limits_are_on_the_problem_s_sizes(table: dict[str, Any], feature: str, 
 
 def test_backward_s_sizes_are_those_of_the_input_gradient() -> None:
     expected = {"output_bytes": 256 * 512 * 2, "inner": 64, "rows": 256}
-    assert priors.backward_features(GELU.backward(1, PREACTIVATION)) == expected
+    assert priors.backward_features(backward_of(GELU, 1)) == expected
 
 
 def test_backward_takes_of_the_table_what_the_problem_has(table: dict[str, Any]) -> None:
     table["backward"]["bf16 gelu preactivation"] = FUSED
     assert first_backward(GELU) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL, beside=True)
-    problem = GELU.backward(1, PREACTIVATION)
+    problem = backward_of(GELU, 1)
     assert problem.through is not None
     without = first_backward(GELU, through=replace(problem.through, db=None))
     assert without == BackwardStrategy(EPILOGUE, EPILOGUE, NOBODY, beside=True)
@@ -103,7 +109,7 @@ def test_a_bias_gradient_is_our_kernel_s_where_it_reads_dy_in_any_case(table: di
         "beside": False,
     }
     assert first_backward(GELU, through=None).db is EPILOGUE
-    own = derivative_of(GELU.forward(0), Saved.PREACTIVATION)
+    own = derivative_of(forward_of(GELU))
     assert first_backward(GELU, 0, own=own, through=None).db is KERNEL
 
 
@@ -137,5 +143,5 @@ def leaves(tree: Any) -> list[Any]:
     if "feature" not in tree:
         return [tree]
     assert set(tree) == {"feature", "below", "then", "otherwise"}
-    assert tree["feature"] in priors.forward_features(GELU.forward(0))
+    assert tree["feature"] in priors.forward_features(forward_of(GELU))
     return leaves(tree["then"]) + leaves(tree["otherwise"])

@@ -11,9 +11,10 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved, Spec
 from lt_runtime.store.keys import Problem
+from lt_runtime.tuner.chain import Chain
 from lt_runtime.tuner.roofline import Hardware, Work, least_us, work_of
-from lt_runtime.tuner.stacks import Stack
 from tests.strategies import problems
+from tests.support.chain_problems import backward_of, forward_of
 
 H200 = Hardware(90, 132, 1_980_000, 3_201_000, 6144)
 PUBLISHED = [  # hardware at its boost clock, type, compute, TFLOP/s of the data sheet
@@ -55,7 +56,7 @@ def test_a_large_product_waits_for_computing_and_a_thin_one_for_memory() -> None
 
 
 def test_unknown_hardware_has_no_least_time() -> None:
-    problem = Stack(8, (3, 5), Activation(), DType.FLOAT32, Compute.TF32).forward(0)
+    problem = forward_of(Chain.of_mlp(8, (3, 5), Activation(), DType.FLOAT32, Compute.TF32))
     assert least_us(problem, replace(H200, capability=130)) is None
     assert least_us(problem, replace(H200, memory_clock_khz=0)) is None
     assert least_us(problem, replace(H200, capability=75)) is None  # has no TF32
@@ -72,17 +73,18 @@ def test_work_of_products() -> None:
 
 
 def test_work_of_layers() -> None:
-    stack = Stack(6, (3, 5, 4), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+    chain, relu = (
+        Chain.of_mlp(6, (3, 5, 4), Activation(name), DType.BFLOAT16, Compute.FLOAT32) for name in ("gelu", "relu")
+    )
     x, w, y = 6 * 3, 5 * 3, 6 * 5
-    assert work_of(stack.forward(0)) == Work(2 * 6 * 5 * 3, 2 * (x + w + y + 5))
-    assert work_of(stack.backward(0)) == Work(2 * 6 * 5 * 3, 2 * (y + x + w))  # dw of dz, and nothing else
+    assert work_of(forward_of(chain)) == Work(2 * 6 * 5 * 3, 2 * (x + w + y + 5))
+    assert work_of(backward_of(chain, 0)) == Work(2 * 6 * 5 * 3, 2 * (y + x + w))  # dw of dz, and nothing else
     dy, w, x = 6 * 4, 4 * 5, 6 * 5
     read, written = dy + w + x + x, x + w + 4 + 5  # the pre-activation below; both bias gradients
-    assert work_of(stack.backward(1)) == Work(2 * 2 * 6 * 4 * 5, 2 * (read + written))
-    accumulated = replace(stack.backward(1), accumulate=True)
+    assert work_of(backward_of(chain, 1)) == Work(2 * 2 * 6 * 4 * 5, 2 * (read + written))
+    accumulated = replace(backward_of(chain, 1), accumulate=True)
     assert work_of(accumulated).bytes == 2 * (read + written + w)
-    relu = replace(stack, activation=Activation("relu")).backward(1, [Saved.MASK, Saved.NOTHING])
-    assert work_of(relu).bytes == 2 * (read + written - x) + x // 8
+    assert work_of(backward_of(relu, 1, Saved.MASK)).bytes == 2 * (read + written - x) + x // 8
 
 
 @given(problems)

@@ -17,7 +17,7 @@ from benchmarks import report, steps, suite
 from benchmarks.__main__ import options_of
 from benchmarks.layers import Tuned, presets
 from benchmarks.report import Row
-from benchmarks.splits import stack_of
+from benchmarks.splits import chain_of
 from benchmarks.steps import CASES, PREFETCH, SOAK, StepCase, StepContender, covered, with_fastest, without_any
 from benchmarks.timing import Timing
 from lt_runtime.problem import BackwardProblem
@@ -44,9 +44,9 @@ def test_sizes_of_a_case() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_tuner_is_given_what_a_step_asks_for(case: StepCase) -> None:
-    backward = [each for each in stack_of(case).problems() if isinstance(each, BackwardProblem)]
+    backward = [each for each in chain_of(case).problems if isinstance(each, BackwardProblem)]
     assert [each.dx is None for each in backward][-1], "the inputs need no gradient"
-    assert stack_of(case).compute.value == case.compute
+    assert {each.compute.value for each in chain_of(case).problems} == {case.compute}
 
 
 def times(**us: float) -> dict[str, Timing]:

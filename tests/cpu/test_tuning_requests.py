@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,29 +14,25 @@ import pytest
 import lt_runtime as lt
 from lt_runtime.cli import main
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, PlanError
+from lt_runtime.gpu import devices
 from lt_runtime.ops import tuning as requests
-from lt_runtime.ops._tuning_report import TuningReport
-from lt_runtime.ops._tuning_run import split
-from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem
 from lt_runtime.store.keys import Problem, parse_key, problem_key
-from lt_runtime.tuner import tuning
-from lt_runtime.tuner.names import describe
-from lt_runtime.tuner.stacks import Stack
-from lt_runtime.tuner.tuning import Tuned
+from lt_runtime.tuner import search
+from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.report import Progress, Tuned, TuningReport, describe
 from tests.plan_entries import layer_key, product_key
 
-Progress = Callable[[int, int, str], None]
 NONE, RELU, GELU = Activation(), Activation("relu"), Activation("gelu")
-BF16, FP32 = DType.BFLOAT16, DType.FLOAT32
+BF16, FP16, FP32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 
 
 class Tuner:
-    """Decides every part at once: what took 100 µs takes 80, or what `after` says.
+    """Decides every part at once: what took 100 µs takes 80.
 
     Attributes:
-        given: the parts, in order.
+        given: the problems of each part, in order.
         stops_at: the part at which the user presses Ctrl-C, or it fails with `stops_with`.
-        too_large: key of a problem that the GPU has not enough memory for.
     """
 
     def __init__(self) -> None:
@@ -44,35 +41,43 @@ class Tuner:
         self.efforts: set[str] = set()
         self.stops_at: int | None = None
         self.stops_with: BaseException = KeyboardInterrupt()
-        self.too_large: str | None = None
 
     @property
     def problems(self) -> list[Problem]:
         return [problem for part in self.given for problem in part]
 
     def tune(
-        self, problems: Iterable[Problem], device: int, *, effort: str = "default", progress: Progress | None = None
-    ) -> list[Tuned]:
-        if len(self.given) == self.stops_at:
-            raise self.stops_with
-        part = tuple(problems)
-        if self.too_large in map(problem_key, part):
-            raise MemoryError("out of memory")
-        self.given.append(list(part))
+        self,
+        chains: Iterable[Chain | MatmulProblem],
+        device: int,
+        *,
+        effort: str = "default",
+        progress: Progress | None = None,
+    ) -> Iterator[Tuned]:
+        parts = [part for each in chains for part in self._parts(each)]
         self.devices.add(device)
         self.efforts.add(effort)
-        if progress is not None:
-            progress(1, 1, describe(part[0]))
-        return [Tuned(part, 100.0, 80.0, "bias, keeps output", 12, ("wrong: 3 instead of 4",), 0.5)]
+        for number, part in enumerate(parts):
+            if len(self.given) == self.stops_at:
+                raise self.stops_with
+            self.given.append(part)
+            if progress is not None:
+                progress(number + 1, len(parts), describe(part[0]))
+            yield Tuned(tuple(part), 100.0, 80.0, "bias, keeps output", 12, ("wrong: 3 instead of 4",), 0.5)
+
+    def _parts(self, given: Chain | MatmulProblem) -> list[list[Problem]]:
+        if isinstance(given, MatmulProblem):
+            return [[given]]
+        return [[*given.cut(part).problems] for part in given.parts]
 
 
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> Tuner:
     """Two GPUs, the second of which is current, and the tuner that works on them."""
     made = Tuner()
-    monkeypatch.setattr(tuning, "tune_problems", made.tune)
-    monkeypatch.setattr(tuning, "tune_rows", lambda *_, **__: [])
-    monkeypatch.setattr(requests, "device_count", lambda: 2)
+    monkeypatch.setattr(search, "tune_chains", made.tune)
+    for module in (requests, devices):
+        monkeypatch.setattr(module, "device_count", lambda: 2)
     monkeypatch.setattr(requests, "current_device", lambda: 1)
     monkeypatch.setenv("COLUMNS", "200")
     return made
@@ -96,8 +101,8 @@ def same(found: Iterable[Problem], expected: Iterable[Problem]) -> bool:
 
 def test_tune_takes_the_layers_of_an_mlp(tuner: Tuner) -> None:
     report = lt.tune([32, 48, 24, 10], 64, activation="gelu", dtype="bfloat16", dropout=0.1)
-    expected = Stack(64, (32, 48, 24, 10), GELU, BF16, Compute.FLOAT32, dropout=True)
-    assert same(tuner.problems, expected.problems())
+    expected = Chain.of_mlp(64, (32, 48, 24, 10), GELU, BF16, Compute.FLOAT32, dropout=True)
+    assert same(tuner.problems, expected.problems)
     assert (tuner.devices, tuner.efforts) == ({1}, {"default"})
     assert len(report) == len(tuner.given)
     assert [problem for each in report for problem in each.problems] == tuner.problems
@@ -105,12 +110,15 @@ def test_tune_takes_the_layers_of_an_mlp(tuner: Tuner) -> None:
 
 def test_tune_takes_a_single_layer_with_all_its_gradients(tuner: Tuner) -> None:
     lt.tune(np.array([32, 48]), np.int64(64), final_activation="gelu", compute="tf32", effort="deep", device=0)  # type: ignore[arg-type]
-    expected = Stack(64, (32, 48), NONE, FP32, Compute.TF32, final_activation=GELU, input_gradient=True)
-    assert same(tuner.problems, expected.problems())
+    expected = Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.TF32, final_activation=GELU, input_gradient=True)
+    assert same(tuner.problems, expected.problems)
     assert (tuner.devices, tuner.efforts) == ({0}, {"deep"})
     tuner.given.clear()
+    lt.tune([32, 48], 64, activation="gelu", compute="tf32", device=0)
+    assert same(tuner.problems, expected.problems)
+    tuner.given.clear()
     lt.tune([32, 48], 64, bias=False, input_gradient=False)
-    assert same(tuner.problems, Stack(64, (32, 48), NONE, FP32, Compute.FLOAT32, bias=False).problems())
+    assert same(tuner.problems, Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.FLOAT32, bias=False).problems)
 
 
 def test_tune_takes_problems(tuner: Tuner) -> None:
@@ -129,7 +137,11 @@ def test_tune_takes_problems(tuner: Tuner) -> None:
         (([32, 48],), {}, r"rows is missing: how many rows do the layers of dims \[32, 48\] work on"),
         (([32, 48], 0), {}, "rows has 0"),
         (([32, 48], 1.5), {}, "rows has 1.5"),
-        (([32, 48], 8), {"activation": "gelu"}, "activation is gelu, but of dims .* the last has final_activation"),
+        (
+            ([32, 48], 8),
+            {"activation": "gelu", "final_activation": "relu"},
+            "activation is gelu and final_activation relu",
+        ),
         (([32, 48], 8), {"dropout": 0.1}, r"dropout is 0\.1, but of dims"),
         (([32, 48, 10], 8), {"dropout": 1.0}, r"dropout probability is 1\.0"),
         (([32, 48, 10], 8), {"activation": "glu"}, "activation is 'glu'"),
@@ -147,9 +159,11 @@ def test_what_tune_refuses(tuner: Tuner, arguments: tuple[Any, ...], options: di
 def test_types_and_devices_that_tune_refuses(tuner: Tuner) -> None:
     with pytest.raises(DTypeError, match="has type float64"):
         lt.tune([32, 48], 8, dtype="float64")
-    for device in (2, -1):
-        with pytest.raises(DeviceError, match=f"device is {device}; this machine has 2, numbered from 0"):
+    for device in (2, -1, "cuda:2"):
+        with pytest.raises(ArgumentError, match=f"device is {device!r}, but this machine has 2 usable GPUs"):
             lt.tune([32, 48], 8, device=device)
+    with pytest.raises(DeviceError, match="device is 'cpu'; accepted are GPUs"):
+        lt.tune([32, 48], 8, device="cpu")
     assert tuner.given == []
 
 
@@ -184,34 +198,6 @@ def test_reports_of_nothing_and_of_nothing_measured() -> None:
     assert [each["gain"] for each in TuningReport([halved, known]).to_json()] == [2.0, None]
 
 
-def test_what_does_not_fit_into_memory_is_left_alone(tuner: Tuner) -> None:
-    tuner.too_large = problem_key(parse_key(product_key(64)))
-    problems = [parse_key(product_key(rows)) for rows in (32, 64, 128)]
-    with pytest.warns(UserWarning, match="for want of memory on the GPU: matmul 64x3072x768"):
-        report = lt.tune(problems)
-    assert [each.problems for each in report] == [(problems[0],), (problems[2],)]
-
-
-def test_a_forward_pass_and_who_takes_its_derivative_are_not_torn_apart() -> None:
-    stack = Stack(8, (3, 5, 7, 2), RELU, FP32, Compute.FLOAT32, final_activation=GELU)
-    other = Stack(8, (3, 5, 7, 2), RELU, BF16, Compute.FLOAT32)
-    product = parse_key(product_key(64))
-    parts = split([*stack.problems(), product, *other.problems(), product])
-    assert same((each for part in parts for each in part), [*stack.problems(), *other.problems(), product])
-    together = {problem_key(each): index for index, part in enumerate(parts) for each in part}
-
-    def part_of(problem: Problem) -> int:
-        return together[problem_key(problem)]
-
-    for each in (stack, other):
-        assert part_of(each.forward(0)) == part_of(each.backward(1))
-        assert part_of(each.forward(1)) == part_of(each.backward(2))
-    assert part_of(stack.forward(2)) == part_of(stack.backward(2))
-    # What the last layer of the other keeps is not to be decided, and the first layers' gradients depend on nobody.
-    assert len(parts) == 3 + 4 + 1
-    assert [product] in parts
-
-
 def test_warmup_of_layers_takes_each_alone(tuner: Tuner, tmp_path: Path) -> None:
     file = tmp_path / "shapes"
     file.write_text("64 48 32\n64 10 48\n")
@@ -222,9 +208,9 @@ def test_warmup_of_layers_takes_each_alone(tuner: Tuner, tmp_path: Path) -> None
         for dtype, compute in ((BF16, Compute.FLOAT32), (FP32, Compute.TF32))
         for activation in (GELU, RELU)
         for dims in ((32, 48), (48, 10))
-        for problem in Stack(
+        for problem in Chain.of_mlp(
             64, dims, NONE, dtype, compute, final_activation=activation, input_gradient=True
-        ).problems()
+        ).problems
     ]
     assert same(tuner.problems, expected)
     assert len(expected) == 2 * 2 * 2 * 2
@@ -236,9 +222,9 @@ def test_warmup_of_mlps_takes_them_as_a_training_step_does(tuner: Tuner, tmp_pat
     file.write_text('{"mlps": {"a": {"rows": 8, "dims": [3, 4, 5], "activation": "silu"}}}')
     assert warmup("--shapes", str(file), "--mlp", "768,3072,768", "--mlp", "6,7", "--rows", "16") == 0
     expected = [
-        *Stack(8, (3, 4, 5), Activation("silu"), FP32, Compute.FLOAT32).problems(),
-        *Stack(16, (768, 3072, 768), RELU, FP32, Compute.FLOAT32).problems(),
-        *Stack(16, (6, 7), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems(),
+        *Chain.of_mlp(8, (3, 4, 5), Activation("silu"), FP32, Compute.FLOAT32).problems,
+        *Chain.of_mlp(16, (768, 3072, 768), RELU, FP32, Compute.FLOAT32).problems,
+        *Chain.of_mlp(16, (6, 7), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems,
     ]
     assert same(tuner.problems, expected)
     tuner.given.clear()
@@ -251,7 +237,7 @@ def test_warmup_and_tune_take_a_lone_layer_by_the_same_rule(tuner: Tuner, tmp_pa
     file = tmp_path / "shapes"
     file.write_text("64 48 32\n")
     lt.tune([32, 48], 64)
-    lt.tune([32, 48], 64, final_activation="gelu")
+    lt.tune([32, 48], 64, activation="gelu")
     expected = list(tuner.problems)
     for arguments in (("--shapes", str(file)), ("--mlp", "32,48", "--rows", "64")):
         tuner.given.clear()
@@ -260,17 +246,25 @@ def test_warmup_and_tune_take_a_lone_layer_by_the_same_rule(tuner: Tuner, tmp_pa
         assert tuner.problems == expected
 
 
+@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16"), DType.FLOAT16])
+@pytest.mark.parametrize("device", [0, "cuda", "cuda:0", SimpleNamespace(type="cuda", index=0)])
+def test_types_and_devices_have_many_spellings(tuner: Tuner, dtype: Any, device: Any) -> None:
+    lt.tune([32, 48], 64, dtype=dtype, device=device)
+    assert tuner.devices == {0}
+    assert {each.dtype for each in tuner.problems} == {DType.FLOAT16}
+
+
 def test_warmup_of_presets_and_recorded_problems(tuner: Tuner, tmp_path: Path) -> None:
     file = tmp_path / "met.jsonl"
     met = [parse_key(layer_key(64)), parse_key(product_key(64))]
     file.write_text("".join(json.dumps({"problem": problem_key(each)}) + "\n" for each in met))
     assert warmup("--preset", "mnist", "--preset", "tiny", "--recorded", str(file), "--dtype", "float16") == 0
     expected = [
-        *Stack(256, (784, 512, 512, 10), RELU, DType.FLOAT16, Compute.FLOAT32).problems(),
+        *Chain.of_mlp(256, (784, 512, 512, 10), RELU, DType.FLOAT16, Compute.FLOAT32).problems,
         *(
             problem
             for m, n, k in ((32, 16, 64), (64, 64, 64), (256, 256, 256))
-            for problem in Stack(m, (k, n), NONE, DType.FLOAT16, Compute.FLOAT32, input_gradient=True).problems()
+            for problem in Chain.of_mlp(m, (k, n), NONE, FP16, Compute.FLOAT32, input_gradient=True).problems
         ),
         *met,
     ]
@@ -287,7 +281,9 @@ def test_warmup_ends_with_a_table(tuner: Tuner, capsys: pytest.CaptureFixture[st
     assert found["ok"] is True
     assert found["gain"] == pytest.approx(1.25)
     keys = [key for each in found["tuned"] for key in each["keys"]]
-    assert same(map(parse_key, keys), Stack(64, (32, 48), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems())
+    assert same(
+        map(parse_key, keys), Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems
+    )
     assert {each["rejected"][0] for each in found["tuned"]} == {"wrong: 3 instead of 4"}
 
 
@@ -325,7 +321,7 @@ def test_a_failure_shows_what_was_decided_before(tuner: Tuner, capsys: pytest.Ca
         (("--preset", "tiny", "--compute", "tf32", "--dtype", "bfloat16"), "--compute is tf32, which needs --dtype"),
         (("--shapes", "/missing"), "/missing cannot be read (No such file or directory)"),
         (("--recorded", "/missing"), "/missing cannot be read (No such file or directory)"),
-        (("--preset", "tiny", "--device", "2"), "device is 2; this machine has 2, numbered from 0"),
+        (("--preset", "tiny", "--device", "2"), "device is 2, but this machine has 2 usable GPUs"),
     ],
 )
 def test_what_warmup_refuses(
@@ -372,7 +368,7 @@ def test_the_bar_on_a_terminal(
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich's own variable
     monkeypatch.setenv("FORCE_COLOR", "1")
     lt.tune([32, 48, 10], 64)
-    count = len(tuner.problems)
+    count = len(tuner.given)
     assert f"{count}/{count}" in capsys.readouterr().err
     lt.tune([32, 48, 10], 64, progress=False)
     assert capsys.readouterr().err == ""

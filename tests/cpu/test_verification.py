@@ -13,9 +13,9 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner import verification
-from lt_runtime.tuner.trial import EDGES, LATTICE, NORMAL, ONES, Trial
+from lt_runtime.tuner.operands import EDGES, LATTICE, NORMAL, ONES, ProductOperands
 from lt_runtime.tuner.verification import KINDS, disagreement, expected_outputs, verify
-from tests.trial_products import compute, encode, operands, right
+from tests.support.right_products import compute, encode, operands, right
 
 M, N, K = 24, 40, 72
 FLOAT_TYPES = [
@@ -48,8 +48,8 @@ def a_problem(
     return MatmulProblem(*types, compute, a, b, d, epilogue, c=d if with_c else None, batch=batch, aux=aux)
 
 
-def judge(problem: MatmulProblem, launch: Callable[[Trial], None]) -> str | None:
-    trial = Trial(np, problem)
+def judge(problem: MatmulProblem, launch: Callable[[ProductOperands], None]) -> str | None:
+    trial = ProductOperands(np, problem)
     return verify({"it": lambda: launch(trial)}, trial).get("it")
 
 
@@ -73,13 +73,13 @@ def test_results_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_SLAB", 5 * N)
     problem = a_problem(Epilogue.DGELU_BGRAD)
     assert judge(problem, right) is None
-    trial = Trial(np, problem)
+    trial = ProductOperands(np, problem)
     trial.fill(LATTICE, 0)
     assert [part.rows.start for part in expected_outputs(trial, LATTICE)] == [0, 5, 10, 15, 20, 0]
 
-    def off_in_the_last_slab(trial: Trial) -> None:
+    def off_in_the_last_slab(trial: ProductOperands) -> None:
         right(trial)
-        trial._buffers["d"].bits[0, M - 1, 7] ^= 1 << 28
+        trial.buffers["d"].bits[0, M - 1, 7] ^= 1 << 28
 
     fault = judge(problem, off_in_the_last_slab)
     assert fault is not None
@@ -92,9 +92,9 @@ def test_one_element_that_is_off(output: str, types: tuple[DType, DType]) -> Non
     """By three units in its last place: where a sum is exact, one or two are let pass, by how large the number is."""
     epilogue = {"d": Epilogue.BIAS, "aux": Epilogue.GELU_AUX_BIAS, "vector": Epilogue.DRELU_BGRAD}[output]
 
-    def launch(trial: Trial) -> None:
+    def launch(trial: ProductOperands) -> None:
         right(trial)
-        bits = trial._buffers[output].bits
+        bits = trial.buffers[output].bits
         at = (0, bits.shape[1] - 1, 3)
         bits[at] += 3 if output != "vector" else 1 << (8 * bits.itemsize - 6)
 
@@ -104,9 +104,9 @@ def test_one_element_that_is_off(output: str, types: tuple[DType, DType]) -> Non
 
 
 def test_one_bit_of_a_mask() -> None:
-    def launch(trial: Trial) -> None:
+    def launch(trial: ProductOperands) -> None:
         right(trial)
-        trial._buffers["aux"].bits[0, 5, 2] ^= 1 << 3
+        trial.buffers["aux"].bits[0, 5, 2] ^= 1 << 3
 
     fault = judge(a_problem(Epilogue.RELU_AUX), launch)
     assert fault is not None
@@ -114,10 +114,10 @@ def test_one_bit_of_a_mask() -> None:
 
 
 def test_an_element_that_is_not_written() -> None:
-    def launch(trial: Trial) -> None:
-        before = trial._buffers["d"].bits[0, 4, 9].copy()
+    def launch(trial: ProductOperands) -> None:
+        before = trial.buffers["d"].bits[0, 4, 9].copy()
         right(trial)
-        trial._buffers["d"].bits[0, 4, 9] = before
+        trial.buffers["d"].bits[0, 4, 9] = before
 
     fault = judge(a_problem(), launch)
     assert fault is not None
@@ -127,9 +127,9 @@ def test_an_element_that_is_not_written() -> None:
 
 @pytest.mark.parametrize("at", [7, 8 + N, -1], ids=["before", "between the rows", "behind"])
 def test_memory_that_is_not_the_results(at: int) -> None:
-    def launch(trial: Trial) -> None:
+    def launch(trial: ProductOperands) -> None:
         right(trial)
-        trial._buffers["d"].flat[at] = 0
+        trial.buffers["d"].flat[at] = 0
 
     fault = judge(a_problem(gap=8, types=FLOAT_TYPES[1]), launch)
     assert fault == f"wrong: it writes outside of D, with {LATTICE.name}"
@@ -137,7 +137,7 @@ def test_memory_that_is_not_the_results(at: int) -> None:
 
 @pytest.mark.parametrize("types", FLOAT_TYPES)
 def test_a_dropped_tail(types: tuple[DType, DType]) -> None:
-    def launch(trial: Trial) -> None:
+    def launch(trial: ProductOperands) -> None:
         a, b = operands(trial)
         compute(trial, a[..., : K - 1], b[..., : K - 1, :])
 
@@ -147,21 +147,21 @@ def test_a_dropped_tail(types: tuple[DType, DType]) -> None:
 def test_two_runs_that_differ() -> None:
     runs: list[int] = []
 
-    def launch(trial: Trial) -> None:
+    def launch(trial: ProductOperands) -> None:
         right(trial)
         runs.append(0)
         if len(runs) == 4:  # the second with data whose sums are not exact: both are within the limits
-            trial._buffers["d"].bits[0, 0, 0] ^= 1
+            trial.buffers["d"].bits[0, 0, 0] ^= 1
 
     assert judge(a_problem(), launch) == f"two runs differ, with {EDGES.name}"
 
 
 def test_a_wrong_one_does_not_take_the_others_along() -> None:
-    trial = Trial(np, a_problem())
+    trial = ProductOperands(np, a_problem())
 
     def wrong() -> None:
         right(trial)
-        trial._buffers["d"].bits[0, 0, 0] = 0x7FC00000
+        trial.buffers["d"].bits[0, 0, 0] = 0x7FC00000
 
     faults = verify({"wrong": wrong, "right": lambda: right(trial), "idle": lambda: None}, trial)
     assert list(faults) == ["wrong", "idle"]
@@ -174,7 +174,7 @@ def truncated(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def test_tf32_passes_only_where_it_is_asked_for() -> None:
-    def launch(trial: Trial) -> None:
+    def launch(trial: ProductOperands) -> None:
         a, b = operands(trial)
         compute(trial, truncated(a), truncated(b))
 
@@ -186,7 +186,7 @@ def test_tf32_passes_only_where_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("k", [72, 4096])
 def test_sums_in_fp32_pass_in_any_order(k: int) -> None:
-    def launch(trial: Trial) -> None:
+    def launch(trial: ProductOperands) -> None:
         a, b = (each.astype(np.float32) for each in operands(trial))
         order = np.random.default_rng(0).permutation(k)
         total = np.zeros((1, M, N), np.float32)
@@ -195,17 +195,17 @@ def test_sums_in_fp32_pass_in_any_order(k: int) -> None:
             for index in part:
                 partial += a[..., index, None] * b[..., None, index, :]
             total += partial
-        trial._buffers["d"].bits[...] = total.view(np.uint32)
+        trial.buffers["d"].bits[...] = total.view(np.uint32)
 
     assert judge(a_problem(k=k), launch) is None
 
 
 def test_partial_sums_in_the_output_type_do_not_pass() -> None:
-    def launch(trial: Trial) -> None:
+    def launch(trial: ProductOperands) -> None:
         a, b = operands(trial)
         halves = (a[..., : K // 2] @ b[..., : K // 2, :], a[..., K // 2 :] @ b[..., K // 2 :, :])
         total = sum(half.astype(DType.BFLOAT16.numpy).astype(np.float64) for half in halves)
-        trial._buffers["d"].bits[...] = encode(total, DType.BFLOAT16)
+        trial.buffers["d"].bits[...] = encode(total, DType.BFLOAT16)
 
     assert judge(a_problem(types=FLOAT_TYPES[1]), launch) is not None
 
@@ -213,16 +213,16 @@ def test_partial_sums_in_the_output_type_do_not_pass() -> None:
 def test_what_lies_beyond_the_range_is_not_judged() -> None:
     k = 70000
     problem = a_problem(types=(DType.FLOAT16, DType.FLOAT16), k=k)
-    trial = Trial(np, problem)
+    trial = ProductOperands(np, problem)
     trial.fill(ONES, 0)
     expected = list(expected_outputs(trial, ONES))
     trial.poison()
-    trial._buffers["d"].bits[...] = 0x7C00  # infinity
+    trial.buffers["d"].bits[...] = 0x7C00  # infinity
     assert disagreement(trial, expected) is None
 
 
 def test_data_is_what_it_says() -> None:
-    trial = Trial(np, a_problem(types=FLOAT_TYPES[1]))
+    trial = ProductOperands(np, a_problem(types=FLOAT_TYPES[1]))
     for data in (*KINDS, NORMAL):
         trial.fill(data, 1)
         values = trial.read("a")
@@ -240,11 +240,15 @@ def test_data_is_what_it_says() -> None:
             assert tiny.min() > 1e-36  # none that the reference would take for 0
 
 
+def address_of(trial: ProductOperands, name: str) -> int:
+    return dict(zip(trial.problem.operands, trial.call(7).addresses, strict=True))[name]
+
+
 def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
     problem = a_problem(gap=8)
-    trial = Trial(np, problem)
-    start = trial._buffers["d"].flat.ctypes.data
-    assert trial.call(7).addresses[-1] - start == 16
-    assert trial.call(7).addresses[0] == trial._buffers["a"].flat.ctypes.data
+    trial = ProductOperands(np, problem)
+    start = trial.buffers["d"].flat.ctypes.data
+    assert address_of(trial, "d") - start == 16
+    assert address_of(trial, "a") == trial.buffers["a"].flat.ctypes.data
     assert trial.call(7).stream == 7
     assert trial.size > 4 * (M * N + M * K + K * N)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import splits, suite, tuning
 from benchmarks.__main__ import options_of
 from benchmarks.layers import Arrays, Block, arrays, blocks, measure_block, run_block, tune
-from benchmarks.splits import entries_of, stack_of
+from benchmarks.splits import chain_of, entries_of
 from benchmarks.suite import plan_cache
 from lt_runtime.problem import Activation
 from lt_runtime.reference import activate, derivative
@@ -44,9 +44,9 @@ def expected(block: Block, at: Arrays) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", SMALL, ids=lambda block: block.name)
 def test_all_contenders_compute_the_block(block: Block) -> None:
-    stack = stack_of(block)
-    fused, _ = splits.fused_first(stack)
-    for plans in (fused, splits.split_first(stack), splits.by_priors(stack), None):
+    chain = chain_of(block)
+    fused, _ = splits.fused_first(chain)
+    for plans in (fused, splits.split_first(chain), splits.by_priors(chain), None):
         at, stream = arrays(block), cp.cuda.get_current_stream().ptr
         if plans is None:
             run_block(block, at, stream)
@@ -98,7 +98,7 @@ def test_a_second_process_builds_plans_without_measuring(tmp_path: Path) -> None
     block = next(block for block in blocks() if block.layer == (64, 64, 64))
     with plan_cache(str(tmp_path)):
         tune(block)
-        assert entries_of(stack_of(block))
+        assert entries_of(chain_of(block))
         row = tuning.measure_second_process([block.name], str(tmp_path), None).as_json()
         assert sum(each.measured for each in tune(block).report) == 0
     assert (row["measurements"], row["known"], len(row["plans_us"])) == (0, 4, 4)

@@ -17,7 +17,7 @@ from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order, layout_of
 from lt_runtime.problem import ALIGNMENT, Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
-from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.verification import verify
 from tests.gpu.helpers import EPSILON, Guarded, assert_close
 from tests.strategies import TYPES, Placement
@@ -236,6 +236,6 @@ def test_the_tuner_has_nothing_against_them(
     dtype: DType, shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue
 ) -> None:
     product = Product(shape, dtype, column_major, epilogue)
-    trial, stream = Trial(cp, product.problem), cp.cuda.get_current_stream().ptr
+    trial, stream = ProductOperands(cp, product.problem), cp.cuda.get_current_stream().ptr
     memory = stream_memory(0, stream)
     assert verify({"ours": lambda: product.plan.put(trial.call(stream), memory)}, trial) == {}

@@ -18,8 +18,8 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.padded import PaddedPlan, pays_untuned
-from lt_runtime.tuner.product_tuner import Field
-from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.operands import ProductOperands
+from lt_runtime.tuner.product_search import Candidates
 from lt_runtime.tuner.verification import verify
 from tests.gpu.helpers import to_host
 
@@ -53,7 +53,7 @@ def a_problem(
 def faults(problem: MatmulProblem, plan: PaddedPlan | None = None) -> dict[str, str]:
     """What is wrong with a product, its workspace being NaN before each launch."""
     plan, stream = plan or PaddedPlan(problem, 0), cp.cuda.get_current_stream().ptr
-    memory, trial = stream_memory(0, stream), Trial(cp, problem)
+    memory, trial = stream_memory(0, stream), ProductOperands(cp, problem)
 
     def launch() -> None:
         with memory.lock:
@@ -113,7 +113,7 @@ def test_the_tuner_tries_it() -> None:
     assert pays_untuned(large)
     assert not pays_untuned(small)
     for problem, is_first in ((large, True), (small, False)):
-        plans = [*Field(problem, 0, "default").plans.values()]
+        plans = [*Candidates(problem, 0, "default").plans.values()]
         padded = [isinstance(each, PaddedPlan) for each in plans]
         assert any(padded)
         assert not all(padded)

@@ -17,7 +17,7 @@ from lt_runtime.ops.tally import GpuTally, HostTally, Scores
 from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.training import captured
-from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.chain import Chain
 
 ROWS, INPUTS, CLASSES = 96, 40, 10
 
@@ -112,9 +112,10 @@ def test_a_graph_holds_kernels_alone() -> None:
 def test_warming_up_plans_what_a_step_runs(accumulate: int) -> None:
     run = _Run("bfloat16", accumulate=accumulate, dropout=0.3)
     run.train(1)
-    stack = Stack(ROWS // accumulate, run.model.dims, Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, dropout=True)
+    gelu, dims = Activation("gelu"), run.model.dims
+    chain = Chain.of_mlp(ROWS // accumulate, dims, gelu, DType.BFLOAT16, Compute.FLOAT32, dropout=True)
     planned = {cache._without_saved(problem) for problem, _ in cache._plans}
-    assert {cache._without_saved(problem) for problem in stack.problems()} <= planned
+    assert {cache._without_saved(problem) for problem in chain.problems} <= planned
 
 
 def test_streams_may_change_between_steps() -> None:

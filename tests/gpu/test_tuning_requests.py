@@ -16,7 +16,7 @@ from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
-from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.chain import Chain, chains_of
 
 DIMS = (64, 100, 72, 10)
 
@@ -26,8 +26,8 @@ def met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of problems that are met, by a process that has made no plan yet and whose plan cache is empty."""
     monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "met.jsonl"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    for name in ("_forward", "_backward", "_products", "_calls"):
-        monkeypatch.setattr(cache, name, {})
+    monkeypatch.setattr(cache, "_plans", {})
+    cache.calls.clear()
     monkeypatch.setattr(first_use, "_seen", set())
     return tmp_path / "met.jsonl"
 
@@ -43,10 +43,10 @@ def test_a_training_step_asks_for_the_problems_of_its_stack(
     kind = model.dtype.numpy
     y, contexts = model.forward(cp.ones((48, DIMS[0]), kind), 1)
     model.backward(cp.ones_like(y), contexts)
-    stack = Stack(48, DIMS, Activation(activation), DType(dtype), Compute.FLOAT32, dropout > 0)
-    saved, layers = [ctx.saved_as for ctx in contexts], range(len(stack))
-    expected = [*map(stack.forward, layers), *(stack.backward(index, saved) for index in layers)]
-    assert {problem_key(each) for each in read_recorded(met)} == {problem_key(each) for each in expected}
+    chain = Chain.of_mlp(48, DIMS, Activation(activation), DType(dtype), Compute.FLOAT32, dropout=dropout > 0)
+    met_as = chain.keeping({index: ctx.saved_as for index, ctx in enumerate(contexts)})
+    assert {problem_key(each) for each in read_recorded(met)} == {problem_key(each) for each in met_as.problems}
+    assert chains_of(read_recorded(met)) == [met_as]
 
 
 def _layer() -> tuple[Any, Any]:
@@ -65,7 +65,7 @@ def test_what_is_tuned_at_first_use_gives_the_same_and_is_known_from_then_on(met
     assert all(first_use.is_measured(each, 0) for each in read_recorded(met))
 
 
-def test_tune_report_and_explanation(met: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_report_and_explanation(met: Path) -> None:
     stack = {"activation": "gelu", "dtype": "bfloat16", "device": 0}
     first, second = (lt.tune([256, 512, 256], 256, **stack) for _ in range(2))  # type: ignore[arg-type]
     print(first)
@@ -74,4 +74,4 @@ def test_tune_report_and_explanation(met: Path, capsys: pytest.CaptureFixture[st
     found = lt.explain([256, 512, 256], 256, **stack)  # type: ignore[arg-type]
     assert all(each.us is not None for each in found)
     assert all(0 < each.roofline_fraction < 1 for each in found if each.roofline_fraction is not None)
-    assert "by the priors" not in capsys.readouterr().out.partition("forward ")[2]
+    assert "by the priors" not in str(found)

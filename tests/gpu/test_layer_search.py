@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -14,40 +14,59 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.kernels.call import Call
 from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.cache import forget
 from lt_runtime.problem import Activation, Compute, DType
-from lt_runtime.tuner import tuning
-from lt_runtime.tuner.layer_tuner import BUDGETS
-from lt_runtime.tuner.stacks import Stack
-from lt_runtime.tuner.tuning import Tuned, tune_problems
+from lt_runtime.tuner.chain import Chain, Part
+from lt_runtime.tuner.layer_search import BUDGETS
+from lt_runtime.tuner.report import Tuned
+from lt_runtime.tuner.search import tune_chains
 from tests.gpu.helpers import to_host
+from tests.support.chain_problems import by_themselves
 
 FP32, BF16 = DType.FLOAT32, DType.BFLOAT16
 TOLERANCE = {FP32: 2e-3, BF16: 3e-2}
 """Of an output's norm: two layers' roundings, and the library's GELU."""
 
-STACKS = {
-    "bf16 gelu": Stack(256, (96, 384, 96), Activation("gelu"), BF16, Compute.FLOAT32),
-    "bf16 relu": Stack(128, (200, 264, 72), Activation("relu"), BF16, Compute.FLOAT32),
-    "tf32 relu": Stack(64, (128, 256, 64), Activation("relu"), FP32, Compute.TF32),
-    "fp32 silu dropout": Stack(64, (128, 96, 32), Activation("silu"), FP32, Compute.FLOAT32, dropout=True),
-    "bf16 gelu, each by itself": Stack(
-        128,
-        (96, 192, 96),
-        Activation("gelu"),
-        BF16,
-        Compute.FLOAT32,
-        final_activation=Activation("gelu"),
-        chained=False,
-    ),
+
+class Case(NamedTuple):
+    """An MLP of two layers."""
+
+    rows: int
+    dims: tuple[int, int, int]
+    activation: Activation
+    dtype: DType
+    compute: Compute = Compute.FLOAT32
+    dropout: bool = False
+
+    @property
+    def chain(self) -> Chain:
+        rows, dims, activation, dtype, compute, dropout = self
+        return Chain.of_mlp(rows, dims, activation, dtype, compute, dropout=dropout)
+
+
+GELU, RELU, SILU = Activation("gelu"), Activation("relu"), Activation("silu")
+CASES = {
+    "bf16 gelu": Case(256, (96, 384, 96), GELU, BF16),
+    "bf16 relu": Case(128, (200, 264, 72), RELU, BF16),
+    "tf32 relu": Case(64, (128, 256, 64), RELU, FP32, Compute.TF32),
+    "fp32 silu dropout": Case(64, (128, 96, 32), SILU, FP32, dropout=True),
 }
+CHAINS = {name: case.chain for name, case in CASES.items()}
+CHAINS["bf16 gelu, each by itself"] = by_themselves(
+    Chain.of_mlp(128, (96, 192, 96), GELU, BF16, Compute.FLOAT32, final_activation=GELU)
+)
+
+
+def tune(chain: Chain, **options: Any) -> list[Tuned]:
+    return [*tune_chains([chain], 0, **options)]
 
 
 @pytest.fixture(autouse=True)
 def own_plan_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda: tmp_path)
     yield
-    for stack in STACKS.values():
-        tuning.forget(stack.problems(), 0)
+    for chain in CHAINS.values():
+        forget(chain.problems, 0)
 
 
 def show(capsys: pytest.CaptureFixture[str], tuned: list[Tuned]) -> None:
@@ -62,51 +81,51 @@ def show(capsys: pytest.CaptureFixture[str], tuned: list[Tuned]) -> None:
                 print(f"\n    {reason[:160]}", end="")
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", CHAINS)
 def test_layers_are_decided_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    problems = STACKS[name].problems()
+    chain = CHAINS[name]
     told: list[tuple[int, int]] = []
-    tuned = tune_problems(problems, 0, progress=lambda done, total, _: told.append((done, total)))
+    tuned = tune(chain, progress=lambda done, total, _: told.append((done, total)))
     show(capsys, tuned)
-    *alone, row = tuned
-    assert told[-1][0] == told[-1][1] == len(alone)
-    assert row.strategy.startswith("in a row")
-    assert {problem for each in tuned for problem in each.problems} == set(problems)
+    *alone, whole = tuned
+    assert told[-1][0] == told[-1][1] == len(tuned)
+    assert whole.strategy.startswith("as a chain")
+    assert {problem for each in alone for problem in each.problems} == set(chain.problems)
     for each in tuned:
         assert each.measured > 0
         assert each.after_us > 0.0
         assert not any("wrong:" in reason or "two runs" in reason for reason in each.rejected)
-    again = tune_problems(problems, 0)
+    again = tune(chain)
     assert [each.measured for each in again] == [0] * len(alone)
-    if row.strategy == "in a row: as decided":
+    if whole.strategy == "as a chain: as decided":
         assert [each.strategy for each in again] == [each.strategy for each in alone]
 
 
-def arrays(stack: Stack) -> dict[str, Any]:
+def arrays(case: Case) -> dict[str, Any]:
     """Data of which the first layer's sums are exact, so that no split gets another sign before ReLU."""
     generator = np.random.default_rng(0)
-    inner = stack.dims[1]
-    shapes = {"x": (stack.rows, stack.dims[0]), "w0": (inner, stack.dims[0]), "b0": (inner,)}
-    shapes |= {"w1": (stack.dims[2], inner), "b1": (stack.dims[2],), "dy": (stack.rows, stack.dims[2])}
+    inner = case.dims[1]
+    shapes = {"x": (case.rows, case.dims[0]), "w0": (inner, case.dims[0]), "b0": (inner,)}
+    shapes |= {"w1": (case.dims[2], inner), "b1": (case.dims[2],), "dy": (case.rows, case.dims[2])}
     return {
-        name: (generator.integers(-16, 17, shape) / (8 if name in ("x", "dy") else 128)).astype(stack.dtype.numpy)
+        name: (generator.integers(-16, 17, shape) / (8 if name in ("x", "dy") else 128)).astype(case.dtype.numpy)
         for name, shape in shapes.items()
     }
 
 
-def expected(stack: Stack, at: dict[str, Any]) -> dict[str, Any]:
+def expected(case: Case, at: dict[str, Any]) -> dict[str, Any]:
     exact = {name: each.astype(np.float64) for name, each in at.items()}
-    hidden, z0 = reference.linear_fwd(exact["x"], exact["w0"], exact["b0"], stack.activation)
+    hidden, z0 = reference.linear_fwd(exact["x"], exact["w0"], exact["b0"], case.activation)
     y, z1 = reference.linear_fwd(hidden, exact["w1"], exact["b1"])
     above = reference.linear_bwd(exact["dy"], hidden, exact["w1"], z1)
-    below = reference.linear_bwd(above.dx, exact["x"], exact["w0"], z0, stack.activation)
+    below = reference.linear_bwd(above.dx, exact["x"], exact["w0"], z0, case.activation)
     return {"y": y, "dw1": above.dw, "db1": above.db, "dz0": below.dz, "db0": below.db, "dw0": below.dw}
 
 
-def computed(stack: Stack, at: dict[str, Any]) -> dict[str, Any]:
+def computed(case: Case, at: dict[str, Any]) -> dict[str, Any]:
     on = {name: cp.asarray(each) for name, each in at.items()}
-    options: dict[str, Any] = {"compute": "tf32"} if stack.compute is Compute.TF32 else {}
-    hidden, below = lt.linear_fwd(on["x"], on["w0"], on["b0"], activation=stack.activation.name, **options)
+    options: dict[str, Any] = {"compute": "tf32"} if case.compute is Compute.TF32 else {}
+    hidden, below = lt.linear_fwd(on["x"], on["w0"], on["b0"], activation=case.activation.name, **options)
     y, above = lt.linear_fwd(hidden, on["w1"], on["b1"], **options)
     dz, dw1, db1, db0 = lt.linear_bwd(on["dy"], above, through=below)
     _, dw0, _ = lt.linear_bwd(dz, below, before_activation=True, need_dx=False, need_db=False)
@@ -116,26 +135,25 @@ def computed(stack: Stack, at: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["bf16 gelu", "bf16 relu", "tf32 relu"])
 def test_tuned_layers_agree_with_the_reference(name: str) -> None:
-    stack = STACKS[name]
-    tune_problems(stack.problems(), 0)
-    at = arrays(stack)
-    found = computed(stack, at)
-    for output, wanted in expected(stack, at).items():
+    case = CASES[name]
+    tune(case.chain)
+    at = arrays(case)
+    found = computed(case, at)
+    for output, wanted in expected(case, at).items():
         off = np.linalg.norm(found[output] - wanted) / np.linalg.norm(wanted)
-        assert off <= TOLERANCE[stack.dtype], (output, off)
+        assert off <= TOLERANCE[case.dtype], (output, off)
 
 
 def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Those with a bias gradient by the library are made fast and wrong: they leave it as it is."""
     run = BackwardPlan.run
 
-    def planted(plan: BackwardPlan, operands: Call) -> None:
+    def planted(plan: BackwardPlan, call: Call) -> None:
         if plan.strategy.db.value != "epilogue":
-            run(plan, operands)
+            run(plan, call)
 
     monkeypatch.setattr(BackwardPlan, "run", planted)
-    stack = STACKS["bf16 gelu"]
-    tuned = tune_problems([stack.forward(0), stack.backward(1)], 0)
+    tuned = tune(CHAINS["bf16 gelu"].cut(Part(0, 1)))
     show(capsys, tuned)
     assert "db by kernel" in tuned[0].strategy
     assert any("wrong: " in reason for reason in tuned[0].rejected)
@@ -148,11 +166,11 @@ def free_memory() -> int:
 
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """But for what streams and libraries keep, which the first time takes."""
-    stack = Stack(2048, (768, 1024, 768), Activation("relu"), BF16, Compute.FLOAT32)
+    chain = Case(2048, (768, 1024, 768), RELU, BF16).chain.cut(Part(0, 1))
     left = []
     for directory in ("first", "second"):
         monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda name=directory: tmp_path / name)
-        tune_problems([stack.forward(0), stack.backward(1)], 0)
+        tune(chain)
         left.append(free_memory())
     assert left[0] - left[1] < 8 << 20
 
@@ -161,10 +179,10 @@ def test_a_typical_layer_takes_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Once kernels are compiled, CuPy's for the reference too, which the first time does."""
-    stack = Stack(2048, (768, 3072, 768), Activation("gelu"), BF16, Compute.FLOAT32)
+    chain = Case(2048, (768, 3072, 768), GELU, BF16).chain.cut(Part(0, 1))
     for directory in ("cold", "warm"):
         monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda name=directory: tmp_path / name)
-        tuned = tune_problems([stack.forward(0), stack.backward(1)], 0)
+        tuned = tune(chain)
         show(capsys, tuned)
     budget = BUDGETS["default"]
     assert tuned[0].seconds < 2 * (budget.screening + budget.products + budget.finals)

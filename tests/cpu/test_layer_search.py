@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, from_entry
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Saved, Spec
 from lt_runtime.products.product import plain_product
 from lt_runtime.store.entries import LayerEntry, ProductEntry
 from lt_runtime.store.keys import problem_key
-from lt_runtime.tuner import layer_tuner
-from lt_runtime.tuner.layer_tuner import BUDGETS
-from lt_runtime.tuner.stacks import Stack
-from lt_runtime.tuner.tuning import Tuned, tune_problems
-from tests.layer_gpu import BY_HEURISTIC, TUNED, LayerGpu
+from lt_runtime.tuner import layer_search
+from lt_runtime.tuner.chain import Chain, Layer, Part, chains_of
+from lt_runtime.tuner.layer_search import BUDGETS
+from lt_runtime.tuner.report import Tuned
+from lt_runtime.tuner.search import tune_chains
+from tests.support.chain_problems import backward_of, forward_of
+from tests.support.layer_gpu import BY_HEURISTIC, TUNED, LayerGpu
 
-RELU = Stack(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)
-GELU = Stack(16, (8, 24, 8), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+RELU = Chain.of_mlp(16, (8, 24, 8), Activation("relu"), DType.FLOAT32, Compute.FLOAT32)
+GELU = Chain.of_mlp(16, (8, 24, 8), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
 
 FUSED, MASKED, SPLIT, PLAIN = (
     "relu_bias, keeps output",
@@ -41,12 +42,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LayerGpu:
     return LayerGpu(monkeypatch, tmp_path)
 
 
-def pair(stack: Stack = RELU) -> tuple[ForwardProblem, BackwardProblem]:
-    return stack.forward(0), stack.backward(1)
+def pair(chain: Chain = RELU) -> tuple[ForwardProblem, BackwardProblem]:
+    return forward_of(chain), backward_of(chain, 1)
 
 
-def tune(stack: Stack = RELU, **options: Any) -> Tuned:
-    (tuned,) = tune_problems(pair(stack), 0, **options)
+def tune_all(*chains: Chain | MatmulProblem, **options: Any) -> list[Tuned]:
+    return [*tune_chains(chains, 0, **options)]
+
+
+def tune(chain: Chain = RELU, **options: Any) -> Tuned:
+    (tuned,) = tune_all(chain.cut(Part(0, 1)), **options)
     return tuned
 
 
@@ -62,8 +67,8 @@ def entry_of(gpu: LayerGpu, problem: MatmulProblem) -> ProductEntry:
     return found
 
 
-def saved_by(gpu: LayerGpu, stack: Stack = RELU) -> Saved:
-    return from_entry(ForwardStrategy, entry(gpu, stack.forward(0)).strategy).saved
+def saved_by(gpu: LayerGpu, chain: Chain = RELU) -> Saved:
+    return from_entry(ForwardStrategy, entry(gpu, forward_of(chain)).strategy).saved
 
 
 def test_the_fastest_pair_wins_even_if_its_forward_is_slower(gpu: LayerGpu) -> None:
@@ -71,7 +76,7 @@ def test_the_fastest_pair_wins_even_if_its_forward_is_slower(gpu: LayerGpu) -> N
     tuned = tune()
     assert (tuned.before_us, tuned.after_us) == (40.0, 33.0)
     assert tuned.strategy == "relu_aux_bias, keeps mask | db by kernel, derivative by epilogue, db below by epilogue"
-    forward = entry(gpu, RELU.forward(0))
+    forward = entry(gpu, forward_of(RELU))
     assert from_entry(ForwardStrategy, forward.strategy) == ForwardStrategy(Epilogue.RELU_AUX_BIAS, Saved.MASK)
     assert forward.us == 13.0
     assert [each.us for each in forward.alternatives] == [10.0, 12.0, 12.5]
@@ -80,7 +85,7 @@ def test_the_fastest_pair_wins_even_if_its_forward_is_slower(gpu: LayerGpu) -> N
 def test_backward_is_decided_for_everything_that_forward_may_keep(gpu: LayerGpu) -> None:
     gpu.us = {BY_KERNELS.format("output"): 8.0, BY_LIBRARY: 9.0, BY_KERNELS.format("mask"): 9.5}
     tune()
-    by_mask = RELU.backward(1, saved=[Saved.MASK, Saved.NOTHING])
+    by_mask = backward_of(RELU, 1, Saved.MASK)
     assert saved_by(gpu) is Saved.OUTPUT
     found = {problem: from_entry(BackwardStrategy, entry(gpu, problem).strategy) for problem in (pair()[1], by_mask)}
     assert found[pair()[1]] == BackwardStrategy(MadeBy.KERNEL, MadeBy.KERNEL, MadeBy.KERNEL)
@@ -106,12 +111,12 @@ def test_a_wrong_forward_is_rejected(gpu: LayerGpu) -> None:
     gpu.us, gpu.wrong = {MASKED: 2.0}, {MASKED}
     tuned = tune()
     assert saved_by(gpu) is Saved.OUTPUT
-    assert [each.reason[:14] for each in entry(gpu, RELU.forward(0)).rejected] == ["wrong: y is of"]
+    assert [each.reason[:14] for each in entry(gpu, forward_of(RELU)).rejected] == ["wrong: y is of"]
     assert tuned.after_us == 20.0
 
 
 def test_a_slow_split_is_left_behind(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_tuner, "takes", lambda _: False)
+    monkeypatch.setattr(layer_search, "takes", lambda _: False)
     gpu.us = {BGRAD.format("output"): 25.0, SPLIT: 500.0}
     tuned = tune()
     assert f"{BGRAD.format('output')}: slow: 25.0 µs" in tuned.rejected
@@ -129,7 +134,7 @@ def test_a_slow_split_stays_in_where_our_kernel_takes_a_product(gpu: LayerGpu) -
 def test_a_challenger_within_the_noise_does_not_replace_the_priors_choice(gpu: LayerGpu) -> None:
     gpu.us = {PLAIN: 9.95}
     tune()
-    assert from_entry(ForwardStrategy, entry(gpu, RELU.forward(0)).strategy).epilogue is Epilogue.RELU_BIAS
+    assert from_entry(ForwardStrategy, entry(gpu, forward_of(RELU)).strategy).epilogue is Epilogue.RELU_BIAS
 
 
 def test_tuned_algorithms_count(gpu: LayerGpu) -> None:
@@ -185,13 +190,13 @@ def test_what_is_refused_is_remembered(gpu: LayerGpu) -> None:
     again = tune(effort="deep")
     assert again.measured
     assert "relu_aux_bias" not in [each.epilogue.value for each in gpu.asked]
-    assert len(entry(gpu, RELU.forward(0)).rejected) == 1
+    assert len(entry(gpu, forward_of(RELU)).rejected) == 1
 
 
 def test_a_product_without_a_right_algorithm_takes_its_strategies_out(gpu: LayerGpu) -> None:
     gpu.us, gpu.useless = {FUSED: 5.0}, {"relu_bias"}
     assert "relu_bias" not in tune().strategy
-    assert "none of cuBLASLt's" in entry(gpu, RELU.forward(0)).rejected[0].reason
+    assert "none of cuBLASLt's" in entry(gpu, forward_of(RELU)).rejected[0].reason
 
 
 def test_where_nothing_runs(gpu: LayerGpu) -> None:
@@ -202,20 +207,20 @@ def test_where_nothing_runs(gpu: LayerGpu) -> None:
 
 
 def test_what_is_decided_is_not_measured_again(gpu: LayerGpu) -> None:
-    first = tune_problems(GELU.problems(), 0)
+    first = tune_all(GELU)
     launches = len(gpu.clock.launched)
-    second = tune_problems(GELU.problems(), 0)
-    *alone, row = first
-    assert row.strategy == "in a row: as decided"
+    second = tune_all(GELU)
+    *alone, whole = first
+    assert whole.strategy == "as a chain: as decided"
     assert [each.problems for each in second] == [each.problems for each in alone]
     assert [each.strategy for each in second] == [each.strategy for each in alone]
     assert {each.measured for each in second} == {0}
     assert len(gpu.clock.launched) == launches
-    assert tune_problems(pair(GELU), 0, effort="deep")[0].measured
+    assert tune(GELU, effort="deep").measured
 
 
-def test_a_product_of_two_links_is_tuned_once(gpu: LayerGpu) -> None:
-    tune_problems(GELU.problems(), 0)
+def test_a_product_of_two_parts_is_tuned_once(gpu: LayerGpu) -> None:
+    tune_all(GELU)
     problems = [problem for problem, _ in gpu.tuned]
     assert len(problems) == len(set(problems))
 
@@ -229,10 +234,10 @@ def test_an_interrupt_keeps_what_is_decided(gpu: LayerGpu) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tune_problems(GELU.problems(), 0, progress=interrupt)
+        tune_all(GELU, progress=interrupt)
     assert [done for done, _, _ in told] == [0, 1, 2]
-    assert {total for _, total, _ in told} == {3}
-    decided = [problem for problem in GELU.problems() if gpu.store.layer(problem_key(problem))]
+    assert {total for _, total, _ in told} == {4}
+    decided = [problem for problem in GELU.problems if gpu.store.layer(problem_key(problem))]
     assert decided
 
 
@@ -244,8 +249,8 @@ def test_stages_keep_to_their_budgets(gpu: LayerGpu) -> None:
 
 
 def test_problems_alone(gpu: LayerGpu) -> None:
-    forward, backward = GELU.forward(1), GELU.backward(0)
-    *tuned, _ = tune_problems([forward, backward], 0)
+    forward, backward = forward_of(GELU, 1), backward_of(GELU, 0)
+    tuned = tune_all(*chains_of([forward, backward]))
     assert [each.problems for each in tuned] == [(forward,), (backward,)]
     assert entry(gpu, forward).us == tuned[0].after_us == 10.0
     assert entry(gpu, backward).us == 10.0
@@ -259,18 +264,18 @@ def a_product(epilogue: Epilogue, order: Order = Order.ROW) -> MatmulProblem:
 
 def test_a_product_by_itself(gpu: LayerGpu) -> None:
     problem = a_product(Epilogue.RELU_BIAS)
-    (tuned,) = tune_problems([problem], 0)
+    (tuned,) = tune_all(problem)
     assert (tuned.problems, tuned.before_us, tuned.after_us, tuned.measured) == ((problem,), 6.0, 5.0, 3)
     assert tuned.strategy == "relu_bias by id 1"
     assert gpu.forgotten == [problem]
-    (again,) = tune_problems([problem], 0)
+    (again,) = tune_all(problem)
     assert (again.measured, len(gpu.tuned)) == (0, 1)
 
 
 def test_what_is_left_of_a_product_that_the_library_refuses(gpu: LayerGpu) -> None:
     gpu.refused = {"relu_bias"}
     for problem in (a_product(Epilogue.RELU_BIAS), a_product(Epilogue.BIAS, Order.COLUMN)):
-        (tuned,) = tune_problems([problem], 0)
+        (tuned,) = tune_all(problem)
         assert tuned.strategy == "none by id 1"
         assert gpu.store.product(problem_key(plain_product(problem)))
     assert [problem.epilogue.value for problem, _ in gpu.tuned] == ["relu_bias", "none", "none"]
@@ -279,10 +284,22 @@ def test_what_is_left_of_a_product_that_the_library_refuses(gpu: LayerGpu) -> No
 def test_what_is_empty_is_left_out(gpu: LayerGpu) -> None:
     specs = Spec(packed(16, 0)), Spec(packed(0, 24)), Spec(packed(16, 24))
     product = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs)
-    forward = replace(RELU.forward(1), x=Spec(packed(0, 24)), y=Spec(packed(0, 8)))
-    assert tune_problems([product, forward], 0) == []
+    forward = replace(forward_of(RELU, 1), x=Spec(packed(0, 24)), y=Spec(packed(0, 8)))
+    assert tune_all(product, Chain((Layer(forward),))) == []
 
 
-def test_bad_effort(gpu: LayerGpu) -> None:
-    with pytest.raises(ArgumentError, match="effort is 'deepest'; accepted are 'default', 'deep'"):
-        tune_problems([], 0, effort="deepest")  # type: ignore[arg-type]
+def test_what_there_is_no_memory_for_is_left_alone(gpu: LayerGpu) -> None:
+    gpu.too_large = [pair(GELU)[1]]
+    with pytest.warns(UserWarning, match="for want of memory on the GPU: forward 16x24x8 bfloat16 gelu and backward"):
+        *alone, whole = tune_all(GELU)
+    assert whole.problems == (forward_of(GELU, 1), backward_of(GELU, 0))
+    assert [each.problems for each in alone] == [(forward_of(GELU, 1),), (backward_of(GELU, 0),)]
+    assert not gpu.store.layer(problem_key(forward_of(GELU)))
+
+
+def test_layers_that_are_alike_are_decided_once(gpu: LayerGpu) -> None:
+    chain = Chain.of_mlp(16, (8, 8, 8, 8, 8), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32)
+    *alone, _ = tune_all(chain)
+    decided = [problem for each in alone for problem in each.problems]
+    assert len(decided) == len(set(decided))
+    assert {*decided} >= {*chain.problems} - {backward_of(chain, 1)}

@@ -1,4 +1,4 @@
-"""What a right algorithm makes of a trial's operands, over NumPy."""
+"""What a right algorithm makes of a product's operands, over NumPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType
-from lt_runtime.tuner.trial import Trial
+from lt_runtime.tuner.operands import ProductOperands
 
 
 def encode(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
@@ -17,26 +17,26 @@ def encode(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
     return rounded.view(f"uint{8 * dtype.itemsize}")
 
 
-def operands(trial: Trial) -> tuple[NDArray[Any], NDArray[Any]]:
-    return trial.read("a"), trial.read("b")
+def operands(given: ProductOperands) -> tuple[NDArray[Any], NDArray[Any]]:
+    return given.read("a"), given.read("b")
 
 
-def compute(trial: Trial, a: NDArray[Any], b: NDArray[Any]) -> None:
+def compute(given: ProductOperands, a: NDArray[Any], b: NDArray[Any]) -> None:
     """What a right algorithm does, in float64 and rounded once."""
-    problem, buffers = trial.problem, trial._buffers
+    problem, buffers = given.problem, given.buffers
     result = reference.matmul(
         a,
         b,
-        trial.read("c") if problem.c else None,
+        given.read("c") if problem.c else None,
         beta=1.0,
         epilogue=problem.epilogue,
-        bias=trial.read("vector")[0, 0] if problem.epilogue.has_bias else None,
-        aux=trial.read("aux") if problem.epilogue.is_derivative else None,
+        bias=given.read("vector")[0, 0] if problem.epilogue.has_bias else None,
+        aux=given.read("aux") if problem.epilogue.is_derivative else None,
     )
     buffers["d"].bits[...] = encode(result.d, problem.d_dtype)
     if result.bias_gradient is not None:
         buffers["vector"].bits[...] = encode(result.bias_gradient.reshape(1, 1, -1), problem.d_dtype)
-    if result.aux is not None and trial.has_mask:
+    if result.aux is not None and given.has_mask:
         flipped = problem.d.layout.order is Order.COLUMN
         positive = result.aux > 0
         lines = positive.swapaxes(-1, -2) if flipped else positive
@@ -46,5 +46,5 @@ def compute(trial: Trial, a: NDArray[Any], b: NDArray[Any]) -> None:
         buffers["aux"].bits[...] = encode(result.aux, problem.d_dtype)
 
 
-def right(trial: Trial) -> None:
-    compute(trial, *operands(trial))
+def right(given: ProductOperands) -> None:
+    compute(given, *operands(given))

@@ -13,12 +13,13 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, to_entry
 from lt_runtime.problem import Activation, Compute, DType, Saved
 from lt_runtime.store.keys import Problem, parse_key
-from lt_runtime.tuner.names import algorithm_in_words, describe, strategy_in_words
-from lt_runtime.tuner.stacks import Stack
+from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
 from tests.plan_entries import layer_key, product_key
 from tests.strategies import problems
+from tests.support.chain_problems import backward_of, by_themselves
 
-STACK = Stack(8, (3, 5, 7), Activation("relu"), DType.FLOAT32, Compute.TF32)
+CHAIN = Chain.of_mlp(8, (3, 5, 7), Activation("relu"), DType.FLOAT32, Compute.TF32)
 
 
 def test_problems() -> None:
@@ -26,8 +27,8 @@ def test_problems() -> None:
     assert describe(product) == "matmul 8192x3072x768 bfloat16 none"
     assert describe(replace(product, batch=12)) == "matmul 8192x3072x768 batch 12 bfloat16 none"  # type: ignore[call-arg]
     assert describe(parse_key(layer_key(8192))) == "forward 8192x3072x768 bfloat16 gelu"
-    assert describe(STACK.backward(1)) == "backward 8x7x5 tf32 none through relu"
-    assert describe(replace(STACK, chained=False).backward(0)) == "backward 8x5x3 tf32 relu"
+    assert describe(backward_of(CHAIN, 1)) == "backward 8x7x5 tf32 none through relu"
+    assert describe(backward_of(by_themselves(CHAIN), 0)) == "backward 8x5x3 tf32 relu"
 
 
 @given(problems)

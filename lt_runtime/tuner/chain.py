@@ -1,0 +1,315 @@
+"""Layers that run one after the other: their forward and backward problems, and which of them depend on each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+
+from lt_runtime.errors import ArgumentError
+from lt_runtime.layout import packed
+from lt_runtime.plans.decisions import LayerProblem
+from lt_runtime.plans.strategies import forward_strategies, kept_spec, unchanged
+from lt_runtime.problem import (
+    ALIGNMENT,
+    Activation,
+    BackwardProblem,
+    Compute,
+    Derivative,
+    DType,
+    ForwardProblem,
+    MatmulProblem,
+    Saved,
+    Spec,
+)
+from lt_runtime.store.keys import Problem
+
+Side: TypeAlias = Literal["own", "through"]
+"""Which of a backward problem's two derivatives."""
+
+_LINEAR: Final = Activation()
+_Item = TypeVar("_Item")
+
+
+class Layer(NamedTuple):
+    """A layer's problems; None where the chain does not run one of them."""
+
+    forward: ForwardProblem | None = None
+    backward: BackwardProblem | None = None
+
+
+class Part(NamedTuple):
+    """What is decided together: indices of the layer with the forward problem and of that with the backward problem."""
+
+    forward: int | None
+    backward: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Layers in the order in which their forward passes run.
+
+    Layer i's y is layer i+1's x, and layer i+1's dx is layer i's dy. Where a backward problem has a `through`, it takes
+    dx through the activation of the layer below and makes that layer's bias gradient; otherwise the layer below does
+    both itself, as its `own`.
+    """
+
+    layers: tuple[Layer, ...]
+
+    @classmethod
+    def of_mlp(
+        cls,
+        rows: int,
+        dims: Sequence[int],
+        activation: Activation,
+        dtype: DType,
+        compute: Compute,
+        *,
+        final_activation: Activation = _LINEAR,
+        dropout: bool = False,
+        bias: bool = True,
+        input_gradient: bool = False,
+    ) -> Chain:
+        """The problems of a training step of an MLP; every matrix is row-major, without gaps.
+
+        Args:
+            rows: M of every layer.
+            dims: inputs of the first layer, then outputs of each layer.
+            activation, dropout: of all layers but the last.
+            final_activation: of the last layer.
+            bias: whether the layers have a bias.
+            input_gradient: whether the first layer's dx is wanted; that of the other layers always is.
+
+        Raises:
+            ArgumentError: there are fewer than two dims, or one of them, or `rows`, is not a positive integer.
+        """
+        _check_sizes(rows, dims)
+        db = ALIGNMENT if bias else None
+        specs = [(_spec(rows, k), _spec(n, k), _spec(rows, n), db) for k, n in itertools.pairwise(dims)]
+        forwards = [ForwardProblem(dtype, compute, activation, *each, dropout=dropout, backward=True) for each in specs]
+        forwards[-1] = replace(forwards[-1], activation=final_activation, dropout=False)
+        backwards = [*map(plain_backward, forwards)]
+        if not input_gradient:
+            backwards[0] = replace(backwards[0], dx=None)
+        for index, below in enumerate(forwards[:-1]):
+            backwards[index] = replace(backwards[index], own=unchanged(db=None))
+            backwards[index + 1] = replace(backwards[index + 1], through=derivative_of(below))
+        return cls(tuple(map(Layer, forwards, backwards)))
+
+    @classmethod
+    def of_problem(cls, problem: LayerProblem) -> Chain:
+        """A chain of one problem; a forward problem that keeps something for backward has its `plain_backward` too."""
+        if isinstance(problem, BackwardProblem):
+            return cls((Layer(None, problem),))
+        return cls((Layer(problem, plain_backward(problem) if problem.backward else None),))
+
+    @property
+    def runs(self) -> list[tuple[int, LayerProblem]]:
+        """All problems in the order in which they run, each with the index of its layer."""
+        layers = list(enumerate(self.layers))
+        forwards = [(index, layer.forward) for index, layer in layers if layer.forward is not None]
+        return [*forwards, *((index, layer.backward) for index, layer in layers[::-1] if layer.backward is not None)]
+
+    @property
+    def problems(self) -> list[LayerProblem]:
+        """All problems in the order in which they run, none twice."""
+        return list(dict.fromkeys(problem for _, problem in self.runs))
+
+    def reader(self, index: int) -> tuple[int, Side] | None:
+        """The layer whose backward problem reads what a layer's forward pass keeps, and for which derivative."""
+        above = self.layers[index + 1].backward if index + 1 < len(self.layers) else None
+        backward = self.layers[index].backward
+        if above is not None and above.through is not None:
+            found: tuple[int, Side] = index + 1, "through"
+            derivative = above.through
+        elif backward is not None:
+            found, derivative = (index, "own"), backward.own
+        else:
+            return None
+        is_read = self.layers[index].forward is not None and derivative.saved is not Saved.NOTHING
+        return found if is_read else None
+
+    def keeping(self, saved: Mapping[int, Saved]) -> Chain:
+        """The same chain with other things kept by forward passes, by the index of their layer."""
+        layers = [*self.layers]
+        for index, kept in saved.items():
+            reader, forward = self.reader(index), layers[index].forward
+            if reader is not None and forward is not None:
+                at, side = reader
+                layers[at] = layers[at]._replace(backward=_reading(layers[at].backward, side, forward, kept))
+        return Chain(tuple(layers))
+
+    @property
+    def parts(self) -> list[Part]:
+        """What is decided together, in the order of decisions: a forward problem with the backward that reads it.
+
+        A backward problem with two derivatives is in a part with the layer below, then in one with its own layer.
+        """
+        readers = {index: reader[0] for index in range(len(self.layers)) if (reader := self.reader(index))}
+        alone = [Part(index, None) for index, layer in enumerate(self.layers) if layer.forward and index not in readers]
+        backwards = [index for index, layer in enumerate(self.layers) if layer.backward]
+        rest = [Part(None, index) for index in backwards if index not in readers.values()]
+        read = [Part(*each) for each in readers.items()]
+        return [*alone, *sorted([*rest, *read], key=lambda part: -(part.backward or 0))]
+
+    def cut(self, part: Part) -> Chain:
+        """A part as a chain of its own."""
+        forward = None if part.forward is None else self.layers[part.forward].forward
+        backward = None if part.backward is None else self.layers[part.backward].backward
+        if None in part or part.forward == part.backward:
+            return Chain((Layer(forward, backward),))
+        return Chain((Layer(forward), Layer(None, backward)))
+
+    def only(self, problems: Container[LayerProblem]) -> Chain:
+        """The chain without the problems that are not among these."""
+        layers = self.layers
+        forwards = (layer.forward if layer.forward in problems else None for layer in layers)
+        backwards = (layer.backward if layer.backward in problems else None for layer in layers)
+        return Chain(tuple(map(Layer, forwards, backwards)))
+
+    @property
+    def condensed(self) -> Chain:
+        """The chain with blocks of layers that repeat directly there once, as nothing more is learnt from the rest."""
+        kept: list[Layer] = []
+        for layer in self.layers:
+            kept.append(layer)
+            for size in range(1, len(kept) // 2 + 1):
+                if kept[-size:] == kept[-2 * size : -size]:
+                    del kept[-size:]
+                    break
+        return Chain(tuple(kept))
+
+
+def saved_kinds(problem: ForwardProblem) -> tuple[Saved, ...]:
+    """What a forward pass may keep, by one strategy or another."""
+    return tuple(dict.fromkeys(strategy.saved for strategy in forward_strategies(problem)))
+
+
+def derivative_of(problem: ForwardProblem) -> Derivative:
+    """What takes a gradient back through a layer's activation and dropout, the bias gradient included.
+
+    Forward keeps what the plainest of its strategies does.
+    """
+    *_, plainest = forward_strategies(problem)
+    db, spec = None if problem.bias is None else ALIGNMENT, _saved_spec(problem, plainest.saved)
+    return Derivative(problem.activation, plainest.saved, spec, db, problem.dropout)
+
+
+def plain_backward(problem: ForwardProblem) -> BackwardProblem:
+    """The backward pass that `lt.linear_bwd` makes of a layer when every gradient is wanted."""
+    dx, dw, dy = (_spec(*each.layout.shape) for each in (problem.x, problem.w, problem.y))
+    return BackwardProblem(problem.dtype, problem.compute, problem.x, problem.w, dy, derivative_of(problem), dx, dw)
+
+
+def _saved_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
+    if saved is Saved.NOTHING:
+        return None
+    return problem.y if saved is Saved.OUTPUT else kept_spec(problem, saved)
+
+
+def _reading(backward: BackwardProblem | None, side: Side, forward: ForwardProblem, saved: Saved) -> BackwardProblem:
+    """The backward problem, one of its derivatives reading something else that forward keeps."""
+    assert backward is not None
+    derivative = backward.own if side == "own" else backward.through
+    assert derivative is not None
+    changed = replace(derivative, saved=saved, saved_spec=_saved_spec(forward, saved))
+    return replace(backward, own=changed) if side == "own" else replace(backward, through=changed)
+
+
+def _check_sizes(rows: int, dims: Sequence[int]) -> None:
+    if len(dims) < 2:
+        raise ArgumentError(f"dims is {list(dims)}; accepted are two or more: inputs, then outputs of each layer")
+    for name, value in (("rows", rows), *(("dims", each) for each in dims)):
+        if type(value) is not int or value < 1:
+            raise ArgumentError(f"{name} has {value!r}; accepted are integers of at least 1")
+
+
+def _spec(rows: int, cols: int) -> Spec:
+    return Spec(packed(rows, cols))
+
+
+def chains_of(problems: Iterable[Problem]) -> list[Chain | MatmulProblem]:
+    """Chains of problems that come as a flat list, such as a recording; a matrix product stands for itself.
+
+    This is the only place that concludes from equal shapes which problems belong together. A forward problem that
+    several backward problems may depend on is in a chain with each.
+    """
+    distinct = list(dict.fromkeys(problems))
+    forwards = [each for each in distinct if isinstance(each, ForwardProblem)]
+    backwards = [each for each in distinct if isinstance(each, BackwardProblem)]
+    chains = [_with_forwards(run, forwards) for run in _joined(backwards, _is_below)]
+    taken = {layer.forward for chain in chains for layer in chain.layers}
+    left = _joined((each for each in forwards if each not in taken), _is_above)
+    inference = [Chain(tuple(Layer(each) for each in run)) for run in left]
+    return [*inference, *chains, *(each for each in distinct if isinstance(each, MatmulProblem))]
+
+
+def _joined(items: Iterable[_Item], follows: Callable[[_Item, _Item], bool]) -> list[list[_Item]]:
+    """The items in runs of which each follows the one before."""
+    runs: list[list[_Item]] = []
+    for item in items:
+        for run in runs:
+            if follows(run[-1], item):
+                run.append(item)
+                break
+            if follows(item, run[0]):
+                run.insert(0, item)
+                break
+        else:
+            runs.append([item])
+    return runs
+
+
+def _is_below(above: BackwardProblem, below: BackwardProblem) -> bool:
+    """Whether the second may be of the layer below the first's, whose derivative only one of them takes."""
+    is_taken_once = above.through is None or not below.own.changes
+    return _types(above) == _types(below) and above.dx == below.dy and is_taken_once
+
+
+def _is_above(below: ForwardProblem, above: ForwardProblem) -> bool:
+    return _types(above) == _types(below) and below.y == above.x
+
+
+def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[ForwardProblem]) -> Chain:
+    """A chain of the backward problems, that of the top layer first, with the forward problems that go with them.
+
+    Of several that fit, the forward passes come in the opposite order. Layers that are alike share one problem.
+    """
+    layers: list[Layer] = []
+    above: BackwardProblem | None = None
+    latest = len(forwards)
+    for backward in backwards:
+        fitting = [number for number, each in enumerate(forwards) if _is_same_layer(each, backward, above)]
+        latest = max((number for number in fitting if number <= latest), default=fitting[-1] if fitting else latest)
+        layers.insert(0, Layer(forwards[latest] if fitting else None, backward))
+        above = backward
+    if above is not None and above.through is not None:
+        below = next((each for each in reversed(forwards) if _is_layer_below(each, above)), None)
+        layers[:0] = [] if below is None else [Layer(below)]
+    return Chain(tuple(layers))
+
+
+def _is_same_layer(forward: ForwardProblem, backward: BackwardProblem, above: BackwardProblem | None) -> bool:
+    if _types(forward) != _types(backward) or (forward.x, forward.w) != (backward.x, backward.w):
+        return False
+    if above is not None and above.through is not None:
+        return _is_layer_below(forward, above)
+    has_shape = forward.y.layout.shape == backward.dy.layout.shape
+    return has_shape and (not backward.own.changes or _fits(forward, backward.own))
+
+
+def _is_layer_below(forward: ForwardProblem, above: BackwardProblem) -> bool:
+    fits = above.through is not None and _fits(forward, above.through)
+    return fits and _types(forward) == _types(above) and forward.y == above.x
+
+
+def _fits(forward: ForwardProblem, derivative: Derivative) -> bool:
+    """Whether it is the derivative of the forward problem's activation and dropout."""
+    is_same = (forward.activation, forward.dropout) == (derivative.activation, derivative.dropout)
+    has_bias = derivative.db is None or forward.bias is not None
+    return is_same and has_bias and derivative.saved in saved_kinds(forward)
+
+
+def _types(problem: LayerProblem) -> tuple[DType, Compute]:
+    return problem.dtype, problem.compute

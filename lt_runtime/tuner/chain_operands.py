@@ -1,0 +1,232 @@
+"""Memory for the operands of a chain of layers; what one problem writes and another reads is there once.
+
+The cache then holds what it holds in a training step. That matters where it decides which way to run a layer is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from lt_runtime.kernels.call import Call, DropoutState
+from lt_runtime.layout import packed
+from lt_runtime.plans.decisions import LayerPlan, LayerProblem
+from lt_runtime.plans.strategies import kept_spec
+from lt_runtime.problem import BackwardProblem, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_threshold
+from lt_runtime.tuner.chain import Chain, saved_kinds
+from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Data
+from lt_runtime.tuner.timing import Bench, Launch, buffer_sets
+
+_DROPOUT: Final = DropoutState(keep_threshold(0.1), Philox(seed=1))
+_RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
+_ADDED_TO: Final = ("dw", "db", "db_below")
+"""Operands that a backward problem which accumulates reads as well."""
+
+# Two strategies differ by how often they round, and by the library's GELU. So much may the whole of an output be off,
+# relative to its norm; a single element may be off a good deal more.
+_HALF_UNIT: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
+_ROUNDINGS: Final = 4
+_APPROXIMATION: Final = 2e-3
+_PEAK: Final = 32
+
+
+class Tensor(NamedTuple):
+    """An operand's place in a chain. Equal tensors are one buffer, whichever problems they are operands of.
+
+    Attributes:
+        role: "output", "weight", "bias", "kept mask", "gradient" (of an output), "weight gradient" and the like.
+        layer: index of the layer; -1 for the input of the chain, which is an "output" too.
+        scale: factor for the data.
+    """
+
+    role: str
+    layer: int
+    spec: Spec
+    scale: float = 1.0
+
+
+def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) -> dict[str, Tensor]:
+    """The operands of a layer's problem, by name; those that it does not have are left out.
+
+    This states all edges of a chain: a layer's y is the "output" that the layer above reads as x, its gradient is dx of
+    the layer above and dy of its own, and so on.
+
+    Args:
+        saved: what a forward problem keeps.
+    """
+    found = _of_forward(layer, problem, saved) if isinstance(problem, ForwardProblem) else _of_backward(layer, problem)
+    # Weights are scaled so that products are about as large as what is multiplied; the bias is as large as they are.
+    scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(problem.w.layout.cols) / 2))
+    return {name: Tensor(role, at, spec, scales.get(name, 1.0)) for name, (role, at, spec) in found.items() if spec}
+
+
+_Place = tuple[str, int, Spec | None]
+
+
+def _of_forward(layer: int, problem: ForwardProblem, saved: Saved) -> Mapping[str, _Place]:
+    return {
+        "x": ("output", layer - 1, problem.x),
+        "w": ("weight", layer, problem.w),
+        "bias": ("bias", layer, _vector(problem.y.layout.cols, problem.bias)),
+        "y": ("output", layer, problem.y),
+        "kept": (f"kept {saved.value}", layer, kept_spec(problem, saved)),
+    }
+
+
+def _of_backward(layer: int, problem: BackwardProblem) -> Mapping[str, _Place]:
+    own, below = problem.own, problem.through if problem.dx is not None else None
+    found: dict[str, _Place] = {
+        "dy": ("gradient", layer, problem.dy),
+        "x": ("output", layer - 1, problem.x),
+        "w": ("weight", layer, problem.w),
+        "saved": _saved(layer, own),
+        "dx": ("gradient", layer - 1, problem.dx),
+        "dw": ("weight gradient", layer, problem.dw),
+        "db": ("bias gradient", layer, _vector(problem.dy.layout.cols, own.db)),
+        "dz": ("gradient before the activation", layer, problem.dz),
+    }
+    if below is not None:
+        found["saved_below"] = _saved(layer - 1, below)
+        found["db_below"] = ("bias gradient", layer - 1, _vector(problem.x.layout.cols, below.db))
+    return found
+
+
+def _saved(layer: int, derivative: Derivative) -> _Place:
+    role = "output" if derivative.saved is Saved.OUTPUT else f"kept {derivative.saved.value}"
+    return role, layer, derivative.saved_spec
+
+
+def _vector(size: int, alignment: int | None) -> Spec | None:
+    return None if alignment is None else Spec(packed(1, size), alignment)
+
+
+class ChainOperands:
+    """One set of all operands of a chain.
+
+    Args:
+        xp: CuPy, with the device and the stream current that everything is to happen on; or NumPy.
+        chain: none of its problems is empty.
+
+    Attributes:
+        buffers: what there is, by tensor; of what forward passes keep, everything that some strategy keeps.
+        size: bytes of them all.
+    """
+
+    def __init__(self, xp: Any, chain: Chain) -> None:
+        self.buffers: dict[Tensor, Buffer] = {}
+        self._written: set[Tensor] = set()
+        self._results: dict[str, Tensor] = {}
+        for layer, problem in chain.runs:
+            kinds = saved_kinds(problem) if isinstance(problem, ForwardProblem) else (Saved.NOTHING,)
+            for tensors in (tensors_of(layer, problem, saved) for saved in kinds):
+                self._add(xp, problem, tensors)
+        self.size = sum(buffer.flat.nbytes for buffer in self.buffers.values())
+
+    def _add(self, xp: Any, problem: LayerProblem, tensors: Mapping[str, Tensor]) -> None:
+        for tensor in tensors.values():
+            if tensor not in self.buffers:
+                dtype = None if tensor.role == f"kept {Saved.MASK.value}" else problem.dtype
+                self.buffers[tensor] = Buffer(xp, tensor.spec, dtype, scale=tensor.scale)
+        results = {name: tensors[name] for name in _RESULTS if name in tensors}
+        self._results |= results
+        accumulates = isinstance(problem, BackwardProblem) and problem.accumulate
+        self._written |= {each for name, each in results.items() if not (accumulates and name in _ADDED_TO)}
+        if "kept" in tensors:
+            self._written.add(tensors["kept"])
+
+    def fill(self, data: Data, seed: int) -> None:
+        """Puts data into every operand, those that are to be written included."""
+        for number, buffer in enumerate(self.buffers.values()):
+            buffer.fill(data, number, seed)
+
+    def prepare(self) -> None:
+        """Puts in data that every strategy gets the same signs from, and NaN into what is to be written.
+
+        Forward's sums are exact. The bias keeps pre-activations from being 0, where ReLU has no derivative: from the
+        output it is taken to be 0, from the library's mask 1. No rounding of a product changes the sum's sign.
+        """
+        for number, (tensor, buffer) in enumerate(self.buffers.items()):
+            buffer.fill(BETWEEN if tensor.role == "bias" else LATTICE, number, 0)
+        for tensor in self._written:
+            self.buffers[tensor].poison()
+
+    def call(self, layer: int, plan: LayerPlan, stream: int) -> Call:
+        """The call that runs a plan of one of the chain's layers on these operands."""
+        problem = plan.problem
+        if isinstance(problem, ForwardProblem):
+            tensors, dropouts = tensors_of(layer, problem, plan.strategy.saved), (problem.dropout, False)
+        else:
+            tensors, through = tensors_of(layer, problem), problem.through
+            dropouts = problem.own.dropout, through is not None and through.dropout
+        addresses = (self.buffers[tensors[name]].address if name in tensors else 0 for name in problem.operands)
+        own, below = (_DROPOUT if each else None for each in dropouts)
+        return Call(tuple(addresses), stream, dropouts=(own, below))
+
+    def results(self) -> dict[str, Any]:
+        """What a chain of one problem in each direction computes, in float64, by the operand's name."""
+        return {name: self.buffers[tensor].values() for name, tensor in self._results.items()}
+
+
+class OperandSets:
+    """A chain's operands on a bench, as many sets as it takes to keep them out of the cache."""
+
+    def __init__(self, bench: Bench, chain: Chain) -> None:
+        self._clock = bench.clock
+        first = ChainOperands(bench.xp, chain)
+        others = range(1, buffer_sets(first.size, bench.device))
+        self._sets = [first, *(ChainOperands(bench.xp, chain) for _ in others)]
+        self._dtype = chain.problems[0].dtype
+        for seed, operands in enumerate(self._sets):
+            operands.fill(NORMAL, seed)
+
+    def __len__(self) -> int:
+        """Number of sets."""
+        return len(self._sets)
+
+    def launch(self, plans: Sequence[tuple[int, LayerPlan]]) -> Launch:
+        """Plans as a contender: each with the index of its layer, run one after the other on the clock's stream."""
+        stream = self._clock.stream
+        calls = [[(plan, each.call(layer, plan, stream)) for layer, plan in plans] for each in self._sets]
+
+        def launch(number: int, _: int) -> None:
+            for plan, call in calls[number]:
+                plan.run(call)
+
+        return launch
+
+    def results(self, plans: Sequence[tuple[int, LayerPlan]]) -> dict[str, Any]:
+        """What plans make of the data for comparison. They run in a graph, where a branch is one."""
+        launch = self.launch(plans)
+        launch(0, self._clock.stream)  # A run that still loads a kernel, or allocates, cannot be captured.
+        self._sets[0].prepare()
+        with self._clock.capture(lambda stream: launch(0, stream)) as graph:
+            self._clock.replay([graph])
+        found = self._sets[0].results()
+        self._sets[0].fill(NORMAL, 0)
+        return found
+
+    def disagreement(
+        self, plans: Sequence[tuple[int, LayerPlan]], expected: Mapping[str, Any]
+    ) -> tuple[str, str] | None:
+        """See `disagreement`, of what the plans compute."""
+        return disagreement(self.results(plans), expected, self._dtype)
+
+
+def disagreement(actual: Mapping[str, Any], expected: Mapping[str, Any], dtype: DType) -> tuple[str, str] | None:
+    """The first output that is not what another strategy made of the same data, and by how much; None if all agree."""
+    tolerance = _APPROXIMATION + _ROUNDINGS * _HALF_UNIT[dtype]
+    for name, wanted in expected.items():
+        norm, error = _norm(wanted), abs(actual[name] - wanted)
+        off = _norm(error)
+        if not off <= tolerance * norm:  # NaN is off
+            return name, f"{name} is off by {off:.3g}, its elements being about {norm:.3g}"
+        bad = int((error > _PEAK * tolerance * (abs(wanted) + norm)).sum())
+        if bad:
+            return name, f"{bad} of {error.size} elements of {name} are off"
+    return None
+
+
+def _norm(values: Any) -> float:
+    """The root of the mean square."""
+    return math.sqrt(float((values * values).mean()))

@@ -1,0 +1,223 @@
+"""Memory for the operands of what is measured, laid out as the problem says and filled with data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.kernels.call import Call
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
+
+_MARGIN: Final = 4096  # elements behind each operand
+_PERIOD: Final = 65521  # A prime: no leading dimension puts the same values below each other.
+_STEP: Final = 7919  # Each set of operands has the same values, this many places further on than the set before.
+_BITS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Values for operands.
+
+    Attributes:
+        name: for messages.
+        draw: draws that many values for a type; they are rounded to the type afterwards.
+        exact_to: the largest K up to which FP32 holds every product and every partial sum exactly; 0 if there is none.
+    """
+
+    name: str
+    draw: Callable[[np.random.Generator, int, DType], NDArray[Any]]
+    exact_to: int
+
+
+def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[Any]:
+    # FP16's tiny value is subnormal. Those of the other types are far from that, because CuPy's kernels, which make the
+    # reference, take subnormal numbers for 0.
+    tiny = 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-100
+    large = 16.0 if dtype is DType.FLOAT16 else 64.0  # No product of two such values leaves the type's range.
+    scales = generator.choice(np.array([0.0, tiny, 2.0**-10, 1.0, large]), size, p=[0.1, 0.05, 0.2, 0.6, 0.05])
+    values: NDArray[Any] = generator.standard_normal(size) * scales
+    return values
+
+
+NORMAL: Final = Data("normally distributed data", lambda generator, size, _: generator.standard_normal(size), 0)
+LATTICE: Final = Data("multiples of 1/8", lambda generator, size, _: generator.integers(-16, 17, size) / 8, 60000)
+BETWEEN: Final = Data(
+    "odd multiples of 1/128", lambda generator, size, _: (2 * generator.integers(-128, 128, size) + 1) / 128, 0
+)
+"""No sum of products of `LATTICE` is such a value. BF16 holds these values exactly, and such sums up to twice as large
+as well."""
+EDGES: Final = Data("zeros, tiny and large values", _edges, 0)
+ONES: Final = Data("ones", lambda _, size, __: np.ones(size), 2**24 - 2)
+
+
+@functools.lru_cache(maxsize=128)
+def _drawn(data: Data, dtype: DType, number: int, scale: float) -> NDArray[Any]:
+    values = scale * data.draw(np.random.default_rng(number), _PERIOD, dtype)
+    return values.astype(dtype.numpy).view(f"uint{_BITS * dtype.itemsize}")
+
+
+@functools.lru_cache(maxsize=8)
+def _drawn_mask(all_set: bool, number: int) -> NDArray[Any]:
+    values = np.full(_PERIOD, 0xFF) if all_set else np.random.default_rng(number).integers(0, 256, _PERIOD)
+    return values.astype(np.uint8)
+
+
+class Buffer:
+    """Memory for one operand and a margin behind it.
+
+    Args:
+        xp: CuPy, or NumPy.
+        spec: how the operand lies; its address is a multiple of the alignment, and of no larger power of two.
+        dtype: of its elements; None for a mask, whose layout counts bits.
+        batch: number of matrices.
+        scale: factor that the data is multiplied by, a power of two.
+
+    Attributes:
+        flat: the memory as unsigned integers of the elements' size.
+        bits: the matrices as such integers, (batch, rows, cols).
+    """
+
+    def __init__(self, xp: Any, spec: Spec, dtype: DType | None, batch: int = 1, scale: float = 1.0) -> None:
+        self._xp, self._dtype, self._scale = xp, dtype, scale
+        self._itemsize = 1 if dtype is None else dtype.itemsize
+        spec = _in_bytes(spec) if dtype is None else spec
+        offset = spec.alignment % ALIGNMENT // self._itemsize
+        size = offset + (batch - 1) * spec.batch_stride + spec.layout.extent + _MARGIN
+        self.flat = xp.empty(size, f"uint{_BITS * self._itemsize}")
+        strides = [self._itemsize * stride for stride in (spec.batch_stride, *spec.layout.strides)]
+        start = self.flat[offset:]
+        self.bits = xp.lib.stride_tricks.as_strided(start, (batch, *spec.layout.shape), strides)
+        self.address: int = start.ctypes.data if xp is np else start.data.ptr
+
+    def fill(self, data: Data, number: int, seed: int) -> None:
+        """Fills the memory from end to end, margin and gaps included.
+
+        A mask's bits are all set where the data is ones, and random otherwise.
+
+        Args:
+            number: of the operand; other numbers get other values.
+            seed: of the set of operands; see `_STEP`.
+        """
+        dtype = self._dtype
+        drawn = _drawn_mask(data is ONES, number) if dtype is None else _drawn(data, dtype, number, self._scale)
+        values, flat = np.roll(drawn, _STEP * seed), self.flat
+        count = min(values.size, flat.size)
+        flat[:count] = self._xp.asarray(values[:count])
+        while count < flat.size:
+            step = min(count, flat.size - count)
+            flat[count : count + step] = flat[:step]
+            count += step
+
+    def poison(self) -> None:
+        """Sets every bit, which makes every float NaN."""
+        self.flat.view("uint8").fill(0xFF)
+
+    def untouched(self) -> int:
+        """How many elements are still as `poison` left them."""
+        return int((self.flat.view(f"int{_BITS * self._itemsize}") == -1).sum())
+
+    def values(self, rows: slice = slice(None)) -> Any:
+        """Rows of the matrices in float64, (batch, rows, cols); a mask's bytes."""
+        bits = self.bits[:, rows]
+        if self._dtype is DType.BFLOAT16:  # CuPy does not know the type: its bits are the upper half of FP32's.
+            bits = (bits.astype("uint32") << 16).view("float32")
+        elif self._dtype is not None:
+            bits = bits.view(self._dtype.value)
+        return bits.astype("float64")
+
+
+def _in_bytes(mask: Spec) -> Spec:
+    """How a mask lies, counted in bytes."""
+    layout = mask.layout
+    lines, bits = layout.shape if layout.order is Order.ROW else (layout.cols, layout.rows)
+    in_bytes = Layout(lines, -(-bits // _BITS), Order.ROW, layout.leading_dimension // _BITS)
+    return Spec(in_bytes, mask.alignment, mask.batch_stride // _BITS)
+
+
+class ProductOperands:
+    """All operands of one matrix product.
+
+    Args:
+        xp: CuPy, with the device and the stream current that everything is to happen on; or NumPy.
+        problem: none of its extents is 0.
+
+    Attributes:
+        buffers: the operands by name.
+        outputs: names of what the product writes: "d", and "aux" or "vector" where the epilogue has them.
+        has_mask: whether the auxiliary matrix is ReLU's, with a bit for each element.
+    """
+
+    def __init__(self, xp: Any, problem: MatmulProblem) -> None:
+        self.xp, self.problem = xp, problem
+        epilogue, result, batch = problem.epilogue, problem.d_dtype, problem.batch
+        self.has_mask = problem.aux is not None and epilogue.activation == "relu"
+        self.buffers = {
+            "a": Buffer(xp, problem.a, problem.dtype, batch),
+            "b": Buffer(xp, problem.b, problem.dtype, batch),
+            "d": Buffer(xp, problem.d, result, batch),
+        }
+        if problem.c is not None:
+            self.buffers["c"] = Buffer(xp, problem.c, result, batch)
+        if epilogue.has_bias or epilogue.has_bias_gradient:
+            length = problem.m if epilogue is Epilogue.BGRADA else problem.n
+            self.buffers["vector"] = Buffer(xp, Spec(packed(1, length), problem.vector), result)
+        if problem.aux is not None:
+            self.buffers["aux"] = Buffer(xp, problem.aux, None if self.has_mask else result, batch)
+        self._one = xp.ones(1, "float64" if problem.compute is Compute.FLOAT64 else "float32")
+        written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
+        self.outputs = tuple(name for name, is_output in written.items() if is_output)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that a launch reads or writes."""
+        return sum(buffer.flat.nbytes for buffer in self.buffers.values())
+
+    def fill(self, data: Data, seed: int) -> None:
+        """Puts data into every operand that the product reads."""
+        for number, (name, buffer) in enumerate(self.buffers.items()):
+            if name not in self.outputs:
+                buffer.fill(data, number, seed)
+
+    def poison(self) -> None:
+        """Fills every output with NaN, so that an element that is not written is noticed."""
+        for name in self.outputs:
+            self.buffers[name].poison()
+
+    def snapshot(self) -> list[Any]:
+        """Copies of the outputs' bits."""
+        return [self.buffers[name].flat.copy() for name in self.outputs]
+
+    def same_as(self, snapshot: list[Any]) -> bool:
+        """Whether the outputs are what they were, bit for bit."""
+        now = [self.buffers[name].flat for name in self.outputs]
+        return all(bool((flat == before).all()) for flat, before in zip(now, snapshot, strict=True))
+
+    def wrote_outside(self) -> bool:
+        """Whether the product, whose results are all numbers, has written between or behind the rows of D."""
+        d = self.buffers["d"]
+        return d.untouched() != int(d.flat.size - d.bits.size)
+
+    def call(self, stream: int) -> Call:
+        """A run on these operands, α and β being 1."""
+        addresses = (self.buffers[name].address if name in self.buffers else 0 for name in self.problem.operands)
+        one: Any = 1.0
+        if self.problem.device_scalars:
+            one = int(self._one.ctypes.data if self.xp is np else self._one.data.ptr)
+        return Call(tuple(addresses), stream, (one, one if self.problem.c is not None else 0.0))
+
+    def read(self, name: str, rows: slice = slice(None)) -> Any:
+        """Rows of an operand's matrices in float64, (batch, rows, cols); a mask's bits as 0 and 1."""
+        if name != "aux" or not self.has_mask:
+            return self.buffers[name].values(rows)
+        mask = self.buffers[name].bits
+        lines = ((mask[..., None] >> self.xp.arange(_BITS, dtype="uint8")) & 1).reshape(*mask.shape[:2], -1)
+        flipped = self.problem.d.layout.order is Order.COLUMN
+        positive = lines[..., : self.problem.m if flipped else self.problem.n]
+        return (positive.swapaxes(-1, -2) if flipped else positive)[:, rows].astype("float64")

@@ -1,0 +1,229 @@
+"""Measures and verifies the algorithms of one matrix product, and picks one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu.driver import call as driver_call
+from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.narrow import takes
+from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.blobs import configuration, plan_by
+from lt_runtime.products.choose import known_algorithm
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.narrow import NARROW
+from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, pays_untuned
+from lt_runtime.products.plan import AlgorithmPlan, Plan
+from lt_runtime.store.entries import Effort, ProductEntry, RejectedAlgorithm, now
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.tuner.candidates import deep_candidates, heuristic_candidates
+from lt_runtime.tuner.operands import NORMAL, ProductOperands
+from lt_runtime.tuner.timing import Bench, Launch, Timing, buffer_sets, fastest, take_times
+from lt_runtime.tuner.verification import verify
+
+BUDGET_S: Final = {"default": 2.0, "deep": 20.0}
+"""Seconds of timing after which nothing more is timed, by effort; see `Stopwatch`."""
+_FIRST: Final = "first"
+
+
+def find_algorithm(bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> ProductEntry:
+    """The fastest algorithm for a product whose results are right.
+
+    Args:
+        problem: not empty, with an epilogue that `library_may_fuse`.
+        effort: "default" measures what several queries of the heuristic offer, "deep" configurations of each of the
+            library's algorithms as well.
+        budget_s: seconds of timing after which nothing more is timed; see `Stopwatch`.
+
+    Returns:
+        What the plan cache is to remember. The rejected algorithms are those that cannot be launched, are far behind,
+        or would have won but are wrong or do not give the same result twice.
+
+    Raises:
+        PlanError: there is no algorithm for the problem, or none whose results are right.
+        MemoryError: the GPU has not enough memory for the operands and for the reference in FP64.
+    """
+    candidates = Candidates(problem, bench.device, effort)
+    timings = _compete(bench, candidates, budget_s)
+    if not candidates.plans:
+        reasons = [*candidates.refusals, *(f"{each.config}: {each.reason}" for each in candidates.rejected)]
+        raise PlanError(f"no algorithm is of use for {problem}: {'; '.join(reasons)}")
+    chosen = candidates.fastest(timings)
+    blob, timing = candidates.plans[chosen].blob, timings[chosen]
+    return ProductEntry(
+        blob,
+        configuration(blob),
+        timing.median_us,
+        timings.get(_FIRST, timing).median_us,
+        timing.spread_us,
+        sum(not each.dropped for each in timings.values()),
+        tuple(candidates.rejected),
+        effort=effort,
+    )
+
+
+class Candidates:
+    """The algorithms that compete for one product.
+
+    Attributes:
+        plans: one for each candidate that is left, by name; "first" is the one that runs untuned, if the library has
+            one.
+        rejected: the candidates that are out.
+        refusals: why the library offers no algorithm for the product as it is.
+    """
+
+    def __init__(self, problem: MatmulProblem, device: int, effort: str) -> None:
+        self.problem, self.device = problem, device
+        self.plans: dict[str, AlgorithmPlan] = {}
+        self.rejected: list[RejectedAlgorithm] = []
+        self.refusals: list[str] = []
+        plain, *copies = (self._offered(mark, effort) for mark in (b"", PADDED, K_MAJOR))
+        padded = [blob for blobs in copies for blob in blobs]
+        for number, blob in enumerate(padded + plain if pays_untuned(problem) else plain + padded):
+            self._admit(f"candidate {number}" if number else _FIRST, blob)
+        if takes(problem):
+            self._admit("ours", NARROW.blob)
+
+    def _offered(self, mark: bytes, effort: str) -> list[bytes]:
+        """The library's algorithms for the product, or on the padded copies that a mark stands for, the best first."""
+        try:
+            if mark:
+                plan = PaddedPlan(self.problem, self.device, k_major=mark == K_MAJOR).inner
+            else:
+                plan = MatmulPlan(self.problem, self.device)
+            algorithms = heuristic_candidates(plan, plan.workspace_size)
+            offered = deep_candidates(plan, algorithms) if effort == "deep" else algorithms
+        except PlanError as error:
+            self.refusals += [] if mark else [str(error)]  # Copies need not be possible.
+            return []
+        return [mark + each.blob for each in offered]
+
+    def _admit(self, name: str, blob: bytes) -> None:
+        try:
+            plan = plan_by(self.problem, self.device, blob)
+        except PlanError as error:
+            self._note(blob, str(error))
+            return
+        if plan.is_lean:
+            self.plans[name] = plan
+        else:
+            self._note(blob, "cannot be launched as at most two kernels and nothing else")
+
+    def fastest(self, timings: Mapping[str, Timing]) -> str:
+        """The name of the candidate to take of those that are left."""
+        return fastest({name: timing for name, timing in timings.items() if name in self.plans}, _FIRST)
+
+    def reject(self, name: str, reason: str) -> None:
+        """Takes a candidate out."""
+        self._note(self.plans.pop(name).blob, reason)
+
+    def reject_slow(self, timings: Mapping[str, Timing]) -> None:
+        """Takes out the candidates that were not timed in full."""
+        for name in list(self.plans):
+            if name not in timings:
+                self.reject(name, "not measured: time was up")
+            elif timings[name].dropped:
+                self.reject(name, f"far behind: {timings[name].median_us:.1f} µs")
+
+    def _note(self, blob: bytes, reason: str) -> None:
+        self.rejected.append(RejectedAlgorithm(blob, configuration(blob), reason))
+
+
+def _compete(bench: Bench, candidates: Candidates, budget_s: float) -> dict[str, Timing]:
+    """Times the candidates and verifies the winner. Candidates slower than a right one are not verified.
+
+    What runs untuned is verified in any case. Where the winner is wrong, the rest compete again: they may have been far
+    behind the winner alone.
+    """
+    clock, problem = bench.clock, candidates.problem
+    deadline = clock.watch.seconds + budget_s
+    first = ProductOperands(bench.xp, problem)
+    others = range(1, buffer_sets(first.size, bench.device))
+    operands = [first, *(ProductOperands(bench.xp, problem) for _ in others)]
+    calls = [each.call(clock.stream) for each in operands]
+    launches = {name: launcher(plan, calls) for name, plan in candidates.plans.items()}
+    timings: dict[str, Timing] = {}
+    while candidates.plans:
+        for seed, each in enumerate(operands):
+            each.fill(NORMAL, seed)
+        left = deadline - clock.watch.seconds
+        timings |= take_times({name: launches[name] for name in candidates.plans}, clock, len(operands), left)
+        chosen = candidates.fastest(timings)
+        judged = [name for name in dict.fromkeys((chosen, _FIRST)) if name in candidates.plans]
+        faults = verify({name: _afresh(launches[name], bench) for name in judged}, first)
+        for name, fault in faults.items():
+            candidates.reject(name, fault)
+        if chosen not in faults:
+            break
+    candidates.reject_slow(timings)
+    return timings
+
+
+def launcher(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
+    """A candidate as a contender; the calls are on the clock's stream."""
+    return lambda number, _: plan.run(calls[number])
+
+
+def _afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
+    """A launch on a workspace full of NaN, so that nothing that an earlier launch left there is of use."""
+    stream = bench.clock.stream
+    memory = stream_memory(bench.device, stream)
+
+    def run() -> None:
+        driver_call("cuMemsetD8Async", memory.workspace, 0xFF, memory.workspace_size, stream)
+        launch(0, stream)
+
+    return run
+
+
+class Products:
+    """What is known of matrix products during a search: what it found, or else what the plan cache has.
+
+    Attributes:
+        found: what the search found.
+    """
+
+    def __init__(self, store: PlanStore) -> None:
+        self._store = store
+        self.found: dict[MatmulProblem, ProductEntry] = {}
+        self._useless: dict[MatmulProblem, str] = {}
+
+    def entry(self, problem: MatmulProblem) -> ProductEntry | None:
+        """What is known of a product."""
+        return self.found.get(problem) or self._store.product(problem_key(problem))
+
+    def search(self, bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> ProductEntry | None:
+        """See `find_algorithm`; None if no algorithm is of use."""
+        try:
+            self.found[problem] = find_algorithm(bench, problem, effort, budget_s)
+        except PlanError as error:
+            self._useless[problem] = str(error)
+        return self.found.get(problem)
+
+    def plan(self, problem: MatmulProblem, device: int) -> AlgorithmPlan:
+        """By the algorithm that is known; see `Choose`."""
+        if problem in self._useless:
+            raise PlanError(self._useless[problem])
+        entry = self.found.get(problem)
+        return known_algorithm(problem, device) if entry is None else plan_by(problem, device, entry.algorithm)
+
+    def is_unsound(self, plan: Plan) -> bool:
+        """Whether one of a layer's products has an algorithm that was rejected."""
+        entries = [(each, self.entry(each.problem)) for each in plan.products.values() if not each.problem.is_empty]
+        return any(entry and each.blob in [one.algorithm for one in entry.rejected] for each, entry in entries)
+
+    def as_planned(self, plan: Plan) -> dict[MatmulProblem, ProductEntry]:
+        """Entries with the heuristic's algorithms, for those products of a plan by these that are known otherwise."""
+        known = [(each, self.entry(each.problem)) for each in plan.products.values() if not each.problem.is_empty]
+        return {
+            each.problem: replace(
+                entry, algorithm=each.blob, config=configuration(each.blob), us=entry.first_us, when=now()
+            )
+            for each, entry in known
+            if entry is not None and entry.algorithm != each.blob
+        }

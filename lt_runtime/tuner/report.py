@@ -1,0 +1,204 @@
+"""Problems, strategies, algorithms and what came of tuning, in words and in a table for people."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
+from lt_runtime.plans.strategies import MadeBy
+from lt_runtime.problem import BackwardProblem, Compute, ForwardProblem, MatmulProblem, Saved
+from lt_runtime.store.keys import Problem, problem_key
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Progress: TypeAlias = Callable[[int, int, str], None]
+"""Is told how many groups of problems are done, how many there are, and in words what comes next."""
+
+_PARTS: Final = {
+    "PADDED": ("padded", None),
+    "K_MAJOR": ("along K", None),
+    "ID": ("id", None),
+    "TILE_ID": ("tile", MatmulTile),
+    "STAGES_ID": ("stages", MatmulStages),
+    "SPLITK_NUM": ("split-K", None),
+    "REDUCTION_SCHEME": ("reduction", ReductionScheme),
+    "CTA_SWIZZLING": ("swizzle", None),
+    "CUSTOM_OPTION": ("option", None),
+    "INNER_SHAPE_ID": ("inner shape", MatmulInnerShape),
+    "CLUSTER_SHAPE_ID": ("cluster", ClusterShape),
+}
+_WIDTH: Final = 140  # columns of the table as text
+_PREFIXES: Final = ("TILE_", "STAGES_", "SHAPE_")
+
+
+def describe(problem: Problem) -> str:
+    """A problem in a few words, M×N×K among them, such as "matmul 8192x3072x768 bfloat16 gelu_aux_bias"."""
+    match problem:
+        case MatmulProblem(m=m, n=n, k=k, epilogue=epilogue, batch=batch):
+            times = f" batch {batch}" if batch > 1 else ""
+            return f"matmul {m}x{n}x{k}{times} {_type(problem)} {epilogue.value}"
+        case ForwardProblem(x=x, y=out):
+            return f"forward {_shape(out.layout.shape, x.layout.cols)} {_type(problem)} {problem.activation.name}"
+        case BackwardProblem(x=x, dy=out, own=own, through=through):
+            below = "" if through is None else f" through {through.activation.name}"
+            shape = _shape(out.layout.shape, x.layout.cols)
+            return f"backward {shape} {_type(problem)} {own.activation.name}{below}"
+
+
+def _shape(output: tuple[int, int], inputs: int) -> str:
+    rows, cols = output
+    return f"{rows}x{cols}x{inputs}"
+
+
+def _type(problem: Problem) -> str:
+    return "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
+
+
+def strategy_in_words(strategy: Mapping[str, object]) -> str:
+    """A strategy, as it stands in the plan cache, such as "gelu_aux_bias, keeps preactivation"."""
+    if strategy.keys() == {"epilogue", "saved"}:
+        keeps = "" if strategy["saved"] == Saved.NOTHING.value else f", keeps {strategy['saved']}"
+        return f"{strategy['epilogue']}{keeps}"
+    makers = {name.replace("_", " "): maker for name, maker in strategy.items() if isinstance(maker, str)}
+    parts = [f"{name} by {maker}" for name, maker in makers.items() if maker != MadeBy.NOBODY.value]
+    beside = ", dw beside dx" if strategy.get("beside") else ""
+    return (", ".join(parts) or "products alone") + beside
+
+
+def algorithm_in_words(config: Mapping[str, int]) -> str:
+    """An algorithm's configuration, by the names of the attributes, such as "id 66, tile 128x256, split-K 1".
+
+    Our kernel for narrow products has none.
+    """
+    if not config:
+        return "our kernel for narrow products"
+    known = [name for name in _PARTS if name in config]
+    return ", ".join(_part(name, config[name]) for name in dict.fromkeys((*known, *config)))
+
+
+def _part(name: str, value: int) -> str:
+    word, kind = _PARTS.get(name, (name, None))
+    return f"{word} {value if kind is None else _member(kind, value)}"
+
+
+def _member(kind: type[enum.IntEnum | enum.IntFlag], value: int) -> str:
+    try:
+        name = kind(value).name or str(value)
+    except ValueError:  # The value comes from a version of the library that these bindings do not know.
+        return str(value)
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return "any" if name == "UNDEFINED" else name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was decided of problems together.
+
+    Attributes:
+        problems: a forward problem and the backward problem that reads what it keeps, or either alone; a chain's; or a
+            product.
+        before_us: microseconds as they run untuned, measured in the same rounds as the others; 0.0 where nothing runs.
+            after_us: as decided. Where they were decided before, both are what was measured then.
+        strategy: in words.
+        measured: how many plans and algorithms were timed.
+        rejected: in words: what is refused, wrong, not twice the same, or slow.
+        seconds: that it took.
+    """
+
+    problems: tuple[Problem, ...]
+    before_us: float
+    after_us: float
+    strategy: str
+    measured: int
+    rejected: tuple[str, ...]
+    seconds: float
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as before; None where nothing was measured now."""
+        return self.before_us / self.after_us if self.measured and self.before_us and self.after_us else None
+
+
+class TuningReport(tuple[Tuned, ...]):
+    """One `Tuned` for each group of problems that were decided together; as text, a table."""
+
+    __slots__ = ()
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as before: the geometric mean over what was measured now; 1.0 if nothing was."""
+        gains = [each.gain for each in self if each.gain is not None]
+        return math.exp(math.fsum(map(math.log, gains)) / len(gains)) if gains else 1.0
+
+    @property
+    def seconds(self) -> float:
+        """What it all took."""
+        return math.fsum(each.seconds for each in self)
+
+    def table(self) -> Table:
+        """The groups with their times before and after, the gain, and the strategy."""
+        from rich.box import SIMPLE
+        from rich.markup import escape
+        from rich.table import Column, Table
+
+        numbers = [Column(name, justify="right", no_wrap=True) for name in ("Before µs", "After µs", "Gain", "Tried")]
+        table = Table(Column("Problem", ratio=1), *numbers, Column("Strategy", ratio=1), box=SIMPLE)
+        for each in self:
+            names = "\n".join(dict.fromkeys(map(describe, each.problems)))
+            times = [f"{us:.2f}" if us else "" for us in (each.before_us, each.after_us)]
+            gain = f"{each.gain:.2f}×" if each.gain is not None else "known" if each.after_us else ""
+            table.add_row(escape(names), *times, gain, str(each.measured or ""), escape(each.strategy))
+        return table
+
+    @property
+    def summary(self) -> str:
+        """One line under the table."""
+        rejected = sum(len(each.rejected) for each in self)
+        count = f"{len(self)} group{'' if len(self) == 1 else 's'} of problems decided in {self.seconds:.1f} s"
+        return f"{count}; {self.gain:.2f}× in the geometric mean; {rejected} candidates rejected"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The same as plain data, the problems by name and by key."""
+        return [asdict(each) | {"gain": each.gain} | _named(each.problems) for each in self]
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+        with console.capture() as captured:
+            console.print(self.table())
+            console.print(self.summary, highlight=False)
+        return captured.get().strip("\n")
+
+    def __repr__(self) -> str:
+        return f"<TuningReport: {self.summary}>"
+
+
+def _named(problems: Iterable[Problem]) -> dict[str, list[str]]:
+    return {"problems": [describe(each) for each in problems], "keys": [problem_key(each) for each in problems]}
+
+
+@contextlib.contextmanager
+def progress_bar(*, shown: bool = True) -> Iterator[Progress | None]:
+    """A bar that shows on the terminal what is being measured and how long it will take; None without a terminal."""
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not shown or not console.is_terminal:
+        yield None
+        return
+    columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+    left = progress.TextColumn("left:"), progress.TimeRemainingColumn()
+    text = progress.TextColumn("{task.description}", markup=False)
+    with progress.Progress(*columns, *left, text, console=console) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, description: bar.update(task, completed=done, total=total, description=description)

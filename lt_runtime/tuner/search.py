@@ -1,0 +1,185 @@
+"""Tunes any number of chains and products, and remembers what was found."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from lt_runtime.errors import PlanError
+from lt_runtime.plans.cache import forget
+from lt_runtime.plans.decisions import LayerProblem, stored_strategy
+from lt_runtime.problem import ForwardProblem, MatmulProblem, Saved
+from lt_runtime.products.product import library_may_fuse, plain_product
+from lt_runtime.store.entries import Effort, LayerEntry, ProductEntry, is_as_deep
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import plan_store
+from lt_runtime.tuner.chain import Chain, Part
+from lt_runtime.tuner.chain_search import decide_chain
+from lt_runtime.tuner.layer_search import Decision, decide_part
+from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
+from lt_runtime.tuner.report import Progress, Tuned, algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.timing import Bench, workbench
+
+
+def tune_chains(
+    chains: Iterable[Chain | MatmulProblem],
+    device: int,
+    *,
+    effort: Effort = "default",
+    progress: Progress | None = None,
+) -> Iterator[Tuned]:
+    """Decides chains of layers, and single products, by measurement; each group of problems is saved when it is done.
+
+    A layer's forward problem is decided together with the backward problem that reads what it keeps. Then each chain is
+    measured as a whole: what is nearly as fast for a problem by itself takes the place of what was decided, if the
+    chain is faster with it.
+
+    What was decided at that effort, or at a greater one, is not measured again. Empty problems are left out. What the
+    GPU has not enough memory for costs a warning and stays as it is. Plans made from now on follow what was decided.
+
+    Args:
+        device: ordinal of the GPU.
+
+    Yields:
+        What was decided for each group, and for each chain as a whole.
+
+    Raises:
+        MissingLibraryError: CuPy is not installed.
+        CaptureError: a stream is being captured that this would disturb.
+    """
+    given = list(dict.fromkeys(chains))
+    session, tell = _Session(device, effort), progress or (lambda *_: None)
+    groups = [group for each in given for group in session.groups(each)]
+    for done, (problems, decide) in enumerate(groups):
+        names = " and ".join([*map(describe, problems[:2]), *([f"{len(problems) - 2} more"] * (len(problems) > 2))])
+        tell(done, len(groups), names)
+        try:
+            tuned = decide()
+        except MemoryError as error:
+            warnings.warn(f"not tuned, for want of memory on the GPU: {names} ({error})", stacklevel=2)
+            continue
+        if tuned is not None:
+            yield tuned
+    tell(len(groups), len(groups), "")
+
+
+_Group: TypeAlias = tuple[Sequence[Problem], Callable[[], Tuned | None]]
+
+
+class _Session:
+    def __init__(self, device: int, effort: Effort) -> None:
+        self._device, self._effort = device, effort
+        self._store = plan_store(device)
+        self._kept: dict[ForwardProblem, Saved] = {}
+        self._met: set[LayerProblem] = set()
+
+    def groups(self, given: Chain | MatmulProblem) -> list[_Group]:
+        """What is decided together, each with the function that decides it."""
+        if isinstance(given, MatmulProblem):
+            return [([given], partial(self.tune_product, given))]
+        groups: list[_Group] = [
+            (given.cut(part).problems, partial(self.tune_part, given, part)) for part in given.parts
+        ]
+        return groups if len(groups) < 2 else [*groups, (given.problems, partial(self.tune_chain, given))]
+
+    def tune_part(self, chain: Chain, part: Part) -> Tuned | None:
+        """Decides a part; None if it is empty, or equal layers have brought it up before."""
+        forwards = [(index, layer.forward) for index, layer in enumerate(chain.layers)]
+        chain = chain.keeping({index: self._kept[each] for index, each in forwards if each in self._kept})
+        if part.forward is not None and chain.layers[part.forward].forward in self._kept:
+            part = part._replace(forward=None)
+        cut = chain.cut(part)
+        is_empty = any(0 in (each.x.layout.size, each.w.layout.size) for each in cut.problems)
+        if is_empty or self._met.issuperset(cut.problems):
+            return None
+        self._met.update(cut.problems)
+        tuned = self._known(cut) or self._measure(
+            cut.problems, lambda bench: decide_part(bench, self._store, cut, self._effort)
+        )
+        forward = cut.layers[0].forward
+        if forward is not None and (saved := self._saved(forward)) is not None:
+            self._kept[forward] = saved
+        return tuned
+
+    def _known(self, part: Chain) -> Tuned | None:
+        """What is known of a part's forward problem, and of the backward problem that reads what that keeps."""
+        forward = part.layers[0].forward
+        saved = None if forward is None else self._saved(forward)
+        reading = part if saved is None else part.keeping({0: saved})
+        found = [entry for problem in reading.problems if (entry := self._entry(problem)) is not None]
+        if len(found) < len(part.problems):
+            return None
+        words, us = " | ".join(strategy_in_words(each.strategy) for each in found), sum(each.us for each in found)
+        return Tuned(tuple(part.problems), us, us, words, 0, (), 0.0)
+
+    def _entry(self, problem: LayerProblem) -> LayerEntry | None:
+        """What was decided with no less effort, and is a strategy of the problem; None if nothing was."""
+        entry = self._store.layer(problem_key(problem))
+        if entry is None or not is_as_deep(entry, self._effort):
+            return None
+        try:
+            stored_strategy(problem, entry.strategy)
+        except ValueError:
+            return None
+        return entry
+
+    def _saved(self, problem: ForwardProblem) -> Saved | None:
+        """What a forward problem was decided to keep."""
+        entry = self._entry(problem)
+        return None if entry is None else Saved(entry.strategy["saved"])
+
+    def _measure(self, problems: Sequence[Problem], decide: Callable[[Bench], Decision]) -> Tuned:
+        """Decides problems on a bench, and remembers what was decided."""
+        started = time.monotonic()
+        try:
+            with workbench(self._device) as bench:
+                made = decide(bench)
+        except PlanError as error:
+            return Tuned(tuple(problems), 0.0, 0.0, "none", 0, (str(error),), time.monotonic() - started)
+        self._store.put(
+            {problem_key(problem): product for problem, product in made.products.items()},
+            {problem_key(problem): layer for problem, layer in made.layers.items()},
+        )
+        forget({*problems, *made.layers}, self._device)
+        times, seconds = (made.before_us, made.after_us), time.monotonic() - started
+        return Tuned(tuple(problems), *times, made.strategy, made.measured, made.rejected, seconds)
+
+    def tune_chain(self, chain: Chain) -> Tuned | None:
+        """Decides a chain as a whole, as far as its layers are decided by themselves; None if nothing is to be done."""
+        chain = chain.condensed
+        saved = {index: self._saved(layer.forward) for index, layer in enumerate(chain.layers) if layer.forward}
+        chain = chain.keeping({index: kept for index, kept in saved.items() if kept is not None})
+        entries = {problem: self._store.layer(problem_key(problem)) for problem in chain.problems}
+        known = {problem: entry for problem, entry in entries.items() if entry is not None}
+        chain = chain.only(known)
+        if len(chain.parts) < 2 or all(entry.in_chain for entry in known.values()):
+            return None
+        return self._measure(chain.problems, lambda bench: decide_chain(bench, self._store, chain, known))
+
+    def tune_product(self, problem: MatmulProblem) -> Tuned | None:
+        """Decides a product, or what of it is left to the library (see `ProductPlan`); None if it is empty."""
+        if problem.is_empty:
+            return None
+        refused: list[str] = []
+        for each in dict.fromkeys([problem] * library_may_fuse(problem) + [plain_product(problem)]):
+            entry = self._store.product(problem_key(each))
+            if entry is not None and is_as_deep(entry, self._effort):
+                return Tuned((problem,), entry.first_us, entry.us, _in_words(each, entry), 0, tuple(refused), 0.0)
+            tuned = self._measure([problem], partial(self._decide_product, each))
+            if tuned.measured:
+                return replace(tuned, rejected=(*refused, *tuned.rejected))
+            refused += (f"{each.epilogue.value}: refused: {reason}" for reason in tuned.rejected)
+        return replace(tuned, rejected=tuple(refused))
+
+    def _decide_product(self, problem: MatmulProblem, bench: Bench) -> Decision:
+        entry = find_algorithm(bench, problem, self._effort, BUDGET_S[self._effort])
+        words, rejected = _in_words(problem, entry), tuple(each.reason for each in entry.rejected)
+        return Decision({problem: entry}, {}, entry.first_us, entry.us, words, entry.candidates, rejected)
+
+
+def _in_words(problem: MatmulProblem, entry: ProductEntry) -> str:
+    return f"{problem.epilogue.value} by {algorithm_in_words(entry.config)}"

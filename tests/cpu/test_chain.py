@@ -1,0 +1,268 @@
+"""A chain's problems are those that its layers, run one after the other, ask for; its parts are decided together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lt_runtime.errors import ArgumentError
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.plans.strategies import backward_strategies, forward_strategies, unchanged
+from lt_runtime.problem import (
+    ACTIVATIONS,
+    Activation,
+    BackwardProblem,
+    Compute,
+    DType,
+    ForwardProblem,
+    MatmulProblem,
+    Saved,
+    Spec,
+)
+from lt_runtime.store.keys import parse_key, problem_key
+from lt_runtime.tuner.chain import Chain, Layer, Part, chains_of, derivative_of, plain_backward, saved_kinds
+from tests.support.chain_problems import backward_of, by_themselves, forward_of
+
+
+def mlp(activation: str = "gelu", rows: int = 64, dims: tuple[int, ...] = (32, 48, 24, 10), **options: Any) -> Chain:
+    return Chain.of_mlp(rows, dims, Activation(activation), DType.BFLOAT16, Compute.FLOAT32, **options)
+
+
+GELU, RELU = mlp("gelu"), mlp("relu")
+
+
+def spec(rows: int, cols: int) -> Spec:
+    return Spec(packed(rows, cols), 256)
+
+
+def test_forward_has_the_layers_shapes_and_activations() -> None:
+    problems = [forward_of(GELU, index) for index in range(3)]
+    assert [(each.x, each.w, each.y) for each in problems] == [
+        (spec(64, 32), spec(48, 32), spec(64, 48)),
+        (spec(64, 48), spec(24, 48), spec(64, 24)),
+        (spec(64, 24), spec(10, 24), spec(64, 10)),
+    ]
+    assert [each.activation.name for each in problems] == ["gelu", "gelu", "none"]
+    assert all(each.backward and each.bias == 256 for each in problems)
+
+
+def test_only_hidden_layers_have_dropout() -> None:
+    chain = mlp(dropout=True, final_activation=Activation("tanh"))
+    assert [forward_of(chain, index).dropout for index in range(3)] == [True, True, False]
+    assert forward_of(chain, 2).activation == Activation("tanh")
+    assert backward_of(chain, 2).own == derivative_of(forward_of(chain, 2))
+    assert backward_of(chain, 2).through == derivative_of(forward_of(chain, 1))
+    assert backward_of(chain, 2).through.dropout  # type: ignore[union-attr]
+
+
+def test_a_chain_takes_every_derivative_once() -> None:
+    first, middle, last = (backward_of(GELU, index) for index in range(3))
+    below = derivative_of(forward_of(GELU, 0))
+    assert below.saved is Saved.PREACTIVATION
+    assert below.db == 256
+    assert (last.own, last.through) == (unchanged(256), derivative_of(forward_of(GELU, 1)))
+    assert (middle.own, middle.through) == (unchanged(None), below)
+    assert (first.own, first.through) == (unchanged(None), None)
+    assert (first.dx, middle.dx, last.dx) == (None, spec(64, 48), spec(64, 24))
+    assert backward_of(mlp(input_gradient=True), 0).dx == spec(64, 32)
+
+
+def test_layers_that_are_not_chained_take_their_own() -> None:
+    for index in range(3):
+        problem = backward_of(by_themselves(GELU), index)
+        assert problem.own == derivative_of(forward_of(GELU, index))
+        assert problem.through is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "layout"),
+    [
+        (Saved.MASK, Layout(64, 24, Order.ROW, 128)),
+        (Saved.PREACTIVATION, Layout(64, 24, Order.ROW, 24)),
+        (Saved.OUTPUT, packed(64, 24)),
+    ],
+)
+def test_what_is_saved_lies_as_forward_leaves_it(saved: Saved, layout: Layout) -> None:
+    problem = backward_of(RELU.keeping({1: saved}), 2)
+    assert problem.through is not None
+    assert (problem.through.saved, problem.through.saved_spec) == (saved, Spec(layout))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dropout", [False, True])
+def test_what_is_saved_by_default_is_what_some_strategy_keeps(activation: str, dropout: bool) -> None:
+    chain = mlp(activation, dropout=dropout)
+    kept = {each.saved for each in forward_strategies(forward_of(chain, 1))}
+    below = backward_of(chain, 2).through
+    assert below is not None
+    assert below.saved in kept
+    assert (below.saved_spec is None) == (below.saved is Saved.NOTHING)
+    assert next(backward_strategies(backward_of(chain, 2)))
+
+
+def test_without_bias_there_are_no_bias_gradients() -> None:
+    chain = mlp(bias=False)
+    problems = [backward_of(chain, index) for index in range(3)]
+    assert {each.own.db for each in problems} == {None}
+    assert {each.through.db for each in problems if each.through} == {None}
+    assert forward_of(chain, 0).bias is None
+
+
+def test_problems_are_listed_once_forward_first() -> None:
+    problems = mlp(dims=(32, 32, 32, 32)).problems
+    # Layers 0 and 1 are alike forward; each of the three differs backward: no dx, in the middle, with its own bias.
+    assert [type(each) for each in problems] == [ForwardProblem] * 2 + [BackwardProblem] * 3
+    assert len({problem_key(each) for each in problems}) == 5
+    assert [parse_key(problem_key(each)) for each in problems] == problems
+
+
+def test_the_plain_backward_of_a_layer() -> None:
+    single = mlp(dims=(32, 48), final_activation=Activation("gelu"), input_gradient=True)
+    assert plain_backward(forward_of(single, 0)) == backward_of(single, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dims": (32,)}, r"dims is \[32\]; accepted are two or more"),
+        ({"dims": (32, 0, 10)}, "dims has 0; accepted are integers of at least 1"),
+        ({"dims": (32, 1.5)}, "dims has 1.5"),
+        ({"rows": True}, "rows has True"),
+        ({"rows": -1}, "rows has -1"),
+    ],
+)
+def test_bad_sizes(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        mlp(**changes)
+
+
+def parts_of(chain: Chain) -> list[tuple[list[object], object]]:
+    cuts = [chain.cut(part) for part in chain.parts]
+    return [([*cut.problems], cut.reader(0)) for cut in cuts]
+
+
+def test_each_layer_is_decided_with_the_one_above() -> None:
+    chain = mlp("relu")
+    assert parts_of(chain) == [
+        ([forward_of(chain, 2)], None),
+        ([forward_of(chain, 1), backward_of(chain, 2)], (1, "through")),
+        ([forward_of(chain, 0), backward_of(chain, 1)], (1, "through")),
+        ([backward_of(chain, 0)], None),
+    ]
+
+
+def test_layers_by_themselves_are_decided_with_their_own_backward() -> None:
+    chain = by_themselves(mlp("relu", dims=(8, 24, 8), final_activation=Activation("gelu")))
+    assert chain.parts == [Part(1, 1), Part(0, 0)]
+    assert chain.reader(0) == (0, "own")
+
+
+def test_the_last_layer_comes_after_the_one_below() -> None:
+    chain = mlp("relu", dims=(8, 24, 8), final_activation=Activation("gelu"))
+    assert chain.parts == [Part(0, 1), Part(1, 1), Part(None, 0)]
+    decided = chain.keeping({0: Saved.MASK})
+    second = decided.cut(Part(1, 1))
+    assert second.layers == (Layer(forward_of(chain, 1), backward_of(decided, 1)),)
+    assert second.reader(0) == (0, "own")
+
+
+def test_a_linear_layer_keeps_nothing_and_is_alone() -> None:
+    chain = mlp(dims=(8, 24))
+    assert chain.parts == [Part(0, None), Part(None, 0)]
+
+
+def test_keeping_something_else_changes_who_reads_it() -> None:
+    chain = mlp("relu", dims=(8, 24, 8))
+    assert saved_kinds(forward_of(chain, 0)) == (Saved.OUTPUT, Saved.MASK)
+    by_mask = chain.keeping({0: Saved.MASK})
+    assert (by_mask.layers[0], by_mask.layers[1].forward) == (chain.layers[0], chain.layers[1].forward)
+    own, through = derivative_of(forward_of(chain, 1)), backward_of(by_mask, 1).through
+    assert backward_of(by_mask, 1).own == own
+    assert through is not None
+    assert through.saved is Saved.MASK
+    assert by_mask.keeping({0: Saved.OUTPUT}) == chain
+    asked = Spec(packed(64, 24), 64)
+    gelu = replace(forward_of(mlp(dims=(8, 24)), 0), activation=Activation("gelu"), preactivation=asked)
+    lone = Chain.of_problem(gelu).keeping({0: Saved.PREACTIVATION})
+    assert backward_of(lone, 0).own.saved_spec == asked
+    assert backward_of(lone.keeping({0: Saved.NOTHING}), 0).own.saved_spec is None
+
+
+def test_a_problem_by_itself() -> None:
+    one, last = forward_of(GELU, 0), backward_of(GELU, 0)
+    assert Chain.of_problem(one).layers == (Layer(one, plain_backward(one)),)
+    inference = replace(one, backward=False)
+    assert Chain.of_problem(inference).layers == (Layer(inference),)
+    assert Chain.of_problem(last).layers == (Layer(None, last),)
+
+
+def test_blocks_that_repeat_are_there_once_in_a_condensed_chain() -> None:
+    def names(*layers: int) -> list[int]:
+        chain = Chain(tuple(Layer(forward_of(mlp(dims=(8, 8 + each)), 0)) for each in layers))
+        return [each.forward.y.layout.cols - 8 for each in chain.condensed.layers if each.forward]
+
+    assert names(1, 2, 3) == [1, 2, 3]
+    assert names(1, 2, 2, 2, 3) == [1, 2, 3]
+    assert names(1, 2, 3, 2, 3, 2, 3, 4) == [1, 2, 3, 4]
+    alike = mlp(dims=(16,) * 9)
+    assert len(alike.condensed.layers) == 3
+    assert {*alike.condensed.problems} == {*alike.problems}
+
+
+def test_flat_problems_are_chained_again() -> None:
+    for chain in (mlp("relu"), mlp(input_gradient=True), mlp("relu", final_activation=Activation("gelu"))):
+        assert chains_of(chain.problems) == [chain]
+        assert chains_of(reversed(chain.problems)) == [chain]
+        decided = chain.keeping({index: saved_kinds(forward_of(chain, index))[-1] for index in range(3)})
+        assert chains_of(decided.problems) == [decided]
+    both = mlp("relu"), mlp(rows=32)
+    assert chains_of([problem for chain in both for problem in chain.problems]) == [*both]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "none"])
+def test_flat_layers_of_one_shape_are_chained_as_they_ran(activation: str) -> None:
+    chain = mlp(activation, dims=(16, 16, 16, 16), input_gradient=True)
+    assert chains_of(chain.problems) == [chain]
+
+
+def test_flat_layers_by_themselves_are_chained_where_shapes_fit() -> None:
+    chain = by_themselves(mlp("relu", final_activation=Activation("gelu")))
+    assert chains_of(chain.problems) == [chain]
+    (pair,) = chains_of([forward_of(RELU, 0), backward_of(RELU, 1)])
+    assert pair == RELU.cut(Part(0, 1))
+    first = replace(forward_of(RELU, 0), backward=False)
+    second = replace(forward_of(RELU, 1), backward=False)
+    assert chains_of([first, second]) == [Chain((Layer(first), Layer(second)))]
+
+
+def test_a_forward_of_two_backwards_is_in_a_chain_with_each() -> None:
+    one = backward_of(RELU, 1)
+    other = replace(one, accumulate=True)
+    below = Layer(forward_of(RELU, 0))
+    assert chains_of([forward_of(RELU, 0), one, other]) == [
+        Chain((below, Layer(None, one))),
+        Chain((below, Layer(None, other))),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": Activation("gelu")},
+        {"dropout": True},
+        {"backward": False},
+        {"bias": None},
+        {"y": Spec(packed(64, 48), 16)},
+        {"dtype": DType.FLOAT16},
+    ],
+)
+def test_what_does_not_belong_together(changes: dict[str, Any]) -> None:
+    other, above = replace(forward_of(RELU, 0), **changes), backward_of(RELU, 1)
+    assert chains_of([other, above]) == [Chain((Layer(other),)), Chain((Layer(None, above),))]
+
+
+def test_products_stand_for_themselves() -> None:
+    product = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *[Spec(packed(4, 4))] * 3)
+    assert chains_of([product, product]) == [product]

@@ -1,0 +1,168 @@
+"""A stand-in for the GPU that layers are tuned on: plans cost what a test says, and write ones."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.kernels.call import Call
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, strategies_of
+from lt_runtime.plans.forward import ForwardPlan
+from lt_runtime.problem import ForwardProblem, MatmulProblem
+from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.tuner import chain_operands, chain_search, layer_search, product_search, search, splits
+from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.chain_operands import ChainOperands
+from lt_runtime.tuner.splits import plan_name
+from lt_runtime.tuner.timing import Bench, Timing, take_times
+from tests.fake_clock import FakeClock
+from tests.plan_entries import H200
+
+TUNED, BY_HEURISTIC = bytes(64), b"\x01" * 64
+"""Algorithms that the tuner finds, and that the heuristic offers."""
+
+
+def _fused_first(problem: LayerProblem, device: int) -> list[Strategy]:
+    return sorted(strategies_of(problem), key=lambda each: "aux" in getattr(each, "epilogue", Epilogue.NONE).value)
+
+
+class LayerGpu:
+    """Everything that needs a GPU, replaced for as long as a test runs.
+
+    Attributes:
+        us: what a plan costs by its name; `default_us` where nothing is said.
+        tuned_us: what it costs with tuned algorithms, where that is another time.
+        chain_us: what it costs with them between its neighbours, where that is another time.
+        wrong: names of plans that write twos.
+        too_large: problems that there is not enough memory for.
+        refused: epilogues' names that the library refuses.
+        asked: products that plans were asked for.
+        tuned: products that were tuned, with the seconds allowed for each.
+        useless: epilogues' names for which no algorithm is right.
+        wrong_first: those for which the heuristic's is wrong.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self.us: dict[str, float] = {}
+        self.default_us = 10.0
+        self.tuned_us: dict[str, float] = {}
+        self.chain_us: dict[str, float] = {}
+        self.in_chain = False
+        self.sets = 2
+        self.too_large: list[Any] = []
+        self.wrong: set[str] = set()
+        self.refused: set[str] = set()
+        self.useless: set[str] = set()
+        self.wrong_first: set[str] = set()
+        self.asked: list[MatmulProblem] = []
+        self.tuned: list[tuple[MatmulProblem, float]] = []
+        self.operands: list[ChainOperands] = []
+        self.forgotten: list[Any] = []
+        self.clock = FakeClock()
+        self.store = PlanStore(directory / "plans.json", H200)
+        self._patch(monkeypatch)
+
+    def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ForwardPlan, "_own_pass", lambda *_: None)
+        monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
+        for kind in (ForwardPlan, BackwardPlan):
+            monkeypatch.setattr(kind, "run", lambda plan, call: self._run(plan, call))
+        monkeypatch.setattr(splits, "priors_of", _fused_first)
+        monkeypatch.setattr(layer_search, "priors_of", _fused_first)
+        monkeypatch.setattr(search, "plan_store", lambda _: self.store)
+        for module in (product_search, search):
+            monkeypatch.setattr(module, "find_algorithm", self._find_algorithm)
+        for module in (layer_search, chain_search):
+            monkeypatch.setattr(module, "heuristic_algorithm", self._plan)
+        monkeypatch.setattr(product_search, "configuration", lambda _: {"ID": 2})
+        monkeypatch.setattr(product_search, "known_algorithm", self._tuned_or_known)
+        monkeypatch.setattr(product_search, "plan_by", self._tuned_plan)
+        monkeypatch.setattr(chain_operands, "buffer_sets", lambda *_: self.sets)
+        monkeypatch.setattr(chain_operands, "ChainOperands", self._allocate)
+        monkeypatch.setattr(chain_search, "take_times", self._take_times_in_chain)
+        monkeypatch.setattr(search, "workbench", self._workbench)
+        monkeypatch.setattr(search, "forget", lambda problems, _: self.forgotten.extend(problems))
+        monkeypatch.setattr(time, "monotonic", lambda: self.clock.now)
+
+    @contextlib.contextmanager
+    def _workbench(self, device: int) -> Iterator[Bench]:
+        self.operands.clear()
+        yield Bench(device, self.clock, np)  # type: ignore[arg-type]
+
+    def _take_times_in_chain(self, *arguments: Any, **options: Any) -> dict[str, Timing]:
+        self.in_chain = True
+        try:
+            return take_times(*arguments, **options)
+        finally:
+            self.in_chain = False
+
+    def _allocate(self, xp: Any, chain: Chain) -> ChainOperands:
+        if not {*self.too_large}.isdisjoint(chain.problems):
+            raise MemoryError("out of memory")
+        self.operands.append(ChainOperands(xp, chain))
+        return self.operands[-1]
+
+    def _plan(self, problem: MatmulProblem, _: int, tuned: bool = False) -> Any:
+        self.asked.append(problem)
+        if problem.epilogue.value in self.refused:
+            raise PlanError(f"cuBLASLt offers 0 sound algorithms for {problem.epilogue.value}")
+        blob = TUNED if tuned else BY_HEURISTIC
+        return SimpleNamespace(problem=problem, tuned=tuned, blob=blob)
+
+    def _tuned_or_known(self, problem: MatmulProblem, device: int) -> Any:
+        return self._plan(problem, device, tuned=self.store.product(problem_key(problem)) is not None)
+
+    def _tuned_plan(self, problem: MatmulProblem, device: int, algorithm: bytes) -> Any:
+        return self._plan(problem, device, tuned=algorithm == TUNED)
+
+    def _find_algorithm(self, _: Bench, problem: MatmulProblem, effort: Any, budget_s: float) -> ProductEntry:
+        self.tuned.append((problem, budget_s))
+        with self.clock.watch.running():
+            self.clock.now += budget_s
+        if problem.epilogue.value in self.useless | self.refused:
+            raise PlanError("none of cuBLASLt's algorithms is of use")
+        wrong = RejectedAlgorithm(BY_HEURISTIC, {"ID": 2}, "wrong: d[0, 0, 0] is 1 and not 2")
+        rejected = (wrong,) if problem.epilogue.value in self.wrong_first else ()
+        return ProductEntry(TUNED, {"ID": 1}, 5.0, 6.0, 0.1, 3, rejected, effort=effort)
+
+    def _run(self, plan: LayerPlan, call: Call) -> None:
+        problem, at = plan.problem, dict(zip(plan.problem.operands, call.addresses, strict=True))
+        if isinstance(problem, ForwardProblem):
+            present = {"bias": problem.bias, "kept": plan.kept_spec}
+        else:
+            through = problem.through
+            present = {"saved": problem.own.saved_spec, "saved_below": through.saved_spec if through else None}
+        assert at["x"]
+        assert at["w"]
+        assert {name: at[name] != 0 for name in present} == {name: each is not None for name, each in present.items()}
+        self._pay(plan)
+        self._write(plan, {at.get(name, 0) for name in ("y", "dx", "dw", "db", "dz", "db_below")} - {0})
+
+    def _pay(self, plan: LayerPlan) -> None:
+        name = plan_name(plan.problem, plan.strategy)
+        us = self.us.get(name, self.default_us)
+        if all(each.tuned for each in plan.products.values()):  # type: ignore[attr-defined]
+            us = self.tuned_us.get(name, us)
+            us = self.chain_us.get(name, us) if self.in_chain else us
+        self.clock._spent += us
+        self.clock.launched.append((name, 0))
+
+    def _write(self, plan: LayerPlan, addresses: set[int]) -> None:
+        name = plan_name(plan.problem, plan.strategy)
+        value = np.full(1, 2.0 if name in self.wrong else 1.0, plan.problem.dtype.numpy)
+        for operands in self.operands:
+            for buffer in operands.buffers.values():
+                if buffer.address in addresses:
+                    buffer.bits[...] = value.view(buffer.bits.dtype)[0]
