@@ -217,8 +217,11 @@ def measure(
 
     def turn(build: Callable[[], Contender]) -> Turn:
         contender = build()
-        return timed(contender.capture(contender.run, repetitions, sets, stream), repetitions, stream)
+        run = timed(contender.capture(contender.run, repetitions, sets, stream), repetitions, stream)
+        kept.append(contender)
+        return run
 
+    kept: list[Contender] = []  # their graphs read what they hold
     turns, left_out = built({name: lambda build=build: turn(build) for name, build in builders.items()})
     return Measured(take_turns(turns, rounds), left_out)
 

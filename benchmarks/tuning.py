@@ -46,6 +46,7 @@ def measure(block: Block, options: argparse.Namespace, plans: str, stream: Any) 
     sets = block.sets(timing.cache_size())
     count, buffers = block.repetitions(sets), [arrays(block) for _ in range(sets)]
     turns: dict[str, timing.Turn] = {}
+    kept: list[timing.Contender] = []  # their graphs read what they hold
     facts = block.as_json()
     with plan_cache(plans):
         for name, effort in {"lt": "default", "lt_deep": "deep"}.items():
@@ -53,6 +54,7 @@ def measure(block: Block, options: argparse.Namespace, plans: str, stream: Any) 
                 tuned = tune(block, effort)
                 facts |= tuned.as_json() if name == "lt" else {"deep_s": round(tuned.seconds, 3)}
                 made = ours(block, buffers)  # captured before the next tuning changes the plans
+                kept.append(made)
                 turns[name] = timing.timed(made.capture(made.run, count, sets, stream), count, stream)
     return Row(block.name, timing.take_turns(turns, options.rounds), setting=facts)
 

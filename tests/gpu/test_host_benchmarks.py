@@ -57,7 +57,6 @@ def test_our_forward_contenders_agree() -> None:
     for contender in (
         partial(host.linear_forward, keeps=False),
         host.linear_inference,
-        host.linear_elsewhere,
         host.linear_bound,
         alone,
     ):

@@ -96,7 +96,7 @@ class Product:
         aux = self.z_gpu.array if self.epilogue.activation == "gelu" else self.mask_gpu
         memory = stream_memory(0, stream)
         with memory.lock:
-            self.plan.put(Call((a, b, c, vector, int(aux.data.ptr), d), stream, (self.alpha, self.beta)), memory)
+            self.plan.run(Call((a, b, c, vector, int(aux.data.ptr), d), stream, (self.alpha, self.beta)), memory)
 
     def check(self) -> None:
         """Compares what one run has made with float64."""
@@ -238,4 +238,4 @@ def test_the_tuner_has_nothing_against_them(
     product = Product(shape, dtype, column_major, epilogue)
     trial, stream = ProductOperands(cp, product.problem), cp.cuda.get_current_stream().ptr
     memory = stream_memory(0, stream)
-    assert verify({"ours": lambda: product.plan.put(trial.call(stream), memory)}, trial) == {}
+    assert verify({"ours": lambda: product.plan.run(trial.call(stream), memory)}, trial) == {}
