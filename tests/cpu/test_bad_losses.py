@@ -21,7 +21,7 @@ def ones(*shape: int, dtype: Any = np.float32) -> Array:
 
 COMMON: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"out_gradient": ones(C, M)}, ShapeError, r"out_gradient has shape \(4, 3\); it must be \(3, 4\)"),
-    ({"out_gradient": ones(M, C, dtype=np.float16)}, DTypeError, "out_gradient is float16; it must be float32"),
+    ({"out_gradient": ones(M, C, dtype=np.float16)}, DTypeError, "out_gradient is float16 but .* is float32; types must"),
     ({"out_gradient": [[0.0]]}, OperandError, "out_gradient is a list"),
     ({"out_gradient": DeviceArray((M, C))}, DeviceError, "but out_gradient not; all must be on one device"),
     ({"out_loss": ones(1)}, ShapeError, r"out_loss has shape \(1,\); it must be \(\)"),
