@@ -12,6 +12,7 @@ from lt_runtime.errors import (
     ArgumentError,
     DeviceError,
     DTypeError,
+    LayoutError,
     LtError,
     MissingLibraryError,
     OperandError,
@@ -176,6 +177,8 @@ def test_gradients_over_inputs_and_each_other() -> None:
         ({"out": ones(5)}, ShapeError, r"out has shape \(5,\); it must be \(4,\)"),
         ({"out": ones(4, dtype=np.float16)}, DTypeError, "out is float16 but x is float32; types must be equal"),
         ({"rng": lt.Philox(step=np.zeros(3, np.uint32))}, DTypeError, r"step is uint32 of shape \(3,\)"),
+        ({"x": ones(8)[::2]}, LayoutError, r"x has strides \(2,\); it must be row-major without gaps"),
+        ({"stream": 0.5}, ArgumentError, "stream is 0.5; accepted are None, an int handle"),
     ],
 )
 def test_dropout(changes: dict[str, Any], error: type[LtError], message: str) -> None:
