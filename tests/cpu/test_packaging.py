@@ -75,3 +75,19 @@ def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", README, re.DOTALL)
     assert len(examples) == 5
     exec(compile("".join(examples), "README.md", "exec"), {})
+
+
+def test_the_architecture_page_is_shipped_and_what_it_names_exists(wheel: zipfile.ZipFile):
+    page = wheel.read("lt_runtime/ARCHITECTURE.md").decode()
+    named = set(re.findall(r"`((?:\w+/)+|[\w/]+\.(?:py|json|cuh?))`", page)) - {"_x.py"}
+    assert {"ops/call.py", "kernels/", "cuda_src/activations.cuh", "tests/cpu/"} <= named
+    assert [name for name in named if not ((ROOT / "lt_runtime" / name).exists() or (ROOT / name).exists())] == []
+
+
+def test_the_architecture_page_names_every_room_and_functions_that_exist():
+    page = (ROOT / "lt_runtime" / "ARCHITECTURE.md").read_text()
+    rooms = {folder.name for folder in (ROOT / "lt_runtime").iterdir() if (folder / "__init__.py").exists()}
+    assert [room for room in rooms if f"`{room}/`" not in page] == []
+    code = "\n".join(path.read_text() for path in [*ROOT.glob("lt_runtime/**/*.py"), *ROOT.glob("benchmarks/*.py")])
+    defined = set(re.findall(r"^\s*(?:def |class )?(\w+)\b(?=[(:\[]| = )", code, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", page)) - {"yield"} <= defined
