@@ -7,15 +7,22 @@ import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lt_runtime.cli import doctor
+from tests.support.fake_gpu import FakeGpu
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text()
 KERNELS = {file.name for file in (ROOT / "cuda_src").iterdir()}
+
+
+def examples(kind: str) -> list[str]:
+    return re.findall(rf"<!-- {kind} -->\n```python\n(.*?)```", README, re.DOTALL)
 
 
 def build(target: str, directory: Path) -> Path:
@@ -72,9 +79,19 @@ def test_readme_asks_for_the_gpus_that_the_doctor_accepts():
 
 def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # one writes a file
-    examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert len(examples) == 5
-    exec(compile("".join(examples), "README.md", "exec"), {})
+    assert len(examples("example")) == 5
+    exec(compile("".join(examples("example")), "README.md", "exec"), {})
+
+
+def test_readme_examples_run_on_a_gpu(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    first, *_ = examples("example")
+    (bound,) = examples("gpu example")
+    names: dict[str, Any] = {}
+    exec(compile(first, "README.md", "exec"), names)
+    on_host = names["y"]
+    exec(compile(bound, "README.md", "exec"), names)
+    np.testing.assert_allclose(names["y"].get(), on_host, rtol=1e-4, atol=1e-4)
 
 
 def test_the_architecture_page_is_shipped_and_what_it_names_exists(wheel: zipfile.ZipFile):
