@@ -103,7 +103,7 @@ class AdamW:
         """Updates every parameter from its gradient.
 
         Args:
-            stream: as in `linear_fwd`.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
 
         Raises:
             GpuError: the driver or the compiler failed.
