@@ -94,8 +94,7 @@ def _names(*accepted: str) -> Callable[[str], list[str]]:
     """Returns a function that reads names with commas between them."""
 
     def read(text: str) -> list[str]:
-        names = text.split(",")
-        for name in names:
+        for name in (names := text.split(",")):
             if name not in accepted:
                 raise argparse.ArgumentTypeError(f"{name!r} is unknown; accepted are {', '.join(accepted)}")
         return names

@@ -6,6 +6,7 @@ Looking changes nothing and sets nothing aside.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -104,8 +105,8 @@ def _summary(file: CacheFile) -> Json:
         return summary | dict.fromkeys(("fingerprint", "products", "layers", "fits", "differs"))
     theirs = file.document.fingerprint
     differs = _differences(machine(), theirs)
-    fits = None if differs is None else not differs
-    return summary | {"fingerprint": asdict(theirs)} | file.document.counts | {"fits": fits, "differs": differs}
+    known = {"fits": None if differs is None else not differs, "differs": differs}
+    return summary | {"fingerprint": asdict(theirs)} | file.document.counts | known
 
 
 def _show(arguments: argparse.Namespace) -> Json:
@@ -150,16 +151,14 @@ def _verdict(file: CacheFile) -> Json:
 
 def _merge(arguments: argparse.Namespace) -> Json:
     """Every file is read and compared before any is merged."""
-    stores = [_store_for(path, _read(path)) for path in arguments.files]
-    merged = [_merge_file(path, store) for path, store in zip(arguments.files, stores, strict=True)]
+    documents = [(path, _read(path)) for path in arguments.files]
+    merged = []
+    for (path, document), store in zip(documents, [_store_for(*each) for each in documents], strict=True):
+        damaged = document.drop_damaged()
+        changed, saved = store.merge(document)
+        names = {"file": str(path), "into": str(store.path)}
+        merged.append(names | {"changed": changed, "damaged": damaged, "saved": saved})
     return {"ok": all(file["saved"] for file in merged), "merged": merged}
-
-
-def _merge_file(path: Path, store: PlanStore) -> Json:
-    document = _read(path)
-    damaged = document.drop_damaged()
-    changed, saved = store.merge(document)
-    return {"file": str(path), "into": str(store.path), "changed": changed, "damaged": damaged, "saved": saved}
 
 
 def _store_for(path: Path, document: Document) -> PlanStore:
@@ -224,21 +223,15 @@ def _useless() -> Iterator[tuple[Path, str]]:
     for path in _beside(f"*{TEMPORARY}"):
         if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
             yield path, "never finished"
-    installed = _installed_version()
+    installed: int | None = None
+    with contextlib.suppress(LtError):
+        installed = cublaslt.get_version()
     for file in _files():
         version = file.document.fingerprint.cublaslt if file.document else None
         if file.is_of_another_version:
             yield file.path, str(file.fault)
         elif version is not None and installed is not None and version != installed:
             yield file.path, f"of cuBLASLt {version_text(version)}; {version_text(installed)} is installed"
-
-
-def _installed_version() -> int | None:
-    """The version of the installed cuBLASLt; None if there is none."""
-    try:
-        return cublaslt.get_version()
-    except LtError:
-        return None
 
 
 _Action = tuple[Callable[[argparse.Namespace], Json], Callable[[Json, Console], None]]
