@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final, NamedTuple
-
-from rich.console import Console
+from typing import Any, Final, NamedTuple
 
 from lt_runtime import cublaslt
 from lt_runtime.cli import cache_report
+from lt_runtime.cli.output import show
 from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY, replace_file
@@ -40,13 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status: 0, or 1 if something is not as it should be.
     """
-    act, show = _ACTIONS[arguments.action]
+    act, lines = _ACTIONS[arguments.action]
     result = act(arguments)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        show(result, Console())
-    return 0 if result["ok"] else 1
+    return show(result, lines(result), as_json=arguments.json)
 
 
 class CacheFile(NamedTuple):
@@ -234,12 +228,12 @@ def _useless() -> Iterator[tuple[Path, str]]:
             yield file.path, f"of cuBLASLt {version_text(version)}; {version_text(installed)} is installed"
 
 
-_Action = tuple[Callable[[argparse.Namespace], Json], Callable[[Json, Console], None]]
+_Action = tuple[Callable[[argparse.Namespace], Json], Callable[[Json], Iterator[Any]]]
 _ACTIONS: Final[dict[str, _Action]] = {
-    "list": (_list, cache_report.show_list),
-    "show": (_show, cache_report.show_entries),
-    "verify": (_verify, cache_report.show_verdict),
-    "merge": (_merge, cache_report.show_merged),
-    "export": (_export, cache_report.show_exported),
-    "prune": (_prune, cache_report.show_pruned),
+    "list": (_list, cache_report.list_lines),
+    "show": (_show, cache_report.entry_lines),
+    "verify": (_verify, cache_report.verdict_lines),
+    "merge": (_merge, cache_report.merged_lines),
+    "export": (_export, cache_report.exported_lines),
+    "prune": (_prune, cache_report.pruned_lines),
 }

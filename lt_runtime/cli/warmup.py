@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from typing import Final
 
-from rich.console import Console
-
+from lt_runtime.cli.output import show
 from lt_runtime.cli.shapes import Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops.tuning import mlp_chain, ordinal_of
@@ -45,21 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
         if tuned:
             _show(tuned, is_complete=False, as_json=arguments.json)
         raise
-    _show(tuned, is_complete=True, as_json=arguments.json)
-    return 0
+    return _show(tuned, is_complete=True, as_json=arguments.json)
 
 
-def _show(tuned: list[Tuned], *, is_complete: bool, as_json: bool) -> None:
+def _show(tuned: list[Tuned], *, is_complete: bool, as_json: bool) -> int:
     report = TuningReport(tuned)
-    if as_json:
-        head = {"ok": is_complete, "gain": report.gain, "seconds": report.seconds}
-        print(json.dumps(head | {"tuned": report.to_json()}, indent=2))
-        return
-    console = Console()
-    console.print(report.table())
-    console.print(report.summary, highlight=False, soft_wrap=True)
-    if not is_complete:
-        console.print("Stopped: what is in the table is kept.", highlight=False)
+    result = {"ok": is_complete, "gain": report.gain, "seconds": report.seconds, "tuned": report.to_json()}
+    stopped = [] if is_complete else ["Stopped: what is in the table is kept."]
+    return show(result, [report.table(), report.summary, *stopped], as_json=as_json)
 
 
 def _chains(arguments: argparse.Namespace) -> list[Chain | MatmulProblem]:
