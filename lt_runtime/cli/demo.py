@@ -17,10 +17,10 @@ from rich.table import Column, Table
 
 from lt_runtime import ranges, schedules
 from lt_runtime.errors import ArgumentError, MissingLibraryError
+from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.profiling import LayerTime, RangeTimer
 from lt_runtime.training import MLP, TrainStep
-from lt_runtime.training.device import ComputeDevice
 
 _HIDDEN: Final = (256, 128)
 _CLASSES: Final = 10
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
     console, json_file = Console(), arguments.json
     if json_file is not None and not json_file.parent.is_dir():
         raise ArgumentError(f"--json is {json_file}, but {json_file.parent} is no directory")
-    if ComputeDevice.parse(arguments.device).ordinal is None:
+    if parse_device(arguments.device) is None:
         console.print("No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`).")
     options = {name: getattr(arguments, name) for name in ("device", "dtype", "epochs", "dropout", "seed")}
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())

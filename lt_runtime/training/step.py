@@ -140,11 +140,10 @@ class TrainStep:
 
     def _cut(self, x: Any, target: Any) -> list[tuple[Any, Any]]:
         """The micro-batches of NumPy arrays."""
-        parts = self.accumulate
-        if parts == 1:
+        if self.accumulate == 1:
             return [(x, target)]
-        for name, array in (("x", x), ("target", target)):
-            if getattr(array, "shape", ())[:1] != x.shape[:1]:
-                raise ShapeError(f"{name} has shape {getattr(array, 'shape', None)}; it must have {x.shape[0]} rows")
-        rows = x.shape[0] // parts
-        return [(x[i * rows : (i + 1) * rows], target[i * rows : (i + 1) * rows]) for i in range(parts)]
+        rows = x.shape[0]
+        if getattr(target, "shape", ())[:1] != (rows,):
+            raise ShapeError(f"target has shape {getattr(target, 'shape', None)}; it must have {rows} rows")
+        size = rows // self.accumulate
+        return [(x[i : i + size], target[i : i + size]) for i in range(0, rows, size)]
