@@ -29,14 +29,16 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     Args:
         operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd` or `lt.matmul`.
         arguments, options: its own, with a buffer for every result, and for the pre-activation where it is kept.
-        stream: that each call will run on; as in the operation.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each call
+            will run on it.
 
     Returns:
         A callable without arguments and results, to be called with the arrays' GPU current. A failing launch raises
         GpuError.
 
     Raises:
-        ArgumentError: another operation, or a buffer is missing.
+        ArgumentError: another operation, or no buffer for a result.
         DeviceError: NumPy arrays, which need no launch.
         TypeError: arguments that the operation does not take.
         CaptureError: the stream is being captured.

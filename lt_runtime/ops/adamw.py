@@ -103,7 +103,9 @@ class AdamW:
         """Updates every parameter from its gradient.
 
         Args:
-            stream: as in `linear_fwd`.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. The first
+                operand is the first parameter.
 
         Raises:
             GpuError: the driver or the compiler failed.

@@ -20,15 +20,16 @@ _pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
 def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, stream: Any = None) -> Any:
     """y = mask · scale · x: each element is zeroed with probability `p`, the others are scaled up by 1 / (1 - p).
 
-    Backward is the same call on dy: the mask is computed again from `rng`, never stored.
+    Backward is the same call on dy: the mask is computed again from `rng`, never stored. y is rounded once.
 
     Args:
-        x: any shape; a matrix may lie in any layout, other arrays must be row-major without gaps. The mask of an
-            array is that of its elements in row-major order.
+        x: any shape, float32, float16 or bfloat16; a matrix may lie in any layout, other arrays must be row-major
+            without gaps. The mask of an array is that of its elements in row-major order.
         p: in [0, 1). It is rounded to a multiple of 2^-16.
         rng: where the mask comes from; needed if `p` is not 0.
         out: buffer like x; may be x itself.
-        stream: as in `linear_fwd`.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
         y, of the kind and shape of x.

@@ -26,19 +26,21 @@ def mse_loss(
     """Mean of (prediction - target)² over all elements, and its gradient 2 (prediction - target) / (M·N).
 
     Args:
-        prediction: (M, N). target: (M, N), same type.
+        prediction: (M, N), float32, float16 or bfloat16. target: (M, N), same type.
         grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
             operands. It keeps small FP16 gradients from vanishing.
         share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too.
         out_gradient: (M, N) buffer; may be `prediction` itself.
         out_loss: () FP32 buffer.
-        stream: as in `linear_fwd`.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        The loss, shape () and FP32 whatever the operands' type, and the gradient (M, N). The loss of no elements
-        is NaN.
+        The loss, shape () and FP32 whatever the operands' type, and the gradient (M, N), of their type and rounded
+        once. The loss of no elements is NaN.
 
     Raises:
+        ArgumentError: share is out of its range.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     outputs = Outputs(out_gradient, out_loss, grad_scale, _share(share))
@@ -65,7 +67,7 @@ def cross_entropy(
     means in PyTorch's function of this name.
 
     Args:
-        logits: (M, C).
+        logits: (M, C), float32, float16 or bfloat16.
         labels: (M,) int32 or int64 in [0, C), or `ignore_index`.
         label_smoothing: ε, in [0, 1].
         ignore_index: rows with this label are left out of the mean, and their gradient is 0. None ignores none, and
@@ -75,15 +77,16 @@ def cross_entropy(
         share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too.
         out_gradient: (M, C) buffer; may be `logits` itself.
         out_loss: () FP32 buffer.
-        stream: as in `linear_fwd`.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        The loss, shape () and FP32 whatever the logits' type, and the gradient (M, C). On a GPU, where labels
-        cannot be looked at without waiting for them, one that is out of range makes the loss and its row of the
-        gradient NaN. The loss of no rows, or of none that counts, is NaN.
+        The loss, shape () and FP32 whatever the logits' type, and the gradient (M, C), of their type and rounded once.
+        On a GPU, where labels cannot be looked at without waiting for them, one that is out of range makes the loss and
+        its row of the gradient NaN. The loss of no rows, or of none that counts, is NaN.
 
     Raises:
-        ArgumentError: a label is out of range (NumPy arrays); label_smoothing or ignore_index are.
+        ArgumentError: a label is out of range (NumPy arrays); label_smoothing, ignore_index or share is.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     options = _options(label_smoothing, ignore_index)
