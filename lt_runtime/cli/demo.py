@@ -82,12 +82,7 @@ def load_digits() -> Digits:
 
 
 def train(
-    device: str = "auto",
-    dtype: str = "float32",
-    epochs: int = 40,
-    dropout: float = 0.1,
-    seed: int = 0,
-    on_step: Callable[[], None] = lambda: None,
+    device: str, dtype: str, epochs: int, dropout: float, seed: int, on_step: Callable[[], None] = lambda: None
 ) -> Result:
     """Trains and evaluates; `on_step` is called after every step."""
     digits = load_digits()

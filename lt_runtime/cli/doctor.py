@@ -44,7 +44,7 @@ PACKAGES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is amiss, what that prevents, and how to mend it; `needed` tells whether this machine waits for it."""
+    """What is missing or wrong, what that prevents, how to mend it, and whether this machine needs it."""
 
     what: str
     prevents: str

@@ -46,8 +46,8 @@ class TrainStep:
         batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, of which the
             eight most recently used are kept.
         graph: whether to capture.
-        accumulate: micro-batches that a batch is cut into. Only one's activations are in memory at a time. Their
-            gradients are added up; the loss is the mean of theirs.
+        accumulate: micro-batches that a batch is cut into. The activations of only one micro-batch are in memory
+            at a time. The gradients are added up, and the loss is the mean of the micro-batches' losses.
 
     Raises:
         ArgumentError: an unknown loss, or numbers that are not positive or do not divide the batch.
