@@ -70,10 +70,7 @@ def type_name(dtype: object) -> str:
 
 
 _NUMPY_TYPES: Final[Mapping[DType, np.dtype[Any]]] = {
-    DType.FLOAT32: np.dtype(np.float32),
-    DType.FLOAT16: np.dtype(np.float16),
-    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-    DType.FLOAT64: np.dtype(np.float64),
+    member: np.dtype(getattr(ml_dtypes, name, name)) for name, member in _BY_NAME.items()
 }
 
 

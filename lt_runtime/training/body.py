@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from lt_runtime.gpu.memory import branch, stream_memory
@@ -52,17 +52,10 @@ class StepBody:
             scale = None if scaler is None else scaler.scale
             loss, gradient = self._loss(outputs, target, grad_scale=scale, share=share, stream=stream)
         scores = Scores(outputs, target, IGNORE_INDEX) if self.classifies else None
-        with self._beside(stream) as other:
-            tally.add(loss, scores, share, first=index == 0, stream=other)
+        device = self.model.device.ordinal
+        # Nothing else in the step waits for the tally, so that on a GPU a stream beside adds to it.
+        beside = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
+        with beside as memory:
+            tally.add(loss, scores, share, first=index == 0, stream=memory and memory.stream)
             with range_of("backward"):
                 self.model.backward(gradient, contexts, accumulate=index > 0, stream=stream)
-
-    @contextlib.contextmanager
-    def _beside(self, stream: Any) -> Iterator[Any]:
-        """A stream for work that nothing else in the step waits for."""
-        device = self.model.device.ordinal
-        if device is None:
-            yield stream
-            return
-        with branch(stream_memory(device, stream)) as memory:
-            yield memory.stream

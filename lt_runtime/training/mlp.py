@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.arrays import arena_size, arena_views, host_zeros
 from lt_runtime.errors import ArgumentError
+from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import Parameter
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.problem import Activation, Compute, DType, Philox, keep_threshold
@@ -89,7 +90,7 @@ class MLP:
         if not master_weights and self.dtype is not DType.BFLOAT16:
             raise ArgumentError(f"master_weights is False, which is for bfloat16 alone; dtype is {self.dtype.value!r}")
         self.compute = Compute.parse(compute, self.dtype).value
-        self.device = ComputeDevice.parse(device)
+        self.device = ComputeDevice(parse_device(device))
         self.activation = activation if isinstance(activation, Activation) else Activation(activation)
         parameters = self._parameters(has_masters=master_weights and self.dtype is not DType.FLOAT32)
         self.layers = [
