@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import BackwardProblem, Compute, ForwardProblem, MatmulProblem, Saved
+from lt_runtime.store.entries import Entry
 from lt_runtime.store.keys import Problem, problem_key
 
 if TYPE_CHECKING:
@@ -117,14 +118,18 @@ class Tuned:
     before_us: float
     after_us: float
     strategy: str
-    measured: int
-    rejected: tuple[str, ...]
-    seconds: float
+    measured: int = 0
+    rejected: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     @property
     def gain(self) -> float | None:
         """How many times as fast as before; None where nothing was measured now."""
         return self.before_us / self.after_us if self.measured and self.before_us and self.after_us else None
+
+
+Decided: TypeAlias = tuple[Tuned, Mapping[Any, Entry]]
+"""What is reported of problems that were decided together, and what the plan cache is to remember, by problem."""
 
 
 class TuningReport(tuple[Tuned, ...]):
