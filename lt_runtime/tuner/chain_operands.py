@@ -45,6 +45,11 @@ class Tensor(NamedTuple):
     spec: Spec
     scale: float = 1.0
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether the elements are bits."""
+        return self.role == f"kept {Saved.MASK.value}"
+
 
 def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) -> dict[str, Tensor]:
     """The operands of a layer's problem, by name; those that it does not have are left out.
@@ -57,7 +62,7 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
     """
     found = _of_forward(layer, problem, saved) if isinstance(problem, ForwardProblem) else _of_backward(layer, problem)
     # Weights are scaled so that products are about as large as what is multiplied; the bias is as large as they are.
-    scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(problem.w.layout.cols) / 2))
+    scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(max(problem.w.layout.cols, 1)) / 2))
     return {name: Tensor(role, at, spec, scales.get(name, 1.0)) for name, (role, at, spec) in found.items() if spec}
 
 
@@ -122,7 +127,7 @@ class ChainOperands(Operands):
     def _add(self, xp: Any, problem: LayerProblem, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             if tensor not in self.buffers:
-                dtype = None if tensor.role == f"kept {Saved.MASK.value}" else problem.dtype
+                dtype = None if tensor.is_mask else problem.dtype
                 self.buffers[tensor] = Buffer(xp, tensor.spec, dtype, scale=tensor.scale)
         self._results |= {name: tensors[name] for name in _RESULTS if name in tensors}
         read = _ADDED_TO if isinstance(problem, BackwardProblem) and problem.accumulate else ()
