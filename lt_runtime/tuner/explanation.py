@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lt_runtime.gpu.devices import activated, device_info, highest_clocks
 from lt_runtime.plans.decisions import decide_layer
 from lt_runtime.plans.strategies import to_entry
-from lt_runtime.problem import ForwardProblem, MatmulProblem
+from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.blobs import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
@@ -125,8 +125,7 @@ def explain_chain(chain: Chain, device: int) -> Explanations:
         PlanError: cuBLASLt has no algorithm for one of the products.
     """
     with activated(device):
-        forwards = [(index, problem) for index, problem in chain.runs if isinstance(problem, ForwardProblem)]
-        saved = {index: decide_layer(problem, device).strategy.saved for index, problem in forwards}
+        saved = {index: decide_layer(problem, device).strategy.saved for index, problem in chain.forwards.items()}
     return Explanations(explain_problem(problem, device) for problem in chain.keeping(saved).problems)
 
 

@@ -307,9 +307,8 @@ class _Search:
 def variants_of(part: Chain) -> list[tuple[LayerProblem, ...]]:
     """The problems of a part, forward first; a backward problem for everything that forward may keep."""
     found: list[tuple[LayerProblem, ...]] = [(problem,) for problem in part.problems]
-    forward = part.layers[0].forward
-    if forward is not None and part.reader(0) is not None:
-        found[-1] = tuple(part.keeping({0: saved}).problems[-1] for saved in saved_kinds(forward))
+    if part.reader(0) is not None:
+        found[-1] = tuple(part.keeping({0: saved}).problems[-1] for saved in saved_kinds(part.forwards[0]))
     return found
 
 

@@ -76,7 +76,7 @@ class _Session:
     def __init__(self, device: int, effort: Effort) -> None:
         self._device, self._effort = device, effort
         self._store = plan_store(device)
-        self._kept: dict[ForwardProblem | None, Saved] = {}  # by what was decided in this session
+        self._kept: dict[ForwardProblem, Saved] = {}  # by what was decided in this session
         self._met: set[LayerProblem] = set()
 
     def groups(self, given: Chain | MatmulProblem) -> list[_Group]:
@@ -90,9 +90,8 @@ class _Session:
 
     def _tune_part(self, chain: Chain, part: Part) -> Tuned | None:
         """Decides a part; None if it is empty, or equal layers have brought it up before."""
-        forwards = enumerate(layer.forward for layer in chain.layers)
-        chain = chain.keeping({index: self._kept[each] for index, each in forwards if each in self._kept})
-        if part.forward is not None and chain.layers[part.forward].forward in self._kept:
+        chain = chain.keeping({index: self._kept.get(each) for index, each in chain.forwards.items()})
+        if part.forward is not None and chain.forwards[part.forward] in self._kept:
             part = part._replace(forward=None)
         cut = chain.cut(part)
         is_empty = any(0 in (each.x.layout.size, each.w.layout.size) for each in cut.problems)
@@ -102,16 +101,12 @@ class _Session:
         tuned = self._known(cut) or self._measure(
             cut.problems, lambda bench: decide_part(bench, self._store, cut, self._effort)
         )
-        forward = cut.layers[0].forward
-        if forward is not None and (saved := self._saved(forward)) is not None:
-            self._kept[forward] = saved
+        self._kept |= {each: kept for each in cut.forwards.values() if (kept := self._saved(each)) is not None}
         return tuned
 
     def _known(self, part: Chain) -> Tuned | None:
         """What is known of a part's forward problem, and of the backward problem that reads what that keeps."""
-        forward = part.layers[0].forward
-        saved = None if forward is None else self._saved(forward)
-        problems = part.problems if saved is None else part.keeping({0: saved}).problems
+        problems = self._as_saved(part).problems
         found = [entry for problem in problems if (entry := self._entry(problem)) is not None]
         if len(found) < len(part.problems):
             return None
@@ -132,6 +127,10 @@ class _Session:
         entry = self._entry(problem)
         return None if entry is None else Saved(entry.strategy["saved"])
 
+    def _as_saved(self, chain: Chain) -> Chain:
+        """The chain with what its forward problems were decided to keep."""
+        return chain.keeping({index: self._saved(each) for index, each in chain.forwards.items()})
+
     def _measure(self, problems: Sequence[Problem], decide: Callable[[Bench], Decided]) -> Tuned:
         """Decides problems on a bench, and remembers what was decided."""
         started = time.monotonic()
@@ -146,9 +145,7 @@ class _Session:
 
     def _tune_chain(self, chain: Chain) -> Tuned | None:
         """Decides a chain as a whole, as far as its layers are decided by themselves; None if nothing is to be done."""
-        chain = chain.condensed
-        saved = {index: self._saved(layer.forward) for index, layer in enumerate(chain.layers) if layer.forward}
-        chain = chain.keeping({index: kept for index, kept in saved.items() if kept is not None})
+        chain = self._as_saved(chain.condensed)
         entries = {problem: self._store.layer(problem_key(problem)) for problem in chain.problems}
         known = {problem: entry for problem, entry in entries.items() if entry is not None}
         chain = chain.only(known)
