@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.narrow import takes
@@ -19,7 +19,7 @@ from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, plan_f
 from lt_runtime.plans.strategies import to_entry
 from lt_runtime.problem import BackwardProblem, ForwardProblem
 from lt_runtime.products.choose import Choose, heuristic_algorithm
-from lt_runtime.store.entries import Alternative, Effort, LayerEntry, RejectedStrategy, is_as_deep
+from lt_runtime.store.entries import Alternative, Effort, Entry, LayerEntry, RejectedStrategy, is_as_deep
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.tuner.chain import Chain, saved_kinds
@@ -68,7 +68,7 @@ def decide_part(bench: Bench, store: PlanStore, part: Chain, effort: Effort) -> 
         MemoryError: the GPU has not enough memory.
     """
     search = _Search(bench, store, part, effort)
-    search.screen()
+    search.time_alone(search.before, _SCREENING_ROUNDS, BUDGETS[effort].screening)
     promising = search.promising()
     search.tune_products(promising)
     search.plan_tuned(promising)
@@ -85,16 +85,13 @@ class _Search:
 
     def __init__(self, bench: Bench, store: PlanStore, part: Chain, effort: Effort) -> None:
         self._bench, self._part, self._effort, self._budget = bench, part, effort, BUDGETS[effort]
-        self._variants = variants_of(part)
-        self._rejected: dict[LayerProblem, list[RejectedStrategy]] = {}
-        for problem in itertools.chain(*self._variants):
-            entry = store.layer(problem_key(problem))
-            self._rejected[problem] = [*entry.rejected] if entry else []
-        self._products = Products(store)
-        self._timings: dict[str, Timing] = {}  # of single plans
+        self._variants, self._layers = variants_of(part), [layer for layer, _ in part.runs]
+        known = {problem: store.layer(problem_key(problem)) for problem in itertools.chain(*self._variants)}
+        self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
+        self._products, self._operands = Products(store), OperandSets(bench, part)
+        self._timings: dict[str, Timing] = {}  # of single plans that are not rejected
         self._tried = 0
         self._complaints: list[str] = []
-        self._operands = OperandSets(bench, part)
         self.before = self._plans(heuristic_algorithm)
         self.after: Plans = {}
 
@@ -107,20 +104,24 @@ class _Search:
             PlanError: no split is left.
         """
         choose, made = functools.cache(choose), {}
-        for problem in itertools.chain(*self._variants):
-            out = [each.strategy for each in self._rejected[problem]]
+        for problem, rejected in self._rejected.items():
+            out = [each.strategy for each in rejected]
             for strategy in strategies_of(problem):
-                name, entry = plan_name(problem, strategy), to_entry(strategy)
-                if entry in out or (only is not None and name not in only):
+                name = plan_name(problem, strategy)
+                if to_entry(strategy) in out or (only is not None and name not in only):
                     continue
                 try:
                     made[name] = plan_for(problem, self._bench.device, strategy, choose)
                 except PlanError as error:
-                    self._rejected[problem].append(RejectedStrategy(entry, f"refused: {error}"))
+                    self._reject(problem, strategy, f"refused: {error}")
         if not self._splits(made):
             reasons = "; ".join(each.reason for rejected in self._rejected.values() for each in rejected)
             raise PlanError(f"no split is of use for {self._part.problems[0]}: {reasons}")
         return made
+
+    def _reject(self, problem: LayerProblem, strategy: Strategy, reason: str) -> None:
+        self._rejected[problem].append(RejectedStrategy(to_entry(strategy), reason))
+        self._timings.pop(plan_name(problem, strategy), None)
 
     def _splits(self, plans: Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of) -> list[Split]:
         """Plans that go together, as backward reads what forward keeps; the first of each problem first."""
@@ -135,33 +136,26 @@ class _Search:
         forward, backward = (plans[name] for name in split)
         return getattr(backward.problem, reader[1]).saved is forward.strategy.saved
 
-    def _by_priors(self, plans: Plans) -> list[Split]:
-        return self._splits(plans, lambda problem: priors_of(problem, self._bench.device))
-
-    def _by_plainness(self, plans: Plans) -> list[Split]:
-        """The split of plain products and our kernels comes first."""
-        return self._splits(plans, _plainest_first)
+    def _untuned_and_plainest(self, plans: Plans) -> list[Split]:
+        """The split that the priors take, and that of plain products and our kernels; neither if no split is left."""
+        by_priors = functools.partial(priors_of, device=self._bench.device)
+        return [split for order in (by_priors, _plainest_first) for split in self._splits(plans, order)[:1]]
 
     def _placed(self, plans: Plans, split: Split) -> Placed:
-        layers = [layer for layer, _ in self._part.runs]
-        return [*zip(layers, (plans[name] for name in split), strict=True)]
+        return [*zip(self._layers, (plans[name] for name in split), strict=True)]
 
     def _times(self, plans: Plans) -> dict[Split, float]:
         """Microseconds of all plans of a split, one after the other, of the splits whose plans were timed."""
         timed = [split for split in self._splits(plans) if self._timings.keys() >= {*split}]
         return {split: sum(self._timings[name].median_us for name in split) for split in timed}
 
-    def _time_alone(self, plans: Plans, rounds: int, budget_s: float) -> None:
+    def time_alone(self, plans: Plans, rounds: int, budget_s: float) -> None:
         """Times the plans of each direction against each other, the priors' first."""
-        layers = [layer for layer, _ in self._part.runs]
-        for first, layer, variants in zip(self._by_priors(plans)[0], layers, self._variants, strict=True):
-            names = sorted((name for name in plans if plans[name].problem in variants), key=lambda name: name != first)
+        untuned, _ = self._untuned_and_plainest(plans)
+        for first, layer, variants in zip(untuned, self._layers, self._variants, strict=True):
+            names = [first, *(name for name in plans if plans[name].problem in variants)]
             contenders = {name: [(layer, plans[name])] for name in names}
             self._timings |= self._operands.take_times(contenders, budget_s, rounds)
-
-    def screen(self) -> None:
-        """Times all plans by the heuristic's algorithms."""
-        self._time_alone(self.before, _SCREENING_ROUNDS, self._budget.screening)
 
     def promising(self) -> set[str]:
         """Names of the priors' plans, and of those that are not far behind, alone and with the plan they go with.
@@ -180,7 +174,7 @@ class _Search:
         ours = {
             name for name, plan in self.before.items() if any(takes(each.problem) for each in plan.products.values())
         }
-        return near | ours | {*self._by_priors(self.before)[0]}
+        return near | ours | {*self._untuned_and_plainest(self.before)[0]}
 
     def tune_products(self, names: Iterable[str]) -> None:
         """Finds the algorithms of the products of some plans, those that are not known already."""
@@ -198,10 +192,11 @@ class _Search:
                     f"{name} by {algorithm_in_words(each.config)}: {each.reason}" for each in found.rejected
                 ]
 
-    def plan_tuned(self, names: Collection[str]) -> None:
+    def plan_tuned(self, names: Iterable[str]) -> None:
         """Plans and times some plans by the tuned algorithms, and those of the plainest split."""
-        self.after = self._plans(self._products.plan, {*names, *self._by_plainness(self.before)[0]})
-        self._time_alone(self.after, _PLANS_ROUNDS, self._budget.finals)
+        _, plainest = self._untuned_and_plainest(self.before)
+        self.after = self._plans(self._products.plan, {*names, *plainest})
+        self.time_alone(self.after, _PLANS_ROUNDS, self._budget.finals)
 
     def conclude(self) -> Decided:
         """Times the best splits against each other; what runs untuned stays if it is faster than their winner.
@@ -209,7 +204,7 @@ class _Search:
         Raises:
             PlanError: nothing is left.
         """
-        untuned, trusted = self._by_priors(self.before)[0], self._by_plainness(self.before)[0]
+        untuned, trusted = self._untuned_and_plainest(self.before)
         placed_untuned = self._placed(self.before, untuned)
         expected = self._operands.results(self._placed(self.before, trusted))
         unsound = {name for name, plan in self.before.items() if self._products.is_unsound(plan)}
@@ -226,21 +221,27 @@ class _Search:
                 break
             output, words = fault
             wrong = self.after.pop(split[0 if output == "y" else -1])
-            self._rejected[wrong.problem].append(RejectedStrategy(to_entry(wrong.strategy), f"wrong: {words}"))
+            self._reject(wrong.problem, wrong.strategy, f"wrong: {words}")
         stays = plans is self.before and split == untuned
         if not stays and fastest({name: new, _BEFORE: old}, name) == _BEFORE and untuned in self._splits(self.after):
             is_sound = unsound.isdisjoint(untuned)
             stays = is_sound and self._operands.disagreement(placed_untuned, expected) is None
-        split, us = (untuned, old.median_us) if stays else (split, new.median_us)
-        products = {} if stays else {**self._products.found}
-        if plans is self.before and not stays:
+        if stays:
+            return self._decided(untuned, old, old, self._entries(untuned, new))
+        products = {**self._products.found}
+        if plans is self.before:
             for name in split:
                 products |= self._products.as_planned(plans[name])
+        return self._decided(split, old, new, {**products, **self._entries(split, new)})
+
+    def _decided(self, split: Split, old: Timing, new: Timing, entries: Mapping[Any, Entry]) -> Decided:
         words = " | ".join(strategy_in_words(to_entry(self.before[name].strategy)) for name in split)
-        timed, measured = self._timed(), self._operands.measured + self._tried
-        rejected = (*self._rejections(timed), *self._complaints)
-        tuned = Tuned((*self._part.problems,), old.median_us, us, words, measured, rejected)
-        return tuned, {**products, **self._entries(timed, split, new.median_us)}
+        out = [each for rejected in self._rejected.values() for each in rejected]
+        reasons = [f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out]
+        slow = {name: each.median_us for name, each in self._timings.items() if name not in self.after}
+        reasons += [*(f"{name}: slow: {us:.1f} µs" for name, us in slow.items()), *self._complaints]
+        times, measured = (old.median_us, new.median_us), self._operands.measured + self._tried
+        return Tuned((*self._part.problems,), *times, words, measured, (*reasons,)), entries
 
     def _finalists(self, unsound: Collection[str]) -> dict[str, tuple[Plans, Split]]:
         """The priors' split, the best, and the plainest, by name; the best by the heuristic's algorithms as well.
@@ -257,51 +258,34 @@ class _Search:
         times = self._times(self.after)
         best = sorted(times, key=times.__getitem__)[:_MOST_FINALISTS]
         close = [split for split in best if times[split] <= _CLOSE * times[best[0]]]
-        tuned = [*self._by_priors(self.after)[:1], *close, *self._by_plainness(self.after)[:1]]
+        untuned_and_plainest = self._untuned_and_plainest(self.after)
+        tuned = [*untuned_and_plainest[:1], *close, *untuned_and_plainest[1:]]
         sound = [split for split in close if {*split}.isdisjoint(unsound)][:_MOST_BY_HEURISTIC]
         if not tuned:
             raise PlanError(f"no split computes the right results for {self._part.problems[0]}")
         found = {" | ".join(split): (self.after, split) for split in tuned}
         return found | {f"{' | '.join(split)} by the heuristic": (self.before, split) for split in sound}
 
-    def _timed(self) -> dict[LayerProblem, dict[str, Timing]]:
-        """Timings of each problem's plans that are not rejected, by name."""
-        found: dict[LayerProblem, dict[str, Timing]] = {problem: {} for problem in self._rejected}
-        for name, plan in self.before.items():
-            out = [each.strategy for each in self._rejected[plan.problem]]
-            if name in self._timings and to_entry(plan.strategy) not in out:
-                found[plan.problem][name] = self._timings[name]
-        return found
-
-    def _entries(
-        self, timed: Mapping[LayerProblem, Mapping[str, Timing]], split: Split, us: float
-    ) -> dict[LayerProblem, LayerEntry]:
+    def _entries(self, split: Split, timing: Timing) -> dict[LayerProblem, LayerEntry]:
         """An entry of the forward problem, and of the backward problem for everything that may be kept.
 
         Args:
-            us: that the split takes, for a plan that was not timed by itself.
+            timing: of the split, for a plan that was not timed by itself.
         """
         found = {}
-        for problem, timings in timed.items():
+        for problem, rejected in self._rejected.items():
+            stored = {name: to_entry(plan.strategy) for name, plan in self.before.items() if plan.problem == problem}
+            timings = {name: self._timings[name] for name in stored if name in self._timings}
             names = (plan_name(problem, each) for each in priors_of(problem, self._bench.device))
             best = next((fastest(timings, name) for name in names if name in timings), None)
-            chosen = next((name for name in split if self.before[name].problem == problem), best)
-            if chosen is None:
-                continue
-            times = {name: timing.median_us for name, timing in timings.items()}
-            others = [name for name in sorted(times, key=times.__getitem__) if name != chosen]
-            stored = {name: to_entry(self.before[name].strategy) for name in (chosen, *others)}
-            alternatives = tuple(Alternative(stored[name], times[name]) for name in others)
-            rejected, own_us = tuple(self._rejected[problem]), times.get(chosen, us)
-            found[problem] = LayerEntry(stored[chosen], own_us, alternatives, rejected, effort=self._effort)
+            chosen = next((name for name in split if name in stored), best)
+            if chosen is not None:
+                us = {name: each.median_us for name, each in timings.items()}
+                others = [name for name in sorted(us, key=us.__getitem__) if name != chosen]
+                alternatives = tuple(Alternative(stored[name], us[name]) for name in others)
+                own_us, out = us.get(chosen, timing.median_us), tuple(rejected)
+                found[problem] = LayerEntry(stored[chosen], own_us, alternatives, out, effort=self._effort)
         return found
-
-    def _rejections(self, timed: Mapping[LayerProblem, Mapping[str, Timing]]) -> list[str]:
-        """What is out, and why, in words."""
-        out = [each for rejected in self._rejected.values() for each in rejected]
-        times = {name: each.median_us for timings in timed.values() for name, each in timings.items()}
-        slow = [f"{name}: slow: {us:.1f} µs" for name, us in times.items() if name not in self.after]
-        return [*(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out), *slow]
 
 
 def variants_of(part: Chain) -> list[tuple[LayerProblem, ...]]:
