@@ -205,17 +205,14 @@ class _Search:
             PlanError: nothing is left.
         """
         untuned, trusted = self._untuned_and_plainest(self.before)
-        placed_untuned = self._placed(self.before, untuned)
-        expected = self._operands.results(self._placed(self.before, trusted))
+        untuned_plans, trusted_plans = (self._placed(self.before, split) for split in (untuned, trusted))
+        expected = self._operands.results(trusted_plans)
         unsound = {name for name, plan in self.before.items() if self._products.is_unsound(plan)}
         while True:  # until the fastest is right
             finalists = self._finalists(unsound)
             placed = {name: self._placed(plans, split) for name, (plans, split) in finalists.items()}
-            first = next(iter(finalists))
-            contenders = {first: placed[first], _BEFORE: placed_untuned} | placed
-            timings = self._operands.take_times(contenders, self._budget.finals, _FINAL_ROUNDS)
-            name = fastest({name: each for name, each in timings.items() if name != _BEFORE}, first)
-            (plans, split), new, old = finalists[name], timings[name], timings.get(_BEFORE, timings[name])
+            name, new, old = self._final(placed, untuned_plans)
+            plans, split = finalists[name]
             fault = None if split == trusted else self._operands.disagreement(placed[name], expected)
             if fault is None:
                 break
@@ -225,7 +222,7 @@ class _Search:
         stays = plans is self.before and split == untuned
         if not stays and fastest({name: new, _BEFORE: old}, name) == _BEFORE and untuned in self._splits(self.after):
             is_sound = unsound.isdisjoint(untuned)
-            stays = is_sound and self._operands.disagreement(placed_untuned, expected) is None
+            stays = is_sound and self._operands.disagreement(untuned_plans, expected) is None
         if stays:
             return self._decided(untuned, old, old, self._entries(untuned, new))
         products = {**self._products.found}
@@ -234,7 +231,16 @@ class _Search:
                 products |= self._products.as_planned(plans[name])
         return self._decided(split, old, new, {**products, **self._entries(split, new)})
 
+    def _final(self, placed: Mapping[str, Placed], untuned: Placed) -> tuple[str, Timing, Timing]:
+        """The name of the fastest finalist, its timing, and that of what runs untuned."""
+        first = next(iter(placed))
+        contenders = {first: placed[first], _BEFORE: untuned} | {**placed}
+        timings = self._operands.take_times(contenders, self._budget.finals, _FINAL_ROUNDS)
+        name = fastest({name: each for name, each in timings.items() if name != _BEFORE}, first)
+        return name, timings[name], timings.get(_BEFORE, timings[name])
+
     def _decided(self, split: Split, old: Timing, new: Timing, entries: Mapping[Any, Entry]) -> Decided:
+        """What is reported of a split, with the entries that are to be remembered."""
         words = " | ".join(strategy_in_words(to_entry(self.before[name].strategy)) for name in split)
         out = [each for rejected in self._rejected.values() for each in rejected]
         reasons = [f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out]

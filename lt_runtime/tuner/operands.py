@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,7 @@ _STEP: Final = 7919  # Each set of operands has the same values, this many place
 _BITS: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(NamedTuple):
     """Values for operands.
 
     Attributes:
@@ -115,10 +113,6 @@ class Buffer:
     def poison(self) -> None:
         """Sets every bit, which makes every float NaN."""
         self.flat.view("uint8").fill(0xFF)
-
-    def untouched(self) -> int:
-        """How many elements are still as `poison` left them."""
-        return int((self.flat.view(f"int{_BITS * self._itemsize}") == -1).sum())
 
     def values(self, rows: slice = slice(None)) -> Any:
         """Rows of the matrices in float64, (batch, rows, cols); a mask's bytes."""
@@ -219,7 +213,8 @@ class ProductOperands(Operands):
     def wrote_outside(self) -> bool:
         """Whether the product, whose results are all numbers, has written between or behind the rows of D."""
         d = self.buffers["d"]
-        return d.untouched() != int(d.flat.size - d.bits.size)
+        poisoned = int((~d.flat == 0).sum())
+        return poisoned != int(d.flat.size - d.bits.size)
 
     def call(self, stream: int) -> Call:
         """A run on these operands, α and β being 1."""

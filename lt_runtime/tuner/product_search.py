@@ -71,39 +71,37 @@ class Candidates:
     """
 
     def __init__(self, problem: MatmulProblem, device: int, effort: str) -> None:
-        self.problem, self.device = problem, device
+        self.problem, self._device = problem, device
         self.plans: dict[str, AlgorithmPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
         self.refusals: list[str] = []
         plain, *copies = (self._offered(mark, effort) for mark in (b"", PADDED, K_MAJOR))
         padded = [blob for blobs in copies for blob in blobs]
-        for number, blob in enumerate(padded + plain if pays_untuned(problem) else plain + padded):
-            self._admit(f"candidate {number}" if number else _FIRST, blob)
+        blobs = padded + plain if pays_untuned(problem) else plain + padded
+        self._blobs = {f"candidate {number}" if number else _FIRST: blob for number, blob in enumerate(blobs)}
         if takes(problem):
-            self._admit("ours", NARROW.blob)
+            self._blobs["ours"] = NARROW.blob
+        for name, blob in self._blobs.items():
+            try:
+                self.plans[name] = plan_by(problem, device, blob)
+            except PlanError as error:
+                self.reject(name, str(error))
+                continue
+            if not self.plans[name].is_lean:
+                self.reject(name, "cannot be launched as at most two kernels and nothing else")
 
     def _offered(self, mark: bytes, effort: str) -> list[bytes]:
         """The library's algorithms for the product, or on the padded copies that a mark stands for, the best first."""
         try:
             if mark:
-                plan = PaddedPlan(self.problem, self.device, k_major=mark == K_MAJOR).inner
+                plan = PaddedPlan(self.problem, self._device, k_major=mark == K_MAJOR).inner
             else:
-                plan = MatmulPlan(self.problem, self.device)
-            algorithms = heuristic_candidates(plan, plan.workspace_size)
-            offered = deep_candidates(plan, algorithms) if effort == "deep" else algorithms
+                plan = MatmulPlan(self.problem, self._device)
+            offered = heuristic_candidates(plan, plan.workspace_size)
+            return [mark + each.blob for each in (deep_candidates(plan, offered) if effort == "deep" else offered)]
         except PlanError as error:
             self.refusals += [] if mark else [str(error)]  # Copies need not be possible.
             return []
-        return [mark + each.blob for each in offered]
-
-    def _admit(self, name: str, blob: bytes) -> None:
-        try:
-            self.plans[name] = plan_by(self.problem, self.device, blob)
-        except PlanError as error:
-            self._note(blob, str(error))
-            return
-        if not self.plans[name].is_lean:
-            self.reject(name, "cannot be launched as at most two kernels and nothing else")
 
     def fastest(self, timings: Mapping[str, Timing]) -> str:
         """The name of the candidate to take of those that are left."""
@@ -111,9 +109,8 @@ class Candidates:
 
     def reject(self, name: str, reason: str) -> None:
         """Takes a candidate out."""
-        self._note(self.plans.pop(name).blob, reason)
-
-    def _note(self, blob: bytes, reason: str) -> None:
+        self.plans.pop(name, None)
+        blob = self._blobs[name]
         self.rejected.append(RejectedAlgorithm(blob, configuration(blob), reason))
 
 

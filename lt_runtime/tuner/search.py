@@ -175,8 +175,6 @@ class _Session:
 
 def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
     """A product's entry as the report shows it."""
-    words, rejected = (
-        f"{problem.epilogue.value} by {algorithm_in_words(entry.config)}",
-        [x.reason for x in entry.rejected],
-    )
-    return Tuned((problem,), entry.first_us, entry.us, words, entry.candidates, tuple(rejected))
+    words, reasons = algorithm_in_words(entry.config), tuple(each.reason for each in entry.rejected)
+    times = entry.first_us, entry.us
+    return Tuned((problem,), *times, f"{problem.epilogue.value} by {words}", entry.candidates, reasons)
