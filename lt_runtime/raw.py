@@ -65,9 +65,9 @@ def forward_raw(
         A: (m, k), or (k, m) if `trans_a`. B: (k, n), or (n, k) if `trans_b`.
         bias: (n,), used if `with_bias`.
         Y: (m, n).
-        act: a name of `lt.ACTIVATIONS`; `leaky_slope` is that of "leaky_relu".
+        act: a name of `lt.ACTIVATIONS`, "gelu" being the tanh form; `leaky_slope` is that of "leaky_relu".
         save_z: also write Z (m, n), which `backward_raw` takes the derivative from.
-        stream: an int handle, a stream object, or None.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
 
     Raises:
         ArgumentError: an unknown activation, or an address that is needed and 0.
@@ -112,6 +112,7 @@ def backward_raw(
         gY: (m, n), the gradient with respect to Y.
         Z: (m, n), as `forward_raw` saved it; may be absent for "none".
         gA, gB: as A and B. gC: (m, n), the gradient with respect to C, and to Z. gBias: (n,), used if `with_bias`.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
 
     Raises:
         As `forward_raw`.

@@ -31,7 +31,8 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
         iterable: of batches: NumPy arrays, or tuples, lists or dicts of them.
         depth: batches that are read ahead, at least 1.
         device: as in `lt.MLP`, or a model's `device`.
-        stream: what reads the batches: an int handle, a stream object, or None for CuPy's current stream at each use.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream at each
+            use. It is the stream of the work that reads the batches.
 
     Returns:
         An iterator whose batches are of CuPy arrays on a GPU. The thread ends with the iterable, with `close()`, with a

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from lt_runtime.errors import ArgumentError, OperandError, ShapeError
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.ops.tally import HostTally, Tally
 from lt_runtime.training.body import LOSSES, StepBody
 from lt_runtime.training.mlp import MLP
+from lt_runtime.training.tally import HostTally, Tally
 
 
 class Metrics(NamedTuple):
@@ -87,7 +87,8 @@ class TrainStep:
         Args:
             x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows.
             target: labels or targets, depending on the loss.
-            stream: as in `linear_fwd`.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
         Returns:
             The loss before the update, shape () and FP32, on the model's device. Reading it waits for the step. On a
