@@ -6,8 +6,8 @@ kernels.
 
 from __future__ import annotations
 
-import ctypes
-from typing import Final
+from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_void_p
+from typing import Any, Final
 
 from lt_runtime.layout import Layout
 from lt_runtime.problem import DType
@@ -22,10 +22,15 @@ ROUNDS: Final = 10
 """Rounds of Philox4x32."""
 
 
-class Matrix(ctypes.Structure):
+def fields(*groups: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """A structure's `_fields_`: each group has the names of consecutive fields, and their type."""
+    return tuple((name, kind) for names, kind in groups for name in names.split())
+
+
+class Matrix(Structure):
     """`lt::Matrix`; strides are in elements."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("col_stride", ctypes.c_int64))
+    _fields_ = fields(("data", c_void_p), ("row_stride col_stride", c_int64))
 
     @classmethod
     def of(cls, layout: Layout | None) -> Matrix:
@@ -33,25 +38,18 @@ class Matrix(ctypes.Structure):
         return cls() if layout is None else cls(0, *layout.strides)
 
 
-class Dropout(ctypes.Structure):
+class Dropout(Structure):
     """`lt::Dropout`."""
 
-    _fields_ = (
-        ("keys", (ctypes.c_uint32 * 2) * ROUNDS),
-        ("step_pointer", ctypes.c_void_p),
-        ("step", ctypes.c_uint32),
-        ("layer", ctypes.c_uint32),
-        ("limit", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
+    _fields_ = fields(
+        ("keys", (c_uint32 * 2) * ROUNDS),
+        ("step_pointer", c_void_p),
+        ("step layer limit", c_uint32),
+        ("scale", c_float),
     )
 
 
-class ColumnSum(ctypes.Structure):
+class ColumnSum(Structure):
     """`lt::ColumnSum<SCALAR>`."""
 
-    _fields_ = (
-        ("sum", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("tickets", ctypes.c_void_p),
-        ("accumulate", ctypes.c_int),
-    )
+    _fields_ = fields(("sum partial tickets", c_void_p), ("accumulate", c_int))

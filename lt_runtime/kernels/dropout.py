@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
+from ctypes import Structure, c_int64, c_uint32
 from typing import Final
 
-from lt_runtime.kernels.blocks import SCALAR, Dropout, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Dropout, Matrix, fields
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, sweep, wave_of
@@ -19,16 +19,10 @@ _BLOCKS: Final = 6  # blocks that a multiprocessor shall hold
 _WAVES: Final = 4
 
 
-class DropoutParams(ctypes.Structure):
+class DropoutParams(Structure):
     """`lt::DropoutParams`."""
 
-    _fields_ = (
-        ("in_", Matrix),
-        ("out", Matrix),
-        ("rows", ctypes.c_uint32),
-        ("cols", ctypes.c_int64),
-        ("dropout", Dropout),
-    )
+    _fields_ = fields(("in_ out", Matrix), ("rows", c_uint32), ("cols", c_int64), ("dropout", Dropout))
 
 
 DROPOUT: Final = Entry("dropout", "dropout.cu", DropoutParams)

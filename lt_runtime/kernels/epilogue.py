@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import Structure, c_float, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.kernels.blocks import SCALAR, ColumnSum, Dropout, Matrix
+from lt_runtime.kernels.blocks import SCALAR, ColumnSum, Dropout, Matrix, fields
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
@@ -32,33 +32,29 @@ _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
 
 
-class EpilogueFwdParams(ctypes.Structure):
+class EpilogueFwdParams(Structure):
     """`lt::EpilogueFwdParams`."""
 
-    _fields_ = (
-        ("in_", Matrix),
-        ("preactivation", Matrix),
-        ("out", Matrix),
-        ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_uint32),
-        ("cols", ctypes.c_int64),
+    _fields_ = fields(
+        ("in_ preactivation out", Matrix),
+        ("bias", c_void_p),
+        ("rows", c_uint32),
+        ("cols", c_int64),
         ("dropout", Dropout),
-        ("slope", ctypes.c_float),
+        ("slope", c_float),
     )
 
 
-class EpilogueBwdParams(ctypes.Structure):
+class EpilogueBwdParams(Structure):
     """`lt::EpilogueBwdParams`."""
 
-    _fields_ = (
-        ("dy", Matrix),
-        ("saved", Matrix),
-        ("dz", Matrix),
+    _fields_ = fields(
+        ("dy saved dz", Matrix),
         ("db", ColumnSum),
-        ("rows", ctypes.c_uint32),
-        ("cols", ctypes.c_int64),
+        ("rows", c_uint32),
+        ("cols", c_int64),
         ("dropout", Dropout),
-        ("slope", ctypes.c_float),
+        ("slope", c_float),
     )
 
 

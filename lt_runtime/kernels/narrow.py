@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import (
@@ -38,22 +38,14 @@ _PART: Final = 4  # rows that a thread of such a block has at least
 _DERIVATIVES: Final = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
 
 
-class NarrowParams(ctypes.Structure):
+class NarrowParams(Structure):
     """`lt::NarrowParams`."""
 
-    _fields_ = (
-        ("a", Matrix),
-        ("b", Matrix),
-        ("c", Matrix),
-        ("d", Matrix),
-        ("vector", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("tickets", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
+    _fields_ = fields(
+        ("a b c d", Matrix),
+        ("vector partial tickets", c_void_p),
+        ("rows cols depth", c_int64),
+        ("alpha beta", c_float),
         ("aux", Matrix),
     )
 
