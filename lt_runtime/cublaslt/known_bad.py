@@ -131,7 +131,7 @@ INACCURATE: Final[Mapping[tuple[ComputeType, DataType], tuple[Callable[[Epilogue
     (ComputeType.COMPUTE_32F, DataType.R_32F): (
         lambda epilogue: epilogue.has_gelu,
         "cuBLASLt's GELU is off by 5e-6, where FP32 arithmetic is off by 5e-7",
-    ),
+    )
 }
 """Epilogues that are right, but not as accurate as the compute type promises, and the size of the error.
 

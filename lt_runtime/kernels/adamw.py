@@ -87,27 +87,17 @@ def adamw_params(
     hyper: AdamWHyper, scaler: GradScaler | None, *, max_norm: float | None, skip_nonfinite: bool, seed: int
 ) -> AdamWParams:
     """The update's argument block without addresses."""
-    schedule = hyper.schedule
-    return AdamWParams(
-        seed=seed,
-        lr=hyper.lr,
-        log_beta1=_log(hyper.beta1),
-        log_beta2=_log(hyper.beta2),
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        one_minus_beta1=1.0 - hyper.beta1,
-        one_minus_beta2=1.0 - hyper.beta2,
-        eps=hyper.eps,
-        decay=DECAYS.index(schedule.decay),
-        warmup_steps=schedule.warmup_steps,
-        total_steps=schedule.total_steps,
-        final_factor=schedule.final_factor,
-        max_norm=max_norm or 0.0,
-        skip_nonfinite=skip_nonfinite,
-        growth_factor=scaler.growth_factor if scaler else 0.0,
-        backoff_factor=scaler.backoff_factor if scaler else 0.0,
-        growth_interval=scaler.growth_interval if scaler else 0,
-    )
+    schedule, beta1, beta2 = hyper.schedule, hyper.beta1, hyper.beta2
+    params = AdamWParams(seed=seed, lr=hyper.lr, eps=hyper.eps)
+    params.beta1, params.one_minus_beta1, params.log_beta1 = beta1, 1.0 - beta1, _log(beta1)
+    params.beta2, params.one_minus_beta2, params.log_beta2 = beta2, 1.0 - beta2, _log(beta2)
+    params.decay, params.final_factor = DECAYS.index(schedule.decay), schedule.final_factor
+    params.warmup_steps, params.total_steps = schedule.warmup_steps, schedule.total_steps
+    params.max_norm, params.skip_nonfinite = max_norm or 0.0, skip_nonfinite
+    if scaler:
+        params.growth_factor, params.backoff_factor = scaler.growth_factor, scaler.backoff_factor
+        params.growth_interval = scaler.growth_interval
+    return params
 
 
 def _log(beta: float) -> float:

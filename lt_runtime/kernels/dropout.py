@@ -38,7 +38,7 @@ class DropoutPass:
         layout = specs[0].layout
         macros = ("SCALAR", SCALAR[dtype]), *access_macros(are_aligned(dtype, *specs), _BLOCKS)
         wave = None if dtype is DType.FLOAT32 else _WAVES * wave_of(device, _BLOCKS)
-        params = DropoutParams(*(Matrix.of(spec.layout) for spec in specs), layout.rows, layout.cols)
+        params = DropoutParams(*map(Matrix.of, specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
         self._lock = threading.Lock()
 

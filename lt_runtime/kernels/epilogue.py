@@ -12,18 +12,9 @@ from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
 from lt_runtime.layout import Order
-from lt_runtime.problem import Activation, Derivative, DType, ForwardProblem, Saved, Spec
+from lt_runtime.problem import ACTIVATIONS, Activation, Derivative, DType, ForwardProblem, Saved, Spec
 
-ACTIVATION_NAMES: Final = {
-    "none": "lt::None",
-    "relu": "lt::Relu",
-    "leaky_relu": "lt::LeakyRelu",
-    "sigmoid": "lt::Sigmoid",
-    "tanh": "lt::Tanh",
-    "gelu": "lt::Gelu",
-    "gelu_erf": "lt::GeluErf",
-    "silu": "lt::Silu",
-}
+ACTIVATION_NAMES: Final = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
 """The struct of `activations.cuh` for each activation."""
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Saved.MASK: 3}
 # Blocks that a multiprocessor shall hold, which bounds a thread's registers. Measured on an H200: with fewer blocks
@@ -102,8 +93,8 @@ class ForwardPass:
         # Drawing random numbers takes a 16-bit pass longer than memory does, so that its blocks had better start once.
         busy = problem.dropout and dtype is not DType.FLOAT32
         params = EpilogueFwdParams(
-            in_=Matrix.of(product.layout),
-            preactivation=Matrix.of(kept.layout if kept else None),
+            in_=Matrix.of(product),
+            preactivation=Matrix.of(kept),
             out=Matrix.of(layout),
             rows=layout.rows,
             cols=layout.cols,
@@ -177,8 +168,8 @@ class BackwardPass:
             self._tiling = sweep(layout, wave)
         params = EpilogueBwdParams(
             dy=Matrix.of(layout),
-            saved=_saved_matrix(derivative),
-            dz=Matrix.of(dz.layout if dz else None),
+            saved=Matrix.of(derivative.saved_spec, is_mask=derivative.saved is Saved.MASK),
+            dz=Matrix.of(dz),
             db=ColumnSum(accumulate=int(sums is not None and sums.accumulate)),
             rows=layout.rows,
             cols=layout.cols,
@@ -222,11 +213,3 @@ class BackwardPass:
         if dropout is not None:
             params.dropout = dropout.block()
         launch()
-
-
-def _saved_matrix(derivative: Derivative) -> Matrix:
-    """How the saved tensor lies; the kernel takes a mask as a matrix of bytes, each of which is eight columns."""
-    spec = derivative.saved_spec
-    if spec is not None and derivative.saved is Saved.MASK:
-        return Matrix(0, spec.layout.leading_dimension // OCTET, 1)
-    return Matrix.of(spec.layout if spec else None)

@@ -95,9 +95,8 @@ class MatmulPass:
         if epilogue.has_bias_gradient:
             grid = (grid[0], 1)  # a block sees every row of the columns that it sums up
         self._is_empty = 0 in grid or problem.batch == 0
-        self._launches: Launches[Any] = Launches(
-            entry, macros, device, Tiling(grid, block), params, batch=problem.batch
-        )
+        tiling = Tiling(grid, block)
+        self._launches = Launches[Any](entry, macros, device, tiling, params, batch=problem.batch)
 
     def run(self, call: Call, product: int, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds, after the plain product.
