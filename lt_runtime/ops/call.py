@@ -81,12 +81,12 @@ class Reading(NamedTuple):
 
 
 class Operation(ABC):
-    """What `linear_fwd`, `linear_bwd` and `matmul` add to the driver; compared by identity.
+    """What an operation such as `linear_fwd` adds to the driver; compared by identity.
 
     Attributes:
         names: of the arrays, in their order.
         required: how many of the first may not be absent.
-        is_scaled: whether a call's extras are α and β, which a bound call keeps.
+        is_scaled: whether a call's extras are numbers that a bound call keeps, such as α and β.
     """
 
     names: ClassVar[tuple[str, ...]]
