@@ -192,6 +192,20 @@ def keep_threshold(p: float) -> int:
     return threshold
 
 
+def check_dropout(p: float, rng: Philox | None) -> Philox | None:
+    """The random numbers' source; None if `p` is 0.
+
+    Raises:
+        ArgumentError: see `keep_threshold`; or `p` is above 0 and there is no source.
+    """
+    keep_threshold(p)
+    if p == 0:
+        return None
+    if not isinstance(rng, Philox):
+        raise ArgumentError(f"dropout is {p} but rng is {rng!r}; pass rng=lt.Philox(seed, layer, step)")
+    return rng
+
+
 def keep_scale(threshold: int) -> float:
     """What a kept element is multiplied by: 65536 / threshold, so that the expectation is exact; rounded to FP32."""
     return float(np.float32(65536 / threshold))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from typing import Final
 
 from lt_runtime.kernels.blocks import SCALAR, Dropout, Matrix
@@ -46,19 +45,17 @@ class DropoutPass:
         wave = None if dtype is DType.FLOAT32 else _WAVES * wave_of(device, _BLOCKS)
         params = DropoutParams(*(Matrix.of(spec.layout) for spec in specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
-        self._lock = threading.Lock()
 
     def run(self, source: int, target: int, state: DropoutState, stream: int) -> None:
-        """Puts the pass on `stream`.
+        """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
             source, target: addresses.
         """
-        with self._lock:
-            params, launch = self._launches[stream]
-            params.in_.data, params.out.data = source, target
-            params.dropout = state.block()
-            launch()
+        params, launch = self._launches[stream]
+        params.in_.data, params.out.data = source, target
+        params.dropout = state.block()
+        launch()
 
 
 def _folded(spec: Spec) -> Spec:

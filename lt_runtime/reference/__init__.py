@@ -10,7 +10,7 @@ from lt_runtime.reference.gradients import clip_factor, gradient_norm, next_scal
 from lt_runtime.reference.linear import linear_bwd, linear_fwd, through_activation
 from lt_runtime.reference.loss import cross_entropy, mse_loss
 from lt_runtime.reference.matmul import matmul, pack_mask, unpack_mask
-from lt_runtime.reference.philox import dropout_mask, dropout_scale, philox4x32
+from lt_runtime.reference.philox import dropout_factors, dropout_mask, dropout_scale, philox4x32
 from lt_runtime.reference.rounding import RoundedTensor, round_stochastically, rounding_lanes
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "clip_factor",
     "cross_entropy",
     "derivative",
+    "dropout_factors",
     "dropout_mask",
     "dropout_scale",
     "gradient_norm",

@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.problem import Philox, keep_scale, keep_threshold
+from lt_runtime.errors import DeviceError, DTypeError
+from lt_runtime.problem import Philox, check_dropout, keep_scale, keep_threshold
 
 _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
@@ -76,3 +77,22 @@ def dropout_mask(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np
 def dropout_scale(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np.float64]:
     """The factors by which dropout multiplies elements: 0 for those dropped, `keep_scale` for those kept."""
     return np.where(dropout_mask(shape, p, philox), keep_scale(keep_threshold(p)), 0.0)
+
+
+def dropout_factors(shape: tuple[int, ...], p: float, rng: Philox | None) -> NDArray[np.float64] | None:
+    """`dropout_scale` as a caller asks for it; None without dropout.
+
+    Raises:
+        ArgumentError: see `check_dropout`.
+        DeviceError: the step does not live in host memory.
+        DTypeError: the step is an array, but not of one uint32.
+    """
+    philox = check_dropout(p, rng)
+    if philox is None:
+        return None
+    step: Any = philox.step
+    if not isinstance(step, (int, np.ndarray)):
+        raise DeviceError(f"step is a {type(step).__name__}; with NumPy arrays, accepted are an int or one uint32")
+    if not isinstance(step, int) and (step.dtype != np.uint32 or step.size != 1):
+        raise DTypeError(f"step is {step.dtype.name} of shape {step.shape}; accepted are an int or one uint32")
+    return dropout_scale(shape, p, philox)

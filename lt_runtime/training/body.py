@@ -9,9 +9,9 @@ from typing import Any, Final
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.loss import cross_entropy, mse_loss
-from lt_runtime.ops.tally import Scores, Tally
 from lt_runtime.ranges import range_of
 from lt_runtime.training.mlp import MLP
+from lt_runtime.training.tally import Scores, Tally
 
 LOSSES: Final[Mapping[str, Callable[..., Any]]] = {"cross_entropy": cross_entropy, "mse": mse_loss}
 IGNORE_INDEX: Final = -100

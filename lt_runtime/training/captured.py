@@ -21,10 +21,10 @@ from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
-from lt_runtime.ops.tally import GpuTally, Totals
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
 from lt_runtime.training.inputs import read_batch
+from lt_runtime.training.tally import GpuTally, Totals
 
 MAX_GRAPHS: Final = 8
 """Graphs that one training step keeps: one for each size of batch and type of labels. The least recently used is

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from lt_runtime.errors import ArgumentError, OperandError, ShapeError
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.ops.tally import HostTally, Tally
 from lt_runtime.training.body import LOSSES, StepBody
 from lt_runtime.training.mlp import MLP
+from lt_runtime.training.tally import HostTally, Tally
 
 
 class Metrics(NamedTuple):
