@@ -64,9 +64,9 @@ class Layout:
         return Layout(self.cols, self.rows, other, self.leading_dimension)
 
 
-def packed(rows: int, cols: int) -> Layout:
-    """The row-major layout without gaps."""
-    return Layout(rows, cols, Order.ROW, max(cols, 1))
+def packed(rows: int, cols: int, *, order: Order = Order.ROW) -> Layout:
+    """The layout without gaps."""
+    return Layout(rows, cols, order, max(cols if order is Order.ROW else rows, 1))
 
 
 def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Layout:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_info, shared_memory
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, WARP, Tiling, next_power_of_two
 from lt_runtime.layout import Layout, Order
@@ -32,43 +32,25 @@ _RESERVED_SHARED: Final = 2048  # bytes of shared memory a block for the kernel'
 _COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK
 
 
-class CrossEntropyParams(ctypes.Structure):
+class CrossEntropyParams(Structure):
     """`lt::CrossEntropyParams`."""
 
-    _fields_ = (
-        ("logits", Matrix),
-        ("gradient", Matrix),
-        ("labels", ctypes.c_void_p),
-        ("counted", ctypes.c_void_p),
-        ("grad_scale", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("loss", ctypes.c_void_p),
-        ("ticket", ctypes.c_void_p),
-        ("claimed", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("ignore_index", ctypes.c_int64),
-        ("gradient_scale", ctypes.c_float),
-        ("smoothing", ctypes.c_float),
-        ("wide_labels", ctypes.c_int),
-        ("ignores", ctypes.c_int),
-        ("lanes", ctypes.c_uint32),
-        ("held", ctypes.c_uint32),
-        ("streams", ctypes.c_int),
+    _fields_ = fields(
+        ("logits gradient", Matrix),
+        ("labels counted grad_scale partial loss ticket claimed", c_void_p),
+        ("rows cols ignore_index", c_int64),
+        ("gradient_scale smoothing", c_float),
+        ("wide_labels ignores", c_int),
+        ("lanes held", c_uint32),
+        ("streams", c_int),
     )
 
 
-class CountLabelsParams(ctypes.Structure):
+class CountLabelsParams(Structure):
     """`lt::CountLabelsParams`."""
 
-    _fields_ = (
-        ("labels", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("counted", ctypes.c_void_p),
-        ("ticket", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("ignore_index", ctypes.c_int64),
-        ("wide_labels", ctypes.c_int),
+    _fields_ = fields(
+        ("labels partial counted ticket", c_void_p), ("rows ignore_index", c_int64), ("wide_labels", c_int)
     )
 
 

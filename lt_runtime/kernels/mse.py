@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int64, c_void_p
 from typing import Final
 
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, THREADS, Tiling
 from lt_runtime.layout import Layout, Order, packed
@@ -16,21 +16,14 @@ _OCTETS: Final = 2  # octets that a thread waits for at once
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up
 
 
-class MseParams(ctypes.Structure):
+class MseParams(Structure):
     """`lt::MseParams`."""
 
-    _fields_ = (
-        ("prediction", Matrix),
-        ("target", Matrix),
-        ("gradient", Matrix),
-        ("grad_scale", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("loss", ctypes.c_void_p),
-        ("ticket", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("gradient_scale", ctypes.c_float),
-        ("size", ctypes.c_float),
+    _fields_ = fields(
+        ("prediction target gradient", Matrix),
+        ("grad_scale partial loss ticket", c_void_p),
+        ("rows cols", c_int64),
+        ("gradient_scale size", c_float),
     )
 
 

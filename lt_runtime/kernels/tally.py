@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
+from ctypes import Structure, c_float, c_int, c_int64, c_uint64, c_void_p
 from typing import Final
 
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import THREADS, WARP, Tiling
@@ -17,34 +17,21 @@ _ROWS: Final = THREADS // WARP  # rows of a block at a time: a warp has one
 _MAX_BLOCKS: Final = 1024
 
 
-class TallyState(ctypes.Structure):
+class TallyState(Structure):
     """`lt::TallyState`, what a tally keeps on the device."""
 
-    _fields_ = (
-        ("loss", ctypes.c_float),
-        ("rest", ctypes.c_float),
-        ("steps", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("correct", ctypes.c_uint64),
-    )
+    _fields_ = fields(("loss rest", c_float), ("steps rows correct", c_uint64))
 
 
-class TallyParams(ctypes.Structure):
+class TallyParams(Structure):
     """`lt::TallyParams`."""
 
-    _fields_ = (
+    _fields_ = fields(
         ("logits", Matrix),
-        ("labels", ctypes.c_void_p),
-        ("loss", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("ignore_index", ctypes.c_int64),
-        ("weight", ctypes.c_float),
-        ("first", ctypes.c_int),
-        ("wide_labels", ctypes.c_int),
-        ("ignores", ctypes.c_int),
+        ("labels loss mean state", c_void_p),
+        ("rows cols ignore_index", c_int64),
+        ("weight", c_float),
+        ("first wide_labels ignores", c_int),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoCapAttribute, AlgoConfigAttribute, Algorithm, MatmulTile, ReductionScheme
 from lt_runtime.errors import ArgumentError, CublasLtError, PlanError
-from lt_runtime.products.blobs import configuration
+from lt_runtime.products.choose import configuration
 from lt_runtime.products.matmul import MatmulPlan
 
 MOST: Final = 16

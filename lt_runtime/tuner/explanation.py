@@ -10,7 +10,7 @@ from lt_runtime.gpu.devices import activated, device_info, highest_clocks
 from lt_runtime.plans.decisions import decide_layer
 from lt_runtime.plans.strategies import to_entry
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.blobs import configuration
+from lt_runtime.products.choose import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import ProductEntry

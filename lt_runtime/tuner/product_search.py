@@ -12,8 +12,7 @@ from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.blobs import configuration, plan_by
-from lt_runtime.products.choose import known_algorithm
+from lt_runtime.products.choose import configuration, known_algorithm, plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, pays_untuned

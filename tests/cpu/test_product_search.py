@@ -14,8 +14,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.blobs import plan_by
-from lt_runtime.products.choose import heuristic_algorithm
+from lt_runtime.products.choose import heuristic_algorithm, plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW, NarrowPlan
 from lt_runtime.store.entries import Effort, ProductEntry
