@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from ctypes import Structure, c_int64, c_uint32
 from typing import Final
 
@@ -40,19 +39,17 @@ class DropoutPass:
         wave = None if dtype is DType.FLOAT32 else _WAVES * wave_of(device, _BLOCKS)
         params = DropoutParams(*map(Matrix.of, specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
-        self._lock = threading.Lock()
 
     def run(self, source: int, target: int, state: DropoutState, stream: int) -> None:
-        """Puts the pass on `stream`.
+        """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
             source, target: addresses.
         """
-        with self._lock:
-            params, launch = self._launches[stream]
-            params.in_.data, params.out.data = source, target
-            params.dropout = state.block()
-            launch()
+        params, launch = self._launches[stream]
+        params.in_.data, params.out.data = source, target
+        params.dropout = state.block()
+        launch()
 
 
 def _folded(spec: Spec) -> Spec:

@@ -33,7 +33,7 @@ MSE_LOSS: Final = Entry("mse_loss", "mse.cu", MseParams)
 class MsePass:
     """Mean squared error of one matrix against another, and its gradient."""
 
-    def __init__(self, dtype: DType, prediction: Layout, target: Layout, gradient: Layout, device: int) -> None:
+    def __init__(self, dtype: DType, prediction: Layout, gradient: Layout, target: Layout, device: int) -> None:
         layouts = flattened((prediction, target, gradient))
         rows, cols = layouts[0].shape
         self._size = rows * cols
@@ -49,8 +49,11 @@ class MsePass:
 
     def run(
         self,
-        addresses: tuple[int, int, int],
+        prediction: int,
+        target: int,
+        gradient: int,
         loss: int,
+        *,
         scale: tuple[float, int],
         scratch: int,
         ticket: int,
@@ -59,12 +62,12 @@ class MsePass:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            addresses: of prediction, target and gradient.
+            prediction, target, gradient, loss, scratch: addresses.
             scale: a number and the address of an FP32 number, or 0; the gradient, not the loss, is multiplied by both.
             ticket: address of a uint32 counter that is zero, and is zero again afterwards.
         """
         params, launch = self._launches[stream]
-        params.prediction.data, params.target.data, params.gradient.data = addresses
+        params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
         number, params.grad_scale = scale
         params.partial, params.loss, params.ticket = scratch, loss, ticket
         params.gradient_scale = 2.0 / self._size * number

@@ -46,29 +46,29 @@ class TallyPass:
         logits: None for a loss without classes.
     """
 
-    def __init__(self, dtype: DType, logits: Layout | None, device: int) -> None:
+    def __init__(self, dtype: DType, logits: Layout | None, labels: Labels, device: int) -> None:
         params, blocks = TallyParams(), 1
         if logits is not None:
-            params = TallyParams(Matrix.of(logits), rows=logits.rows, cols=logits.cols)
+            params = TallyParams(Matrix.of(logits), rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
+            params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
             blocks = max(1, min(-(-logits.rows // _ROWS), _MAX_BLOCKS))
         tiling = Tiling((blocks, 1), (THREADS, 1))
         self._launches = Launches(TALLY, (("SCALAR", SCALAR[dtype]),), device, tiling, params)
         self._lock = threading.Lock()
 
     def run(
-        self, logits: int, labels: Labels, loss: int, mean: int, state: int, weight: float, first: bool, stream: int
+        self, logits: int, labels: int, loss: int, mean: int, state: int, *, weight: float, first: bool, stream: int
     ) -> None:
         """Puts the pass on `stream`.
 
         Args:
-            logits, loss, mean, state: addresses; `loss` and `mean` of an FP32 number, `state` of a `TallyState`.
+            logits, labels, loss, mean, state: addresses; `loss` and `mean` are FP32 numbers, `state` is a `TallyState`.
             weight: what the part's loss is multiplied by.
             first: whether it is the step's first part.
         """
         with self._lock:
             params, launch = self._launches[stream]
-            params.logits.data, params.labels, params.wide_labels = logits, labels.address, labels.wide
-            params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
+            params.logits.data, params.labels = logits, labels
             params.loss, params.mean, params.state = loss, mean, state
             params.weight, params.first = weight, first
             launch()
