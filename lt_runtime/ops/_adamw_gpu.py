@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arrays import Operand, arena_size, arena_views, check_no_overlap, check_shape
+from lt_runtime.arrays import Operand, arena_size, arena_views, check_no_overlap, check_shape, library_of
 from lt_runtime.arrays.libraries import CupyLibrary
 from lt_runtime.errors import DeviceError, DTypeError
 from lt_runtime.gpu.devices import activated
@@ -40,6 +40,7 @@ class GpuState:
     def __init__(self, parameters: Sequence[Parameter], options: Options) -> None:
         first = parameters[0]
         self._place = Place.of(f"{first.name}.data", first.data, None)
+        self._current_stream = library_of(first.data).current_stream
         self._options = options
         self._kept: list[Any] = []  # arrays whose addresses the kernels have
         with activated(self._place.device):
@@ -60,7 +61,7 @@ class GpuState:
         """See `State`: one launch, or two."""
         device = self._place.device
         with activated(device):
-            handle = stream_handle(stream, device)
+            handle = stream_handle(stream, device, self._current_stream)
             for launches in self._launches:
                 _, launch = launches[handle]
                 launch()

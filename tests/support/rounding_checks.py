@@ -145,13 +145,12 @@ class RoundedLayer:
         operands = self._operands()
         if not self.case.dropout:
             y = self._empty(self.case.y)
-            asked = {"activation": self.case.activation, "out": y.array, "stream": self.machine.stream}
-            self.machine.lt.linear(*operands, **self._for_package(asked))
+            self.machine.lt.linear(*operands, **self._activation(), out=y.array, stream=self.machine.stream)
             self._check_y("y of linear", y)
         y, z = self._empty(self.case.y), self._empty(self.case.dy) if self.case.keep_z else None
         _, ctx = self.machine.lt.linear_fwd(
             *operands,
-            **self._for_package({"activation": self.case.activation}),
+            **self._activation(),
             dropout=self.case.dropout,
             rng=self._rng(),
             out=y.array,
@@ -168,10 +167,10 @@ class RoundedLayer:
         bias = None if self.bias is None else self.machine.array(self.bias)
         return place(self.x, case.x).array, place(self.w, case.w).array, bias
 
-    def _for_package(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Options with the activation by its name: a pretended GPU has a package of its own, with classes of its own."""
-        activation: Activation = options["activation"]
-        return options | {"activation": activation.name, "negative_slope": activation.negative_slope}
+    def _activation(self) -> dict[str, Any]:
+        """By its name, as the package of a pretended GPU has classes of its own."""
+        activation = self.case.activation
+        return {"activation": activation.name, "negative_slope": activation.negative_slope}
 
     def _rng(self) -> Any:
         rng = self.case.rng
