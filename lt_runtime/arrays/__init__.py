@@ -2,7 +2,15 @@
 
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.checks import check_device, check_no_overlap, check_same, check_shape
-from lt_runtime.arrays.libraries import Library, contiguous
+from lt_runtime.arrays.libraries import (
+    Library,
+    Signature,
+    contiguous,
+    current_streams,
+    device_in,
+    signature_of,
+    without_addresses,
+)
 from lt_runtime.arrays.operand import (
     CUPY,
     HOST,
@@ -15,7 +23,6 @@ from lt_runtime.arrays.operand import (
     read,
     read_step,
 )
-from lt_runtime.arrays.signatures import Signature, current_streams, device_in, signature_of, without_addresses
 
 __all__ = [
     "CUPY",

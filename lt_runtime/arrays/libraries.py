@@ -1,28 +1,40 @@
-"""Array libraries: what comes back from an operation is of the kind that went in."""
+"""Array libraries: how a call's arrays are told from another's, and results of the kind that went in."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import attrgetter, methodcaller
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from lt_runtime.errors import MissingLibraryError, OperandError
-from lt_runtime.gpu.direct import is_current
 from lt_runtime.gpu.streams import cupy_current
+
+_ALIGNED: Final = 256  # the best alignment that makes a difference
+
+Look: TypeAlias = Callable[[Any], tuple[Any, ...]]
+"""Gives an array's address, device, shape, strides and type."""
+Signature: TypeAlias = tuple[Any, ...]
+"""What a call asks for, then the look of each of its arrays, None for an absent one."""
+
+_looks: dict[type, Look] = {}
+
+current_streams: Final[dict[type, Callable[[int], int]]] = {}
+"""For each kind of array that has signatures, the function that gives its library's current stream on a device."""
 
 
 class Library(Protocol):
     """Makes arrays of one kind on a GPU."""
 
+    address: Callable[[Any], int]
+    """Gives the address of the first element of an array as `empty` makes it."""
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """An uninitialised row-major array whose memory is ordered with `stream`."""
-
-    def address(self, array: Any) -> int:
-        """Of the first element of an array as `empty` makes it."""
 
     def current_stream(self, device: int) -> int:
         """The handle of the stream that the library itself puts work on now."""
@@ -69,17 +81,15 @@ def cupy_stream(device: int, stream: int) -> Iterator[Any]:
 class CupyLibrary:
     """CuPy arrays; also what the other libraries' results are made of."""
 
+    address: Callable[[Any], int] = attrgetter("data.ptr")
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """See `Library`."""
         module = sys.modules.get("cupy") or cupy()
-        if is_current(device) and module.cuda.get_current_stream().ptr == stream:
+        if module.cuda.runtime.getDevice() == device and module.cuda.get_current_stream().ptr == stream:
             return module.ndarray(shape, dtype)
         with cupy_stream(device, stream):
             return module.ndarray(shape, dtype)
-
-    def address(self, array: Any) -> int:
-        """See `Library`."""
-        return int(array.data.ptr)
 
     def current_stream(self, device: int) -> int:
         """See `Library`; the default stream where CuPy is not in use."""
@@ -93,6 +103,8 @@ class CupyLibrary:
 class TorchLibrary:
     """PyTorch tensors."""
 
+    address: Callable[[Any], int] = methodcaller("data_ptr")
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """See `Library`."""
         torch = sys.modules["torch"]
@@ -101,10 +113,6 @@ class TorchLibrary:
             return torch.empty(shape, dtype=kind, device=f"cuda:{device}")
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
             return torch.empty(shape, dtype=kind, device=f"cuda:{device}")
-
-    def address(self, array: Any) -> int:
-        """See `Library`."""
-        return int(array.data_ptr())
 
     def current_stream(self, device: int) -> int:
         """See `Library`."""
@@ -121,13 +129,11 @@ class TorchLibrary:
 class NumpyLibrary:
     """NumPy arrays, which live in host memory: they have no streams."""
 
+    address: Callable[[Any], int] = attrgetter("ctypes.data")
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """See `Library`."""
         return np.empty(shape, dtype)
-
-    def address(self, array: Any) -> int:
-        """See `Library`."""
-        return int(array.ctypes.data)
 
     def current_stream(self, device: int) -> int:
         """See `Library`."""
@@ -172,3 +178,57 @@ def is_from(array: Any, library: str) -> bool:
     """Whether an array is of the class of `library` ("cupy" or "torch"), which is not imported for the question."""
     module = sys.modules.get(library)
     return module is not None and isinstance(array, module.Tensor if library == "torch" else module.ndarray)
+
+
+def signature_of(arrays: tuple[Any, ...], asked: Hashable) -> Signature | None:
+    """The signature of a call with these arrays, any of which but the first may be None.
+
+    Args:
+        asked: all else that the call's course depends on.
+
+    Returns:
+        None unless all arrays are CuPy's, or all are PyTorch's.
+    """
+    kind = type(arrays[0])
+    look = _looks.get(kind) or _look_of(kind)
+    if look is None:
+        return None
+    try:
+        return (asked, *[None if array is None else look(array) for array in arrays])
+    except (AttributeError, TypeError):  # an array of another library than the first
+        return None
+
+
+def device_in(signature: Signature) -> int:
+    """The ordinal of the first array's device."""
+    device: int = signature[1][1]
+    return device
+
+
+def without_addresses(signature: Signature) -> tuple[Hashable, tuple[int, ...]]:
+    """The part that is the same for all calls whose arrays differ in nothing but their addresses; and the addresses.
+
+    An absent array has address 0. How well the addresses are aligned is in the first part.
+    """
+    asked, *looks = signature
+    addresses = tuple([0 if look is None else look[0] for look in looks])
+    alignments = tuple([address & -address & _ALIGNED - 1 for address in addresses])
+    return (asked, *[look and look[1:] for look in looks], alignments), addresses
+
+
+def _look_of(kind: type) -> Look | None:
+    """None for classes that are not known through and through, subclasses among them."""
+    cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
+    if cupy is not None and kind is cupy.ndarray:
+        look: Look = attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")
+        current_streams[kind] = lambda device: int(cupy.cuda.get_current_stream(device).ptr)
+    elif torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
+        look = _look_at_tensor
+        current_streams[kind] = TorchLibrary().current_stream
+    else:
+        return None
+    return _looks.setdefault(kind, look)
+
+
+def _look_at_tensor(tensor: Any) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.get_device(), tensor.shape, tensor.stride(), tensor.dtype

@@ -103,19 +103,19 @@ class StreamMemory:
         return int(call("cuMemAlloc", size))
 
 
-_memories: dict[tuple[int, int], StreamMemory] = {}
-_memories_lock = threading.Lock()
+memories: dict[tuple[int, int], StreamMemory] = {}
+memories_lock = threading.Lock()
 
 
 def stream_memory(device: int, stream: int) -> StreamMemory:
     """The memory that belongs to a stream of a device, which must be current."""
-    known = _memories.get((device, stream))
+    known = memories.get((device, stream))
     if known is not None:
         return known
-    with _memories_lock:
-        if (device, stream) not in _memories:
-            _memories[device, stream] = StreamMemory(device, stream)
-        return _memories[device, stream]
+    with memories_lock:
+        if (device, stream) not in memories:
+            memories[device, stream] = StreamMemory(device, stream)
+        return memories[device, stream]
 
 
 @contextlib.contextmanager

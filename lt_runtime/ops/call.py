@@ -23,7 +23,6 @@ from lt_runtime.arrays import (
     check_device,
     check_no_overlap,
     current_streams,
-    device_in,
     device_of,
     library_of,
     on_host,
@@ -35,13 +34,15 @@ from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, GpuError
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import is_current
-from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.gpu.memory import memories, stream_memory
 from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import overlaps_itself
 from lt_runtime.ops.first_use import asked_for, tune_at_first_use
 from lt_runtime.plans import cache
 
+_MOST_CALLS: Final = 1024
+_MOST_REPEATS: Final = 1024
 _MOST_BOUND: Final = 8  # graphs of a call with the same arrays: each takes memory
 
 
@@ -58,12 +59,6 @@ class New:
     dtype: np.dtype[Any]
     library: Library
     view: Callable[[Any], Any] | None = None
-
-    def make(self, device: int, stream: int) -> tuple[Any, int]:
-        """The array, its memory ordered with a stream, and its address."""
-        array = self.library.empty(self.shape, self.dtype, device, stream)
-        address = self.library.address(array)
-        return (array if self.view is None else self.view(array)), address
 
 
 class Reading(NamedTuple):
@@ -143,6 +138,7 @@ class Known:
         device: ordinal of the GPU, or `HOST`.
         plan: None on the host.
         sizes: bytes from each operand's first element to its last; 0 for an absent one.
+        generation: `cache.generation` before the plan was asked for; a later one makes the call unknown.
     """
 
     operation: Operation
@@ -151,6 +147,7 @@ class Known:
     plan: Any
     sizes: tuple[int, ...]
     is_bindable: bool
+    generation: object
 
     def is_sound(self, addresses: Sequence[int]) -> bool:
         """Whether no operand that is written shares an address with another, by where they begin and end."""
@@ -170,8 +167,10 @@ class Known:
             return arrays, ()
         filled, fresh = list(arrays), []
         for place, each in new.items():
-            filled[place], address = each.make(self.device, stream)
-            fresh.append(address)
+            library = each.library
+            array = library.empty(each.shape, each.dtype, self.device, stream)
+            fresh.append(library.address(array))
+            filled[place] = array if each.view is None else each.view(array)
         return filled, tuple(fresh)
 
     def addresses(self, given: tuple[int, ...], fresh: tuple[int, ...]) -> tuple[int, ...]:
@@ -185,7 +184,7 @@ class Known:
 
     def put(self, call: Call) -> None:
         """Runs the plan."""
-        memory = stream_memory(self.device, call.stream)
+        memory = memories.get((self.device, call.stream)) or stream_memory(self.device, call.stream)
         with memory.lock:
             self.plan.put(call, memory)
 
@@ -231,8 +230,6 @@ class Repeat:
             known.put(call)
             if known.is_bindable:
                 self._note(differing, call)
-        if fresh:
-            return known.finish(arrays, extras, stream)
         return known.operation.result(known, arrays, extras)
 
     def _note(self, differing: Any, call: Call) -> None:
@@ -240,9 +237,9 @@ class Repeat:
 
         A call that cannot be bound, for want of memory perhaps, costs a warning: it has been made all the same.
         """
-        if is_captured(self.stream) or self.has_failed:
-            return
         if differing in self.bound:
+            if self.has_failed or is_captured(self.stream):
+                return
             try:
                 self.bound[differing] = self.known.plan.bind(call)
             except (GpuError, CaptureError) as error:  # a capture may have begun in between
@@ -274,11 +271,14 @@ def perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extr
     """
     signature = signature_of(arrays, (operation, asked))
     if signature is not None and stream.__class__ is not Binding and asked_for.get() is None:
-        device = device_in(signature)
+        device = signature[1][1]
         if is_current(device):
-            handle = stream_handle(stream, device, current_streams[type(arrays[0])])
+            current = current_streams[type(arrays[0])]
+            handle = current(device) if stream is None else stream_handle(stream, device)
             try:
-                again = cache.repeats.get((signature, handle)) or _first_repeat(signature, handle)
+                again = cache.repeats.get((signature, handle))
+                if again is None or again.known.generation is not cache.generation:
+                    again = _first_repeat(signature, handle)
             except TypeError:  # an option that is no value
                 again = signature = None
             if again is not None:
@@ -288,13 +288,23 @@ def perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extr
 
 def _first_repeat(signature: Signature, stream: int) -> Repeat | None:
     """The call as one like it was made before; None if it takes another look."""
-    since, (key, addresses) = cache.age(), without_addresses(signature)
+    key, addresses = without_addresses(signature)
     known: Known | None = cache.calls.get(key)
-    if known is None or not known.is_sound(addresses):
+    if known is None or known.generation is not cache.generation or not known.is_sound(addresses):
         return None
-    found = Repeat(known, addresses, stream)
-    cache.remember(cache.repeats, (signature, stream), found, since)
+    if len(cache.repeats) >= _MOST_REPEATS:
+        _make_room()
+    found = cache.repeats[signature, stream] = Repeat(known, addresses, stream)
     return found
+
+
+def _make_room() -> None:
+    """Lets go of the repeated calls that are not bound; of all, if most of them are."""
+    unbound = [key for key, repeat in list(cache.repeats.items()) if not any(repeat.bound.values())]
+    if 2 * len(unbound) < _MOST_REPEATS:
+        cache.repeats.clear()
+    for key in unbound:
+        cache.repeats.pop(key, None)
 
 
 def _first(
@@ -310,11 +320,13 @@ def _first(
         operands = [_read(operation, place, array, 0) for place, array in enumerate(arrays)]
         return _on_host(operation, operands, arrays, asked, extras)
     with activated(device):
-        since = cache.age()
         operands = [_read(operation, place, array, handle) for place, array in enumerate(arrays)]
         known = look(operation, operands, asked, extras, handle)
         if signature is not None and not binds:
-            cache.remember(cache.calls, without_addresses(signature)[0], known, since)
+            calls = cache.calls
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()
+            calls[without_addresses(signature)[0]] = known
         given = addresses_of(operands)
         if binds:
             _check_bindable(known)
@@ -327,11 +339,11 @@ def _first(
 def look(operation: Operation, operands: Sequence[Operand | None], asked: Any, extras: Any, stream: int) -> Known:
     """What is made of a call whose operands live on a GPU, which is current."""
     first = _checked_place(operands)
-    reading = operation.read(operands, asked, extras)
+    generation, reading = cache.generation, operation.read(operands, asked, extras)
     _check_written(operands, reading)
     plan = cache.plan_of(reading.problem, first.device, stream, tune_at_first_use, anew=asked_for.get() is not None)
     reading = operation.settle(reading, plan, operands)
-    return Known(operation, first.device, reading, plan, _sizes(operands), operation.is_bindable(reading))
+    return Known(operation, first.device, reading, plan, _sizes(operands), operation.is_bindable(reading), generation)
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
@@ -346,7 +358,7 @@ def _on_host(
     reading = operation.read(operands, asked, extras)
     _check_written(operands, reading)
     reading = operation.settle(reading, None, operands)
-    known = Known(operation, HOST, reading, None, (), is_bindable=False)
+    known = Known(operation, HOST, reading, None, (), False, cache.generation)
     filled, _ = known.make(arrays, 0)
     with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
         operation.on_host(reading, filled, extras)

@@ -19,14 +19,14 @@ OnMiss: TypeAlias = Callable[[Problem, int], None]
 """Is told of a problem and a device before a plan is made, and may measure the problem first."""
 
 calls: Final[dict[Hashable, Any]] = {}
-"""What operations have made of calls, plans included, by all but their addresses."""
+"""What operations have made of calls, plans included, by all but their addresses; see `generation`."""
 repeats: Final[dict[Hashable, Any]] = {}
-"""The same by their addresses as well. `remember` adds to the two, `forget` empties them."""
+"""The same by their addresses as well."""
+generation = object()
+"""Another object whenever plans are let go. What operations have made of calls holds in one generation alone."""
 
-_MOST: Final = 1024
 _plans: dict[tuple[Problem, int], Plan] = {}
 _lock = threading.RLock()
-_age = 0
 
 
 def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew: bool = False) -> Plan:
@@ -64,35 +64,15 @@ def forget(problems: Iterable[Problem], device: int) -> None:
 
     Backward problems that differ only in what forward has saved are forgotten together: that was decided with them.
     """
-    global _age
+    global generation
     wanted = {_without_saved(problem) for problem in problems}
     with _lock:
         for problem, of in list(_plans):
             if of == device and _without_saved(problem) in wanted:
                 del _plans[problem, of]
+        generation = object()
         calls.clear()
         repeats.clear()
-        _age += 1
-
-
-def age() -> int:
-    """A number that changes whenever plans are let go."""
-    return _age
-
-
-def remember(table: dict[Hashable, Any], key: Hashable, call: Any, since: int) -> None:
-    """Keeps what an operation has made of a call, its plan included, until a plan is let go.
-
-    Args:
-        table: `calls` or `repeats`.
-        since: what `age` was before the plan was asked for.
-    """
-    with _lock:
-        if since != _age:
-            return
-        if len(table) >= _MOST:
-            del table[next(iter(table))]  # the one that was remembered first
-        table[key] = call
 
 
 def _without_saved(problem: Problem) -> Problem:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.arrays import signatures
+from lt_runtime.arrays import libraries as signatures
 from lt_runtime.errors import CaptureError, DriverError, GpuError, OperandError, ShapeError
 from lt_runtime.gpu import direct, driver
 from lt_runtime.ops.tally import Totals

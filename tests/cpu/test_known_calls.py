@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_runtime.arrays import signature_of, signatures, without_addresses
+from lt_runtime.arrays import libraries as signatures
+from lt_runtime.arrays import signature_of, without_addresses
 from lt_runtime.errors import GpuError
 from lt_runtime.kernels.call import Call
 from lt_runtime.ops import call as call_module
 from lt_runtime.ops import first_use
 from lt_runtime.ops.call import Known, Operation, Reading, perform
 from lt_runtime.plans import cache
-from lt_runtime.plans.cache import age
 
 _AT = 0x10000
 
@@ -110,8 +110,8 @@ def signature(*arrays: Any, asked: Any = ASKED) -> Any:
 def remember(*arrays: Array | None, asked: Any = ASKED) -> Plan:
     """Has such calls known; the plan that they run."""
     plan = Plan()
-    known = Known(DOUBLING, 0, Reading(None, (2,), {}), plan, (128, 0, 128), is_bindable=True)
-    cache.remember(cache.calls, without_addresses(signature(*arrays, asked=asked))[0], known, age())
+    known = Known(DOUBLING, 0, Reading(None, (2,), {}), plan, (128, 0, 128), True, cache.generation)
+    cache.calls[without_addresses(signature(*arrays, asked=asked))[0]] = known
     return plan
 
 
@@ -156,7 +156,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, 
 def test_what_is_written_lies_apart(spans: list[tuple[int, int]], written: set[int]) -> None:
     outputs = tuple(sorted(each for each in written if each < len(spans)))
     starts, sizes = zip(*spans, strict=True)
-    known = Known(DOUBLING, 0, Reading(None, outputs, {}), None, sizes, is_bindable=True)
+    known = Known(DOUBLING, 0, Reading(None, outputs, {}), None, sizes, True, cache.generation)
     bytes_of = [set(range(at, at + size)) for at, size in spans]
     meet = any(bytes_of[i] & bytes_of[j] for i in outputs for j in range(len(spans)) if i != j)
     if meet:  # that an empty one lies within another may count as meeting
@@ -191,19 +191,28 @@ def test_another_look_is_taken(world: Any) -> None:
 def test_nothing_outlives_its_plan(world: Any) -> None:
     plan = remember(X, None, OUT)
     make(X, None, OUT)
-    since = age()
+    calls, repeats = dict(cache.calls), dict(cache.repeats)
     cache.forget([], 0)
     make(X, None, OUT)
     assert (len(plan.calls), world.looks) == (1, 1)
-    cache.remember(cache.calls, "made with a plan of before", 1, since)
-    assert "made with a plan of before" not in cache.calls
+    cache.calls |= calls  # by another thread, which had found them before
+    make(X, None, OUT)
+    cache.repeats |= repeats
+    make(X, None, OUT)
+    assert (len(plan.calls), world.looks) == (1, 3)
 
 
-def test_the_oldest_calls_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MOST", 3)
-    for key in range(5):
-        cache.remember(cache.calls, key, str(key), age())
-    assert cache.calls == {2: "2", 3: "3", 4: "4"}
+def test_calls_that_are_not_bound_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "_MOST_REPEATS", 8)
+    plan = remember(X, None, OUT)
+    for _ in range(3):
+        make(X, None, OUT)
+    assert len(plan.bound) == 1
+    for i in range(3, 60):
+        make(replace(X, address=i * _AT), None, OUT)
+        assert len(cache.repeats) <= 8
+    make(X, None, OUT)
+    assert (len(plan.bound), plan.launches) == (1, 2)
 
 
 def test_a_call_is_bound_when_it_comes_a_third_time(world: Any) -> None:
@@ -215,7 +224,7 @@ def test_a_call_is_bound_when_it_comes_a_third_time(world: Any) -> None:
     assert len(plan.calls) == 3, "a capture gets launches"
     for _ in range(5):
         assert make(X, None, OUT) is OUT
-    assert (len(plan.calls), plan.launches) == (5, 3)
+    assert (len(plan.calls), plan.launches) == (4, 4)
     assert plan.bound == plan.calls[-1:]
 
 

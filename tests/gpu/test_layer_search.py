@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,15 +103,16 @@ def test_layers_are_decided_once(name: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def arrays(case: Case) -> dict[str, Any]:
-    """Data of which the first layer's sums are exact, so that no split gets another sign before ReLU."""
+    """Data of which the first layer's sums are exact, and never 0: no split gets another derivative of ReLU."""
     generator = np.random.default_rng(0)
     inner = case.dims[1]
     shapes = {"x": (case.rows, case.dims[0]), "w0": (inner, case.dims[0]), "b0": (inner,)}
     shapes |= {"w1": (case.dims[2], inner), "b1": (case.dims[2],), "dy": (case.rows, case.dims[2])}
-    return {
-        name: (generator.integers(-16, 17, shape) / (8 if name in ("x", "dy") else 128)).astype(case.dtype.numpy)
-        for name, shape in shapes.items()
+    drawn = {
+        name: generator.integers(-16, 17, shape) / (8 if name in ("x", "dy") else 128) for name, shape in shapes.items()
     }
+    drawn["b0"] += 1 / 2048  # products are multiples of 1/1024
+    return {name: values.astype(case.dtype.numpy) for name, values in drawn.items()}
 
 
 def expected(case: Case, at: dict[str, Any]) -> dict[str, Any]:
@@ -165,14 +167,17 @@ def free_memory() -> int:
 
 
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """But for what streams and libraries keep, which the first time takes."""
+    """But for what streams and libraries keep, which the first time takes.
+
+    Other processes on the GPU allocate meanwhile: it is enough that one time out of several leaves nothing.
+    """
     chain = Case(2048, (768, 1024, 768), RELU, BF16).chain.cut(Part(0, 1))
     left = []
-    for directory in ("first", "second"):
+    for directory in ("first", "second", "third", "fourth"):
         monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda name=directory: tmp_path / name)
         tune(chain)
         left.append(free_memory())
-    assert left[0] - left[1] < 8 << 20
+    assert min(before - after for before, after in itertools.pairwise(left)) < 8 << 20
 
 
 def test_a_typical_layer_takes_seconds(

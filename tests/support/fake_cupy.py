@@ -362,5 +362,5 @@ def _cuda(gpu: Gpu) -> Any:
         MemoryPointer=MemoryPointer,
         Memory=lambda size: Memory(gpu, size),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
-        runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError),
+        runtime=SimpleNamespace(CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0),
     )
