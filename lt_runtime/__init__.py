@@ -47,6 +47,7 @@ _EXPORTS = {
     "training.checkpoints": "load_checkpoint save_checkpoint",
     "training.prefetch": "prefetch",
 }
+"""Public names by the module that holds them, with blanks between them."""
 _HOMES = {name: f"lt_runtime.{module}" for module, names in _EXPORTS.items() for name in names.split()}
 _MODULES = ("cublaslt", "errors", "raw", "schedules")
 

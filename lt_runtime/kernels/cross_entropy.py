@@ -136,18 +136,10 @@ class CrossEntropyPass:
         self._blocks = tiling.grid[0]
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
         macros = (("SCALAR", SCALAR[dtype]), *row_macros(block_rows=self._sharing.shared_by_block))
-        params = CrossEntropyParams(
-            Matrix.of(logits),
-            Matrix.of(gradient),
-            rows=logits.rows,
-            cols=logits.cols,
-            ignore_index=labels.ignore_index or 0,
-            smoothing=smoothing,
-            wide_labels=labels.wide,
-            ignores=labels.ignore_index is not None,
-            lanes=self._sharing.lanes,
-            held=held,
-        )
+        params = CrossEntropyParams(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
+        params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
+        params.smoothing, params.wide_labels = smoothing, labels.wide
+        params.lanes, params.held = self._sharing.lanes, held
         shared = held * self._sharing.held_bytes(dtype.itemsize)
         entry = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY
         self._launches = Launches(entry, macros, device, tiling, params, shared=shared)

@@ -54,11 +54,8 @@ EPILOGUE_BWD: Final = Entry("epilogue_bwd", "epilogue_bwd.cu", EpilogueBwdParams
 
 
 def _macros(dtype: DType, activation: Activation, dropout: bool) -> Macros:
-    return (
-        ("SCALAR", SCALAR[dtype]),
-        ("ACTIVATION", ACTIVATION_NAMES[activation.name]),
-        ("DROPOUT", str(int(dropout))),
-    )
+    function = ACTIVATION_NAMES[activation.name]
+    return ("SCALAR", SCALAR[dtype]), ("ACTIVATION", function), ("DROPOUT", str(int(dropout)))
 
 
 class ForwardPass:
@@ -92,14 +89,8 @@ class ForwardPass:
         )
         # Drawing random numbers takes a 16-bit pass longer than memory does, so that its blocks had better start once.
         busy = problem.dropout and dtype is not DType.FLOAT32
-        params = EpilogueFwdParams(
-            in_=Matrix.of(product),
-            preactivation=Matrix.of(kept),
-            out=Matrix.of(layout),
-            rows=layout.rows,
-            cols=layout.cols,
-            slope=problem.activation.negative_slope,
-        )
+        params = EpilogueFwdParams(*map(Matrix.of, (product, kept, layout)), 0, *layout.shape)
+        params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
 
@@ -166,15 +157,10 @@ class BackwardPass:
             self._tiling = reduction(layout, wave, transposes=transposes, strips=dtype is not DType.FLOAT32)
         else:
             self._tiling = sweep(layout, wave)
-        params = EpilogueBwdParams(
-            dy=Matrix.of(layout),
-            saved=Matrix.of(derivative.saved_spec, is_mask=derivative.saved is Saved.MASK),
-            dz=Matrix.of(dz),
-            db=ColumnSum(accumulate=int(sums is not None and sums.accumulate)),
-            rows=layout.rows,
-            cols=layout.cols,
-            slope=derivative.activation.negative_slope,
-        )
+        params = EpilogueBwdParams(dy=Matrix.of(layout), dz=Matrix.of(dz), rows=layout.rows, cols=layout.cols)
+        params.saved = Matrix.of(derivative.saved_spec, is_mask=derivative.saved is Saved.MASK)
+        params.db.accumulate = sums is not None and sums.accumulate
+        params.slope = derivative.activation.negative_slope
         self._launches = Launches(EPILOGUE_BWD, macros, device, self._tiling, params)
 
     @property

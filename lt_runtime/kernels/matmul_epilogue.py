@@ -136,15 +136,9 @@ class MatmulPass:
 
     def _epilogue_params(self) -> MatmulEpilogueParams:
         problem, layout, c, aux = self._problem, self._turned(self._problem.d), self._problem.c, self._problem.aux
-        params = MatmulEpilogueParams(
-            product=Matrix.of(self._turned(self._product)),
-            product_batch_stride=self._product.batch_stride,
-            d=Matrix.of(layout),
-            d_batch_stride=problem.d.batch_stride,
-            bias=Matrix(0, int(self._flips), int(not self._flips)),
-            rows=layout.rows,
-            cols=layout.cols,
-        )
+        params = MatmulEpilogueParams(d=Matrix.of(layout), rows=layout.rows, cols=layout.cols)
+        params.product, params.bias = Matrix.of(self._turned(self._product)), Matrix(0, self._flips, not self._flips)
+        params.product_batch_stride, params.d_batch_stride = self._product.batch_stride, problem.d.batch_stride
         if c is not None and self._adds_c:
             params.addend = Addend(Matrix.of(self._turned(c)), c.batch_stride)
         if aux is not None and self._has_mask:

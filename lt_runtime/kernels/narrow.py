@@ -202,16 +202,9 @@ class NarrowPass:
         self._tiling, self._sums = geometry.tiling, geometry.sums
         derivative = problem.epilogue if form.entry is NARROW_K else None
         macros = narrow_macros(problem.dtype, width, aligned, geometry.rows, derivative)
-        params = NarrowParams(
-            a=Matrix.of(form.a),
-            b=Matrix.of(form.b),
-            c=Matrix.of(form.c),
-            d=Matrix.of(form.d),
-            rows=problem.m,
-            cols=problem.n,
-            depth=problem.k,
-            aux=Matrix.of(form.aux, is_mask=_reads_mask(problem.epilogue)),
-        )
+        params = NarrowParams(*map(Matrix.of, (form.a, form.b, form.c, form.d)))
+        params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
+        params.aux = Matrix.of(form.aux, is_mask=_reads_mask(problem.epilogue))
         self._launches = Launches(form.entry, macros, device, self._tiling, params)
 
     @property

@@ -49,30 +49,15 @@ class TallyPass:
     def __init__(self, dtype: DType, logits: Layout | None, labels: Labels, device: int) -> None:
         params, blocks = TallyParams(), 1
         if logits is not None:
-            params = TallyParams(
-                Matrix.of(logits),
-                rows=logits.rows,
-                cols=logits.cols,
-                ignore_index=labels.ignore_index or 0,
-                wide_labels=labels.wide,
-                ignores=labels.ignore_index is not None,
-            )
+            params = TallyParams(Matrix.of(logits), rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
+            params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
             blocks = max(1, min(-(-logits.rows // _ROWS), _MAX_BLOCKS))
         tiling = Tiling((blocks, 1), (THREADS, 1))
         self._launches = Launches(TALLY, (("SCALAR", SCALAR[dtype]),), device, tiling, params)
         self._lock = threading.Lock()
 
     def run(
-        self,
-        logits: int,
-        labels: int,
-        loss: int,
-        mean: int,
-        state: int,
-        *,
-        weight: float,
-        first: bool,
-        stream: int,
+        self, logits: int, labels: int, loss: int, mean: int, state: int, *, weight: float, first: bool, stream: int
     ) -> None:
         """Puts the pass on `stream`.
 

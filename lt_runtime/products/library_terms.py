@@ -6,6 +6,7 @@ from typing import Final
 
 from lt_runtime.cublaslt import ComputeType, DataType, MatrixLayout
 from lt_runtime.cublaslt import Epilogue as LibraryEpilogue
+from lt_runtime.cublaslt.algorithms import Types
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
@@ -21,8 +22,6 @@ _COMPUTE_TYPES: Final = {
     Compute.TF32: ComputeType.COMPUTE_32F_FAST_TF32,
     Compute.FLOAT64: ComputeType.COMPUTE_64F,
 }
-Types = tuple[ComputeType, DataType, DataType, DataType, DataType, DataType]
-"""Compute type, scale type, types of A, B, C and D."""
 
 
 def library_types(problem: MatmulProblem) -> Types:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final
 
 from lt_runtime import cublaslt
+from lt_runtime.cublaslt.algorithms import Types
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, PlanError
 from lt_runtime.gpu.devices import device_info
@@ -16,14 +17,7 @@ from lt_runtime.gpu.memory import StreamMemory, workspace_size
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem, Spec
-from lt_runtime.products.library_terms import (
-    DATA_TYPES,
-    Types,
-    column_major,
-    library_epilogue,
-    library_types,
-    scale_type,
-)
+from lt_runtime.products.library_terms import DATA_TYPES, column_major, library_epilogue, library_types, scale_type
 from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8

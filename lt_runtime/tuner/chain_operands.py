@@ -60,7 +60,20 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
     Args:
         saved: what a forward problem keeps.
     """
-    found = _of_forward(layer, problem, saved) if isinstance(problem, ForwardProblem) else _of_backward(layer, problem)
+    x, w = ("output", layer - 1, problem.x), ("weight", layer, problem.w)
+    if isinstance(problem, ForwardProblem):
+        bias = _vector("bias", layer, problem.y, problem.bias)
+        kept = (f"kept {saved.value}", layer, kept_spec(problem, saved))
+        found: dict[str, _Place] = {"x": x, "w": w, "bias": bias, "y": ("output", layer, problem.y), "kept": kept}
+    else:
+        own, below = problem.own, problem.through
+        dy, dx = ("gradient", layer, problem.dy), ("gradient", layer - 1, problem.dx)
+        dw, dz = ("weight gradient", layer, problem.dw), ("gradient before the activation", layer, problem.dz)
+        found = {"dy": dy, "x": x, "w": w, "saved": _saved(layer, own), "dx": dx, "dw": dw}
+        found |= {"db": _vector("bias gradient", layer, problem.dy, own.db), "dz": dz}
+        if below is not None and problem.dx is not None:
+            found["saved_below"] = _saved(layer - 1, below)
+            found["db_below"] = _vector("bias gradient", layer - 1, problem.x, below.db)
     # Weights are scaled so that products are about as large as what is multiplied; the bias is as large as they are.
     scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(max(problem.w.layout.cols, 1)) / 2))
     return {name: Tensor(role, at, spec, scales.get(name, 1.0)) for name, (role, at, spec) in found.items() if spec}
@@ -71,41 +84,14 @@ Placed: TypeAlias = Sequence[tuple[int, LayerPlan]]
 """Plans that run one after the other, each with the index of its layer in the chain."""
 
 
-def _of_forward(layer: int, problem: ForwardProblem, saved: Saved) -> Mapping[str, _Place]:
-    return {
-        "x": ("output", layer - 1, problem.x),
-        "w": ("weight", layer, problem.w),
-        "bias": ("bias", layer, _vector(problem.y.layout.cols, problem.bias)),
-        "y": ("output", layer, problem.y),
-        "kept": (f"kept {saved.value}", layer, kept_spec(problem, saved)),
-    }
-
-
-def _of_backward(layer: int, problem: BackwardProblem) -> Mapping[str, _Place]:
-    own, below = problem.own, problem.through if problem.dx is not None else None
-    found: dict[str, _Place] = {
-        "dy": ("gradient", layer, problem.dy),
-        "x": ("output", layer - 1, problem.x),
-        "w": ("weight", layer, problem.w),
-        "saved": _saved(layer, own),
-        "dx": ("gradient", layer - 1, problem.dx),
-        "dw": ("weight gradient", layer, problem.dw),
-        "db": ("bias gradient", layer, _vector(problem.dy.layout.cols, own.db)),
-        "dz": ("gradient before the activation", layer, problem.dz),
-    }
-    if below is not None:
-        found["saved_below"] = _saved(layer - 1, below)
-        found["db_below"] = ("bias gradient", layer - 1, _vector(problem.x.layout.cols, below.db))
-    return found
-
-
 def _saved(layer: int, derivative: Derivative) -> _Place:
     role = "output" if derivative.saved is Saved.OUTPUT else f"kept {derivative.saved.value}"
     return role, layer, derivative.saved_spec
 
 
-def _vector(size: int, alignment: int | None) -> Spec | None:
-    return None if alignment is None else Spec(packed(1, size), alignment)
+def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Place:
+    """A vector with an element for each column of a matrix; absent without an alignment."""
+    return role, layer, None if alignment is None else Spec(packed(1, matrix.layout.cols), alignment)
 
 
 class ChainOperands(Operands):

@@ -8,6 +8,7 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
+import lt_runtime as lt
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels.epilogue import BackwardPass, Sums
 from lt_runtime.layout import Layout, Order, layout_of
@@ -96,3 +97,26 @@ def assert_close(name: str, actual: NDArray[Any], expected: NDArray[Any], tolera
             f"{name}{tuple(map(int, worst))} is {actual[worst]}, expected {expected[worst]} ± {limit}; "
             f"{int(bad.sum())} of {bad.size} elements are off"
         )
+
+
+class GpuMachine:
+    """The GPU as a `rounding_checks.Machine`, on CuPy's current stream."""
+
+    lt, stream = lt, None
+
+    def place(self, values: NDArray[Any], placement: Placement, multiple: int = 1) -> Guarded:
+        """See `Machine`."""
+        return Guarded(values, placement, multiple)
+
+    def array(self, values: NDArray[Any]) -> Any:
+        """See `Machine`."""
+        return cp.asarray(values)
+
+    def host(self, array: Any) -> NDArray[Any]:
+        """See `Machine`."""
+        values: NDArray[Any] = cp.asnumpy(array)
+        return values
+
+    def wait(self) -> None:
+        """See `Machine`."""
+        cp.cuda.get_current_stream().synchronize()

@@ -84,3 +84,26 @@ def assert_close(name: str, actual: NDArray[Any], expected: NDArray[Any], tolera
             f"{name}{tuple(map(int, worst))} is {actual[worst]}, expected {expected[worst]} ± {limit}; "
             f"{int(bad.sum())} of {bad.size} elements are off"
         )
+
+
+class FakeMachine:
+    """The pretended GPU as a `rounding_checks.Machine`."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu, self.lt, self.stream = gpu, gpu.lt, gpu.stream
+
+    def place(self, values: NDArray[Any], placement: Placement, multiple: int = 1) -> Placed:
+        """See `Machine`."""
+        return Placed(self._gpu, values, placement, multiple)
+
+    def array(self, values: NDArray[Any]) -> Any:
+        """See `Machine`."""
+        return self._gpu.cp.asarray(values)
+
+    def host(self, array: Any) -> NDArray[Any]:
+        """See `Machine`."""
+        return host_of(self._gpu, array)
+
+    def wait(self) -> None:
+        """See `Machine`."""
+        self._gpu.synchronize(self.stream.ptr)

@@ -1,0 +1,50 @@
+"""16-bit results are rounded once: layers and products of any layout, epilogue and size on the pretended GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Final
+
+from hypothesis import HealthCheck, given, settings
+
+from lt_runtime.problem import Activation, DType
+from tests.strategies import LinearCase, MatmulCase
+from tests.support.fake_gpu import FakeGpu
+from tests.support.placed import FakeMachine
+from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
+
+_EXAMPLES = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,  # each kernel variant that an example needs is compiled for it
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+_TYPES: Final = {"none": DType.BFLOAT16, "relu": DType.BFLOAT16, "gelu": DType.FLOAT16}
+
+
+def _layer(case: LinearCase) -> LinearCase:
+    """The case with few kinds of kernels: each activation has one type, and dropout only GELU."""
+    name = case.activation.name if case.activation.name in _TYPES else "relu"
+    dropout = 0.5 if name == "gelu" and case.dropout else 0.0
+    return dataclasses.replace(case, activation=Activation(name), dtype=_TYPES[name], dropout=dropout)
+
+
+def _product(case: MatmulCase) -> MatmulCase:
+    """The case with few kinds of kernels: each activation has one type."""
+    dtype = _TYPES[case.epilogue.activation]
+    return dataclasses.replace(case, dtype=dtype, d_dtype=dtype)
+
+
+@_EXAMPLES
+@given(case=sixteen_bit_layers().map(_layer))
+def test_layers(gpu: FakeGpu, case: LinearCase, examples: Counter[str]) -> None:
+    RoundedLayer(FakeMachine(gpu), case).check()
+    examples["16-bit layers rounded once on the pretended GPU"] += 1
+
+
+@_EXAMPLES
+@given(case=sixteen_bit_products().map(_product))
+def test_products(gpu: FakeGpu, case: MatmulCase, examples: Counter[str]) -> None:
+    RoundedProduct(FakeMachine(gpu), case).check()
+    examples["16-bit products rounded once on the pretended GPU"] += 1

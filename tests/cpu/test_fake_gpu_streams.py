@@ -1,0 +1,75 @@
+"""Calls on tensors that name no stream run on PyTorch's current one, and leave nothing on any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lt_runtime.problem import DType
+from tests.support.fake_gpu import FakeGpu
+from tests.support.layer_checks import Layer as CheckedLayer
+from tests.support.layer_checks import layer_case
+
+_CALLS = 5  # the first makes plans or captures, later ones are looked up, and then bound to their buffers
+_DIMS, _ROWS = [12, 16, 5], 8
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def _tensor(gpu: FakeGpu, values: NDArray[Any]) -> Any:
+    return gpu.torch.Tensor(gpu.cp.asarray(values))
+
+
+def _layer_calls(gpu: FakeGpu) -> Calls:
+    layer, tensor = CheckedLayer(gpu, layer_case(dtype=DType.FLOAT16)), gpu.torch.Tensor
+    x, w, bias, dy = (tensor(each) for each in (layer.x.array, layer.w.array, layer.bias, layer.dy.array))
+    with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.stream.ptr)):
+        _, ctx = gpu.lt.linear_fwd(x, w, bias, activation="gelu")
+    return {
+        "linear": lambda: gpu.lt.linear(x, w, bias, activation="gelu"),
+        "linear_fwd": lambda: gpu.lt.linear_fwd(x, w, bias, activation="gelu"),
+        "linear_bwd": lambda: gpu.lt.linear_bwd(dy, ctx),
+        "matmul": lambda: gpu.lt.matmul(x, tensor(layer.w.array.T), epilogue="gelu_bias", bias=bias),
+        "dropout": lambda: gpu.lt.dropout(x, 0.5, gpu.lt.Philox(1)),
+    }
+
+
+def _other_calls(gpu: FakeGpu) -> Calls:
+    generator = np.random.default_rng(0)
+    value, gradient, logits = (
+        _tensor(gpu, generator.standard_normal((_ROWS, _DIMS[-1])).astype(np.float32)) for _ in range(3)
+    )
+    x = _tensor(gpu, generator.standard_normal((_ROWS, _DIMS[0])).astype(np.float32))
+    labels = _tensor(gpu, generator.integers(0, _DIMS[-1], _ROWS))
+    optimizer = gpu.lt.AdamW([gpu.lt.Parameter(value, gradient)], lr=1e-2)
+    model = gpu.lt.MLP(_DIMS, seed=3, device=0)
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=1e-2))
+    gpu.streams.synchronize_all()  # the model was made on the default stream
+    return {
+        "mse_loss": lambda: gpu.lt.mse_loss(logits, gradient),
+        "cross_entropy": lambda: gpu.lt.cross_entropy(logits, labels),
+        "AdamW.step": optimizer.step,
+        "TrainStep": lambda: step(x, labels),
+    }
+
+
+def _streams_given_work(gpu: FakeGpu, call: Callable[[], Any]) -> set[int]:
+    before = {handle: len(log) for handle, log in gpu.streams.log.items()}
+    call()
+    return {handle for handle, log in gpu.streams.log.items() if len(log) > before.get(handle, 0)}
+
+
+@pytest.mark.parametrize("calls", [_layer_calls, _other_calls])
+def test_tensors_without_a_stream(gpu: FakeGpu, calls: Callable[[FakeGpu], Calls]) -> None:
+    with gpu.other_stream:  # CuPy's current stream is another one
+        for name, call in calls(gpu).items():
+            with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.stream.ptr)):
+                for _ in range(_CALLS):
+                    used = _streams_given_work(gpu, call)
+            assert used == {gpu.stream.ptr}, name
+            gpu.synchronize(gpu.stream.ptr)
+            assert not gpu.streams.left_undone(), name  # by the first calls either
