@@ -29,33 +29,26 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "ACTIVATIONS": "lt_runtime.problem",
-    "Activation": "lt_runtime.problem",
-    "AdamW": "lt_runtime.ops.adamw",
-    "Epilogue": "lt_runtime.epilogue",
-    "GradScaler": "lt_runtime.grad_scaler",
-    "MLP": "lt_runtime.training",
-    "Parameter": "lt_runtime.ops.adamw",
-    "Philox": "lt_runtime.problem",
-    "Schedule": "lt_runtime.schedules",
-    "TrainStep": "lt_runtime.training",
-    "bind": "lt_runtime.bind",
-    "contiguous": "lt_runtime.arrays",
-    "cross_entropy": "lt_runtime.ops.loss",
-    "dropout": "lt_runtime.ops.dropout",
-    "explain": "lt_runtime.ops.tuning",
-    "linear": "lt_runtime.ops.linear",
-    "linear_bwd": "lt_runtime.ops.linear",
-    "linear_fwd": "lt_runtime.ops.linear",
-    "load_checkpoint": "lt_runtime.training.checkpoints",
-    "matmul": "lt_runtime.ops.matmul",
-    "mse_loss": "lt_runtime.ops.loss",
-    "prefetch": "lt_runtime.training.prefetch",
-    "save_checkpoint": "lt_runtime.training.checkpoints",
-    "tune": "lt_runtime.ops.tuning",
-    "tuning": "lt_runtime.ops.first_use",
+_EXPORTS = {
+    "arrays": "contiguous",
+    "bind": "bind",
+    "epilogue": "Epilogue",
+    "grad_scaler": "GradScaler",
+    "ops.adamw": "AdamW Parameter",
+    "ops.dropout": "dropout",
+    "ops.first_use": "tuning",
+    "ops.linear": "linear linear_bwd linear_fwd",
+    "ops.loss": "cross_entropy mse_loss",
+    "ops.matmul": "matmul",
+    "ops.tuning": "explain tune",
+    "problem": "ACTIVATIONS Activation Philox",
+    "schedules": "Schedule",
+    "training": "MLP TrainStep",
+    "training.checkpoints": "load_checkpoint save_checkpoint",
+    "training.prefetch": "prefetch",
 }
+"""Public names by the module that holds them, with blanks between them."""
+_HOMES = {name: f"lt_runtime.{module}" for module, names in _EXPORTS.items() for name in names.split()}
 _MODULES = ("cublaslt", "errors", "raw", "schedules")
 
 __all__ = [

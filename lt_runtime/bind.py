@@ -8,10 +8,12 @@ from typing import Any, Final
 from lt_runtime.errors import ArgumentError
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.ops.call import Binding
+from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
+from lt_runtime.ops.loss import cross_entropy, mse_loss
 from lt_runtime.ops.matmul import matmul
 
-_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul)
+_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, mse_loss, cross_entropy, dropout)
 
 
 def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> BoundPlan:
@@ -27,16 +29,19 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     step of `rng` is an array on the device.
 
     Args:
-        operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd` or `lt.matmul`.
+        operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.mse_loss`, `lt.cross_entropy` or
+            `lt.dropout`.
         arguments, options: its own, with a buffer for every result, and for the pre-activation where it is kept.
-        stream: that each call will run on; as in the operation.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each call
+            will run on it.
 
     Returns:
         A callable without arguments and results, to be called with the arrays' GPU current. A failing launch raises
         GpuError.
 
     Raises:
-        ArgumentError: another operation, or a buffer is missing.
+        ArgumentError: another operation, or no buffer for a result.
         DeviceError: NumPy arrays, which need no launch.
         TypeError: arguments that the operation does not take.
         CaptureError: the stream is being captured.

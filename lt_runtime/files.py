@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -23,21 +25,36 @@ def signature(path: Path) -> Signature:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file, or replaces one, in one step: no reader ever sees half of it.
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replaces a file in one step by what the block writes to the path that it is given; no reader sees half of it.
 
     Raises:
         OSError: the file cannot be written; what was there is unchanged.
     """
     temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
+    temporary.open("xb").close()  # an error here says what is wrong with the place
     try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        flush(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file as `replacing` does."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file or a directory is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def free_name(path: Path, kind: str) -> Path:

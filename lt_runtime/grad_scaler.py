@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lt_runtime.errors import ArgumentError
@@ -10,6 +11,7 @@ SMALLEST_SCALE: Final = 2.0**-126
 LARGEST_SCALE: Final = (2.0 - 2.0**-23) * 2.0**127
 
 
+@dataclass(eq=False)
 class GradScaler:
     """A loss scale that adapts to the gradients as PyTorch's `torch.amp.GradScaler` does, but on the device alone.
 
@@ -32,24 +34,21 @@ class GradScaler:
         ArgumentError: an argument is out of its range.
     """
 
-    def __init__(
-        self,
-        init_scale: float = 65536.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        if not SMALLEST_SCALE <= init_scale <= LARGEST_SCALE:
-            raise ArgumentError(f"init_scale is {init_scale}; it must be a positive, normal FP32 number")
-        if not 1.0 < growth_factor <= LARGEST_SCALE:
-            raise ArgumentError(f"growth_factor is {growth_factor}; it must be finite and above 1")
-        if not 0.0 < backoff_factor < 1.0:
-            raise ArgumentError(f"backoff_factor is {backoff_factor}; it must be between 0 and 1")
-        if not 1 <= growth_interval < 1 << 31:
-            raise ArgumentError(f"growth_interval is {growth_interval}; it must be in [1, 2**31)")
-        self.init_scale, self.growth_interval = init_scale, growth_interval
-        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self._arrays: tuple[Any, Any] | None = None
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    _arrays: tuple[Any, Any] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not SMALLEST_SCALE <= self.init_scale <= LARGEST_SCALE:
+            raise ArgumentError(f"init_scale is {self.init_scale}; it must be a positive, normal FP32 number")
+        if not 1.0 < self.growth_factor <= LARGEST_SCALE:
+            raise ArgumentError(f"growth_factor is {self.growth_factor}; it must be finite and above 1")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise ArgumentError(f"backoff_factor is {self.backoff_factor}; it must be between 0 and 1")
+        if not 1 <= self.growth_interval < 1 << 31:
+            raise ArgumentError(f"growth_interval is {self.growth_interval}; it must be in [1, 2**31)")
 
     @property
     def scale(self) -> Any:

@@ -64,9 +64,9 @@ class Layout:
         return Layout(self.cols, self.rows, other, self.leading_dimension)
 
 
-def packed(rows: int, cols: int) -> Layout:
-    """The row-major layout without gaps."""
-    return Layout(rows, cols, Order.ROW, max(cols, 1))
+def packed(rows: int, cols: int, *, order: Order = Order.ROW) -> Layout:
+    """The layout without gaps."""
+    return Layout(rows, cols, order, max(cols if order is Order.ROW else rows, 1))
 
 
 def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Layout:
@@ -95,7 +95,11 @@ def layout_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> Lay
         leading = rows if cols == 1 else col_stride
         if leading >= rows:
             return Layout(rows, cols, Order.COLUMN, leading)
-    raise LayoutError(_complaint(operand, (rows, cols), (row_stride, col_stride)))
+    fault = "it runs backwards" if min(strides) < 0 else "its rows overlap"
+    if 1 not in strides:
+        fault = "neither axis is contiguous"
+    mend = f"pass lt.contiguous({operand}) or a view with one unit stride"
+    raise LayoutError(f"{operand} of shape {(rows, cols)} has strides {(row_stride, col_stride)}: {fault}; {mend}")
 
 
 def batch_of(operand: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[Layout, int, int]:
@@ -127,17 +131,6 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 not in shape
         reach = stride * (extent - 1) + reach
     return False
-
-
-def _complaint(operand: str, shape: tuple[int, int], strides: tuple[int, int]) -> str:
-    if 1 not in strides:
-        fault = "neither axis is contiguous"
-    else:
-        fault = "it runs backwards" if min(strides) < 0 else "its rows overlap"
-    return (
-        f"{operand} of shape {shape} has strides {strides}: {fault}; "
-        f"pass lt.contiguous({operand}) or a view with one unit stride"
-    )
 
 
 def may_overlap(

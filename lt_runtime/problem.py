@@ -70,10 +70,7 @@ def type_name(dtype: object) -> str:
 
 
 _NUMPY_TYPES: Final[Mapping[DType, np.dtype[Any]]] = {
-    DType.FLOAT32: np.dtype(np.float32),
-    DType.FLOAT16: np.dtype(np.float16),
-    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-    DType.FLOAT64: np.dtype(np.float64),
+    member: np.dtype(getattr(ml_dtypes, name, name)) for name, member in _BY_NAME.items()
 }
 
 
@@ -193,6 +190,20 @@ def keep_threshold(p: float) -> int:
             "0 and all above 2^-17 (7.63e-06)"
         )
     return threshold
+
+
+def check_dropout(p: float, rng: Philox | None) -> Philox | None:
+    """The random numbers' source; None if `p` is 0.
+
+    Raises:
+        ArgumentError: see `keep_threshold`; or `p` is above 0 and there is no source.
+    """
+    keep_threshold(p)
+    if p == 0:
+        return None
+    if not isinstance(rng, Philox):
+        raise ArgumentError(f"dropout is {p} but rng is {rng!r}; pass rng=lt.Philox(seed, layer, step)")
+    return rng
 
 
 def keep_scale(threshold: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 
 class Listener(Protocol):
@@ -47,10 +47,8 @@ class Range:
         self._domain.pop_range()
 
 
-@functools.cache
-def range_of(name: str) -> Range:
-    """The range of that name. Ranges nest; slashes in the name separate levels, as in "forward/layer0"."""
-    return Range(name)
+range_of: Final = functools.cache(Range)
+"""The range of a name. Ranges nest; slashes in the name separate levels, as in "forward/layer0"."""
 
 
 @contextlib.contextmanager

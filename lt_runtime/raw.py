@@ -6,7 +6,7 @@ Y[m,n] = act(op(A)[m,k] · op(B)[k,n] + bias[n]). Addresses are ints, 0 means ab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,28 +18,16 @@ from lt_runtime.layout import Layout, packed
 from lt_runtime.ops._context import Layer
 from lt_runtime.ops._linear_backward import LinearBackward
 from lt_runtime.ops._linear_forward import LinearForward
-from lt_runtime.ops.call import Known, Operation, addresses_of, look
+from lt_runtime.ops.call import Operation, addresses_of, look
 from lt_runtime.problem import Activation, Saved
 
 _ITEMSIZE = 4
 
-
-class _RawForward(LinearForward):
-    """The forward pass, whose results are where the caller says."""
-
-    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
-        """See `Operation`."""
+_Given = tuple[int, Layout | int] | None
+"""An operand's address, and its layout or a vector's length; None for an absent operand."""
 
 
-class _RawBackward(LinearBackward):
-    """The backward pass, whose results are where the caller says."""
-
-    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
-        """See `Operation`."""
-
-
-_FORWARD = _RawForward()
-_BACKWARD = _RawBackward()
+_FORWARD, _BACKWARD = LinearForward(), LinearBackward()
 
 
 def forward_raw(
@@ -65,9 +53,9 @@ def forward_raw(
         A: (m, k), or (k, m) if `trans_a`. B: (k, n), or (n, k) if `trans_b`.
         bias: (n,), used if `with_bias`.
         Y: (m, n).
-        act: a name of `lt.ACTIVATIONS`; `leaky_slope` is that of "leaky_relu".
+        act: a name of `lt.ACTIVATIONS`, "gelu" being the tanh form; `leaky_slope` is that of "leaky_relu".
         save_z: also write Z (m, n), which `backward_raw` takes the derivative from.
-        stream: an int handle, a stream object, or None.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
 
     Raises:
         ArgumentError: an unknown activation, or an address that is needed and 0.
@@ -77,10 +65,9 @@ def forward_raw(
     """
     activation = Activation(act, leaky_slope)
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
-    inputs = {"A": (A, x), "B": (B, w), "bias": (bias, n) if with_bias else None}
-    outputs = {"Y": (Y, y), "Z": (Z, y) if save_z else None}
-    asked = (activation, leaky_slope, 0.0, "float32", False, True)
-    _run(_FORWARD, inputs, outputs, {}, asked, None, stream)
+    operands: dict[str, _Given] = {"A": (A, x), "B": (B, w), "bias": (bias, n) if with_bias else None}
+    operands |= {"Y": (Y, y), "Z": (Z, y) if save_z else None}
+    _run(_FORWARD, operands, 3, (activation, leaky_slope, 0.0, "float32", False, True), None, stream)
 
 
 def backward_raw(
@@ -112,25 +99,21 @@ def backward_raw(
         gY: (m, n), the gradient with respect to Y.
         Z: (m, n), as `forward_raw` saved it; may be absent for "none".
         gA, gB: as A and B. gC: (m, n), the gradient with respect to C, and to Z. gBias: (n,), used if `with_bias`.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
 
     Raises:
         As `forward_raw`.
     """
-    activation, has_z = Activation(act, leaky_slope), act != "none"
+    activation, has_z, has_db = Activation(act, leaky_slope), act != "none", with_bias and gBias != 0
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
-    inputs = {"gY": (gY, y), "A": (A, x), "B": (B, w), "Z": (Z, y) if has_z else None, "Z below": None}
-    outputs = {
-        "gA": (gA, x) if gA else None,
-        "gB": (gB, w) if gB else None,
-        "gBias": (gBias, n) if gBias and with_bias else None,
-        "gC": (gC, y) if gC else None,
-        "gBias below": None,
-    }
-    saved_as = Saved.PREACTIVATION if has_z else Saved.NOTHING
-    layer = Layer((m, n, k), saved_as, None, activation, 0.0, "float32", with_bias)
-    wanted = [outputs[name] is not None for name in ("gA", "gB", "gBias")]
-    asked = (layer, None, False, *wanted, False, False)
-    _run(_BACKWARD, inputs, outputs, {"C": (C, y)} if C else {}, asked, (None, None), stream)
+    z = (Z, y) if has_z else None
+    operands: dict[str, _Given] = {"gY": (gY, y), "A": (A, x), "B": (B, w), "Z": z, "Z below": None}
+    operands |= {"gA": (gA, x) if gA else None, "gB": (gB, w) if gB else None, "gBias": (gBias, n) if has_db else None}
+    operands |= {"gC": (gC, y) if gC else None, "gBias below": None, "C": (C, y) if C else None}
+    saved = Saved.PREACTIVATION if has_z else Saved.NOTHING
+    layer = Layer((m, n, k), saved, None, activation, 0.0, "float32", with_bias)
+    asked = (layer, None, False, gA != 0, gB != 0, has_db, False, False)
+    _run(_BACKWARD, operands, 5, asked, (None, None), stream)
 
 
 def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layout, Layout, Layout]:
@@ -143,45 +126,28 @@ def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layo
     return x, w, packed(m, n)
 
 
-_Named = Mapping[str, tuple[int, Layout | int] | None]
-"""Addresses, and how the operands lie there: a layout, or a vector's length; None for an absent operand."""
-
-
 def _run(
-    operation: Operation, inputs: _Named, outputs: _Named, unread: _Named, asked: Any, extras: Any, stream: Any
+    operation: Operation, named: Mapping[str, _Given], first_output: int, asked: Any, extras: Any, stream: Any
 ) -> None:
-    """Runs the operation on these operands; what is `unread` only has to be on the same device."""
-    given = {name: each and _operand(name, *each) for name, each in {**inputs, **outputs}.items()}
-    others = [_operand(name, *each) for name, each in unread.items() if each]
-    seen = [given[name] for name in inputs]
-    for name in outputs:
-        out = given[name]
-        if out is not None:
-            check_no_overlap(out, *(each for each in seen if each is not None))
-            seen.append(out)
-    device = _device_of([each for each in (*given.values(), *others) if each is not None])
-    operands = [each and replace(each, device=device) for each in given.values()]
-    handle = stream_handle(stream, device)
-    with activated(device):
-        known = look(operation, operands, asked, extras, handle)
-        known.put(operation.call(known, addresses_of(operands), extras, handle))
+    """Runs the operation on operands in its order. What comes after them only has to be on the same device."""
+    count, given = len(operation.names), [each and _operand(name, *each) for name, each in named.items()]
+    for place in range(first_output, count):
+        if out := given[place]:
+            check_no_overlap(out, *filter(None, given[:place]))
+    somewhere = next((each.address for each in given if each and each.address), 0)  # where empty operands are as well
+    placed = [each and replace(each, device=device_of_address(each.name, each.address or somewhere)) for each in given]
+    first, *others = filter(None, placed)
+    check_device(first, *others)
+    handle = stream_handle(stream, first.device)
+    with activated(first.device):
+        known = look(operation, placed[:count], asked, extras, handle)
+        known.put(operation.call(known, addresses_of(placed[:count]), extras, handle))
 
 
 def _operand(name: str, address: int, lies: Layout | int) -> Operand:
-    is_vector = isinstance(lies, int)
-    layout = packed(1, lies) if isinstance(lies, int) else lies
-    if address == 0 and layout.size:
-        raise ArgumentError(f"{name} is 0; an address is needed for its {layout.rows}x{layout.cols} elements")
+    shape, strides = ((lies,), (1,)) if isinstance(lies, int) else (lies.shape, lies.strides)
+    if address == 0 and 0 not in shape:
+        raise ArgumentError(f"{name} is 0; an address is needed for its {'x'.join(map(str, shape))} elements")
     if address < 0 or address % _ITEMSIZE:
         raise AlignmentError(f"{name} is {address:#x}; it must be a multiple of {_ITEMSIZE}, the size of FP32")
-    shape, strides = ((layout.cols,), (1,)) if is_vector else (layout.shape, layout.strides)
     return Operand(name, address, shape, strides, "float32", _ITEMSIZE, HOST, CUPY, None)
-
-
-def _device_of(operands: Sequence[Operand]) -> int:
-    """The one device that all addresses belong to; the current one if there are none."""
-    placed = [replace(each, device=device_of_address(each.name, each.address)) for each in operands if each.address]
-    if not placed:
-        return device_of_address(operands[0].name, 0)
-    check_device(*placed)
-    return placed[0].device

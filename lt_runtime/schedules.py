@@ -48,15 +48,21 @@ def constant() -> Schedule:
 
 
 def warmup(warmup_steps: int) -> Schedule:
-    """The factor rises linearly to 1 over `warmup_steps` updates, and stays there."""
+    """The factor rises linearly to 1 over `warmup_steps` updates, and stays there. Raises as `Schedule`."""
     return Schedule(warmup_steps=warmup_steps)
 
 
 def warmup_linear(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
-    """The factor rises linearly to 1, then falls along a line to `final_factor` at update `total_steps`."""
+    """The factor rises linearly to 1 over `warmup_steps` updates, then falls along a line.
+
+    It reaches `final_factor` at update `total_steps`, and stays there. Raises as `Schedule`.
+    """
     return Schedule("linear", warmup_steps, total_steps, final_factor)
 
 
 def warmup_cosine(warmup_steps: int, total_steps: int, final_factor: float = 0.0) -> Schedule:
-    """The factor rises linearly to 1, then falls along half a cosine to `final_factor` at update `total_steps`."""
+    """The factor rises linearly to 1 over `warmup_steps` updates, then falls along half a cosine.
+
+    It reaches `final_factor` at update `total_steps`, and stays there. Raises as `Schedule`.
+    """
     return Schedule("cosine", warmup_steps, total_steps, final_factor)

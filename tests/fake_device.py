@@ -27,22 +27,6 @@ def operand_of(name: str, array: Any, stream: int = 0) -> Operand:
     return Operand(name, address, array.shape, strides, array.dtype.name, array.itemsize, 0, CupyLibrary(), array)
 
 
-class HostPlace:
-    """Stands in for `Place`."""
-
-    device = stream = 0
-
-    def __init__(self, device: int = 0, stream: int = 0) -> None:
-        pass
-
-    @classmethod
-    def of(cls, name: str, array: Any, stream: Any) -> HostPlace:
-        return cls()
-
-    def read(self, name: str, array: Any) -> Operand:
-        return operand_of(name, array)
-
-
 class HostLibrary:
     """Stands in for `CupyLibrary`."""
 

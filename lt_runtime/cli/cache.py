@@ -6,18 +6,17 @@ Looking changes nothing and sets nothing aside.
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final, NamedTuple
-
-from rich.console import Console
+from typing import Any, Final, NamedTuple
 
 from lt_runtime import cublaslt
 from lt_runtime.cli import cache_report
+from lt_runtime.cli.output import show
 from lt_runtime.cublaslt.library import version_text
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.files import TEMPORARY, replace_file
@@ -39,13 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status: 0, or 1 if something is not as it should be.
     """
-    act, show = _ACTIONS[arguments.action]
+    act, lines = _ACTIONS[arguments.action]
     result = act(arguments)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        show(result, Console())
-    return 0 if result["ok"] else 1
+    return show(result, lines(result), as_json=arguments.json)
 
 
 class CacheFile(NamedTuple):
@@ -104,8 +99,8 @@ def _summary(file: CacheFile) -> Json:
         return summary | dict.fromkeys(("fingerprint", "products", "layers", "fits", "differs"))
     theirs = file.document.fingerprint
     differs = _differences(machine(), theirs)
-    fits = None if differs is None else not differs
-    return summary | {"fingerprint": asdict(theirs)} | file.document.counts | {"fits": fits, "differs": differs}
+    known = {"fits": None if differs is None else not differs, "differs": differs}
+    return summary | {"fingerprint": asdict(theirs)} | file.document.counts | known
 
 
 def _show(arguments: argparse.Namespace) -> Json:
@@ -150,16 +145,14 @@ def _verdict(file: CacheFile) -> Json:
 
 def _merge(arguments: argparse.Namespace) -> Json:
     """Every file is read and compared before any is merged."""
-    stores = [_store_for(path, _read(path)) for path in arguments.files]
-    merged = [_merge_file(path, store) for path, store in zip(arguments.files, stores, strict=True)]
+    documents = [(path, _read(path)) for path in arguments.files]
+    merged = []
+    for (path, document), store in zip(documents, [_store_for(*each) for each in documents], strict=True):
+        damaged = document.drop_damaged()
+        changed, saved = store.merge(document)
+        names = {"file": str(path), "into": str(store.path)}
+        merged.append(names | {"changed": changed, "damaged": damaged, "saved": saved})
     return {"ok": all(file["saved"] for file in merged), "merged": merged}
-
-
-def _merge_file(path: Path, store: PlanStore) -> Json:
-    document = _read(path)
-    damaged = document.drop_damaged()
-    changed, saved = store.merge(document)
-    return {"file": str(path), "into": str(store.path), "changed": changed, "damaged": damaged, "saved": saved}
 
 
 def _store_for(path: Path, document: Document) -> PlanStore:
@@ -224,7 +217,9 @@ def _useless() -> Iterator[tuple[Path, str]]:
     for path in _beside(f"*{TEMPORARY}"):
         if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
             yield path, "never finished"
-    installed = _installed_version()
+    installed: int | None = None
+    with contextlib.suppress(LtError):
+        installed = cublaslt.get_version()
     for file in _files():
         version = file.document.fingerprint.cublaslt if file.document else None
         if file.is_of_another_version:
@@ -233,20 +228,12 @@ def _useless() -> Iterator[tuple[Path, str]]:
             yield file.path, f"of cuBLASLt {version_text(version)}; {version_text(installed)} is installed"
 
 
-def _installed_version() -> int | None:
-    """The version of the installed cuBLASLt; None if there is none."""
-    try:
-        return cublaslt.get_version()
-    except LtError:
-        return None
-
-
-_Action = tuple[Callable[[argparse.Namespace], Json], Callable[[Json, Console], None]]
+_Action = tuple[Callable[[argparse.Namespace], Json], Callable[[Json], Iterator[Any]]]
 _ACTIONS: Final[dict[str, _Action]] = {
-    "list": (_list, cache_report.show_list),
-    "show": (_show, cache_report.show_entries),
-    "verify": (_verify, cache_report.show_verdict),
-    "merge": (_merge, cache_report.show_merged),
-    "export": (_export, cache_report.show_exported),
-    "prune": (_prune, cache_report.show_pruned),
+    "list": (_list, cache_report.list_lines),
+    "show": (_show, cache_report.entry_lines),
+    "verify": (_verify, cache_report.verdict_lines),
+    "merge": (_merge, cache_report.merged_lines),
+    "export": (_export, cache_report.exported_lines),
+    "prune": (_prune, cache_report.pruned_lines),
 }

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from lt_runtime.store.records import Json
 from lt_runtime.tuner.report import algorithm_in_words, strategy_in_words
 
 
-def show_list(data: Json, console: Console) -> None:
-    """Prints what `cache list` found."""
-    _print(console, f"Plans in {data['directory']}")
+def list_lines(data: Json) -> Iterator[str | Table]:
+    """What `cache list` found."""
+    yield f"Plans in {data['directory']}"
     if not data["files"]:
-        _print(console, "None yet: nothing has been measured, or nothing kept.")
+        yield "None yet: nothing has been measured, or nothing kept."
         return
     right = [Column(heading, justify="right") for heading in ("Products", "Layers")]
     table = Table(Column("File", overflow="fold"), "Driver", *right, Column("Fits this machine", ratio=1), box=SIMPLE)
@@ -25,9 +25,9 @@ def show_list(data: Json, console: Console) -> None:
         known = file["fingerprint"] is not None
         cells = (file["fingerprint"]["driver"], str(file["products"]), str(file["layers"])) if known else ("", "", "")
         table.add_row(*map(escape, (file["name"], *cells, _fit(file))))
-    console.print(table)
+    yield table
     if data["set_aside"]:
-        _print(console, f"Set aside, not used: {', '.join(data['set_aside'])}")
+        yield f"Set aside, not used: {', '.join(data['set_aside'])}"
 
 
 def _fit(file: Json) -> str:
@@ -38,13 +38,12 @@ def _fit(file: Json) -> str:
     return "yes" if file["fits"] else f"no: {', '.join(file['differs'])}"
 
 
-def show_entries(data: Json, console: Console) -> None:
-    """Prints what `cache show` found."""
+def entry_lines(data: Json) -> Iterator[str | Text]:
+    """What `cache show` found."""
     for found in data["entries"]:
-        console.print(f"[bold]{escape(found['problem'])}[/]", highlight=False, soft_wrap=True)
+        yield Text(found["problem"], "bold")
         facts = [("damaged", found["fault"])] if "fault" in found else _facts(found["entry"])
-        for name, text in (*facts, ("file", found["file"]), ("key", found["key"])):
-            _print(console, f"  {name:<10}{text}")
+        yield from (f"  {name:<10}{text}" for name, text in (*facts, ("file", found["file"]), ("key", found["key"])))
 
 
 def _facts(entry: Json) -> Iterator[tuple[str, str]]:
@@ -66,45 +65,40 @@ def _facts(entry: Json) -> Iterator[tuple[str, str]]:
         yield "barred", entry["barred"]
 
 
-def show_verdict(data: Json, console: Console) -> None:
-    """Prints what `cache verify` found."""
+def verdict_lines(data: Json) -> Iterator[str | Text]:
+    """What `cache verify` found."""
     for file in data["files"]:
-        _print(console, f"{file['name']}:{'' if file['faults'] else ' sound'}")
-        for fault in file["faults"]:
-            _print(console, f"  {fault}")
-    verdict = "[green]Nothing is damaged.[/]" if data["ok"] else "[red]Damaged:[/] see above; it will not be used."
-    console.print(verdict, highlight=False, soft_wrap=True)
+        yield f"{file['name']}:{'' if file['faults'] else ' sound'}"
+        yield from (f"  {fault}" for fault in file["faults"])
+    if data["ok"]:
+        yield Text("Nothing is damaged.", "green")
+    else:
+        yield Text.assemble(("Damaged:", "red"), " see above; it will not be used.")
 
 
-def show_merged(data: Json, console: Console) -> None:
-    """Prints what `cache merge` did."""
+def merged_lines(data: Json) -> Iterator[str]:
+    """What `cache merge` did."""
     for each in data["merged"]:
-        _print(console, f"{each['file']}: {each['changed']} entries new or better, merged into {each['into']}")
-        _print_left_out(each["damaged"], console)
+        yield f"{each['file']}: {each['changed']} entries new or better, merged into {each['into']}"
+        yield from _left_out(each["damaged"])
 
 
-def show_exported(data: Json, console: Console) -> None:
-    """Prints what `cache export` wrote."""
-    _print(console, f"{data['target']}: {data['products']} products and {data['layers']} layers from {data['file']}")
-    _print_left_out(data["damaged"], console)
+def exported_lines(data: Json) -> Iterator[str]:
+    """What `cache export` wrote."""
+    yield f"{data['target']}: {data['products']} products and {data['layers']} layers from {data['file']}"
+    yield from _left_out(data["damaged"])
 
 
-def show_pruned(data: Json, console: Console) -> None:
-    """Prints what `cache prune` removed or would remove."""
+def _left_out(damaged: Mapping[str, str]) -> Iterator[str]:
+    return (f"  left out: {key} ({fault})" for key, fault in damaged.items())
+
+
+def pruned_lines(data: Json) -> Iterator[str]:
+    """What `cache prune` removed or would remove."""
     if not data["files"]:
-        _print(console, f"Nothing to remove in {data['directory']}.")
+        yield f"Nothing to remove in {data['directory']}."
         return
-    _print(console, f"{'Removed from' if data['removed'] else 'To be removed from'} {data['directory']}:")
-    for file in data["files"]:
-        _print(console, f"  {file['name']} ({file['reason']})")
+    yield f"{'Removed from' if data['removed'] else 'To be removed from'} {data['directory']}:"
+    yield from (f"  {file['name']} ({file['reason']})" for file in data["files"])
     if not data["removed"]:
-        _print(console, "Pass --yes to do it.")
-
-
-def _print_left_out(damaged: Mapping[str, str], console: Console) -> None:
-    for key, fault in damaged.items():
-        _print(console, f"  left out: {key} ({fault})")
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        yield "Pass --yes to do it."

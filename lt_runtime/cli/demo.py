@@ -17,10 +17,10 @@ from rich.table import Column, Table
 
 from lt_runtime import ranges, schedules
 from lt_runtime.errors import ArgumentError, MissingLibraryError
+from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.profiling import LayerTime, RangeTimer
 from lt_runtime.training import MLP, TrainStep
-from lt_runtime.training.device import ComputeDevice
 
 _HIDDEN: Final = (256, 128)
 _CLASSES: Final = 10
@@ -28,17 +28,6 @@ _BATCH: Final = 64
 _LEARNING_RATE: Final = 3e-3
 _WEIGHT_DECAY: Final = 0.01
 _SPLIT_SEED: Final = 1797  # the held-out fifth is the same whatever the training seed
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the command line asked for."""
-
-    device: str = "auto"
-    dtype: str = "float32"
-    epochs: int = 40
-    dropout: float = 0.1
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,36 +81,36 @@ def load_digits() -> Digits:
     return Digits(images[held_out:], labels[held_out:], images[:held_out], labels[:held_out])
 
 
-def train(settings: Settings, on_step: Callable[[], None] = lambda: None) -> Result:
+def train(
+    device: str, dtype: str, epochs: int, dropout: float, seed: int, on_step: Callable[[], None] = lambda: None
+) -> Result:
     """Trains and evaluates; `on_step` is called after every step."""
     digits = load_digits()
-    dims = (digits.images.shape[1], *_HIDDEN, _CLASSES)
-    model = MLP(dims, dtype=settings.dtype, dropout=settings.dropout, seed=settings.seed, device=settings.device)
-    total = settings.epochs * digits.batches
+    model = MLP((digits.images.shape[1], *_HIDDEN, _CLASSES), dtype=dtype, dropout=dropout, seed=seed, device=device)
+    total = epochs * digits.batches
     schedule = schedules.warmup_cosine(min(digits.batches, total - 1), total)
     optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
     timer = RangeTimer(model.device.ordinal)
     with model.device.current():
-        losses, seconds = _train_epochs(settings, digits, model, optimizer, timer, on_step)
+        losses, seconds = _train_epochs(epochs, digits, model, optimizer, timer, on_step)
         images = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
         scores = model.device.to_host(model(images)).astype(np.float32)
     accuracy = float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
     typical = seconds[1:-1] or seconds
     speed = digits.batches * _BATCH * len(typical) / sum(typical)
-    return Result(model.device.description, settings.dtype, accuracy, speed, losses, timer.layers())
+    return Result(model.device.description, dtype, accuracy, speed, losses, timer.layers())
 
 
 def _train_epochs(
-    settings: Settings, digits: Digits, model: MLP, optimizer: AdamW, timer: RangeTimer, on_step: Callable[[], None]
+    epochs: int, digits: Digits, model: MLP, optimizer: AdamW, timer: RangeTimer, on_step: Callable[[], None]
 ) -> tuple[list[float], list[float]]:
     """Losses by step and seconds by epoch. In the last epoch steps are not captured, so that each layer is timed."""
     device, losses, seconds = model.device, list[float](), list[float]()
     captured, timed = (TrainStep(model, optimizer, batch_size=_BATCH, graph=graph) for graph in (True, False))
-    images = device.asarray(digits.images.astype(model.dtype.numpy))
-    labels = device.asarray(digits.labels)
-    generator = np.random.default_rng(settings.seed)
-    for epoch in range(settings.epochs):
-        is_last = epoch == settings.epochs - 1
+    images, labels = device.asarray(digits.images.astype(model.dtype.numpy)), device.asarray(digits.labels)
+    generator = np.random.default_rng(model.seed)
+    for epoch in range(epochs):
+        is_last = epoch == epochs - 1
         order = generator.permutation(len(digits.labels))[: digits.batches * _BATCH].reshape(-1, _BATCH)
         start = time.perf_counter()
         with ranges.listening(timer) if is_last else contextlib.nullcontext():
@@ -142,16 +131,16 @@ def _epoch(step: TrainStep, images: Any, labels: Any, order: Any, on_step: Calla
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains with a progress bar and prints the results; returns the exit status."""
-    settings = Settings(arguments.device, arguments.dtype, arguments.epochs, arguments.dropout, arguments.seed)
     console, json_file = Console(), arguments.json
     if json_file is not None and not json_file.parent.is_dir():
         raise ArgumentError(f"--json is {json_file}, but {json_file.parent} is no directory")
-    if ComputeDevice.parse(settings.device).ordinal is None:
+    if parse_device(arguments.device) is None:
         console.print("No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`).")
+    options = {name: getattr(arguments, name) for name in ("device", "dtype", "epochs", "dropout", "seed")}
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=settings.epochs * load_digits().batches)
-        result = train(settings, lambda: progress.advance(task))
+        task = progress.add_task("training", total=arguments.epochs * load_digits().batches)
+        result = train(**options, on_step=lambda: progress.advance(task))
     _print(console, result)
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(result), indent=2) + "\n")

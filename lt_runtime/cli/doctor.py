@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import platform
 import shlex
 import sys
@@ -13,11 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from lt_runtime.cli import probes
+from lt_runtime.cli.output import show
 from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
 
 MIN_CUDA: Final = (13, 0)
@@ -44,7 +44,7 @@ PACKAGES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is amiss, what that prevents, and how to mend it; `needed` tells whether this machine waits for it."""
+    """What is missing or wrong, what that prevents, how to mend it, and whether this machine needs it."""
 
     what: str
     prevents: str
@@ -77,11 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status: 0 if everything is there that this machine needs for what it can do, else 1.
     """
     report = examine()
-    if arguments.json:
-        print(json.dumps({"ok": report.ok, **asdict(report)}, indent=2))
-    else:
-        show(report, Console())
-    return 0 if report.ok else 1
+    return show({"ok": report.ok, **asdict(report)}, report_lines(report), as_json=arguments.json)
 
 
 def examine() -> Report:
@@ -138,20 +134,18 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def show(report: Report, console: Console) -> None:
-    """Prints a report for people."""
-    for line in _machine(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+def report_lines(report: Report) -> Iterator[str | Text | Table]:
+    """A report for people."""
+    yield from _machine(report)
     table = Table("Library", "Version", Column("Where", overflow="fold"), box=SIMPLE)
     for library in report.libraries:
         table.add_row(library.name, library.version or "–", library.path or f"[dim]{escape(library.problem or '')}[/]")
-    console.print(table)
+    yield table
     for finding in report.findings:
-        mark = "[red]missing[/]" if finding.needed else "[yellow]optional[/]"
-        console.print(f"{mark} {escape(finding.what)}", highlight=False, soft_wrap=True)
-        advice = f"  prevents: {finding.prevents}\n  mend:     {finding.mend}\n"
-        console.print(advice, markup=False, highlight=False, soft_wrap=True)
-    console.print(_verdict(report), highlight=False, soft_wrap=True)
+        mark = ("missing", "red") if finding.needed else ("optional", "yellow")
+        yield Text.assemble(mark, f" {finding.what}")
+        yield f"  prevents: {finding.prevents}\n  mend:     {finding.mend}\n"
+    yield _verdict(report)
 
 
 def _machine(report: Report) -> Iterator[str]:
@@ -165,9 +159,10 @@ def _machine(report: Report) -> Iterator[str]:
     yield f"Cache: {report.cache.path}, {report.cache.size / 1e6:.1f} MB"
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: Report) -> Text:
     if not report.ok:
-        return "[red]Not ready:[/] see what is missing above."
-    if report.gpus:
-        return "[green]Ready:[/] everything needed to run on the GPU is there."
-    return "[green]Ready:[/] no GPU is usable here, so NumPy arrays run on the CPU; for that everything is there."
+        return Text.assemble(("Not ready:", "red"), " see what is missing above.")
+    there = "everything needed to run on the GPU is there."
+    if not report.gpus:
+        there = "no GPU is usable here, so NumPy arrays run on the CPU; for that everything is there."
+    return Text.assemble(("Ready:", "green"), f" {there}")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
-from rich.console import Console
-
+from lt_runtime.cli.output import show
 from lt_runtime.cli.shapes import Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.ops.tuning import ordinal_of
-from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
+from lt_runtime.ops.tuning import mlp_chain, ordinal_of
+from lt_runtime.problem import MatmulProblem
 from lt_runtime.store.recording import read_recorded
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import Chain, chains_of
@@ -35,29 +33,24 @@ def run(arguments: argparse.Namespace) -> int:
     chains = _chains(arguments)
     device = ordinal_of(arguments.device)
     tuned: list[Tuned] = []
-    stopped_by: KeyboardInterrupt | LtError | None = None
     try:
         with progress_bar() as progress:
             tuned.extend(search.tune_chains(chains, device, effort=arguments.effort, progress=progress))
-    except (KeyboardInterrupt, LtError) as error:
-        stopped_by = error
-    if tuned or not isinstance(stopped_by, LtError):
-        _show(TuningReport(tuned), is_complete=stopped_by is None, as_json=arguments.json)
-    if isinstance(stopped_by, LtError):
-        raise stopped_by
-    return 0 if stopped_by is None else INTERRUPTED
+    except KeyboardInterrupt:
+        _show(tuned, is_complete=False, as_json=arguments.json)
+        return INTERRUPTED
+    except LtError:
+        if tuned:
+            _show(tuned, is_complete=False, as_json=arguments.json)
+        raise
+    return _show(tuned, is_complete=True, as_json=arguments.json)
 
 
-def _show(report: TuningReport, *, is_complete: bool, as_json: bool) -> None:
-    if as_json:
-        head = {"ok": is_complete, "gain": report.gain, "seconds": report.seconds}
-        print(json.dumps(head | {"tuned": report.to_json()}, indent=2))
-        return
-    console = Console()
-    console.print(report.table())
-    console.print(report.summary, highlight=False, soft_wrap=True)
-    if not is_complete:
-        console.print("Stopped: what is in the table is kept.", highlight=False)
+def _show(tuned: list[Tuned], *, is_complete: bool, as_json: bool) -> int:
+    report = TuningReport(tuned)
+    result = {"ok": is_complete, "gain": report.gain, "seconds": report.seconds, "tuned": report.to_json()}
+    stopped = [] if is_complete else ["Stopped: what is in the table is kept."]
+    return show(result, [report.table(), report.summary, *stopped], as_json=as_json)
 
 
 def _chains(arguments: argparse.Namespace) -> list[Chain | MatmulProblem]:
@@ -67,11 +60,14 @@ def _chains(arguments: argparse.Namespace) -> list[Chain | MatmulProblem]:
         ArgumentError: nothing was asked for, or something that is not accepted.
     """
     found: list[Chain | MatmulProblem] = []
-    given, types = list(_layers(arguments)), list(_types(arguments.dtype or ["float32"], arguments.compute))
-    for dtype, compute in types:
+    given, types = list(_layers(arguments)), dict.fromkeys(arguments.dtype or ["float32"])
+    if arguments.compute == "tf32" and "float32" not in types:
+        raise ArgumentError("--compute is tf32, which needs --dtype float32")
+    for dtype in types:
+        compute = arguments.compute if dtype == "float32" else "float32"
         for layers in given:
             names = arguments.activation or [layers.activation]
-            found += [_chain(layers, activation, dtype, compute) for activation in names]
+            found += [mlp_chain(layers.dims, layers.rows, name, dtype=dtype, compute=compute) for name in names]
     if arguments.recorded is not None:
         found += chains_of(read_recorded(arguments.recorded))
     if not found:
@@ -90,25 +86,3 @@ def _layers(arguments: argparse.Namespace) -> Iterator[Layers]:
     if arguments.rows is not None and not arguments.mlp:
         raise ArgumentError("--rows needs --mlp; the layers of files and presets say their own")
     yield from (Layers(arguments.rows, dims) for dims in arguments.mlp or ())
-
-
-def _types(names: Iterable[str], compute: str) -> Iterator[tuple[DType, Compute]]:
-    """The types, each with how it is computed: TF32 is for FP32 alone.
-
-    Raises:
-        ArgumentError: TF32 was asked for, and FP32 was not.
-    """
-    types = [DType.parse("--dtype", name) for name in dict.fromkeys(names)]
-    if compute == Compute.TF32.value and DType.FLOAT32 not in types:
-        raise ArgumentError(f"--compute is {compute}, which needs --dtype float32")
-    for dtype in types:
-        yield dtype, Compute.parse(compute if dtype is DType.FLOAT32 else Compute.FLOAT32.value, dtype)
-
-
-def _chain(layers: Layers, activation: str | None, dtype: DType, compute: Compute) -> Chain:
-    """The layers by the rule of `lt.tune`: a layer that stands alone has the activation itself, and makes its dx."""
-    rows, dims, _ = layers
-    if len(dims) == 2:
-        final = Activation(activation or "none")
-        return Chain.of_mlp(rows, dims, final, dtype, compute, final_activation=final, input_gradient=True)
-    return Chain.of_mlp(rows, dims, Activation(activation or "relu"), dtype, compute)

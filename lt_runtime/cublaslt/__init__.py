@@ -73,78 +73,40 @@ All functions of the headers of 13.0 to 13.10:
 | cublasLtEmulationDescInit_internal | not bound: the same |
 """
 
+# fmt: off
+# isort: off
 from typing import TYPE_CHECKING, Any
 
 from lt_runtime.cublaslt.algorithms import Algorithm, algo_check, algo_get_ids, algo_init, get_heuristics
 from lt_runtime.cublaslt.attributes import (
-    AlgoCapAttribute,
-    AlgoConfigAttribute,
-    EmulationDescAttribute,
-    MatmulDescAttribute,
-    MatrixLayoutAttribute,
-    MatrixTransformDescAttribute,
-    PreferenceAttribute,
+    AlgoCapAttribute, AlgoConfigAttribute, EmulationDescAttribute, MatmulDescAttribute, MatrixLayoutAttribute,
+    MatrixTransformDescAttribute, PreferenceAttribute,
 )
 from lt_runtime.cublaslt.descriptors import (
-    EmulationDesc,
-    MatmulDesc,
-    MatmulPreference,
-    MatrixLayout,
-    MatrixTransformDesc,
+    EmulationDesc, MatmulDesc, MatmulPreference, MatrixLayout, MatrixTransformDesc,
 )
 from lt_runtime.cublaslt.enums import (
-    BatchInvariance,
-    BatchMode,
-    ClusterShape,
-    ComputeType,
-    DataType,
-    EmulationMantissaControl,
-    EmulationSpecialValues,
-    EmulationStrategy,
-    Epilogue,
-    FillMode,
-    IntegerWidth,
-    LibraryProperty,
-    MatmulInnerShape,
-    MatmulMatrixScale,
-    MatmulSearch,
-    MatmulStages,
-    NumericalImplFlags,
-    Operation,
-    Order,
-    PointerMode,
-    PointerModeMask,
-    ReductionScheme,
+    BatchInvariance, BatchMode, ClusterShape, ComputeType, DataType, EmulationMantissaControl, EmulationSpecialValues,
+    EmulationStrategy, Epilogue, FillMode, IntegerWidth, LibraryProperty, MatmulInnerShape, MatmulMatrixScale,
+    MatmulSearch, MatmulStages, NumericalImplFlags, Operation, Order, PointerMode, PointerModeMask, ReductionScheme,
     Status,
 )
 from lt_runtime.cublaslt.execute import PreparedMatmul, matmul, matrix_transform
 from lt_runtime.cublaslt.handles import Handle, handle
 from lt_runtime.cublaslt.known_bad import Candidate, is_inaccurate, is_known_bad
 from lt_runtime.cublaslt.library import (
-    disable_cpu_instructions_set_mask,
-    get_cudart_version,
-    get_property,
-    get_status_name,
-    get_status_string,
-    get_version,
-    heuristics_cache_get_capacity,
-    heuristics_cache_set_capacity,
-    library_path,
+    disable_cpu_instructions_set_mask, get_cudart_version, get_property, get_status_name, get_status_string,
+    get_version, heuristics_cache_get_capacity, heuristics_cache_set_capacity, library_path,
 )
 from lt_runtime.cublaslt.logger import (
-    logger_force_disable,
-    logger_open_file,
-    logger_set_callback,
-    logger_set_file,
-    logger_set_level,
-    logger_set_mask,
+    logger_force_disable, logger_open_file, logger_set_callback, logger_set_file, logger_set_level, logger_set_mask,
 )
 from lt_runtime.cublaslt.validation import validate
+# isort: on
 
 if TYPE_CHECKING:
     from lt_runtime.cublaslt.tiles import MatmulTile
 
-# fmt: off
 __all__ = [
     "AlgoCapAttribute", "AlgoConfigAttribute", "Algorithm", "BatchInvariance", "BatchMode", "Candidate", "ClusterShape",
     "ComputeType", "DataType", "EmulationDesc", "EmulationDescAttribute", "EmulationMantissaControl",

@@ -17,6 +17,8 @@ from lt_runtime.cublaslt.validation import validate
 from lt_runtime.errors import AbiError, ArgumentError
 
 _CAP, _CONFIG = "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmulAlgoConfig"
+Types = tuple[ComputeType, DataType, DataType, DataType, DataType, DataType]
+"""The compute type, the scale type, and the types of A, B, C and D."""
 _LISTED: Final = {
     AlgoConfigAttribute.TILE_ID: AlgoCapAttribute.TILE_IDS,
     AlgoConfigAttribute.STAGES_ID: AlgoCapAttribute.STAGES_IDS,
@@ -194,45 +196,26 @@ def algo_check(
     return replace(algorithm, workspace_size=result.workspace_size, waves_count=result.waves_count)
 
 
-def algo_get_ids(
-    handle: Handle | int,
-    compute_type: ComputeType,
-    scale_type: DataType,
-    a: DataType,
-    b: DataType,
-    c: DataType,
-    d: DataType,
-    count: int = 1024,
-) -> list[int]:
-    """The ids of at most `count` algorithms that may support these types.
+def algo_get_ids(handle: Handle | int, types: Types, count: int = 1024) -> list[int]:
+    """The ids of at most `count` algorithms that may support some types.
 
     Raises:
         CublasLtError: the query failed.
     """
     _check_count(count)
     ids, returned = (ctypes.c_int * count)(), ctypes.c_int()
-    types = (compute_type, scale_type, a, b, c, d)
     library.call("cublasLtMatmulAlgoGetIds", pointer(handle), *types, count, ctypes.byref(ids), ctypes.byref(returned))
     return ids[: returned.value]
 
 
-def algo_init(
-    handle: Handle | int,
-    compute_type: ComputeType,
-    scale_type: DataType,
-    a: DataType,
-    b: DataType,
-    c: DataType,
-    d: DataType,
-    algo_id: int,
-) -> Algorithm:
+def algo_init(handle: Handle | int, types: Types, algo_id: int) -> Algorithm:
     """The algorithm with an id, in its default configuration.
 
     Raises:
-        CublasLtError: no algorithm has this id, or it does not support these types.
+        CublasLtError: no algorithm has this id, or it does not support the types.
     """
     blob = ctypes.create_string_buffer(ALGO_BYTES)
-    library.call("cublasLtMatmulAlgoInit", pointer(handle), compute_type, scale_type, a, b, c, d, algo_id, blob)
+    library.call("cublasLtMatmulAlgoInit", pointer(handle), *types, algo_id, blob)
     return Algorithm(blob.raw)
 
 

@@ -39,8 +39,7 @@ class MatmulDescAttribute(Attribute):
     COMPUTE_TYPE = 0, "i", values.member(enums.ComputeType)
     SCALE_TYPE = 1, "i", _TYPE
     POINTER_MODE = 2, "i", _POINTER_MODE
-    TRANSA = 3, "i", _OPERATION
-    TRANSB = 4, "i", _OPERATION
+    TRANSA, TRANSB = values.alike(range(3, 5), "i", _OPERATION)
     TRANSC = 5, "i", values.one_of(enums.Operation.N)
     FILL_MODE = 6, "i", values.member(enums.FillMode)
     EPILOGUE = 7, "I", values.member(enums.Epilogue)
@@ -48,29 +47,20 @@ class MatmulDescAttribute(Attribute):
     BIAS_BATCH_STRIDE = 10, "q", _COUNT
     EPILOGUE_AUX_POINTER = 11, "Q", _VECTOR
     EPILOGUE_AUX_LD = 12, "q", _COUNT
-    EPILOGUE_AUX_BATCH_STRIDE = 13, "q", _COUNT
-    ALPHA_VECTOR_BATCH_STRIDE = 14, "q", _COUNT
+    EPILOGUE_AUX_BATCH_STRIDE, ALPHA_VECTOR_BATCH_STRIDE = values.alike(range(13, 15), "q", _COUNT)
     SM_COUNT_TARGET = 15, "i", _COUNT
-    A_SCALE_POINTER = 17, "Q", _WORD
-    B_SCALE_POINTER = 18, "Q", _WORD
-    C_SCALE_POINTER = 19, "Q", _WORD
-    D_SCALE_POINTER = 20, "Q", _WORD
+    A_SCALE_POINTER, B_SCALE_POINTER, C_SCALE_POINTER, D_SCALE_POINTER = values.alike(range(17, 21), "Q", _WORD)
     AMAX_D_POINTER = 21, "Q", _WORD
     EPILOGUE_AUX_DATA_TYPE = 22, "i", _TYPE_OR_UNSET
-    EPILOGUE_AUX_SCALE_POINTER = 23, "Q", _WORD
-    EPILOGUE_AUX_AMAX_POINTER = 24, "Q", _WORD
+    EPILOGUE_AUX_SCALE_POINTER, EPILOGUE_AUX_AMAX_POINTER = values.alike(range(23, 25), "Q", _WORD)
     FAST_ACCUM = 25, "b", values.between(0, 1)
     BIAS_DATA_TYPE = 26, "i", _TYPE_OR_UNSET
-    A_SCALE_MODE = 31, "i", _SCALE_MODE, 120800
-    B_SCALE_MODE = 32, "i", _SCALE_MODE, 120800
-    C_SCALE_MODE = 33, "i", _SCALE_MODE, 120800
-    D_SCALE_MODE = 34, "i", _SCALE_MODE, 120800
+    A_SCALE_MODE, B_SCALE_MODE, C_SCALE_MODE, D_SCALE_MODE = values.alike(range(31, 35), "i", _SCALE_MODE, 120800)
     EPILOGUE_AUX_SCALE_MODE = 35, "i", _SCALE_MODE, 120800
     D_OUT_SCALE_POINTER = 36, "Q", _WORD, 120800
     D_OUT_SCALE_MODE = 37, "i", _SCALE_MODE, 120800
     EMULATION_DESCRIPTOR = 38, "Q", values.address(8), 130100  # 12.9 and 13.0 use this number for another attribute
-    ALPHA_BATCH_STRIDE = 39, "q", _COUNT, 130200
-    BETA_BATCH_STRIDE = 40, "q", _COUNT, 130200
+    ALPHA_BATCH_STRIDE, BETA_BATCH_STRIDE = values.alike(range(39, 41), "q", _COUNT, 130200)
     BATCH_INVARIANCE_FLAGS = 41, "I", values.member(enums.BatchInvariance), 130800
 
 
@@ -79,16 +69,13 @@ class MatrixLayoutAttribute(Attribute):
 
     TYPE = 0, "I", _TYPE
     ORDER = 1, "i", values.member(enums.Order)
-    ROWS = 2, "Q", _COUNT
-    COLS = 3, "Q", _COUNT
+    ROWS, COLS = values.alike(range(2, 4), "Q", _COUNT)
     LD = 4, "q", _COUNT
     BATCH_COUNT = 5, "i", values.at_least(1)
     STRIDED_BATCH_OFFSET = 6, "q", _COUNT
     PLANE_OFFSET = 7, "q", values.ANYTHING
     BATCH_MODE = 8, "I", values.member(enums.BatchMode)
-    GROUPED_ROWS_ARRAY = 9, "Q", _WORD, 130200
-    GROUPED_COLS_ARRAY = 10, "Q", _WORD, 130200
-    GROUPED_LD_ARRAY = 11, "Q", _WORD, 130200
+    GROUPED_ROWS_ARRAY, GROUPED_COLS_ARRAY, GROUPED_LD_ARRAY = values.alike(range(9, 12), "Q", _WORD, 130200)
     GROUPED_ROWS_COLS_ARRAY_INTEGER_WIDTH = 12, "i", _WIDTH, 130200
     GROUPED_LD_ARRAY_INTEGER_WIDTH = 13, "i", _WIDTH, 130200
 
@@ -98,8 +85,7 @@ class MatrixTransformDescAttribute(Attribute):
 
     SCALE_TYPE = 0, "i", _TYPE
     POINTER_MODE = 1, "i", _POINTER_MODE
-    TRANSA = 2, "i", _OPERATION
-    TRANSB = 3, "i", _OPERATION
+    TRANSA, TRANSB = values.alike(range(2, 4), "i", _OPERATION)
 
 
 class EmulationDescAttribute(Attribute):
@@ -119,14 +105,11 @@ class PreferenceAttribute(Attribute):
     SEARCH_MODE = 0, "I", values.member(enums.MatmulSearch)
     MAX_WORKSPACE_BYTES = 1, "Q", _COUNT
     REDUCTION_SCHEME_MASK = 3, "I", values.mask(enums.ReductionScheme)
-    MIN_ALIGNMENT_A_BYTES = 5, "I", values.POWER_OF_TWO
-    MIN_ALIGNMENT_B_BYTES = 6, "I", values.POWER_OF_TWO
-    MIN_ALIGNMENT_C_BYTES = 7, "I", values.POWER_OF_TWO
-    MIN_ALIGNMENT_D_BYTES = 8, "I", values.POWER_OF_TWO
+    MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES = values.alike(range(5, 7), "I", values.POWER_OF_TWO)
+    MIN_ALIGNMENT_C_BYTES, MIN_ALIGNMENT_D_BYTES = values.alike(range(7, 9), "I", values.POWER_OF_TWO)
     MAX_WAVES_COUNT = 9, "f", values.FRACTION
     IMPL_MASK = 12, "Q", _COUNT
-    GROUPED_AVERAGE_REDUCTION_DIM = 13, "Q", _COUNT, 130200
-    GROUPED_DESC_D_AVERAGE_ROWS = 14, "Q", _COUNT, 130200
+    GROUPED_AVERAGE_REDUCTION_DIM, GROUPED_DESC_D_AVERAGE_ROWS = values.alike(range(13, 15), "Q", _COUNT, 130200)
     GROUPED_DESC_D_AVERAGE_COLS = 15, "Q", _COUNT, 130200
 
 
@@ -150,9 +133,7 @@ class AlgoCapAttribute(Attribute):
     SPLITK_SUPPORT = 0, "i", _READ_ONLY
     REDUCTION_SCHEME_MASK = 1, "I", values.mask(enums.ReductionScheme)
     CTA_SWIZZLING_SUPPORT = 2, "I", _READ_ONLY
-    STRIDED_BATCH_SUPPORT = 3, "i", _READ_ONLY
-    OUT_OF_PLACE_RESULT_SUPPORT = 4, "i", _READ_ONLY
-    UPLO_SUPPORT = 5, "i", _READ_ONLY
+    STRIDED_BATCH_SUPPORT, OUT_OF_PLACE_RESULT_SUPPORT, UPLO_SUPPORT = values.alike(range(3, 6), "i", _READ_ONLY)
     TILE_IDS = 6, "I", _tile
     CUSTOM_OPTION_MAX = 7, "i", _READ_ONLY
     CUSTOM_MEMORY_ORDER = 10, "i", _READ_ONLY
@@ -161,12 +142,9 @@ class AlgoCapAttribute(Attribute):
     STAGES_IDS = 13, "I", _STAGES
     LD_NEGATIVE = 14, "i", _READ_ONLY
     NUMERICAL_IMPL_FLAGS = 15, "Q", values.mask(enums.NumericalImplFlags)
-    MIN_ALIGNMENT_A_BYTES = 16, "I", _READ_ONLY
-    MIN_ALIGNMENT_B_BYTES = 17, "I", _READ_ONLY
-    MIN_ALIGNMENT_C_BYTES = 18, "I", _READ_ONLY
-    MIN_ALIGNMENT_D_BYTES = 19, "I", _READ_ONLY
-    POINTER_ARRAY_BATCH_SUPPORT = 21, "i", _READ_ONLY
-    FLOATING_POINT_EMULATION_SUPPORT = 22, "i", _READ_ONLY
+    MIN_ALIGNMENT_A_BYTES, MIN_ALIGNMENT_B_BYTES = values.alike(range(16, 18), "I", _READ_ONLY)
+    MIN_ALIGNMENT_C_BYTES, MIN_ALIGNMENT_D_BYTES = values.alike(range(18, 20), "I", _READ_ONLY)
+    POINTER_ARRAY_BATCH_SUPPORT, FLOATING_POINT_EMULATION_SUPPORT = values.alike(range(21, 23), "i", _READ_ONLY)
     POINTER_ARRAY_GROUPED_SUPPORT = 23, "i", _READ_ONLY, 130200
 
 

@@ -44,6 +44,9 @@ class Descriptor(Generic[A, V]):
     def __init_subclass__(cls) -> None:
         cls._setter = f"{cls._prefix}SetAttribute"
 
+    def __init__(self) -> None:
+        self._create(f"{self._prefix}Create")
+
     def _create(self, name: str, *arguments: int) -> None:
         created = ctypes.c_void_p()
         call(name, ctypes.byref(created), *arguments)
@@ -227,9 +230,6 @@ class MatmulPreference(Descriptor[PreferenceAttribute, float]):
     _prefix = "cublasLtMatmulPreference"
     _attributes = PreferenceAttribute
 
-    def __init__(self) -> None:
-        self._create("cublasLtMatmulPreferenceCreate")
-
 
 class MatrixTransformDesc(Descriptor[MatrixTransformDescAttribute, int]):
     """`cublasLtMatrixTransformDesc_t`: the computation of a matrix transform; `scale_type` is the type of α and β."""
@@ -251,9 +251,6 @@ class EmulationDesc(Descriptor[EmulationDescAttribute, int]):
 
     _prefix = "cublasLtEmulationDesc"
     _attributes = EmulationDescAttribute
-
-    def __init__(self) -> None:
-        self._create("cublasLtEmulationDescCreate")
 
 
 def _check(values: Mapping[A, int]) -> None:

@@ -13,24 +13,14 @@ import enum
 class Status(enum.IntEnum):
     """`cublasStatus_t`, prefix CUBLAS_STATUS_."""
 
-    SUCCESS = 0
-    NOT_INITIALIZED = 1
-    ALLOC_FAILED = 3
-    INVALID_VALUE = 7
-    ARCH_MISMATCH = 8
-    MAPPING_ERROR = 11
-    EXECUTION_FAILED = 13
-    INTERNAL_ERROR = 14
-    NOT_SUPPORTED = 15
-    LICENSE_ERROR = 16
+    SUCCESS, NOT_INITIALIZED, ALLOC_FAILED, INVALID_VALUE, ARCH_MISMATCH, MAPPING_ERROR = 0, 1, 3, 7, 8, 11
+    EXECUTION_FAILED, INTERNAL_ERROR, NOT_SUPPORTED, LICENSE_ERROR = range(13, 17)
 
 
 class LibraryProperty(enum.IntEnum):
     """`libraryPropertyType`, no prefix."""
 
-    MAJOR_VERSION = 0
-    MINOR_VERSION = 1
-    PATCH_LEVEL = 2
+    MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL = range(3)
 
 
 class DataType(enum.IntEnum):
@@ -57,88 +47,56 @@ class ComputeType(enum.IntEnum):
 class Operation(enum.IntEnum):
     """`cublasOperation_t`, prefix CUBLAS_OP_."""
 
-    N = 0
-    T = 1
-    C = 2
-    HERMITAN = 2
-    CONJG = 3
+    N, T, C, HERMITAN, CONJG = 0, 1, 2, 2, 3
 
 
 class FillMode(enum.IntEnum):
     """`cublasFillMode_t`, prefix CUBLAS_FILL_MODE_."""
 
-    LOWER = 0
-    UPPER = 1
-    FULL = 2
+    LOWER, UPPER, FULL = range(3)
 
 
 class PointerMode(enum.IntEnum):
     """`cublasLtPointerMode_t`, prefix CUBLASLT_POINTER_MODE_: where α and β are stored."""
 
-    HOST = 0
-    DEVICE = 1
-    DEVICE_VECTOR = 2
-    ALPHA_DEVICE_VECTOR_BETA_ZERO = 3
-    ALPHA_DEVICE_VECTOR_BETA_HOST = 4
+    HOST, DEVICE, DEVICE_VECTOR, ALPHA_DEVICE_VECTOR_BETA_ZERO, ALPHA_DEVICE_VECTOR_BETA_HOST = range(5)
 
 
 class PointerModeMask(enum.IntFlag):
     """`cublasLtPointerModeMask_t`, prefix CUBLASLT_POINTER_MODE_MASK_."""
 
-    HOST = 1
-    DEVICE = 2
-    DEVICE_VECTOR = 4
-    ALPHA_DEVICE_VECTOR_BETA_ZERO = 8
-    ALPHA_DEVICE_VECTOR_BETA_HOST = 16
+    HOST, DEVICE, DEVICE_VECTOR, ALPHA_DEVICE_VECTOR_BETA_ZERO, ALPHA_DEVICE_VECTOR_BETA_HOST = 1, 2, 4, 8, 16
 
 
 class Order(enum.IntEnum):
     """`cublasLtOrder_t`, prefix CUBLASLT_ORDER_."""
 
-    COL = 0
-    ROW = 1
-    COL32 = 2
-    COL4_4R2_8C = 3
-    COL32_2R_4R4 = 4
+    COL, ROW, COL32, COL4_4R2_8C, COL32_2R_4R4 = range(5)
 
 
 class BatchMode(enum.IntEnum):
     """`cublasLtBatchMode_t`, prefix CUBLASLT_BATCH_MODE_."""
 
-    STRIDED = 0
-    POINTER_ARRAY = 1
-    GROUPED = 2
+    STRIDED, POINTER_ARRAY, GROUPED = range(3)
 
 
 class IntegerWidth(enum.IntEnum):
     """`cublasLtIntegerWidth_t`, prefix CUBLASLT_INTEGER_WIDTH_."""
 
-    WIDTH_32 = 0
-    WIDTH_64 = 1
+    WIDTH_32, WIDTH_64 = 0, 1
 
 
 class MatmulMatrixScale(enum.IntEnum):
     """`cublasLtMatmulMatrixScale_t`, prefix CUBLASLT_MATMUL_MATRIX_SCALE_."""
 
-    SCALAR_32F = 0
-    VEC16_UE4M3 = 1
-    VEC32_UE8M0 = 2
-    OUTER_VEC_32F = 3
-    VEC128_32F = 4
-    BLK128x128_32F = 5
-    PER_BATCH_SCALAR_32F = 6
-    VEC128_MN_K4_UE8M0 = 12
-    VEC32_MN_K4_UE8M0 = 13
+    SCALAR_32F, VEC16_UE4M3, VEC32_UE8M0, OUTER_VEC_32F, VEC128_32F, BLK128x128_32F = range(6)
+    PER_BATCH_SCALAR_32F, VEC128_MN_K4_UE8M0, VEC32_MN_K4_UE8M0 = 6, 12, 13
 
 
 class ReductionScheme(enum.IntFlag):
     """`cublasLtReductionScheme_t`, prefix CUBLASLT_REDUCTION_SCHEME_: how the parts of a split K are added."""
 
-    NONE = 0
-    INPLACE = 1
-    COMPUTE_TYPE = 2
-    OUTPUT_TYPE = 4
-    MASK = 7
+    NONE, INPLACE, COMPUTE_TYPE, OUTPUT_TYPE, MASK = 0, 1, 2, 4, 7
 
 
 class Epilogue(enum.IntEnum):
@@ -148,22 +106,10 @@ class Epilogue(enum.IntEnum):
     64 GELU's derivative, 128 auxiliary matrix, 256 and 512 the sums of A and of B.
     """
 
-    DEFAULT = 1
-    RELU = 2
-    RELU_AUX = 130
-    BIAS = 4
-    RELU_BIAS = 6
-    RELU_AUX_BIAS = 134
-    DRELU = 136
-    DRELU_BGRAD = 152
-    GELU = 32
-    GELU_AUX = 160
-    GELU_BIAS = 36
-    GELU_AUX_BIAS = 164
-    DGELU = 192
-    DGELU_BGRAD = 208
-    BGRADA = 256
-    BGRADB = 512
+    DEFAULT, RELU, BIAS, RELU_BIAS = 1, 2, 4, 6
+    RELU_AUX, RELU_AUX_BIAS, DRELU, DRELU_BGRAD = 130, 134, 136, 152
+    GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS = 32, 36, 160, 164
+    DGELU, DGELU_BGRAD, BGRADA, BGRADB = 192, 208, 256, 512
 
     @property
     def has_bias(self) -> bool:
@@ -194,20 +140,13 @@ class Epilogue(enum.IntEnum):
 class MatmulSearch(enum.IntEnum):
     """`cublasLtMatmulSearch_t`, prefix CUBLASLT_SEARCH_."""
 
-    BEST_FIT = 0
-    LIMITED_BY_ALGO_ID = 1
+    BEST_FIT, LIMITED_BY_ALGO_ID = 0, 1
 
 
 class BatchInvariance(enum.IntEnum):
     """`cublasLtMatmulBatchInvarianceFlags_t`, prefix CUBLASLT_BATCH_INVARIANCE_."""
 
-    DISABLED = 0
-    ALIGN_2B = 1
-    ALIGN_4B = 2
-    ALIGN_8B = 3
-    ALIGN_16B = 4
-    AUTO = 8
-    UNSET = 0x8000
+    DISABLED, ALIGN_2B, ALIGN_4B, ALIGN_8B, ALIGN_16B, AUTO, UNSET = 0, 1, 2, 3, 4, 8, 0x8000
 
 
 class NumericalImplFlags(enum.IntFlag):
@@ -226,25 +165,19 @@ class NumericalImplFlags(enum.IntFlag):
 class EmulationStrategy(enum.IntEnum):
     """`cublasEmulationStrategy_t`, prefix CUBLAS_EMULATION_STRATEGY_."""
 
-    DEFAULT = 0
-    PERFORMANT = 1
-    EAGER = 2
+    DEFAULT, PERFORMANT, EAGER = range(3)
 
 
 class EmulationMantissaControl(enum.IntEnum):
     """`cudaEmulationMantissaControl`, prefix CUDA_EMULATION_MANTISSA_CONTROL_."""
 
-    DYNAMIC = 0
-    FIXED = 1
+    DYNAMIC, FIXED = 0, 1
 
 
 class EmulationSpecialValues(enum.IntFlag):
     """`cudaEmulationSpecialValuesSupport`, prefix CUDA_EMULATION_SPECIAL_VALUES_SUPPORT_."""
 
-    NONE = 0
-    INFINITY = 1
-    NAN = 2
-    DEFAULT = 0xFFFF
+    NONE, INFINITY, NAN, DEFAULT = 0, 1, 2, 0xFFFF
 
 
 class MatmulStages(enum.IntEnum):

@@ -141,24 +141,11 @@ class PreparedMatmul:
             CublasLtError: the library refused the call.
         """
         desc, a_layout, b_layout, c_layout, d_layout = self._handles
+        factor, c_factor = self._alphas.get(alpha) or self._alpha(alpha), self._betas.get(beta) or self._beta(beta)
         status = self._matmul(
-            self._handle,
-            desc,
-            self._alphas.get(alpha) or self._alpha(alpha),
-            a,
-            a_layout,
-            b,
-            b_layout,
-            self._betas.get(beta) or self._beta(beta),
-            c,
-            c_layout,
-            d,
-            d_layout,
-            self._algorithm,
-            workspace,
-            workspace_size,
-            stream,
-        )
+            self._handle, desc, factor, a, a_layout, b, b_layout, c_factor, c, c_layout, d, d_layout,
+            self._algorithm, workspace, workspace_size, stream,
+        )  # fmt: skip
         if status:
             raise failure("cublasLtMatmul", status)
 

@@ -127,36 +127,20 @@ def is_known_bad(candidate: Candidate) -> str | None:
     return next((fault.effect for fault in KNOWN_BAD if fault.affects(candidate)), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Inaccurate:
-    """Epilogues that add an error above that of the arithmetic around them.
-
-    Attributes:
-        types: the compute type of the products concerned, and the type of D. The rounding to a narrower D hides the
-            error.
-        concerns: tells whether an epilogue has the error.
-        effect: the size of the error.
-        source: where it was measured.
-    """
-
-    types: tuple[ComputeType, DataType]
-    concerns: Callable[[Epilogue], bool]
-    effect: str
-    source: str
-
-
-INACCURATE: Final = (
-    Inaccurate(
-        (ComputeType.COMPUTE_32F, DataType.R_32F),
+INACCURATE: Final[Mapping[tuple[ComputeType, DataType], tuple[Callable[[Epilogue], bool], str]]] = {
+    (ComputeType.COMPUTE_32F, DataType.R_32F): (
         lambda epilogue: epilogue.has_gelu,
         "cuBLASLt's GELU is off by 5e-6, where FP32 arithmetic is off by 5e-7",
-        "measured on an H200 against FP64; TF32 products have a larger error of their own",
-    ),
-)
-"""Epilogues that are right, but not as accurate as the compute type promises."""
+    )
+}
+"""Epilogues that are right, but not as accurate as the compute type promises, and the size of the error.
+
+The key is the compute type and the type of D: the rounding to a narrower D hides the error. It was measured on an H200
+against FP64; TF32 products have a larger error of their own.
+"""
 
 
 def is_inaccurate(epilogue: Epilogue, compute_type: ComputeType, d_type: DataType) -> str | None:
     """The error that an epilogue adds to products of these types; None if it adds none that matters."""
-    kinds = (each for each in INACCURATE if each.types == (compute_type, d_type))
-    return next((each.effect for each in kinds if each.concerns(epilogue)), None)
+    concerns, effect = INACCURATE.get((compute_type, d_type), (None, None))
+    return effect if concerns is not None and concerns(epilogue) else None

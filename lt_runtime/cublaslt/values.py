@@ -105,6 +105,11 @@ class Attribute(enum.IntEnum):
         return kind(f"{self} is {value:#x}; {accepted}")
 
 
+def alike(numbers: range, *storage: Any) -> tuple[tuple[Any, ...], ...]:
+    """Several members of an `Attribute`, with consecutive numbers and the same storage, as an assignment takes them."""
+    return tuple((number, *storage) for number in numbers)
+
+
 def member(kind: type[enum.IntEnum], *others: int) -> Accepted:
     """The members of an enum, and a few other numbers."""
     values = frozenset((*map(int, kind), *others))

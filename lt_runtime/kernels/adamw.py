@@ -5,9 +5,9 @@ A table has a row for every chunk of a tensor, and a block for every row.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
+from ctypes import Structure, c_float, c_int, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.kernels.blocks import SCALAR
+from lt_runtime.kernels.blocks import SCALAR, fields
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling
 from lt_runtime.problem import DType
@@ -28,94 +28,55 @@ _NORM_CHUNKS: Final = 8192  # about the most sums that are left to the last bloc
 _TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 
 
-class OptimizerState(ctypes.Structure):
+class OptimizerState(Structure):
     """`lt::OptimizerState`, what an optimizer keeps on the device."""
 
-    _fields_ = (
-        ("steps", ctypes.c_uint32),
-        ("skipped", ctypes.c_uint32),
-        ("nonfinite", ctypes.c_uint32),
-        ("norm", ctypes.c_float),
-        ("update_ticket", ctypes.c_uint32),
-        ("norm_ticket", ctypes.c_uint32),
-        ("reserved0", ctypes.c_uint32),
-        ("reserved1", ctypes.c_uint32),
+    _fields_ = fields(
+        ("steps skipped nonfinite", c_uint32),
+        ("norm", c_float),
+        ("update_ticket norm_ticket reserved0 reserved1", c_uint32),
     )
 
 
-class AdamWChunk(ctypes.Structure):
+class AdamWChunk(Structure):
     """`lt::AdamWChunk`, a row of the optimizer's table on the device: what one block updates."""
 
-    _fields_ = (
-        ("value", ctypes.c_void_p),
-        ("copy", ctypes.c_void_p),
-        ("gradient", ctypes.c_void_p),
-        ("m", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("v_max", ctypes.c_void_p),
-        ("octet", ctypes.c_uint64),
-        ("tensor", ctypes.c_uint32),
-        ("count", ctypes.c_uint32),
-        ("lr_scale", ctypes.c_float),
-        ("weight_decay", ctypes.c_float),
-        ("value_type", ctypes.c_uint8),
-        ("copy_type", ctypes.c_uint8),
-        ("gradient_type", ctypes.c_uint8),
-        ("aligned", ctypes.c_uint8),
-        ("reserved", ctypes.c_uint32),
+    _fields_ = fields(
+        ("value copy gradient m v v_max", c_void_p),
+        ("octet", c_uint64),
+        ("tensor count", c_uint32),
+        ("lr_scale weight_decay", c_float),
+        ("value_type copy_type gradient_type aligned", c_uint8),
+        ("reserved", c_uint32),
     )
 
 
-class AdamWParams(ctypes.Structure):
+class AdamWParams(Structure):
     """`lt::AdamWParams`."""
 
-    _fields_ = (
-        ("chunks", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("growth_tracker", ctypes.c_void_p),
-        ("seed", ctypes.c_uint64),
-        ("lr", ctypes.c_float),
-        ("log_beta1", ctypes.c_float),
-        ("log_beta2", ctypes.c_float),
-        ("beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta1", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("decay", ctypes.c_int),
-        ("warmup_steps", ctypes.c_uint32),
-        ("total_steps", ctypes.c_uint32),
-        ("final_factor", ctypes.c_float),
-        ("max_norm", ctypes.c_float),
-        ("skip_nonfinite", ctypes.c_int),
-        ("growth_factor", ctypes.c_float),
-        ("backoff_factor", ctypes.c_float),
-        ("growth_interval", ctypes.c_int),
+    _fields_ = fields(
+        ("chunks state scale growth_tracker", c_void_p),
+        ("seed", c_uint64),
+        ("lr log_beta1 log_beta2 beta1 beta2 one_minus_beta1 one_minus_beta2 eps", c_float),
+        ("decay", c_int),
+        ("warmup_steps total_steps", c_uint32),
+        ("final_factor max_norm", c_float),
+        ("skip_nonfinite", c_int),
+        ("growth_factor backoff_factor", c_float),
+        ("growth_interval", c_int),
     )
 
 
-class GradientChunk(ctypes.Structure):
+class GradientChunk(Structure):
     """`lt::GradientChunk`, a row of the table of gradients on the device: what one block reads."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("count", ctypes.c_uint32),
-        ("type", ctypes.c_uint8),
-        ("aligned", ctypes.c_uint8),
-        ("reserved", ctypes.c_uint8 * 2),
-    )
+    _fields_ = fields(("data", c_void_p), ("count", c_uint32), ("type aligned", c_uint8), ("reserved", c_uint8 * 2))
 
 
-class GradientNormParams(ctypes.Structure):
+class GradientNormParams(Structure):
     """`lt::GradientNormParams`."""
 
-    _fields_ = (
-        ("chunks", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-    )
+    _fields_ = fields(("chunks partial state scale", c_void_p))
 
 
 ADAMW: Final = Entry("adamw", "adamw.cu", AdamWParams)
@@ -126,27 +87,17 @@ def adamw_params(
     hyper: AdamWHyper, scaler: GradScaler | None, *, max_norm: float | None, skip_nonfinite: bool, seed: int
 ) -> AdamWParams:
     """The update's argument block without addresses."""
-    schedule = hyper.schedule
-    return AdamWParams(
-        seed=seed,
-        lr=hyper.lr,
-        log_beta1=_log(hyper.beta1),
-        log_beta2=_log(hyper.beta2),
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        one_minus_beta1=1.0 - hyper.beta1,
-        one_minus_beta2=1.0 - hyper.beta2,
-        eps=hyper.eps,
-        decay=DECAYS.index(schedule.decay),
-        warmup_steps=schedule.warmup_steps,
-        total_steps=schedule.total_steps,
-        final_factor=schedule.final_factor,
-        max_norm=max_norm or 0.0,
-        skip_nonfinite=skip_nonfinite,
-        growth_factor=scaler.growth_factor if scaler else 0.0,
-        backoff_factor=scaler.backoff_factor if scaler else 0.0,
-        growth_interval=scaler.growth_interval if scaler else 0,
-    )
+    schedule, beta1, beta2 = hyper.schedule, hyper.beta1, hyper.beta2
+    params = AdamWParams(seed=seed, lr=hyper.lr, eps=hyper.eps)
+    params.beta1, params.one_minus_beta1, params.log_beta1 = beta1, 1.0 - beta1, _log(beta1)
+    params.beta2, params.one_minus_beta2, params.log_beta2 = beta2, 1.0 - beta2, _log(beta2)
+    params.decay, params.final_factor = DECAYS.index(schedule.decay), schedule.final_factor
+    params.warmup_steps, params.total_steps = schedule.warmup_steps, schedule.total_steps
+    params.max_norm, params.skip_nonfinite = max_norm or 0.0, skip_nonfinite
+    if scaler:
+        params.growth_factor, params.backoff_factor = scaler.growth_factor, scaler.backoff_factor
+        params.growth_interval = scaler.growth_interval
+    return params
 
 
 def _log(beta: float) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+from lt_runtime.arrays import read_step
 from lt_runtime.kernels.blocks import ROUNDS, Dropout
-from lt_runtime.problem import Philox, keep_scale
+from lt_runtime.problem import Philox, check_dropout, keep_scale, keep_threshold
 from lt_runtime.reference.philox import round_keys
 
 
@@ -31,6 +32,20 @@ class DropoutState:
     philox: Philox
     step_address: int = 0
 
+    @classmethod
+    def of(cls, p: float, rng: Philox | None, device: int, stream: int) -> Self | None:
+        """Dropout with probability `p`; None if `p` is 0.
+
+        Raises:
+            ArgumentError: see `check_dropout`.
+            OperandError: the step is an array, but not of one uint32 on the device.
+        """
+        philox = check_dropout(p, rng)
+        if philox is None:
+            return None
+        address = 0 if isinstance(philox.step, int) else read_step(philox.step, device, stream).address
+        return cls(keep_threshold(p), philox, address)
+
     def block(self) -> Dropout:
         """The kernels' argument block."""
         step = 0 if self.step_address else self.philox.step
@@ -44,7 +59,9 @@ class Call(NamedTuple):
     Attributes:
         addresses: of the operands, in the order of `problem.operands`; 0 where an operand is absent.
         stream: handle of the stream that the work is put on.
-        scalars: α and β of a product: numbers, or device addresses if the problem has `device_scalars`.
+        scalars: α and β of a product: numbers, or device addresses if the problem has `device_scalars`. Of a loss,
+            a number that its gradient is multiplied by, and the address of an FP32 number that it is multiplied by
+            too, or 0.
         dropouts: masks of the layer and, in a backward pass, of the layer below; None where there is no dropout.
     """
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_info, shared_memory
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, WARP, Tiling, next_power_of_two
 from lt_runtime.layout import Layout, Order
@@ -32,43 +32,25 @@ _RESERVED_SHARED: Final = 2048  # bytes of shared memory a block for the kernel'
 _COUNTED_IN_BLOCKS: Final = _ROWS_OF_ONE_BLOCK
 
 
-class CrossEntropyParams(ctypes.Structure):
+class CrossEntropyParams(Structure):
     """`lt::CrossEntropyParams`."""
 
-    _fields_ = (
-        ("logits", Matrix),
-        ("gradient", Matrix),
-        ("labels", ctypes.c_void_p),
-        ("counted", ctypes.c_void_p),
-        ("grad_scale", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("loss", ctypes.c_void_p),
-        ("ticket", ctypes.c_void_p),
-        ("claimed", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("ignore_index", ctypes.c_int64),
-        ("gradient_scale", ctypes.c_float),
-        ("smoothing", ctypes.c_float),
-        ("wide_labels", ctypes.c_int),
-        ("ignores", ctypes.c_int),
-        ("lanes", ctypes.c_uint32),
-        ("held", ctypes.c_uint32),
-        ("streams", ctypes.c_int),
+    _fields_ = fields(
+        ("logits gradient", Matrix),
+        ("labels counted grad_scale partial loss ticket claimed", c_void_p),
+        ("rows cols ignore_index", c_int64),
+        ("gradient_scale smoothing", c_float),
+        ("wide_labels ignores", c_int),
+        ("lanes held", c_uint32),
+        ("streams", c_int),
     )
 
 
-class CountLabelsParams(ctypes.Structure):
+class CountLabelsParams(Structure):
     """`lt::CountLabelsParams`."""
 
-    _fields_ = (
-        ("labels", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("counted", ctypes.c_void_p),
-        ("ticket", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("ignore_index", ctypes.c_int64),
-        ("wide_labels", ctypes.c_int),
+    _fields_ = fields(
+        ("labels partial counted ticket", c_void_p), ("rows ignore_index", c_int64), ("wide_labels", c_int)
     )
 
 
@@ -87,13 +69,11 @@ def row_macros(*, block_rows: bool) -> Macros:
     return ("ROW_THREADS", str(threads)), ("ROW_LANES", str(threads if block_rows else WARP))
 
 
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """Class labels on the device: int64 (`wide`) or int32, and the label whose rows are left out, or None."""
+class Labels(NamedTuple):
+    """What class labels are: int64 (`wide`) or int32, and the label whose rows are left out, or None."""
 
-    address: int
-    wide: bool
-    ignore_index: int | None
+    wide: bool = False
+    ignore_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +124,9 @@ class RowSharing:
 class CrossEntropyPass:
     """Softmax cross-entropy of the rows of one matrix, and its gradient."""
 
-    def __init__(self, dtype: DType, logits: Layout, gradient: Layout, device: int) -> None:
+    def __init__(
+        self, dtype: DType, logits: Layout, gradient: Layout, labels: Labels, smoothing: float, device: int
+    ) -> None:
         self._rows, self._sharing = logits.rows, RowSharing.of(logits)
         few = logits.cols <= _FEW_CLASSES
         holds = logits.order is Order.ROW and not few
@@ -154,18 +136,16 @@ class CrossEntropyPass:
         self._blocks = tiling.grid[0]
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
         macros = (("SCALAR", SCALAR[dtype]), *row_macros(block_rows=self._sharing.shared_by_block))
-        params = CrossEntropyParams(
-            Matrix.of(logits),
-            Matrix.of(gradient),
-            rows=logits.rows,
-            cols=logits.cols,
-            lanes=self._sharing.lanes,
-            held=held,
-        )
+        params = CrossEntropyParams(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
+        params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
+        params.smoothing, params.wide_labels = smoothing, labels.wide
+        params.lanes, params.held = self._sharing.lanes, held
         shared = held * self._sharing.held_bytes(dtype.itemsize)
         entry = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY
         self._launches = Launches(entry, macros, device, tiling, params, shared=shared)
-        count = CountLabelsParams(rows=logits.rows)
+        # Few labels are counted by the blocks themselves, which costs less than a launch.
+        self._counts = labels.ignore_index is not None and logits.rows > _COUNTED_IN_BLOCKS
+        count = CountLabelsParams(rows=logits.rows, ignore_index=labels.ignore_index or 0, wide_labels=labels.wide)
         counting = Tiling((self._count_blocks, 1), (THREADS, 1))
         self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)
 
@@ -196,12 +176,11 @@ class CrossEntropyPass:
 
     def run(
         self,
-        *,
         logits: int,
+        labels: int,
         gradient: int,
         loss: int,
-        labels: Labels,
-        smoothing: float,
+        *,
         scale: tuple[float, int],
         scratch: int,
         ticket: int,
@@ -210,28 +189,25 @@ class CrossEntropyPass:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            logits, gradient, loss, scratch: addresses.
+            logits, labels, gradient, loss, scratch: addresses.
             scale: a number and the address of an FP32 number, or 0; the gradient, not the loss, is multiplied by both.
             ticket: address of two uint32 counters that are zero, and are zero again afterwards.
         """
         counted = self._count_labels(labels, scratch, ticket, stream)
         params, launch = self._launches[stream]
         params.logits.data, params.gradient.data = logits, gradient
-        params.labels, params.counted = labels.address, counted
+        params.labels, params.counted = labels, counted
         params.gradient_scale, params.grad_scale = scale
         params.partial, params.loss = scratch + 4, loss
         params.ticket, params.claimed = ticket, ticket + 4
-        params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
-        params.smoothing, params.wide_labels = smoothing, labels.wide
         params.streams = self._streams and (logits | gradient) % VECTOR_BYTES == 0
         launch()
 
-    def _count_labels(self, labels: Labels, counted: int, ticket: int, stream: int) -> int:
+    def _count_labels(self, labels: int, counted: int, ticket: int, stream: int) -> int:
         """Has the labels counted if that is worth a launch; returns the count's address, or 0."""
-        if labels.ignore_index is None or self._rows <= _COUNTED_IN_BLOCKS:
+        if not self._counts:
             return 0
         params, launch = self._count_launches[stream]
-        params.labels, params.partial, params.counted, params.ticket = labels.address, counted + 4, counted, ticket
-        params.ignore_index, params.wide_labels = labels.ignore_index, labels.wide
+        params.labels, params.partial, params.counted, params.ticket = labels, counted + 4, counted, ticket
         launch()
         return counted

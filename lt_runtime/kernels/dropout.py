@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import threading
+from ctypes import Structure, c_int64, c_uint32
 from typing import Final
 
-from lt_runtime.kernels.blocks import SCALAR, Dropout, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Dropout, Matrix, fields
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, sweep, wave_of
@@ -19,16 +18,10 @@ _BLOCKS: Final = 6  # blocks that a multiprocessor shall hold
 _WAVES: Final = 4
 
 
-class DropoutParams(ctypes.Structure):
+class DropoutParams(Structure):
     """`lt::DropoutParams`."""
 
-    _fields_ = (
-        ("in_", Matrix),
-        ("out", Matrix),
-        ("rows", ctypes.c_uint32),
-        ("cols", ctypes.c_int64),
-        ("dropout", Dropout),
-    )
+    _fields_ = fields(("in_ out", Matrix), ("rows", c_uint32), ("cols", c_int64), ("dropout", Dropout))
 
 
 DROPOUT: Final = Entry("dropout", "dropout.cu", DropoutParams)
@@ -44,21 +37,19 @@ class DropoutPass:
         layout = specs[0].layout
         macros = ("SCALAR", SCALAR[dtype]), *access_macros(are_aligned(dtype, *specs), _BLOCKS)
         wave = None if dtype is DType.FLOAT32 else _WAVES * wave_of(device, _BLOCKS)
-        params = DropoutParams(*(Matrix.of(spec.layout) for spec in specs), layout.rows, layout.cols)
+        params = DropoutParams(*map(Matrix.of, specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)
-        self._lock = threading.Lock()
 
     def run(self, source: int, target: int, state: DropoutState, stream: int) -> None:
-        """Puts the pass on `stream`.
+        """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
             source, target: addresses.
         """
-        with self._lock:
-            params, launch = self._launches[stream]
-            params.in_.data, params.out.data = source, target
-            params.dropout = state.block()
-            launch()
+        params, launch = self._launches[stream]
+        params.in_.data, params.out.data = source, target
+        params.dropout = state.block()
+        launch()
 
 
 def _folded(spec: Spec) -> Spec:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import Structure, c_float, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.kernels.blocks import SCALAR, ColumnSum, Dropout, Matrix
+from lt_runtime.kernels.blocks import SCALAR, ColumnSum, Dropout, Matrix, fields
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
 from lt_runtime.layout import Order
-from lt_runtime.problem import Activation, Derivative, DType, ForwardProblem, Saved, Spec
+from lt_runtime.problem import ACTIVATIONS, Activation, Derivative, DType, ForwardProblem, Saved, Spec
 
-ACTIVATION_NAMES: Final = {
-    "none": "lt::None",
-    "relu": "lt::Relu",
-    "leaky_relu": "lt::LeakyRelu",
-    "sigmoid": "lt::Sigmoid",
-    "tanh": "lt::Tanh",
-    "gelu": "lt::Gelu",
-    "gelu_erf": "lt::GeluErf",
-    "silu": "lt::Silu",
-}
+ACTIVATION_NAMES: Final = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
 """The struct of `activations.cuh` for each activation."""
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Saved.MASK: 3}
 # Blocks that a multiprocessor shall hold, which bounds a thread's registers. Measured on an H200: with fewer blocks
@@ -32,33 +23,29 @@ _FORWARD_BLOCKS: Final = 5
 _BACKWARD_BLOCKS: Final = {DType.FLOAT32: 2, DType.FLOAT16: 4, DType.BFLOAT16: 4}
 
 
-class EpilogueFwdParams(ctypes.Structure):
+class EpilogueFwdParams(Structure):
     """`lt::EpilogueFwdParams`."""
 
-    _fields_ = (
-        ("in_", Matrix),
-        ("preactivation", Matrix),
-        ("out", Matrix),
-        ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_uint32),
-        ("cols", ctypes.c_int64),
+    _fields_ = fields(
+        ("in_ preactivation out", Matrix),
+        ("bias", c_void_p),
+        ("rows", c_uint32),
+        ("cols", c_int64),
         ("dropout", Dropout),
-        ("slope", ctypes.c_float),
+        ("slope", c_float),
     )
 
 
-class EpilogueBwdParams(ctypes.Structure):
+class EpilogueBwdParams(Structure):
     """`lt::EpilogueBwdParams`."""
 
-    _fields_ = (
-        ("dy", Matrix),
-        ("saved", Matrix),
-        ("dz", Matrix),
+    _fields_ = fields(
+        ("dy saved dz", Matrix),
         ("db", ColumnSum),
-        ("rows", ctypes.c_uint32),
-        ("cols", ctypes.c_int64),
+        ("rows", c_uint32),
+        ("cols", c_int64),
         ("dropout", Dropout),
-        ("slope", ctypes.c_float),
+        ("slope", c_float),
     )
 
 
@@ -67,11 +54,8 @@ EPILOGUE_BWD: Final = Entry("epilogue_bwd", "epilogue_bwd.cu", EpilogueBwdParams
 
 
 def _macros(dtype: DType, activation: Activation, dropout: bool) -> Macros:
-    return (
-        ("SCALAR", SCALAR[dtype]),
-        ("ACTIVATION", ACTIVATION_NAMES[activation.name]),
-        ("DROPOUT", str(int(dropout))),
-    )
+    function = ACTIVATION_NAMES[activation.name]
+    return ("SCALAR", SCALAR[dtype]), ("ACTIVATION", function), ("DROPOUT", str(int(dropout)))
 
 
 class ForwardPass:
@@ -105,14 +89,8 @@ class ForwardPass:
         )
         # Drawing random numbers takes a 16-bit pass longer than memory does, so that its blocks had better start once.
         busy = problem.dropout and dtype is not DType.FLOAT32
-        params = EpilogueFwdParams(
-            in_=Matrix.of(product.layout),
-            preactivation=Matrix.of(kept.layout if kept else None),
-            out=Matrix.of(layout),
-            rows=layout.rows,
-            cols=layout.cols,
-            slope=problem.activation.negative_slope,
-        )
+        params = EpilogueFwdParams(*map(Matrix.of, (product, kept, layout)), 0, *layout.shape)
+        params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
 
@@ -179,15 +157,10 @@ class BackwardPass:
             self._tiling = reduction(layout, wave, transposes=transposes, strips=dtype is not DType.FLOAT32)
         else:
             self._tiling = sweep(layout, wave)
-        params = EpilogueBwdParams(
-            dy=Matrix.of(layout),
-            saved=_saved_matrix(derivative),
-            dz=Matrix.of(dz.layout if dz else None),
-            db=ColumnSum(accumulate=int(sums is not None and sums.accumulate)),
-            rows=layout.rows,
-            cols=layout.cols,
-            slope=derivative.activation.negative_slope,
-        )
+        params = EpilogueBwdParams(dy=Matrix.of(layout), dz=Matrix.of(dz), rows=layout.rows, cols=layout.cols)
+        params.saved = Matrix.of(derivative.saved_spec, is_mask=derivative.saved is Saved.MASK)
+        params.db.accumulate = sums is not None and sums.accumulate
+        params.slope = derivative.activation.negative_slope
         self._launches = Launches(EPILOGUE_BWD, macros, device, self._tiling, params)
 
     @property
@@ -226,11 +199,3 @@ class BackwardPass:
         if dropout is not None:
             params.dropout = dropout.block()
         launch()
-
-
-def _saved_matrix(derivative: Derivative) -> Matrix:
-    """How the saved tensor lies; the kernel takes a mask as a matrix of bytes, each of which is eight columns."""
-    spec = derivative.saved_spec
-    if spec is not None and derivative.saved is Saved.MASK:
-        return Matrix(0, spec.layout.leading_dimension // OCTET, 1)
-    return Matrix.of(spec.layout if spec else None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
+from ctypes import Structure, sizeof
 from typing import Any, Final, NamedTuple, TypeVar
 
 from cuda.bindings import driver
@@ -19,7 +19,7 @@ _OVERLAP_CAPABILITY: Final = 90
 _SHARED_WITHOUT_ASKING: Final = 32 << 10  # bytes; the limit is 48 KiB, less what the kernel declares
 _ATTRIBUTE: Final = driver.CUfunction_attribute
 
-Params = TypeVar("Params", bound=ctypes.Structure)
+Params = TypeVar("Params", bound=Structure)
 
 
 class Entry(NamedTuple):
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
     name: str
     source: str
-    params: type[ctypes.Structure]
+    params: type[Structure]
 
 
 class Kernel:
@@ -43,7 +43,7 @@ class Kernel:
         self._overlaps = overlaps
         self._shared = _SHARED_WITHOUT_ASKING
         _, size = call("cuFuncGetParamInfo", self._function, 0)
-        expected = ctypes.sizeof(entry.params)
+        expected = sizeof(entry.params)
         if size != expected:
             raise GpuError(f"{entry.name} takes {size} bytes of parameters, {entry.params.__name__} has {expected}")
 
@@ -51,7 +51,7 @@ class Kernel:
         self,
         grid: tuple[int, int],
         block: tuple[int, int],
-        params: ctypes.Structure,
+        params: Structure,
         stream: int,
         batch: int = 1,
         shared: int = 0,
@@ -109,15 +109,7 @@ class Launches(dict[int, tuple[Params, Launch]]):
     """
 
     def __init__(
-        self,
-        entry: Entry,
-        macros: Macros,
-        device: int,
-        tiling: Tiling,
-        params: Params,
-        *,
-        batch: int = 1,
-        shared: int = 0,
+        self, entry: Entry, macros: Macros, device: int, tiling: Tiling, params: Params, batch: int = 1, shared: int = 0
     ) -> None:
         super().__init__()
         self._kernel = get_kernel(entry, macros, device)

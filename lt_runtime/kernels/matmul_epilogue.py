@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from typing import Any, Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches
@@ -17,57 +17,39 @@ from lt_runtime.problem import DType, MatmulProblem, Spec
 _BITS: Final = 8
 
 
-class Mask(ctypes.Structure):
+class Mask(Structure):
     """`lt::Mask`; strides are in bytes."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("line_stride", ctypes.c_int64),
-        ("batch_stride", ctypes.c_int64),
-        ("along_rows", ctypes.c_int),
-    )
+    _fields_ = fields(("data", c_void_p), ("line_stride batch_stride", c_int64), ("along_rows", c_int))
 
 
-class Addend(ctypes.Structure):
+class Addend(Structure):
     """`lt::Addend`."""
 
-    _fields_ = (
-        ("c", Matrix),
-        ("batch_stride", ctypes.c_int64),
-        ("beta_pointer", ctypes.c_void_p),
-        ("beta", ctypes.c_float),
-    )
+    _fields_ = fields(("c", Matrix), ("batch_stride", c_int64), ("beta_pointer", c_void_p), ("beta", c_float))
 
 
-class MatmulEpilogueParams(ctypes.Structure):
+class MatmulEpilogueParams(Structure):
     """`lt::MatmulEpilogueParams`."""
 
-    _fields_ = (
+    _fields_ = fields(
         ("product", Matrix),
-        ("product_batch_stride", ctypes.c_int64),
+        ("product_batch_stride", c_int64),
         ("d", Matrix),
-        ("d_batch_stride", ctypes.c_int64),
+        ("d_batch_stride", c_int64),
         ("addend", Addend),
-        ("bias", Matrix),
-        ("aux", Matrix),
-        ("aux_batch_stride", ctypes.c_int64),
+        ("bias aux", Matrix),
+        ("aux_batch_stride", c_int64),
         ("mask", Mask),
-        ("bias_gradient", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
+        ("bias_gradient", c_void_p),
+        ("rows cols", c_int64),
     )
 
 
-class OperandSumParams(ctypes.Structure):
+class OperandSumParams(Structure):
     """`lt::OperandSumParams`."""
 
-    _fields_ = (
-        ("operand", Matrix),
-        ("batch_stride", ctypes.c_int64),
-        ("sum", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-    )
+    _fields_ = fields(("operand", Matrix), ("batch_stride", c_int64), ("sum", c_void_p), ("rows cols", c_int64))
 
 
 MATMUL_FORWARD: Final = Entry("matmul_forward", "matmul_epilogue.cu", MatmulEpilogueParams)
@@ -113,9 +95,8 @@ class MatmulPass:
         if epilogue.has_bias_gradient:
             grid = (grid[0], 1)  # a block sees every row of the columns that it sums up
         self._is_empty = 0 in grid or problem.batch == 0
-        self._launches: Launches[Any] = Launches(
-            entry, macros, device, Tiling(grid, block), params, batch=problem.batch
-        )
+        tiling = Tiling(grid, block)
+        self._launches = Launches[Any](entry, macros, device, tiling, params, batch=problem.batch)
 
     def run(self, call: Call, product: int, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds, after the plain product.
@@ -155,15 +136,9 @@ class MatmulPass:
 
     def _epilogue_params(self) -> MatmulEpilogueParams:
         problem, layout, c, aux = self._problem, self._turned(self._problem.d), self._problem.c, self._problem.aux
-        params = MatmulEpilogueParams(
-            product=Matrix.of(self._turned(self._product)),
-            product_batch_stride=self._product.batch_stride,
-            d=Matrix.of(layout),
-            d_batch_stride=problem.d.batch_stride,
-            bias=Matrix(0, int(self._flips), int(not self._flips)),
-            rows=layout.rows,
-            cols=layout.cols,
-        )
+        params = MatmulEpilogueParams(d=Matrix.of(layout), rows=layout.rows, cols=layout.cols)
+        params.product, params.bias = Matrix.of(self._turned(self._product)), Matrix(0, self._flips, not self._flips)
+        params.product_batch_stride, params.d_batch_stride = self._product.batch_stride, problem.d.batch_stride
         if c is not None and self._adds_c:
             params.addend = Addend(Matrix.of(self._turned(c)), c.batch_stride)
         if aux is not None and self._has_mask:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from ctypes import Structure, c_float, c_int64, c_void_p
 from typing import Final
 
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, THREADS, Tiling
 from lt_runtime.layout import Layout, Order, packed
@@ -16,21 +16,14 @@ _OCTETS: Final = 2  # octets that a thread waits for at once
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up
 
 
-class MseParams(ctypes.Structure):
+class MseParams(Structure):
     """`lt::MseParams`."""
 
-    _fields_ = (
-        ("prediction", Matrix),
-        ("target", Matrix),
-        ("gradient", Matrix),
-        ("grad_scale", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("loss", ctypes.c_void_p),
-        ("ticket", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("gradient_scale", ctypes.c_float),
-        ("size", ctypes.c_float),
+    _fields_ = fields(
+        ("prediction target gradient", Matrix),
+        ("grad_scale partial loss ticket", c_void_p),
+        ("rows cols", c_int64),
+        ("gradient_scale size", c_float),
     )
 
 
@@ -40,7 +33,7 @@ MSE_LOSS: Final = Entry("mse_loss", "mse.cu", MseParams)
 class MsePass:
     """Mean squared error of one matrix against another, and its gradient."""
 
-    def __init__(self, dtype: DType, prediction: Layout, target: Layout, gradient: Layout, device: int) -> None:
+    def __init__(self, dtype: DType, prediction: Layout, gradient: Layout, target: Layout, device: int) -> None:
         layouts = flattened((prediction, target, gradient))
         rows, cols = layouts[0].shape
         self._size = rows * cols
@@ -56,8 +49,11 @@ class MsePass:
 
     def run(
         self,
-        addresses: tuple[int, int, int],
+        prediction: int,
+        target: int,
+        gradient: int,
         loss: int,
+        *,
         scale: tuple[float, int],
         scratch: int,
         ticket: int,
@@ -66,12 +62,12 @@ class MsePass:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            addresses: of prediction, target and gradient.
+            prediction, target, gradient, loss, scratch: addresses.
             scale: a number and the address of an FP32 number, or 0; the gradient, not the loss, is multiplied by both.
             ticket: address of a uint32 counter that is zero, and is zero again afterwards.
         """
         params, launch = self._launches[stream]
-        params.prediction.data, params.target.data, params.gradient.data = addresses
+        params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
         number, params.grad_scale = scale
         params.partial, params.loss, params.ticket = scratch, loss, ticket
         params.gradient_scale = 2.0 / self._size * number

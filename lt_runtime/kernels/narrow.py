@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import (
-    MAX_GRID_Y,
-    OCTET,
-    THREADS,
-    WARP,
-    Tiling,
-    are_aligned,
-    next_power_of_two,
-    wave_of,
-)
+from lt_runtime.kernels.tiling import MAX_GRID_Y, OCTET, THREADS, WARP, Tiling, are_aligned, next_power_of_two, wave_of
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 
@@ -38,22 +29,14 @@ _PART: Final = 4  # rows that a thread of such a block has at least
 _DERIVATIVES: Final = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
 
 
-class NarrowParams(ctypes.Structure):
+class NarrowParams(Structure):
     """`lt::NarrowParams`."""
 
-    _fields_ = (
-        ("a", Matrix),
-        ("b", Matrix),
-        ("c", Matrix),
-        ("d", Matrix),
-        ("vector", ctypes.c_void_p),
-        ("partial", ctypes.c_void_p),
-        ("tickets", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("alpha", ctypes.c_float),
-        ("beta", ctypes.c_float),
+    _fields_ = fields(
+        ("a b c d", Matrix),
+        ("vector partial tickets", c_void_p),
+        ("rows cols depth", c_int64),
+        ("alpha beta", c_float),
         ("aux", Matrix),
     )
 
@@ -219,16 +202,9 @@ class NarrowPass:
         self._tiling, self._sums = geometry.tiling, geometry.sums
         derivative = problem.epilogue if form.entry is NARROW_K else None
         macros = narrow_macros(problem.dtype, width, aligned, geometry.rows, derivative)
-        params = NarrowParams(
-            a=Matrix.of(form.a.layout),
-            b=Matrix.of(form.b.layout),
-            c=Matrix.of(form.c.layout if form.c else None),
-            d=Matrix.of(form.d.layout),
-            rows=problem.m,
-            cols=problem.n,
-            depth=problem.k,
-            aux=_aux_matrix(form, problem),
-        )
+        params = NarrowParams(*map(Matrix.of, (form.a, form.b, form.c, form.d)))
+        params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
+        params.aux = Matrix.of(form.aux, is_mask=_reads_mask(problem.epilogue))
         self._launches = Launches(form.entry, macros, device, self._tiling, params)
 
     @property
@@ -264,13 +240,6 @@ def _geometry(form: _Form, problem: MatmulProblem, aligned: bool, width: int, de
         return _share_terms(problem, device)
     share = _share_strips if problem.epilogue.has_bias_gradient else _share_octets
     return share(problem, aligned, device)
-
-
-def _aux_matrix(form: _Form, problem: MatmulProblem) -> Matrix:
-    """How the auxiliary matrix lies; the kernel takes a mask as a matrix of bytes, each of which is eight columns."""
-    if form.aux is not None and _reads_mask(problem.epilogue):
-        return Matrix(0, form.aux.layout.leading_dimension // OCTET, 1)
-    return Matrix.of(form.aux.layout if form.aux else None)
 
 
 def _reads_mask(epilogue: Epilogue) -> bool:

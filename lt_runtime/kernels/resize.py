@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
+from ctypes import Structure, c_int64
 from typing import Final, NamedTuple
 
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import grid_for, turning
 from lt_runtime.layout import Layout, Order, packed
@@ -16,23 +16,16 @@ RESIZED: Final = 3
 """Matrices that one launch of `resize` copies, at most."""
 
 
-class Resized(ctypes.Structure):
+class Resized(Structure):
     """`lt::Resized`."""
 
-    _fields_ = (
-        ("from_", Matrix),
-        ("to", Matrix),
-        ("from_rows", ctypes.c_int64),
-        ("from_cols", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-    )
+    _fields_ = fields(("from_ to", Matrix), ("from_rows from_cols rows cols", c_int64))
 
 
-class ResizeParams(ctypes.Structure):
+class ResizeParams(Structure):
     """`lt::ResizeParams`."""
 
-    _fields_ = (("items", Resized * RESIZED),)
+    _fields_ = fields(("items", Resized * RESIZED))
 
 
 RESIZE: Final = Entry("resize", "resize.cu", ResizeParams)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
+from ctypes import Structure, c_float, c_int, c_int64, c_uint64, c_void_p
 from typing import Final
 
-from lt_runtime.kernels.blocks import SCALAR, Matrix
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import THREADS, WARP, Tiling
@@ -17,34 +17,21 @@ _ROWS: Final = THREADS // WARP  # rows of a block at a time: a warp has one
 _MAX_BLOCKS: Final = 1024
 
 
-class TallyState(ctypes.Structure):
+class TallyState(Structure):
     """`lt::TallyState`, what a tally keeps on the device."""
 
-    _fields_ = (
-        ("loss", ctypes.c_float),
-        ("rest", ctypes.c_float),
-        ("steps", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("correct", ctypes.c_uint64),
-    )
+    _fields_ = fields(("loss rest", c_float), ("steps rows correct", c_uint64))
 
 
-class TallyParams(ctypes.Structure):
+class TallyParams(Structure):
     """`lt::TallyParams`."""
 
-    _fields_ = (
+    _fields_ = fields(
         ("logits", Matrix),
-        ("labels", ctypes.c_void_p),
-        ("loss", ctypes.c_void_p),
-        ("mean", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("cols", ctypes.c_int64),
-        ("ignore_index", ctypes.c_int64),
-        ("weight", ctypes.c_float),
-        ("first", ctypes.c_int),
-        ("wide_labels", ctypes.c_int),
-        ("ignores", ctypes.c_int),
+        ("labels loss mean state", c_void_p),
+        ("rows cols ignore_index", c_int64),
+        ("weight", c_float),
+        ("first wide_labels ignores", c_int),
     )
 
 
@@ -59,29 +46,29 @@ class TallyPass:
         logits: None for a loss without classes.
     """
 
-    def __init__(self, dtype: DType, logits: Layout | None, device: int) -> None:
+    def __init__(self, dtype: DType, logits: Layout | None, labels: Labels, device: int) -> None:
         params, blocks = TallyParams(), 1
         if logits is not None:
-            params = TallyParams(Matrix.of(logits), rows=logits.rows, cols=logits.cols)
+            params = TallyParams(Matrix.of(logits), rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
+            params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
             blocks = max(1, min(-(-logits.rows // _ROWS), _MAX_BLOCKS))
         tiling = Tiling((blocks, 1), (THREADS, 1))
         self._launches = Launches(TALLY, (("SCALAR", SCALAR[dtype]),), device, tiling, params)
         self._lock = threading.Lock()
 
     def run(
-        self, logits: int, labels: Labels, loss: int, mean: int, state: int, weight: float, first: bool, stream: int
+        self, logits: int, labels: int, loss: int, mean: int, state: int, *, weight: float, first: bool, stream: int
     ) -> None:
         """Puts the pass on `stream`.
 
         Args:
-            logits, loss, mean, state: addresses; `loss` and `mean` of an FP32 number, `state` of a `TallyState`.
+            logits, labels, loss, mean, state: addresses; `loss` and `mean` are FP32 numbers, `state` is a `TallyState`.
             weight: what the part's loss is multiplied by.
             first: whether it is the step's first part.
         """
         with self._lock:
             params, launch = self._launches[stream]
-            params.logits.data, params.labels, params.wide_labels = logits, labels.address, labels.wide
-            params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
+            params.logits.data, params.labels = logits, labels
             params.loss, params.mean, params.state = loss, mean, state
             params.weight, params.first = weight, first
             launch()

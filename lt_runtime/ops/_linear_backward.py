@@ -10,10 +10,9 @@ import numpy as np
 from lt_runtime import reference
 from lt_runtime.arrays import Operand, check_same, check_shape
 from lt_runtime.errors import ArgumentError, ShapeError
-from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
 from lt_runtime.ops._context import Layer
-from lt_runtime.ops._dropout_state import dropout_state, host_dropout
 from lt_runtime.ops.call import Known, New, Operation, Reading
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, Philox, Spec
@@ -125,7 +124,7 @@ class LinearBackward(Operation):
         own, below = _dropouts(known.reading.detail)
         if not (own or below):
             return Call(addresses, stream)
-        states = [dropout_state(p, rng, known.device, stream) for p, rng in zip((own, below), extras, strict=True)]
+        states = [DropoutState.of(p, rng, known.device, stream) for p, rng in zip((own, below), extras, strict=True)]
         return Call(addresses, stream, dropouts=(states[0], states[1]))
 
     def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Sources) -> None:
@@ -197,4 +196,4 @@ def _derivative(layer: Layer, saved: Operand | None, db: int | None) -> Derivati
 
 
 def _factors(layer: Layer, rng: Philox | None) -> Any:
-    return host_dropout(layer.shape[:2], layer.dropout, rng)
+    return reference.dropout_factors(layer.shape[:2], layer.dropout, rng)

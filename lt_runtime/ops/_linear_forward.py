@@ -11,12 +11,11 @@ import numpy as np
 from lt_runtime import reference
 from lt_runtime.arrays import Library, Operand, check_same, check_shape
 from lt_runtime.errors import ShapeError
-from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import Order, packed
 from lt_runtime.ops._context import Layer, LinearContext
-from lt_runtime.ops._dropout_state import check_dropout, dropout_state, host_dropout
 from lt_runtime.ops.call import Known, New, Operation, Reading
-from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, Philox, Saved, Spec
+from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, Philox, Saved, Spec, check_dropout
 
 _BITS = 8  # of a byte
 _Y, _KEPT = 3, 4  # places among the arrays
@@ -117,13 +116,13 @@ class LinearForward(Operation):
         p = known.reading.detail.layer.dropout
         if not p:
             return Call(addresses, stream)
-        return Call(addresses, stream, dropouts=(dropout_state(p, extras, known.device, stream), None))
+        return Call(addresses, stream, dropouts=(DropoutState.of(p, extras, known.device, stream), None))
 
     def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Philox | None) -> None:
         """See `Operation`."""
         x, w, bias, y, z = arrays
         layer, dtype = reading.detail.layer, reading.problem.dtype.numpy
-        factors = host_dropout(layer.shape[:2], layer.dropout, extras)
+        factors = reference.dropout_factors(layer.shape[:2], layer.dropout, extras)
         exact_y, exact_z = reference.linear_fwd(x, w, bias, layer.activation, factors)
         y[...] = exact_y.astype(dtype)
         if z is not None:

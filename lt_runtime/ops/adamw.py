@@ -9,9 +9,8 @@ from typing import Any
 from lt_runtime.arrays import on_host
 from lt_runtime.errors import ArgumentError
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.ops._adamw_gpu import GpuState
-from lt_runtime.ops._adamw_host import HostState
-from lt_runtime.ops._adamw_types import Options, Parameter, State
+from lt_runtime.ops._adamw_parameters import Options, Parameter
+from lt_runtime.ops._adamw_states import GpuState, HostState
 from lt_runtime.problem import DType, Philox, type_name
 from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import Schedule
@@ -95,7 +94,7 @@ class AdamW:
             seed,
         )
         host = on_host(*(_by_name(self.parameters, parts) for parts in (("data", "grad"), ("master",))))
-        self._state: State = (HostState if host else GpuState)(self.parameters, self.options)
+        self._state: HostState | GpuState = (HostState if host else GpuState)(self.parameters, self.options)
         self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
         self.grad_norm, self.moments = self._state.grad_norm, self._state.moments
 
@@ -103,7 +102,9 @@ class AdamW:
         """Updates every parameter from its gradient.
 
         Args:
-            stream: as in `linear_fwd`.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. The first
+                operand is the first parameter.
 
         Raises:
             GpuError: the driver or the compiler failed.

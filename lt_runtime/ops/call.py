@@ -40,6 +40,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.layout import overlaps_itself
 from lt_runtime.ops.first_use import asked_for, tune_at_first_use
 from lt_runtime.plans import cache
+from lt_runtime.products.plan import Plan
 
 _MOST_CALLS: Final = 1024
 _MOST_REPEATS: Final = 1024
@@ -116,6 +117,10 @@ class Operation(ABC):
         Args:
             arrays: the caller's, with those that were made in their places, as their library exports them.
         """
+
+    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+        """The plan for the problem, from the plan cache; an operation with nothing to decide makes its plan itself."""
+        return cache.plan_of(reading.problem, device, stream, tune_at_first_use, anew=asked_for.get() is not None)
 
     def settle(self, reading: Reading, plan: Any, operands: Sequence[Operand | None]) -> Reading:
         """The reading with what only the plan decides, such as what forward keeps; there is no plan on the host."""
@@ -341,7 +346,7 @@ def look(operation: Operation, operands: Sequence[Operand | None], asked: Any, e
     first = _checked_place(operands)
     generation, reading = cache.generation, operation.read(operands, asked, extras)
     _check_written(operands, reading)
-    plan = cache.plan_of(reading.problem, first.device, stream, tune_at_first_use, anew=asked_for.get() is not None)
+    plan = operation.plan(reading, first.device, stream)
     reading = operation.settle(reading, plan, operands)
     return Known(operation, first.device, reading, plan, _sizes(operands), operation.is_bindable(reading), generation)
 

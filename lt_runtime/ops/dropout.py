@@ -3,32 +3,112 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from lt_runtime.arrays import Operand, on_host
-from lt_runtime.gpu.devices import activated
-from lt_runtime.kernels.call import DropoutState
+from lt_runtime import reference
+from lt_runtime.arrays import Operand, check_same, check_shape
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.dropout import DropoutPass
-from lt_runtime.ops._place import Place, check_dropout, host_dropout, host_output
-from lt_runtime.problem import DType, Philox, Spec
+from lt_runtime.layout import packed
+from lt_runtime.ops.call import Known, New, Operation, Reading, perform
+from lt_runtime.problem import DType, Philox, Spec, check_dropout
+from lt_runtime.products.plan import Plan
 
+_KEEPS_ALL: Final = DropoutState(65536, Philox())  # dropout with p = 0, which makes the kernel a copy
 _pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
+
+
+class DropoutPlan(Plan):
+    """Dropout on its own; a call's addresses are those of x and y.
+
+    Args:
+        dropout_pass: None where there are no elements.
+    """
+
+    def __init__(self, dropout_pass: DropoutPass | None, device: int) -> None:
+        self.device, self._pass = device, dropout_pass
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        x, y = call.addresses
+        if self._pass is not None:
+            self._pass.run(x, y, call.dropouts[0] or _KEEPS_ALL, memory.stream)
+
+
+class Dropout(Operation):
+    """y = mask · scale · x; a call's extra is where the mask comes from.
+
+    What is asked is the probability, and whether y is written over x.
+    """
+
+    names = ("x", "out")
+    required = 1
+
+    def read(self, operands: Sequence[Operand | None], asked: Any, extras: Philox | None) -> Reading:
+        """See `Operation`."""
+        p, in_place = asked
+        x, out = operands
+        assert x is not None
+        check_dropout(p, extras)
+        dtype, spec = DType.parse("x", x.dtype), _spec(x)
+        if out is not None:
+            check_shape("out", out.shape, x.shape, "the result's shape")
+            check_same(x, out)
+        new = {} if in_place or out is not None else {1: New(x.shape, dtype.numpy, x.library)}
+        target = spec if in_place else Spec(packed(*spec.layout.shape)) if out is None else _spec(out)
+        problem = (dtype, spec, target) if spec.layout.size else None
+        return Reading(problem, (0 if in_place else 1,), new, asked)
+
+    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+        """See `Operation`."""
+        return DropoutPlan(None if reading.problem is None else _pass(*reading.problem, device), device)
+
+    def is_bindable(self, reading: Reading) -> bool:
+        """See `Operation`: the mask is another each time."""
+        p, _ = reading.detail
+        return not p
+
+    def call(self, known: Known, addresses: tuple[int, ...], extras: Philox | None, stream: int) -> Call:
+        """See `Operation`."""
+        p, in_place = known.reading.detail
+        x, out = addresses
+        state = DropoutState.of(p, extras, known.device, stream)
+        return Call((x, x if in_place else out), stream, dropouts=(state, None))
+
+    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Philox | None) -> None:
+        """See `Operation`."""
+        p, in_place = reading.detail
+        x, out = arrays
+        y = x if in_place else out
+        factors = reference.dropout_factors(x.shape, p, extras)
+        y[...] = (x.astype(np.float64) * (1.0 if factors is None else factors)).astype(x.dtype)
+
+    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
+        """See `Operation`."""
+        _, in_place = known.reading.detail
+        return arrays[0 if in_place else 1]
+
+
+DROPOUT: Final = Dropout()
 
 
 def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, stream: Any = None) -> Any:
     """y = mask · scale · x: each element is zeroed with probability `p`, the others are scaled up by 1 / (1 - p).
 
-    Backward is the same call on dy: the mask is computed again from `rng`, never stored.
+    Backward is the same call on dy: the mask is computed again from `rng`, never stored. y is rounded once.
 
     Args:
-        x: any shape; a matrix may lie in any layout, other arrays must be row-major without gaps. The mask of an
-            array is that of its elements in row-major order.
+        x: any shape, float32, float16 or bfloat16; a matrix may lie in any layout, other arrays must be row-major
+            without gaps. The mask of an array is that of its elements in row-major order.
         p: in [0, 1). It is rounded to a multiple of 2^-16.
         rng: where the mask comes from; needed if `p` is not 0.
         out: buffer like x; may be x itself.
-        stream: as in `linear_fwd`.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
         y, of the kind and shape of x.
@@ -38,30 +118,8 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
             no `rng`.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    philox = check_dropout(p, rng)
-    if on_host({"x": x}, {"out": out}):
-        return _on_host(x, p, philox, out)
-    place = Place.of("x", x, stream)
-    with activated(place.device):
-        operand = place.read("x", x)
-        in_place = out is x
-        target = operand if in_place else place.output("out", out, operand.shape, operand, (operand,))
-        # With p = 0 everything is kept, at scale 1: the pass is a copy.
-        state = place.dropout(p, rng) or DropoutState(65536, Philox())
-        spec = _spec(operand)
-        if spec.layout.size:
-            dropout_pass = _pass(DType.parse("x", operand.dtype), spec, _spec(target), place.device)
-            dropout_pass.run(operand.address, target.address, state, place.stream)
-        return place.result(out, target, operand)
-
-
-def _on_host(x: np.ndarray[Any, Any], p: float, rng: Philox | None, out: Any) -> Any:
-    dtype = DType.parse("x", x.dtype)
-    y = host_output("out", out, x.shape, dtype, {} if out is x else {"x": x})
-    factors = host_dropout(x.shape, p, rng)
-    with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
-        y[...] = (x.astype(np.float64) * (1.0 if factors is None else factors)).astype(dtype.numpy)
-    return y
+    in_place = out is not None and out is x
+    return perform(DROPOUT, (x, None if in_place else out), (p, in_place), rng, stream)
 
 
 def _spec(operand: Operand) -> Spec:

@@ -40,8 +40,8 @@ def tuning(effort: Effort = "default") -> Iterator[None]:
     that it runs for the first time.
 
     Args:
-        effort: "default" takes about two seconds a problem, "deep" tries many more algorithms; what was measured with
-            less effort is measured again.
+        effort: "default" takes about a second a problem at most on an H200, "deep" tries many more algorithms. What
+            was measured with less effort is measured again.
 
     Raises:
         ArgumentError: the effort is neither.

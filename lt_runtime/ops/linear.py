@@ -36,27 +36,33 @@ def linear_fwd(
     Any operand, outputs included, may be row- or column-major with any leading dimension: `w.T` serves weights
     that are stored (inputs, outputs).
 
+    Products accumulate in FP32. A 16-bit y is rounded once; but where our kernel has only the activation or dropout
+    left to do, it reads the pre-activation as rounded to 16 bits, as in PyTorch. The reference rounds each result once.
+
     Args:
         x: (M, K), float32, float16 or bfloat16.
         w: (N, K), same type; so are `bias` and every output.
         bias: (N,), or None.
-        activation: a name of `lt.ACTIVATIONS`, or an `Activation`.
+        activation: a name of `lt.ACTIVATIONS`, or an `Activation`. "gelu" is GELU's tanh form, as in GPT-2; "gelu_erf"
+            is the exact form.
         negative_slope: of `leaky_relu`.
-        dropout: probability in [0, 1) with which an element of y is zeroed; the others are scaled up.
+        dropout: probability in [0, 1) with which an element of y is zeroed, rounded to a multiple of 2^-16; the others
+            are scaled up by 1 / (1 - dropout).
         rng: where the mask comes from; needed if `dropout` is not 0.
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores.
         propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0.
         out: (M, N) buffer for y.
         out_z: (M, N) buffer for the pre-activation x · wᵀ + bias; with both buffers nothing is allocated.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
-            that x comes from: PyTorch's for its tensors, CuPy's for all others.
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
         y (M, N), of the kind that x is, and the context. The context may refer to x, w and y: overwriting one of
         them before `linear_bwd` makes its result wrong.
 
     Raises:
-        ArgumentError: an unknown activation or compute type, or `dropout` outside [0, 1) or without `rng`.
+        ArgumentError: an unknown activation or compute type; `dropout` outside [0, 1), positive but rounded to 0, or
+            without `rng`.
         OperandError: shapes, types, devices or layouts that do not fit; outputs that share memory with inputs.
         CaptureError: the stream is being captured and these shapes have never run.
         GpuError: the driver, the compiler or cuBLASLt failed.
@@ -78,7 +84,17 @@ def linear(
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """y = act(x · wᵀ + bias), for inference: nothing is kept. Arguments and errors as in `linear_fwd`."""
+    """y = act(x · wᵀ + bias), for inference: nothing is kept. Rounding, arguments and errors are as in `linear_fwd`.
+
+    Args:
+        x: (M, K). w: (N, K). bias: (N,), or None.
+        out: (M, N) buffer for y.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
+
+    Returns:
+        y (M, N), of the kind and type that x is.
+    """
     asked = (activation, negative_slope, 0.0, compute, propagate_nan, True)
     return perform(INFERENCE, (x, w, bias, out, None), asked, None, stream)
 
@@ -149,8 +165,13 @@ def linear_bwd(
         dz, dw2, db2, db1 = lt.linear_bwd(dy, ctx2, through=ctx1)
         dx, dw1, _ = lt.linear_bwd(dz, ctx1, before_activation=True, need_db=False)
 
+    All sums are FP32. With 16-bit types dz, the gradient with respect to the pre-activation, is rounded before dx and
+    dw are computed from it; dw and db are rounded once, with `accumulate` after the addition. With `through`, dx may be
+    rounded before it is taken through the layer below.
+
     Args:
-        dy: (M, N), the gradient with respect to y; with `before_activation`, with respect to the pre-activation.
+        dy: (M, N), of x's type as all gradients are: the gradient with respect to y; with `before_activation`, with
+            respect to the pre-activation.
         need_dx, need_dw, need_db: which gradients to make. There is no db for a layer without bias.
         accumulate: add dw, db and db_below to what their buffers hold; dx is overwritten all the same.
         before_activation: dy has been taken through this layer's activation and dropout already.
@@ -158,7 +179,9 @@ def linear_bwd(
         need_db_below: with `through`, whether to make that layer's bias gradient.
         out_dx: (M, K) buffer, for dz_below with `through`. out_dw: (N, K). out_db: (N,). out_db_below: (K,).
         out_dz: (M, N) buffer for the gradient with respect to the pre-activation; scratch memory if None.
-        stream: as in `linear_fwd`; it must come after forward's.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Forward's
+            work must be ordered before it.
 
     Returns:
         (dx, dw, db), or (dz_below, dw, db, db_below) with `through`; None for those not asked for.

@@ -35,6 +35,7 @@ def matmul(
     an epilogue, or is known to get it wrong, a pass of our own follows the plain product. Nothing is converted.
     Where the library is slow for what lies so, as for rows that are no multiple of 16 bytes, a kernel each before and
     after may copy operands to and from the stream's workspace: if that was measured to be faster, or for large ones.
+    Products accumulate in FP32, those of float64 in float64; D is rounded once, after the epilogue.
 
     Args:
         a: (M, K) or (batch, M, K), float32, float16, bfloat16 or float64.
@@ -54,7 +55,7 @@ def matmul(
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores; float64 has its own.
         out: buffer for D, (M, N) or (batch, M, N), row- or column-major.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
-            that a comes from: PyTorch's for its tensors, CuPy's for all others.
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
         D, of the kind that a is: (batch, M, N) if a or b is a batch, else (M, N).

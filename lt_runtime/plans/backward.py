@@ -38,17 +38,13 @@ class BackwardPlan(Plan):
         wants_product = problem.dx is not None or problem.dw is not None
         self._needs_dz = problem.dz is not None or (problem.own.changes and wants_product)
         self._first, self._last = self._own_pass(), self._pass_below()
-        self._dz_bytes = self._scratch_for_dz()
+        keeps_dz = self._needs_dz and problem.dz is None
+        self._dz_bytes = aligned(self._dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
         # The two passes have their partial sums one after the other, in one place.
         self._partial_bytes = max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
         problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
         self.products = {name: choose(each, device) for name, each in problems.items() if each is not None}
         self._dx, self._dw = self.products.get("dx"), self.products.get("dw")
-
-    def _scratch_for_dz(self) -> int:
-        if not self._needs_dz or self.problem.dz is not None:
-            return 0
-        return aligned(self._dz.layout.extent * self.problem.dtype.itemsize)
 
     def _own_pass(self) -> BackwardPass | None:
         problem, own = self.problem, self.problem.own

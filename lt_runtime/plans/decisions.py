@@ -35,9 +35,7 @@ def decide(problem: Problem, device: int) -> Plan:
     Raises:
         PlanError: cuBLASLt has no algorithm even for the plain products.
     """
-    if isinstance(problem, MatmulProblem):
-        return ProductPlan(problem, device)
-    return decide_layer(problem, device)
+    return ProductPlan(problem, device) if isinstance(problem, MatmulProblem) else decide_layer(problem, device)
 
 
 def decide_layer(problem: LayerProblem, device: int) -> LayerPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ForwardPass
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import ForwardStrategy, kept_spec
 from lt_runtime.problem import Activation, DType, ForwardProblem, MatmulProblem, Spec
 from lt_runtime.products.choose import Choose, known_algorithm
@@ -56,23 +56,19 @@ class ForwardPlan(Plan):
     def _matmul_problem(self) -> MatmulProblem:
         problem, is_exact = self.problem, self._scratch_bytes > 0
         d = self.kept_spec if self._product_is_kept else None
+        if is_exact:  # in scratch memory, in y's order, so that our kernel reads it as it writes y
+            d = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
         return MatmulProblem(
             problem.dtype,
             DType.FLOAT32 if is_exact else problem.dtype,
             problem.compute,
             problem.x,
             problem.w.transposed,
-            self._exact_spec() if is_exact else d or problem.y,
+            d or problem.y,
             self.strategy.epilogue,
             vector=problem.bias if problem.bias is not None and self._adds_bias else 256,
             aux=self.kept_spec if self._writes_aux else None,
         )
-
-    def _exact_spec(self) -> Spec:
-        """How the FP32 product lies in scratch memory: in y's order, so that our kernel reads it as it writes y."""
-        rows, cols = self.problem.y.layout.shape
-        order = self.problem.y.layout.order
-        return Spec(Layout(rows, cols, order, max(cols if order is Order.ROW else rows, 1)))
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar, cast
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, ForwardProblem, Saved, Spec
 from lt_runtime.store.records import field_types
 
@@ -219,8 +219,7 @@ def dz_spec(problem: BackwardProblem) -> Spec:
         return problem.dz
     if not problem.own.changes:
         return problem.dy
-    rows, cols = problem.dy.layout.shape
-    return Spec(_padded(Layout(rows, cols, Order.ROW, max(cols, 1)), _VECTOR_BYTES // problem.dtype.itemsize))
+    return Spec(_padded(packed(*problem.dy.layout.shape), _VECTOR_BYTES // problem.dtype.itemsize))
 
 
 def unchanged(db: int | None) -> Derivative:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.blobs import plan_by
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.narrow import NarrowPlan
-from lt_runtime.products.padded import PaddedPlan, pays_untuned
+from lt_runtime.products.narrow import NARROW, NarrowPlan
+from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, pays_untuned
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
 
 Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
 """Makes the plan of a product on a device, which is current. PlanError if neither cuBLASLt nor our kernel does it."""
+_ALGORITHM: Final = 64  # bytes of the library's
+_MARKS: Final = {PADDED: "PADDED", K_MAJOR: "K_MAJOR"}
 
 
 def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
@@ -62,3 +64,27 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
 def first_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     """By the very first that the heuristic offers, whatever it puts on the stream: what others do."""
     return MatmulPlan(problem, device, rank=0)
+
+
+def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
+    """The plan of a product that an earlier plan's `blob` stands for.
+
+    Raises:
+        PlanError: see `MatmulPlan`, `NarrowPlan` and `PaddedPlan`; or another version wrote it.
+    """
+    if blob == NARROW.blob:
+        return NarrowPlan(problem, device)
+    if blob[:-_ALGORITHM] in _MARKS:
+        return PaddedPlan(problem, device, algorithm=blob[-_ALGORITHM:], k_major=blob.startswith(K_MAJOR))
+    if len(blob) != _ALGORITHM:
+        raise PlanError(f"it is not known what {blob[:-_ALGORITHM]!r} stands for")
+    return MatmulPlan(problem, device, algorithm=blob)
+
+
+def configuration(blob: bytes) -> dict[str, int]:
+    """What an algorithm's configuration says, by attribute's name, and on which copies. Our own kernel has none."""
+    if blob == NARROW.blob:
+        return {}
+    algorithm, mark = Algorithm(blob[-_ALGORITHM:]), blob[:-_ALGORITHM]
+    found = {attribute.name: int(algorithm.get(attribute)) for attribute in AlgoConfigAttribute}
+    return found | ({_MARKS[mark]: 1} if mark else {})

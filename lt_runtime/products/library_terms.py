@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from typing import Final
 
-from lt_runtime import cublaslt
+from lt_runtime.cublaslt import ComputeType, DataType, MatrixLayout
+from lt_runtime.cublaslt import Epilogue as LibraryEpilogue
+from lt_runtime.cublaslt.algorithms import Types
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
 DATA_TYPES: Final = {
-    DType.FLOAT32: cublaslt.DataType.R_32F,
-    DType.FLOAT16: cublaslt.DataType.R_16F,
-    DType.BFLOAT16: cublaslt.DataType.R_16BF,
-    DType.FLOAT64: cublaslt.DataType.R_64F,
+    DType.FLOAT32: DataType.R_32F,
+    DType.FLOAT16: DataType.R_16F,
+    DType.BFLOAT16: DataType.R_16BF,
+    DType.FLOAT64: DataType.R_64F,
 }
 _COMPUTE_TYPES: Final = {
-    Compute.FLOAT32: cublaslt.ComputeType.COMPUTE_32F,
-    Compute.TF32: cublaslt.ComputeType.COMPUTE_32F_FAST_TF32,
-    Compute.FLOAT64: cublaslt.ComputeType.COMPUTE_64F,
+    Compute.FLOAT32: ComputeType.COMPUTE_32F,
+    Compute.TF32: ComputeType.COMPUTE_32F_FAST_TF32,
+    Compute.FLOAT64: ComputeType.COMPUTE_64F,
 }
-Types = tuple[
-    cublaslt.ComputeType,
-    cublaslt.DataType,
-    cublaslt.DataType,
-    cublaslt.DataType,
-    cublaslt.DataType,
-    cublaslt.DataType,
-]
-"""Compute type, scale type, types of A, B, C and D."""
 
 
 def library_types(problem: MatmulProblem) -> Types:
@@ -37,25 +30,23 @@ def library_types(problem: MatmulProblem) -> Types:
     return _COMPUTE_TYPES[problem.compute], scale_type(problem), operand, operand, result, result
 
 
-def scale_type(problem: MatmulProblem) -> cublaslt.DataType:
+def scale_type(problem: MatmulProblem) -> DataType:
     """Type of α and β."""
-    return cublaslt.DataType.R_64F if problem.compute is Compute.FLOAT64 else cublaslt.DataType.R_32F
+    return DataType.R_64F if problem.compute is Compute.FLOAT64 else DataType.R_32F
 
 
-def library_epilogue(epilogue: Epilogue, swapped: bool) -> cublaslt.Epilogue:
+def library_epilogue(epilogue: Epilogue, swapped: bool) -> LibraryEpilogue:
     """cuBLASLt's name for an epilogue: where the operands are swapped, the sums of A and B are too."""
     if epilogue is Epilogue.NONE:
-        return cublaslt.Epilogue.DEFAULT
+        return LibraryEpilogue.DEFAULT
     if epilogue.sums_operand and swapped:
-        return cublaslt.Epilogue.BGRADB if epilogue is Epilogue.BGRADA else cublaslt.Epilogue.BGRADA
-    return cublaslt.Epilogue[epilogue.name]
+        return LibraryEpilogue.BGRADB if epilogue is Epilogue.BGRADA else LibraryEpilogue.BGRADA
+    return LibraryEpilogue[epilogue.name]
 
 
-def column_major(spec: Spec, data_type: cublaslt.DataType, batch: int) -> cublaslt.MatrixLayout:
+def column_major(spec: Spec, data_type: DataType, batch: int) -> MatrixLayout:
     """The memory of a matrix, or of a batch, as the column-major matrix that cuBLASLt sees."""
     layout = spec.layout
     rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
     stride = spec.batch_stride if batch > 1 else 0
-    return cublaslt.MatrixLayout(
-        data_type, rows, cols, layout.leading_dimension, batch_count=batch, batch_stride=stride
-    )
+    return MatrixLayout(data_type, rows, cols, layout.leading_dimension, batch_count=batch, batch_stride=stride)

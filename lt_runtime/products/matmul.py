@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Final
 
 from lt_runtime import cublaslt
+from lt_runtime.cublaslt.algorithms import Types
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, PlanError
 from lt_runtime.gpu.devices import device_info
@@ -15,14 +17,7 @@ from lt_runtime.gpu.memory import StreamMemory, workspace_size
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem, Spec
-from lt_runtime.products.library_terms import (
-    DATA_TYPES,
-    Types,
-    column_major,
-    library_epilogue,
-    library_types,
-    scale_type,
-)
+from lt_runtime.products.library_terms import DATA_TYPES, column_major, library_epilogue, library_types, scale_type
 from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8
@@ -78,8 +73,7 @@ class MatmulPlan(AlgorithmPlan):
             self._refuse_inaccurate()
             self._describe_operands()
             self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
-            operands = (self._first, self._second, self._c, self._d)
-            self._prepared = cublaslt.PreparedMatmul(self.handle, self._desc, *operands, self.algorithm)
+            self._prepared = self._prepare(self.algorithm)
 
     @property
     def is_lean(self) -> bool:
@@ -99,10 +93,9 @@ class MatmulPlan(AlgorithmPlan):
         first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         self._desc = self._describe(first.layout.order, second.layout.order)
         _, _, operand, _, result, _ = self.types
-        self._first = column_major(first, operand, problem.batch)
-        self._second = column_major(second, operand, problem.batch)
-        self._d = column_major(problem.d, result, problem.batch)
-        self._c = self._d if problem.c is None else column_major(problem.c, result, problem.batch)
+        d = column_major(problem.d, result, problem.batch)
+        c = d if problem.c is None else column_major(problem.c, result, problem.batch)
+        self._operands = column_major(first, operand, problem.batch), column_major(second, operand, problem.batch), c, d
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
         self.candidates = tuple(self.query(self.workspace_size, self.reductions))
@@ -130,35 +123,17 @@ class MatmulPlan(AlgorithmPlan):
 
         Captures a launch, with addresses that nothing will look at.
         """
-        scalar = _ANY_ADDRESS if self.problem.device_scalars else 1.0
+        on_device, prepared = self.problem.device_scalars, self._prepare(algorithm)
+        alpha, beta = (_ANY_ADDRESS, _ANY_ADDRESS) if on_device else (1.0, 0.0)
         a = b = d = _ANY_ADDRESS
         c = d if self.problem.c is None else 2 * _ANY_ADDRESS
-        size = self.workspace_size
-
-        def launch(stream: int) -> None:
-            cublaslt.matmul(
-                self.handle,
-                self._desc,
-                scalar,
-                a,
-                self._first,
-                b,
-                self._second,
-                0.0 if scalar == 1.0 else scalar,
-                c,
-                self._c,
-                d,
-                self._d,
-                algorithm,
-                _ANY_ADDRESS,
-                size,
-                stream,
-            )
-
         try:
-            return rehearse(launch, self.device)
+            return rehearse(partial(prepared, alpha, a, b, beta, c, d, _ANY_ADDRESS, self.workspace_size), self.device)
         except CublasLtError:  # the heuristic offers some that it then refuses to launch
             return []
+
+    def _prepare(self, algorithm: cublaslt.Algorithm) -> cublaslt.PreparedMatmul:
+        return cublaslt.PreparedMatmul(self.handle, self._desc, *self._operands, algorithm)
 
     @property
     def workspace_size(self) -> int:
@@ -219,8 +194,7 @@ class MatmulPlan(AlgorithmPlan):
             preference.set(attribute.MIN_ALIGNMENT_B_BYTES, second.alignment)
             preference.set(attribute.MIN_ALIGNMENT_C_BYTES, (problem.c or problem.d).alignment)
             preference.set(attribute.MIN_ALIGNMENT_D_BYTES, problem.d.alignment)
-            operands = (self._first, self._second, self._c, self._d)
-            offered = cublaslt.get_heuristics(self.handle, self._desc, *operands, preference, _REQUESTED)
+            offered = cublaslt.get_heuristics(self.handle, self._desc, *self._operands, preference, _REQUESTED)
         return [each for each in offered if cublaslt.is_known_bad(self._facts(each)) is None]
 
     def check(self, algorithm: cublaslt.Algorithm) -> cublaslt.Algorithm:
@@ -230,9 +204,8 @@ class MatmulPlan(AlgorithmPlan):
             PlanError: the library refuses it, it is known to be wrong, it needs too much workspace, or it sums the
                 parts of a split K in a way that is not allowed.
         """
-        operands = (self._first, self._second, self._c, self._d)
         try:
-            checked = cublaslt.algo_check(self.handle, self._desc, *operands, algorithm)
+            checked = cublaslt.algo_check(self.handle, self._desc, *self._operands, algorithm)
         except CublasLtError as error:
             raise PlanError(f"cuBLASLt refuses the algorithm for {self.problem}: {error}") from error
         facts, most = self._facts(checked), self.workspace_size

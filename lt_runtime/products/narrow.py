@@ -26,6 +26,8 @@ class NarrowPlan(AlgorithmPlan):
         PlanError: the kernel does not take the problem, or has no room for its partial sums.
     """
 
+    adds_memsets, is_lean = False, True  # it is one kernel
+
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         if not takes(problem):
             raise PlanError(f"the kernel for narrow products does not take {problem}")
@@ -33,16 +35,6 @@ class NarrowPlan(AlgorithmPlan):
         self._pass = NarrowPass(problem, device)
         if self._pass.scratch_bytes > workspace_size(device) or self._pass.tickets > MAX_TICKETS:
             raise PlanError(f"the kernel for narrow products has no room for the partial sums of {problem}")
-
-    @property
-    def adds_memsets(self) -> bool:
-        """See `AlgorithmPlan`."""
-        return False
-
-    @property
-    def is_lean(self) -> bool:
-        """See `AlgorithmPlan`: it is one kernel."""
-        return True
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""

@@ -18,13 +18,12 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import StreamMemory, aligned, workspace_size
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.kernels.tiling import OCTET, moves_vectors
-from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.layout import Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.plan import AlgorithmPlan
@@ -38,12 +37,8 @@ _PAYS: Final = 1 << 29
 """Multiply-adds from which padding is faster without a measurement: of half as many the copies take as long as they
 save (H200, BF16 and TF32)."""
 _PAYING_AXIS: Final = 128
-"""So long is each axis then: with a shorter one there is more to copy for as many."""
-_RESULTS: Final = (
-    Epilogue.NONE,
-    *(Epilogue.BIAS, Epilogue.RELU, Epilogue.GELU, Epilogue.RELU_BIAS, Epilogue.GELU_BIAS),
-)
-"""Epilogues that a padded D may have: what they write besides would have to be padded as well."""
+"""The shortest axis of a product that is padded without a measurement: with a shorter one there is more to copy for as
+many multiply-adds."""
 
 
 def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulProblem | None:
@@ -68,7 +63,9 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
         return None
     if d == problem.d:
         return replace(problem, a=a, b=b)
-    if problem.c is not None or problem.epilogue not in _RESULTS:
+    # Whatever else an epilogue reads or writes besides a bias would have to be padded as well.
+    epilogue = problem.epilogue
+    if problem.c is not None or epilogue.has_aux_output or epilogue.is_derivative or epilogue.has_bias_gradient:
         return None
     return replace(problem, a=a, b=b, d=d, vector=256)
 
@@ -99,7 +96,7 @@ def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spe
     layout = spec.layout
     if layout.shape == (rows, cols) and layout.order is order and moves_vectors(spec, dtype):
         return spec
-    return Spec(Layout(rows, cols, order, cols if order is Order.ROW else rows))
+    return Spec(packed(rows, cols, order=order))
 
 
 class PaddedPlan(AlgorithmPlan):

@@ -9,7 +9,7 @@ from lt_runtime.errors import PlanError
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.matmul_epilogue import MatmulPass, c_lies_across
-from lt_runtime.layout import Layout, Order
+from lt_runtime.layout import Order, packed
 from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.choose import Choose, known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan, Plan
@@ -54,9 +54,8 @@ def plain_product(problem: MatmulProblem) -> MatmulProblem:
     plain = replace(problem, epilogue=Epilogue.NONE, aux=None, vector=256, one_kernel=has_pass)
     if not is_separate(problem):
         return replace(plain, c=None) if c_lies_across(problem) else plain
-    rows, cols, order = problem.m, problem.n, problem.d.layout.order
-    layout = Layout(rows, cols, order, max(cols if order is Order.ROW else rows, 1))
-    d = Spec(layout, batch_stride=rows * cols if problem.batch > 1 else 0)
+    layout = packed(problem.m, problem.n, order=problem.d.layout.order)
+    d = Spec(layout, batch_stride=layout.size if problem.batch > 1 else 0)
     return replace(plain, c=None, d_dtype=DType.FLOAT32, d=d)
 
 

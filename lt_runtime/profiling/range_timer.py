@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lt_runtime.arrays.libraries import cupy
 
@@ -30,37 +30,6 @@ class LayerTime:
         return self.forward_us + self.backward_us
 
 
-class _Clock(Protocol):
-    def now(self) -> Any: ...
-
-    def microseconds(self, start: Any, end: Any) -> float: ...
-
-
-class _HostClock:
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def microseconds(self, start: float, end: float) -> float:
-        return (end - start) * 1e6
-
-
-class _StreamClock:
-    """Events on CuPy's current stream. The time between two of them is the GPU's, whatever the host does meanwhile."""
-
-    def __init__(self, device: int) -> None:
-        self._cuda, self._device = cupy().cuda, device
-
-    def now(self) -> Any:
-        with self._cuda.Device(self._device):
-            event = self._cuda.Event()
-            event.record()
-        return event
-
-    def microseconds(self, start: Any, end: Any) -> float:
-        end.synchronize()
-        return float(self._cuda.get_elapsed_time(start, end)) * 1e3
-
-
 class RangeTimer:
     """A listener of `lt_runtime.ranges` that records when each range begins and ends.
 
@@ -71,25 +40,40 @@ class RangeTimer:
     """
 
     def __init__(self, device: int | None = None) -> None:
-        self._clock: _Clock = _HostClock() if device is None else _StreamClock(device)
+        self._device = device
         self._open: list[Any] = []
         self._spans: list[tuple[str, Any, Any]] = []
 
     def enter(self, name: str) -> None:
         """A range begins."""
-        self._open.append(self._clock.now())
+        self._open.append(self._now())
 
     def exit(self, name: str) -> None:
         """The range that began last ends."""
-        self._spans.append((name, self._open.pop(), self._clock.now()))
+        self._spans.append((name, self._open.pop(), self._now()))
 
     def layers(self) -> list[LayerTime]:
         """Mean times of the layers in order of appearance, then of the loss and the optimizer. Waits for the GPU."""
         durations: dict[str, list[float]] = defaultdict(list)
         for name, start, end in self._spans:
-            durations[name].append(self._clock.microseconds(start, end))
+            durations[name].append(self._microseconds(start, end))
         means = {name: sum(values) / len(values) for name, values in durations.items()}
         return list(_rows(means))
+
+    def _now(self) -> Any:
+        """The host's time, or an event on CuPy's current stream, which takes the GPU's time when it comes to it."""
+        if self._device is None:
+            return time.perf_counter()
+        with cupy().cuda.Device(self._device):
+            event = cupy().cuda.Event()
+            event.record()
+        return event
+
+    def _microseconds(self, start: Any, end: Any) -> float:
+        if self._device is None:
+            return float(end - start) * 1e6
+        end.synchronize()
+        return float(cupy().cuda.get_elapsed_time(start, end)) * 1e3
 
 
 def _rows(means: dict[str, float]) -> Iterator[LayerTime]:

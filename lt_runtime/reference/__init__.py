@@ -7,23 +7,22 @@ them once, to the operands' type.
 from lt_runtime.reference.activations import activate, derivative
 from lt_runtime.reference.adamw import AdamWHyper, AdamWTensor, adamw_update, learning_rate_factor
 from lt_runtime.reference.gradients import clip_factor, gradient_norm, next_scale
-from lt_runtime.reference.linear import LinearGradients, linear_bwd, linear_fwd, through_activation
+from lt_runtime.reference.linear import linear_bwd, linear_fwd, through_activation
 from lt_runtime.reference.loss import cross_entropy, mse_loss
-from lt_runtime.reference.matmul import MatmulResult, matmul, pack_mask, unpack_mask
-from lt_runtime.reference.philox import dropout_mask, dropout_scale, philox4x32
+from lt_runtime.reference.matmul import matmul, pack_mask, unpack_mask
+from lt_runtime.reference.philox import dropout_factors, dropout_mask, dropout_scale, philox4x32
 from lt_runtime.reference.rounding import RoundedTensor, round_stochastically, rounding_lanes
 
 __all__ = [
     "AdamWHyper",
     "AdamWTensor",
-    "LinearGradients",
-    "MatmulResult",
     "RoundedTensor",
     "activate",
     "adamw_update",
     "clip_factor",
     "cross_entropy",
     "derivative",
+    "dropout_factors",
     "dropout_mask",
     "dropout_scale",
     "gradient_norm",

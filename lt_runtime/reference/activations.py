@@ -19,12 +19,12 @@ _GELU_CUBIC: Final = 0.044715
 
 def activate(z: NDArray[Any], activation: Activation) -> Array:
     """act(z), elementwise; NaN stays NaN."""
-    return _FORWARD[activation.name](z.astype(np.float64), activation.negative_slope)
+    return _FUNCTIONS[activation.name][0](z.astype(np.float64), activation.negative_slope)
 
 
 def derivative(z: NDArray[Any], activation: Activation) -> Array:
     """act'(z), elementwise. At z = 0 ReLU's derivative is 0, and leaky ReLU's its slope; ReLU's is 1 where z is NaN."""
-    return _DERIVATIVE[activation.name](z.astype(np.float64), activation.negative_slope)
+    return _FUNCTIONS[activation.name][1](z.astype(np.float64), activation.negative_slope)
 
 
 def _sigmoid(z: Array) -> Array:
@@ -66,24 +66,14 @@ def _silu_derivative(z: Array, _: float) -> Array:
 
 _Function = Callable[[Array, float], Array]
 
-_FORWARD: Final[Mapping[str, _Function]] = {
-    "none": lambda z, _: z,
-    "relu": lambda z, _: np.maximum(z, 0.0),
-    "leaky_relu": lambda z, slope: np.where(z > 0, z, slope * z),
-    "sigmoid": lambda z, _: _sigmoid(z),
-    "tanh": lambda z, _: np.tanh(z),
-    "gelu": _gelu,
-    "gelu_erf": _gelu_erf,
-    "silu": lambda z, _: z * _sigmoid(z),
+_FUNCTIONS: Final[Mapping[str, tuple[_Function, _Function]]] = {
+    "none": (lambda z, _: z, lambda z, _: np.ones_like(z)),
+    "relu": (lambda z, _: np.maximum(z, 0.0), lambda z, _: np.where(z <= 0, 0.0, 1.0)),
+    "leaky_relu": (lambda z, slope: np.where(z > 0, z, slope * z), lambda z, slope: np.where(z > 0, 1.0, slope)),
+    "sigmoid": (lambda z, _: _sigmoid(z), lambda z, _: _sigmoid(z) * (1.0 - _sigmoid(z))),
+    "tanh": (lambda z, _: np.tanh(z), lambda z, _: 1.0 - np.tanh(z) ** 2),
+    "gelu": (_gelu, _gelu_derivative),
+    "gelu_erf": (_gelu_erf, _gelu_erf_derivative),
+    "silu": (lambda z, _: z * _sigmoid(z), _silu_derivative),
 }
-
-_DERIVATIVE: Final[Mapping[str, _Function]] = {
-    "none": lambda z, _: np.ones_like(z),
-    "relu": lambda z, _: np.where(z <= 0, 0.0, 1.0),
-    "leaky_relu": lambda z, slope: np.where(z > 0, 1.0, slope),
-    "sigmoid": lambda z, _: _sigmoid(z) * (1.0 - _sigmoid(z)),
-    "tanh": lambda z, _: 1.0 - np.tanh(z) ** 2,
-    "gelu": _gelu_derivative,
-    "gelu_erf": _gelu_erf_derivative,
-    "silu": _silu_derivative,
-}
+"""Each activation and its derivative, as functions of the pre-activation and the negative slope."""

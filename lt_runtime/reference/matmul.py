@@ -57,16 +57,11 @@ def matmul(
         assert aux is not None
         d = product * derivative(aux, activation)
         return MatmulResult(d, None, d.sum(axis=-2) if epilogue.has_bias_gradient else None)
-    return MatmulResult(
-        activate(product, activation), product if epilogue.has_aux_output else None, _operand_sum(a, b, epilogue)
-    )
-
-
-def _operand_sum(a: NDArray[Any], b: NDArray[Any], epilogue: Epilogue) -> Array | None:
-    if not epilogue.sums_operand:
-        return None
-    operand, axis = (a, -1) if epilogue is Epilogue.BGRADA else (b, -2)
-    return np.asarray(operand.astype(np.float64).sum(axis=axis))
+    sums = None
+    if epilogue.sums_operand:
+        operand, axis = (a, -1) if epilogue is Epilogue.BGRADA else (b, -2)
+        sums = np.asarray(operand.astype(np.float64).sum(axis=axis))
+    return MatmulResult(activate(product, activation), product if epilogue.has_aux_output else None, sums)
 
 
 def pack_mask(positive: NDArray[np.bool_]) -> NDArray[np.uint8]:

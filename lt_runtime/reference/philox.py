@@ -10,13 +10,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.problem import Philox, keep_scale, keep_threshold
+from lt_runtime.errors import DeviceError, DTypeError
+from lt_runtime.problem import Philox, check_dropout, keep_scale, keep_threshold
 
 _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _HALF: Final = np.uint64(32)
-_LANES: Final = 8  # the 16-bit lanes in the 128 bits of one call
+LANES: Final = 8  # the 16-bit lanes in the 128 bits of one call
 
 
 def round_keys(key: tuple[int, int], rounds: int = 10) -> list[tuple[int, int]]:
@@ -47,6 +48,18 @@ def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) ->
     return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
 
 
+def random_lanes(calls: NDArray[np.uint64], third: int, fourth: int, seed: int) -> NDArray[np.uint32]:
+    """The lanes (n, 8) of calls with these numbers (n,); lane 0 is the low half of word 0.
+
+    A call's counter is four words: the low and the high word of its number, the third, the fourth; its key is the seed.
+    """
+    counter = np.empty((calls.size, 4), np.uint64)
+    counter[:, 0], counter[:, 1] = calls & _LOW, calls >> _HALF
+    counter[:, 2], counter[:, 3] = third, fourth
+    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
+    return np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=2).reshape(-1, LANES)
+
+
 def dropout_mask(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np.bool_]:
     """The mask of dropout with probability `p`: true for the elements that it keeps.
 
@@ -55,12 +68,8 @@ def dropout_mask(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np
     call i div 8; lane 0 is the low half of word 0. The element is kept if its lane is less than `keep_threshold(p)`.
     """
     size = int(np.prod(shape, dtype=np.int64))
-    block = np.arange(-(-size // _LANES), dtype=np.uint64)
-    counter = np.empty((block.size, 4), np.uint64)
-    counter[:, 0], counter[:, 1] = block & _LOW, block >> _HALF
-    counter[:, 2], counter[:, 3] = philox.layer, int(np.asarray(philox.step).reshape(()))
-    words = philox4x32(counter, (philox.seed & 0xFFFFFFFF, philox.seed >> 32))
-    lanes = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=2).reshape(-1)
+    calls = np.arange(-(-size // LANES), dtype=np.uint64)
+    lanes = random_lanes(calls, philox.layer, int(np.asarray(philox.step).reshape(())), philox.seed).reshape(-1)
     kept: NDArray[np.bool_] = (lanes[:size] < keep_threshold(p)).reshape(shape)
     return kept
 
@@ -68,3 +77,22 @@ def dropout_mask(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np
 def dropout_scale(shape: tuple[int, ...], p: float, philox: Philox) -> NDArray[np.float64]:
     """The factors by which dropout multiplies elements: 0 for those dropped, `keep_scale` for those kept."""
     return np.where(dropout_mask(shape, p, philox), keep_scale(keep_threshold(p)), 0.0)
+
+
+def dropout_factors(shape: tuple[int, ...], p: float, rng: Philox | None) -> NDArray[np.float64] | None:
+    """`dropout_scale` as a caller asks for it; None without dropout.
+
+    Raises:
+        ArgumentError: see `check_dropout`.
+        DeviceError: the step does not live in host memory.
+        DTypeError: the step is an array, but not of one uint32.
+    """
+    philox = check_dropout(p, rng)
+    if philox is None:
+        return None
+    step: Any = philox.step
+    if not isinstance(step, (int, np.ndarray)):
+        raise DeviceError(f"step is a {type(step).__name__}; with NumPy arrays, accepted are an int or one uint32")
+    if not isinstance(step, int) and (step.dtype != np.uint32 or step.size != 1):
+        raise DTypeError(f"step is {step.dtype.name} of shape {step.shape}; accepted are an int or one uint32")
+    return dropout_scale(shape, p, philox)

@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.problem import DType
-from lt_runtime.reference.philox import philox4x32
+from lt_runtime.reference.philox import LANES, random_lanes
 
 _STREAMS: Final = 1 << 31  # the third counter word's highest bit, which the ids of dropout's layers never set
 _TILE: Final = 256
-_LANES: Final = 8
 
 
 class RoundedTensor(enum.IntEnum):
@@ -24,11 +23,7 @@ class RoundedTensor(enum.IntEnum):
     V = 2
 
 
-_ORDER: Final = {
-    RoundedTensor.PARAMETER: (0, 1, 2, 3, 4, 5, 6, 7),
-    RoundedTensor.M: (1, 0, 3, 2, 5, 4, 7, 6),
-    RoundedTensor.V: (2, 3, 4, 5, 6, 7, 0, 1),
-}
+_ORDER: Final = ((0, 1, 2, 3, 4, 5, 6, 7), (1, 0, 3, 2, 5, 4, 7, 6), (2, 3, 4, 5, 6, 7, 0, 1))
 """The lane that each of a call's eight elements takes for each tensor, so that one call serves all three tensors."""
 
 
@@ -53,14 +48,9 @@ def rounding_lanes(
         (size,), the lanes of the elements from `first` on.
     """
     tiles = -(-size // _TILE)
-    call = np.arange(tiles * (_TILE // _LANES), dtype=np.uint64) + np.uint64(first // _LANES)
-    counter = np.empty((call.size, 4), np.uint64)
-    counter[:, 0], counter[:, 1] = call & np.uint64(0xFFFFFFFF), call >> np.uint64(32)
-    counter[:, 2], counter[:, 3] = _STREAMS + tensor, step
-    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=2).astype(np.uint16)
-    lanes = halves.reshape(-1, _LANES)[:, _ORDER[part]]
-    in_order: NDArray[np.uint16] = lanes.reshape(tiles, _TILE // _LANES, 2, 4).swapaxes(1, 2).reshape(-1)
+    calls = np.arange(tiles * (_TILE // LANES), dtype=np.uint64) + np.uint64(first // LANES)
+    lanes = random_lanes(calls, _STREAMS + tensor, step, seed).astype(np.uint16)[:, _ORDER[part]]
+    in_order: NDArray[np.uint16] = lanes.reshape(tiles, _TILE // LANES, 2, 4).swapaxes(1, 2).reshape(-1)
     return in_order[:size]
 
 

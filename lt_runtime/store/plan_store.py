@@ -160,7 +160,7 @@ class PlanStore:
         return self._locked(self._rewrite, f"{self.path} cannot be written; plans are kept in memory alone")
 
     def _rewrite(self) -> None:
-        """Does that under the lock. A file with damaged entries is kept under another name as well."""
+        """Writes all that is known; needs the lock. A file with damaged entries is kept under another name as well."""
         self._document.drop_damaged()  # the file still has them, unless another process has mended it
         self._absorb_or_set_aside()
         damaged = self._document.drop_damaged()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.loss import cross_entropy, mse_loss
-from lt_runtime.ops.tally import Scores, Tally
 from lt_runtime.ranges import range_of
 from lt_runtime.training.mlp import MLP
+from lt_runtime.training.tally import Scores, Tally
 
 LOSSES: Final[Mapping[str, Callable[..., Any]]] = {"cross_entropy": cross_entropy, "mse": mse_loss}
 IGNORE_INDEX: Final = -100
@@ -52,17 +52,10 @@ class StepBody:
             scale = None if scaler is None else scaler.scale
             loss, gradient = self._loss(outputs, target, grad_scale=scale, share=share, stream=stream)
         scores = Scores(outputs, target, IGNORE_INDEX) if self.classifies else None
-        with self._beside(stream) as other:
-            tally.add(loss, scores, share, first=index == 0, stream=other)
+        device = self.model.device.ordinal
+        # Nothing else in the step waits for the tally, so that on a GPU a stream beside adds to it.
+        beside = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
+        with beside as memory:
+            tally.add(loss, scores, share, first=index == 0, stream=memory and memory.stream)
             with range_of("backward"):
                 self.model.backward(gradient, contexts, accumulate=index > 0, stream=stream)
-
-    @contextlib.contextmanager
-    def _beside(self, stream: Any) -> Iterator[Any]:
-        """A stream for work that nothing else in the step waits for."""
-        device = self.model.device.ordinal
-        if device is None:
-            yield stream
-            return
-        with branch(stream_memory(device, stream)) as memory:
-            yield memory.stream

@@ -21,10 +21,10 @@ from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
-from lt_runtime.ops.tally import GpuTally, Totals
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
 from lt_runtime.training.inputs import read_batch
+from lt_runtime.training.tally import GpuTally, Totals
 
 MAX_GRAPHS: Final = 8
 """Graphs that one training step keeps: one for each size of batch and type of labels. The least recently used is
@@ -72,7 +72,7 @@ def _turn(device: int) -> Turn:
 
 
 class RowCopy(NamedTuple):
-    """How rows of a batch come into one of a step's buffers, in which they lie without gaps.
+    """The copy of a batch's rows into one of a step's buffers, which has no gaps between its rows.
 
     Attributes:
         operand: 0 for x, 1 for the targets.
@@ -118,7 +118,7 @@ class Batches:
         self.graph: Graph | None = None
 
     def copies(self, *batch: Operand) -> tuple[RowCopy, ...]:
-        """How x and targets come into the buffers."""
+        """The copies that bring x and the targets into the buffers."""
         pairs = enumerate(zip(batch, self._buffers, strict=True))
         return tuple(copy for i, (source, buffers) in pairs for copy in row_copies(i, source, buffers))
 
@@ -229,7 +229,7 @@ class GpuStep:
         return True
 
     def _prepared(self, batch: tuple[Operand, Operand], stream: int) -> Replay:
-        """How such a batch is run; buffers and graph are made at the first batch of a size."""
+        """What runs a batch of this size; its buffers and its graph are made at the first batch of the size."""
         key = batch[0].shape[0], batch[1].dtype
         if key not in self._batches:
             while len(self._batches) >= MAX_GRAPHS:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from lt_runtime.errors import ArgumentError, CheckpointError
+from lt_runtime.files import flush, replacing
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.training.mlp import MLP
 
@@ -39,15 +39,9 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
     arrays, target = _arrays(model, optimizer), Path(path)
     model.device.synchronize()
     host = {name: model.device.to_host(array) for name, array in arrays.items()}
-    temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
-    temporary.open("xb").close()  # an error here says what is wrong with the place
-    try:
+    with replacing(target) as temporary:
         save_file(host, temporary, {_KEY: json.dumps(_description(model, optimizer))})
-        _flush(temporary)
-        temporary.replace(target)
-        _flush(target.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    flush(target.parent)
 
 
 def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
@@ -148,12 +142,3 @@ def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, 
             yield f"the order of {name}", [*theirs], [*ours]
     elif theirs != ours:
         yield name, theirs, ours
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file or a directory is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

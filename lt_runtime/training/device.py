@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lt_runtime.arrays.libraries import cupy
-from lt_runtime.gpu.devices import device_info, parse_device
+from lt_runtime.gpu.devices import device_info
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,6 @@ class ComputeDevice:
     """The host (`ordinal` None, NumPy) or a GPU (CuPy)."""
 
     ordinal: int | None
-
-    @classmethod
-    def parse(cls, device: object) -> ComputeDevice:
-        """The device that a caller named; accepted values and errors are those of `parse_device`."""
-        return cls(parse_device(device))
 
     @property
     def type(self) -> str:

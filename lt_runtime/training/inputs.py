@@ -6,7 +6,7 @@ from typing import Any
 
 from lt_runtime.arrays import Operand, check_shape, is_host_array, read
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError
-from lt_runtime.ops._loss_types import check_labels
+from lt_runtime.ops.loss import check_labels
 from lt_runtime.training.mlp import MLP
 
 
@@ -25,8 +25,7 @@ def read_batch(model: MLP, x: Any, target: Any, classifies: bool, stream: int) -
     outputs = inputs.shape[0], model.dims[-1]
     _check_values(model, inputs)
     if classifies:
-        check_labels(wanted.dtype, wanted.shape, outputs)
-        wanted.check_vector()
+        check_labels(wanted, outputs)
     else:
         check_shape(name, wanted.shape, outputs, "the outputs' shape")
         _check_values(model, wanted)

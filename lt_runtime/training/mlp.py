@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.arrays import arena_size, arena_views, host_zeros
 from lt_runtime.errors import ArgumentError
+from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import Parameter
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.problem import Activation, Compute, DType, Philox, keep_threshold
@@ -89,7 +90,7 @@ class MLP:
         if not master_weights and self.dtype is not DType.BFLOAT16:
             raise ArgumentError(f"master_weights is False, which is for bfloat16 alone; dtype is {self.dtype.value!r}")
         self.compute = Compute.parse(compute, self.dtype).value
-        self.device = ComputeDevice.parse(device)
+        self.device = ComputeDevice(parse_device(device))
         self.activation = activation if isinstance(activation, Activation) else Activation(activation)
         parameters = self._parameters(has_masters=master_weights and self.dtype is not DType.FLOAT32)
         self.layers = [
@@ -103,7 +104,13 @@ class MLP:
         return [parameter for layer in self.layers for parameter in (layer.weight, layer.bias)]
 
     def __call__(self, x: Any, *, stream: Any = None) -> Any:
-        """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout; nothing is kept."""
+        """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout; nothing is kept. Raises as `lt.linear`.
+
+        Args:
+            x: of the model's type, on its device.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
+        """
         for each in self.layers:
             activation, compute = each.activation, self.compute
             x = linear(x, each.weight.data, each.bias.data, activation=activation, compute=compute, stream=stream)
@@ -113,9 +120,14 @@ class MLP:
         """Outputs and the layers' contexts.
 
         Args:
-            x: (M, dims[0]).
+            x: (M, dims[0]), of the model's type, on its device.
             step: what dropout's masks are drawn for: an int, or an array of one uint32 on the model's device.
             micro_batch: which part of the step's batch x is. Each part has masks of its own.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
+
+        Raises:
+            LtError: as `lt.linear_fwd` does.
         """
         contexts, options = [], {"compute": self.compute, "stream": stream}
         for i, each in enumerate(self.layers, micro_batch * len(self.layers)):
@@ -132,6 +144,11 @@ class MLP:
             dy: (M, dims[-1]), the gradient with respect to the outputs.
             contexts: from `forward`.
             accumulate: add to the gradients instead of replacing them.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
+
+        Raises:
+            LtError: as `lt.linear_bwd` does.
         """
         last = len(self.layers) - 1
         for i in range(last, -1, -1):

@@ -9,7 +9,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Any
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.gpu.devices import activated, parse_device
@@ -31,7 +31,8 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
         iterable: of batches: NumPy arrays, or tuples, lists or dicts of them.
         depth: batches that are read ahead, at least 1.
         device: as in `lt.MLP`, or a model's `device`.
-        stream: what reads the batches: an int handle, a stream object, or None for CuPy's current stream at each use.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream at each
+            use. It is the stream of the work that reads the batches.
 
     Returns:
         An iterator whose batches are of CuPy arrays on a GPU. The thread ends with the iterable, with `close()`, with a
@@ -48,7 +49,7 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
     return Prefetcher(iterable, depth, parse_device(device), stream)
 
 
-class Prefetcher:
+class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"]):
     """What `prefetch` returns: an iterator and a context manager."""
 
     def __init__(self, iterable: Iterable[Any], depth: int, device: int | None, stream: Any) -> None:
@@ -56,9 +57,6 @@ class Prefetcher:
         lane = _HostLane() if device is None else _GpuLane(device, 2 * depth, depth, stream)
         self._work = _Work(source, lane, depth)
         self._finalizer = weakref.finalize(self, _Work.finish, self._work)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Any:
         if not self._finalizer.alive:
@@ -73,34 +71,31 @@ class Prefetcher:
         """Ends the thread, once the iterable has given what it was asked for; there are no batches afterwards."""
         self._finalizer()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class _HostLane:
-    """What the thread and the user do with each batch. On the host that is nothing but to check it."""
+    """What the thread and the user do with each batch. On the host batches are only checked."""
 
     def working(self) -> contextlib.AbstractContextManager[None]:
-        """The thread works within this."""
+        """Returns the context that the thread works within."""
         return contextlib.nullcontext()
 
     def send(self, batch: Any) -> Any:
-        """In the thread: starts a batch's copies."""
+        """Starts a batch's copies; the thread calls this."""
         replaced(batch, lambda array: array)  # refuses what a GPU would refuse
         return batch
 
     def ask(self) -> None:
-        """By the user, before the thread may `send` one more batch."""
+        """Prepares for one more `send`; the user calls this before the thread may send."""
 
     def receive(self, batch: Any) -> Any:
-        """By the user: makes a batch that was sent ready for use."""
+        """Makes a batch that was sent ready for use; the user calls this."""
         return batch
 
     def close(self) -> None:
-        """After the thread has ended."""
+        """Frees what the lane has, once the thread has ended."""
 
 
 class _GpuLane(_HostLane):

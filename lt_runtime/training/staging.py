@@ -19,6 +19,7 @@ Batch: TypeAlias = Any
 """A NumPy array, or a tuple, list or dict of batches."""
 
 _MEMORY_TYPE: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_NO_TIMING: Final = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 _HOST_MEMORY: Final = int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
@@ -67,9 +68,7 @@ class Slot:
 
     def __init__(self, device: int, copies: int) -> None:
         self._device, self._copies = device, copies
-        self.ready, self.released = (
-            call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING) for _ in range(2)
-        )
+        self.ready, self.released = (call("cuEventCreate", _NO_TIMING) for _ in range(2))
         self._staging: NDArray[Any] = np.empty(0, np.uint8)
         self._buffer: Any = None
 

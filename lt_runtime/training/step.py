@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from lt_runtime.errors import ArgumentError, OperandError, ShapeError
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.ops.tally import HostTally, Tally
 from lt_runtime.training.body import LOSSES, StepBody
 from lt_runtime.training.mlp import MLP
+from lt_runtime.training.tally import HostTally, Tally
 
 
 class Metrics(NamedTuple):
@@ -46,8 +46,8 @@ class TrainStep:
         batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, of which the
             eight most recently used are kept.
         graph: whether to capture.
-        accumulate: micro-batches that a batch is cut into. Only one's activations are in memory at a time. Their
-            gradients are added up; the loss is the mean of theirs.
+        accumulate: micro-batches that a batch is cut into. The activations of only one micro-batch are in memory
+            at a time. The gradients are added up, and the loss is the mean of the micro-batches' losses.
 
     Raises:
         ArgumentError: an unknown loss, or numbers that are not positive or do not divide the batch.
@@ -87,7 +87,8 @@ class TrainStep:
         Args:
             x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows.
             target: labels or targets, depending on the loss.
-            stream: as in `linear_fwd`.
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
         Returns:
             The loss before the update, shape () and FP32, on the model's device. Reading it waits for the step. On a
@@ -140,11 +141,10 @@ class TrainStep:
 
     def _cut(self, x: Any, target: Any) -> list[tuple[Any, Any]]:
         """The micro-batches of NumPy arrays."""
-        parts = self.accumulate
-        if parts == 1:
+        if self.accumulate == 1:
             return [(x, target)]
-        for name, array in (("x", x), ("target", target)):
-            if getattr(array, "shape", ())[:1] != x.shape[:1]:
-                raise ShapeError(f"{name} has shape {getattr(array, 'shape', None)}; it must have {x.shape[0]} rows")
-        rows = x.shape[0] // parts
-        return [(x[i * rows : (i + 1) * rows], target[i * rows : (i + 1) * rows]) for i in range(parts)]
+        rows = x.shape[0]
+        if getattr(target, "shape", ())[:1] != (rows,):
+            raise ShapeError(f"target has shape {getattr(target, 'shape', None)}; it must have {rows} rows")
+        size = rows // self.accumulate
+        return [(x[i : i + size], target[i : i + size]) for i in range(0, rows, size)]

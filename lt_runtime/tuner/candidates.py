@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoCapAttribute, AlgoConfigAttribute, Algorithm, MatmulTile, ReductionScheme
 from lt_runtime.errors import ArgumentError, CublasLtError, PlanError
-from lt_runtime.products.blobs import configuration
+from lt_runtime.products.choose import configuration
 from lt_runtime.products.matmul import MatmulPlan
 
 MOST: Final = 16
@@ -70,7 +70,7 @@ def deep_candidates(plan: MatmulPlan, known: Iterable[Algorithm]) -> list[Algori
     taken = [*known]
     configurations = [configuration(each.blob) for each in taken]
     chosen = [each.get(AlgoConfigAttribute.ID) for each in taken]
-    ids = dict.fromkeys((*chosen, *cublaslt.algo_get_ids(plan.handle, *plan.types)))
+    ids = dict.fromkeys((*chosen, *cublaslt.algo_get_ids(plan.handle, plan.types)))
     for algorithm in _in_turns(*(configurations_of(plan, algo_id) for algo_id in ids)):
         if len(taken) >= MOST_DEEP:
             break
@@ -87,7 +87,7 @@ def configurations_of(plan: MatmulPlan, algo_id: int) -> list[Algorithm]:
     of those, one change at a time: K split, blocks swizzled, another cluster, inner shape or custom option.
     """
     try:
-        base = cublaslt.algo_init(plan.handle, *plan.types, algo_id)
+        base = cublaslt.algo_init(plan.handle, plan.types, algo_id)
         coarse = sorted(_accepted(plan, base, _pairings(plan, base)), key=itemgetter(0))
         refined = [_accepted(plan, start, _refinements(start)) for _, start in coarse[:_REFINED]]
     except CublasLtError:  # The library does not have the algorithm for these types.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import packed
@@ -24,9 +24,6 @@ from lt_runtime.problem import (
     Spec,
 )
 from lt_runtime.store.keys import Problem
-
-Side: TypeAlias = Literal["own", "through"]
-"""Which of a backward problem's two derivatives."""
 
 _LINEAR: Final = Activation()
 _Item = TypeVar("_Item")
@@ -105,39 +102,47 @@ class Chain:
         return cls((Layer(problem, plain_backward(problem) if problem.backward else None),))
 
     @property
+    def forwards(self) -> dict[int, ForwardProblem]:
+        """The forward problems by the index of their layer."""
+        return {index: layer.forward for index, layer in enumerate(self.layers) if layer.forward is not None}
+
+    @property
+    def backwards(self) -> dict[int, BackwardProblem]:
+        """The backward problems by the index of their layer."""
+        return {index: layer.backward for index, layer in enumerate(self.layers) if layer.backward is not None}
+
+    @property
     def runs(self) -> list[tuple[int, LayerProblem]]:
         """All problems in the order in which they run, each with the index of its layer."""
-        layers = list(enumerate(self.layers))
-        forwards = [(index, layer.forward) for index, layer in layers if layer.forward is not None]
-        return [*forwards, *((index, layer.backward) for index, layer in layers[::-1] if layer.backward is not None)]
+        return [*self.forwards.items(), *reversed(self.backwards.items())]
 
     @property
     def problems(self) -> list[LayerProblem]:
         """All problems in the order in which they run, none twice."""
         return list(dict.fromkeys(problem for _, problem in self.runs))
 
-    def reader(self, index: int) -> tuple[int, Side] | None:
-        """The layer whose backward problem reads what a layer's forward pass keeps, and for which derivative."""
-        above = self.layers[index + 1].backward if index + 1 < len(self.layers) else None
-        backward = self.layers[index].backward
-        if above is not None and above.through is not None:
-            found: tuple[int, Side] = index + 1, "through"
-            derivative = above.through
-        elif backward is not None:
-            found, derivative = (index, "own"), backward.own
-        else:
-            return None
-        is_read = self.layers[index].forward is not None and derivative.saved is not Saved.NOTHING
-        return found if is_read else None
+    def reader(self, index: int) -> tuple[int, str] | None:
+        """The layer whose backward problem reads what a layer's forward pass keeps, and which derivative it takes.
 
-    def keeping(self, saved: Mapping[int, Saved]) -> Chain:
-        """The same chain with other things kept by forward passes, by the index of their layer."""
+        The derivative is named by the field of the backward problem: "own" or "through".
+        """
+        for at, field in ((index + 1, "through"), (index, "own")):
+            derivative = getattr(self.backwards.get(at), field, None)
+            if derivative is not None:
+                return (at, field) if index in self.forwards and derivative.saved is not Saved.NOTHING else None
+        return None
+
+    def keeping(self, saved: Mapping[int, Saved | None]) -> Chain:
+        """The chain with other things kept by forward passes, by the index of their layer; None changes nothing."""
         layers = [*self.layers]
         for index, kept in saved.items():
-            reader, forward = self.reader(index), layers[index].forward
-            if reader is not None and forward is not None:
-                at, side = reader
-                layers[at] = layers[at]._replace(backward=_reading(layers[at].backward, side, forward, kept))
+            reader = self.reader(index)
+            if reader is not None and kept is not None:
+                at, field = reader
+                backward: Any = layers[at].backward
+                spec = _saved_spec(self.forwards[index], kept)
+                derivative = replace(getattr(backward, field), saved=kept, saved_spec=spec)
+                layers[at] = layers[at]._replace(backward=replace(backward, **{field: derivative}))
         return Chain(tuple(layers))
 
     @property
@@ -146,10 +151,9 @@ class Chain:
 
         A backward problem with two derivatives is in a part with the layer below, then in one with its own layer.
         """
-        readers = {index: reader[0] for index in range(len(self.layers)) if (reader := self.reader(index))}
-        alone = [Part(index, None) for index, layer in enumerate(self.layers) if layer.forward and index not in readers]
-        backwards = [index for index, layer in enumerate(self.layers) if layer.backward]
-        rest = [Part(None, index) for index in backwards if index not in readers.values()]
+        readers = {index: reader[0] for index in self.forwards if (reader := self.reader(index))}
+        alone = [Part(index, None) for index in self.forwards if index not in readers]
+        rest = [Part(None, index) for index in self.backwards if index not in readers.values()]
         read = [Part(*each) for each in readers.items()]
         return [*alone, *sorted([*rest, *read], key=lambda part: -(part.backward or 0))]
 
@@ -206,15 +210,6 @@ def _saved_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
     if saved is Saved.NOTHING:
         return None
     return problem.y if saved is Saved.OUTPUT else kept_spec(problem, saved)
-
-
-def _reading(backward: BackwardProblem | None, side: Side, forward: ForwardProblem, saved: Saved) -> BackwardProblem:
-    """The backward problem, one of its derivatives reading something else that forward keeps."""
-    assert backward is not None
-    derivative = backward.own if side == "own" else backward.through
-    assert derivative is not None
-    changed = replace(derivative, saved=saved, saved_spec=_saved_spec(forward, saved))
-    return replace(backward, own=changed) if side == "own" else replace(backward, through=changed)
 
 
 def _check_sizes(rows: int, dims: Sequence[int]) -> None:

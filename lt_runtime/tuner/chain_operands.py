@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
@@ -15,8 +15,8 @@ from lt_runtime.plans.decisions import LayerPlan, LayerProblem
 from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import BackwardProblem, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_threshold
 from lt_runtime.tuner.chain import Chain, saved_kinds
-from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Data
-from lt_runtime.tuner.timing import Bench, Launch, buffer_sets
+from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Operands, operand_sets
+from lt_runtime.tuner.timing import Bench, Launch, Timing, take_times
 
 _DROPOUT: Final = DropoutState(keep_threshold(0.1), Philox(seed=1))
 _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
@@ -45,6 +45,11 @@ class Tensor(NamedTuple):
     spec: Spec
     scale: float = 1.0
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether the elements are bits."""
+        return self.role == f"kept {Saved.MASK.value}"
+
 
 def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) -> dict[str, Tensor]:
     """The operands of a layer's problem, by name; those that it does not have are left out.
@@ -55,41 +60,28 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
     Args:
         saved: what a forward problem keeps.
     """
-    found = _of_forward(layer, problem, saved) if isinstance(problem, ForwardProblem) else _of_backward(layer, problem)
+    x, w = ("output", layer - 1, problem.x), ("weight", layer, problem.w)
+    if isinstance(problem, ForwardProblem):
+        bias = _vector("bias", layer, problem.y, problem.bias)
+        kept = (f"kept {saved.value}", layer, kept_spec(problem, saved))
+        found: dict[str, _Place] = {"x": x, "w": w, "bias": bias, "y": ("output", layer, problem.y), "kept": kept}
+    else:
+        own, below = problem.own, problem.through
+        dy, dx = ("gradient", layer, problem.dy), ("gradient", layer - 1, problem.dx)
+        dw, dz = ("weight gradient", layer, problem.dw), ("gradient before the activation", layer, problem.dz)
+        found = {"dy": dy, "x": x, "w": w, "saved": _saved(layer, own), "dx": dx, "dw": dw}
+        found |= {"db": _vector("bias gradient", layer, problem.dy, own.db), "dz": dz}
+        if below is not None and problem.dx is not None:
+            found["saved_below"] = _saved(layer - 1, below)
+            found["db_below"] = _vector("bias gradient", layer - 1, problem.x, below.db)
     # Weights are scaled so that products are about as large as what is multiplied; the bias is as large as they are.
-    scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(problem.w.layout.cols) / 2))
+    scales = dict.fromkeys(("w", "bias"), 2.0 ** -round(math.log2(max(problem.w.layout.cols, 1)) / 2))
     return {name: Tensor(role, at, spec, scales.get(name, 1.0)) for name, (role, at, spec) in found.items() if spec}
 
 
-_Place = tuple[str, int, Spec | None]
-
-
-def _of_forward(layer: int, problem: ForwardProblem, saved: Saved) -> Mapping[str, _Place]:
-    return {
-        "x": ("output", layer - 1, problem.x),
-        "w": ("weight", layer, problem.w),
-        "bias": ("bias", layer, _vector(problem.y.layout.cols, problem.bias)),
-        "y": ("output", layer, problem.y),
-        "kept": (f"kept {saved.value}", layer, kept_spec(problem, saved)),
-    }
-
-
-def _of_backward(layer: int, problem: BackwardProblem) -> Mapping[str, _Place]:
-    own, below = problem.own, problem.through if problem.dx is not None else None
-    found: dict[str, _Place] = {
-        "dy": ("gradient", layer, problem.dy),
-        "x": ("output", layer - 1, problem.x),
-        "w": ("weight", layer, problem.w),
-        "saved": _saved(layer, own),
-        "dx": ("gradient", layer - 1, problem.dx),
-        "dw": ("weight gradient", layer, problem.dw),
-        "db": ("bias gradient", layer, _vector(problem.dy.layout.cols, own.db)),
-        "dz": ("gradient before the activation", layer, problem.dz),
-    }
-    if below is not None:
-        found["saved_below"] = _saved(layer - 1, below)
-        found["db_below"] = ("bias gradient", layer - 1, _vector(problem.x.layout.cols, below.db))
-    return found
+_Place: TypeAlias = tuple[str, int, Spec | None]
+Placed: TypeAlias = Sequence[tuple[int, LayerPlan]]
+"""Plans that run one after the other, each with the index of its layer in the chain."""
 
 
 def _saved(layer: int, derivative: Derivative) -> _Place:
@@ -97,48 +89,35 @@ def _saved(layer: int, derivative: Derivative) -> _Place:
     return role, layer, derivative.saved_spec
 
 
-def _vector(size: int, alignment: int | None) -> Spec | None:
-    return None if alignment is None else Spec(packed(1, size), alignment)
+def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Place:
+    """A vector with an element for each column of a matrix; absent without an alignment."""
+    return role, layer, None if alignment is None else Spec(packed(1, matrix.layout.cols), alignment)
 
 
-class ChainOperands:
-    """One set of all operands of a chain.
+class ChainOperands(Operands):
+    """One set of all operands of a chain; of what forward passes keep, everything that some strategy keeps.
 
     Args:
         xp: CuPy, with the device and the stream current that everything is to happen on; or NumPy.
         chain: none of its problems is empty.
-
-    Attributes:
-        buffers: what there is, by tensor; of what forward passes keep, everything that some strategy keeps.
-        size: bytes of them all.
     """
 
     def __init__(self, xp: Any, chain: Chain) -> None:
-        self.buffers: dict[Tensor, Buffer] = {}
-        self._written: set[Tensor] = set()
+        super().__init__()
         self._results: dict[str, Tensor] = {}
         for layer, problem in chain.runs:
             kinds = saved_kinds(problem) if isinstance(problem, ForwardProblem) else (Saved.NOTHING,)
             for tensors in (tensors_of(layer, problem, saved) for saved in kinds):
                 self._add(xp, problem, tensors)
-        self.size = sum(buffer.flat.nbytes for buffer in self.buffers.values())
 
     def _add(self, xp: Any, problem: LayerProblem, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             if tensor not in self.buffers:
-                dtype = None if tensor.role == f"kept {Saved.MASK.value}" else problem.dtype
+                dtype = None if tensor.is_mask else problem.dtype
                 self.buffers[tensor] = Buffer(xp, tensor.spec, dtype, scale=tensor.scale)
-        results = {name: tensors[name] for name in _RESULTS if name in tensors}
-        self._results |= results
-        accumulates = isinstance(problem, BackwardProblem) and problem.accumulate
-        self._written |= {each for name, each in results.items() if not (accumulates and name in _ADDED_TO)}
-        if "kept" in tensors:
-            self._written.add(tensors["kept"])
-
-    def fill(self, data: Data, seed: int) -> None:
-        """Puts data into every operand, those that are to be written included."""
-        for number, buffer in enumerate(self.buffers.values()):
-            buffer.fill(data, number, seed)
+        self._results |= {name: tensors[name] for name in _RESULTS if name in tensors}
+        read = _ADDED_TO if isinstance(problem, BackwardProblem) and problem.accumulate else ()
+        self.outputs += [tensors[name] for name in (*_RESULTS, "kept") if name in tensors and name not in read]
 
     def prepare(self) -> None:
         """Puts in data that every strategy gets the same signs from, and NaN into what is to be written.
@@ -148,8 +127,7 @@ class ChainOperands:
         """
         for number, (tensor, buffer) in enumerate(self.buffers.items()):
             buffer.fill(BETWEEN if tensor.role == "bias" else LATTICE, number, 0)
-        for tensor in self._written:
-            self.buffers[tensor].poison()
+        self.poison()
 
     def call(self, layer: int, plan: LayerPlan, stream: int) -> Call:
         """The call that runs a plan of one of the chain's layers on these operands."""
@@ -169,23 +147,27 @@ class ChainOperands:
 
 
 class OperandSets:
-    """A chain's operands on a bench, as many sets as it takes to keep them out of the cache."""
+    """A chain's operands on a bench, as many sets as it takes to keep them out of the cache.
+
+    Attributes:
+        measured: how many contenders were timed on them.
+    """
 
     def __init__(self, bench: Bench, chain: Chain) -> None:
-        self._clock = bench.clock
-        first = ChainOperands(bench.xp, chain)
-        others = range(1, buffer_sets(first.size, bench.device))
-        self._sets = [first, *(ChainOperands(bench.xp, chain) for _ in others)]
-        self._dtype = chain.problems[0].dtype
-        for seed, operands in enumerate(self._sets):
-            operands.fill(NORMAL, seed)
+        self._clock, self._dtype = bench.clock, chain.problems[0].dtype
+        self._sets = operand_sets(lambda: ChainOperands(bench.xp, chain), bench.device)
+        self.measured = 0
 
-    def __len__(self) -> int:
-        """Number of sets."""
-        return len(self._sets)
+    def take_times(
+        self, contenders: Mapping[str, Placed], budget_s: float, rounds: int, *, in_a_loop: bool = False
+    ) -> dict[str, Timing]:
+        """Times plans against each other; see `timing.take_times`."""
+        launches = {name: self._launch(plans) for name, plans in contenders.items()}
+        timings = take_times(launches, self._clock, len(self._sets), budget_s, rounds, in_a_loop=in_a_loop)
+        self.measured += len(timings)
+        return timings
 
-    def launch(self, plans: Sequence[tuple[int, LayerPlan]]) -> Launch:
-        """Plans as a contender: each with the index of its layer, run one after the other on the clock's stream."""
+    def _launch(self, plans: Placed) -> Launch:
         stream = self._clock.stream
         calls = [[(plan, each.call(layer, plan, stream)) for layer, plan in plans] for each in self._sets]
 
@@ -195,9 +177,9 @@ class OperandSets:
 
         return launch
 
-    def results(self, plans: Sequence[tuple[int, LayerPlan]]) -> dict[str, Any]:
+    def results(self, plans: Placed) -> dict[str, Any]:
         """What plans make of the data for comparison. They run in a graph, where a branch is one."""
-        launch = self.launch(plans)
+        launch = self._launch(plans)
         launch(0, self._clock.stream)  # A run that still loads a kernel, or allocates, cannot be captured.
         self._sets[0].prepare()
         with self._clock.capture(lambda stream: launch(0, stream)) as graph:
@@ -206,9 +188,7 @@ class OperandSets:
         self._sets[0].fill(NORMAL, 0)
         return found
 
-    def disagreement(
-        self, plans: Sequence[tuple[int, LayerPlan]], expected: Mapping[str, Any]
-    ) -> tuple[str, str] | None:
+    def disagreement(self, plans: Placed, expected: Mapping[str, Any]) -> tuple[str, str] | None:
         """See `disagreement`, of what the plans compute."""
         return disagreement(self.results(plans), expected, self._dtype)
 

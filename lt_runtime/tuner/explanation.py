@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated, device_info, highest_clocks
-from lt_runtime.plans.decisions import LayerProblem, decide_layer
+from lt_runtime.plans.decisions import decide_layer
 from lt_runtime.plans.strategies import to_entry
-from lt_runtime.problem import ForwardProblem, MatmulProblem
-from lt_runtime.products.blobs import configuration
+from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.choose import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
-from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedAlgorithm
+from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.tuner.chain import Chain
@@ -50,8 +50,10 @@ class ProductExplanation:
         entry = self.entry
         gain = f", {entry.first_us / entry.us:.2f} times as fast as the heuristic's first" if entry.us else ""
         yield _line("", f"{entry.us:.2f} µs alone, best of {entry.candidates} measured{gain}")
-        for reason in _summed_up(entry.rejected):
-            yield _line("", reason)
+        kinds = Counter(each.reason.partition(":")[0] for each in entry.rejected)
+        reasons = {each.reason.partition(":")[0]: each.reason for each in entry.rejected}
+        for kind, count in kinds.items():
+            yield _line("", f"rejected: {reasons[kind] if count == 1 else f'{count} algorithms, {kind}'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,11 @@ class Explanation:
     def _lines(self) -> Iterator[str]:
         yield describe(self.problem)
         yield _line("strategy", self.strategy)
-        yield _line("time", self._time())
+        measured, least = "not measured" if self.us is None else f"{self.us:.2f} µs", "this GPU's peaks are not known"
+        if self.least_us is not None:
+            reached = "" if self.roofline_fraction is None else f"{self.roofline_fraction:.0%} of the roofline: "
+            least = f"{reached}at its peaks the GPU needs {self.least_us:.2f} µs"
+        yield _line("time", f"{measured}; {least}")
         for product in self.products:
             yield from product.lines()
         for words, us in self.alternatives:
@@ -96,26 +102,9 @@ class Explanation:
         for reason in self.rejected:
             yield _line("rejected", reason)
 
-    def _time(self) -> str:
-        measured = "not measured" if self.us is None else f"{self.us:.2f} µs"
-        if self.least_us is None:
-            return f"{measured}; this GPU's peaks are not known"
-        fraction = self.roofline_fraction
-        reached = "" if fraction is None else f"{fraction:.0%} of the roofline: "
-        return f"{measured}; {reached}at its peaks the GPU needs {self.least_us:.2f} µs"
-
 
 def _line(label: str, text: str) -> str:
     return f"  {label:<{_LABEL}}{text}"
-
-
-def _summed_up(rejected: Iterable[RejectedAlgorithm]) -> Iterator[str]:
-    """The reasons; where several algorithms have a reason of one kind, their number."""
-    reasons = [each.reason for each in rejected]
-    kinds = Counter(reason.partition(":")[0] for reason in reasons)
-    for kind, count in kinds.items():
-        example = next(reason for reason in reasons if reason.partition(":")[0] == kind)
-        yield f"rejected: {example}" if count == 1 else f"rejected: {count} algorithms, {kind}"
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -136,8 +125,7 @@ def explain_chain(chain: Chain, device: int) -> Explanations:
         PlanError: cuBLASLt has no algorithm for one of the products.
     """
     with activated(device):
-        forwards = [(index, problem) for index, problem in chain.runs if isinstance(problem, ForwardProblem)]
-        saved = {index: decide_layer(problem, device).strategy.saved for index, problem in forwards}
+        saved = {index: decide_layer(problem, device).strategy.saved for index, problem in chain.forwards.items()}
     return Explanations(explain_problem(problem, device) for problem in chain.keeping(saved).problems)
 
 
@@ -148,45 +136,28 @@ def explain_problem(problem: Problem, device: int) -> Explanation:
         PlanError: cuBLASLt has no algorithm for it.
     """
     with activated(device):
+        least = least_us(problem, hardware(device))
         if isinstance(problem, MatmulProblem):
-            return _explain_product(problem, device)
-        return _explain_layer(problem, device)
-
-
-def _explain_product(problem: MatmulProblem, device: int) -> Explanation:
-    plan = ProductPlan(problem, device)
-    product = _explained("product", plan.product, device)
-    fused = plan.product.problem.epilogue is problem.epilogue
-    strategy = "one product of cuBLASLt's" if fused else "a plain product, then our kernel"
-    us = product.entry.us if product.entry and fused else None
-    return Explanation(problem, strategy, (product,), us, least_us(problem, hardware(device)))
-
-
-def _explain_layer(problem: LayerProblem, device: int) -> Explanation:
-    plan = decide_layer(problem, device)
-    explained = tuple(_explained(name, each, device) for name, each in plan.products.items())
-    strategy, least = strategy_in_words(to_entry(plan.strategy)), least_us(problem, hardware(device))
-    entry = plan_store(device).layer(problem_key(problem))
-    if entry is None:
-        return Explanation(problem, f"{strategy} (by the priors)", explained, None, least)
-    return Explanation(
-        problem, strategy, explained, entry.us, least, _alternatives(entry.alternatives), _rejected(entry)
-    )
-
-
-def _alternatives(alternatives: Iterable[Alternative]) -> tuple[tuple[str, float], ...]:
-    return tuple((strategy_in_words(each.strategy), each.us) for each in sorted(alternatives, key=lambda each: each.us))
-
-
-def _rejected(entry: LayerEntry) -> tuple[str, ...]:
-    return tuple(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in entry.rejected)
+            product = ProductPlan(problem, device).product
+            explained, fused = _explained("product", product, device), product.problem.epilogue is problem.epilogue
+            strategy = "one product of cuBLASLt's" if fused else "a plain product, then our kernel"
+            us = explained.entry.us if explained.entry and fused else None
+            return Explanation(problem, strategy, (explained,), us, least)
+        plan, entry = decide_layer(problem, device), plan_store(device).layer(problem_key(problem))
+        strategy = strategy_in_words(to_entry(plan.strategy))
+        products = tuple(_explained(name, each, device) for name, each in plan.products.items())
+        if entry is None:
+            return Explanation(problem, f"{strategy} (by the priors)", products, None, least)
+        slower = sorted(entry.alternatives, key=lambda each: each.us)
+        alternatives = tuple((strategy_in_words(each.strategy), each.us) for each in slower)
+        rejected = tuple(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in entry.rejected)
+        return Explanation(problem, strategy, products, entry.us, least, alternatives, rejected)
 
 
 def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanation:
     problem = plan.problem
     algorithm = "" if problem.is_empty else algorithm_in_words(configuration(plan.blob))
-    entry = plan_store(device).product(problem_key(problem))
-    return ProductExplanation(name, describe(problem), algorithm, entry)
+    return ProductExplanation(name, describe(problem), algorithm, plan_store(device).product(problem_key(problem)))
 
 
 def hardware(device: int) -> Hardware:

@@ -7,30 +7,29 @@ what plain products and our kernels do.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.narrow import takes
-from lt_runtime.plans.decisions import LayerPlan, LayerProblem, priors_of
+from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, plan_for, priors_of, strategies_of
 from lt_runtime.plans.strategies import to_entry
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.problem import BackwardProblem, ForwardProblem
 from lt_runtime.products.choose import Choose, heuristic_algorithm
-from lt_runtime.store.entries import Alternative, Effort, LayerEntry, ProductEntry, is_as_deep
+from lt_runtime.store.entries import Alternative, Effort, Entry, LayerEntry, RejectedStrategy, is_as_deep
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuner.chain import Chain
-from lt_runtime.tuner.chain_operands import OperandSets
+from lt_runtime.tuner.chain import Chain, saved_kinds
+from lt_runtime.tuner.chain_operands import OperandSets, Placed
 from lt_runtime.tuner.product_search import Products
-from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
-from lt_runtime.tuner.splits import Split, Splits, plan_name, variants_of
-from lt_runtime.tuner.timing import Bench, Timing, fastest, take_times
+from lt_runtime.tuner.report import Decided, Tuned, algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.timing import Bench, Timing, fastest
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """Seconds of timing after which a stage times nothing more; see `Stopwatch`."""
 
     screening: float
@@ -52,30 +51,14 @@ _MOST_FINALISTS: Final = 6
 _MOST_BY_HEURISTIC: Final = 2
 _BEFORE: Final = "before"
 
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What was found for problems that are decided together.
-
-    Attributes:
-        products, layers: for the plan cache, by problem.
-        before_us: microseconds as the problems ran before. after_us: as decided.
-        strategy: in words.
-        measured: how many plans and algorithms were timed.
-        rejected: in words.
-    """
-
-    products: Mapping[MatmulProblem, ProductEntry]
-    layers: Mapping[LayerProblem, LayerEntry]
-    before_us: float
-    after_us: float
-    strategy: str
-    measured: int
-    rejected: tuple[str, ...] = ()
+Split: TypeAlias = tuple[str, ...]
+"""Names of the plans that run a part, forward first."""
+Plans: TypeAlias = dict[str, LayerPlan]
+"""Plans of a part's problems, by names that tell them apart."""
 
 
-def decide_part(bench: Bench, store: PlanStore, part: Chain, effort: Effort) -> Decision:
-    """The fastest split of a part whose results are right.
+def decide_part(bench: Bench, store: PlanStore, part: Chain, effort: Effort) -> Decided:
+    """The fastest split of a part whose results are right, and what the plan cache is to remember.
 
     Args:
         part: see `Chain.cut`; none of its problems is empty.
@@ -85,221 +68,249 @@ def decide_part(bench: Bench, store: PlanStore, part: Chain, effort: Effort) -> 
         MemoryError: the GPU has not enough memory.
     """
     search = _Search(bench, store, part, effort)
-    before = search.splits(heuristic_algorithm)
-    search.time_plans(before, _SCREENING_ROUNDS, search.budget.screening)
-    promising = search.promising(before)
-    search.tune_products(before, promising)
-    after = search.splits(search.products.plan, {*promising, *(before.plainest() or ())})
-    search.time_plans(after, _PLANS_ROUNDS, search.budget.finals)
-    return search.conclude(before, after)
-
-
-_Placed: TypeAlias = list[tuple[int, LayerPlan]]
-"""Plans that run one after the other, each with the index of its layer in the part."""
-
-
-class _Finalist(NamedTuple):
-    """A split in the finals, planned by the tuned algorithms or by the heuristic's.
-
-    An algorithm that is the fastest by itself need not be so between others, because clocks, caches and what runs
-    beside it are not the same.
-    """
-
-    split: Split
-    splits: Splits
-
-    @property
-    def placed(self) -> _Placed:
-        return self.splits.placed(self.split)
+    search.time_alone(search.before, _SCREENING_ROUNDS, BUDGETS[effort].screening)
+    promising = search.promising()
+    search.tune_products(promising)
+    search.plan_tuned(promising)
+    return search.conclude()
 
 
 class _Search:
-    def __init__(self, bench: Bench, store: PlanStore, part: Chain, effort: Effort) -> None:
-        self.bench, self.part, self.effort, self.budget = bench, part, effort, BUDGETS[effort]
-        self.products = Products(store)
-        problems = [problem for variants in variants_of(part) for problem in variants]
-        known = {problem: store.layer(problem_key(problem)) for problem in problems}
-        self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
-        self._timings: dict[str, Timing] = {}  # of single plans
-        self._measured = 0
-        self._complaints: list[str] = []
-        self._operands = OperandSets(bench, part)
+    """The plans of a part, and what is known of them.
 
-    def splits(self, choose: Choose, only: Collection[str] | None = None) -> Splits:
-        """Plans of all splits, or the named plans; what is refused stays out.
+    Attributes:
+        before: all plans that can be made, by the heuristic's algorithms.
+        after: the promising ones by the tuned algorithms, as far as they are not rejected.
+    """
+
+    def __init__(self, bench: Bench, store: PlanStore, part: Chain, effort: Effort) -> None:
+        self._bench, self._part, self._effort, self._budget = bench, part, effort, BUDGETS[effort]
+        self._variants, self._layers = variants_of(part), [layer for layer, _ in part.runs]
+        known = {problem: store.layer(problem_key(problem)) for problem in itertools.chain(*self._variants)}
+        self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
+        self._products, self._operands = Products(store), OperandSets(bench, part)
+        self._timings: dict[str, Timing] = {}  # of single plans that are not rejected
+        self._tried = 0
+        self._complaints: list[str] = []
+        self.before = self._plans(heuristic_algorithm)
+        self.after: Plans = {}
+
+    def _plans(self, choose: Choose, only: Collection[str] | None = None) -> Plans:
+        """Plans by every strategy, or the named plans; what the library refuses is rejected.
+
+        A backward problem has plans for everything that forward may keep, each by itself.
 
         Raises:
-            PlanError: one of the problems has no plan left.
+            PlanError: no split is left.
         """
-        made = Splits(self.part, self.bench.device, choose, self._rejected, only)
-        self._rejected = made.rejected
-        if made.prior() is None:
-            reasons = "; ".join(each.reason for rejected in made.rejected.values() for each in rejected)
-            raise PlanError(f"no split is of use for {self.part.problems[0]}: {reasons}")
+        choose, made = functools.cache(choose), {}
+        for problem, rejected in self._rejected.items():
+            out = [each.strategy for each in rejected]
+            for strategy in strategies_of(problem):
+                name = plan_name(problem, strategy)
+                if to_entry(strategy) in out or (only is not None and name not in only):
+                    continue
+                try:
+                    made[name] = plan_for(problem, self._bench.device, strategy, choose)
+                except PlanError as error:
+                    self._reject(problem, strategy, f"refused: {error}")
+        if not self._splits(made):
+            reasons = "; ".join(each.reason for rejected in self._rejected.values() for each in rejected)
+            raise PlanError(f"no split is of use for {self._part.problems[0]}: {reasons}")
         return made
 
-    def time_plans(self, splits: Splits, rounds: int, budget_s: float) -> None:
+    def _reject(self, problem: LayerProblem, strategy: Strategy, reason: str) -> None:
+        self._rejected[problem].append(RejectedStrategy(to_entry(strategy), reason))
+        self._timings.pop(plan_name(problem, strategy), None)
+
+    def _splits(self, plans: Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of) -> list[Split]:
+        """Plans that go together, as backward reads what forward keeps; the first of each problem first."""
+        named = [[plan_name(each, one) for each in variants for one in order(each)] for variants in self._variants]
+        there = ([name for name in names if name in plans] for names in named)
+        return [split for split in itertools.product(*there) if self._goes_together(plans, split)]
+
+    def _goes_together(self, plans: Plans, split: Split) -> bool:
+        reader = self._part.reader(0)
+        if reader is None:
+            return True
+        forward, backward = (plans[name] for name in split)
+        return getattr(backward.problem, reader[1]).saved is forward.strategy.saved
+
+    def _untuned_and_plainest(self, plans: Plans) -> list[Split]:
+        """The split that the priors take, and that of plain products and our kernels; neither if no split is left."""
+        by_priors = functools.partial(priors_of, device=self._bench.device)
+        return [split for order in (by_priors, _plainest_first) for split in self._splits(plans, order)[:1]]
+
+    def _placed(self, plans: Plans, split: Split) -> Placed:
+        return [*zip(self._layers, (plans[name] for name in split), strict=True)]
+
+    def _times(self, plans: Plans) -> dict[Split, float]:
+        """Microseconds of all plans of a split, one after the other, of the splits whose plans were timed."""
+        timed = [split for split in self._splits(plans) if self._timings.keys() >= {*split}]
+        return {split: sum(self._timings[name].median_us for name in split) for split in timed}
+
+    def time_alone(self, plans: Plans, rounds: int, budget_s: float) -> None:
         """Times the plans of each direction against each other, the priors' first."""
-        for first, plans in zip(splits.prior() or (), splits.directions, strict=True):
-            names = sorted(plans, key=lambda name: name != first)
-            self._timings |= self._take_times({name: splits.placed((name,)) for name in names}, rounds, budget_s)
+        untuned, _ = self._untuned_and_plainest(plans)
+        for first, layer, variants in zip(untuned, self._layers, self._variants, strict=True):
+            names = [first, *(name for name in plans if plans[name].problem in variants)]
+            contenders = {name: [(layer, plans[name])] for name in names}
+            self._timings |= self._operands.take_times(contenders, budget_s, rounds)
 
-    def _take_times(self, contenders: Mapping[str, _Placed], rounds: int, budget_s: float) -> dict[str, Timing]:
-        launches = {name: self._operands.launch(plans) for name, plans in contenders.items()}
-        timings = take_times(launches, self.bench.clock, len(self._operands), budget_s, rounds)
-        self._measured += len(timings)
-        return timings
-
-    def promising(self, splits: Splits) -> set[str]:
+    def promising(self) -> set[str]:
         """Names of the priors' plans, and of those that are not far behind, alone and with the plan they go with.
 
         The times are by the heuristic's algorithms. They say little where our kernel takes a product, so that all such
         plans are in.
         """
-        plans, times = splits.plans, splits.times(self._timings)
+        times = self._times(self.before)
         best: dict[LayerProblem, float] = {}
         for name, timing in self._timings.items():
-            problem = plans[name].problem
+            problem = self.before[name].problem
             best[problem] = min(best.get(problem, math.inf), timing.median_us)
         limit = _PROMISING * min(times.values())
         names = {name for split, us in times.items() if us <= limit for name in split}
-        near = {name for name in names if self._timings[name].median_us <= _PROMISING * best[plans[name].problem]}
-        ours = {name for name, plan in plans.items() if any(takes(each.problem) for each in plan.products.values())}
-        return near | ours | set(splits.prior() or ())
+        near = {name for name in names if self._timings[name].median_us <= _PROMISING * best[self.before[name].problem]}
+        ours = {
+            name for name, plan in self.before.items() if any(takes(each.problem) for each in plan.products.values())
+        }
+        return near | ours | {*self._untuned_and_plainest(self.before)[0]}
 
-    def tune_products(self, splits: Splits, names: Iterable[str]) -> None:
+    def tune_products(self, names: Iterable[str]) -> None:
         """Finds the algorithms of the products of some plans, those that are not known already."""
-        products = dict.fromkeys(each.problem for name in names for each in splits.plans[name].products.values())
-        entry = self.products.entry
-        unknown = [each for each in products if not each.is_empty and not is_as_deep(entry(each), self.effort)]
-        watch = self.bench.clock.watch
-        deadline = watch.seconds + self.budget.products
+        products = dict.fromkeys(each.problem for name in names for each in self.before[name].products.values())
+        entry, watch = self._products.entry, self._bench.clock.watch
+        unknown = [each for each in products if not each.is_empty and not is_as_deep(entry(each), self._effort)]
+        deadline = watch.seconds + self._budget.products
         for number, problem in enumerate(unknown):
             left = max(deadline - watch.seconds, 0.0) / (len(unknown) - number)
-            found = self.products.search(self.bench, problem, self.effort, max(left, _LEAST_PRODUCT_S))
+            found = self._products.search(self._bench, problem, self._effort, max(left, _LEAST_PRODUCT_S))
             if found is not None:
-                self._measured += found.candidates
+                self._tried += found.candidates
                 name = describe(problem)
                 self._complaints += [
                     f"{name} by {algorithm_in_words(each.config)}: {each.reason}" for each in found.rejected
                 ]
 
-    def conclude(self, before: Splits, after: Splits) -> Decision:
+    def plan_tuned(self, names: Iterable[str]) -> None:
+        """Plans and times some plans by the tuned algorithms, and those of the plainest split."""
+        _, plainest = self._untuned_and_plainest(self.before)
+        self.after = self._plans(self._products.plan, {*names, *plainest})
+        self.time_alone(self.after, _PLANS_ROUNDS, self._budget.finals)
+
+    def conclude(self) -> Decided:
         """Times the best splits against each other; what runs untuned stays if it is faster than their winner.
 
         Raises:
             PlanError: nothing is left.
         """
-        untuned, trusted = before.prior(), before.plainest()
-        assert untuned is not None
-        assert trusted is not None
-        expected = self._operands.results(before.placed(trusted))
-        unsound = {name for name, plan in before.plans.items() if self.products.is_unsound(plan)}
+        untuned, trusted = self._untuned_and_plainest(self.before)
+        untuned_plans, trusted_plans = (self._placed(self.before, split) for split in (untuned, trusted))
+        expected = self._operands.results(trusted_plans)
+        unsound = {name for name, plan in self.before.items() if self._products.is_unsound(plan)}
         while True:  # until the fastest is right
-            finalists = self._finalists(before, after, unsound)
-            timings = self._finals(finalists, before.placed(untuned))
-            name = fastest({name: each for name, each in timings.items() if name != _BEFORE}, next(iter(finalists)))
-            winner, new, old = finalists[name], timings[name], timings.get(_BEFORE, timings[name])
-            fault = None if winner.split == trusted else self._operands.disagreement(winner.placed, expected)
+            finalists = self._finalists(unsound)
+            placed = {name: self._placed(plans, split) for name, (plans, split) in finalists.items()}
+            name, new, old = self._final(placed, untuned_plans)
+            plans, split = finalists[name]
+            fault = None if split == trusted else self._operands.disagreement(placed[name], expected)
             if fault is None:
                 break
             output, words = fault
-            after.reject(winner.split[0 if output == "y" else -1], f"wrong: {words}")
-        stays = winner == (untuned, before)
-        if fastest({name: new, _BEFORE: old}, name) == _BEFORE and untuned in after.splits:
+            wrong = self.after.pop(split[0 if output == "y" else -1])
+            self._reject(wrong.problem, wrong.strategy, f"wrong: {words}")
+        stays = plans is self.before and split == untuned
+        if not stays and fastest({name: new, _BEFORE: old}, name) == _BEFORE and untuned in self._splits(self.after):
             is_sound = unsound.isdisjoint(untuned)
-            stays |= is_sound and self._operands.disagreement(before.placed(untuned), expected) is None
-        winner = _Finalist(untuned, before) if stays else winner
-        return self._decision(before, after, winner, old, new, stays=stays)
+            stays = is_sound and self._operands.disagreement(untuned_plans, expected) is None
+        if stays:
+            return self._decided(untuned, old, old, self._entries(untuned, new))
+        products = {**self._products.found}
+        if plans is self.before:
+            for name in split:
+                products |= self._products.as_planned(plans[name])
+        return self._decided(split, old, new, {**products, **self._entries(split, new)})
 
-    def _decision(
-        self, before: Splits, after: Splits, winner: _Finalist, old: Timing, new: Timing, *, stays: bool
-    ) -> Decision:
-        products = {} if stays else {**self.products.found}
-        if winner.splits is before and not stays:
-            for _, plan in winner.placed:
-                products |= self.products.as_planned(plan)
-        record = _Record(before, after, self._timings)
-        words = " | ".join(strategy_in_words(to_entry(after.plans[name].strategy)) for name in winner.split)
-        return Decision(
-            products,
-            record.entries(winner.split, new.median_us, self.effort),
-            old.median_us,
-            (old if stays else new).median_us,
-            words,
-            self._measured,
-            (*record.rejections(), *self._complaints),
-        )
+    def _final(self, placed: Mapping[str, Placed], untuned: Placed) -> tuple[str, Timing, Timing]:
+        """The name of the fastest finalist, its timing, and that of what runs untuned."""
+        first = next(iter(placed))
+        contenders = {first: placed[first], _BEFORE: untuned} | {**placed}
+        timings = self._operands.take_times(contenders, self._budget.finals, _FINAL_ROUNDS)
+        name = fastest({name: each for name, each in timings.items() if name != _BEFORE}, first)
+        return name, timings[name], timings.get(_BEFORE, timings[name])
 
-    def _finalists(self, before: Splits, after: Splits, unsound: Set[str]) -> dict[str, _Finalist]:
+    def _decided(self, split: Split, old: Timing, new: Timing, entries: Mapping[Any, Entry]) -> Decided:
+        """What is reported of a split, with the entries that are to be remembered."""
+        words = " | ".join(strategy_in_words(to_entry(self.before[name].strategy)) for name in split)
+        out = [each for rejected in self._rejected.values() for each in rejected]
+        reasons = [f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out]
+        slow = {name: each.median_us for name, each in self._timings.items() if name not in self.after}
+        reasons += [*(f"{name}: slow: {us:.1f} µs" for name, us in slow.items()), *self._complaints]
+        times, measured = (old.median_us, new.median_us), self._operands.measured + self._tried
+        return Tuned((*self._part.problems,), *times, words, measured, (*reasons,)), entries
+
+    def _finalists(self, unsound: Collection[str]) -> dict[str, tuple[Plans, Split]]:
         """The priors' split, the best, and the plainest, by name; the best by the heuristic's algorithms as well.
+
+        An algorithm that is the fastest by itself need not be so between others, because clocks, caches and what runs
+        beside it are not the same.
+
+        Args:
+            unsound: names of the plans by an algorithm of the heuristic's that was rejected.
 
         Raises:
             PlanError: no split is left.
         """
-        times = after.times(self._timings)
+        times = self._times(self.after)
         best = sorted(times, key=times.__getitem__)[:_MOST_FINALISTS]
         close = [split for split in best if times[split] <= _CLOSE * times[best[0]]]
-        tuned = [split for split in (after.prior(), *close, after.plainest()) if split is not None]
-        sound = [split for split in close if unsound.isdisjoint(split)][:_MOST_BY_HEURISTIC]
+        untuned_and_plainest = self._untuned_and_plainest(self.after)
+        tuned = [*untuned_and_plainest[:1], *close, *untuned_and_plainest[1:]]
+        sound = [split for split in close if {*split}.isdisjoint(unsound)][:_MOST_BY_HEURISTIC]
         if not tuned:
-            raise PlanError(f"no split computes the right results for {self.part.problems[0]}")
-        found = {" | ".join(split): _Finalist(split, after) for split in tuned}
-        return found | {f"{' | '.join(split)} by the heuristic": _Finalist(split, before) for split in sound}
+            raise PlanError(f"no split computes the right results for {self._part.problems[0]}")
+        found = {" | ".join(split): (self.after, split) for split in tuned}
+        return found | {f"{' | '.join(split)} by the heuristic": (self.before, split) for split in sound}
 
-    def _finals(self, finalists: Mapping[str, _Finalist], untuned: _Placed) -> dict[str, Timing]:
-        first = next(iter(finalists))
-        contenders = {first: finalists[first].placed, _BEFORE: untuned}
-        contenders |= {name: each.placed for name, each in finalists.items()}
-        return self._take_times(contenders, _FINAL_ROUNDS, self.budget.finals)
-
-
-class _Record:
-    """What is remembered of the plans of a part.
-
-    Args:
-        before: all plans, by the heuristic's algorithms. after: those that are left.
-        timings: of plans by themselves.
-    """
-
-    def __init__(self, before: Splits, after: Splits, timings: Mapping[str, Timing]) -> None:
-        self._after, self._device = after, before.device
-        self._plans = before.plans
-        self._timed = {problem: self._of(problem, timings) for problem in before.rejected}
-
-    def _of(self, problem: LayerProblem, timings: Mapping[str, Timing]) -> dict[str, Timing]:
-        """Timings of the problem's plans that are not rejected."""
-        out = [each.strategy for each in self._after.rejected[problem]]
-        plans = {name: plan for name, plan in self._plans.items() if plan.problem == problem and name in timings}
-        return {name: timings[name] for name, plan in plans.items() if to_entry(plan.strategy) not in out}
-
-    def entries(self, split: Split, us: float, effort: Effort) -> dict[LayerProblem, LayerEntry]:
+    def _entries(self, split: Split, timing: Timing) -> dict[LayerProblem, LayerEntry]:
         """An entry of the forward problem, and of the backward problem for everything that may be kept.
 
         Args:
-            us: that the split takes, for a plan that was not timed by itself.
+            timing: of the split, for a plan that was not timed by itself.
         """
-        chosen = {self._plans[name].problem: name for name in split}
-        names = {problem: chosen.get(problem) or self._best(problem) for problem in self._timed}
-        return {problem: self._entry(problem, name, us, effort) for problem, name in names.items() if name is not None}
+        found = {}
+        for problem, rejected in self._rejected.items():
+            stored = {name: to_entry(plan.strategy) for name, plan in self.before.items() if plan.problem == problem}
+            timings = {name: self._timings[name] for name in stored if name in self._timings}
+            names = (plan_name(problem, each) for each in priors_of(problem, self._bench.device))
+            best = next((fastest(timings, name) for name in names if name in timings), None)
+            chosen = next((name for name in split if name in stored), best)
+            if chosen is not None:
+                us = {name: each.median_us for name, each in timings.items()}
+                others = [name for name in sorted(us, key=us.__getitem__) if name != chosen]
+                alternatives = tuple(Alternative(stored[name], us[name]) for name in others)
+                own_us, out = us.get(chosen, timing.median_us), tuple(rejected)
+                found[problem] = LayerEntry(stored[chosen], own_us, alternatives, out, effort=self._effort)
+        return found
 
-    def _best(self, problem: LayerProblem) -> str | None:
-        timed = self._timed[problem]
-        names = (plan_name(problem, each) for each in priors_of(problem, self._device))
-        first = next((name for name in names if name in timed), None)
-        return fastest(timed, first) if first is not None else None
 
-    def _entry(self, problem: LayerProblem, chosen: str, us: float, effort: Effort) -> LayerEntry:
-        timed = {name: timing.median_us for name, timing in self._timed[problem].items()}
-        strategies = {name: to_entry(self._plans[name].strategy) for name in (chosen, *timed)}
-        others = [name for name in sorted(timed, key=timed.__getitem__) if name != chosen]
-        alternatives = tuple(Alternative(strategies[name], timed[name]) for name in others)
-        rejected = tuple(self._after.rejected[problem])
-        return LayerEntry(strategies[chosen], timed.get(chosen, us), alternatives, rejected, effort=effort)
+def variants_of(part: Chain) -> list[tuple[LayerProblem, ...]]:
+    """The problems of a part, forward first; a backward problem for everything that forward may keep."""
+    found: list[tuple[LayerProblem, ...]] = [(problem,) for problem in part.problems]
+    if part.reader(0) is not None:
+        found[-1] = tuple(part.keeping({0: saved}).problems[-1] for saved in saved_kinds(part.forwards[0]))
+    return found
 
-    def rejections(self) -> list[str]:
-        """What is out, and why, in words."""
-        out = [each for rejected in self._after.rejected.values() for each in rejected]
-        timed = {name: timing.median_us for timings in self._timed.values() for name, timing in timings.items()}
-        slow = [f"{name}: slow: {us:.1f} µs" for name, us in timed.items() if name not in self._after.plans]
-        return [*(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out), *slow]
+
+def _plainest_first(problem: LayerProblem) -> Iterable[Strategy]:
+    strategies = [*strategies_of(problem)]
+    return strategies[::-1] if isinstance(problem, ForwardProblem) else strategies
+
+
+def plan_name(problem: LayerProblem, strategy: Strategy) -> str:
+    """A name among all plans of a part, such as "bias, keeps output" or "db by kernel, from nothing and mask"."""
+    words = strategy_in_words(to_entry(strategy))
+    if not isinstance(problem, BackwardProblem):
+        return words
+    saved = [each.saved.value for each in (problem.own, problem.through) if each is not None]
+    return f"{words}, from {' and '.join(saved)}"

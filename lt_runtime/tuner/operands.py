@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
+from lt_runtime.tuner.timing import buffer_sets
 
 _MARGIN: Final = 4096  # elements behind each operand
 _PERIOD: Final = 65521  # A prime: no leading dimension puts the same values below each other.
@@ -21,8 +21,7 @@ _STEP: Final = 7919  # Each set of operands has the same values, this many place
 _BITS: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(NamedTuple):
     """Values for operands.
 
     Attributes:
@@ -58,15 +57,13 @@ ONES: Final = Data("ones", lambda _, size, __: np.ones(size), 2**24 - 2)
 
 
 @functools.lru_cache(maxsize=128)
-def _drawn(data: Data, dtype: DType, number: int, scale: float) -> NDArray[Any]:
-    values = scale * data.draw(np.random.default_rng(number), _PERIOD, dtype)
+def _drawn(data: Data, dtype: DType | None, number: int, scale: float) -> NDArray[Any]:
+    """Values as unsigned integers of their size; for a mask, whose type is None, bytes."""
+    generator = np.random.default_rng(number)
+    if dtype is None:
+        return (np.full(_PERIOD, 0xFF) if data is ONES else generator.integers(0, 256, _PERIOD)).astype(np.uint8)
+    values = scale * data.draw(generator, _PERIOD, dtype)
     return values.astype(dtype.numpy).view(f"uint{_BITS * dtype.itemsize}")
-
-
-@functools.lru_cache(maxsize=8)
-def _drawn_mask(all_set: bool, number: int) -> NDArray[Any]:
-    values = np.full(_PERIOD, 0xFF) if all_set else np.random.default_rng(number).integers(0, 256, _PERIOD)
-    return values.astype(np.uint8)
 
 
 class Buffer:
@@ -105,9 +102,7 @@ class Buffer:
             number: of the operand; other numbers get other values.
             seed: of the set of operands; see `_STEP`.
         """
-        dtype = self._dtype
-        drawn = _drawn_mask(data is ONES, number) if dtype is None else _drawn(data, dtype, number, self._scale)
-        values, flat = np.roll(drawn, _STEP * seed), self.flat
+        values, flat = np.roll(_drawn(data, self._dtype, number, self._scale), _STEP * seed), self.flat
         count = min(values.size, flat.size)
         flat[:count] = self._xp.asarray(values[:count])
         while count < flat.size:
@@ -118,10 +113,6 @@ class Buffer:
     def poison(self) -> None:
         """Sets every bit, which makes every float NaN."""
         self.flat.view("uint8").fill(0xFF)
-
-    def untouched(self) -> int:
-        """How many elements are still as `poison` left them."""
-        return int((self.flat.view(f"int{_BITS * self._itemsize}") == -1).sum())
 
     def values(self, rows: slice = slice(None)) -> Any:
         """Rows of the matrices in float64, (batch, rows, cols); a mask's bytes."""
@@ -141,54 +132,74 @@ def _in_bytes(mask: Spec) -> Spec:
     return Spec(in_bytes, mask.alignment, mask.batch_stride // _BITS)
 
 
-class ProductOperands:
-    """All operands of one matrix product.
+class Operands:
+    """Buffers of all operands of what is measured.
+
+    Attributes:
+        buffers: by the operand's name, or by its place in a chain.
+        outputs: keys of the buffers that are written and not read before.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[Any, Buffer] = {}
+        self.outputs: list[Any] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.flat.nbytes for buffer in self.buffers.values())
+
+    def fill(self, data: Data, seed: int) -> None:
+        """Puts data into every operand, those that are to be written included."""
+        for number, buffer in enumerate(self.buffers.values()):
+            buffer.fill(data, number, seed)
+
+    def poison(self) -> None:
+        """Fills every output with NaN, so that an element that is not written is noticed."""
+        for key in self.outputs:
+            self.buffers[key].poison()
+
+
+_Operands = TypeVar("_Operands", bound=Operands)
+
+
+def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
+    """Filled sets of operands, as many as it takes to keep them out of the cache; see `buffer_sets`."""
+    first = make()
+    sets = [first, *(make() for _ in range(1, buffer_sets(first.size, device)))]
+    for seed, operands in enumerate(sets):
+        operands.fill(NORMAL, seed)
+    return sets
+
+
+class ProductOperands(Operands):
+    """All operands of one matrix product; the outputs are "d", and "aux" or "vector" where the epilogue has them.
 
     Args:
         xp: CuPy, with the device and the stream current that everything is to happen on; or NumPy.
         problem: none of its extents is 0.
 
     Attributes:
-        buffers: the operands by name.
-        outputs: names of what the product writes: "d", and "aux" or "vector" where the epilogue has them.
         has_mask: whether the auxiliary matrix is ReLU's, with a bit for each element.
     """
 
     def __init__(self, xp: Any, problem: MatmulProblem) -> None:
+        super().__init__()
         self.xp, self.problem = xp, problem
         epilogue, result, batch = problem.epilogue, problem.d_dtype, problem.batch
         self.has_mask = problem.aux is not None and epilogue.activation == "relu"
-        self.buffers = {
-            "a": Buffer(xp, problem.a, problem.dtype, batch),
-            "b": Buffer(xp, problem.b, problem.dtype, batch),
-            "d": Buffer(xp, problem.d, result, batch),
-        }
-        if problem.c is not None:
-            self.buffers["c"] = Buffer(xp, problem.c, result, batch)
+        vector: Spec | None = None
         if epilogue.has_bias or epilogue.has_bias_gradient:
             length = problem.m if epilogue is Epilogue.BGRADA else problem.n
-            self.buffers["vector"] = Buffer(xp, Spec(packed(1, length), problem.vector), result)
-        if problem.aux is not None:
-            self.buffers["aux"] = Buffer(xp, problem.aux, None if self.has_mask else result, batch)
+            vector = Spec(packed(1, length), problem.vector)
+        specs = {"a": problem.a, "b": problem.b, "d": problem.d, "c": problem.c, "vector": vector, "aux": problem.aux}
+        types = {"a": problem.dtype, "b": problem.dtype, "aux": None if self.has_mask else result}
+        for name, spec in specs.items():
+            if spec is not None:
+                self.buffers[name] = Buffer(xp, spec, types.get(name, result), 1 if name == "vector" else batch)
         self._one = xp.ones(1, "float64" if problem.compute is Compute.FLOAT64 else "float32")
         written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
-        self.outputs = tuple(name for name, is_output in written.items() if is_output)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all that a launch reads or writes."""
-        return sum(buffer.flat.nbytes for buffer in self.buffers.values())
-
-    def fill(self, data: Data, seed: int) -> None:
-        """Puts data into every operand that the product reads."""
-        for number, (name, buffer) in enumerate(self.buffers.items()):
-            if name not in self.outputs:
-                buffer.fill(data, number, seed)
-
-    def poison(self) -> None:
-        """Fills every output with NaN, so that an element that is not written is noticed."""
-        for name in self.outputs:
-            self.buffers[name].poison()
+        self.outputs = [name for name, is_output in written.items() if is_output]
 
     def snapshot(self) -> list[Any]:
         """Copies of the outputs' bits."""
@@ -202,7 +213,8 @@ class ProductOperands:
     def wrote_outside(self) -> bool:
         """Whether the product, whose results are all numbers, has written between or behind the rows of D."""
         d = self.buffers["d"]
-        return d.untouched() != int(d.flat.size - d.bits.size)
+        poisoned = int((~d.flat == 0).sum())
+        return poisoned != int(d.flat.size - d.bits.size)
 
     def call(self, stream: int) -> Call:
         """A run on these operands, α and β being 1."""

@@ -12,8 +12,7 @@ from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.blobs import configuration, plan_by
-from lt_runtime.products.choose import known_algorithm
+from lt_runtime.products.choose import configuration, known_algorithm, plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, pays_untuned
@@ -22,8 +21,8 @@ from lt_runtime.store.entries import Effort, ProductEntry, RejectedAlgorithm, no
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.tuner.candidates import deep_candidates, heuristic_candidates
-from lt_runtime.tuner.operands import NORMAL, ProductOperands
-from lt_runtime.tuner.timing import Bench, Launch, Timing, buffer_sets, fastest, take_times
+from lt_runtime.tuner.operands import NORMAL, ProductOperands, operand_sets
+from lt_runtime.tuner.timing import Bench, Launch, Timing, fastest, take_times
 from lt_runtime.tuner.verification import verify
 
 BUDGET_S: Final = {"default": 2.0, "deep": 20.0}
@@ -55,16 +54,9 @@ def find_algorithm(bench: Bench, problem: MatmulProblem, effort: Effort, budget_
         raise PlanError(f"no algorithm is of use for {problem}: {'; '.join(reasons)}")
     chosen = candidates.fastest(timings)
     blob, timing = candidates.plans[chosen].blob, timings[chosen]
-    return ProductEntry(
-        blob,
-        configuration(blob),
-        timing.median_us,
-        timings.get(_FIRST, timing).median_us,
-        timing.spread_us,
-        sum(not each.dropped for each in timings.values()),
-        tuple(candidates.rejected),
-        effort=effort,
-    )
+    first_us, measured = timings.get(_FIRST, timing).median_us, sum(not each.dropped for each in timings.values())
+    times, rejected = (timing.median_us, first_us, timing.spread_us), tuple(candidates.rejected)
+    return ProductEntry(blob, configuration(blob), *times, measured, rejected, effort=effort)
 
 
 class Candidates:
@@ -78,41 +70,37 @@ class Candidates:
     """
 
     def __init__(self, problem: MatmulProblem, device: int, effort: str) -> None:
-        self.problem, self.device = problem, device
+        self.problem, self._device = problem, device
         self.plans: dict[str, AlgorithmPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
         self.refusals: list[str] = []
         plain, *copies = (self._offered(mark, effort) for mark in (b"", PADDED, K_MAJOR))
         padded = [blob for blobs in copies for blob in blobs]
-        for number, blob in enumerate(padded + plain if pays_untuned(problem) else plain + padded):
-            self._admit(f"candidate {number}" if number else _FIRST, blob)
+        blobs = padded + plain if pays_untuned(problem) else plain + padded
+        self._blobs = {f"candidate {number}" if number else _FIRST: blob for number, blob in enumerate(blobs)}
         if takes(problem):
-            self._admit("ours", NARROW.blob)
+            self._blobs["ours"] = NARROW.blob
+        for name, blob in self._blobs.items():
+            try:
+                self.plans[name] = plan_by(problem, device, blob)
+            except PlanError as error:
+                self.reject(name, str(error))
+                continue
+            if not self.plans[name].is_lean:
+                self.reject(name, "cannot be launched as at most two kernels and nothing else")
 
     def _offered(self, mark: bytes, effort: str) -> list[bytes]:
         """The library's algorithms for the product, or on the padded copies that a mark stands for, the best first."""
         try:
             if mark:
-                plan = PaddedPlan(self.problem, self.device, k_major=mark == K_MAJOR).inner
+                plan = PaddedPlan(self.problem, self._device, k_major=mark == K_MAJOR).inner
             else:
-                plan = MatmulPlan(self.problem, self.device)
-            algorithms = heuristic_candidates(plan, plan.workspace_size)
-            offered = deep_candidates(plan, algorithms) if effort == "deep" else algorithms
+                plan = MatmulPlan(self.problem, self._device)
+            offered = heuristic_candidates(plan, plan.workspace_size)
+            return [mark + each.blob for each in (deep_candidates(plan, offered) if effort == "deep" else offered)]
         except PlanError as error:
             self.refusals += [] if mark else [str(error)]  # Copies need not be possible.
             return []
-        return [mark + each.blob for each in offered]
-
-    def _admit(self, name: str, blob: bytes) -> None:
-        try:
-            plan = plan_by(self.problem, self.device, blob)
-        except PlanError as error:
-            self._note(blob, str(error))
-            return
-        if plan.is_lean:
-            self.plans[name] = plan
-        else:
-            self._note(blob, "cannot be launched as at most two kernels and nothing else")
 
     def fastest(self, timings: Mapping[str, Timing]) -> str:
         """The name of the candidate to take of those that are left."""
@@ -120,17 +108,8 @@ class Candidates:
 
     def reject(self, name: str, reason: str) -> None:
         """Takes a candidate out."""
-        self._note(self.plans.pop(name).blob, reason)
-
-    def reject_slow(self, timings: Mapping[str, Timing]) -> None:
-        """Takes out the candidates that were not timed in full."""
-        for name in list(self.plans):
-            if name not in timings:
-                self.reject(name, "not measured: time was up")
-            elif timings[name].dropped:
-                self.reject(name, f"far behind: {timings[name].median_us:.1f} µs")
-
-    def _note(self, blob: bytes, reason: str) -> None:
+        self.plans.pop(name, None)
+        blob = self._blobs[name]
         self.rejected.append(RejectedAlgorithm(blob, configuration(blob), reason))
 
 
@@ -140,27 +119,28 @@ def _compete(bench: Bench, candidates: Candidates, budget_s: float) -> dict[str,
     What runs untuned is verified in any case. Where the winner is wrong, the rest compete again: they may have been far
     behind the winner alone.
     """
-    clock, problem = bench.clock, candidates.problem
+    clock = bench.clock
     deadline = clock.watch.seconds + budget_s
-    first = ProductOperands(bench.xp, problem)
-    others = range(1, buffer_sets(first.size, bench.device))
-    operands = [first, *(ProductOperands(bench.xp, problem) for _ in others)]
+    operands = operand_sets(lambda: ProductOperands(bench.xp, candidates.problem), bench.device)
     calls = [each.call(clock.stream) for each in operands]
     launches = {name: launcher(plan, calls) for name, plan in candidates.plans.items()}
     timings: dict[str, Timing] = {}
     while candidates.plans:
-        for seed, each in enumerate(operands):
-            each.fill(NORMAL, seed)
         left = deadline - clock.watch.seconds
         timings |= take_times({name: launches[name] for name in candidates.plans}, clock, len(operands), left)
         chosen = candidates.fastest(timings)
         judged = [name for name in dict.fromkeys((chosen, _FIRST)) if name in candidates.plans]
-        faults = verify({name: _afresh(launches[name], bench) for name in judged}, first)
+        faults = verify({name: _afresh(launches[name], bench) for name in judged}, operands[0])
         for name, fault in faults.items():
             candidates.reject(name, fault)
         if chosen not in faults:
             break
-    candidates.reject_slow(timings)
+        operands[0].fill(NORMAL, 0)
+    for name in list(candidates.plans):
+        if name not in timings:
+            candidates.reject(name, "not measured: time was up")
+        elif timings[name].dropped:
+            candidates.reject(name, f"far behind: {timings[name].median_us:.1f} µs")
     return timings
 
 
@@ -212,18 +192,21 @@ class Products:
         entry = self.found.get(problem)
         return known_algorithm(problem, device) if entry is None else plan_by(problem, device, entry.algorithm)
 
+    def _known(self, plan: Plan) -> list[tuple[AlgorithmPlan, ProductEntry]]:
+        """A layer's products of which something is known, each with that."""
+        products = (each for each in plan.products.values() if not each.problem.is_empty)
+        return [(each, entry) for each in products if (entry := self.entry(each.problem)) is not None]
+
     def is_unsound(self, plan: Plan) -> bool:
         """Whether one of a layer's products has an algorithm that was rejected."""
-        entries = [(each, self.entry(each.problem)) for each in plan.products.values() if not each.problem.is_empty]
-        return any(entry and each.blob in [one.algorithm for one in entry.rejected] for each, entry in entries)
+        return any(each.blob in [one.algorithm for one in entry.rejected] for each, entry in self._known(plan))
 
     def as_planned(self, plan: Plan) -> dict[MatmulProblem, ProductEntry]:
         """Entries with the heuristic's algorithms, for those products of a plan by these that are known otherwise."""
-        known = [(each, self.entry(each.problem)) for each in plan.products.values() if not each.problem.is_empty]
         return {
             each.problem: replace(
                 entry, algorithm=each.blob, config=configuration(each.blob), us=entry.first_us, when=now()
             )
-            for each, entry in known
-            if entry is not None and entry.algorithm != each.blob
+            for each, entry in self._known(plan)
+            if entry.algorithm != each.blob
         }

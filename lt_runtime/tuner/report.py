@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
 from lt_runtime.plans.strategies import MadeBy
-from lt_runtime.problem import BackwardProblem, Compute, ForwardProblem, MatmulProblem, Saved
+from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, Saved
+from lt_runtime.store.entries import Entry
 from lt_runtime.store.keys import Problem, problem_key
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Is told how many groups of problems are done, how many there are, and in words what comes next."""
 
-_PARTS: Final = {
-    "PADDED": ("padded", None),
-    "K_MAJOR": ("along K", None),
-    "ID": ("id", None),
+_PARTS: Final[Mapping[str, tuple[str, type[int]]]] = {
+    "PADDED": ("padded", int),
+    "K_MAJOR": ("along K", int),
+    "ID": ("id", int),
     "TILE_ID": ("tile", MatmulTile),
     "STAGES_ID": ("stages", MatmulStages),
-    "SPLITK_NUM": ("split-K", None),
+    "SPLITK_NUM": ("split-K", int),
     "REDUCTION_SCHEME": ("reduction", ReductionScheme),
-    "CTA_SWIZZLING": ("swizzle", None),
-    "CUSTOM_OPTION": ("option", None),
+    "CTA_SWIZZLING": ("swizzle", int),
+    "CUSTOM_OPTION": ("option", int),
     "INNER_SHAPE_ID": ("inner shape", MatmulInnerShape),
     "CLUSTER_SHAPE_ID": ("cluster", ClusterShape),
 }
@@ -40,25 +40,17 @@ _PREFIXES: Final = ("TILE_", "STAGES_", "SHAPE_")
 
 def describe(problem: Problem) -> str:
     """A problem in a few words, M×N×K among them, such as "matmul 8192x3072x768 bfloat16 gelu_aux_bias"."""
-    match problem:
-        case MatmulProblem(m=m, n=n, k=k, epilogue=epilogue, batch=batch):
-            times = f" batch {batch}" if batch > 1 else ""
-            return f"matmul {m}x{n}x{k}{times} {_type(problem)} {epilogue.value}"
-        case ForwardProblem(x=x, y=out):
-            return f"forward {_shape(out.layout.shape, x.layout.cols)} {_type(problem)} {problem.activation.name}"
-        case BackwardProblem(x=x, dy=out, own=own, through=through):
-            below = "" if through is None else f" through {through.activation.name}"
-            shape = _shape(out.layout.shape, x.layout.cols)
-            return f"backward {shape} {_type(problem)} {own.activation.name}{below}"
-
-
-def _shape(output: tuple[int, int], inputs: int) -> str:
-    rows, cols = output
-    return f"{rows}x{cols}x{inputs}"
-
-
-def _type(problem: Problem) -> str:
-    return "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
+    dtype = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
+    if isinstance(problem, MatmulProblem):
+        times = f" batch {problem.batch}" if problem.batch > 1 else ""
+        return f"matmul {problem.m}x{problem.n}x{problem.k}{times} {dtype} {problem.epilogue.value}"
+    if isinstance(problem, ForwardProblem):
+        kind, out, words = "forward", problem.y, problem.activation.name
+    else:
+        below = "" if problem.through is None else f" through {problem.through.activation.name}"
+        kind, out, words = "backward", problem.dy, f"{problem.own.activation.name}{below}"
+    rows, cols = out.layout.shape
+    return f"{kind} {rows}x{cols}x{problem.x.layout.cols} {dtype} {words}"
 
 
 def strategy_in_words(strategy: Mapping[str, object]) -> str:
@@ -84,18 +76,14 @@ def algorithm_in_words(config: Mapping[str, int]) -> str:
 
 
 def _part(name: str, value: int) -> str:
-    word, kind = _PARTS.get(name, (name, None))
-    return f"{word} {value if kind is None else _member(kind, value)}"
-
-
-def _member(kind: type[enum.IntEnum | enum.IntFlag], value: int) -> str:
+    word, kind = _PARTS.get(name, (name, int))
     try:
-        name = kind(value).name or str(value)
+        member = getattr(kind(value), "name", None) or str(value)
     except ValueError:  # The value comes from a version of the library that these bindings do not know.
-        return str(value)
+        member = str(value)
     for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return "any" if name == "UNDEFINED" else name.lower()
+        member = member.removeprefix(prefix)
+    return f"{word} {'any' if member == 'UNDEFINED' else member.lower()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +105,18 @@ class Tuned:
     before_us: float
     after_us: float
     strategy: str
-    measured: int
-    rejected: tuple[str, ...]
-    seconds: float
+    measured: int = 0
+    rejected: tuple[str, ...] = ()
+    seconds: float = 0.0
 
     @property
     def gain(self) -> float | None:
         """How many times as fast as before; None where nothing was measured now."""
         return self.before_us / self.after_us if self.measured and self.before_us and self.after_us else None
+
+
+Decided: TypeAlias = tuple[Tuned, Mapping[Any, Entry]]
+"""What is reported of problems that were decided together, and what the plan cache is to remember, by problem."""
 
 
 class TuningReport(tuple[Tuned, ...]):
@@ -167,7 +159,12 @@ class TuningReport(tuple[Tuned, ...]):
 
     def to_json(self) -> list[dict[str, Any]]:
         """The same as plain data, the problems by name and by key."""
-        return [asdict(each) | {"gain": each.gain} | _named(each.problems) for each in self]
+        return [
+            asdict(each)
+            | {"gain": each.gain}
+            | {name: [*map(word, each.problems)] for name, word in (("problems", describe), ("keys", problem_key))}
+            for each in self
+        ]
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -180,10 +177,6 @@ class TuningReport(tuple[Tuned, ...]):
 
     def __repr__(self) -> str:
         return f"<TuningReport: {self.summary}>"
-
-
-def _named(problems: Iterable[Problem]) -> dict[str, list[str]]:
-    return {"problems": [describe(each) for each in problems], "keys": [problem_key(each) for each in problems]}
 
 
 @contextlib.contextmanager

@@ -19,12 +19,12 @@ assumes the highest clock, which few GPUs hold under load: 75 % of it is good fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, ForwardProblem, MatmulProblem, Saved, Spec
+from lt_runtime.plans.decisions import LayerProblem
+from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem
 from lt_runtime.store.keys import Problem
+from lt_runtime.tuner.chain_operands import tensors_of
 
 _BITS: Final = 8
 _DATA_RATE: Final = 2  # transfers per clock of the memory
@@ -42,8 +42,7 @@ _RATES: Final = {
 """By compute capability, major·10 + minor: of 16-bit types, TF32, FP32 and FP64; 0 where the hardware has no unit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """What a GPU's peaks follow from.
 
     Attributes:
@@ -71,8 +70,7 @@ class Hardware:
         return float(tf32 if compute is Compute.TF32 else rate) * self.multiprocessors * self.clock_khz * 1e3
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """The least that a problem takes: operations of its products, and bytes of its operands, each moved once."""
 
     flops: int
@@ -93,58 +91,32 @@ def least_us(problem: Problem, hardware: Hardware) -> float | None:
 
 def work_of(problem: Problem) -> Work:
     """The work of a problem, however it is split."""
-    match problem:
-        case MatmulProblem():
-            return _of_product(problem)
-        case ForwardProblem():
-            return _of_forward(problem)
-        case BackwardProblem():
-            return _of_backward(problem)
+    return _of_product(problem) if isinstance(problem, MatmulProblem) else _of_layer(problem)
 
 
 def _of_product(problem: MatmulProblem) -> Work:
-    batch, result = problem.batch, problem.d_dtype.itemsize
-    operands = sum(_elements(each, batch) for each in (problem.a, problem.b)) * problem.dtype.itemsize
-    results = sum(_elements(each, batch) for each in (problem.d, problem.c) if each) * result
-    aux_bits = 0
-    if problem.aux is not None:
-        is_mask = problem.epilogue.activation == "relu"
-        aux_bits = _elements(problem.aux, batch) * (1 if is_mask else _BITS * result)
-    has_vector = problem.epilogue.has_bias or problem.epilogue.has_bias_gradient
-    vector = problem.n * result if has_vector else 0
-    return Work(2 * batch * problem.m * problem.n * problem.k, operands + results + aux_bits // _BITS + vector)
+    epilogue, bits, result_bits = problem.epilogue, _BITS * problem.dtype.itemsize, _BITS * problem.d_dtype.itemsize
+    aux_bits = 1 if epilogue.activation == "relu" else result_bits
+    moved = [(problem.a, bits), (problem.b, bits), (problem.d, result_bits), (problem.c, result_bits)]
+    moved_bits = sum(
+        spec.layout.size * (problem.batch if spec.batch_stride else 1) * each
+        for spec, each in (*moved, (problem.aux, aux_bits))
+        if spec is not None
+    )
+    if epilogue.has_bias or epilogue.has_bias_gradient:
+        moved_bits += problem.n * result_bits
+    return Work(2 * problem.batch * problem.m * problem.n * problem.k, moved_bits // _BITS)
 
 
-def _elements(spec: Spec, batch: int) -> int:
-    return spec.layout.size * (batch if spec.batch_stride else 1)
-
-
-def _of_forward(problem: ForwardProblem) -> Work:
-    (m, n), k, size = problem.y.layout.shape, problem.x.layout.cols, problem.dtype.itemsize
-    bias = n if problem.bias is not None else 0
-    return Work(2 * m * n * k, size * (_sum(problem.x, problem.w, problem.y, problem.preactivation) + bias))
-
-
-def _of_backward(problem: BackwardProblem) -> Work:
-    (m, n), k, size = problem.dy.layout.shape, problem.x.layout.cols, problem.dtype.itemsize
-    products = (problem.dx is not None) + (problem.dw is not None)
-    read = _sum(problem.dy, problem.w if problem.dx else None, problem.x if problem.dw else None)
-    accumulated = problem.dw if problem.accumulate else None
-    written = _sum(problem.dx, problem.dw, problem.dz, accumulated)
-    derivatives = _of_derivative(problem.own, n, size)
-    if problem.through is not None:
-        derivatives += _of_derivative(problem.through, k, size)
-    return Work(2 * m * n * k * products, size * (read + written) + derivatives)
-
-
-def _of_derivative(derivative: Derivative, cols: int, size: int) -> int:
-    """Bytes of what was saved and of the bias gradient."""
-    saved = derivative.saved_spec.layout.size if derivative.saved_spec else 0
-    saved_bytes = saved // _BITS if derivative.saved is Saved.MASK else saved * size
-    return saved_bytes + (cols * size if derivative.db is not None else 0)
-
-
-def _sum(*specs: Spec | None) -> int:
-    """Elements of the matrices that there are."""
-    present: Iterable[Spec] = (each for each in specs if each is not None)
-    return sum(each.layout.size for each in present)
+def _of_layer(problem: LayerProblem) -> Work:
+    tensors, products = tensors_of(0, problem), 1
+    if isinstance(problem, BackwardProblem):
+        products = (problem.dx is not None) + (problem.dw is not None)
+        unread = {"x": problem.dw, "w": problem.dx}
+        tensors = {name: each for name, each in tensors.items() if unread.get(name, each) is not None}
+        if problem.accumulate and "dw" in tensors:
+            tensors["dw before"] = tensors["dw"]
+    sizes = {name: each.spec.layout.size for name, each in tensors.items()}
+    masks = sum(sizes[name] for name, each in tensors.items() if each.is_mask)
+    flops = 2 * problem.x.layout.size * problem.w.layout.rows * products
+    return Work(flops, masks // _BITS + (sum(sizes.values()) - masks) * problem.dtype.itemsize)

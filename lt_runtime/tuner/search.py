@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,9 +20,9 @@ from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.tuner.chain import Chain, Part
 from lt_runtime.tuner.chain_search import decide_chain
-from lt_runtime.tuner.layer_search import Decision, decide_part
+from lt_runtime.tuner.layer_search import decide_part
 from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
-from lt_runtime.tuner.report import Progress, Tuned, algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.report import Decided, Progress, Tuned, algorithm_in_words, describe, strategy_in_words
 from lt_runtime.tuner.timing import Bench, workbench
 
 
@@ -68,29 +69,29 @@ def tune_chains(
 
 
 _Group: TypeAlias = tuple[Sequence[Problem], Callable[[], Tuned | None]]
+"""Problems that are decided together, and the function that decides them; None if there is nothing to decide."""
 
 
 class _Session:
     def __init__(self, device: int, effort: Effort) -> None:
         self._device, self._effort = device, effort
         self._store = plan_store(device)
-        self._kept: dict[ForwardProblem, Saved] = {}
+        self._kept: dict[ForwardProblem, Saved] = {}  # by what was decided in this session
         self._met: set[LayerProblem] = set()
 
     def groups(self, given: Chain | MatmulProblem) -> list[_Group]:
         """What is decided together, each with the function that decides it."""
         if isinstance(given, MatmulProblem):
-            return [([given], partial(self.tune_product, given))]
-        groups: list[_Group] = [
-            (given.cut(part).problems, partial(self.tune_part, given, part)) for part in given.parts
+            return [([given], partial(self._tune_product, given))]
+        parts: list[_Group] = [
+            (given.cut(part).problems, partial(self._tune_part, given, part)) for part in given.parts
         ]
-        return groups if len(groups) < 2 else [*groups, (given.problems, partial(self.tune_chain, given))]
+        return parts if len(parts) < 2 else [*parts, (given.problems, partial(self._tune_chain, given))]
 
-    def tune_part(self, chain: Chain, part: Part) -> Tuned | None:
+    def _tune_part(self, chain: Chain, part: Part) -> Tuned | None:
         """Decides a part; None if it is empty, or equal layers have brought it up before."""
-        forwards = [(index, layer.forward) for index, layer in enumerate(chain.layers)]
-        chain = chain.keeping({index: self._kept[each] for index, each in forwards if each in self._kept})
-        if part.forward is not None and chain.layers[part.forward].forward in self._kept:
+        chain = chain.keeping({index: self._kept.get(each) for index, each in chain.forwards.items()})
+        if part.forward is not None and chain.forwards[part.forward] in self._kept:
             part = part._replace(forward=None)
         cut = chain.cut(part)
         is_empty = any(0 in (each.x.layout.size, each.w.layout.size) for each in cut.problems)
@@ -100,59 +101,51 @@ class _Session:
         tuned = self._known(cut) or self._measure(
             cut.problems, lambda bench: decide_part(bench, self._store, cut, self._effort)
         )
-        forward = cut.layers[0].forward
-        if forward is not None and (saved := self._saved(forward)) is not None:
-            self._kept[forward] = saved
+        self._kept |= {each: kept for each in cut.forwards.values() if (kept := self._saved(each)) is not None}
         return tuned
 
     def _known(self, part: Chain) -> Tuned | None:
         """What is known of a part's forward problem, and of the backward problem that reads what that keeps."""
-        forward = part.layers[0].forward
-        saved = None if forward is None else self._saved(forward)
-        reading = part if saved is None else part.keeping({0: saved})
-        found = [entry for problem in reading.problems if (entry := self._entry(problem)) is not None]
+        problems = self._as_saved(part).problems
+        found = [entry for problem in problems if (entry := self._entry(problem)) is not None]
         if len(found) < len(part.problems):
             return None
         words, us = " | ".join(strategy_in_words(each.strategy) for each in found), sum(each.us for each in found)
-        return Tuned(tuple(part.problems), us, us, words, 0, (), 0.0)
+        return Tuned((*part.problems,), us, us, words)
 
     def _entry(self, problem: LayerProblem) -> LayerEntry | None:
         """What was decided with no less effort, and is a strategy of the problem; None if nothing was."""
         entry = self._store.layer(problem_key(problem))
-        if entry is None or not is_as_deep(entry, self._effort):
-            return None
-        try:
-            stored_strategy(problem, entry.strategy)
-        except ValueError:
-            return None
-        return entry
+        if entry is not None and is_as_deep(entry, self._effort):
+            with contextlib.suppress(ValueError):
+                stored_strategy(problem, entry.strategy)
+                return entry
+        return None
 
     def _saved(self, problem: ForwardProblem) -> Saved | None:
         """What a forward problem was decided to keep."""
         entry = self._entry(problem)
         return None if entry is None else Saved(entry.strategy["saved"])
 
-    def _measure(self, problems: Sequence[Problem], decide: Callable[[Bench], Decision]) -> Tuned:
+    def _as_saved(self, chain: Chain) -> Chain:
+        """The chain with what its forward problems were decided to keep."""
+        return chain.keeping({index: self._saved(each) for index, each in chain.forwards.items()})
+
+    def _measure(self, problems: Sequence[Problem], decide: Callable[[Bench], Decided]) -> Tuned:
         """Decides problems on a bench, and remembers what was decided."""
         started = time.monotonic()
         try:
             with workbench(self._device) as bench:
-                made = decide(bench)
+                tuned, entries = decide(bench)
         except PlanError as error:
-            return Tuned(tuple(problems), 0.0, 0.0, "none", 0, (str(error),), time.monotonic() - started)
-        self._store.put(
-            {problem_key(problem): product for problem, product in made.products.items()},
-            {problem_key(problem): layer for problem, layer in made.layers.items()},
-        )
-        forget({*problems, *made.layers}, self._device)
-        times, seconds = (made.before_us, made.after_us), time.monotonic() - started
-        return Tuned(tuple(problems), *times, made.strategy, made.measured, made.rejected, seconds)
+            return Tuned((*problems,), 0.0, 0.0, "none", 0, (str(error),), time.monotonic() - started)
+        self._store.put({problem_key(problem): entry for problem, entry in entries.items()})
+        forget({*problems, *(each for each in entries if not isinstance(each, MatmulProblem))}, self._device)
+        return replace(tuned, problems=(*problems,), seconds=time.monotonic() - started)
 
-    def tune_chain(self, chain: Chain) -> Tuned | None:
+    def _tune_chain(self, chain: Chain) -> Tuned | None:
         """Decides a chain as a whole, as far as its layers are decided by themselves; None if nothing is to be done."""
-        chain = chain.condensed
-        saved = {index: self._saved(layer.forward) for index, layer in enumerate(chain.layers) if layer.forward}
-        chain = chain.keeping({index: kept for index, kept in saved.items() if kept is not None})
+        chain = self._as_saved(chain.condensed)
         entries = {problem: self._store.layer(problem_key(problem)) for problem in chain.problems}
         known = {problem: entry for problem, entry in entries.items() if entry is not None}
         chain = chain.only(known)
@@ -160,7 +153,7 @@ class _Session:
             return None
         return self._measure(chain.problems, lambda bench: decide_chain(bench, self._store, chain, known))
 
-    def tune_product(self, problem: MatmulProblem) -> Tuned | None:
+    def _tune_product(self, problem: MatmulProblem) -> Tuned | None:
         """Decides a product, or what of it is left to the library (see `ProductPlan`); None if it is empty."""
         if problem.is_empty:
             return None
@@ -168,18 +161,20 @@ class _Session:
         for each in dict.fromkeys([problem] * library_may_fuse(problem) + [plain_product(problem)]):
             entry = self._store.product(problem_key(each))
             if entry is not None and is_as_deep(entry, self._effort):
-                return Tuned((problem,), entry.first_us, entry.us, _in_words(each, entry), 0, tuple(refused), 0.0)
+                return replace(_tuned(each, entry), problems=(problem,), measured=0, rejected=tuple(refused))
             tuned = self._measure([problem], partial(self._decide_product, each))
             if tuned.measured:
                 return replace(tuned, rejected=(*refused, *tuned.rejected))
             refused += (f"{each.epilogue.value}: refused: {reason}" for reason in tuned.rejected)
         return replace(tuned, rejected=tuple(refused))
 
-    def _decide_product(self, problem: MatmulProblem, bench: Bench) -> Decision:
+    def _decide_product(self, problem: MatmulProblem, bench: Bench) -> Decided:
         entry = find_algorithm(bench, problem, self._effort, BUDGET_S[self._effort])
-        words, rejected = _in_words(problem, entry), tuple(each.reason for each in entry.rejected)
-        return Decision({problem: entry}, {}, entry.first_us, entry.us, words, entry.candidates, rejected)
+        return _tuned(problem, entry), {problem: entry}
 
 
-def _in_words(problem: MatmulProblem, entry: ProductEntry) -> str:
-    return f"{problem.epilogue.value} by {algorithm_in_words(entry.config)}"
+def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
+    """A product's entry as the report shows it."""
+    words, reasons = algorithm_in_words(entry.config), tuple(each.reason for each in entry.rejected)
+    times = entry.first_us, entry.us
+    return Tuned((problem,), *times, f"{problem.epilogue.value} by {words}", entry.candidates, reasons)

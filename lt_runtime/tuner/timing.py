@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.gpu.clock import Clock
@@ -56,8 +56,7 @@ class Timing:
     dropped: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
+class Bench(NamedTuple):
     """What is measured on: a device, which is current, its clock, and CuPy, with the clock's stream current."""
 
     device: int

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
@@ -30,9 +29,11 @@ _GELU_DERIVATIVE_ERROR: Final = 1e-3
 _STEEPEST: Final = 1.13
 """The largest derivative of the activations."""
 
+_Sums: TypeAlias = tuple[Any, Any, Any]
+_NO_SUMS: Final[_Sums] = (0.0, 0.0, 0.0)
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+
+class Expected(NamedTuple):
     """Some rows of an output: what they must be, and how far off each element may be; (batch, rows, cols)."""
 
     output: str
@@ -96,7 +97,7 @@ def expected_outputs(operands: ProductOperands, data: Data) -> Iterator[Expected
     problem = operands.problem
     b = operands.read("b")
     b_norms = ((b * b).sum(axis=-2) ** 0.5)[:, None, :]
-    sums = _ColumnSums()
+    sums = _NO_SUMS
     step = max(1, _SLAB // (problem.batch * problem.n))
     for start in range(0, problem.m, step):
         rows = slice(start, min(start + step, problem.m))
@@ -106,9 +107,13 @@ def expected_outputs(operands: ProductOperands, data: Data) -> Iterator[Expected
         if "aux" in operands.outputs:
             yield _expect_aux(operands, rows, product, error)
         if "vector" in operands.outputs:
-            sums.add(values, rounding + _UNIT[problem.d_dtype] * abs(values), approximation)
+            sums = _add_rows(sums, values, rounding + _UNIT[problem.d_dtype] * abs(values), approximation)
+    if problem.epilogue.sums_operand:
+        operand = operands.read("a").swapaxes(-1, -2) if problem.epilogue is Epilogue.BGRADA else b
+        sums = _add_rows(_NO_SUMS, operand, 0.0 * operand, 0.0 * operand)
     if "vector" in operands.outputs:
-        yield _expect(problem, "vector", slice(0, 1), *_operand_sums(operands, b) or sums.results())
+        total, squares, bias = sums
+        yield _expect(problem, "vector", slice(0, 1), total, 8.0 * squares**0.5 + bias)
 
 
 def _product(operands: ProductOperands, rows: slice, b: Any, b_norms: Any, relative: float) -> tuple[Any, Any]:
@@ -176,38 +181,15 @@ def _expect_aux(operands: ProductOperands, rows: slice, product: Any, error: Any
     return Expected("aux", rows, (product > 0).astype("float64"), limits)
 
 
-def _operand_sums(operands: ProductOperands, b: Any) -> tuple[Any, Any] | None:
-    """The sum of A or of B over K, and how far off it may be; None for an epilogue that makes neither."""
-    match operands.problem.epilogue:
-        case Epilogue.BGRADA:
-            operand = operands.read("a").swapaxes(-1, -2)
-        case Epilogue.BGRADB:
-            operand = b
-        case _:
-            return None
-    sums = _ColumnSums()
-    sums.add(operand, 0.0 * operand, 0.0 * operand)
-    return sums.results()
-
-
-class _ColumnSums:
-    """Sums over rows that come in parts, and how far off they may be.
+def _add_rows(sums: _Sums, values: Any, rounding: Any, approximation: Any) -> _Sums:
+    """Sums of columns with some more rows, (batch, rows, cols), and the error of each element of those.
 
     Rounding errors mostly cancel: their sum does not exceed eight times the root of the sum of their squares. The
     errors of an approximation all have the same sign, as have those of a sum that truncates, and add up.
+
+    Returns:
+        The sums, the sums of the squares of the rounding errors, and the sums of the others; (batch, 1, cols).
     """
-
-    def __init__(self) -> None:
-        self._total: Any = 0.0
-        self._squares: Any = 0.0
-        self._bias: Any = 0.0
-
-    def add(self, values: Any, rounding: Any, approximation: Any) -> None:
-        """Adds rows, (batch, rows, cols), with the error of each element."""
-        self._total = self._total + values.sum(axis=1, keepdims=True)
-        self._squares = self._squares + (rounding * rounding).sum(axis=1, keepdims=True)
-        self._bias = self._bias + (approximation + 2.0**-20 * abs(values)).sum(axis=1, keepdims=True)
-
-    def results(self) -> tuple[Any, Any]:
-        """The sums, (batch, 1, cols), and their errors."""
-        return self._total, 8.0 * self._squares**0.5 + self._bias
+    terms = values, rounding * rounding, approximation + 2.0**-20 * abs(values)
+    total, squares, others = (old + each.sum(axis=1, keepdims=True) for old, each in zip(sums, terms, strict=True))
+    return total, squares, others

@@ -12,6 +12,7 @@ from lt_runtime.errors import (
     ArgumentError,
     DeviceError,
     DTypeError,
+    LayoutError,
     LtError,
     MissingLibraryError,
     OperandError,
@@ -174,8 +175,10 @@ def test_gradients_over_inputs_and_each_other() -> None:
         ({"x": [1.0]}, OperandError, "x is a list"),
         ({"x": DeviceArray((4,))}, DeviceError, "out in host memory .* but x not"),
         ({"out": ones(5)}, ShapeError, r"out has shape \(5,\); it must be \(4,\)"),
-        ({"out": ones(4, dtype=np.float16)}, DTypeError, "out is float16; it must be float32"),
+        ({"out": ones(4, dtype=np.float16)}, DTypeError, "out is float16 but x is float32; types must be equal"),
         ({"rng": lt.Philox(step=np.zeros(3, np.uint32))}, DTypeError, r"step is uint32 of shape \(3,\)"),
+        ({"x": ones(8)[::2]}, LayoutError, r"x has strides \(2,\); it must be row-major without gaps"),
+        ({"stream": 0.5}, ArgumentError, "stream is 0.5; accepted are None, an int handle"),
     ],
 )
 def test_dropout(changes: dict[str, Any], error: type[LtError], message: str) -> None:
@@ -192,7 +195,7 @@ def test_dropout_over_part_of_its_input() -> None:
         lt.dropout(buffer[:6], 0.5, lt.Philox(), out=buffer[2:])
     assert (buffer == 1).all()
     frozen = read_only(4)
-    with pytest.raises(OperandError, match="out is read-only"):
+    with pytest.raises(OperandError, match="x is read-only"):
         lt.dropout(frozen, 0.5, lt.Philox(), out=frozen)
 
 

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, LtError, OperandError, OverlapError, ShapeError
+from lt_runtime.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    LayoutError,
+    LtError,
+    OperandError,
+    OverlapError,
+    ShapeError,
+)
 from tests.cpu.helpers import SENTINEL, Array, DeviceArray
 
 M, C = 3, 4
@@ -21,7 +30,11 @@ def ones(*shape: int, dtype: Any = np.float32) -> Array:
 
 COMMON: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"out_gradient": ones(C, M)}, ShapeError, r"out_gradient has shape \(4, 3\); it must be \(3, 4\)"),
-    ({"out_gradient": ones(M, C, dtype=np.float16)}, DTypeError, "out_gradient is float16; it must be float32"),
+    (
+        {"out_gradient": ones(M, C, dtype=np.float16)},
+        DTypeError,
+        "out_gradient is float16 but .* is float32",
+    ),
     ({"out_gradient": [[0.0]]}, OperandError, "out_gradient is a list"),
     ({"out_gradient": DeviceArray((M, C))}, DeviceError, "but out_gradient not; all must be on one device"),
     ({"out_loss": ones(1)}, ShapeError, r"out_loss has shape \(1,\); it must be \(\)"),
@@ -82,6 +95,29 @@ def test_cross_entropy(changes: dict[str, Any], error: type[LtError], message: s
 @pytest.mark.parametrize(("changes", "error", "message"), MSE)
 def test_mse(changes: dict[str, Any], error: type[LtError], message: str) -> None:
     check(lt.mse_loss, {"prediction": ones(M, C), "target": ones(M, C)}, changes, error, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"prediction": ones(2 * M, 2 * C)[::2, ::2]},
+            LayoutError,
+            "prediction of shape .*: neither axis is cont",
+        ),
+        ({"target": np.broadcast_to(ones(C), (M, C))}, LayoutError, "target of shape .*: its rows overlap"),
+        ({"out_gradient": ones(M, 2 * C)[:, ::2]}, LayoutError, "out_gradient of shape .*: neither axis is contiguous"),
+        ({"out_gradient": np.broadcast_to(ones(C), (M, C))}, LayoutError, "out_gradient of shape .*: its rows overlap"),
+        ({"stream": "main"}, ArgumentError, "stream is 'main'; accepted are None, an int handle"),
+    ],
+)
+def test_arrays_and_streams_that_a_gpu_refuses(changes: dict[str, Any], error: type[LtError], message: str) -> None:
+    check(lt.mse_loss, {"prediction": ones(M, C), "target": ones(M, C)}, changes, error, message)
+
+
+def test_labels_with_gaps() -> None:
+    with pytest.raises(LayoutError, match="labels has stride 2; a vector must be contiguous"):
+        lt.cross_entropy(ones(M, C), np.zeros(2 * M, np.int32)[::2])
 
 
 def test_labels_without_any_class() -> None:

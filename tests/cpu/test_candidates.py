@@ -18,7 +18,7 @@ from lt_runtime.cublaslt import (
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.blobs import configuration
+from lt_runtime.products.choose import configuration
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.tuner import candidates
 from lt_runtime.tuner.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates

@@ -16,10 +16,10 @@ import lt_runtime as lt
 from lt_runtime.arrays import libraries as signatures
 from lt_runtime.errors import CaptureError, DriverError, GpuError, OperandError, ShapeError
 from lt_runtime.gpu import direct, driver
-from lt_runtime.ops.tally import Totals
 from lt_runtime.training import captured, inputs
 from lt_runtime.training.captured import MAX_GRAPHS
 from lt_runtime.training.device import ComputeDevice
+from lt_runtime.training.tally import Totals
 from tests.fake_device import DeviceArray, operand_of
 
 PRIVATE, CAPTURED, INPUTS, CLASSES = 99, 13, 3, 2

@@ -11,9 +11,9 @@ from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.store.keys import problem_key
 from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.layer_search import plan_name
 from lt_runtime.tuner.report import Tuned, describe
 from lt_runtime.tuner.search import tune_chains
-from lt_runtime.tuner.splits import plan_name
 from tests.support.chain_problems import backward_of
 from tests.support.layer_gpu import BY_HEURISTIC, LayerGpu
 

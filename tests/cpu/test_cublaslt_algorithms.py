@@ -135,7 +135,7 @@ def test_counts(count: int) -> None:
     with pytest.raises(ArgumentError, match=f"count is {count}; accepted: 1 or more"):
         ask(count)
     with pytest.raises(ArgumentError, match=f"count is {count}; accepted: 1 or more"):
-        cublaslt.algo_get_ids(HANDLE, *TYPES, count=count)
+        cublaslt.algo_get_ids(HANDLE, TYPES, count=count)
 
 
 def test_queries_check_the_product_first() -> None:
@@ -200,8 +200,8 @@ def test_ids_and_algorithms_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     Recorder.install(monkeypatch, {"cublasLtMatmulAlgoGetIds": ids, "cublasLtMatmulAlgoInit": init})
-    assert cublaslt.algo_get_ids(HANDLE, *TYPES) == [0, 21, 66]
-    assert cublaslt.algo_init(HANDLE, *TYPES, 66) == Algorithm(bytes([66]) + bytes(63))
+    assert cublaslt.algo_get_ids(HANDLE, TYPES) == [0, 21, 66]
+    assert cublaslt.algo_init(HANDLE, TYPES, 66) == Algorithm(bytes([66]) + bytes(63))
 
 
 def test_an_older_library_knows_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as cuda_driver
-from rich.console import Console
 
-from lt_runtime.cli import doctor, main, probes
+from lt_runtime.cli import doctor, main, output, probes
 from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
 from lt_runtime.gpu import devices
 from lt_runtime.gpu.devices import DeviceInfo, kernel_driver_version
@@ -107,7 +106,7 @@ def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixtu
     findings = tuple(diagnose(libraries=libraries))
     report = doctor.Report("3.11", "Linux", DRIVER, (H200,), libraries, CACHE, findings)
     assert not report.ok
-    doctor.show(report, Console())
+    assert output.show({"ok": report.ok}, doctor.report_lines(report), as_json=False) == 1
     shown = capsys.readouterr().out
     for part in ("580.95.05", "CUDA up to 13.0", "NVIDIA H200", "9.0", "150.0 GiB", "[odd] text", "cupy-cuda13x>=14"):
         assert part in shown

@@ -131,7 +131,7 @@ def test_a_product(store: PlanStore, fuses: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("store")
 def test_peaks_that_are_not_known_and_products_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explanation, "hardware", lambda device: replace(HARDWARE, capability=130))
+    monkeypatch.setattr(explanation, "hardware", lambda device: HARDWARE._replace(capability=130))
     empty = replace(PRODUCT, batch=0)
     monkeypatch.setattr(
         explanation, "ProductPlan", lambda problem, device: SimpleNamespace(product=pretended_product(empty))

@@ -188,8 +188,8 @@ EVERY_CALL: dict[str, Callable[[], Any]] = {
     "cublasLtGroupedMatrixLayoutCreate": lambda: cublaslt.MatrixLayout.grouped(TYPES[1], 3, 256, 512, 768),
     "cublasLtMatmulAlgoGetHeuristic": heuristics(),
     "cublasLtMatmulAlgoGetHeuristicForStream": heuristics(stream=0),
-    "cublasLtMatmulAlgoGetIds": lambda: cublaslt.algo_get_ids(HANDLE, *TYPES),
-    "cublasLtMatmulAlgoInit": lambda: cublaslt.algo_init(HANDLE, *TYPES, 66),
+    "cublasLtMatmulAlgoGetIds": lambda: cublaslt.algo_get_ids(HANDLE, TYPES),
+    "cublasLtMatmulAlgoInit": lambda: cublaslt.algo_init(HANDLE, TYPES, 66),
     "cublasLtMatmulAlgoCheck": with_product(lambda *product: cublaslt.algo_check(*product, ALGORITHM)),
     "cublasLtMatmulAlgoCheckForStream": with_product(
         lambda *product: cublaslt.algo_check(*product, ALGORITHM, stream=0)

@@ -7,15 +7,22 @@ import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lt_runtime.cli import doctor
+from tests.support.fake_gpu import FakeGpu
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text()
 KERNELS = {file.name for file in (ROOT / "cuda_src").iterdir()}
+
+
+def examples(kind: str) -> list[str]:
+    return re.findall(rf"<!-- {kind} -->\n```python\n(.*?)```", README, re.DOTALL)
 
 
 def build(target: str, directory: Path) -> Path:
@@ -72,6 +79,32 @@ def test_readme_asks_for_the_gpus_that_the_doctor_accepts():
 
 def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # one writes a file
-    examples = re.findall(r"<!-- example -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert len(examples) == 5
-    exec(compile("".join(examples), "README.md", "exec"), {})
+    assert len(examples("example")) == 5
+    exec(compile("".join(examples("example")), "README.md", "exec"), {})
+
+
+def test_readme_examples_run_on_a_gpu(gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    first, *_ = examples("example")
+    (bound,) = examples("gpu example")
+    names: dict[str, Any] = {}
+    exec(compile(first, "README.md", "exec"), names)
+    on_host = names["y"]
+    exec(compile(bound, "README.md", "exec"), names)
+    np.testing.assert_allclose(names["y"].get(), on_host, rtol=1e-4, atol=1e-4)
+
+
+def test_the_architecture_page_is_shipped_and_what_it_names_exists(wheel: zipfile.ZipFile):
+    page = wheel.read("lt_runtime/ARCHITECTURE.md").decode()
+    named = set(re.findall(r"`((?:\w+/)+|[\w/]+\.(?:py|json|cuh?))`", page)) - {"_x.py"}
+    assert {"ops/call.py", "kernels/", "cuda_src/activations.cuh", "tests/cpu/"} <= named
+    assert [name for name in named if not ((ROOT / "lt_runtime" / name).exists() or (ROOT / name).exists())] == []
+
+
+def test_the_architecture_page_names_every_room_and_functions_that_exist():
+    page = (ROOT / "lt_runtime" / "ARCHITECTURE.md").read_text()
+    rooms = {folder.name for folder in (ROOT / "lt_runtime").iterdir() if (folder / "__init__.py").exists()}
+    assert [room for room in rooms if f"`{room}/`" not in page] == []
+    code = "\n".join(path.read_text() for path in [*ROOT.glob("lt_runtime/**/*.py"), *ROOT.glob("benchmarks/*.py")])
+    defined = set(re.findall(r"^\s*(?:def |class )?(\w+)\b(?=[(:\[]| = )", code, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", page)) - {"yield"} <= defined

@@ -18,7 +18,7 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 from lt_runtime.products import choose as algorithms
 from lt_runtime.products import padded
-from lt_runtime.products.blobs import configuration, plan_by
+from lt_runtime.products.choose import configuration, plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
 from tests.algorithm_library import BOTH, WORKSPACE, FakeLibrary

@@ -14,12 +14,11 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.blobs import plan_by
-from lt_runtime.products.choose import heuristic_algorithm
+from lt_runtime.products.choose import heuristic_algorithm, plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW, NarrowPlan
 from lt_runtime.store.entries import Effort, ProductEntry
-from lt_runtime.tuner import product_search
+from lt_runtime.tuner import operands, product_search
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
 from lt_runtime.tuner.report import algorithm_in_words
@@ -55,7 +54,7 @@ class FakeGpu(FakeLibrary):
         self.clock = FakeClock()
         memory = SimpleNamespace(workspace=0x1000, workspace_size=WORKSPACE)
         monkeypatch.setattr(product_search, "stream_memory", lambda device, stream: memory)
-        monkeypatch.setattr(product_search, "buffer_sets", lambda size, device: 2)
+        monkeypatch.setattr(operands, "buffer_sets", lambda size, device: 2)
         monkeypatch.setattr(product_search, "driver_call", lambda *_: None)
         monkeypatch.setattr(product_search, "launcher", self._launcher)
         monkeypatch.setattr(product_search, "ProductOperands", self._trial)

@@ -57,9 +57,9 @@ def test_a_large_product_waits_for_computing_and_a_thin_one_for_memory() -> None
 
 def test_unknown_hardware_has_no_least_time() -> None:
     problem = forward_of(Chain.of_mlp(8, (3, 5), Activation(), DType.FLOAT32, Compute.TF32))
-    assert least_us(problem, replace(H200, capability=130)) is None
-    assert least_us(problem, replace(H200, memory_clock_khz=0)) is None
-    assert least_us(problem, replace(H200, capability=75)) is None  # has no TF32
+    assert least_us(problem, H200._replace(capability=130)) is None
+    assert least_us(problem, H200._replace(memory_clock_khz=0)) is None
+    assert least_us(problem, H200._replace(capability=75)) is None  # has no TF32
 
 
 def test_work_of_products() -> None:

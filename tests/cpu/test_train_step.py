@@ -10,7 +10,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, LtError, OperandError, ShapeError
-from lt_runtime.ops.tally import HostTally, Scores
+from lt_runtime.training.tally import HostTally, Scores
 from tests.cpu.helpers import DTYPES, Array
 
 ROWS, INPUTS, CLASSES = 24, 6, 4

@@ -246,6 +246,12 @@ def test_warmup_and_tune_take_a_lone_layer_by_the_same_rule(tuner: Tuner, tmp_pa
         assert tuner.problems == expected
 
 
+@pytest.mark.parametrize(("device", "ordinal"), [("0", 0), ("1", 1), ("cuda", 0), ("cuda:1", 1), ("auto", 0)])
+def test_warmup_takes_devices_as_tune_does(tuner: Tuner, device: str, ordinal: int) -> None:
+    assert warmup("--mlp", "32,48", "--rows", "64", "--device", device) == 0
+    assert tuner.devices == {ordinal}
+
+
 @pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16"), DType.FLOAT16])
 @pytest.mark.parametrize("device", [0, "cuda", "cuda:0", SimpleNamespace(type="cuda", index=0)])
 def test_types_and_devices_have_many_spellings(tuner: Tuner, dtype: Any, device: Any) -> None:
@@ -321,6 +327,8 @@ def test_a_failure_shows_what_was_decided_before(tuner: Tuner, capsys: pytest.Ca
         (("--preset", "tiny", "--compute", "tf32", "--dtype", "bfloat16"), "--compute is tf32, which needs --dtype"),
         (("--shapes", "/missing"), "/missing cannot be read (No such file or directory)"),
         (("--recorded", "/missing"), "/missing cannot be read (No such file or directory)"),
+        (("--preset", "tiny", "--device", "cpu"), "device is 'cpu'; accepted are GPUs"),
+        (("--preset", "tiny", "--device", "tpu"), "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
         (("--preset", "tiny", "--device", "2"), "device is 2, but this machine has 2 usable GPUs"),
     ],
 )

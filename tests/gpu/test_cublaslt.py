@@ -47,11 +47,11 @@ def handle() -> Iterator[cublaslt.Handle]:
 def test_every_capability_and_configuration_of_every_algorithm_is_readable(kind: str, handle: cublaslt.Handle) -> None:
     compute, scale, data = KINDS[kind]
     types = (compute, scale, data, data, data, data)
-    ids = cublaslt.algo_get_ids(handle, *types)
+    ids = cublaslt.algo_get_ids(handle, types)
     assert ids
     known = [attribute for attribute in AlgoCapAttribute if attribute.name not in ("TILE_IDS", "STAGES_IDS")]
     for algo_id in ids:
-        algorithm = cublaslt.algo_init(handle, *types, algo_id)
+        algorithm = cublaslt.algo_init(handle, types, algo_id)
         assert algorithm.get(AlgoConfigAttribute.ID) == algo_id
         for attribute in known:
             _read(lambda each=attribute, algo=algorithm: algo.capability(each))

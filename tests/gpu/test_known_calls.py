@@ -359,7 +359,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Layer], Any]]] = {
         lambda at: lt.bind(lt.linear_bwd, at.dy, lt.linear_fwd(at.x, at.w)[1]),
     ),
     "no product": (ArgumentError, "out is None", lambda at: lt.bind(lt.matmul, at.x, at.w.T)),
-    "operation": (ArgumentError, "accepted are lt.linear_fwd", lambda at: lt.bind(lt.dropout, at.x)),
+    "operation": (ArgumentError, "accepted are lt.linear_fwd", lambda at: lt.bind(lt.contiguous, at.x)),
     "host": (
         DeviceError,
         "NumPy",

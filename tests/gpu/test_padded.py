@@ -16,7 +16,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.blobs import plan_by
+from lt_runtime.products.choose import plan_by
 from lt_runtime.products.padded import PaddedPlan, pays_untuned
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.product_search import Candidates

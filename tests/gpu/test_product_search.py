@@ -16,7 +16,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.blobs import plan_by
+from lt_runtime.products.choose import plan_by
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW
 from lt_runtime.products.plan import AlgorithmPlan

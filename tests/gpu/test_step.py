@@ -13,10 +13,10 @@ import lt_runtime as lt
 from lt_runtime.errors import CaptureError, DeviceError, DTypeError, GpuError, LayoutError, LtError, OperandError
 from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.gpu.streams import private_stream
-from lt_runtime.ops.tally import GpuTally, HostTally, Scores
 from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.training import captured
+from lt_runtime.training.tally import GpuTally, HostTally, Scores
 from lt_runtime.tuner.chain import Chain
 
 ROWS, INPUTS, CLASSES = 96, 40, 10

@@ -45,7 +45,7 @@ def test_masks_of_a_model_are_the_references() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_demo_learns(dtype: str) -> None:
-    result = demo.train(demo.Settings(device="cuda", dtype=dtype))
+    result = demo.train("cuda", dtype, epochs=40, dropout=0.1, seed=0)
     print(f"demo {dtype}: accuracy {result.accuracy:.4f}, {result.samples_per_second:,.0f} samples per second")
     assert result.accuracy >= 0.96
     assert result.device.startswith("cuda:0")

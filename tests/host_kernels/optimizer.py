@@ -23,7 +23,7 @@ from lt_runtime.kernels.adamw import (
     update_table,
 )
 from lt_runtime.kernels.tiling import THREADS
-from lt_runtime.ops._adamw_types import Options
+from lt_runtime.ops._adamw_parameters import Options
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper, AdamWTensor
 from lt_runtime.schedules import constant

@@ -15,12 +15,11 @@ import pytest
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.ops import _adamw_gpu
-from lt_runtime.ops._adamw_gpu import GpuState
-from lt_runtime.ops._adamw_host import HostState
-from lt_runtime.ops._adamw_types import Options, Parameter
+from lt_runtime.ops import _adamw_states
+from lt_runtime.ops._adamw_parameters import Options, Parameter
+from lt_runtime.ops._adamw_states import GpuState, HostState
 from lt_runtime.problem import DType
-from tests.fake_device import HostLibrary, HostPlace, call
+from tests.fake_device import HostLibrary, call
 from tests.host_kernels.arrays import numbers
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.optimizer import HYPER, OPTIONS
@@ -32,15 +31,14 @@ SHAPES = [(3, 5), (300,), (0,), (2049,), ()]
 @pytest.fixture(scope="module", autouse=True)
 def _on_the_cpu(host: HostKernels) -> Iterator[None]:
     stand_ins = {
-        "Place": HostPlace,
-        "CupyLibrary": HostLibrary,
+        "CUPY": HostLibrary(),
         "call": call,
         "activated": lambda device: contextlib.nullcontext(),
-        "stream_handle": lambda stream, device: 0,
+        "stream_handle": lambda *_: 0,
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, stand_in in stand_ins.items():
-            patch.setattr(_adamw_gpu, name, stand_in)
+            patch.setattr(_adamw_states, name, stand_in)
         patch.setattr(kernels, "get_kernel", host.get)
         yield
 

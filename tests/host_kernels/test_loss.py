@@ -153,17 +153,19 @@ def test_mse(runner: Runner, dtype: DType, case: LossCase) -> None:
     size, factor = case.shape[0] * case.shape[1], case.scale / 2
     expected, expected_gradient = mse_loss(prediction.array, target.array)
     magnitude = np.abs(prediction.array.astype(np.float64)) + np.abs(target.array.astype(np.float64))
-    loss_pass = MsePass(dtype, prediction.layout, target.layout, gradient.layout, 0)
+    loss_pass = MsePass(dtype, prediction.layout, gradient.layout, target.layout, 0)
     memory = Memory.of(loss_pass.scratch_bytes)
     scale, _kept = scale_of(case.scale, case.scale_on_device)
     runner.order = case.order
     loss_pass.run(
-        (prediction.address, target.address, gradient.address),
+        prediction.address,
+        target.address,
+        gradient.address,
         memory.loss.address,
-        scale,
-        memory.scratch.address,
-        memory.tickets.ctypes.data,
-        0,
+        scale=scale,
+        scratch=memory.scratch.address,
+        ticket=memory.tickets.ctypes.data,
+        stream=0,
     )
 
     assert abs(memory.read() - expected) <= 60 * EPS32 * float(np.mean(magnitude**2))
@@ -189,14 +191,14 @@ def run_cross_entropy(
     """The loss."""
     runner.order, runner.launched = order, []
     runner.shared_memory = LITTLE_SHARED_MEMORY if little_memory else MUCH_SHARED_MEMORY
-    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, 0)
+    kind = Labels(labels.dtype == np.int64, ignore_index)
+    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, kind, smoothing, 0)
     memory = Memory.of(loss_pass.scratch_bytes)
     loss_pass.run(
-        logits=logits.address,
-        gradient=gradient.address,
-        loss=memory.loss.address,
-        labels=Labels(labels.ctypes.data, labels.dtype == np.int64, ignore_index),
-        smoothing=smoothing,
+        logits.address,
+        labels.ctypes.data,
+        gradient.address,
+        memory.loss.address,
         scale=scale,
         scratch=memory.scratch.address,
         ticket=memory.tickets.ctypes.data,

@@ -19,10 +19,10 @@ from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.tally import TallyPass, TallyState
-from lt_runtime.ops import tally
-from lt_runtime.ops.tally import GpuTally, HostTally, Scores, Totals
 from lt_runtime.problem import DType
-from tests.fake_device import HostLibrary, HostPlace, call
+from lt_runtime.training import tally
+from lt_runtime.training.tally import GpuTally, HostTally, Scores, Totals
+from tests.fake_device import HostLibrary, call
 from tests.host_kernels.arrays import FLAT, Guarded, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds
 from tests.host_kernels.harness import HostKernel, HostKernels
@@ -40,16 +40,16 @@ class KernelTally:
 
     def add(self, loss: float, scores: Any, weight: float, *, first: bool) -> None:
         at = vector(np.full(1, loss), F32)
-        layout, logits, labels = None, 0, Labels(0, wide=False, ignore_index=None)
+        layout, logits, labels, kind = None, 0, 0, Labels()
         if scores is not None:
             layout, logits = scores.logits.layout, scores.logits.address
             wide = scores.labels.array.dtype == np.int64
-            labels = Labels(scores.labels.address, wide, scores.ignore_index)
+            labels, kind = scores.labels.address, Labels(wide, scores.ignore_index)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "get_kernel", self._get_kernel)
-            made = TallyPass(self._dtype, layout, 0)
+            made = TallyPass(self._dtype, layout, kind, 0)
         addresses = at.address, self._mean.address, self._state.address
-        made.run(logits, labels, *addresses, weight, first, 0)
+        made.run(logits, labels, *addresses, weight=weight, first=first, stream=0)
         at.assert_unchanged()
 
     def _get_kernel(self, entry: Entry, macros: Macros, device: int) -> Any:
@@ -80,7 +80,7 @@ class _Ordered:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_gpus_tally_is_the_hosts(host: HostKernels, monkeypatch: pytest.MonkeyPatch, dtype: DType) -> None:
-    stand_ins = {"Place": HostPlace, "CupyLibrary": HostLibrary, "call": call}
+    stand_ins = {"CUPY": HostLibrary(), "call": call}
     monkeypatch.setattr(kernels, "get_kernel", host.get)
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(tally, name, stand_in)

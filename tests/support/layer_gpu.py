@@ -22,10 +22,10 @@ from lt_runtime.problem import ForwardProblem, MatmulProblem
 from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuner import chain_operands, chain_search, layer_search, product_search, search, splits
+from lt_runtime.tuner import chain_operands, chain_search, layer_search, operands, product_search, search
 from lt_runtime.tuner.chain import Chain
 from lt_runtime.tuner.chain_operands import ChainOperands
-from lt_runtime.tuner.splits import plan_name
+from lt_runtime.tuner.layer_search import plan_name
 from lt_runtime.tuner.timing import Bench, Timing, take_times
 from tests.fake_clock import FakeClock
 from tests.plan_entries import H200
@@ -79,7 +79,6 @@ class LayerGpu:
         monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
         for kind in (ForwardPlan, BackwardPlan):
             monkeypatch.setattr(kind, "run", lambda plan, call: self._run(plan, call))
-        monkeypatch.setattr(splits, "priors_of", _fused_first)
         monkeypatch.setattr(layer_search, "priors_of", _fused_first)
         monkeypatch.setattr(search, "plan_store", lambda _: self.store)
         for module in (product_search, search):
@@ -89,9 +88,9 @@ class LayerGpu:
         monkeypatch.setattr(product_search, "configuration", lambda _: {"ID": 2})
         monkeypatch.setattr(product_search, "known_algorithm", self._tuned_or_known)
         monkeypatch.setattr(product_search, "plan_by", self._tuned_plan)
-        monkeypatch.setattr(chain_operands, "buffer_sets", lambda *_: self.sets)
+        monkeypatch.setattr(operands, "buffer_sets", lambda *_: self.sets)
         monkeypatch.setattr(chain_operands, "ChainOperands", self._allocate)
-        monkeypatch.setattr(chain_search, "take_times", self._take_times_in_chain)
+        monkeypatch.setattr(chain_operands, "take_times", self._take_times)
         monkeypatch.setattr(search, "workbench", self._workbench)
         monkeypatch.setattr(search, "forget", lambda problems, _: self.forgotten.extend(problems))
         monkeypatch.setattr(time, "monotonic", lambda: self.clock.now)
@@ -101,10 +100,10 @@ class LayerGpu:
         self.operands.clear()
         yield Bench(device, self.clock, np)  # type: ignore[arg-type]
 
-    def _take_times_in_chain(self, *arguments: Any, **options: Any) -> dict[str, Timing]:
-        self.in_chain = True
+    def _take_times(self, *arguments: Any, in_a_loop: bool, **options: Any) -> dict[str, Timing]:
+        self.in_chain = in_a_loop
         try:
-            return take_times(*arguments, **options)
+            return take_times(*arguments, in_a_loop=in_a_loop, **options)
         finally:
             self.in_chain = False
 
@@ -162,7 +161,7 @@ class LayerGpu:
     def _write(self, plan: LayerPlan, addresses: set[int]) -> None:
         name = plan_name(plan.problem, plan.strategy)
         value = np.full(1, 2.0 if name in self.wrong else 1.0, plan.problem.dtype.numpy)
-        for operands in self.operands:
-            for buffer in operands.buffers.values():
+        for each in self.operands:
+            for buffer in each.buffers.values():
                 if buffer.address in addresses:
                     buffer.bits[...] = value.view(buffer.bits.dtype)[0]

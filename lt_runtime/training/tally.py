@@ -8,13 +8,12 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from lt_runtime.arrays.libraries import CupyLibrary
+from lt_runtime.arrays import CUPY, read
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.cross_entropy import Labels
 from lt_runtime.kernels.tally import TallyPass, TallyState
-from lt_runtime.ops._place import Place
 from lt_runtime.problem import DType
 
 _STATE: Final = np.dtype(TallyState)
@@ -97,22 +96,23 @@ class GpuTally:
     def __init__(self, device: int, stream: int) -> None:
         self._device = device
         with activated(device):
-            self.mean = CupyLibrary().empty((), np.dtype(np.float32), device, stream)
-            self._state = CupyLibrary().empty((_STATE.itemsize,), np.dtype(np.uint8), device, stream)
+            self.mean = CUPY.empty((), np.dtype(np.float32), device, stream)
+            self._state = CUPY.empty((_STATE.itemsize,), np.dtype(np.uint8), device, stream)
             call("cuMemsetD32Async", self.mean.data.ptr, 0, 1, stream)
             self._clear(stream)
 
     def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
         """See `Tally`; one launch."""
         with activated(self._device):
-            place = Place(self._device, stream_handle(stream, self._device))
-            dtype, layout, logits, labels = DType.FLOAT32, None, 0, Labels(0, False, None)
+            handle = stream_handle(stream, self._device)
+            dtype, layout, logits, labels, kind = DType.FLOAT32, None, 0, 0, Labels()
             if scores is not None:
-                operand, classes = place.read("logits", scores.logits), place.read("labels", scores.labels)
+                operand, classes = read("logits", scores.logits, handle), read("labels", scores.labels, handle)
                 dtype, layout, logits = DType.parse("logits", operand.dtype), operand.layout, operand.address
-                labels = Labels(classes.address, classes.dtype == "int64", scores.ignore_index)
-            addresses = place.read("loss", loss).address, self.mean.data.ptr, self._state.data.ptr
-            _pass(dtype, layout, self._device).run(logits, labels, *addresses, weight, first, place.stream)
+                labels, kind = classes.address, Labels(classes.dtype == "int64", scores.ignore_index)
+            addresses = logits, labels, read("loss", loss, handle).address, self.mean.data.ptr, self._state.data.ptr
+            tally = _pass(dtype, layout, kind, self._device)
+            tally.run(*addresses, weight=weight, first=first, stream=handle)
 
     def read(self, stream: Any) -> Totals:
         """See `Tally`."""

@@ -1,0 +1,228 @@
+"""Losses and dropout on the pretended GPU: calls that repeat, are bound or write over operands, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lt_runtime import reference
+from lt_runtime.problem import Philox
+from tests.strategies import Placement
+from tests.support.fake_gpu import FakeGpu
+from tests.support.placed import COLUMNS, FLAT, ODD, Placed, assert_close, host_of
+
+_CALLS = 5  # more than it takes for a call to be looked up, and then bound to its buffers
+_ROWS, _CLASSES = 12, 20
+
+
+@dataclasses.dataclass
+class LossCall:
+    """A loss with a buffer for every result, and what it should give.
+
+    Attributes:
+        gradient: None where the gradient is written over the scores.
+        scale: what the gradient is multiplied by: a number, or an array of one.
+    """
+
+    gpu: FakeGpu
+    name: str
+    gradient_place: Placement | None = FLAT
+    scale: Any = 1.0
+    share: float = 1.0
+    smoothing: float = 0.0
+    ignore_index: int | None = -100
+
+    def __post_init__(self) -> None:
+        empty = np.zeros((_ROWS, _CLASSES), np.float32)
+        self.scores, self.target = Placed(self.gpu, empty, ODD), Placed(self.gpu, empty, COLUMNS)
+        self.gradient = None if self.gradient_place is None else Placed(self.gpu, empty, self.gradient_place)
+        self.labels = self.gpu.cp.asarray(np.zeros(_ROWS, np.int64))
+        self.loss = self.gpu.cp.asarray(np.zeros((), np.float32))
+
+    def refill(self, seed: int) -> None:
+        """Other operands in the same memory."""
+        generator = np.random.default_rng(seed)
+        self._x, self._y = (generator.standard_normal((_ROWS, _CLASSES)).astype(np.float32) for _ in range(2))
+        self._classes = generator.integers(0, _CLASSES, _ROWS)
+        self._classes[3] = 0 if self.ignore_index is None else self.ignore_index
+        self.scores.fill(self._x)
+        self.target.fill(self._y)
+        host_of(self.gpu, self.labels)[...] = self._classes
+        host_of(self.gpu, self.loss)[...] = -1.0
+
+    @property
+    def function(self) -> Any:
+        return getattr(self.gpu.lt, self.name)
+
+    @property
+    def operands(self) -> tuple[Any, Any]:
+        return self.scores.array, self.labels if self.name == "cross_entropy" else self.target.array
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        own = {"label_smoothing": self.smoothing, "ignore_index": self.ignore_index}
+        return {"grad_scale": self.scale, "share": self.share} | (own if self.name == "cross_entropy" else {})
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        return {"out_gradient": (self.gradient or self.scores).array, "out_loss": self.loss}
+
+    def check(self, stream: Any) -> None:
+        """Makes the call, and compares with the reference."""
+        made = self.function(*self.operands, **self.settings, **self.buffers, stream=stream)
+        assert made.loss is self.loss
+        assert made.gradient is self.buffers["out_gradient"]
+        self.check_results(stream, self.loss, (self.gradient or self.scores).values)
+
+    def check_results(self, stream: Any, loss: Any, gradient: Any) -> None:
+        """Compares with the reference; `gradient` gives the values once the stream is done."""
+        self.gpu.synchronize(stream.ptr)
+        if self.name == "cross_entropy":
+            options = {"label_smoothing": self.smoothing, "ignore_index": self.ignore_index}
+            expected, exact = reference.cross_entropy(self._x, self._classes, **options)  # type: ignore[arg-type]
+        else:
+            expected, exact = reference.mse_loss(self._x, self._y)
+        scale = self.scale if isinstance(self.scale, float) else float(host_of(self.gpu, self.scale).reshape(()))
+        assert float(host_of(self.gpu, loss)) == pytest.approx(expected, rel=1e-5)
+        assert_close("gradient", gradient(), exact * scale * self.share, 1e-6 * scale)
+
+
+_names = pytest.mark.parametrize("name", ["mse_loss", "cross_entropy"])
+
+
+@_names
+@pytest.mark.parametrize("place", [FLAT, ODD, COLUMNS, None], ids=["flat", "gaps", "columns", "over the scores"])
+def test_same_buffers_with_other_contents(gpu: FakeGpu, name: str, place: Placement | None) -> None:
+    call = LossCall(gpu, name, place)
+    for seed in range(_CALLS):
+        call.refill(seed)
+        call.check(gpu.stream)
+
+
+@_names
+def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str) -> None:
+    """Calls with the same arrays that differ in one option, in turn and again."""
+    call = LossCall(gpu, name)
+    on_device = gpu.cp.asarray(np.full(1, 8.0, np.float32))
+    changes: list[dict[str, Any]] = [{}, {"scale": 3.0}, {"share": 0.25}, {"scale": on_device}]
+    if name == "cross_entropy":
+        changes += [{"smoothing": 0.25}, {"ignore_index": None}, {"ignore_index": 2}]
+    for seed in range(_CALLS):
+        host_of(gpu, on_device)[...] = 2.0**seed
+        for each in changes:
+            for field in ("scale", "share", "smoothing", "ignore_index"):
+                default = LossCall.__dataclass_fields__[field].default
+                setattr(call, field, each.get(field, default))
+            call.refill(seed)
+            call.check(gpu.stream)
+
+
+@_names
+def test_same_buffers_on_other_streams(gpu: FakeGpu, name: str) -> None:
+    call = LossCall(gpu, name)
+    for seed, stream in enumerate([gpu.stream] * _CALLS + [gpu.other_stream, gpu.stream] * _CALLS):
+        call.refill(seed)
+        call.check(stream)
+
+
+@_names
+def test_new_arrays_for_results(gpu: FakeGpu, name: str) -> None:
+    call = LossCall(gpu, name)
+    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):  # addresses come again, as with CuPy's own pool
+        for seed in range(2 * _CALLS):
+            call.refill(seed)
+            made = call.function(*call.operands, **call.settings, stream=gpu.stream)
+
+            def gradient(array: Any = made.gradient) -> NDArray[np.float64]:
+                return host_of(gpu, array).astype(np.float64)
+
+            call.check_results(gpu.stream, made.loss, gradient)
+
+
+@_names
+def test_bound(gpu: FakeGpu, name: str) -> None:
+    call = LossCall(gpu, name, ODD, scale=4.0)
+    call.refill(0)
+    launch = gpu.lt.bind(call.function, *call.operands, **call.settings, **call.buffers, stream=gpu.stream)
+    assert call.gradient is not None
+    for seed in range(1, _CALLS):
+        call.refill(seed)
+        launch()
+        call.check_results(gpu.stream, call.loss, call.gradient.values)
+    with pytest.raises(gpu.lt.errors.ArgumentError, match="out_loss is None; a bound call makes no arrays"):
+        gpu.lt.bind(call.function, *call.operands, out_gradient=call.gradient.array)
+
+
+@_names
+def test_the_mean_over_nothing_is_nan(gpu: FakeGpu, name: str) -> None:
+    nothing, labels = gpu.cp.asarray(np.zeros((0, 4), np.float32)), gpu.cp.asarray(np.zeros(0, np.int32))
+    number = gpu.cp.asarray(np.zeros((), np.float32))
+    for _ in range(_CALLS):
+        host_of(gpu, number)[...] = 1.0
+        target = labels if name == "cross_entropy" else nothing
+        made = getattr(gpu.lt, name)(nothing, target, out_loss=number, stream=gpu.stream)
+        gpu.synchronize(gpu.stream.ptr)
+        assert math.isnan(float(host_of(gpu, number)))
+        assert made.gradient.shape == (0, 4)
+
+
+def test_buffers_that_meet_operands_are_refused_each_time(gpu: FakeGpu) -> None:
+    call = LossCall(gpu, "mse_loss")
+    for seed in range(_CALLS):
+        call.refill(seed)
+        call.check(gpu.stream)
+        with pytest.raises(gpu.lt.errors.OverlapError, match="out_gradient shares memory with target"):
+            gpu.lt.mse_loss(*call.operands, out_gradient=call.target.array, stream=gpu.stream)
+
+
+@pytest.mark.parametrize("place", [FLAT, ODD, None], ids=["flat", "gaps", "over x"])
+def test_dropout_that_repeats(gpu: FakeGpu, place: Placement | None) -> None:
+    """Each call has the mask of its own source, whose step may be on the device."""
+    x = Placed(gpu, np.zeros((_ROWS, _CLASSES), np.float32), ODD)
+    y = x if place is None else Placed(gpu, np.zeros((_ROWS, _CLASSES), np.float32), place)
+    step = gpu.cp.asarray(np.zeros(1, np.uint32))
+    for seed in range(2 * _CALLS):
+        values = np.random.default_rng(seed).standard_normal((_ROWS, _CLASSES)).astype(np.float32)
+        x.fill(values)
+        host_of(gpu, step)[...] = seed
+        rng = gpu.lt.Philox(5, seed % 3, step if seed % 2 else seed)
+        assert gpu.lt.dropout(x.array, 0.5, rng, out=y.array, stream=gpu.stream) is y.array
+        gpu.synchronize(gpu.stream.ptr)
+        expected = values * reference.dropout_scale(values.shape, 0.5, Philox(5, seed % 3, seed))
+        assert_close("y", y.values(), expected, 0.0)
+
+
+def test_bound_dropout_reads_its_step(gpu: FakeGpu) -> None:
+    x, y = (Placed(gpu, np.ones((3, 40), np.float32)) for _ in range(2))
+    step = gpu.cp.asarray(np.zeros(1, np.uint32))
+    launch = gpu.lt.bind(gpu.lt.dropout, x.array, 0.5, gpu.lt.Philox(1, 2, step), out=y.array, stream=gpu.stream)
+    for number in range(_CALLS):
+        host_of(gpu, step)[...] = number
+        launch()
+        gpu.synchronize(gpu.stream.ptr)
+        assert_close("y", y.values(), reference.dropout_scale((3, 40), 0.5, Philox(1, 2, number)), 0.0)
+
+
+def test_without_dropout_it_copies(gpu: FakeGpu) -> None:
+    x, nothing = gpu.cp.asarray(np.arange(24, dtype=np.float32).reshape(2, 3, 4)), gpu.cp.asarray(np.ones((0, 3)))
+    out = gpu.cp.asarray(np.zeros((2, 3, 4), np.float32))
+    for number in range(_CALLS):
+        host_of(gpu, x)[0, 0, 0] = number
+        gpu.lt.dropout(x, 0.0, out=out, stream=gpu.stream)
+        gpu.synchronize(gpu.stream.ptr)
+        np.testing.assert_array_equal(host_of(gpu, out), host_of(gpu, x))
+        assert gpu.lt.dropout(nothing.astype(np.float32), 0.0, stream=gpu.stream).shape == (0, 3)
+
+
+def test_dropout_needs_its_source_each_time(gpu: FakeGpu) -> None:
+    x = gpu.cp.asarray(np.ones((4, 4), np.float32))
+    for _ in range(_CALLS):
+        gpu.lt.dropout(x, 0.5, gpu.lt.Philox(1), out=x, stream=gpu.stream)
+        with pytest.raises(gpu.lt.errors.ArgumentError, match=r"dropout is 0\.5 but rng is None"):
+            gpu.lt.dropout(x, 0.5, out=x, stream=gpu.stream)
+    gpu.synchronize(gpu.stream.ptr)
