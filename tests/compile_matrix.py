@@ -24,10 +24,10 @@ from lt_runtime.kernels.tiling import access_macros
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import forward_strategies
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, Saved, Spec
-from tests.kernel_digest import compiler_build, family_digest
-from tests.kernel_usage import ARCHITECTURES, Variant, everywhere, faults
-from tests.register_table import TABLE, Record, read, summary
+from tests.support.kernel_digest import compiler_build, family_digest
 from tests.support.kernel_families import ENTRIES
+from tests.support.kernel_usage import ARCHITECTURES, Variant, everywhere, faults
+from tests.support.register_table import TABLE, Record, read, summary
 
 _TWIN: Final = "sm_89"
 """Every kernel takes on it what it takes on sm_86, register for register; only the command compiles for both."""

@@ -41,7 +41,7 @@ def examples() -> Counter[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "gpu" in item.path.parts:
+        if item.path.parent == Path(__file__).parent / "gpu":
             item.add_marker(pytest.mark.gpu)
         if "LT_TEST_EXAMPLES" in os.environ:
             _limit_examples(item, int(os.environ["LT_TEST_EXAMPLES"]))
@@ -82,8 +82,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _summarise_registers(terminalreporter: pytest.TerminalReporter) -> None:
     """What the compile matrix found, if its tests ran; the reports bring it from other processes too."""
-    from tests.kernel_usage import Usage
-    from tests.register_table import USAGE_PROPERTY, summary
+    from tests.support.kernel_usage import Usage
+    from tests.support.register_table import USAGE_PROPERTY, summary
 
     reports = (report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, []))
     found = [Usage(*value) for report in reports for name, value in report.user_properties if name == USAGE_PROPERTY]

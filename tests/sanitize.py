@@ -113,7 +113,7 @@ def supervise(tool: str, arguments: Sequence[str], examples: int, directory: Pat
 
 def examine(tool: str, arguments: Sequence[str], examples: int, directory: Path) -> tuple[Verdict | None, str]:
     """The verdict over the tests; None if the tool did not even find the fault made for it."""
-    probe, output = supervise(tool, ["-m", "tests.faulty_kernels", tool], examples, directory)
+    probe, output = supervise(tool, ["-m", "tests.support.faulty_kernels", tool], examples, directory)
     if not probe.places[FAULTY]:
         return None, output
     quiet = ["-q", "-n", "0", "-p", "no:cacheprovider"]  # in the one process that the tool watches

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lt_runtime.problem import ACTIVATIONS, DType
-from tests.strategies import LinearCase
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.placed import COLUMNS, ODD
+from tests.support.strategies import LinearCase
 
 
 @pytest.fixture

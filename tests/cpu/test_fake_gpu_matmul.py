@@ -6,10 +6,10 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import DType
-from tests.strategies import MatmulCase
 from tests.support.fake_gpu import FakeGpu
 from tests.support.matmul_checks import Product, matmul_case
 from tests.support.placed import COLUMNS, ODD
+from tests.support.strategies import MatmulCase
 
 _CASES = {
     **{f"epilogue-{each.value}": matmul_case(epilogue=each) for each in Epilogue},

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 
 from lt_runtime.problem import Activation, DType
-from tests.strategies import LinearCase, MatmulCase, linear_cases, matmul_cases
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer
 from tests.support.matmul_checks import Product
+from tests.support.strategies import LinearCase, MatmulCase, linear_cases, matmul_cases
 
 _EXAMPLES = settings(
     max_examples=150,

@@ -9,10 +9,10 @@ from typing import Final
 from hypothesis import HealthCheck, given, settings
 
 from lt_runtime.problem import Activation, DType
-from tests.strategies import LinearCase, MatmulCase
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import FakeMachine
 from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
+from tests.support.strategies import LinearCase, MatmulCase
 
 _EXAMPLES = settings(
     max_examples=60,

@@ -10,12 +10,12 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from tests.host_kernels.harness import HostKernels
-from tests.strategies import LinearCase, MatmulCase
 from tests.support.chains import Chain
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
 from tests.support.placed import COLUMNS
+from tests.support.strategies import LinearCase, MatmulCase
 
 _TICK_S = 0.01
 """What each look at the clock takes: what the tuner may spend is over after the same candidates on any machine."""

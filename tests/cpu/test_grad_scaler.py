@@ -10,7 +10,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError
-from tests.cpu.helpers import numbers
+from tests.support.numpy_cases import numbers
 
 GOOD, BAD = False, True
 

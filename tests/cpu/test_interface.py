@@ -16,7 +16,7 @@ from lt_runtime.gpu import devices
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.problem import DType
 from lt_runtime.training.device import ComputeDevice
-from tests.cpu.helpers import DTYPES
+from tests.support.numpy_cases import DTYPES
 
 
 class TorchDtype:

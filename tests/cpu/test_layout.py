@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lt_runtime.errors import LayoutError, ShapeError
 from lt_runtime.layout import Layout, Order, layout_of, may_overlap, packed
-from tests.cpu.helpers import Array
+from tests.support.numpy_cases import Array
 
 BUFFER = np.arange(4096)
 MIDDLE = 2048

@@ -10,7 +10,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime import reference
-from tests.gpu.helpers import to_host
+from tests.support.gpu_arrays import to_host
 
 GELU = lt.Activation("gelu")
 FORWARD, DERIVATIVE = 2e-6, 2.5e-6

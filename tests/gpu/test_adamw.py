@@ -16,7 +16,7 @@ from lt_runtime import reference
 from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.problem import DType
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
-from tests.strategies import TYPES
+from tests.support.strategies import TYPES
 
 F32, F16, BF16 = TYPES
 SHAPES = [(1,), (7,), (64, 33), (4096,), (4097,), (3, 5, 7), (0,), (10000,)]

@@ -14,7 +14,7 @@ from benchmarks import buffers, kernels
 from benchmarks.copies import Ceiling
 from benchmarks.kernels import Case, measure_case
 from benchmarks.timing import cache_size, measure
-from tests.gpu.helpers import to_host
+from tests.support.gpu_arrays import to_host
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 SHAPES = ((64, 33), (7,), (4097,))

@@ -16,8 +16,8 @@ from lt_runtime.gpu.compiler import runtime_headers
 from lt_runtime.paths import kernel_sources
 from lt_runtime.problem import DType, Philox, keep_threshold
 from lt_runtime.reference.philox import philox4x32
-from tests.gpu.helpers import Guarded, to_host
-from tests.strategies import TYPES, Placement, generators, placements, sizes
+from tests.support.gpu_arrays import Guarded, to_host
+from tests.support.strategies import TYPES, Placement, generators, placements, sizes
 
 KNOWN_ANSWERS = [
     # Random123, Philox4x32-10: counter, key, output

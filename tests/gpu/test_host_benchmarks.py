@@ -14,7 +14,7 @@ from benchmarks import cold, host
 from benchmarks.__main__ import options_of
 from benchmarks.host import CASES, HostCase
 from benchmarks.internals import linear_plan
-from tests.gpu.helpers import to_host
+from tests.support.gpu_arrays import to_host
 
 HAS = {name: importlib.util.find_spec(name) is not None for name in ("torch", "nvmath")}
 # PyTorch's remark on the thread that does its backward pass.

@@ -17,7 +17,7 @@ from benchmarks.splits import chain_of, entries_of
 from benchmarks.suite import plan_cache
 from lt_runtime.problem import Activation
 from lt_runtime.reference import activate, derivative
-from tests.gpu.helpers import to_host
+from tests.support.gpu_arrays import to_host
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 SMALL = [Block("small", 96, 64, 40, kind, activation) for kind in ("bf16", "tf32") for activation in ("gelu", "relu")]

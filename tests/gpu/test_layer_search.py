@@ -21,8 +21,8 @@ from lt_runtime.tuner.chain import Chain, Part
 from lt_runtime.tuner.layer_search import BUDGETS
 from lt_runtime.tuner.report import Tuned
 from lt_runtime.tuner.search import tune_chains
-from tests.gpu.helpers import to_host
 from tests.support.chain_problems import by_themselves
+from tests.support.gpu_arrays import to_host
 
 FP32, BF16 = DType.FLOAT32, DType.BFLOAT16
 TOLERANCE = {FP32: 2e-3, BF16: 3e-2}

@@ -17,8 +17,8 @@ from lt_runtime import reference
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.problem import DType
-from tests.gpu.helpers import EPSILON, Guarded, assert_close
-from tests.strategies import TYPES, Placement, placements, sizes
+from tests.support.gpu_arrays import EPSILON, Guarded, assert_close
+from tests.support.strategies import TYPES, Placement, placements, sizes
 
 _seeds = st.integers(0, 2**32 - 1)
 _dtypes = st.sampled_from(list(TYPES))

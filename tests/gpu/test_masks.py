@@ -11,8 +11,8 @@ import pytest
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import DType, Philox, keep_scale, keep_threshold
-from tests.gpu.helpers import Guarded
-from tests.strategies import TYPES, Placement
+from tests.support.gpu_arrays import Guarded
+from tests.support.strategies import TYPES, Placement
 
 PROBABILITIES = (0.01, 0.1, 0.3, 0.5, 0.9)
 SIDE = 4096  # 2^24 elements

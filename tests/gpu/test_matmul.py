@@ -20,8 +20,8 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Order, batch_of, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan
-from tests.gpu.helpers import EPSILON, Guarded, assert_close, to_host
-from tests.strategies import MatmulCase, Placement, lattice, matmul_cases
+from tests.support.gpu_arrays import EPSILON, Guarded, assert_close, to_host
+from tests.support.strategies import MatmulCase, Placement, lattice, matmul_cases
 
 Array = NDArray[Any]
 FLAT = Placement(column_major=False, gap=0, offset=0)

@@ -19,8 +19,8 @@ from lt_runtime.problem import ALIGNMENT, Activation, Compute, DType, MatmulProb
 from lt_runtime.reference import derivative, pack_mask
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.verification import verify
-from tests.gpu.helpers import EPSILON, Guarded, assert_close
-from tests.strategies import TYPES, Placement
+from tests.support.gpu_arrays import EPSILON, Guarded, assert_close
+from tests.support.strategies import TYPES, Placement
 
 Array = NDArray[Any]
 EPS32 = EPSILON[DType.FLOAT32]

@@ -21,7 +21,7 @@ from lt_runtime.products.padded import PaddedPlan, pays_untuned
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.product_search import Candidates
 from lt_runtime.tuner.verification import verify
-from tests.gpu.helpers import to_host
+from tests.support.gpu_arrays import to_host
 
 BF16, FP16, FP32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 TYPES = [(BF16, Compute.FLOAT32), (FP16, Compute.FLOAT32), (FP32, Compute.TF32)]

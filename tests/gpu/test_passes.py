@@ -13,8 +13,8 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from lt_runtime.reference import dropout_scale
-from tests.gpu.helpers import EPSILON, MaskPass, assert_close, to_host
-from tests.strategies import TYPES
+from tests.support.gpu_arrays import EPSILON, MaskPass, assert_close, to_host
+from tests.support.strategies import TYPES
 
 RNG = lt.Philox(2**40 + 3, 5, 7)
 _SLOPE = 1.2  # the largest of any derivative here

@@ -24,7 +24,7 @@ from lt_runtime.store.entries import Effort, ProductEntry
 from lt_runtime.tuner import product_search
 from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
 from lt_runtime.tuner.timing import Launch, Timing, take_times, workbench
-from tests.gpu.helpers import EPSILON, assert_close, to_host
+from tests.support.gpu_arrays import EPSILON, assert_close, to_host
 
 FP32, BF16, FP16 = DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16
 _MIB = 1 << 20

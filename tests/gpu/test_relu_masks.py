@@ -20,9 +20,9 @@ from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeB
 from lt_runtime.problem import Activation, BackwardProblem, Compute, Derivative, DType, ForwardProblem, Saved, Spec
 from lt_runtime.products.choose import Choose, heuristic_algorithm
 from lt_runtime.products.narrow import NarrowPlan
-from tests.gpu.helpers import to_host
-from tests.strategies import TYPES, lattice
 from tests.support.calls import call_of
+from tests.support.gpu_arrays import to_host
+from tests.support.strategies import TYPES, lattice
 
 SHAPES = [(96, 512, 64), (40, 200, 32), (33, 72, 24), (17, 130, 8), (7, 9, 5)]
 """Rows, outputs, inputs: masks whose rows end on 16 bytes, on a byte, and within one."""

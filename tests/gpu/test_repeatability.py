@@ -16,10 +16,10 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.matmul_epilogue import MatmulPass
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from tests.gpu.helpers import MaskPass
 from tests.gpu.test_narrow_matmul import KINDS, Product
-from tests.strategies import TYPES
 from tests.support.calls import call_of
+from tests.support.gpu_arrays import MaskPass
+from tests.support.strategies import TYPES
 
 REPEATS = 100
 pytestmark = pytest.mark.large

@@ -9,8 +9,8 @@ import pytest
 from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.layout import Layout, layout_of
 from lt_runtime.problem import DType
-from tests.gpu.helpers import Guarded
-from tests.strategies import TYPES, Placement
+from tests.support.gpu_arrays import Guarded
+from tests.support.strategies import TYPES, Placement
 
 PLACES = {"rows": Placement(False, 0, 0), "columns": Placement(True, 0, 0), "rows off 16 bytes": Placement(False, 3, 1)}
 SIZES = [((255, 479), (255, 480)), ((300, 512), (297, 509)), ((7, 1001), (8, 1008)), ((1, 5), (3, 2))]

@@ -6,9 +6,9 @@ from collections import Counter
 
 from hypothesis import HealthCheck, given, settings
 
-from tests.gpu.helpers import GpuMachine
-from tests.strategies import LinearCase, MatmulCase
+from tests.support.gpu_arrays import GpuMachine
 from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
+from tests.support.strategies import LinearCase, MatmulCase
 
 _EXAMPLES = settings(
     max_examples=600,

@@ -17,7 +17,7 @@ from benchmarks.layers import tune
 from benchmarks.steps import Setup, StepCase, measure_calls, measure_case, measure_prefetch, measure_soak, pinned
 from benchmarks.suite import plan_cache
 from lt_runtime.training.staging import is_pinned
-from tests.gpu.helpers import to_host
+from tests.support.gpu_arrays import to_host
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 CLASSES = StepCase("small", "tf32", 64, (48, 32, 16), "relu", "cross_entropy", 1.0)

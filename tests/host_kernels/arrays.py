@@ -12,7 +12,7 @@ from lt_runtime.layout import Layout, layout_of
 from lt_runtime.problem import DType
 from lt_runtime.reference import pack_mask
 from tests.host_kernels.build import SANITIZER, Sanitizer
-from tests.strategies import Placement
+from tests.support.strategies import Placement
 
 EPSILON: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
 """Half a unit in the last place, relative."""

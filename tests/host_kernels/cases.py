@@ -16,7 +16,7 @@ from lt_runtime.kernels.tiling import OCTET, Tiling
 from lt_runtime.problem import DType, Philox, keep_threshold
 from lt_runtime.reference import dropout_scale
 from tests.host_kernels.build import SANITIZER, Sanitizer
-from tests.strategies import Placement, generators
+from tests.support.strategies import Placement, generators
 
 Shape = tuple[int, int]
 Pair = tuple[int, int]

@@ -19,11 +19,11 @@ from lt_runtime.ops import _adamw_states
 from lt_runtime.ops._adamw_parameters import Options, Parameter
 from lt_runtime.ops._adamw_states import GpuState, HostState
 from lt_runtime.problem import DType
-from tests.fake_device import HostLibrary, call
 from tests.host_kernels.arrays import numbers
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.optimizer import HYPER, OPTIONS
 from tests.host_kernels.variants import BF16, F16, F32
+from tests.support.fake_device import HostLibrary, call
 
 SHAPES = [(3, 5), (300,), (0,), (2049,), ()]
 

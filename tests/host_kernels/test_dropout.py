@@ -36,7 +36,7 @@ from tests.host_kernels.cases import (
 )
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import DROPPING, Dropping
-from tests.strategies import Placement, generators, placements
+from tests.support.strategies import Placement, generators, placements
 
 PROBE = Variant("dropout_probe.cu")
 WORD = 0xFFFFFFFF

@@ -36,7 +36,7 @@ from tests.host_kernels.cases import (
 )
 from tests.host_kernels.harness import REVERSE, HostKernels
 from tests.host_kernels.variants import BACKWARD_EPILOGUES, F32, Backward
-from tests.strategies import Placement, placements
+from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
 WAVE = 6  # blocks, of a small GPU

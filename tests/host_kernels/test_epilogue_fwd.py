@@ -34,7 +34,7 @@ from tests.host_kernels.cases import (
 )
 from tests.host_kernels.harness import REVERSE, HostKernels
 from tests.host_kernels.variants import F32, FORWARD_EPILOGUES, Forward
-from tests.strategies import Placement, placements
+from tests.support.strategies import Placement, placements
 
 # sixteen columns, which both ways to load take
 SPECIAL = np.array(

@@ -27,7 +27,7 @@ from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, 
 from tests.host_kernels.cases import FEW, MORE, Drops, Shape, drops, seeds, shapes, suit_place, suit_shape
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.host_kernels.variants import BF16, F32
-from tests.strategies import Placement, placements
+from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
 GELU, RELU = Activation("gelu"), Activation("relu")

@@ -26,7 +26,7 @@ from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, number
 from tests.host_kernels.cases import FEW, MORE, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
-from tests.strategies import Placement, placements
+from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
 

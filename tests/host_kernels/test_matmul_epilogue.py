@@ -22,7 +22,7 @@ from tests.host_kernels.arrays import EPS32, Guarded, assert_close, numbers, rou
 from tests.host_kernels.cases import FEW, Shape, axes, seeds, shapes
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import MATMUL_EPILOGUES, MatmulEpilogue
-from tests.strategies import Placement, placements
+from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
 PITCH = 16  # bytes that a mask's rows lie a multiple of apart

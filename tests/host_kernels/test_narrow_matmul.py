@@ -30,7 +30,7 @@ from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, 
 from tests.host_kernels.cases import FEW, axes, orders, seeds, suit_place
 from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
 from tests.host_kernels.variants import F32, NARROW, Narrow
-from tests.strategies import Placement, placements
+from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
 SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)

@@ -22,7 +22,7 @@ from tests.host_kernels.arrays import FLAT, Guarded, numbers
 from tests.host_kernels.cases import FEW, orders, seeds, shapes
 from tests.host_kernels.harness import HostKernels
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
-from tests.strategies import Placement, placements
+from tests.support.strategies import Placement, placements
 
 
 @dataclass(frozen=True)

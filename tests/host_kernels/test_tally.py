@@ -22,12 +22,12 @@ from lt_runtime.kernels.tally import TallyPass, TallyState
 from lt_runtime.problem import DType
 from lt_runtime.training import tally
 from lt_runtime.training.tally import GpuTally, HostTally, Scores, Totals
-from tests.fake_device import HostLibrary, call
 from tests.host_kernels.arrays import FLAT, Guarded, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.host_kernels.variants import BF16, F32, TYPES
-from tests.strategies import Placement, placements
+from tests.support.fake_device import HostLibrary, call
+from tests.support.strategies import Placement, placements
 
 
 class KernelTally:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from lt_runtime import reference
-from tests.strategies import LinearCase
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer
 from tests.support.placed import assert_close, host_of
+from tests.support.strategies import LinearCase
 
 
 class Chain:

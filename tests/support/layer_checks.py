@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.problem import Activation, DType, Philox
-from tests.strategies import LinearCase, lattice
 from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import FLAT, Placed, assert_close, host_of
+from tests.support.strategies import LinearCase, lattice
 
 Array = NDArray[Any]
 

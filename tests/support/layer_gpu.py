@@ -27,8 +27,8 @@ from lt_runtime.tuner.chain import Chain
 from lt_runtime.tuner.chain_operands import ChainOperands
 from lt_runtime.tuner.layer_search import plan_name
 from lt_runtime.tuner.timing import Bench, Timing, take_times
-from tests.fake_clock import FakeClock
-from tests.plan_entries import H200
+from tests.support.fake_clock import FakeClock
+from tests.support.plan_entries import H200
 
 TUNED, BY_HEURISTIC = bytes(64), b"\x01" * 64
 """Algorithms that the tuner finds, and that the heuristic offers."""

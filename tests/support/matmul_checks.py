@@ -12,10 +12,10 @@ from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order, batch_of
 from lt_runtime.problem import DType
-from tests.strategies import MatmulCase, Placement, lattice
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import EPSILON, TINY
 from tests.support.placed import FLAT, Placed, assert_close, host_of
+from tests.support.strategies import MatmulCase, Placement, lattice
 
 Array = NDArray[Any]
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.strategies import Placement
 from tests.support.device_memory import matrix_at
 from tests.support.fake_gpu import FakeGpu
+from tests.support.strategies import Placement
 
 FLAT = Placement(column_major=False, gap=0, offset=0)
 COLUMNS = Placement(column_major=True, gap=0, offset=0)

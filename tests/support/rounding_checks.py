@@ -19,7 +19,7 @@ from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order, batch_of
 from lt_runtime.problem import Activation, DType
-from tests.strategies import LinearCase, MatmulCase, Placement, linear_cases, matmul_cases
+from tests.support.strategies import LinearCase, MatmulCase, Placement, linear_cases, matmul_cases
 
 Array = NDArray[Any]
 

@@ -1,0 +1,208 @@
+"""What compares two checkouts, and what writes the tables of the READMEs: both without a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import readme
+from benchmarks.__main__ import main
+from benchmarks.compare import Comparison, Process, compared, findings, lacking, processes
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_processes_of_both_checkouts_take_turns() -> None:
+    made = [each.name for each in processes(["host", "steps"], 2)]
+    assert made[:6] == ["host-0-old", "host-0-new", "host-1-new", "host-1-old", "host-2-old", "host-2-new"]
+    assert [name.replace("steps", "host") for name in made[6:]] == made[:6]
+
+
+OLD = [{("a", "lt"): us, ("b", "lt"): 10.0, ("c", "lt"): 1.0} for us in (1.0, 2.0, 9.0)]
+NEW = [{("a", "lt"): us, ("b", "lt"): 5.0, ("d", "lt"): 1.0} for us in (4.0, 3.0, 3.0)]
+
+
+def test_a_ratio_is_of_medians_over_processes() -> None:
+    rows = compared("host", OLD, NEW)
+    assert [(row["case"], row["ratio"], row["old_us"], row["new_us"]) for row in rows] == [
+        ("a", 1.5, 2.0, 3.0),
+        ("b", 0.5, 10.0, 5.0),
+    ]
+    assert rows[0]["old"] == [1.0, 2.0, 9.0]
+    assert lacking(OLD, NEW) == ["c: lt", "d: lt"]
+    assert compared("host", [], []) == lacking([], []) == []
+
+
+def test_the_figures_of_a_comparison() -> None:
+    mean, worst = findings("host", compared("host", OLD, NEW))
+    assert (mean.value, mean.met) == (pytest.approx(0.75**0.5), True)
+    assert (worst.value, worst.where, worst.met) == (1.5, "a: lt", False)
+    mean, worst = findings("host", compared("host", OLD, NEW), ["^a"])
+    assert (mean.value, worst.value, worst.rows) == (0.5, 0.5, 1)
+    assert {each.met for each in findings("layers", [])} == {None}
+    _, worst = findings("layers", compared("layers", OLD, NEW))
+    assert worst.met is None, "told, and not judged"
+
+
+def checkout(folder: Path) -> Path:
+    (folder / "lt_runtime").mkdir(parents=True)
+    (folder / "lt_runtime" / "__init__.py").touch()
+    return folder
+
+
+def test_a_process_imports_its_checkout_s_package_and_these_benchmarks(tmp_path: Path) -> None:
+    sides = {side: checkout(tmp_path / side) for side in ("old", "new")}
+    comparison = Comparison(sides, tmp_path / "work", "mnist")
+    comparison.prepare()
+    comparison.prepare()
+    assert (tmp_path / "work" / "code" / "benchmarks").resolve() == ROOT / "benchmarks"
+    environment = comparison.environment("old")
+    assert environment["PYTHONPATH"].split(":") == [str(tmp_path / "work" / "code"), str(sides["old"])]
+    assert environment["LT_RUNTIME_CACHE_DIR"] != comparison.environment("new")["LT_RUNTIME_CACHE_DIR"]
+    command = comparison.command(Process("layers", 3, "old"))
+    assert command[1:5] == ["-m", "benchmarks", "layers", "--ours"]
+    assert command[5:] == [
+        *("--out", str(tmp_path / "work" / "layers-3-old"), "--rounds", "5", "--keep-plans", "--only", "mnist")
+    ]
+    assert comparison.command(Process("layers", 0, "old"))[8] == "1", "one round is enough to fill a cache"
+    assert "--keep-plans" not in comparison.command(Process("host", 1, "new"))
+
+
+def test_results_of_another_comparison_are_not_taken_for_this_one_s(tmp_path: Path) -> None:
+    sides = {side: checkout(tmp_path / side) for side in ("old", "new")}
+    Comparison(sides, tmp_path / "work", "mnist").prepare()
+    with pytest.raises(SystemExit, match="is of another comparison"):
+        Comparison(sides, tmp_path / "work", "gpt2").prepare()
+
+
+def test_a_checkout_without_the_package_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    sides = {"old": tmp_path / "empty", "new": checkout(tmp_path / "new")}
+    with pytest.raises(SystemExit, match=r"--old is .*empty: no lt_runtime"):
+        Comparison(sides, tmp_path / "work", None).prepare()
+
+
+def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real benchmarks in a real process, with this checkout's package and without a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    comparison = Comparison({"old": ROOT, "new": ROOT}, tmp_path, None)
+    comparison.prepare()
+    process = Process("host", 1, "new")
+    with pytest.raises(SystemExit, match=r"(?s)host-1-new failed.*the suite host needs an NVIDIA GPU"):
+        comparison.run(process)
+    assert not comparison.is_done(process)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of processes that were run; each leaves a result of its own."""
+    names: list[str] = []
+
+    def run(comparison: Comparison, process: Process) -> None:
+        names.append(process.name)
+        us = {"old": 10.0, "new": 9.0}[process.side] + process.number
+        folder = comparison.work / process.name
+        folder.mkdir(parents=True)
+        rows = [{"case": "a case", "us": {"lt": us}}]
+        (folder / f"{process.suite}.json").write_text(json.dumps({"rows": rows}))
+        (folder / "done").touch()
+
+    monkeypatch.setattr(Comparison, "prepare", lambda _: None)
+    monkeypatch.setattr(Comparison, "run", run)
+    return names
+
+
+def asked(tmp_path: Path, *options: str) -> list[str]:
+    sides = "--old", str(tmp_path / "old"), "--new", str(tmp_path / "new")
+    return ["compare", "steps", *sides, "--processes", "3", "--work", str(tmp_path / "work"), *options]
+
+
+def test_a_comparison(tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(asked(tmp_path))
+    assert len(ran) == 8
+    written = json.loads((tmp_path / "work" / "compare.json").read_text())
+    (row,) = written["rows"]
+    assert (row["suite"], row["contender"], row["ratio"]) == ("steps", "lt", pytest.approx(11 / 12, abs=1e-4))
+    assert written["summary"][0]["what"] == "steps, new / old, geometric mean"
+    assert "3 of 3 pairs of processes, 1 rows" in capsys.readouterr().out
+    main(asked(tmp_path))
+    assert len(ran) == 8, "what is done is not run again"
+
+
+def test_a_comparison_goes_on_where_one_ended(
+    tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(asked(tmp_path, "--minutes", "-1"))
+    assert ran == []
+    assert "time is up" in capsys.readouterr().out
+    main(asked(tmp_path, "--out", str(tmp_path / "out.json")))
+    assert len(ran) == 8
+    assert (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize("file", readme.FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_tables_are_those_that_the_results_give(file: Path) -> None:
+    text = file.read_text()
+    assert readme.rendered(text) == text, "run `python -m benchmarks readme`"
+
+
+def test_every_table_is_shown_once() -> None:
+    text = "".join(file.read_text() for file in readme.FILES)
+    assert sorted(re.findall("<!-- benchmarks:(.*) -->", text)) == sorted(readme.TABLES)
+
+
+def block(name: str, inside: str = "") -> str:
+    return f"<!-- benchmarks:{name} -->\n{inside}<!-- /benchmarks:{name} -->"
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes results for the generator."""
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+
+    def write(suite: str, *rows: dict[str, Any], **more: Any) -> None:
+        (tmp_path / f"{suite}.json").write_text(json.dumps({"commit": "abc", **more, "rows": rows}))
+
+    return write
+
+
+def test_only_tables_are_written_anew(results: Any) -> None:
+    results("cold", {"case": "first call", "us": {"lt": 1234.0, "lt_empty_cache": 99_000.0}})
+    table = "\n| Process | ms | with an empty kernel cache |\n| --- | --- | --- |\n| first call | 1.2 | 99.0 |\n\n"
+    old = block("cold", "old\n")
+    made = readme.rendered(f"before {old} after")
+    assert made == f"before {block('cold', table)} after"
+    assert readme.rendered(made) == made
+    with pytest.raises(KeyError, match="unknown"):
+        readme.rendered(block("unknown"))
+
+
+def test_losses_are_shown(results: Any) -> None:
+    results(
+        "host",
+        {"case": "TrainStep call", "us": {"lt": 20.0, "torch_graph": 13.0}},
+        {
+            "case": "linear_fwd + linear_bwd, eager",
+            "us": {"lt": 18.4, "torch_eager": 167.0, "torch_eager_one_thread": 128.0},
+        },
+    )
+    lines = readme.host().splitlines()
+    assert lines[2] == "| TrainStep call | 20.0 | 13.0 | **0.65×** | | |"
+    assert lines[3] == "| linear_fwd + linear_bwd, eager | 18.4 | 128 | 6.96× | | |"
+
+
+def test_the_fastest_peer_that_does_the_same_counts(results: Any) -> None:
+    us = {"lt": 2.0, "torch": 8.0, "torch_log_softmax": 6.0}
+    results("kernels", {"case": "loss", "us": us, "fraction_of_copy": 0.5}, copy_gb_s=4000.0)
+    assert readme.kernels().splitlines()[-1] == "| loss | 2.00 | 50 % | 6.00 | 3.00× |"
+
+
+def test_what_was_compiled_is_told(results: Any) -> None:
+    row = {"type": "bf16", "activation": "gelu", "us": {"lt": 2.0, "torch_max_autotune": 1.5}, "case": "a"}
+    results("layers", row, row | {"case": "b", "commit": "other", "us": {"lt": 1.0, "torch_max_autotune": 3.0}})
+    told = "torch.compile, max-autotune | 2 BF16 GELU, 1 of them at other commits | 1.50× | **0.75×** (a) | 1 |"
+    assert readme.layers().splitlines()[-1] == f"| {told}"

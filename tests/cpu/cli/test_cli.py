@@ -1,0 +1,93 @@
+"""The command line: what it refuses, and the demo from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lt_runtime.cli import demo, main
+
+ROOT = Path(__file__).parents[3]
+EPOCHS = 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["train"], "invalid choice: 'train'"),
+        (["demo", "--epochs", "0"], "0 is not positive"),
+        (["demo", "--epochs", "many"], "--epochs"),
+        (["demo", "--dtype", "float64"], "invalid choice: 'float64'"),
+        (["demo", "--seed", "1.5"], "--seed"),
+        (["demo", "--fast"], "unrecognized arguments: --fast"),
+        (["doctor", "--json", "file"], "unrecognized arguments: file"),
+    ],
+)
+def test_arguments_that_the_parser_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
+        (["--device", "cuda:99"], "device is 'cuda:99', but this machine has"),
+        (["--dropout", "1.5"], "dropout probability is 1.5; it must be in [0, 1)"),
+        (["--dropout", "nan"], "dropout probability is nan"),
+        (["--seed", "-1"], "seed is -1; it must be an integer in [0, 2**64)"),
+        (["--json", "/dev/null/result.json"], "--json is /dev/null/result.json, but /dev/null is no directory"),
+    ],
+)
+def test_arguments_that_the_command_refuses(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--device", "cpu", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("lt_runtime demo: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo(dtype: str, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    options = ["--device", "cpu", "--epochs", str(EPOCHS), "--dtype", dtype, "--json", str(file)]
+    command = [sys.executable, "-m", "lt_runtime", "demo", *options]
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # threads only wait for each other in products so small
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    result = json.loads(file.read_text())
+    assert set(result) == {"device", "dtype", "accuracy", "samples_per_second", "loss", "layers"}
+    assert (result["device"], result["dtype"]) == ("cpu", dtype)
+    assert 0.96 <= result["accuracy"] <= 1
+    assert f"accuracy: {result['accuracy']:.2%}" in done.stdout
+    assert result["samples_per_second"] > 0
+    steps = EPOCHS * (len(demo.load_digits().labels) // 64)
+    assert len(result["loss"]) == steps
+    assert np.mean(result["loss"][-20:]) < 0.1 < 2 < result["loss"][0]
+    assert [layer["name"] for layer in result["layers"]] == ["layer0", "layer1", "layer2", "loss", "optimizer"]
+    assert all(set(layer) == {"name", "forward_us", "backward_us"} for layer in result["layers"])
+    for name in ("layer0", "layer1", "layer2", "loss", "optimizer"):
+        assert name in done.stdout
+
+
+def test_a_fifth_of_the_digits_is_held_out() -> None:
+    digits = demo.load_digits()
+    assert (len(digits.labels), len(digits.held_out_labels)) == (1797 - 359, 359)
+    assert digits.images.dtype == digits.held_out_images.dtype == np.float32
+    images = {image.tobytes() for image in digits.images}
+    assert not any(image.tobytes() in images for image in digits.held_out_images)
+    assert (digits.images.min(), digits.images.max()) == (0, 1)

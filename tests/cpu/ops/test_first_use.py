@@ -1,0 +1,224 @@
+"""Plans kept by problem, and problems tuned when they are first met, with a tuner that only takes notes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_runtime.errors import ArgumentError, CaptureError, PlanError
+from lt_runtime.ops import first_use
+from lt_runtime.ops.first_use import TUNE_VARIABLE
+from lt_runtime.plans import cache
+from lt_runtime.plans.cache import forget
+from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
+from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
+from lt_runtime.tuner import search
+from lt_runtime.tuner.chain import Chain, Layer, plain_backward
+from tests.support.chain_problems import backward_of, forward_of
+from tests.support.plan_entries import H200, layer, product
+
+CHAIN = Chain.of_mlp(64, (32, 48, 24), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
+FORWARD, BACKWARD = forward_of(CHAIN), backward_of(CHAIN, 1)
+PRODUCT = MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, FORWARD.x, FORWARD.w.transposed, FORWARD.y)
+
+
+def plan_of(problem: Problem, device: int, stream: int) -> Any:
+    """As operations ask for plans."""
+    anew = first_use.asked_for.get() is not None
+    return cache.plan_of(problem, device, stream, first_use.tune_at_first_use, anew=anew)
+
+
+class World:
+    """A machine on which plans are made of nothing, and the tuner writes what it decides to the plan cache.
+
+    Attributes:
+        capturing: streams that are being captured.
+        planned: problems for which plans were made, in order.
+        tuned: what the tuner was given, with the effort.
+    """
+
+    def __init__(self, store: PlanStore) -> None:
+        self.store = store
+        self.capturing: set[int] = set()
+        self.planned: list[Problem] = []
+        self.tuned: list[tuple[list[Chain | MatmulProblem], str]] = []
+        self.failure: Exception | None = None
+
+    def plan(self, problem: Problem, device: int) -> Any:
+        self.planned.append(problem)
+        return object()
+
+    def tune(self, chains: Iterable[Any], device: int, *, effort: str = "default", **_: Any) -> list[Any]:
+        given = list(chains)
+        self.tuned.append((given, effort))
+        if self.failure is not None:
+            raise self.failure
+        problems = [problem for each in given for problem in ([each] if each == PRODUCT else each.problems)]
+        for each in problems:
+            self.store.put({problem_key(each): self.entry(each)})
+        # The tuner may plan what it measures; that must not be tuned in turn.
+        plan_of(replace(PRODUCT, batch=2), device, 0)
+        forget(problems, device)
+        return []
+
+    def entry(self, problem: Problem) -> Any:
+        effort = self.tuned[-1][1]
+        return product(effort=effort) if isinstance(problem, MatmulProblem) else layer(effort=effort)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(PlanStore(tmp_path / H200.file_name, H200))
+    monkeypatch.setattr(cache, "decide", made.plan)
+    monkeypatch.setattr(cache, "_plans", {})
+    monkeypatch.setattr(cache, "is_capturing", lambda stream: stream in made.capturing)
+    monkeypatch.setattr(first_use, "_seen", set())
+    monkeypatch.setattr(first_use, "plan_store", lambda device: made.store)
+    monkeypatch.setattr(search, "tune_chains", made.tune)
+    return made
+
+
+def test_a_plan_is_made_once(world: World) -> None:
+    assert plan_of(FORWARD, 0, 0) is plan_of(FORWARD, 0, 7)
+    assert plan_of(FORWARD, 1, 0) is not plan_of(FORWARD, 0, 0)
+    assert plan_of(BACKWARD, 0, 0) is plan_of(BACKWARD, 0, 0)
+    assert world.planned == [FORWARD, FORWARD, BACKWARD]
+    assert world.tuned == []
+
+
+def test_a_capture_takes_the_plan_that_is_there_and_makes_none(world: World) -> None:
+    plan = plan_of(FORWARD, 0, 7)
+    world.capturing.add(7)
+    assert plan_of(FORWARD, 0, 7) is plan
+    with first_use.tuning():
+        assert plan_of(FORWARD, 0, 7) is plan
+        with pytest.raises(CaptureError, match=r"no plan yet for BackwardProblem.*stream 0x7 is being captured"):
+            plan_of(BACKWARD, 0, 7)
+    assert world.tuned == []
+
+
+def test_what_is_forgotten_is_planned_anew(world: World) -> None:
+    kept = plan_of(FORWARD, 1, 0), plan_of(backward_of(CHAIN, 0), 0, 0), plan_of(PRODUCT, 0, 0)
+    old = plan_of(FORWARD, 0, 0), plan_of(BACKWARD, 0, 0)
+    forget([FORWARD, BACKWARD], 0)
+    assert plan_of(FORWARD, 0, 0) is not old[0]
+    assert plan_of(BACKWARD, 0, 0) is not old[1]
+    assert (plan_of(FORWARD, 1, 0), plan_of(backward_of(CHAIN, 0), 0, 0), plan_of(PRODUCT, 0, 0)) == kept
+
+
+def test_a_backward_pass_is_forgotten_whatever_forward_has_saved(world: World) -> None:
+    with_mask = backward_of(CHAIN, 1, Saved.MASK)
+    assert with_mask != BACKWARD
+    plan = plan_of(with_mask, 0, 0)
+    forget([BACKWARD], 0)
+    assert plan_of(with_mask, 0, 0) is not plan
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("mode", ["first_use", "on", "1"])
+def test_an_unknown_mode_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TUNE_VARIABLE, mode)
+    with pytest.raises(ArgumentError, match=f"LT_RUNTIME_TUNE is '{mode}'; accepted are 'off' and 'first-use'"):
+        plan_of(FORWARD, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["off", ""])
+def test_nothing_is_tuned_unless_asked(world: World, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TUNE_VARIABLE, mode)
+    plan_of(FORWARD, 0, 0)
+    assert world.tuned == []
+
+
+def test_first_use_tunes_before_it_plans(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TUNE_VARIABLE, "first-use")
+    for _ in range(2):
+        plan_of(FORWARD, 0, 0)
+        plan_of(BACKWARD, 0, 0)
+        plan_of(PRODUCT, 0, 0)
+    assert world.tuned == [
+        ([Chain((Layer(FORWARD, plain_backward(FORWARD)),))], "default"),
+        ([Chain((Layer(None, BACKWARD),))], "default"),
+        ([PRODUCT], "default"),
+    ]
+
+
+def test_inference_is_tuned_alone(world: World) -> None:
+    inference = replace(FORWARD, backward=False)
+    with first_use.tuning():
+        plan_of(inference, 0, 0)
+    assert world.tuned == [([Chain((Layer(inference),))], "default")]
+
+
+def test_what_is_measured_is_not_tuned(world: World) -> None:
+    world.store.put({problem_key(PRODUCT): product()}, {problem_key(FORWARD): layer()})
+    with first_use.tuning():
+        plan_of(FORWARD, 0, 0)
+        plan_of(PRODUCT, 0, 0)
+    assert world.tuned == []
+
+
+def test_what_is_barred_is_tuned(world: World) -> None:
+    world.store.put({problem_key(PRODUCT): product(barred="known to be wrong")})
+    with first_use.tuning():
+        plan_of(PRODUCT, 0, 0)
+    assert world.tuned == [([PRODUCT], "default")]
+
+
+def test_deep_effort_measures_again_what_was_measured_with_less(world: World) -> None:
+    for effort in ("default", "deep", "default", "deep"):
+        with first_use.tuning(effort):  # type: ignore[arg-type]
+            plan_of(PRODUCT, 0, 0)
+    assert world.tuned == [([PRODUCT], "default"), ([PRODUCT], "deep")]
+
+
+def test_within_the_block_what_ran_before_is_tuned_too(world: World) -> None:
+    untuned = plan_of(PRODUCT, 0, 0)
+    with first_use.tuning():
+        tuned = plan_of(PRODUCT, 0, 0)
+    assert tuned is not untuned
+    assert plan_of(PRODUCT, 0, 0) is tuned
+
+
+def test_the_block_is_of_its_thread_and_ends(world: World) -> None:
+    with first_use.tuning():
+        thread = threading.Thread(target=plan_of, args=(PRODUCT, 0, 0))
+        thread.start()
+        thread.join()
+    plan_of(FORWARD, 0, 0)
+    assert world.tuned == []
+
+
+def test_an_unknown_effort_is_refused() -> None:
+    block = first_use.tuning("deeper")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="effort is 'deeper'; accepted are 'default', 'deep'"), block:
+        pass
+
+
+@pytest.mark.parametrize("failure", [PlanError("no algorithm"), MemoryError("too large")])
+def test_what_cannot_be_tuned_runs_untuned(world: World, failure: Exception) -> None:
+    world.failure = failure
+    with first_use.tuning():
+        with pytest.warns(UserWarning, match=f"could not be tuned and runs untuned .{failure}."):
+            plan = plan_of(PRODUCT, 0, 0)
+        assert plan_of(PRODUCT, 0, 0) is plan  # without another warning
+    assert len(world.tuned) == 1
+
+
+def test_problems_are_recorded_when_they_are_planned(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "met.jsonl"
+    monkeypatch.setenv(RECORD_VARIABLE, str(file))
+    for _ in range(2):
+        plan_of(FORWARD, 0, 0)
+        plan_of(BACKWARD, 0, 0)
+        plan_of(PRODUCT, 1, 0)
+        forget([FORWARD], 0)
+    assert read_recorded(file) == [FORWARD, BACKWARD, PRODUCT]

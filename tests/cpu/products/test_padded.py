@@ -1,0 +1,289 @@
+"""Which products are computed on padded copies, and how those lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.resize import Resize
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
+from lt_runtime.products import choose as algorithms
+from lt_runtime.products import padded
+from lt_runtime.products.choose import configuration, plan_by
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
+from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
+from tests.support.calls import addresses, call_of
+
+M, N, K = 2048, 1024, 479
+SHAPES = [(2048, 1024, 479), (2048, 479, 1024), (479, 1024, 2048), (33, 35, 37), (1, 3, 1001)]
+
+
+def across(rows: int, cols: int) -> Spec:
+    """A packed column-major matrix."""
+    return Spec(Layout(rows, cols, Order.COLUMN, rows))
+
+
+def problem_of(a: Spec, b: Spec, dtype: DType = DType.BFLOAT16, **changes: Any) -> MatmulProblem:
+    d = Spec(packed(a.layout.rows, b.layout.cols))
+    return replace(MatmulProblem(dtype, dtype, Compute.FLOAT32, a, b, d), **changes)
+
+
+def forward(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
+    return problem_of(Spec(packed(m, k)), across(k, n), **changes)
+
+
+def input_gradient(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
+    return problem_of(Spec(packed(m, k)), Spec(packed(k, n)), **changes)
+
+
+def weight_gradient(m: int, n: int, k: int, **changes: Any) -> MatmulProblem:
+    return problem_of(across(m, k), Spec(packed(k, n)), **changes)
+
+
+def found(problem: MatmulProblem) -> MatmulProblem:
+    inner = padded_problem(problem)
+    assert inner is not None
+    return inner
+
+
+@pytest.mark.parametrize("make", [forward, input_gradient, weight_gradient])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_all_that_is_contiguous_is_whole_octets(make: Any, shape: tuple[int, int, int], dtype: DType) -> None:
+    problem = make(*shape, dtype=dtype)
+    inner = padded_problem(problem) or problem
+    for spec in (inner.a, inner.b, inner.d):
+        rows, cols = spec.layout.shape
+        assert (cols if spec.layout.order is Order.ROW else rows) % 8 == 0
+        assert spec.layout.leading_dimension % 8 == 0
+        assert spec.alignment == ALIGNMENT
+    assert inner.a.layout.shape == (inner.m, inner.k)
+    assert inner.b.layout.shape == (inner.k, inner.n)
+    assert all(own <= wide < own + 8 for own, wide in zip(shape, (inner.m, inner.n, inner.k), strict=True))
+    orders = [[each.layout.order for each in (one.a, one.b, one.d)] for one in (problem, inner)]
+    assert orders[0] == orders[1]
+
+
+def test_what_need_not_be_copied_is_used_where_it_is() -> None:
+    problem = input_gradient(M, N, K)
+    inner = found(problem)
+    assert (inner.m, inner.n, inner.k) == (M, N, 480)
+    assert inner.d == problem.d
+    assert inner.b.layout == packed(480, N), "K is its other axis, and has to grow as well"
+    assert found(weight_gradient(K, N, M)).b == weight_gradient(K, N, M).b
+
+
+def test_lines_off_16_bytes_are_copied_too() -> None:
+    gaps = Spec(Layout(64, 64, Order.ROW, 65))
+    assert found(problem_of(gaps, across(64, 64))).a == Spec(packed(64, 64))
+    off = Spec(packed(64, 64), alignment=2)
+    assert found(problem_of(off, across(64, 64))).a == Spec(packed(64, 64))
+
+
+def test_what_is_left_as_it_is() -> None:
+    assert padded_problem(forward(M, N, 480)) is None
+    problem = forward(M, N, K)
+    for change in (
+        {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32},
+        {"dtype": DType.FLOAT64, "d_dtype": DType.FLOAT64},
+        {"d_dtype": DType.FLOAT32},
+        {"batch": 2},
+    ):
+        assert padded_problem(replace(problem, **change)) is None, change
+    assert padded_problem(forward(M, N, K, dtype=DType.FLOAT32, d_dtype=DType.FLOAT32, compute=Compute.TF32))
+    assert padded_problem(forward(0, N, K)) is None
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.GELU_AUX_BIAS, Epilogue.DGELU_BGRAD, Epilogue.BGRADA])
+def test_epilogues_where_only_k_grows(epilogue: Epilogue) -> None:
+    problem = forward(M, N, K, epilogue=epilogue, c=Spec(packed(M, N)))
+    assert found(problem).epilogue is epilogue
+    assert found(problem).c == problem.c
+
+
+def test_epilogues_where_d_grows() -> None:
+    problem = forward(M, K, N)
+    assert found(replace(problem, epilogue=Epilogue.BIAS, vector=2)).vector == 256
+    assert padded_problem(replace(problem, epilogue=Epilogue.GELU_AUX_BIAS)) is None
+    assert padded_problem(replace(problem, epilogue=Epilogue.BGRADA)) is None
+    assert padded_problem(replace(problem, c=problem.d)) is None
+
+
+def test_a_bias_that_a_padded_d_has_aligned_is_copied() -> None:
+    d = Spec(Layout(256, 512, Order.ROW, 515), alignment=2)
+    problem = forward(256, 512, 480, epilogue=Epilogue.BIAS, vector=2, d=d)
+    inner = found(problem)
+    assert (inner.n, inner.vector) == (512, 256)
+    assert padded._resizes(problem, inner).keys() == {"d", "vector"}
+    aligned = replace(problem, vector=256)
+    assert padded._resizes(aligned, found(aligned)).keys() == {"d"}
+
+
+TF32 = {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32, "compute": Compute.TF32}
+
+
+@pytest.mark.parametrize("make", [input_gradient, weight_gradient])
+@pytest.mark.parametrize("shape", [(256, 512, 384), (33, 35, 37)])
+def test_copies_along_k(make: Any, shape: tuple[int, int, int]) -> None:
+    problem = make(*shape, **TF32)
+    inner = padded_problem(problem, k_major=True)
+    assert inner is not None
+    assert (inner.a.layout.order, inner.b.layout.order) == (Order.ROW, Order.COLUMN)
+    assert inner.k % 8 == inner.n % 8 == 0
+    assert inner.m == problem.m, "no contiguous axis"
+    assert (inner.d == problem.d) is (shape[1] % 8 == 0)
+    assert padded_problem(make(*shape), k_major=True) is None, "BF16 is read either way"
+
+
+def test_what_lies_along_k_is_not_turned() -> None:
+    assert padded_problem(forward(256, 512, 384, **TF32), k_major=True) is None
+    assert padded_problem(weight_gradient(256, 512, 384, epilogue=Epilogue.BGRADA, **TF32), k_major=True) is None
+
+
+def test_small_ones_wait_for_a_measurement() -> None:
+    assert pays_untuned(forward(2048, 1024, 479))
+    assert not pays_untuned(forward(2048, 1024, 480))
+    assert not pays_untuned(forward(256, 10, 511))
+    assert not pays_untuned(forward(1 << 20, 1, 512)), "little is multiplied for what would be copied"
+
+
+class _Passes:
+    """Stands in for the copies' kernel."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[list[Resize], list[tuple[int, int]]]] = []
+
+    def __call__(self, dtype: DType, resizes: list[Resize], device: int) -> Any:
+        passes = self
+
+        class Made:
+            def run(self, addresses: list[tuple[int, int]], stream: int) -> None:
+                passes.done.append((resizes, addresses))
+
+        return Made()
+
+
+class _Memory:
+    stream = 5
+    workspace, workspace_size = 1 << 20, WORKSPACE
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Passes]:
+    made = _Passes()
+    monkeypatch.setattr(padded, "ResizePass", made)
+    monkeypatch.setattr(padded, "workspace_size", lambda _: WORKSPACE)
+    monkeypatch.setattr(MatmulPlan, "launches_leanly", lambda *_: True)
+    return made
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    return FakeLibrary(monkeypatch)
+
+
+def _offer(library: FakeLibrary, *ids: int, reserved: int) -> None:
+    library.offered = {(WORKSPACE - reserved, BOTH): [*ids]}
+
+
+def test_copies_lie_at_the_end_of_the_workspace(
+    library: FakeLibrary, passes: _Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"a": 2 * 2048 * 1024, "b": 2 * 1024 * 480, "d": 2 * 2048 * 480}
+    reserved = sum(sizes.values()) - sizes["a"] + ALIGNMENT * 4
+    problem = replace(forward(2048, 479, 1024), epilogue=Epilogue.BIAS)
+    _offer(library, 1, reserved=reserved)
+    plan = PaddedPlan(problem, 0)
+    ran: list[Call] = []
+    monkeypatch.setattr(plan.inner, "put", lambda call, memory: ran.append(call))
+    plan.put(call_of(problem, 5, a=0x1000, b=0x2002, d=0x3002, vector=0x4002), _Memory())  # type: ignore[arg-type]
+    (before, filled), (after, trimmed) = passes.done
+    end = _Memory.workspace + _Memory.workspace_size
+    inner = SimpleNamespace(**addresses(problem, ran[0]))
+    assert inner.a == 0x1000, "is whole octets, and read where it is"
+    assert end - reserved <= min(inner.b, inner.d, inner.vector)
+    assert not any(address % ALIGNMENT for address in (inner.b, inner.d, inner.vector))
+    assert filled == [(0x2002, inner.b), (0x4002, inner.vector)]
+    assert trimmed == [(inner.d, 0x3002)]
+    assert [each.target.shape for each in before] == [(1024, 480), (1, 480)]
+    assert [(each.source.shape, each.target.shape) for each in after] == [((2048, 480), (2048, 479))]
+    ends = sorted([(inner.b, sizes["b"]), (inner.d, sizes["d"]), (inner.vector, 960)])
+    assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(ends))
+    assert ends[-1][0] + ends[-1][1] <= end
+
+
+def test_the_library_keeps_to_its_part_of_the_workspace(library: FakeLibrary, passes: _Passes) -> None:
+    reserved = 2 * 480 * (2048 + 1024)
+    _offer(library, 1, reserved=reserved)
+    library.workspace = lambda _: WORKSPACE - reserved
+    blob = PaddedPlan(forward(M, N, K), 0).blob
+    assert plan_by(forward(M, N, K), 0, blob).blob == blob
+    library.workspace = lambda _: WORKSPACE - reserved + 1
+    with pytest.raises(PlanError, match="workspace"):
+        plan_by(forward(M, N, K), 0, blob)
+
+
+def test_no_room_for_copies(library: FakeLibrary, passes: _Passes) -> None:
+    library.offered = {(WORKSPACE, BOTH): [1]}
+    problem = forward(1 << 16, 64, 479)
+    with pytest.raises(PlanError, match="no room"):
+        PaddedPlan(problem, 0)
+    assert type(algorithms.heuristic_algorithm(problem, 0)) is MatmulPlan
+
+
+def test_untuned_large_ones_are_padded(library: FakeLibrary, passes: _Passes) -> None:
+    _offer(library, 1, reserved=2 * 480 * (2048 + 1024))
+    assert type(algorithms.heuristic_algorithm(forward(M, N, K), 0)) is PaddedPlan
+    library.offered = {(WORKSPACE, BOTH): [1]}
+    assert type(algorithms.heuristic_algorithm(forward(64, 64, 479), 0)) is MatmulPlan
+
+
+def test_copies_where_the_library_offers_nothing_else(library: FakeLibrary, passes: _Passes) -> None:
+    problem = forward(64, 64, 63)
+    _offer(library, 1, reserved=2 * 64 * (64 + 64))
+    assert not pays_untuned(problem)
+    assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
+    with pytest.raises(PlanError, match="offers 0"):  # for which a pass of ours makes the epilogue
+        algorithms.heuristic_algorithm(replace(problem, epilogue=Epilogue.RELU), 0)
+    library.offered = {}
+    with pytest.raises(PlanError, match="offers 0"):
+        algorithms.heuristic_algorithm(problem, 0)
+
+
+def test_a_blob_of_another_version(library: FakeLibrary) -> None:
+    with pytest.raises(PlanError, match="not known"):
+        plan_by(forward(M, N, K), 0, b"lt_runtime: tomorrow".ljust(128, b"\0"))
+
+
+def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
+    _offer(library, 7, reserved=2 * 480 * (2048 + 1024))
+    plan = PaddedPlan(forward(M, N, K), 0)
+    assert plan.blob == PADDED + plan.inner.algorithm.blob
+    assert configuration(plan.blob) == configuration(plan.inner.blob) | {"PADDED": 1}
+    again = plan_by(plan.problem, 0, plan.blob)
+    assert isinstance(again, PaddedPlan)
+    assert again.inner.problem == plan.inner.problem
+    with pytest.raises(PlanError, match="padding"):
+        plan_by(forward(M, N, 480), 0, plan.blob)
+
+
+def test_what_stands_for_copies_along_k(library: FakeLibrary, passes: _Passes) -> None:
+    problem = input_gradient(256, 512, 384, **TF32)
+    _offer(library, 7, reserved=4 * 512 * 384)
+    plan = PaddedPlan(problem, 0, k_major=True)
+    assert plan.blob == K_MAJOR + plan.inner.algorithm.blob
+    assert configuration(plan.blob) == configuration(plan.inner.blob) | {"K_MAJOR": 1}
+    again = plan_by(problem, 0, plan.blob)
+    assert isinstance(again, PaddedPlan)
+    assert again.inner.problem == plan.inner.problem
+    assert again.blob == plan.blob

@@ -1,0 +1,222 @@
+"""The plan cache's store in one process: what it finds, when it looks again, what it bars and merges."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lt_runtime.paths import CACHE_VARIABLE
+from lt_runtime.store.document import Document, UnusableError
+from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.keys import SCHEMA
+from lt_runtime.store.plan_store import PlanStore, plan_store
+from tests.support.machine import HasGpus
+from tests.support.plan_entries import H200, LATER, layer, layer_key, product, product_key
+
+KEY, OTHER = product_key(64), product_key(128)
+LAYER = layer_key(64)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "plans" / H200.file_name
+
+
+@pytest.fixture
+def filled(path: Path) -> ProductEntry:
+    """The file holds this entry under KEY."""
+    entry = product()
+    assert PlanStore(path, H200).put({KEY: entry})
+    return entry
+
+
+def beside(path: Path) -> set[str]:
+    """What follows the file's name in the names of those beside it, the lock left out."""
+    return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}
+
+
+def test_an_empty_cache_knows_nothing_and_looking_makes_nothing(path: Path) -> None:
+    store = PlanStore(path, H200)
+    assert store.product(KEY) is None
+    assert store.layer(LAYER) is None
+    assert not path.parent.exists()
+
+
+def test_what_is_put_is_found_by_this_and_by_others(path: Path) -> None:
+    store, entry, split = PlanStore(path, H200), product(), layer()
+    assert store.put({KEY: entry}, {LAYER: split})
+    for each in (store, PlanStore(path, H200)):
+        assert each.product(KEY) == entry
+        assert each.layer(LAYER) == split
+        assert each.product(LAYER) is None
+        assert each.layer(KEY) is None
+    assert beside(path) == set()
+
+
+def test_others_see_what_is_put_later(path: Path) -> None:
+    early, entry, better = PlanStore(path, H200), product(), product(when=LATER)
+    assert early.product(KEY) is None
+    PlanStore(path, H200).put({KEY: entry})
+    assert early.product(KEY) == entry
+    PlanStore(path, H200).put({KEY: better, OTHER: product()})
+    assert early.product(KEY) == entry, "what is known is not looked for again"
+    assert early.product(OTHER) is not None
+    assert early.product(KEY) == better
+
+
+def test_writers_keep_what_others_wrote(path: Path) -> None:
+    first, second = PlanStore(path, H200), PlanStore(path, H200)
+    for index in range(4):
+        assert (first, second)[index % 2].put({product_key(index): product()})
+    assert all(PlanStore(path, H200).product(product_key(index)) for index in range(4))
+
+
+def test_a_file_is_read_once_and_again_only_if_it_has_changed(path: Path, filled: ProductEntry) -> None:
+    store = PlanStore(path, H200)
+    assert store.product(KEY) == filled
+    content, times = path.read_bytes(), path.stat()
+    path.write_bytes(b"x" * len(content))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    for key in (KEY, OTHER, KEY, OTHER, LAYER):  # reading it now would cost a warning
+        assert store.product(key) == (filled if key == KEY else None)
+    path.write_bytes(content)
+    PlanStore(path, H200).put({OTHER: product()})
+    assert store.product(OTHER) is not None
+
+
+def test_a_deeper_search_is_not_forgotten(path: Path) -> None:
+    store, deep = PlanStore(path, H200), product(effort="deep")
+    store.put({KEY: deep})
+    store.put({KEY: product(when=LATER)})
+    assert store.product(KEY) == PlanStore(path, H200).product(KEY) == deep
+
+
+def test_an_entry_that_is_barred_is_barred_for_all_until_there_is_a_better_one(
+    path: Path, filled: ProductEntry
+) -> None:
+    store, other = PlanStore(path, H200), PlanStore(path, H200)
+    assert other.product(KEY) == filled
+    store.bar(KEY, filled, "known to be wrong")
+    assert store.product(KEY) is PlanStore(path, H200).product(KEY) is None
+    assert Document.read(path).get(KEY) == replace(filled, barred="known to be wrong")
+    better = product(rejected=(), when=LATER)
+    other.put({KEY: better})
+    for each in (store, other, PlanStore(path, H200)):
+        found = each.product(KEY)
+        assert found is not None
+        assert (found.algorithm, found.rejected[0].algorithm) == (better.algorithm, filled.algorithm)
+
+
+def test_a_layer_is_barred_too(path: Path) -> None:
+    store, entry = PlanStore(path, H200), layer()
+    store.put({LAYER: entry})
+    store.bar(LAYER, entry, "unknown strategy")
+    assert store.layer(LAYER) is None
+    assert Document.read(path).get(LAYER) == replace(entry, barred="unknown strategy")
+
+
+def test_what_is_barred_where_nothing_can_be_written_is_barred_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "plans").touch()
+    store, entry = PlanStore(tmp_path / "plans" / H200.file_name, H200), product()
+    with pytest.warns(UserWarning, match="kept in memory alone"):
+        store.put({KEY: entry})
+    store.bar(KEY, entry, "refused")
+    assert store.product(KEY) is None
+
+
+def test_threads_share_a_store(path: Path) -> None:
+    store = PlanStore(path, H200)
+    faults: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for index in range(10):
+                key = product_key(100 * number + index)
+                assert store.put({key: product()})
+                assert store.product(key) is not None
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert len(Document.read(path).raw) == 80
+
+
+def test_a_file_from_an_equal_machine_is_merged(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
+    other, better = tmp_path / "other.json", product(when=LATER)
+    PlanStore(other, H200).put({KEY: better, OTHER: product()}, {LAYER: layer()})
+    store = PlanStore(path, H200)
+    assert store.merge(Document.read(other)) == (3, True)
+    assert store.product(KEY) == better != filled
+    assert PlanStore(path, H200).layer(LAYER) is not None
+    assert store.merge(Document.read(other)) == (0, True)
+
+
+def test_plans_of_another_machine_are_not_merged(path: Path) -> None:
+    other = Document(replace(H200, gpu="NVIDIA H100", driver="1"))
+    with pytest.raises(UnusableError, match="gpu NVIDIA H100 instead of NVIDIA H200, driver 1 instead of 580"):
+        PlanStore(path, H200).merge(other)
+    assert not path.exists()
+
+
+def test_the_store_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpus: HasGpus) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    has_gpus(H200, H200)
+    first, second = plan_store(0), plan_store(1)
+    assert first is second
+    assert first.path == tmp_path / "plans" / H200.file_name
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "elsewhere"))
+    assert plan_store(0) is not first
+
+
+def test_a_file_of_an_older_version_costs_one_line_and_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpus: HasGpus
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    has_gpus(H200)
+    older = tmp_path / "plans" / f"{H200.file_name.rpartition('-')[0]}-01234567.json"
+    older.parent.mkdir()
+    older.write_text(f'{{\n"schema": {SCHEMA - 1},\n"products": {{}}\n}}\n')
+    content = older.read_bytes()
+    with pytest.warns(UserWarning, match="is of another version of lt_runtime: it stays and is not used"):
+        store = plan_store(0)
+    assert plan_store(0) is store, "without another warning, which would be an error"
+    assert store.product(KEY) is None
+    assert store.put({KEY: product()})
+    assert older.read_bytes() == content
+
+
+def test_a_thousand_entries_are_found_fast(path: Path) -> None:
+    keys = [product_key(index) for index in range(1000)]
+    PlanStore(path, H200).put({key: product() for key in keys})
+    store = PlanStore(path, H200)
+    start = time.perf_counter()
+    assert all(store.product(key) for key in keys)
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    assert all(store.product(key) for key in keys)
+    assert not any(store.product(key + "x") for key in keys)
+    again = time.perf_counter() - start
+    assert first < 1.0, "under 1 ms each, the file's reading included"
+    assert again < 0.1
+
+
+def test_nothing_of_all_this_warns_without_need(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = PlanStore(path, H200)
+        store.put({KEY: product()})
+        path.unlink()
+        assert store.product(OTHER) is None
+        assert store.put({OTHER: product()})
+    assert set(Document.read(path).raw) == {KEY, OTHER}

@@ -1,0 +1,251 @@
+"""Entries and files of the plan cache as text: what is accepted, what is noticed, which of two entries stays."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lt_runtime.errors import ArgumentError
+from lt_runtime.store.document import Document, UnusableError
+from lt_runtime.store.entries import (
+    Alternative,
+    LayerEntry,
+    ProductEntry,
+    RejectedAlgorithm,
+    RejectedStrategy,
+    is_as_deep,
+    now,
+    signed,
+    verified,
+)
+from lt_runtime.store.keys import SCHEMA
+from tests.support.plan_entries import DATE, H200, LATER, layer, product
+
+
+@pytest.mark.parametrize("entry", [product(), layer(), product(rejected=(), barred="known to be wrong")])
+def test_an_entry_is_read_back(entry: ProductEntry | LayerEntry) -> None:
+    in_file = json.loads(json.dumps(signed("key", entry)))
+    assert verified("key", in_file) == entry
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"algorithm": b"short"}, "accepted are 64 or 128 bytes"),
+        ({"config": {"id": 1.5}}, "config is {'id': 1.5}; accepted are integers by name"),
+        ({"config": {1: 1}}, "config is {1: 1}; accepted are integers by name"),
+        ({"us": -1.0}, "us is -1.0"),
+        ({"us": float("nan")}, "us is nan"),
+        ({"first_us": float("inf")}, "first_us is inf"),
+        ({"spread": True}, "spread is True"),
+        ({"candidates": 0}, "candidates is 0"),
+        ({"candidates": 1.0}, "candidates is 1.0"),
+        ({"effort": "heroic"}, "accepted are default, deep"),
+        ({"when": "yesterday"}, "when is 'yesterday'"),
+        ({"when": "2026-1-31T12:00:00Z"}, "when is"),
+        ({"when": "2026-02-30T12:00:00Z"}, "when is"),
+        ({"barred": 1}, "barred is 1"),
+    ],
+)
+def test_values_that_a_product_does_not_accept(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        product(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": {"saved": 1.5}}, "strategy is {'saved': 1.5}; accepted are texts"),
+        ({"strategy": ["none"]}, r"strategy is \['none'\]; accepted"),
+        ({"us": "fast"}, "us is 'fast'"),
+        ({"effort": None}, "effort is None"),
+    ],
+)
+def test_values_that_a_layer_does_not_accept(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        layer(**values)
+
+
+def test_what_is_rejected_is_checked_too() -> None:
+    with pytest.raises(ArgumentError, match="algorithm"):
+        RejectedAlgorithm(b"", {}, "slow")
+    with pytest.raises(ArgumentError, match="reason"):
+        RejectedStrategy({}, None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="us is"):
+        Alternative({}, -1.0)
+
+
+def test_now_is_a_date_that_is_accepted() -> None:
+    assert product(when=now()).when > "2025"
+
+
+@pytest.mark.parametrize("field", sorted(signed("key", product())))
+def test_any_changed_field_is_noticed(field: str) -> None:
+    changed = signed("key", product())
+    changed[field] = "0" * 128 if field == "algorithm" else 1
+    with pytest.raises(ValueError, match="digest"):
+        verified("key", changed)
+
+
+def test_an_entry_under_another_key_is_noticed() -> None:
+    with pytest.raises(ValueError, match="digest"):
+        verified("other key", signed("key", product()))
+
+
+@pytest.mark.parametrize("value", [None, 1, [], "entry", {}])
+def test_what_is_no_entry(value: object) -> None:
+    with pytest.raises(ValueError, match=r"is no entry|digest"):
+        verified("key", value)
+
+
+def test_how_deep_an_entry_is() -> None:
+    assert not is_as_deep(None, "default")
+    assert is_as_deep(product(), "default")
+    assert not is_as_deep(layer(), "deep")
+    assert is_as_deep(layer(effort="deep"), "default")
+
+
+def merged(*entries: ProductEntry) -> ProductEntry:
+    """What is left of entries put under one key one after the other; in whatever order, as is checked."""
+    results = []
+    for order in itertools.permutations(entries):
+        document = Document(H200)
+        for entry in order:
+            document.absorb(Document(H200, {"key": signed("key", entry)}))
+        results.append(document.get("key"))
+    assert all(result == results[0] for result in results)
+    assert isinstance(results[0], ProductEntry)
+    return results[0]
+
+
+def test_which_of_two_entries_stays() -> None:
+    plain, later = product(us=50.0), product(us=60.0, when=LATER)
+    deep, faster = product(us=55.0, effort="deep"), product(us=40.0)
+    assert merged(plain, later) == later
+    assert merged(plain, later, deep) == deep
+    assert merged(plain, faster) == faster
+    assert merged(plain, plain) == plain
+
+
+def test_which_stays_does_not_depend_on_the_order_even_among_equals() -> None:
+    merged(product(), product(), product())
+
+
+def test_a_barred_entry_stays_until_there_is_another_and_then_among_what_is_rejected() -> None:
+    plain = product(effort="deep")
+    barred, other = replace(plain, barred="known to be wrong"), product(rejected=())
+    assert merged(plain, barred) == barred
+    kept = merged(barred, other)
+    assert kept == replace(other, rejected=(RejectedAlgorithm(plain.algorithm, plain.config, "known to be wrong"),))
+    assert merged(barred, kept) == kept
+    assert merged(kept, other) == kept
+
+
+def test_a_barred_strategy_likewise() -> None:
+    barred, other = layer(barred="refused"), layer(strategy={"epilogue": "none"}, rejected=())
+    document = Document(H200)
+    document.add("key", barred)
+    document.add("key", other)
+    assert document.get("key") == replace(other, rejected=(RejectedStrategy(barred.strategy, "refused"),))
+
+
+def test_a_damaged_entry_gives_way() -> None:
+    good = product(when=DATE)
+    for damaged in ({}, signed("key", product(when=LATER)) | {"us": 1.0}):
+        for first, second in itertools.permutations((damaged, signed("key", good))):
+            document = Document(H200, {"key": first})
+            document.absorb(Document(H200, {"key": second}))
+            assert document.get("key") == good
+
+
+def full_document() -> Document:
+    document = Document(H200)
+    for index in range(3):
+        document.add(f"product {index}", product())
+        document.add(f"layer {index}", layer(alternatives=()))
+    return document
+
+
+def test_a_file_is_read_back() -> None:
+    document = full_document()
+    again = Document.parse(document.render())
+    assert again.raw == document.raw
+    assert again.fingerprint == H200
+    assert again.render() == document.render()
+    assert Document.parse(Document(H200).render()).render() == Document(H200).render()
+
+
+def test_a_file_can_be_read_by_people() -> None:
+    text = full_document().render().decode()
+    assert '  "candidates": 14,\n  "config": {"ID": 66, "SPLITK_NUM": 1, "TILE_ID": 20},\n' in text
+    assert max(map(len, text.splitlines())) < 250
+    assert text.isascii()
+
+
+def test_a_file_cut_off_anywhere_is_noticed() -> None:
+    content = full_document().render()
+    for length in range(0, len(content) - 2, 7):
+        with pytest.raises(UnusableError, match="is damaged") as caught:
+            Document.parse(content[:length])
+        assert caught.value.kind == "damaged"
+
+
+def test_any_changed_byte_is_noticed() -> None:
+    content = full_document().render()
+    for index in range(0, len(content), 5):
+        if content[index : index + 1].isspace():
+            continue
+        changed = bytearray(content)
+        changed[index] ^= 1
+        try:
+            document = Document.parse(bytes(changed))
+        except UnusableError:
+            continue
+        assert document.damaged() or document.fingerprint != H200
+
+
+HEAD = {"schema": SCHEMA, "fingerprint": {}, "entries": {}}
+FINGERPRINT = json.loads(Document(H200).render())["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "damaged"),
+        (b"\xff\xfe\x00garbage", "damaged"),
+        (b"[" * 100_000, "damaged"),
+        (b"[]", "damaged"),
+        (b'"text"', "damaged"),
+        (b"{}", "damaged"),
+        (json.dumps(HEAD).encode(), "damaged"),
+        (json.dumps(HEAD | {"schema": True}).encode(), "damaged"),
+        (json.dumps(HEAD | {"schema": "1"}).encode(), "damaged"),
+        (json.dumps(HEAD | {"fingerprint": FINGERPRINT, "more": {}}).encode(), "damaged"),
+        (json.dumps(HEAD | {"fingerprint": FINGERPRINT, "entries": []}).encode(), "damaged"),
+        (json.dumps(HEAD | {"fingerprint": FINGERPRINT | {"capability": "90"}}).encode(), "damaged"),
+        (json.dumps(HEAD | {"fingerprint": FINGERPRINT | {"gpu": None}}).encode(), "damaged"),
+        (json.dumps({"schema": 0, "plans": []}).encode(), "schema-0"),
+        (json.dumps(HEAD | {"schema": 99}).encode(), "schema-99"),
+    ],
+)
+def test_what_is_no_file_of_ours(content: bytes, kind: str) -> None:
+    with pytest.raises(UnusableError) as caught:
+        Document.parse(content)
+    assert caught.value.kind == kind
+
+
+def test_damaged_entries_are_named_and_the_rest_can_be_used() -> None:
+    data = json.loads(full_document().render())
+    data["entries"]["product 1"]["us"] = float("inf")
+    data["entries"]["layer 2"] = 7
+    document = Document.parse(json.dumps(data).encode())
+    assert Document.parse(document.render()).render() == document.render()
+    assert set(document.damaged()) == {"product 1", "layer 2"}
+    assert set(document.drop_damaged()) == {"product 1", "layer 2"}
+    assert document.damaged() == {}
+    assert document.counts == {"products": 2, "layers": 2}
+    assert document.get("product 0") is not None

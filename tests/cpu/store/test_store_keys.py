@@ -1,0 +1,141 @@
+"""Keys of problems: canonical, injective, readable back; and a change of what is written is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from lt_runtime.layout import Layout, packed
+from lt_runtime.problem import (
+    Activation,
+    BackwardProblem,
+    Compute,
+    Derivative,
+    DType,
+    ForwardProblem,
+    MatmulProblem,
+    Spec,
+)
+from lt_runtime.store import entries
+from lt_runtime.store.fingerprint import Fingerprint
+from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
+from tests.support.strategies import problems
+
+SPEC = Spec(packed(2, 3))
+PROBLEM = MatmulProblem(DType.BFLOAT16, DType.FLOAT32, Compute.FLOAT32, SPEC, SPEC, SPEC)
+KEY = problem_key(PROBLEM)
+
+WRITTEN = (
+    *(MatmulProblem, ForwardProblem, BackwardProblem, Derivative, Spec, Layout, Activation, Fingerprint),
+    *(entries.ProductEntry, entries.LayerEntry, entries.Alternative),
+    *(entries.RejectedAlgorithm, entries.RejectedStrategy),
+)
+"""The dataclasses that stand in files."""
+
+DIGESTS = {1: "2033f015c9951b6e", 2: "e379530e99f461c0", 3: "94ed1ea49752f458"}
+"""Of the fields of those, by version of the format."""
+
+
+@given(problems)
+def test_a_key_is_read_back(problem: Problem) -> None:
+    assert parse_key(problem_key(problem)) == problem
+
+
+@given(problems, problems)
+def test_keys_are_equal_as_problems_are(one: Problem, other: Problem) -> None:
+    assert (problem_key(one) == problem_key(other)) == (one == other)
+
+
+@given(problems)
+def test_a_key_needs_no_escapes_in_json_and_is_one_line(problem: Problem) -> None:
+    key = problem_key(problem)
+    assert key.isascii()
+    assert key.isprintable()
+    assert not {'"', "\\"} & set(key)
+
+
+def test_every_field_is_in_the_key() -> None:
+    changed = [
+        {"dtype": DType.FLOAT16},
+        {"a": dataclasses.replace(SPEC, alignment=16)},
+        {"b": dataclasses.replace(SPEC, layout=packed(2, 3).transposed)},
+        {"c": SPEC},
+        {"batch": 2},
+        {"one_kernel": True},
+    ]
+    keys = {problem_key(dataclasses.replace(PROBLEM, **fields)) for fields in changed}
+    assert len(keys | {KEY}) == len(changed) + 1
+
+
+def test_equal_numbers_of_other_types_have_the_same_key() -> None:
+    assert problem_key(dataclasses.replace(PROBLEM, batch=np.int64(1), one_kernel=np.False_)) == KEY
+    slopes = (1, 1.0, np.float64(1)), (0, 0.0, -0.0)
+    for equal in slopes:
+        activations = [Activation("leaky_relu", slope) for slope in equal]
+        made = [
+            ForwardProblem(DType.FLOAT32, Compute.FLOAT32, activation, SPEC, SPEC, SPEC) for activation in activations
+        ]
+        assert len({problem_key(problem) for problem in made}) == 1
+
+
+def test_what_a_key_looks_like() -> None:
+    layout = "Layout(rows=2, cols=3, order=Order.ROW, leading_dimension=3)"
+    spec = f"Spec(layout={layout}, alignment=256, batch_stride=0)"
+    assert (
+        "MatmulProblem(dtype=DType.BFLOAT16, d_dtype=DType.FLOAT32, compute=Compute.FLOAT32, "
+        f"a={spec}, b={spec}, d={spec}, epilogue=Epilogue.NONE, c=None, batch=1, vector=256, aux=None, "
+        "device_scalars=False, one_kernel=False)"
+    ) == KEY
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "(",
+        "(" * 10_000,
+        "\0",
+        "None",
+        "exit()",
+        "Layout(rows=2, cols=3, order=Order.ROW, leading_dimension=3)",
+        KEY + " ",
+        KEY[:-1],
+        KEY.replace(", ", ","),
+        KEY.replace("batch=1", "batch=01"),
+        KEY.replace("batch=1", "batch=0x1"),
+        KEY.replace("batch=1", "batch=1.0"),
+        KEY.replace("batch=1", "batch=True"),
+        KEY.replace("batch=1", "batch=None"),
+        KEY.replace("batch=1", "batch='1'"),
+        KEY.replace("batch=1", "batch=open('x')"),
+        KEY.replace("batch=1, ", ""),
+        KEY.replace("batch=1", "batch=1, more=1"),
+        KEY.replace("batch=1", "**batch"),
+        KEY.replace("dtype=DType.BFLOAT16", "DType.BFLOAT16"),
+        KEY.replace("DType.BFLOAT16", "DType.BFLOAT17"),
+        KEY.replace("DType.BFLOAT16", "Order.ROW"),
+        KEY.replace("DType.BFLOAT16", "DType.__class__"),
+        KEY.replace("one_kernel=False", "one_kernel=0"),
+        KEY.replace("MatmulProblem", "MatmulPlan"),
+        KEY.replace("a=Spec(", "a=Layout("),
+    ],
+)
+def test_text_that_is_no_key(text: str) -> None:
+    with pytest.raises(ValueError, match="is not the key of a problem"):
+        parse_key(text)
+
+
+def test_an_activation_that_does_not_exist() -> None:
+    key = problem_key(ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation("tanh"), SPEC, SPEC, SPEC))
+    with pytest.raises(ValueError, match="activation is 'tonh'"):
+        parse_key(key.replace("tanh", "tonh"))
+
+
+def test_whoever_changes_what_is_written_raises_the_version() -> None:
+    lines = [f"{kind.__name__}.{each.name}: {each.type}" for kind in WRITTEN for each in dataclasses.fields(kind)]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    assert DIGESTS[SCHEMA] == digest, "fields have changed: raise keys.SCHEMA and record the new digest"

@@ -1,0 +1,163 @@
+"""Batches on their way into a training step's buffers, with the GPU's memory on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime.arrays import Operand
+from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, ShapeError
+from lt_runtime.training import captured, inputs, staging
+from lt_runtime.training.captured import Batches
+from lt_runtime.training.inputs import read_batch
+from lt_runtime.training.staging import Slot
+from tests.support.fake_device import DeviceArray, call, operand_of
+from tests.support.numpy_cases import DTYPES, Array
+
+ROWS, INPUTS, OUTPUTS = 12, 5, 3
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def stream(device: int, handle: int) -> Iterator[Any]:
+        yield SimpleNamespace(zeros=lambda *arguments: np.zeros(*arguments).view(DeviceArray))
+
+    monkeypatch.setattr(captured, "cupy_stream", stream)
+
+    def copy(*arguments: Any) -> int:
+        call("cuMemcpyDtoDAsync", *arguments)
+        return 0
+
+    monkeypatch.setattr(captured, "call", call)
+    monkeypatch.setattr(captured, "function", {"cuMemcpyDtoDAsync_v2": copy}.__getitem__)
+    monkeypatch.setattr(inputs, "read", operand_of)
+    monkeypatch.setattr(inputs, "is_host_array", lambda array: type(array) is np.ndarray)
+
+
+def model_of(dtype: str = "float32") -> Any:
+    """As much of a model as is asked for."""
+    made = lt.MLP([INPUTS, OUTPUTS], dtype=dtype, device="cpu")
+    return SimpleNamespace(dims=made.dims, dtype=made.dtype, device=SimpleNamespace(ordinal=0, description="cuda:0"))
+
+
+def fill(batches: Batches, x: Operand, target: Operand) -> None:
+    captured._copy(batches.copies(x, target), (x.address, target.address), 0)
+
+
+def on_gpu(values: Array) -> Array:
+    return values.view(DeviceArray)
+
+
+def numbers(shape: tuple[int, ...], dtype: str = "float32") -> Array:
+    return on_gpu(np.arange(np.prod(shape)).reshape(shape).astype(DTYPES[dtype]))
+
+
+def sliced(values: Array) -> Array:
+    """The same values with gaps after each row."""
+    wide = np.full((values.shape[0], values.shape[1] + 3), 99, values.dtype).view(DeviceArray)
+    wide[:, 1:-2] = values
+    return wide[:, 1:-2]
+
+
+@pytest.mark.parametrize("place", [lambda values: values, sliced], ids=["packed", "sliced"])
+@pytest.mark.parametrize("parts", [1, 3, 12])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classifies", [True, False])
+def test_batches_are_copied_row_by_row(classifies: bool, dtype: str, parts: int, place: Any) -> None:
+    x = place(numbers((ROWS, INPUTS), dtype))
+    target = on_gpu(np.arange(ROWS) % OUTPUTS) if classifies else place(numbers((ROWS, OUTPUTS), dtype))
+    operands = read_batch(model_of(dtype), x, target, classifies, 0)
+    batches = Batches(*operands, parts, 0)
+    assert all((each == 0).all() for part in batches.parts for each in part)
+    fill(batches, *operands)
+    for i, given in enumerate((x, target)):
+        copies = [part[i] for part in batches.parts]
+        assert [copy.shape[0] for copy in copies] == [ROWS // parts] * parts
+        assert np.concatenate(copies).tobytes() == np.ascontiguousarray(given).tobytes()
+        starts = {(copy.ctypes.data - copies[0].ctypes.data) % 256 for copy in copies}
+        assert starts == {0}
+
+
+@pytest.mark.parametrize(
+    ("x", "target", "classifies", "error", "message"),
+    [
+        (
+            np.ones((4, INPUTS), np.float32),
+            numbers((4, 3)),
+            False,
+            DeviceError,
+            "x is in host memory .* use lt.prefetch",
+        ),
+        (numbers((4, INPUTS)), np.ones((4, 3), np.float32), False, DeviceError, "target is in host memory"),
+        (numbers((4, INPUTS), "float16"), numbers((4, 3)), False, DTypeError, "x is float16; the model is float32"),
+        (numbers((4, INPUTS)), numbers((4, 3), "bfloat16"), False, DTypeError, "target is bfloat16; the model is"),
+        (numbers((INPUTS, 4)).T, numbers((4, 3)), False, LayoutError, r"x has strides \(1, 4\); its rows must be"),
+        (numbers((4, INPUTS)), numbers((3, 4)).T, False, LayoutError, "target has strides"),
+        (numbers((4, INPUTS)), numbers((4, 4)), False, ShapeError, r"target has shape \(4, 4\); it must be \(4, 3\)"),
+        (numbers((4, INPUTS)), numbers((4,)), True, DTypeError, "labels has type float32"),
+        (numbers((4, INPUTS)), on_gpu(np.zeros(5, int)), True, ShapeError, r"labels has shape \(5,\)"),
+        (numbers((4, INPUTS)), on_gpu(np.zeros(8, int)[::2]), True, LayoutError, "labels has stride 2"),
+    ],
+)
+def test_batches_that_do_not_fit(x: Array, target: Array, classifies: bool, error: type[LtError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_batch(model_of(), x, target, classifies, 0)
+
+
+def test_one_row_or_one_column_lies_in_any_order() -> None:
+    for shape in ((1, INPUTS), (4, 1)):
+        model = model_of()
+        model.dims = (shape[1], OUTPUTS)
+        x = on_gpu(np.asfortranarray(numbers(shape)))
+        operands = read_batch(model, x, numbers((shape[0], OUTPUTS)), False, 0)
+        batches = Batches(*operands, 1, 0)
+        fill(batches, *operands)
+        assert (batches.parts[0][0] == x).all()
+
+
+class Pointer(SimpleNamespace):
+    """Stands in for CuPy's pointers into memory."""
+
+    def __add__(self, offset: int) -> tuple[int, Array]:
+        return offset, self.array
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_slot_grows_and_is_used_again(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    log: list[str] = []
+
+    def noted(name: str, *arguments: Any) -> Any:
+        log.append(name)
+        return None if name in ("cuEventCreate", "cuEventDestroy") else call(name, *arguments)
+
+    def empty(size: int, dtype: Any) -> Any:
+        array = np.empty(size, dtype)
+        return SimpleNamespace(data=Pointer(ptr=array.ctypes.data, array=array))
+
+    def ndarray(shape: tuple[int, ...], dtype: Any, place: tuple[int, Array]) -> Array:
+        offset, memory = place
+        return memory[offset : offset + int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+
+    fake = SimpleNamespace(cuda=SimpleNamespace(alloc_pinned_memory=bytearray), empty=empty, ndarray=ndarray)
+    monkeypatch.setattr(staging, "call", noted)
+    monkeypatch.setattr(staging, "cupy", lambda: fake)
+    monkeypatch.setattr(staging, "cupy_stream", lambda *_: contextlib.nullcontext(fake))
+    monkeypatch.setattr(staging, "is_pinned", lambda _: pinned)
+    slot = Slot(0, 1)
+    for rows in (3, 100, 7):
+        x, labels = np.random.default_rng(rows).standard_normal((rows, 6)), np.arange(rows, dtype=np.int32)
+        given = {"x": x[:, ::2], "y": (labels.astype(DTYPES["bfloat16"]), labels)}
+        log.clear()
+        found = slot.fill(given)
+        assert (found["x"] == given["x"]).all()
+        assert found["y"][0].dtype == DTYPES["bfloat16"]
+        assert all((one == other).all() for one, other in zip(found["y"], given["y"], strict=True))
+        assert log[:2] == ["cuEventSynchronize", "cuStreamWaitEvent"]
+        assert log[2:] == ["cuMemcpyHtoDAsync"] * 3 + ["cuEventRecord"] + ["cuEventSynchronize"] * pinned

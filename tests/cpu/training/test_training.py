@@ -1,0 +1,220 @@
+"""A model, its training step and its optimizer on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError, ShapeError
+from lt_runtime.profiling import RangeTimer
+from lt_runtime.ranges import listening
+from lt_runtime.schedules import warmup_cosine
+from tests.support.numpy_cases import DTYPES, FORMULAS, Array, DeviceArray, numbers
+
+BATCH, CLASSES = 32, 3
+
+
+def toy_problem(dtype: str) -> tuple[Array, Array]:
+    """Which of three rings a point of the plane lies in: nothing that one layer could tell."""
+    points = np.random.default_rng(0).uniform(-1, 1, (512, 2))
+    labels = np.digitize(np.hypot(*points.T), (0.5, 0.85)).astype(np.int32)
+    return points.astype(DTYPES[dtype]), labels
+
+
+def model_of(dtype: str = "float32", seed: int = 0, dropout: float = 0.0, **more: Any) -> lt.MLP:
+    return lt.MLP([2, 32, 32, CLASSES], dtype=dtype, seed=seed, dropout=dropout, device="cpu", **more)
+
+
+def curve(dtype: str = "float32", seed: int = 0, dropout: float = 0.0, steps: int = 200) -> list[float]:
+    """Losses by step."""
+    points, labels = toy_problem(dtype)
+    model = model_of(dtype, seed, dropout)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), batch_size=BATCH)
+    order = np.random.default_rng(1).integers(0, len(labels), (steps, BATCH))
+    return [float(step(points[batch], labels[batch])) for batch in order]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_small_model_learns(dtype: str) -> None:
+    losses = curve(dtype)
+    assert np.mean(losses[:5]) > 0.9
+    assert np.mean(losses[-20:]) < 0.25
+
+
+def test_a_small_model_learns_without_master_weights() -> None:
+    points, labels = toy_problem("bfloat16")
+    model = model_of("bfloat16", master_weights=False)
+    kept = {"moments": "bfloat16", "stochastic_rounding": True}
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2, **kept), batch_size=BATCH)
+    order = np.random.default_rng(1).integers(0, len(labels), (200, BATCH))
+    losses = [float(step(points[batch], labels[batch])) for batch in order]
+    assert all(parameter.master is None for parameter in model.parameters())
+    assert np.mean(losses[:5]) > 0.9
+    assert np.mean(losses[-20:]) < 0.3
+
+
+def test_a_seed_decides_everything() -> None:
+    first = curve(seed=3, dropout=0.2, steps=20)
+    assert curve(seed=3, dropout=0.2, steps=20) == first
+    assert curve(seed=4, dropout=0.2, steps=20) != first
+    assert curve(seed=3, dropout=0.0, steps=20) != first
+
+
+def test_mse_trains_too() -> None:
+    points = toy_problem("float32")[0]
+    target = (points[:, :1] * points[:, 1:]).astype(np.float32)
+    model = lt.MLP([2, 24, 1], activation="tanh", device="cpu")
+    optimizer = lt.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0, schedule=warmup_cosine(10, 300))
+    step = lt.TrainStep(model, optimizer, loss="mse", batch_size=len(points))
+    losses = [float(step(points, target)) for _ in range(300)]
+    assert losses[-1] < 0.02 * losses[0]
+    assert int(optimizer.steps[0]) == 300
+
+
+def test_the_model_is_its_layers() -> None:
+    model = lt.MLP([3, 4, 2], activation="gelu", device="cpu", seed=5)
+    x = numbers(0, (6, 3), "float32")
+    (w0, b0), (w1, b1) = ((layer.weight.data, layer.bias.data) for layer in model.layers)
+    z = x.astype(np.float64) @ w0.T + b0
+    hidden = np.vectorize(lambda value: FORMULAS["gelu"](value, 0.0))(z)
+    np.testing.assert_allclose(model(x), hidden @ w1.T + b1, rtol=1e-5, atol=1e-6)
+    assert (model.forward(x)[0] == model(x)).all()
+
+
+def test_the_initial_values_are_pytorchs() -> None:
+    model = lt.MLP([400, 300, 10], device="cpu", seed=1)
+    for layer, inputs in zip(model.layers, (400, 300), strict=True):
+        bound = 1 / np.sqrt(inputs)
+        values = np.concatenate([layer.weight.data.ravel(), layer.bias.data])
+        assert np.abs(values).max() <= bound
+        assert values.std() == pytest.approx(bound / np.sqrt(3), rel=0.05)
+        assert (layer.weight.data.shape[1], layer.bias.data.shape[0]) == (inputs, layer.weight.data.shape[0])
+
+
+def test_a_type_below_fp32_has_master_copies_of_the_same_values() -> None:
+    low, full = model_of("bfloat16", 7), model_of("float32", 7)
+    for parameter, exact in zip(low.parameters(), full.parameters(), strict=True):
+        assert (parameter.master == exact.data).all()
+        assert (parameter.data == exact.data.astype(DTYPES["bfloat16"])).all()
+        assert exact.master is None
+
+
+def test_dropout_is_for_training_and_for_hidden_layers_only() -> None:
+    model = model_of(dropout=0.5)
+    x = numbers(1, (64, 2), "float32")
+    first, contexts = model.forward(x, 1)
+    assert [ctx.dropout for ctx in contexts] == [0.5, 0.5, 0.0]
+    assert len({(ctx.rng.seed, ctx.rng.layer) for ctx in contexts[:2]}) == 2
+    assert (model.forward(x, 1)[0] == first).all()
+    assert (model.forward(x, 2)[0] != first).any()
+    assert (model(x) == model(x)).all()
+
+
+def test_every_step_has_masks_of_its_own() -> None:
+    model = model_of(dropout=0.5)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=0.0), batch_size=BATCH)
+    points, labels = toy_problem("float32")
+    losses = [float(step(points[:BATCH], labels[:BATCH])) for _ in range(4)]
+    assert len(set(losses)) == 4
+
+
+def test_gradients_accumulate_over_batches() -> None:
+    points, labels = toy_problem("float32")
+    whole, parts = model_of(), model_of()
+    outputs, contexts = whole.forward(points[:64])
+    whole.backward(lt.cross_entropy(outputs, labels[:64]).gradient, contexts)
+    for i, half in enumerate((slice(0, 32), slice(32, 64))):
+        outputs, contexts = parts.forward(points[half])
+        parts.backward(lt.cross_entropy(outputs, labels[half]).gradient / 2, contexts, accumulate=i > 0)
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        np.testing.assert_allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_timer_has_a_row_for_every_layer() -> None:
+    points, labels = toy_problem("float32")
+    model = model_of()
+    step = lt.TrainStep(model, lt.AdamW(model.parameters()), batch_size=BATCH)
+    timer = RangeTimer()
+    with listening(timer):
+        for _ in range(2):
+            step(points[:BATCH], labels[:BATCH])
+    rows = timer.layers()
+    assert [row.name for row in rows] == ["layer0", "layer1", "layer2", "loss", "optimizer"]
+    assert all(row.forward_us > 0 for row in rows)
+    assert [row.backward_us > 0 for row in rows] == [True, True, True, False, False]
+
+
+LABELS = np.zeros(BATCH, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("x", "labels", "error", "message"),
+    [
+        (np.ones((BATCH - 1, 2), np.float32), LABELS[1:], ShapeError, r"x has shape \(31, 2\); this step was made for"),
+        (np.ones((BATCH, 3), np.float32), LABELS, ShapeError, r"x has shape \(32, 3\); .* \(32, 2\)"),
+        (np.ones((BATCH, 2), np.float32), LABELS[1:], ShapeError, r"labels has shape \(31,\); it must be \(32,\)"),
+        (np.ones((BATCH, 2), np.float16), LABELS, DTypeError, "w is float32 but x is float16"),
+        (np.ones((BATCH, 2), np.float32), LABELS + CLASSES, ArgumentError, "labels holds 3; accepted are 0 to 2"),
+        ([[1.0, 2.0]] * BATCH, LABELS, OperandError, "x is a list; accepted are"),
+        (DeviceArray((BATCH, 2)), LABELS, OperandError, "but x not; all must be on one device"),
+    ],
+)
+def test_batches_that_do_not_fit(x: Any, labels: Array, error: type[LtError], message: str) -> None:
+    model = model_of()
+    before = [parameter.data.copy() for parameter in model.parameters()]
+    step = lt.TrainStep(model, lt.AdamW(model.parameters()), batch_size=BATCH)
+    with pytest.raises(error, match=message):
+        step(x, labels)
+    assert all((p.data == b).all() and (p.grad == 0).all() for p, b in zip(model.parameters(), before, strict=True))
+    assert int(step.optimizer.steps[0]) == 0
+    assert np.isfinite(float(step(np.ones((BATCH, 2), np.float32), LABELS)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss": "l1"}, "loss is 'l1'; accepted are cross_entropy, mse"),
+        ({"batch_size": 0}, "batch_size is 0; it must be positive"),
+    ],
+)
+def test_steps_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    model = model_of()
+    with pytest.raises(ArgumentError, match=message):
+        lt.TrainStep(model, lt.AdamW(model.parameters()), **{"batch_size": BATCH, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dims": [2]}, ArgumentError, r"dims is \[2\]; accepted are at least two positive sizes"),
+        ({"dims": []}, ArgumentError, r"dims is \[\]"),
+        ({"dims": [2, 0, 3]}, ArgumentError, r"dims is \[2, 0, 3\]"),
+        ({"activation": "softmax"}, ArgumentError, "activation is 'softmax'; accepted are none, relu"),
+        ({"activation": None}, ArgumentError, "activation is None"),
+        ({"dtype": "float64"}, DTypeError, "has type float64; accepted are float32, float16, bfloat16"),
+        ({"dropout": 1.0}, ArgumentError, "dropout probability is 1.0"),
+        (
+            {"master_weights": False},
+            ArgumentError,
+            "master_weights is False, which is for bfloat16 alone",
+        ),
+        ({"master_weights": False, "dtype": "float16"}, ArgumentError, "dtype is 'float16'"),
+        ({"seed": -1}, ArgumentError, "seed is -1; it must be an integer"),
+        ({"seed": 2**64}, ArgumentError, "seed is 18446744073709551616"),
+        ({"compute": "fp8"}, ArgumentError, "compute is 'fp8'"),
+        (
+            {"compute": "tf32", "dtype": "bfloat16"},
+            ArgumentError,
+            "compute='tf32' needs float32 operands, not bfloat16",
+        ),
+        ({"device": "tpu"}, ArgumentError, "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
+        ({"device": "cuda:"}, ArgumentError, "device is 'cuda:'"),
+        ({"device": "cuda:99"}, ArgumentError, r"device is 'cuda:99', but this machine has \d+ usable GPUs; try 'cpu'"),
+    ],
+)
+def test_models_that_cannot_be(arguments: dict[str, Any], error: type[LtError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        lt.MLP(**{"dims": [2, 3], "device": "cpu", **arguments})

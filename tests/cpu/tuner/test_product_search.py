@@ -1,0 +1,278 @@
+"""The tuner from end to end, with a library, a clock and operands that need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_runtime.cublaslt import AlgoConfigAttribute
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.layout import packed
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.choose import heuristic_algorithm, plan_by
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.narrow import NARROW, NarrowPlan
+from lt_runtime.store.entries import Effort, ProductEntry
+from lt_runtime.tuner import operands, product_search
+from lt_runtime.tuner.operands import ProductOperands
+from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
+from lt_runtime.tuner.report import algorithm_in_words
+from lt_runtime.tuner.timing import Bench, Launch
+from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
+from tests.support.fake_clock import FakeClock
+from tests.support.right_products import right
+
+Fault = Callable[[ProductOperands], None]
+
+
+def a_problem(m: int = 16, n: int = 24, k: int = 40, **changes: Any) -> MatmulProblem:
+    specs = [Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n))]
+    return MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, *specs, **changes)
+
+
+class FakeGpu(FakeLibrary):
+    """Runs products over NumPy.
+
+    Attributes:
+        us: what an algorithm costs, by its id; 10.0 where nothing is said.
+        faults: what an algorithm does to a trial after the right thing, by its id.
+        nodes: types of those that a launch consists of, by its id; one kernel where nothing is said.
+        trials: operands of the last tuning.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.us: dict[int, float] = {}
+        self.faults: dict[int, Fault] = {}
+        self.nodes: dict[int, list[str]] = {}
+        self.trials: list[ProductOperands] = []
+        self.clock = FakeClock()
+        memory = SimpleNamespace(workspace=0x1000, workspace_size=WORKSPACE)
+        monkeypatch.setattr(product_search, "stream_memory", lambda device, stream: memory)
+        monkeypatch.setattr(operands, "buffer_sets", lambda size, device: 2)
+        monkeypatch.setattr(product_search, "driver_call", lambda *_: None)
+        monkeypatch.setattr(product_search, "launcher", self._launcher)
+        monkeypatch.setattr(product_search, "ProductOperands", self._trial)
+        monkeypatch.setattr(MatmulPlan, "launches_leanly", lambda plan, algorithm: self._is_lean(plan, algorithm))
+
+    def _trial(self, xp: Any, problem: MatmulProblem) -> ProductOperands:
+        self.trials.append(ProductOperands(xp, problem))
+        return self.trials[-1]
+
+    def _is_lean(self, plan: MatmulPlan, algorithm: Any) -> bool:
+        nodes = self.nodes.get(algorithm.get(AlgoConfigAttribute.ID), ["KERNEL"])
+        return len(nodes) <= 2 and set(nodes) == {"KERNEL"}
+
+    def _launcher(self, plan: MatmulPlan, calls: list[Any]) -> Launch:
+        number = plan.algorithm.get(AlgoConfigAttribute.ID)
+        pay = self.clock.contender(str(number), self.us.get(number, 10.0))
+
+        def launch(index: int, stream: int) -> None:
+            pay(index, stream)
+            trial = self.trials[index]
+            assert trial.buffers["d"].address in calls[index].addresses
+            right(trial)
+            self.faults.get(number, lambda _: None)(trial)
+
+        return launch
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    made = FakeGpu(monkeypatch)
+    made.offered = {(WORKSPACE, BOTH): [1, 2, 3], (0, NONE): [4]}
+    return made
+
+
+def search(gpu: FakeGpu, problem: MatmulProblem | None = None, effort: Effort = "default") -> ProductEntry:
+    gpu.trials.clear()
+    bench = Bench(0, gpu.clock, np)  # type: ignore[arg-type]
+    return find_algorithm(bench, problem or a_problem(), effort, BUDGET_S[effort])
+
+
+def reasons(verdict: ProductEntry) -> dict[int, str]:
+    return {each.config["ID"]: each.reason for each in verdict.rejected}
+
+
+def test_the_fastest_is_chosen(gpu: FakeGpu) -> None:
+    gpu.us = {3: 8.0, 4: 7.0}
+    verdict = search(gpu)
+    assert verdict.config["ID"] == verdict.algorithm[0] == 4
+    assert (verdict.us, verdict.first_us, verdict.spread) == (7.0, 10.0, 0.0)
+    assert verdict.candidates == 4
+    assert verdict.rejected == ()
+    assert MatmulPlan(a_problem(), 0, algorithm=verdict.algorithm).algorithm.blob == verdict.algorithm
+
+
+def test_the_first_stays_where_nobody_gains_enough(gpu: FakeGpu) -> None:
+    gpu.us = {3: 9.95}
+    assert search(gpu).config["ID"] == 1
+
+
+def corrupt(trial: ProductOperands) -> None:
+    trial.buffers["d"].bits[0, 3, 5] += 16
+
+
+def test_a_wrong_one_is_rejected_and_the_next_is_chosen(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {2: 5.0, 3: 8.0}, {2: corrupt}
+    verdict = search(gpu)
+    assert verdict.config["ID"] == 3
+    assert list(reasons(verdict)) == [2]
+    assert reasons(verdict)[2].startswith("wrong: d[0, 3, 5] is ")
+
+
+def test_being_far_behind_a_wrong_one_is_no_reason(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {2: 1.0, 3: 8.0, 4: 50.0}, {2: corrupt}
+    verdict = search(gpu)
+    assert (verdict.config["ID"], verdict.us, verdict.first_us) == (3, 8.0, 10.0)
+    assert set(reasons(verdict)) == {2, 4}
+    assert reasons(verdict)[4] == "far behind: 50.0 µs"
+
+
+def test_a_wrong_first_is_rejected_too(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {2: 30.0, 3: 20.0}, {1: corrupt}
+    verdict = search(gpu)
+    assert (verdict.config["ID"], verdict.us, verdict.first_us) == (4, 10.0, 10.0)
+    assert list(reasons(verdict)) == [1]
+
+
+def test_a_wrong_first_is_rejected_even_if_it_would_not_win(gpu: FakeGpu) -> None:
+    gpu.us, gpu.faults = {3: 5.0}, {1: corrupt, 2: corrupt}
+    verdict = search(gpu)
+    assert (verdict.config["ID"], verdict.first_us) == (3, 10.0)
+    assert list(reasons(verdict)) == [1]
+
+
+def test_one_that_is_not_twice_the_same_is_rejected(gpu: FakeGpu) -> None:
+    steps = iter(range(10**6))
+
+    def wander(trial: ProductOperands) -> None:
+        trial.buffers["vector"].bits[0, 0, 5] ^= next(steps) % 2
+
+    gpu.us, gpu.faults = {2: 5.0}, {2: wander}
+    problem = a_problem(epilogue=Epilogue.BGRADB)
+    assert reasons(search(gpu, problem))[2].startswith("two runs differ, with ")
+
+
+def test_a_slow_one_is_rejected(gpu: FakeGpu) -> None:
+    gpu.us = {2: 500.0}
+    verdict = search(gpu)
+    assert reasons(verdict) == {2: "far behind: 500.0 µs"}
+    assert verdict.candidates == 3
+
+
+def test_one_that_cannot_be_launched_is_rejected(gpu: FakeGpu) -> None:
+    gpu.us = {2: 1.0, 3: 1.0}
+    gpu.nodes = {2: ["MEMSET", "KERNEL"], 3: ["KERNEL"] * 3}
+    verdict = search(gpu)
+    assert verdict.config["ID"] == 1
+    assert set(reasons(verdict)) == {2, 3}
+    assert not any(name in ("2", "3") for name, _ in gpu.clock.launched)
+
+
+def test_one_that_the_check_refuses_is_rejected(gpu: FakeGpu) -> None:
+    gpu.refuses = lambda algorithm: algorithm.get(AlgoConfigAttribute.ID) == 3
+    assert "cuBLASLt refuses the algorithm" in reasons(search(gpu))[3]
+
+
+def test_when_time_is_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.us = {1: 2.1e6}
+    monkeypatch.setattr("time.monotonic", lambda: gpu.clock.now)
+    verdict = search(gpu)
+    assert set(reasons(verdict)) == {2, 3, 4}
+    assert reasons(verdict)[4] == "not measured: time was up"
+    assert verdict.config["ID"] == 1
+
+
+def test_where_none_is_right(gpu: FakeGpu) -> None:
+    gpu.faults = dict.fromkeys(range(1, 5), corrupt)
+    with pytest.raises(PlanError, match=r"no algorithm is of use for .*: wrong: d"):
+        search(gpu)
+
+
+def test_deep_looks_further(gpu: FakeGpu) -> None:
+    gpu.ids, gpu.us = [9], {9: 5.0}
+    assert search(gpu).config["ID"] == 1
+    assert search(gpu, effort="deep").config["ID"] == 9
+
+
+def test_every_buffer_set_is_used(gpu: FakeGpu) -> None:
+    search(gpu)
+    assert len(gpu.trials) == 2
+    assert {number for _, number in gpu.clock.launched} == {0, 1}
+
+
+class FakeNarrowPass:
+    scratch_bytes = tickets = 0
+
+    def __init__(self, problem: MatmulProblem, device: int) -> None:
+        pass
+
+
+NARROW_PROBLEM = MatmulProblem(
+    DType.FLOAT32,
+    DType.FLOAT32,
+    Compute.FLOAT32,
+    Spec(packed(32, 40)),
+    Spec(packed(10, 40)).transposed,
+    Spec(packed(32, 10)),
+)
+
+
+@pytest.fixture
+def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What the fake library takes for our kernel's id."""
+    monkeypatch.setattr("lt_runtime.products.narrow.NarrowPass", FakeNarrowPass)
+    monkeypatch.setattr("lt_runtime.products.narrow.workspace_size", lambda _: WORKSPACE)
+    return NARROW.get(AlgoConfigAttribute.ID)
+
+
+def test_our_kernel_is_one_more_candidate(gpu: FakeGpu, narrow: int) -> None:
+    gpu.us = {3: 8.0, narrow: 6.0}
+    verdict = search(gpu, NARROW_PROBLEM)
+    assert (verdict.algorithm, verdict.us, verdict.candidates) == (NARROW.blob, 6.0, 5)
+    assert algorithm_in_words(verdict.config) == "our kernel for narrow products"
+    assert isinstance(plan_by(NARROW_PROBLEM, 0, verdict.algorithm), NarrowPlan)
+    gpu.us = {3: 8.0, narrow: 9.0}
+    assert search(gpu, NARROW_PROBLEM).algorithm[0] == 3
+
+
+def test_our_kernel_is_verified_like_any_other(gpu: FakeGpu, narrow: int) -> None:
+    gpu.us, gpu.faults = {narrow: 6.0}, {narrow: corrupt_first}
+    verdict = search(gpu, NARROW_PROBLEM)
+    assert verdict.algorithm != NARROW.blob
+    (rejected,) = verdict.rejected
+    assert rejected.algorithm == NARROW.blob
+    assert rejected.reason.startswith("wrong: ")
+
+
+def corrupt_first(trial: ProductOperands) -> None:
+    trial.buffers["d"].bits[0, 0, 0] += 1 << 20
+
+
+def test_our_kernel_is_for_narrow_products_alone(gpu: FakeGpu) -> None:
+    assert NARROW.blob not in {each.algorithm for each in search(gpu).rejected}
+    with pytest.raises(PlanError, match="does not take"):
+        plan_by(a_problem(), 0, NARROW.blob)
+
+
+@pytest.mark.parametrize("effort", ["default", "deep"])
+def test_our_kernel_serves_where_the_library_offers_nothing(gpu: FakeGpu, narrow: int, effort: Effort) -> None:
+    gpu.offered = {}
+    verdict = search(gpu, NARROW_PROBLEM, effort=effort)
+    assert (verdict.algorithm, verdict.candidates, verdict.rejected) == (NARROW.blob, 1, ())
+    assert verdict.us == verdict.first_us
+    assert isinstance(heuristic_algorithm(NARROW_PROBLEM, 0), NarrowPlan)
+    with pytest.raises(PlanError, match="offers 0 sound algorithms"):
+        heuristic_algorithm(a_problem(), 0)
+
+
+def test_partial_sums_that_have_no_room(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeNarrowPass, "scratch_bytes", WORKSPACE + 1)
+    with pytest.raises(PlanError, match="no room"):
+        plan_by(NARROW_PROBLEM, 0, NARROW.blob)

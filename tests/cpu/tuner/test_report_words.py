@@ -1,0 +1,68 @@
+"""Problems, strategies and algorithms in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from lt_runtime.cublaslt import AlgoConfigAttribute, MatmulStages, MatmulTile
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, to_entry
+from lt_runtime.problem import Activation, Compute, DType, Saved
+from lt_runtime.store.keys import Problem, parse_key
+from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
+from tests.support.chain_problems import backward_of, by_themselves
+from tests.support.plan_entries import layer_key, product_key
+from tests.support.strategies import problems
+
+CHAIN = Chain.of_mlp(8, (3, 5, 7), Activation("relu"), DType.FLOAT32, Compute.TF32)
+
+
+def test_problems() -> None:
+    product = parse_key(product_key(8192))
+    assert describe(product) == "matmul 8192x3072x768 bfloat16 none"
+    assert describe(replace(product, batch=12)) == "matmul 8192x3072x768 batch 12 bfloat16 none"  # type: ignore[call-arg]
+    assert describe(parse_key(layer_key(8192))) == "forward 8192x3072x768 bfloat16 gelu"
+    assert describe(backward_of(CHAIN, 1)) == "backward 8x7x5 tf32 none through relu"
+    assert describe(backward_of(by_themselves(CHAIN), 0)) == "backward 8x5x3 tf32 relu"
+
+
+@given(problems)
+def test_every_problem_has_a_name_of_one_line(problem: Problem) -> None:
+    assert "\n" not in describe(problem)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (to_entry(ForwardStrategy(Epilogue.GELU_AUX_BIAS, Saved.PREACTIVATION)), "gelu_aux_bias, keeps preactivation"),
+        (to_entry(ForwardStrategy(Epilogue.NONE, Saved.NOTHING)), "none"),
+        (to_entry(BackwardStrategy()), "products alone"),
+        (
+            to_entry(BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.KERNEL)),
+            "db by kernel, derivative by epilogue, db below by kernel",
+        ),
+        (to_entry(BackwardStrategy(MadeBy.EPILOGUE, beside=True)), "db by epilogue, dw beside dx"),
+        ({"unheard": "of"}, "unheard by of"),
+    ],
+)
+def test_strategies(strategy: Mapping[str, object], words: str) -> None:
+    assert strategy_in_words(strategy) == words
+
+
+def test_algorithms() -> None:
+    config = dict.fromkeys((each.name for each in AlgoConfigAttribute), 0)
+    config |= {"ID": 66, "TILE_ID": MatmulTile.TILE_128x256, "STAGES_ID": MatmulStages.STAGES_16x3, "SPLITK_NUM": 4}
+    config |= {"REDUCTION_SCHEME": 2, "CLUSTER_SHAPE_ID": 3}
+    assert algorithm_in_words(config) == (
+        "id 66, tile 128x256, stages 16x3, split-K 4, reduction compute_type, swizzle 0, option 0, inner shape any, "
+        "cluster 2x1x1"
+    )
+
+
+def test_what_these_bindings_do_not_know_stays_a_number() -> None:
+    assert algorithm_in_words({"TILE_ID": 5000, "FUTURE": 3}) == "tile 5000, FUTURE 3"

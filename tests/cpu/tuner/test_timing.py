@@ -1,0 +1,179 @@
+"""Timing contenders against each other with a clock that the tests set, and the rule that picks the winner."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_runtime.tuner import timing
+from lt_runtime.tuner.timing import Timing, buffer_sets, fastest, take_times
+from tests.support.fake_clock import FakeClock
+
+FOREVER = float("inf")
+
+
+def times(clock: FakeClock, contenders: dict[str, Any], sets: int = 1, budget_s: float = FOREVER) -> dict[str, Timing]:
+    assert not clock.open
+    measured = take_times(contenders, clock, sets, budget_s)  # type: ignore[arg-type]
+    assert not clock.open
+    return measured
+
+
+def test_medians_and_spreads_are_of_one_launch() -> None:
+    clock = FakeClock(iter([1.0, 1.1, 0.9, 1.2, 1.0, 1.05, 0.95]))
+    measured = times(clock, clock.contenders(only=20.0))
+    assert measured["only"].median_us == pytest.approx(20.0)
+    assert measured["only"].spread_us == pytest.approx(20.0 * (1.075 - 0.975))
+    assert not measured["only"].dropped
+
+
+def test_contenders_take_turns_back_and_forth() -> None:
+    clock = FakeClock()
+    times(clock, clock.contenders(a=10.0, b=11.0, c=12.0))
+    assert clock.rounds == [list("abc"), list("cba")] * 3 + [list("abc")]
+
+
+def test_in_a_loop_what_is_left_in_the_caches_counts_for_who_left_it() -> None:
+    clock = FakeClock()
+    clock.leaves_us = {"saving": 12.0}
+    contenders = clock.contenders(first=500.0, saving=500.0)
+    in_turns = times(clock, contenders)
+    assert in_turns["first"] == in_turns["saving"]  # either follows the other in every second round
+    in_a_loop = take_times(contenders, clock, 1, FOREVER, in_a_loop=True)  # type: ignore[arg-type]
+    assert in_a_loop == {"first": Timing(500.0, 0.0), "saving": Timing(488.0, 0.0)}
+
+
+@pytest.mark.parametrize(("us", "sets", "saved"), [(1999.0, 1, 0.0), (2000.0, 1, 12.0), (1999.0, 2, 12.0)])
+def test_in_a_loop_as_far_as_caches_matter(us: float, sets: int, saved: float) -> None:
+    clock = FakeClock()
+    clock.leaves_us = {"saving": 12.0 * sets}
+    contenders = clock.contenders(saving=us, other=us)
+    measured = take_times(contenders, clock, sets, FOREVER, rounds=3, in_a_loop=True)  # type: ignore[arg-type]
+    assert measured["other"].median_us == us - saved
+
+
+def test_one_far_behind_is_launched_alone_and_dropped() -> None:
+    clock = FakeClock()
+    measured = times(clock, clock.contenders(a=10.0, slow=31.0, b=29.0))
+    assert measured["slow"] == Timing(31.0, 0.0, dropped=True)
+    assert not measured["b"].dropped
+    assert sum(name == "slow" for name, _ in clock.launched) == 2
+    assert list(measured) == ["a", "slow", "b"]
+
+
+def test_the_first_may_be_the_one_far_behind() -> None:
+    clock = FakeClock()
+    measured = times(clock, clock.contenders(a=100.0, b=10.0))
+    assert measured["a"].dropped
+    assert fastest(measured, "a") == "b"
+
+
+def test_one_that_runs_for_seconds_is_launched_once() -> None:
+    clock = FakeClock()
+    measured = times(clock, clock.contenders(a=10.0, endless=3e6, b=9.0))
+    assert measured["endless"].dropped
+    assert clock.alone.count("endless") == 1
+    assert clock.alone.count("b") == 2
+
+
+def test_loading_a_kernel_counts_against_nobody() -> None:
+    clock = FakeClock()
+    contenders = {"a": clock.contender("a", 10.0), "b": clock.contender("b", 10.0, first_us=2e5)}
+    assert not times(clock, contenders)["b"].dropped
+
+
+@pytest.mark.parametrize(("us", "sets", "launches"), [(4.0, 1, 50), (100.0, 1, 4), (5e3, 1, 1), (100.0, 3, 6)])
+def test_a_graph_holds_some_launches_of_every_set(us: float, sets: int, launches: int) -> None:
+    clock = FakeClock()
+    times(clock, clock.contenders(only=us), sets)
+    captured = clock.launched[2:]
+    assert [number for _, number in captured] == [index % sets for index in range(launches)]
+
+
+def test_when_time_is_up_what_was_not_tried_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    measured = times(clock, clock.contenders(a=1e5, b=1e5, c=1e5), budget_s=0.15)
+    assert list(measured) == ["a", "b"]
+    assert len(clock.rounds) == 3
+
+
+def test_what_is_compiled_and_loaded_takes_no_time_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    contenders = {name: clock.contender(name, 1.0, first_us=4e5) for name in "abc"}
+    measured = times(clock, contenders, budget_s=0.5)
+    assert {name: timing.dropped for name, timing in measured.items()} == dict.fromkeys("abc", False)
+    assert len(clock.rounds) > 3
+    assert clock.watch.seconds < 0.5 < clock.now
+
+
+def test_slow_ones_use_up_the_time_although_they_are_tried_but_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    contenders = {"a": clock.contender("a", 1.0), **{f"slow {n}": clock.contender(f"slow {n}", 3e6) for n in range(9)}}
+    assert list(times(clock, contenders, budget_s=1.5)) == ["a", "slow 0", "slow 1"]
+
+
+def test_at_least_the_first_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    assert list(times(clock, clock.contenders(a=1.0, b=1.0), budget_s=-1.0)) == ["a"]
+
+
+def test_what_a_contender_raises_comes_through_and_graphs_are_freed() -> None:
+    clock = FakeClock()
+    calls = itertools.count()
+
+    def breaks(number: int, stream: int) -> None:
+        clock.launched.append(("b", number))
+        if next(calls) == 2:  # at the capture
+            raise RuntimeError("broken")
+
+    contenders: dict[str, Any] = {"a": clock.contender("a", 1.0), "b": breaks}
+    with pytest.raises(RuntimeError, match="broken"):
+        take_times(contenders, clock, 1, FOREVER)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("challenger", "winner"),
+    [
+        (Timing(98.0, 0.1), "challenger"),
+        (Timing(99.5, 0.1), "first"),  # less than 1 %
+        (Timing(98.0, 5.0), "first"),  # less than the noise
+        (Timing(94.0, 5.0), "challenger"),
+        (Timing(101.0, 0.1), "first"),
+        (Timing(50.0, 0.0, dropped=True), "first"),
+    ],
+)
+def test_a_challenger_must_win_by_more_than_the_noise(challenger: Timing, winner: str) -> None:
+    assert fastest({"first": Timing(100.0, 0.5), "challenger": challenger}, "first") == winner
+
+
+def test_the_fastest_of_those_that_beat_the_first_wins() -> None:
+    timings = {"first": Timing(100.0, 0.5), "noisy": Timing(90.0, 20.0), "a": Timing(95.0, 0.5), "b": Timing(92.0, 0.5)}
+    assert fastest(timings, "first") == "b"
+    assert fastest(timings, "somebody else") == "noisy"
+
+
+positive = st.floats(0.1, 1e4)
+timings_of = st.dictionaries(st.text(max_size=3), st.builds(Timing, positive, positive), min_size=1)
+
+
+@given(timings=timings_of, data=st.data())
+def test_the_winner_is_never_slower_than_the_first(timings: dict[str, Timing], data: st.DataObject) -> None:
+    first = data.draw(st.sampled_from(sorted(timings)))
+    assert timings[fastest(timings, first)].median_us <= timings[first].median_us
+
+
+@pytest.mark.parametrize(("size", "sets"), [(1, 1), (9_000_000, 1), (10_000_000, 15), (75_000_000, 2), (10**9, 1)])
+def test_buffer_sets_exceed_the_cache_where_that_takes_few(
+    size: int, sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "cache_size", lambda _: 50_000_000)
+    assert buffer_sets(size, 0) == sets

@@ -1,0 +1,83 @@
+"""A digest of all that decides what the compiler makes of one kernel family, so that what passed need not run again.
+
+Comments and blank space do not count. What counts is the family's source with every header of ours that it includes,
+the toolkit's headers, each variant's options on each architecture, the argument blocks, the exact build of the
+compiler, and the code that judges what the compiler says.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import functools
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from lt_runtime.gpu import compiler
+from lt_runtime.paths import kernel_sources
+from tests.support import kernel_usage
+from tests.support.kernel_usage import Structs, Variant, compile_to_ptx
+
+_TOKEN: Final = re.compile(r"""//(?:\\\n|[^\n])*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""", re.DOTALL)
+"""A comment, or a literal as the only group."""
+_INCLUDE: Final = re.compile(r'^#\s*include\s*"([^"]+)"', re.MULTILINE)
+_BUILD: Final = re.compile(r"^// (Compiler Build ID: .*|Cuda compilation tools.*)", re.MULTILINE)
+
+
+def family_digest(variants: Sequence[Variant], architectures: Sequence[str], structs: Structs) -> str:
+    """Hexadecimal digest of one source: `variants` are all of it."""
+    (source,) = {variant.source for variant in variants}
+    parts = (
+        compiler_build(),
+        _judge(),
+        [(file.name, without_comments(file.read_text())) for file in included(source)],
+        [(Path(compiler.runtime_headers()) / name).read_bytes() for name in compiler._TOOLKIT_HEADERS],
+        [compiler._options(source, each.macros, architecture) for each in variants for architecture in architectures],
+        [(kernel, ctypes.sizeof(struct)) for kernel, struct in sorted(structs.items())],
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def included(source: str) -> list[Path]:
+    """A file of `cuda_src` and all those of it that it includes, directly or not, in the order of their names."""
+    found: set[str] = set()
+    pending = [source]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += _INCLUDE.findall((kernel_sources() / name).read_text())
+    return [kernel_sources() / name for name in sorted(found)]
+
+
+def without_comments(code: str) -> str:
+    """C++ without comments, blank lines and indentation; lines stay lines, and literals as they are."""
+    bare = _TOKEN.sub(lambda match: match[1] or " ", code)
+    return "\n".join(" ".join(line.split()) for line in bare.splitlines() if line.strip())
+
+
+@functools.cache
+def compiler_build() -> tuple[str, ...]:
+    """Exact build of NVRTC, which writes it into the intermediate code."""
+    _, ptx = compile_to_ptx(Variant("gradient_norm.cu"), "sm_90")
+    found = tuple(_BUILD.findall(ptx))
+    assert len(found) == 2, ptx[:400]
+    return found
+
+
+@functools.cache
+def _judge() -> str:
+    """The code that compiles and judges, without comments, docstrings and imports."""
+    tree = ast.parse(Path(kernel_usage.__file__).read_text())
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [each for each in body if not _is_prose_or_import(each)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_prose_or_import(node: ast.stmt) -> bool:
+    prose = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return prose or isinstance(node, ast.Import | ast.ImportFrom)
