@@ -115,8 +115,18 @@ class MatmulPlan(AlgorithmPlan):
     def launches_leanly(self, algorithm: cublaslt.Algorithm) -> bool:
         """Whether the product by an algorithm, be it another than the plan's, would be lean; see `AlgorithmPlan`."""
         nodes = self.nodes(algorithm)
-        most = 1 if self.problem.one_kernel else _MAX_KERNELS
+        most = 1 if self.problem.one_kernel or self._rounds_between(algorithm) else _MAX_KERNELS
         return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
+
+    def _rounds_between(self, algorithm: cublaslt.Algorithm) -> bool:
+        """Whether a second kernel of the algorithm would apply the epilogue to a product that is rounded to 16 bits.
+
+        On an H200 (13.1) the library does so where K is odd. The second kernel of a split K reads sums in FP32.
+        """
+        epilogue = self.problem.epilogue
+        touches_d = epilogue is not Epilogue.NONE and not epilogue.sums_operand
+        is_split = algorithm.get(cublaslt.AlgoConfigAttribute.SPLITK_NUM) > 1
+        return touches_d and self.problem.d_dtype.itemsize == 2 and not is_split
 
     def nodes(self, algorithm: cublaslt.Algorithm) -> list[str]:
         """What a launch puts on the stream, such as "KERNEL"; nothing where the library refuses it.

@@ -77,7 +77,7 @@ def pays_untuned(problem: MatmulProblem) -> bool:
 
 
 def _on_tensor_cores(problem: MatmulProblem) -> bool:
-    sixteen_bits = problem.dtype in (DType.FLOAT16, DType.BFLOAT16)
+    sixteen_bits = problem.dtype.itemsize == 2
     return 0 not in (problem.m, problem.n, problem.k) and (sixteen_bits or problem.compute is Compute.TF32)
 
 

@@ -62,7 +62,7 @@ def plain_product(problem: MatmulProblem) -> MatmulProblem:
 def is_separate(problem: MatmulProblem) -> bool:
     """Whether our own pass reads the product from another place than D, where it is in FP32."""
     works_on_d = _needs_pass(problem) and not problem.epilogue.sums_operand
-    return works_on_d and problem.d_dtype in (DType.FLOAT16, DType.BFLOAT16)
+    return works_on_d and problem.d_dtype.itemsize == 2
 
 
 def _needs_pass(problem: MatmulProblem) -> bool:

@@ -23,6 +23,7 @@ from lt_runtime.tuner.report import Tuned
 from lt_runtime.tuner.search import tune_chains
 from tests.support.chain_problems import by_themselves
 from tests.support.gpu_arrays import to_host
+from tests.support.gpu_memory import memory_taken
 
 FP32, BF16 = DType.FLOAT32, DType.BFLOAT16
 TOLERANCE = {FP32: 2e-3, BF16: 3e-2}
@@ -161,23 +162,17 @@ def test_a_wrong_split_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert any("wrong: " in reason for reason in tuned[0].rejected)
 
 
-def free_memory() -> int:
-    cp.cuda.Device().synchronize()
-    return int(cp.cuda.runtime.memGetInfo()[0])
-
-
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """But for what streams and libraries keep, which the first time takes.
-
-    Other processes on the GPU allocate meanwhile: it is enough that one time out of several leaves nothing.
-    """
+    """But for what streams and libraries keep, which the first time takes."""
     chain = Case(2048, (768, 1024, 768), RELU, BF16).chain.cut(Part(0, 1))
-    left = []
-    for directory in ("first", "second", "third", "fourth"):
-        monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda name=directory: tmp_path / name)
+    numbers = itertools.count()
+
+    def tune_anew() -> None:
+        directory = tmp_path / str(next(numbers))
+        monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda: directory)
         tune(chain)
-        left.append(free_memory())
-    assert min(before - after for before, after in itertools.pairwise(left)) < 8 << 20
+
+    assert memory_taken(tune_anew) < 8 << 20
 
 
 def test_a_typical_layer_takes_seconds(

@@ -25,6 +25,7 @@ from lt_runtime.tuner import product_search
 from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
 from lt_runtime.tuner.timing import Launch, Timing, take_times, workbench
 from tests.support.gpu_arrays import EPSILON, assert_close, to_host
+from tests.support.gpu_memory import memory_taken
 
 FP32, BF16, FP16 = DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16
 _MIB = 1 << 20
@@ -233,17 +234,15 @@ def test_where_all_but_one_are_wrong(right: int, monkeypatch: pytest.MonkeyPatch
         assert each.reason.startswith(("wrong: d[0, 0, 3] is ", "far behind", "cannot be launched", "not measured"))
 
 
-def free_memory() -> int:
-    cp.cuda.Device().synchronize()
-    return int(cp.cuda.runtime.memGetInfo()[0])
-
-
 def test_nothing_is_left_behind() -> None:
-    before, pooled = free_memory(), cp.get_default_memory_pool().total_bytes()
-    for name in ("fp32 bias", "bf16 gelu aux", "bf16 dgelu"):
-        tune(PROBLEMS[name])
+    pooled = cp.get_default_memory_pool().total_bytes()
+
+    def tune_some() -> None:
+        for name in ("fp32 bias", "bf16 gelu aux", "bf16 dgelu"):
+            tune(PROBLEMS[name])
+
+    assert memory_taken(tune_some, times=3) < 8 * _MIB
     assert cp.get_default_memory_pool().total_bytes() == pooled
-    assert before - free_memory() < 8 * _MIB
 
 
 def test_a_capture_in_another_thread_stays_whole() -> None:
