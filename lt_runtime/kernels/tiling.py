@@ -52,16 +52,19 @@ def moves_vectors(spec: Spec, dtype: DType) -> bool:
     return spec.alignment % VECTOR_BYTES == 0 and pitch % VECTOR_BYTES == 0
 
 
+def is_whole_octets(spec: Spec, dtype: DType) -> bool:
+    """Whether every line of a matrix, of either order, is whole octets and begins on 16 bytes."""
+    layout = spec.layout
+    length = layout.cols if layout.order is Order.ROW else layout.rows
+    return length % OCTET == 0 and moves_vectors(spec, dtype)
+
+
 def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
     """Whether the rows of all matrices are whole octets and begin at multiples of 16 bytes; None is no matrix.
 
     The kernels' fast path asks for it.
     """
-    return all(
-        spec.layout.order is Order.ROW and spec.layout.cols % OCTET == 0 and moves_vectors(spec, dtype)
-        for spec in specs
-        if spec is not None
-    )
+    return all(spec.layout.order is Order.ROW and is_whole_octets(spec, dtype) for spec in specs if spec is not None)
 
 
 def access_macros(aligned: bool, blocks: int) -> Macros:

@@ -35,7 +35,8 @@ def matmul(
     an epilogue, or is known to get it wrong, a pass of our own follows the plain product. Nothing is converted.
     Where the library is slow for what lies so, as for rows that are no multiple of 16 bytes, a kernel each before and
     after may copy operands to and from the stream's workspace: if that was measured to be faster, or for large ones.
-    Products accumulate in FP32, those of float64 in float64; D is rounded once, after the epilogue.
+    Products accumulate in FP32, those of float64 in float64; D is rounded once, after the epilogue;
+    but where rows are no whole vectors of 16 bytes, cuBLASLt rounds a 16-bit product before it adds β·C.
 
     Args:
         a: (M, K) or (batch, M, K), float32, float16, bfloat16 or float64.

@@ -15,6 +15,7 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.gpu.memory import StreamMemory, workspace_size
 from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.tiling import is_whole_octets
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem, Spec
 from lt_runtime.products.library_terms import DATA_TYPES, column_major, library_epilogue, library_types, scale_type
@@ -84,8 +85,21 @@ class MatmulPlan(AlgorithmPlan):
         """Raises PlanError if the library's epilogue is less accurate than our pass in the problem's types."""
         compute, *_, result = self.types
         effect = cublaslt.is_inaccurate(library_epilogue(self.problem.epilogue, self._swapped), compute, result)
+        if effect is None and self._rounds_twice():
+            effect = "with rows that are no whole vectors it rounds the product to 16 bits before the epilogue"
         if effect is not None:
             raise PlanError(f"cuBLASLt is not asked for {self.problem}: {effect}")
+
+    def _rounds_twice(self) -> bool:
+        """Whether the library's epilogue would work on a product that is rounded to 16 bits already.
+
+        So it is on an H200 (13.1) where K is odd, or N is, be the launch one kernel or two.
+        """
+        problem = self.problem
+        touches_d = problem.epilogue is not Epilogue.NONE and not problem.epilogue.sums_operand
+        if not touches_d or problem.d_dtype.itemsize != 2:
+            return False
+        return not all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b, problem.d))
 
     def _describe_operands(self) -> None:
         problem = self.problem
@@ -115,13 +129,13 @@ class MatmulPlan(AlgorithmPlan):
     def launches_leanly(self, algorithm: cublaslt.Algorithm) -> bool:
         """Whether the product by an algorithm, be it another than the plan's, would be lean; see `AlgorithmPlan`."""
         nodes = self.nodes(algorithm)
-        most = 1 if self.problem.one_kernel or self._rounds_between(algorithm) else _MAX_KERNELS
+        most = 1 if self.problem.one_kernel or self._is_cut_in_two(algorithm) else _MAX_KERNELS
         return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
 
-    def _rounds_between(self, algorithm: cublaslt.Algorithm) -> bool:
+    def _is_cut_in_two(self, algorithm: cublaslt.Algorithm) -> bool:
         """Whether a second kernel of the algorithm would apply the epilogue to a product that is rounded to 16 bits.
 
-        On an H200 (13.1) the library does so where K is odd. The second kernel of a split K reads sums in FP32.
+        The second kernel of a split K, in contrast, reads sums in FP32.
         """
         epilogue = self.problem.epilogue
         touches_d = epilogue is not Epilogue.NONE and not epilogue.sums_operand

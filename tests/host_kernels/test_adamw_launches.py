@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,12 @@ from tests.host_kernels.variants import BF16, F16, F32
 from tests.support.fake_device import HostLibrary, call
 
 SHAPES = [(3, 5), (300,), (0,), (2049,), ()]
+
+
+@pytest.fixture(autouse=True)
+def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's current stream is not asked for: other tests may have imported it, and there is no GPU."""
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,12 @@ from tests.support.fake_device import DeviceArray, operand_of
 
 PRIVATE, CAPTURED, INPUTS, CLASSES = 99, 13, 3, 2
 RECORD = ("cuEventRecord", 77)
+
+
+@pytest.fixture(autouse=True)
+def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's current stream is not asked for: other tests may have imported it, and there is no GPU."""
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
 
 
 class FullError(Exception):
