@@ -253,10 +253,10 @@ def test_copies_where_the_library_offers_nothing_else(library: FakeLibrary, pass
     _offer(library, 1, reserved=2 * 64 * (64 + 64))
     assert not pays_untuned(problem)
     assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
-    with pytest.raises(PlanError, match="offers 0|is not asked"):  # for which a pass of ours makes the epilogue
+    with pytest.raises(PlanError, match="is not asked"):  # for which a pass of ours makes the epilogue
         algorithms.heuristic_algorithm(replace(problem, epilogue=Epilogue.RELU), 0)
     library.offered = {}
-    with pytest.raises(PlanError, match="offers 0|is not asked"):
+    with pytest.raises(PlanError, match="offers 0"):
         algorithms.heuristic_algorithm(problem, 0)
 
 
