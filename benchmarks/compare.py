@@ -133,8 +133,12 @@ class Comparison:
         (folder / "done").touch()
 
     def times(self, process: Process) -> Times:
-        """What a process has measured."""
-        return times_of(json.loads((self.work / process.name / f"{process.suite}.json").read_text())["rows"])
+        """What a process has measured; prints why a row has no time."""
+        rows = json.loads((self.work / process.name / f"{process.suite}.json").read_text())["rows"]
+        for row in rows:
+            if "error" in row:
+                print(f"{process.name}: {row['case']}: {row['error']}")
+        return times_of(rows)
 
 
 def times_of(rows: Sequence[Json]) -> dict[tuple[str, str], float]:
