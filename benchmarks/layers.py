@@ -88,7 +88,7 @@ class Block:
 
     @property
     def dtype(self) -> str:
-        """Of every array."""
+        """The element type of every array, by name."""
         return TYPES[self.kind][0]
 
     @property
@@ -104,7 +104,7 @@ class Block:
 
     @property
     def flops(self) -> int:
-        """Of its six products."""
+        """Floating-point operations of the six products."""
         return 12 * self.rows * self.n * self.k
 
     def sets(self, cache: int) -> int:

@@ -7,7 +7,6 @@ from lt_runtime.arrays.libraries import (
     Signature,
     contiguous,
     current_streams,
-    device_in,
     signature_of,
     without_addresses,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "check_shape",
     "contiguous",
     "current_streams",
-    "device_in",
     "device_of",
     "device_of_address",
     "host_zeros",

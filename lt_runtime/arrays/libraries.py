@@ -199,12 +199,6 @@ def signature_of(arrays: tuple[Any, ...], asked: Hashable) -> Signature | None:
         return None
 
 
-def device_in(signature: Signature) -> int:
-    """The ordinal of the first array's device."""
-    device: int = signature[1][1]
-    return device
-
-
 def without_addresses(signature: Signature) -> tuple[Hashable, tuple[int, ...]]:
     """The part that is the same for all calls whose arrays differ in nothing but their addresses; and the addresses.
 

@@ -72,17 +72,6 @@ def launch_graph(executable: int, stream: int) -> None:
         check("cuGraphLaunch", status)
 
 
-def copy_on_device(target: int, source: int, size: int, stream: int) -> None:
-    """Puts a copy of `size` bytes from one address to another on a stream.
-
-    Raises:
-        DriverError: the driver refused.
-    """
-    status = function("cuMemcpyDtoDAsync_v2")(target, source, size, stream)
-    if status:
-        check("cuMemcpyDtoDAsync", status)
-
-
 class _Attribute(ctypes.Structure):
     """`CUlaunchAttribute`; its value is a union of 64 bytes, aligned to eight."""
 

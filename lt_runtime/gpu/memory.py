@@ -104,7 +104,8 @@ class StreamMemory:
 
 
 memories: dict[tuple[int, int], StreamMemory] = {}
-memories_lock = threading.Lock()
+"""The memories made so far, by device and stream; `stream_memory` makes them."""
+_memories_lock = threading.Lock()
 
 
 def stream_memory(device: int, stream: int) -> StreamMemory:
@@ -112,7 +113,7 @@ def stream_memory(device: int, stream: int) -> StreamMemory:
     known = memories.get((device, stream))
     if known is not None:
         return known
-    with memories_lock:
+    with _memories_lock:
         if (device, stream) not in memories:
             memories[device, stream] = StreamMemory(device, stream)
         return memories[device, stream]

@@ -1,1 +1,1 @@
-"""A layer at run time: strategies, priors, plans, bound calls, and the plans in memory."""
+"""A layer at run time: strategies, priors, plans, and the cache of plans in memory."""
