@@ -96,7 +96,9 @@ class Comparison:
 
     def environment(self, side: str) -> dict[str, str]:
         """The variables of a process."""
-        path = os.pathsep.join((str(self._code), str(self.checkouts[side])))
+        # What the command was given comes last: other packages may be found there, another lt_runtime may not.
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = os.pathsep.join((str(self._code), str(self.checkouts[side]), *filter(None, given)))
         return os.environ | {"PYTHONPATH": path, CACHE_VARIABLE: str(self.work / f"cache-{side}")}
 
     def command(self, process: Process) -> list[str]:
@@ -114,7 +116,7 @@ class Comparison:
         """Runs a process to its end.
 
         Raises:
-            SystemExit: it failed.
+            SystemExit: it failed, or measured nothing.
         """
         folder = self.work / process.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,6 +132,8 @@ class Comparison:
             )
         if done.returncode:
             raise SystemExit(f"{process.name} failed; the end of {log} is\n{log.read_text()[-2000:]}")
+        if not self.times(process):
+            raise SystemExit(f"{process.name} has measured nothing; its output is in {log}")
         (folder / "done").touch()
 
     def times(self, process: Process) -> Times:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,17 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def test_a_process_imports_its_checkout_s_package_and_these_benchmarks(tmp_path: Path) -> None:
+def test_a_process_imports_its_checkout_s_package_and_these_benchmarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/given")
     sides = {side: checkout(tmp_path / side) for side in ("old", "new")}
     comparison = Comparison(sides, tmp_path / "work", "mnist")
     comparison.prepare()
     comparison.prepare()
     assert (tmp_path / "work" / "code" / "benchmarks").resolve() == ROOT / "benchmarks"
     environment = comparison.environment("old")
-    assert environment["PYTHONPATH"].split(":") == [str(tmp_path / "work" / "code"), str(sides["old"])]
+    assert environment["PYTHONPATH"].split(":") == [str(tmp_path / "work" / "code"), str(sides["old"]), "/given"]
     assert environment["LT_RUNTIME_CACHE_DIR"] != comparison.environment("new")["LT_RUNTIME_CACHE_DIR"]
     command = comparison.command(Process("layers", 3, "old"))
     assert command[1:5] == ["-m", "benchmarks", "layers", "--ours"]
@@ -93,6 +97,19 @@ def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     comparison.prepare()
     process = Process("host", 1, "new")
     with pytest.raises(SystemExit, match=r"(?s)host-1-new failed.*the suite host needs an NVIDIA GPU"):
+        comparison.run(process)
+    assert not comparison.is_done(process)
+
+
+def test_a_process_that_measures_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        rows = [{"case": "a case", "us": {}, "error": "ModuleNotFoundError: No module named 'nvtx'"}]
+        (tmp_path / "steps-0-old" / "steps.json").write_text(json.dumps({"rows": rows}))
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(subprocess, "run", measure)
+    comparison, process = Comparison({"old": ROOT, "new": ROOT}, tmp_path), Process("steps", 0, "old")
+    with pytest.raises(SystemExit, match="steps-0-old has measured nothing"):
         comparison.run(process)
     assert not comparison.is_done(process)
 
