@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.layers import Arrays
@@ -21,16 +22,19 @@ from lt_runtime.plans.strategies import (
     MadeBy,
     backward_strategies,
     forward_strategies,
-    from_entry,
 )
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, Saved
-from lt_runtime.products.choose import Choose, first_algorithm, heuristic_algorithm, known_algorithm
+from lt_runtime.products.choose import Choose, heuristic_algorithm, known_algorithm
+from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
+from lt_runtime.store.records import from_json
 from lt_runtime.tuner.chain import Chain
 
 DEVICE = 0
+first_algorithm = partial(MatmulPlan, rank=0)
+"""By the very first that the heuristic offers, whatever it puts on the stream: what others do."""
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
 
@@ -220,4 +224,4 @@ def _roles(chain: Chain) -> Iterator[tuple[str, Problem]]:
 def _times(problem: Problem, entry: LayerEntry) -> dict[str, float]:
     kind = ForwardStrategy if isinstance(problem, ForwardProblem) else BackwardStrategy
     times = [(entry.strategy, entry.us), *((each.strategy, each.us) for each in entry.alternatives)]
-    return {strategy_name(from_entry(kind, strategy)): round(us, 3) for strategy, us in times}
+    return {strategy_name(from_json(kind, strategy)): round(us, 3) for strategy, us in times}

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lt_runtime.errors import PlanError
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.priors import backward_priors, forward_priors
-from lt_runtime.plans.strategies import (
-    BackwardStrategy,
-    ForwardStrategy,
-    backward_strategies,
-    forward_strategies,
-    from_entry,
-)
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, backward_strategies, forward_strategies
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
 from lt_runtime.products.choose import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
@@ -23,6 +17,7 @@ from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import Strategy as StoredStrategy
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
+from lt_runtime.store.records import from_json
 
 LayerProblem: TypeAlias = ForwardProblem | BackwardProblem
 LayerPlan: TypeAlias = ForwardPlan | BackwardPlan
@@ -49,11 +44,9 @@ def plan_for(problem: LayerProblem, device: int, strategy: Strategy, choose: Cho
     Raises:
         PlanError: cuBLASLt refuses one of the strategy's products.
     """
-    if isinstance(problem, ForwardProblem):
-        assert isinstance(strategy, ForwardStrategy)
-        return ForwardPlan(problem, device, strategy, choose)
-    assert isinstance(strategy, BackwardStrategy)
-    return BackwardPlan(problem, device, strategy, choose)
+    kind: Any = ForwardPlan if isinstance(problem, ForwardProblem) else BackwardPlan
+    plan: LayerPlan = kind(problem, device, strategy, choose)
+    return plan
 
 
 def strategies_of(problem: LayerProblem) -> Iterable[Strategy]:
@@ -72,9 +65,8 @@ def stored_strategy(problem: LayerProblem, values: StoredStrategy) -> Strategy:
     Raises:
         ValueError: the values are no strategy for such a problem.
     """
-    if isinstance(problem, ForwardProblem):
-        return from_entry(ForwardStrategy, values)
-    return from_entry(BackwardStrategy, values)
+    kind: type[Strategy] = ForwardStrategy if isinstance(problem, ForwardProblem) else BackwardStrategy
+    return from_json(kind, values)
 
 
 def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:

@@ -21,9 +21,9 @@ from lt_runtime.plans.strategies import (
     MadeBy,
     backward_strategies,
     forward_strategies,
-    to_entry,
 )
 from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, Saved
+from lt_runtime.store.records import to_json
 
 Tree: TypeAlias = Mapping[str, Any]
 """A strategy as in the plan cache; or a feature, a limit, and a tree each for below it and for the rest."""
@@ -38,7 +38,7 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStra
     if wanted and problem.bias is None:
         wanted["epilogue"] = wanted["epilogue"].removesuffix("bias").removesuffix("_") or "none"
     strategies = sorted(forward_strategies(problem), key=lambda each: each.epilogue.has_aux_output)
-    return sorted(strategies, key=lambda each: dict(to_entry(each)) != wanted)
+    return sorted(strategies, key=lambda each: to_json(each) != wanted)
 
 
 def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardStrategy]:
@@ -94,7 +94,7 @@ def _by_library(strategy: BackwardStrategy) -> int:
 
 def _differences(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> int:
     """In how many parts that the problem has at all a strategy is another than the one wanted."""
-    parts = {name: value for name, value in to_entry(strategy).items() if value != MadeBy.NOBODY.value}
+    parts = {name: value for name, value in to_json(strategy).items() if value != MadeBy.NOBODY.value}
     return sum(wanted.get(name, value) != value for name, value in parts.items())
 
 

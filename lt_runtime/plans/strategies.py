@@ -6,17 +6,15 @@ library: that is measured, or taken from `priors`.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, cast
+from typing import Final
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, ForwardProblem, Saved, Spec
-from lt_runtime.store.records import field_types
 
 _MASK_BITS: Final = 128  # cuBLASLt's granularity of a mask's rows
 _AUX_ELEMENTS: Final = 8  # and of a pre-activation's
@@ -60,27 +58,6 @@ class BackwardStrategy:
     derivative: MadeBy = MadeBy.NOBODY
     db_below: MadeBy = MadeBy.NOBODY
     beside: bool = False
-
-
-_Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
-
-
-def to_entry(strategy: ForwardStrategy | BackwardStrategy) -> Mapping[str, str | bool]:
-    """A strategy as it stands in the plan cache."""
-    values = {each.name: getattr(strategy, each.name) for each in dataclasses.fields(strategy)}
-    return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
-
-
-def from_entry(kind: type[_Strategy], values: Mapping[str, object]) -> _Strategy:
-    """The strategy of which `to_entry` gave `values`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    types = field_types(cast(Any, kind))
-    if values.keys() != types.keys():
-        raise ValueError(f"{dict(values)} is no {kind.__name__}")
-    return kind(**{name: types[name](value) for name, value in values.items()})
 
 
 def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:

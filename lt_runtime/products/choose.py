@@ -61,11 +61,6 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
         raise
 
 
-def first_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
-    """By the very first that the heuristic offers, whatever it puts on the stream: what others do."""
-    return MatmulPlan(problem, device, rank=0)
-
-
 def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
     """The plan of a product that an earlier plan's `blob` stands for.
 

@@ -11,7 +11,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 
-DATA_TYPES: Final = {
+_DATA_TYPES: Final = {
     DType.FLOAT32: DataType.R_32F,
     DType.FLOAT16: DataType.R_16F,
     DType.BFLOAT16: DataType.R_16BF,
@@ -25,14 +25,10 @@ _COMPUTE_TYPES: Final = {
 
 
 def library_types(problem: MatmulProblem) -> Types:
-    """What cuBLASLt lists its algorithms by."""
-    operand, result = DATA_TYPES[problem.dtype], DATA_TYPES[problem.d_dtype]
-    return _COMPUTE_TYPES[problem.compute], scale_type(problem), operand, operand, result, result
-
-
-def scale_type(problem: MatmulProblem) -> DataType:
-    """Type of α and β."""
-    return DataType.R_64F if problem.compute is Compute.FLOAT64 else DataType.R_32F
+    """What cuBLASLt lists its algorithms by: compute type, type of α and β, types of A, B, C and D."""
+    operand, result = _DATA_TYPES[problem.dtype], _DATA_TYPES[problem.d_dtype]
+    scale = DataType.R_64F if problem.compute is Compute.FLOAT64 else DataType.R_32F
+    return _COMPUTE_TYPES[problem.compute], scale, operand, operand, result, result
 
 
 def library_epilogue(epilogue: Epilogue, swapped: bool) -> LibraryEpilogue:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Final
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt.algorithms import Types
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, PlanError
 from lt_runtime.gpu.devices import device_info
@@ -18,7 +17,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.tiling import is_whole_octets
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem, Spec
-from lt_runtime.products.library_terms import DATA_TYPES, column_major, library_epilogue, library_types, scale_type
+from lt_runtime.products.library_terms import column_major, library_epilogue, library_types
 from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8
@@ -44,6 +43,10 @@ class MatmulPlan(AlgorithmPlan):
         reserved: bytes at the end of the workspace that the library may not use.
 
     Attributes:
+        types: what the library's algorithms are listed by; see `library_types`.
+        reductions: how an algorithm may sum the parts of a split K.
+        workspace_size: bytes that the library may use.
+        library_shape: rows and columns of D as the library sees it.
         candidates: the algorithms that the heuristic offers and that are not known to be wrong, best first.
         algorithm: the one that is used; there is none where nothing is to be multiplied.
 
@@ -61,18 +64,22 @@ class MatmulPlan(AlgorithmPlan):
         algorithm: bytes | None = None,
         reserved: int = 0,
     ) -> None:
-        self.problem = problem
-        self._reserved = reserved
+        self.problem, self.device = problem, device
+        self.types = library_types(problem)
+        self.reductions = cublaslt.ReductionScheme.NONE if problem.one_kernel else _REDUCTIONS
+        self.workspace_size = workspace_size(device) - reserved
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
-        self.device = device
+        self._reserved = reserved
         self._swapped = problem.d.layout.order is Order.ROW
+        self._first, self._second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
+        self.library_shape = (problem.n, problem.m) if self._swapped else (problem.m, problem.n)
         self._lock = threading.Lock()
         self._prepared: cublaslt.PreparedMatmul | None = None
         self._vector = self._aux = _ANY_ADDRESS
         self.algorithm = None
         if not problem.is_empty:
             self._refuse_inaccurate()
-            self._describe_operands()
+            self._describe()
             self.algorithm = self._choose(rank) if algorithm is None else self.check(cublaslt.Algorithm(algorithm))
             self._prepared = self._prepare(self.algorithm)
 
@@ -101,26 +108,13 @@ class MatmulPlan(AlgorithmPlan):
             return False
         return not all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b, problem.d))
 
-    def _describe_operands(self) -> None:
-        problem = self.problem
-        self.handle = cublaslt.handle(self.device)
-        first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
-        self._desc = self._describe(first.layout.order, second.layout.order)
-        _, _, operand, _, result, _ = self.types
-        d = column_major(problem.d, result, problem.batch)
-        c = d if problem.c is None else column_major(problem.c, result, problem.batch)
-        self._operands = column_major(first, operand, problem.batch), column_major(second, operand, problem.batch), c, d
-
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
+        """A candidate: the first that is lean. With an epilogue some launch three kernels: ours would be cheaper."""
         self.candidates = tuple(self.query(self.workspace_size, self.reductions))
         if len(self.candidates) <= (rank or 0):
             raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")
-        return self._first_lean() if rank is None else self.candidates[rank]
-
-    def _first_lean(self) -> cublaslt.Algorithm:
-        """The first candidate that is lean. With an epilogue some launch three kernels: ours would be cheaper."""
-        if self.problem.epilogue is Epilogue.NONE:
-            return self.candidates[0]
+        if rank is not None or self.problem.epilogue is Epilogue.NONE:
+            return self.candidates[rank or 0]
         for candidate in self.candidates:
             if self.launches_leanly(candidate):
                 return candidate
@@ -160,47 +154,32 @@ class MatmulPlan(AlgorithmPlan):
         return cublaslt.PreparedMatmul(self.handle, self._desc, *self._operands, algorithm)
 
     @property
-    def workspace_size(self) -> int:
-        """Bytes that the library may use."""
-        return workspace_size(self.device) - self._reserved
-
-    @property
     def adds_memsets(self) -> bool:
         """See `AlgorithmPlan`."""
         return self.algorithm is not None and "MEMSET" in self.nodes(self.algorithm)
 
-    @property
-    def reductions(self) -> cublaslt.ReductionScheme:
-        """How an algorithm may sum the parts of a split K."""
-        return cublaslt.ReductionScheme.NONE if self.problem.one_kernel else _REDUCTIONS
-
-    @property
-    def types(self) -> Types:
-        """What the library's algorithms are listed by: compute type, scale type, types of A, B, C and D."""
-        return library_types(self.problem)
-
-    @property
-    def library_shape(self) -> tuple[int, int]:
-        """Rows and columns of D as the library sees it."""
-        return (self.problem.n, self.problem.m) if self._swapped else (self.problem.m, self.problem.n)
-
-    def _describe(self, first: Order, second: Order) -> cublaslt.MatmulDesc:
-        problem, own = self.problem, self.problem.d.layout.order
+    def _describe(self) -> None:
+        """Makes what the library is told of the product: operands, transposes and epilogue."""
+        problem, batch, own = self.problem, self.problem.batch, self.problem.d.layout.order
+        compute, scale, operand, _, result, _ = self.types
+        self.handle = cublaslt.handle(self.device)
+        d = column_major(problem.d, result, batch)
+        c = d if problem.c is None else column_major(problem.c, result, batch)
+        self._operands = column_major(self._first, operand, batch), column_major(self._second, operand, batch), c, d
         attribute, operation = cublaslt.MatmulDescAttribute, cublaslt.Operation
-        desc = cublaslt.MatmulDesc(*self.types[:2])
-        desc.set(attribute.TRANSA, operation.N if first is own else operation.T)
-        desc.set(attribute.TRANSB, operation.N if second is own else operation.T)
+        self._desc = desc = cublaslt.MatmulDesc(compute, scale)
+        desc.set(attribute.TRANSA, operation.N if self._first.layout.order is own else operation.T)
+        desc.set(attribute.TRANSB, operation.N if self._second.layout.order is own else operation.T)
         desc.set(attribute.EPILOGUE, library_epilogue(problem.epilogue, self._swapped))
         if problem.device_scalars:
             desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
         if problem.epilogue.has_bias or problem.epilogue.has_bias_gradient:
             desc.set(attribute.BIAS_POINTER, _ANY_ADDRESS)
-            desc.set(attribute.BIAS_DATA_TYPE, DATA_TYPES[problem.d_dtype])
+            desc.set(attribute.BIAS_DATA_TYPE, result)
         if problem.aux is not None:
             desc.set(attribute.EPILOGUE_AUX_POINTER, _ANY_ADDRESS)
             desc.set(attribute.EPILOGUE_AUX_LD, problem.aux.layout.leading_dimension)
             desc.set(attribute.EPILOGUE_AUX_BATCH_STRIDE, problem.aux.batch_stride)
-        return desc
 
     def query(self, workspace: int, reductions: cublaslt.ReductionScheme) -> list[cublaslt.Algorithm]:
         """Algorithms that the heuristic offers, best first; those known to be wrong are left out.
@@ -210,12 +189,11 @@ class MatmulPlan(AlgorithmPlan):
             reductions: how they may sum the parts of a split K.
         """
         attribute, problem = cublaslt.PreferenceAttribute, self.problem
-        first, second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         with cublaslt.MatmulPreference() as preference:
             preference.set(attribute.MAX_WORKSPACE_BYTES, workspace)
             preference.set(attribute.REDUCTION_SCHEME_MASK, reductions)
-            preference.set(attribute.MIN_ALIGNMENT_A_BYTES, first.alignment)
-            preference.set(attribute.MIN_ALIGNMENT_B_BYTES, second.alignment)
+            preference.set(attribute.MIN_ALIGNMENT_A_BYTES, self._first.alignment)
+            preference.set(attribute.MIN_ALIGNMENT_B_BYTES, self._second.alignment)
             preference.set(attribute.MIN_ALIGNMENT_C_BYTES, (problem.c or problem.d).alignment)
             preference.set(attribute.MIN_ALIGNMENT_D_BYTES, problem.d.alignment)
             offered = cublaslt.get_heuristics(self.handle, self._desc, *self._operands, preference, _REQUESTED)
@@ -300,9 +278,9 @@ class MatmulPlan(AlgorithmPlan):
 
     def _scale(self, spec: Spec, c: int, d: int, beta: float, stream: int) -> None:
         problem, attribute = self.problem, cublaslt.MatrixTransformDescAttribute
-        kind = DATA_TYPES[problem.d_dtype]
+        _, scale, *_, kind = self.types
         with (
-            cublaslt.MatrixTransformDesc(scale_type(problem)) as desc,
+            cublaslt.MatrixTransformDesc(scale) as desc,
             column_major(spec, kind, problem.batch) as source,
             column_major(problem.d, kind, problem.batch) as target,
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import typing
 from collections.abc import Mapping
@@ -20,13 +21,18 @@ def field_types(kind: Any) -> dict[str, Any]:
 
 
 def to_json(record: Any) -> Json:
-    """The fields of a dataclass by name. Bytes become hexadecimal text, tuples lists, inner dataclasses objects."""
+    """The fields of a dataclass by name.
+
+    Bytes become hexadecimal text, members of enumerations their values, tuples lists, inner dataclasses objects.
+    """
     return {name: _plain(getattr(record, name)) for name in field_types(typing.cast(Any, type(record)))}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, enum.Enum):
+        return value.value
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):
@@ -51,6 +57,8 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         return from_json(typing.cast(type, hint), value)
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple([_value(name, typing.get_args(hint)[0], each) for each in value])
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
     if hint is bytes and isinstance(value, str):
         return bytes.fromhex(value)
     if (hint in (int, str, bool) and type(value) is not hint) or isinstance(value, list):

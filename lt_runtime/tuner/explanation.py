@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated, device_info, highest_clocks
 from lt_runtime.plans.decisions import decide_layer
-from lt_runtime.plans.strategies import to_entry
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.choose import configuration
 from lt_runtime.products.plan import AlgorithmPlan
@@ -16,6 +15,7 @@ from lt_runtime.products.product import ProductPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
+from lt_runtime.store.records import to_json
 from lt_runtime.tuner.chain import Chain
 from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
 from lt_runtime.tuner.roofline import Hardware, least_us
@@ -144,7 +144,7 @@ def explain_problem(problem: Problem, device: int) -> Explanation:
             us = explained.entry.us if explained.entry and fused else None
             return Explanation(problem, strategy, (explained,), us, least)
         plan, entry = decide_layer(problem, device), plan_store(device).layer(problem_key(problem))
-        strategy = strategy_in_words(to_entry(plan.strategy))
+        strategy = strategy_in_words(to_json(plan.strategy))
         products = tuple(_explained(name, each, device) for name, each in plan.products.items())
         if entry is None:
             return Explanation(problem, f"{strategy} (by the priors)", products, None, least)

@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.narrow import takes
 from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, plan_for, priors_of, strategies_of
-from lt_runtime.plans.strategies import to_entry
 from lt_runtime.problem import BackwardProblem, ForwardProblem
 from lt_runtime.products.choose import Choose, heuristic_algorithm
 from lt_runtime.store.entries import Alternative, Effort, Entry, LayerEntry, RejectedStrategy, is_as_deep
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.store.records import to_json
 from lt_runtime.tuner.chain import Chain, saved_kinds
 from lt_runtime.tuner.chain_operands import OperandSets, Placed
 from lt_runtime.tuner.product_search import Products
@@ -108,7 +108,7 @@ class _Search:
             out = [each.strategy for each in rejected]
             for strategy in strategies_of(problem):
                 name = plan_name(problem, strategy)
-                if to_entry(strategy) in out or (only is not None and name not in only):
+                if to_json(strategy) in out or (only is not None and name not in only):
                     continue
                 try:
                     made[name] = plan_for(problem, self._bench.device, strategy, choose)
@@ -120,7 +120,7 @@ class _Search:
         return made
 
     def _reject(self, problem: LayerProblem, strategy: Strategy, reason: str) -> None:
-        self._rejected[problem].append(RejectedStrategy(to_entry(strategy), reason))
+        self._rejected[problem].append(RejectedStrategy(to_json(strategy), reason))
         self._timings.pop(plan_name(problem, strategy), None)
 
     def _splits(self, plans: Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of) -> list[Split]:
@@ -241,7 +241,7 @@ class _Search:
 
     def _decided(self, split: Split, old: Timing, new: Timing, entries: Mapping[Any, Entry]) -> Decided:
         """What is reported of a split, with the entries that are to be remembered."""
-        words = " | ".join(strategy_in_words(to_entry(self.before[name].strategy)) for name in split)
+        words = " | ".join(strategy_in_words(to_json(self.before[name].strategy)) for name in split)
         out = [each for rejected in self._rejected.values() for each in rejected]
         reasons = [f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out]
         slow = {name: each.median_us for name, each in self._timings.items() if name not in self.after}
@@ -280,7 +280,7 @@ class _Search:
         """
         found = {}
         for problem, rejected in self._rejected.items():
-            stored = {name: to_entry(plan.strategy) for name, plan in self.before.items() if plan.problem == problem}
+            stored = {name: to_json(plan.strategy) for name, plan in self.before.items() if plan.problem == problem}
             timings = {name: self._timings[name] for name in stored if name in self._timings}
             names = (plan_name(problem, each) for each in priors_of(problem, self._bench.device))
             best = next((fastest(timings, name) for name in names if name in timings), None)
@@ -309,7 +309,7 @@ def _plainest_first(problem: LayerProblem) -> Iterable[Strategy]:
 
 def plan_name(problem: LayerProblem, strategy: Strategy) -> str:
     """A name among all plans of a part, such as "bias, keeps output" or "db by kernel, from nothing and mask"."""
-    words = strategy_in_words(to_entry(strategy))
+    words = strategy_in_words(to_json(strategy))
     if not isinstance(problem, BackwardProblem):
         return words
     saved = [each.saved.value for each in (problem.own, problem.through) if each is not None]

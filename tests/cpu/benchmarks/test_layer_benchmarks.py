@@ -26,8 +26,9 @@ from benchmarks.splits import Plans, Split, chain_of, near, strategy_name
 from benchmarks.timing import Measured, Timing
 from lt_runtime.errors import PlanError
 from lt_runtime.plans import priors
-from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies, from_entry
+from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies
 from lt_runtime.problem import BackwardProblem, Saved
+from lt_runtime.store.records import from_json
 from tests.support.chain_problems import backward_of, forward_of
 
 BLOCK = Block("test", 64, 32, 16, "bf16", "gelu")
@@ -346,7 +347,7 @@ def test_forward_is_chosen_with_the_backward_that_follows() -> None:
     }
     trees, _ = derived.derive([measured(64, 64, 64, relu) | {"activation": "relu"}] * 2)
     assert trees["forward"]["bf16 relu"] == {"epilogue": "relu_aux_bias", "saved": "mask"}
-    assert from_entry(BackwardStrategy, trees["backward"]["bf16 relu mask"]).derivative.value == "epilogue"
+    assert from_json(BackwardStrategy, trees["backward"]["bf16 relu mask"]).derivative.value == "epilogue"
 
 
 @pytest.mark.parametrize("layer", [0, 1])

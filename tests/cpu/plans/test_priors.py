@@ -18,9 +18,9 @@ from lt_runtime.plans.strategies import (
     MadeBy,
     backward_strategies,
     forward_strategies,
-    from_entry,
 )
 from lt_runtime.problem import Activation, Compute, DType, Saved
+from lt_runtime.store.records import from_json
 from lt_runtime.tuner.chain import Chain, derivative_of
 from tests.support.chain_problems import backward_of, forward_of
 
@@ -136,7 +136,7 @@ def test_shipped_tables_are_of_known_strategies_and_say_where_they_come_from(fil
     for part, kind in (("forward", ForwardStrategy), ("backward", BackwardStrategy)):
         for tree in shipped[part].values():
             for leaf in leaves(tree):
-                from_entry(kind, leaf)
+                from_json(kind, leaf)
 
 
 def leaves(tree: Any) -> list[Any]:

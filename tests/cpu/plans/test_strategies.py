@@ -16,9 +16,7 @@ from lt_runtime.plans.strategies import (
     backward_strategies,
     dz_spec,
     forward_strategies,
-    from_entry,
     kept_spec,
-    to_entry,
     unchanged,
 )
 from lt_runtime.problem import (
@@ -32,6 +30,7 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
+from lt_runtime.store.records import from_json, to_json
 
 M, N, K = 8, 20, 12
 X, W, Y = Spec(packed(M, K)), Spec(packed(N, K)), Spec(packed(M, N))
@@ -191,15 +190,15 @@ def test_two_products_may_run_beside_each_other() -> None:
 @pytest.mark.parametrize("problem", [a_forward(), a_forward("relu"), a_forward("none")])
 def test_a_forward_strategy_stands_in_a_file(problem: ForwardProblem) -> None:
     for strategy in forward_strategies(problem):
-        assert from_entry(ForwardStrategy, to_entry(strategy)) == strategy
+        assert from_json(ForwardStrategy, to_json(strategy)) == strategy
 
 
 def test_a_backward_strategy_stands_in_a_file() -> None:
     for strategy in backward_strategies(a_backward(through=below("relu", Saved.MASK))):
-        assert from_entry(BackwardStrategy, to_entry(strategy)) == strategy
+        assert from_json(BackwardStrategy, to_json(strategy)) == strategy
 
 
 @pytest.mark.parametrize("values", [{}, {"epilogue": "gelu"}, {"epilogue": "gelu", "saved": "all"}, {"db": "kernel"}])
 def test_what_is_no_strategy(values: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"is no ForwardStrategy|is not a valid"):
-        from_entry(ForwardStrategy, values)
+    with pytest.raises(ValueError, match=r"ForwardStrategy has the fields|is not a valid"):
+        from_json(ForwardStrategy, values)

@@ -10,11 +10,12 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
-from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, from_entry
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Saved, Spec
 from lt_runtime.products.product import plain_product
 from lt_runtime.store.entries import LayerEntry, ProductEntry
 from lt_runtime.store.keys import problem_key
+from lt_runtime.store.records import from_json
 from lt_runtime.tuner import layer_search
 from lt_runtime.tuner.chain import Chain, Layer, Part, chains_of
 from lt_runtime.tuner.layer_search import BUDGETS
@@ -68,7 +69,7 @@ def entry_of(gpu: LayerGpu, problem: MatmulProblem) -> ProductEntry:
 
 
 def saved_by(gpu: LayerGpu, chain: Chain = RELU) -> Saved:
-    return from_entry(ForwardStrategy, entry(gpu, forward_of(chain)).strategy).saved
+    return from_json(ForwardStrategy, entry(gpu, forward_of(chain)).strategy).saved
 
 
 def test_the_fastest_pair_wins_even_if_its_forward_is_slower(gpu: LayerGpu) -> None:
@@ -77,7 +78,7 @@ def test_the_fastest_pair_wins_even_if_its_forward_is_slower(gpu: LayerGpu) -> N
     assert (tuned.before_us, tuned.after_us) == (40.0, 33.0)
     assert tuned.strategy == "relu_aux_bias, keeps mask | db by kernel, derivative by epilogue, db below by epilogue"
     forward = entry(gpu, forward_of(RELU))
-    assert from_entry(ForwardStrategy, forward.strategy) == ForwardStrategy(Epilogue.RELU_AUX_BIAS, Saved.MASK)
+    assert from_json(ForwardStrategy, forward.strategy) == ForwardStrategy(Epilogue.RELU_AUX_BIAS, Saved.MASK)
     assert forward.us == 13.0
     assert [each.us for each in forward.alternatives] == [10.0, 12.0, 12.5]
 
@@ -87,7 +88,7 @@ def test_backward_is_decided_for_everything_that_forward_may_keep(gpu: LayerGpu)
     tune()
     by_mask = backward_of(RELU, 1, Saved.MASK)
     assert saved_by(gpu) is Saved.OUTPUT
-    found = {problem: from_entry(BackwardStrategy, entry(gpu, problem).strategy) for problem in (pair()[1], by_mask)}
+    found = {problem: from_json(BackwardStrategy, entry(gpu, problem).strategy) for problem in (pair()[1], by_mask)}
     assert found[pair()[1]] == BackwardStrategy(MadeBy.KERNEL, MadeBy.KERNEL, MadeBy.KERNEL)
     assert found[by_mask] == BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.EPILOGUE)
     assert {*gpu.forgotten} == {*pair(), by_mask}
@@ -134,7 +135,7 @@ def test_a_slow_split_stays_in_where_our_kernel_takes_a_product(gpu: LayerGpu) -
 def test_a_challenger_within_the_noise_does_not_replace_the_priors_choice(gpu: LayerGpu) -> None:
     gpu.us = {PLAIN: 9.95}
     tune()
-    assert from_entry(ForwardStrategy, entry(gpu, forward_of(RELU)).strategy).epilogue is Epilogue.RELU_BIAS
+    assert from_json(ForwardStrategy, entry(gpu, forward_of(RELU)).strategy).epilogue is Epilogue.RELU_BIAS
 
 
 def test_tuned_algorithms_count(gpu: LayerGpu) -> None:

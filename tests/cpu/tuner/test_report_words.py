@@ -10,9 +10,10 @@ from hypothesis import given
 
 from lt_runtime.cublaslt import AlgoConfigAttribute, MatmulStages, MatmulTile
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy, to_entry
+from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
 from lt_runtime.problem import Activation, Compute, DType, Saved
 from lt_runtime.store.keys import Problem, parse_key
+from lt_runtime.store.records import to_json
 from lt_runtime.tuner.chain import Chain
 from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
 from tests.support.chain_problems import backward_of, by_themselves
@@ -39,14 +40,14 @@ def test_every_problem_has_a_name_of_one_line(problem: Problem) -> None:
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        (to_entry(ForwardStrategy(Epilogue.GELU_AUX_BIAS, Saved.PREACTIVATION)), "gelu_aux_bias, keeps preactivation"),
-        (to_entry(ForwardStrategy(Epilogue.NONE, Saved.NOTHING)), "none"),
-        (to_entry(BackwardStrategy()), "products alone"),
+        (to_json(ForwardStrategy(Epilogue.GELU_AUX_BIAS, Saved.PREACTIVATION)), "gelu_aux_bias, keeps preactivation"),
+        (to_json(ForwardStrategy(Epilogue.NONE, Saved.NOTHING)), "none"),
+        (to_json(BackwardStrategy()), "products alone"),
         (
-            to_entry(BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.KERNEL)),
+            to_json(BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.KERNEL)),
             "db by kernel, derivative by epilogue, db below by kernel",
         ),
-        (to_entry(BackwardStrategy(MadeBy.EPILOGUE, beside=True)), "db by epilogue, dw beside dx"),
+        (to_json(BackwardStrategy(MadeBy.EPILOGUE, beside=True)), "db by epilogue, dw beside dx"),
         ({"unheard": "of"}, "unheard by of"),
     ],
 )
