@@ -33,7 +33,7 @@ _FILES: Final = "priors_sm*.json"
 
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStrategy]:
     """The table's strategy first; then our kernel does what an auxiliary output would be for."""
-    tree = _trees(device, "forward").get(f"{_kind(problem)} {problem.activation.name}")
+    tree = _nearest(device_info(device).capability)["forward"].get(f"{_kind(problem)} {problem.activation.name}")
     wanted = dict(decide(tree, forward_features(problem))) if tree is not None and problem.backward else {}
     if wanted and problem.bias is None:
         wanted["epilogue"] = wanted["epilogue"].removesuffix("bias").removesuffix("_") or "none"
@@ -43,7 +43,7 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStra
 
 def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardStrategy]:
     """Those that are most like the table's first; then those that leave the most to our kernels."""
-    tree = _trees(device, "backward").get(f"{_kind(problem)} {_below(problem)}")
+    tree = _nearest(device_info(device).capability)["backward"].get(f"{_kind(problem)} {_below(problem)}")
     wanted = dict(decide(tree, backward_features(problem))) if tree is not None else {}
     if problem.own.changes:  # then our kernel reads dy in any case, and sums it at hardly any cost
         wanted["db"] = MadeBy.KERNEL.value
@@ -96,11 +96,6 @@ def _differences(strategy: BackwardStrategy, wanted: Mapping[str, Any]) -> int:
     """In how many parts that the problem has at all a strategy is another than the one wanted."""
     parts = {name: value for name, value in to_json(strategy).items() if value != MadeBy.NOBODY.value}
     return sum(wanted.get(name, value) != value for name, value in parts.items())
-
-
-def _trees(device: int, name: str) -> Mapping[str, Tree]:
-    trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[name]
-    return trees
 
 
 @functools.cache

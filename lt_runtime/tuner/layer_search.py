@@ -90,8 +90,6 @@ class _Search:
         self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
         self._products, self._operands = Products(store), OperandSets(bench, part)
         self._timings: dict[str, Timing] = {}  # of single plans that are not rejected
-        self._tried = 0
-        self._complaints: list[str] = []
         self.before = self._plans(heuristic_algorithm)
         self.after: Plans = {}
 
@@ -184,13 +182,7 @@ class _Search:
         deadline = watch.seconds + self._budget.products
         for number, problem in enumerate(unknown):
             left = max(deadline - watch.seconds, 0.0) / (len(unknown) - number)
-            found = self._products.search(self._bench, problem, self._effort, max(left, _LEAST_PRODUCT_S))
-            if found is not None:
-                self._tried += found.candidates
-                name = describe(problem)
-                self._complaints += [
-                    f"{name} by {algorithm_in_words(each.config)}: {each.reason}" for each in found.rejected
-                ]
+            self._products.search(self._bench, problem, self._effort, max(left, _LEAST_PRODUCT_S))
 
     def plan_tuned(self, names: Iterable[str]) -> None:
         """Plans and times some plans by the tuned algorithms, and those of the plainest split."""
@@ -245,8 +237,14 @@ class _Search:
         out = [each for rejected in self._rejected.values() for each in rejected]
         reasons = [f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out]
         slow = {name: each.median_us for name, each in self._timings.items() if name not in self.after}
-        reasons += [*(f"{name}: slow: {us:.1f} µs" for name, us in slow.items()), *self._complaints]
-        times, measured = (old.median_us, new.median_us), self._operands.measured + self._tried
+        reasons += [f"{name}: slow: {us:.1f} µs" for name, us in slow.items()]
+        measured = self._operands.measured
+        for problem, entry in self._products.found.items():
+            measured += entry.candidates
+            reasons += [
+                f"{describe(problem)} by {algorithm_in_words(each.config)}: {each.reason}" for each in entry.rejected
+            ]
+        times = old.median_us, new.median_us
         return Tuned((*self._part.problems,), *times, words, measured, (*reasons,)), entries
 
     def _finalists(self, unsound: Collection[str]) -> dict[str, tuple[Plans, Split]]:

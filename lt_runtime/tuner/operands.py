@@ -87,7 +87,8 @@ class Buffer:
         spec = _in_bytes(spec) if dtype is None else spec
         offset = spec.alignment % ALIGNMENT // self._itemsize
         size = offset + (batch - 1) * spec.batch_stride + spec.layout.extent + _MARGIN
-        self.flat = xp.empty(size, f"uint{_BITS * self._itemsize}")
+        self._periods = xp.empty((-(-size // _PERIOD), _PERIOD), f"uint{_BITS * self._itemsize}")
+        self.flat = self._periods.reshape(-1)[:size]
         strides = [self._itemsize * stride for stride in (spec.batch_stride, *spec.layout.strides)]
         start = self.flat[offset:]
         self.bits = xp.lib.stride_tricks.as_strided(start, (batch, *spec.layout.shape), strides)
@@ -102,13 +103,8 @@ class Buffer:
             number: of the operand; other numbers get other values.
             seed: of the set of operands; see `_STEP`.
         """
-        values, flat = np.roll(_drawn(data, self._dtype, number, self._scale), _STEP * seed), self.flat
-        count = min(values.size, flat.size)
-        flat[:count] = self._xp.asarray(values[:count])
-        while count < flat.size:
-            step = min(count, flat.size - count)
-            flat[count : count + step] = flat[:step]
-            count += step
+        values = np.roll(_drawn(data, self._dtype, number, self._scale), _STEP * seed)
+        self._periods[...] = self._xp.asarray(values)
 
     def poison(self) -> None:
         """Sets every bit, which makes every float NaN."""
@@ -172,6 +168,21 @@ def operand_sets(make: Callable[[], _Operands], device: int) -> list[_Operands]:
     return sets
 
 
+def operands_of(problem: MatmulProblem) -> dict[str, tuple[Spec, DType | None]]:
+    """How the operands lie that a product has, and their types, by name; a mask's type is None."""
+    epilogue, result = problem.epilogue, problem.d_dtype
+    vector: Spec | None = None
+    if epilogue.has_bias or epilogue.has_bias_gradient:
+        vector = Spec(packed(1, problem.m if epilogue is Epilogue.BGRADA else problem.n), problem.vector)
+    aux = problem.aux, None if epilogue.activation == "relu" else result
+    found: dict[str, tuple[Spec | None, DType | None]] = {
+        "a": (problem.a, problem.dtype),
+        "b": (problem.b, problem.dtype),
+    }
+    found |= {"d": (problem.d, result), "c": (problem.c, result), "vector": (vector, result), "aux": aux}
+    return {name: (spec, dtype) for name, (spec, dtype) in found.items() if spec is not None}
+
+
 class ProductOperands(Operands):
     """All operands of one matrix product; the outputs are "d", and "aux" or "vector" where the epilogue has them.
 
@@ -186,17 +197,10 @@ class ProductOperands(Operands):
     def __init__(self, xp: Any, problem: MatmulProblem) -> None:
         super().__init__()
         self.xp, self.problem = xp, problem
-        epilogue, result, batch = problem.epilogue, problem.d_dtype, problem.batch
-        self.has_mask = problem.aux is not None and epilogue.activation == "relu"
-        vector: Spec | None = None
-        if epilogue.has_bias or epilogue.has_bias_gradient:
-            length = problem.m if epilogue is Epilogue.BGRADA else problem.n
-            vector = Spec(packed(1, length), problem.vector)
-        specs = {"a": problem.a, "b": problem.b, "d": problem.d, "c": problem.c, "vector": vector, "aux": problem.aux}
-        types = {"a": problem.dtype, "b": problem.dtype, "aux": None if self.has_mask else result}
-        for name, spec in specs.items():
-            if spec is not None:
-                self.buffers[name] = Buffer(xp, spec, types.get(name, result), 1 if name == "vector" else batch)
+        epilogue, placed = problem.epilogue, operands_of(problem)
+        for name, (spec, dtype) in placed.items():
+            self.buffers[name] = Buffer(xp, spec, dtype, 1 if name == "vector" else problem.batch)
+        self.has_mask = "aux" in placed and epilogue.activation == "relu"
         self._one = xp.ones(1, "float64" if problem.compute is Compute.FLOAT64 else "float32")
         written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
         self.outputs = [name for name, is_output in written.items() if is_output]

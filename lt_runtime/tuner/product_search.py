@@ -177,13 +177,12 @@ class Products:
         """What is known of a product."""
         return self.found.get(problem) or self._store.product(problem_key(problem))
 
-    def search(self, bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> ProductEntry | None:
-        """See `find_algorithm`; None if no algorithm is of use."""
+    def search(self, bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> None:
+        """See `find_algorithm`. That no algorithm is of use is remembered as well: `plan` says it."""
         try:
             self.found[problem] = find_algorithm(bench, problem, effort, budget_s)
         except PlanError as error:
             self._useless[problem] = str(error)
-        return self.found.get(problem)
 
     def plan(self, problem: MatmulProblem, device: int) -> AlgorithmPlan:
         """By the algorithm that is known; see `Choose`."""

@@ -22,9 +22,10 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from lt_runtime.plans.decisions import LayerProblem
-from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem
+from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem, Spec
 from lt_runtime.store.keys import Problem
 from lt_runtime.tuner.chain_operands import tensors_of
+from lt_runtime.tuner.operands import operands_of
 
 _BITS: Final = 8
 _DATA_RATE: Final = 2  # transfers per clock of the memory
@@ -91,32 +92,23 @@ def least_us(problem: Problem, hardware: Hardware) -> float | None:
 
 def work_of(problem: Problem) -> Work:
     """The work of a problem, however it is split."""
-    return _of_product(problem) if isinstance(problem, MatmulProblem) else _of_layer(problem)
+    if isinstance(problem, MatmulProblem):
+        flops, batch, moved = 2 * problem.batch * problem.m * problem.n * problem.k, problem.batch, operands_of(problem)
+    else:
+        batch, moved = 1, _moved(problem)
+        products = (problem.dx, problem.dw) if isinstance(problem, BackwardProblem) else (problem.y,)
+        flops = 2 * problem.x.layout.size * problem.w.layout.rows * sum(each is not None for each in products)
+    sizes = [(spec.layout.size * (batch if spec.batch_stride else 1), dtype) for spec, dtype in moved.values()]
+    return Work(flops, sum(size * (_BITS * dtype.itemsize if dtype else 1) for size, dtype in sizes) // _BITS)
 
 
-def _of_product(problem: MatmulProblem) -> Work:
-    epilogue, bits, result_bits = problem.epilogue, _BITS * problem.dtype.itemsize, _BITS * problem.d_dtype.itemsize
-    aux_bits = 1 if epilogue.activation == "relu" else result_bits
-    moved = [(problem.a, bits), (problem.b, bits), (problem.d, result_bits), (problem.c, result_bits)]
-    moved_bits = sum(
-        spec.layout.size * (problem.batch if spec.batch_stride else 1) * each
-        for spec, each in (*moved, (problem.aux, aux_bits))
-        if spec is not None
-    )
-    if epilogue.has_bias or epilogue.has_bias_gradient:
-        moved_bits += problem.n * result_bits
-    return Work(2 * problem.batch * problem.m * problem.n * problem.k, moved_bits // _BITS)
-
-
-def _of_layer(problem: LayerProblem) -> Work:
-    tensors, products = tensors_of(0, problem), 1
+def _moved(problem: LayerProblem) -> dict[str, tuple[Spec, DType | None]]:
+    """The operands that a layer reads or writes, as `operands_of` gives those of a product."""
+    tensors = tensors_of(0, problem)
+    moved = {name: (each.spec, None if each.is_mask else problem.dtype) for name, each in tensors.items()}
     if isinstance(problem, BackwardProblem):
-        products = (problem.dx is not None) + (problem.dw is not None)
         unread = {"x": problem.dw, "w": problem.dx}
-        tensors = {name: each for name, each in tensors.items() if unread.get(name, each) is not None}
-        if problem.accumulate and "dw" in tensors:
-            tensors["dw before"] = tensors["dw"]
-    sizes = {name: each.spec.layout.size for name, each in tensors.items()}
-    masks = sum(sizes[name] for name, each in tensors.items() if each.is_mask)
-    flops = 2 * problem.x.layout.size * problem.w.layout.rows * products
-    return Work(flops, masks // _BITS + (sum(sizes.values()) - masks) * problem.dtype.itemsize)
+        moved = {name: each for name, each in moved.items() if unread.get(name, each) is not None}
+        if problem.accumulate and "dw" in moved:
+            moved["dw before"] = moved["dw"]
+    return moved

@@ -117,11 +117,22 @@ def take_times(
     deadline = clock.watch.seconds + budget_s
     probes = _probe(contenders, clock, deadline)
     best = min(probes.values())
-    near, launches = [name for name, us in probes.items() if us <= _FAR_BEHIND * best], _launches(best, sets)
-    runs = {name: partial(_repeat, contenders[name], launches, sets) for name in near}
-    behind_itself = in_a_loop and sets == 1 and best < _LONG_US
-    replayed = _replay(runs, clock, launches, deadline, rounds, behind_itself=behind_itself)
-    return {name: replayed.get(name) or Timing(us, 0.0, dropped=True) for name, us in probes.items()}
+    launches, behind_itself = _launches(best, sets), in_a_loop and sets == 1 and best < _LONG_US
+    times: dict[str, list[float]] = {name: [] for name, us in probes.items() if us <= _FAR_BEHIND * best}
+    with contextlib.ExitStack() as stack:
+        runs = {name: partial(_repeat, contenders[name], launches, sets) for name in times}
+        graphs = {name: stack.enter_context(clock.capture(run)) for name, run in runs.items()}
+        for number in range(rounds):
+            if number >= _FEWEST_ROUNDS and clock.watch.seconds > deadline:
+                break
+            names = _within_reach(times) if number >= _FEWEST_ROUNDS else list(graphs)
+            names = names if number % 2 == 0 else names[::-1]
+            with clock.watch.running():
+                replayed = clock.replay([graphs[name] for name in names], behind_itself=behind_itself)
+            for name, us in zip(names, replayed, strict=True):
+                times[name].append(us / launches)
+    dropped = {name: Timing(us, 0.0, dropped=True) for name, us in probes.items()}
+    return dropped | {name: _summary(values) for name, values in times.items()}
 
 
 def _probe(contenders: Mapping[str, Launch], clock: Clock, deadline: float) -> dict[str, float]:
@@ -144,30 +155,6 @@ def _launches(best_us: float, sets: int) -> int:
     """How many launches to capture in a graph: enough for the clock's resolution, and equally many for each set."""
     enough = min(math.ceil(_REPLAY_US / max(best_us, 1.0)), _MOST_LAUNCHES)
     return -(-enough // sets) * sets
-
-
-def _replay(
-    runs: Mapping[str, Callable[[int], object]],
-    clock: Clock,
-    launches: int,
-    deadline: float,
-    rounds: int,
-    *,
-    behind_itself: bool,
-) -> dict[str, Timing]:
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    with contextlib.ExitStack() as stack:
-        graphs = {name: stack.enter_context(clock.capture(run)) for name, run in runs.items()}
-        for number in range(rounds):
-            if number >= _FEWEST_ROUNDS and clock.watch.seconds > deadline:
-                break
-            names = _within_reach(times) if number >= _FEWEST_ROUNDS else list(graphs)
-            names = names if number % 2 == 0 else names[::-1]
-            with clock.watch.running():
-                replayed = clock.replay([graphs[name] for name in names], behind_itself=behind_itself)
-            for name, us in zip(names, replayed, strict=True):
-                times[name].append(us / launches)
-    return {name: _summary(values) for name, values in times.items()}
 
 
 def _within_reach(times: Mapping[str, list[float]]) -> list[str]:
