@@ -37,6 +37,7 @@ class BackwardPlan(Plan):
         self._dz = dz_spec(problem)
         wants_product = problem.dx is not None or problem.dw is not None
         self._needs_dz = problem.dz is not None or (problem.own.changes and wants_product)
+        self._product_dz = self._dz if self._needs_dz else problem.dy
         self._first, self._last = self._own_pass(), self._pass_below()
         keeps_dz = self._needs_dz and problem.dz is None
         self._dz_bytes = aligned(self._dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
@@ -90,10 +91,6 @@ class BackwardPlan(Plan):
         if self.strategy.db is not MadeBy.EPILOGUE:
             return plain
         return replace(plain, epilogue=Epilogue.BGRADA, vector=problem.own.db or 256)
-
-    @property
-    def _product_dz(self) -> Spec:
-        return self._dz if self._needs_dz else self.problem.dy
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""

@@ -90,23 +90,14 @@ class MatmulPlan(AlgorithmPlan):
 
     def _refuse_inaccurate(self) -> None:
         """Raises PlanError if the library's epilogue is less accurate than our pass in the problem's types."""
-        compute, *_, result = self.types
-        effect = cublaslt.is_inaccurate(library_epilogue(self.problem.epilogue, self._swapped), compute, result)
-        if effect is None and self._rounds_twice():
+        problem, (compute, *_, result) = self.problem, self.types
+        effect = cublaslt.is_inaccurate(library_epilogue(problem.epilogue, self._swapped), compute, result)
+        # So it is on an H200 (13.1) where K is odd, or N is, be the launch one kernel or two.
+        is_whole = all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b, problem.d))
+        if effect is None and self._works_on_16_bits and not is_whole:
             effect = "with rows that are no whole vectors it rounds the product to 16 bits before the epilogue"
         if effect is not None:
-            raise PlanError(f"cuBLASLt is not asked for {self.problem}: {effect}")
-
-    def _rounds_twice(self) -> bool:
-        """Whether the library's epilogue would work on a product that is rounded to 16 bits already.
-
-        So it is on an H200 (13.1) where K is odd, or N is, be the launch one kernel or two.
-        """
-        problem = self.problem
-        touches_d = problem.epilogue is not Epilogue.NONE and not problem.epilogue.sums_operand
-        if not touches_d or problem.d_dtype.itemsize != 2:
-            return False
-        return not all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b, problem.d))
+            raise PlanError(f"cuBLASLt is not asked for {problem}: {effect}")
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
         """A candidate: the first that is lean. With an epilogue some launch three kernels: ours would be cheaper."""
@@ -131,10 +122,13 @@ class MatmulPlan(AlgorithmPlan):
 
         The second kernel of a split K, in contrast, reads sums in FP32.
         """
+        return self._works_on_16_bits and algorithm.get(cublaslt.AlgoConfigAttribute.SPLITK_NUM) <= 1
+
+    @property
+    def _works_on_16_bits(self) -> bool:
+        """Whether the epilogue changes the product, and the result has 16 bits."""
         epilogue = self.problem.epilogue
-        touches_d = epilogue is not Epilogue.NONE and not epilogue.sums_operand
-        is_split = algorithm.get(cublaslt.AlgoConfigAttribute.SPLITK_NUM) > 1
-        return touches_d and self.problem.d_dtype.itemsize == 2 and not is_split
+        return epilogue is not Epilogue.NONE and not epilogue.sums_operand and self.problem.d_dtype.itemsize == 2
 
     def nodes(self, algorithm: cublaslt.Algorithm) -> list[str]:
         """What a launch puts on the stream, such as "KERNEL"; nothing where the library refuses it.

@@ -167,10 +167,7 @@ class Chain:
 
     def only(self, problems: Container[LayerProblem]) -> Chain:
         """The chain without the problems that are not among these."""
-        layers = self.layers
-        forwards = (layer.forward if layer.forward in problems else None for layer in layers)
-        backwards = (layer.backward if layer.backward in problems else None for layer in layers)
-        return Chain(tuple(map(Layer, forwards, backwards)))
+        return Chain(tuple(Layer._make(each if each in problems else None for each in layer) for layer in self.layers))
 
     @property
     def condensed(self) -> Chain:
