@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from lt_runtime.gpu.devices import device_info
+from lt_runtime.layout import Layout
 from lt_runtime.plans.strategies import (
     BackwardStrategy,
     ForwardStrategy,
@@ -53,18 +54,16 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardS
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:
     """What a forward tree may ask for: the output's bytes, the terms of each of its sums, and its rows."""
-    rows, cols = problem.y.layout.shape
-    return _features(rows, cols, problem.x.layout.cols, problem.dtype)
+    return _features(problem.y.layout, problem.x.layout.cols, problem.dtype)
 
 
 def backward_features(problem: BackwardProblem) -> dict[str, int]:
     """The same of the input gradient, whether or not it is wanted."""
-    rows, cols = problem.x.layout.shape
-    return _features(rows, cols, problem.dy.layout.cols, problem.dtype)
+    return _features(problem.x.layout, problem.dy.layout.cols, problem.dtype)
 
 
-def _features(rows: int, cols: int, inner: int, dtype: DType) -> dict[str, int]:
-    return {"output_bytes": rows * cols * dtype.itemsize, "inner": inner, "rows": rows}
+def _features(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
+    return {"output_bytes": output.size * dtype.itemsize, "inner": inner, "rows": output.rows}
 
 
 def decide(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:

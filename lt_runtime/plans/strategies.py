@@ -144,11 +144,10 @@ def _padded(layout: Layout, step: int) -> Layout:
 
 def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
     """What a problem allows; the first, with our kernels alone, works wherever plain products do."""
-    own, below = tuple(_makers_of_db(problem)), tuple(_makers_below(problem))
     two_products = problem.dx is not None and problem.dw is not None
-    for beside in (False, True)[: 1 + two_products]:
-        for (derivative, db_below), db in itertools.product(below, own):
-            yield BackwardStrategy(db, derivative, db_below, beside)
+    ways = itertools.product((False, True)[: 1 + two_products], _makers_below(problem), _makers_of_db(problem))
+    for beside, (derivative, db_below), db in ways:
+        yield BackwardStrategy(db, derivative, db_below, beside)
 
 
 def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:

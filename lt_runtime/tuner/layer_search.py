@@ -203,7 +203,11 @@ class _Search:
         while True:  # until the fastest is right
             finalists = self._finalists(unsound)
             placed = {name: self._placed(plans, split) for name, (plans, split) in finalists.items()}
-            name, new, old = self._final(placed, untuned_plans)
+            first = next(iter(placed))
+            contenders = {first: placed[first], _BEFORE: untuned_plans} | placed
+            timings = self._operands.take_times(contenders, self._budget.finals, _FINAL_ROUNDS)
+            name = fastest({name: each for name, each in timings.items() if name != _BEFORE}, first)
+            new, old = timings[name], timings.get(_BEFORE, timings[name])
             plans, split = finalists[name]
             fault = None if split == trusted else self._operands.disagreement(placed[name], expected)
             if fault is None:
@@ -222,14 +226,6 @@ class _Search:
             for name in split:
                 products |= self._products.as_planned(plans[name])
         return self._decided(split, old, new, {**products, **self._entries(split, new)})
-
-    def _final(self, placed: Mapping[str, Placed], untuned: Placed) -> tuple[str, Timing, Timing]:
-        """The name of the fastest finalist, its timing, and that of what runs untuned."""
-        first = next(iter(placed))
-        contenders = {first: placed[first], _BEFORE: untuned} | {**placed}
-        timings = self._operands.take_times(contenders, self._budget.finals, _FINAL_ROUNDS)
-        name = fastest({name: each for name, each in timings.items() if name != _BEFORE}, first)
-        return name, timings[name], timings.get(_BEFORE, timings[name])
 
     def _decided(self, split: Split, old: Timing, new: Timing, entries: Mapping[Any, Entry]) -> Decided:
         """What is reported of a split, with the entries that are to be remembered."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -169,7 +168,7 @@ class TuningReport(tuple[Tuned, ...]):
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+        console = Console(width=_WIDTH, color_system=None, force_terminal=False)
         with console.capture() as captured:
             console.print(self.table())
             console.print(self.summary, highlight=False)
