@@ -139,6 +139,11 @@ class Activation:
         if self.name != "leaky_relu":
             object.__setattr__(self, "negative_slope", 0.01)
 
+    @classmethod
+    def of(cls, activation: str | Activation, negative_slope: float = 0.01) -> Activation:
+        """An activation as a caller may give it: by its name, with a slope, or as such. Raises as the class."""
+        return activation if isinstance(activation, Activation) else cls(activation, negative_slope)
+
 
 @dataclass(frozen=True, slots=True)
 class Philox:

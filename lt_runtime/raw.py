@@ -67,7 +67,7 @@ def forward_raw(
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
     operands: dict[str, _Given] = {"A": (A, x), "B": (B, w), "bias": (bias, n) if with_bias else None}
     operands |= {"Y": (Y, y), "Z": (Z, y) if save_z else None}
-    _run(_FORWARD, operands, 3, (activation, leaky_slope, 0.0, "float32", False, True), None, stream)
+    _run(_FORWARD, operands, 3, (activation, leaky_slope, 0.0, "float32", False, False), None, stream)
 
 
 def backward_raw(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -27,20 +28,26 @@ current_streams: Final[dict[type, Callable[[int], int]]] = {}
 """For each kind of array that has signatures, the function that gives its library's current stream on a device."""
 
 
-class Library(Protocol):
-    """Makes arrays of one kind on a GPU."""
+class Library(ABC):
+    """Makes arrays of one kind.
+
+    Attributes:
+        address: gives the address of the first element of an array as `empty` makes it.
+    """
 
     address: Callable[[Any], int]
-    """Gives the address of the first element of an array as `empty` makes it."""
 
+    @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """An uninitialised row-major array whose memory is ordered with `stream`."""
 
     def current_stream(self, device: int) -> int:
-        """The handle of the stream that the library itself puts work on now."""
+        """The handle of the stream that the library itself puts work on now; 0 for a library of the host."""
+        return 0
 
     def export(self, array: Any, stream: int) -> Any:
         """`array`, as `empty` made it and with its contents put on `stream`, in the form that the caller gets."""
+        return array
 
 
 def cupy() -> Any:
@@ -78,10 +85,10 @@ def cupy_stream(device: int, stream: int) -> Iterator[Any]:
                 yield module
 
 
-class CupyLibrary:
+class CupyLibrary(Library):
     """CuPy arrays; also what the other libraries' results are made of."""
 
-    address: Callable[[Any], int] = attrgetter("data.ptr")
+    address = attrgetter("data.ptr")
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """See `Library`."""
@@ -95,15 +102,11 @@ class CupyLibrary:
         """See `Library`; the default stream where CuPy is not in use."""
         return cupy_current(device)
 
-    def export(self, array: Any, stream: int) -> Any:
-        """See `Library`."""
-        return array
 
-
-class TorchLibrary:
+class TorchLibrary(Library):
     """PyTorch tensors."""
 
-    address: Callable[[Any], int] = methodcaller("data_ptr")
+    address = methodcaller("data_ptr")
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """See `Library`."""
@@ -121,27 +124,15 @@ class TorchLibrary:
         handle: int = torch._C._cuda_getCurrentRawStream(device)
         return handle
 
-    def export(self, array: Any, stream: int) -> Any:
-        """See `Library`."""
-        return array
 
-
-class NumpyLibrary:
+class NumpyLibrary(Library):
     """NumPy arrays, which live in host memory: they have no streams."""
 
-    address: Callable[[Any], int] = attrgetter("ctypes.data")
+    address = attrgetter("ctypes.data")
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """See `Library`."""
         return np.empty(shape, dtype)
-
-    def current_stream(self, device: int) -> int:
-        """See `Library`."""
-        return 0
-
-    def export(self, array: Any, stream: int) -> Any:
-        """See `Library`."""
-        return array
 
 
 class ArrayApiLibrary(CupyLibrary):

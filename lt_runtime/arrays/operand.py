@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,7 +27,6 @@ from lt_runtime.errors import (
     DTypeError,
     LayoutError,
     OperandError,
-    ShapeError,
 )
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
@@ -87,15 +87,8 @@ class Operand:
 
     @property
     def spec(self) -> Spec:
-        """Layout and alignment, as a problem records them."""
-        return Spec(self.layout, self.alignment)
-
-    def check_vector(self) -> None:
-        """Raises `ShapeError` or `LayoutError` unless it has one axis, and that is contiguous."""
-        if len(self.shape) != 1:
-            raise ShapeError(f"{self.name} has shape {self.shape}; accepted are vectors, one axis")
-        if self.shape[0] > 1 and self.strides[0] != 1:
-            raise LayoutError(f"{self.name} has stride {self.strides[0]}; a vector must be contiguous")
+        """Layout and alignment, as a problem records them: a matrix as it lies, anything else as one row."""
+        return Spec(self.layout if len(self.shape) == 2 else self.flat_layout, self.alignment)
 
     @property
     def extent(self) -> int:
@@ -111,37 +104,26 @@ class Operand:
     @property
     def flat_layout(self) -> Layout:
         """How its elements lie, as one row; `LayoutError` unless they are row-major without gaps."""
-        expected = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if extent > 1 and stride != expected and 0 not in self.shape:
+        expected = _row_major_strides(self.shape)
+        for extent, stride, packed_stride in zip(self.shape, self.strides, expected, strict=True):
+            if extent > 1 and stride != packed_stride and 0 not in self.shape:
                 raise LayoutError(f"{self.name} has strides {self.strides}; it must be row-major without gaps")
-            expected *= extent
-        return packed(1, expected)
+        return packed(1, math.prod(self.shape))
 
 
-def is_host_array(array: Any) -> bool:
-    """Whether an array is NumPy's, so that the reference runs."""
-    return isinstance(array, np.ndarray)
-
-
-def on_host(operands: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> bool:
-    """Whether the operands are NumPy arrays.
-
-    Args:
-        operands: by name.
-        optional: those that may be None, by name.
+def on_host(operands: Mapping[str, Any]) -> bool:
+    """Whether the operands, by name, are NumPy arrays.
 
     Raises:
         OperandError: some are, and one is no array at all.
         DeviceError: some are, and some live elsewhere.
     """
-    present = {**operands, **{name: array for name, array in (optional or {}).items() if array is not None}}
-    host = [name for name, array in present.items() if is_host_array(array)]
-    others = [name for name in present if name not in host]
+    host = [name for name, array in operands.items() if isinstance(array, np.ndarray)]
+    others = [name for name in operands if name not in host]
     if host and others:
         for name in others:
-            if not any(hasattr(present[name], protocol) for protocol in _PROTOCOLS):
-                raise OperandError(f"{name} is a {type(present[name]).__name__}; accepted are {_ACCEPTED}")
+            if not any(hasattr(operands[name], protocol) for protocol in _PROTOCOLS):
+                raise OperandError(f"{name} is a {type(operands[name]).__name__}; accepted are {_ACCEPTED}")
         raise DeviceError(
             f"{', '.join(host)} in host memory (NumPy) but {', '.join(others)} not; all must be on one device"
         )
@@ -286,10 +268,7 @@ def _in_elements(name: str, byte_strides: Sequence[int], itemsize: int) -> tuple
 
 
 def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return tuple(reversed(strides)) if shape else ()
+    return tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
 
 
 def read_step(step: Any, device: int, stream: int) -> Operand:

@@ -8,7 +8,9 @@ from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_info, shared_memory
+from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, WARP, Tiling, next_power_of_two
 from lt_runtime.layout import Layout, Order
@@ -174,32 +176,21 @@ class CrossEntropyPass:
         sums = max(self._blocks, self._rows) if keeps_rows else self._blocks
         return 4 * (1 + max(sums, self._count_blocks))
 
-    def run(
-        self,
-        logits: int,
-        labels: int,
-        gradient: int,
-        loss: int,
-        *,
-        scale: tuple[float, int],
-        scratch: int,
-        ticket: int,
-        stream: int,
-    ) -> None:
-        """Puts the pass on `stream`, whose memory's lock the caller holds.
+    def run(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
-            logits, labels, gradient, loss, scratch: addresses.
-            scale: a number and the address of an FP32 number, or 0; the gradient, not the loss, is multiplied by both.
-            ticket: address of two uint32 counters that are zero, and are zero again afterwards.
+            call: its addresses are those of logits, labels, gradient and loss.
         """
-        counted = self._count_labels(labels, scratch, ticket, stream)
-        params, launch = self._launches[stream]
+        logits, labels, gradient, loss = call.addresses
+        scratch, tickets = memory.scratch(self.scratch_bytes), memory.tickets
+        counted = self._count_labels(labels, scratch, tickets, memory.stream)
+        params, launch = self._launches[memory.stream]
         params.logits.data, params.gradient.data = logits, gradient
         params.labels, params.counted = labels, counted
-        params.gradient_scale, params.grad_scale = scale
+        params.gradient_scale, params.grad_scale = call.scalars
         params.partial, params.loss = scratch + 4, loss
-        params.ticket, params.claimed = ticket, ticket + 4
+        params.ticket, params.claimed = tickets, tickets + 4
         params.streams = self._streams and (logits | gradient) % VECTOR_BYTES == 0
         launch()
 

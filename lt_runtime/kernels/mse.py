@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
 from typing import Final
 
+from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, THREADS, Tiling
 from lt_runtime.layout import Layout, Order, packed
@@ -47,29 +49,16 @@ class MsePass:
         """Bytes of scratch memory for the blocks' partial sums."""
         return 4 * self._blocks
 
-    def run(
-        self,
-        prediction: int,
-        target: int,
-        gradient: int,
-        loss: int,
-        *,
-        scale: tuple[float, int],
-        scratch: int,
-        ticket: int,
-        stream: int,
-    ) -> None:
-        """Puts the pass on `stream`, whose memory's lock the caller holds.
+    def run(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
-            prediction, target, gradient, loss, scratch: addresses.
-            scale: a number and the address of an FP32 number, or 0; the gradient, not the loss, is multiplied by both.
-            ticket: address of a uint32 counter that is zero, and is zero again afterwards.
+            call: its addresses are those of prediction, target, gradient and loss.
         """
-        params, launch = self._launches[stream]
-        params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
-        number, params.grad_scale = scale
-        params.partial, params.loss, params.ticket = scratch, loss, ticket
+        params, launch = self._launches[memory.stream]
+        params.prediction.data, params.target.data, params.gradient.data, params.loss = call.addresses
+        number, params.grad_scale = call.scalars
+        params.partial, params.ticket = memory.scratch(self.scratch_bytes), memory.tickets
         params.gradient_scale = 2.0 / self._size * number
         launch()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -73,45 +73,41 @@ class LinearBackward(Operation):
     )
     required = 3
 
-    def read(self, operands: Sequence[Operand | None], asked: Any, extras: Sources) -> Reading:
+    def read(self, operands: Sequence[Any], asked: Any, extras: Sources) -> Reading:
         """See `Operation`."""
         options = BackwardOptions(*asked)
-        dy, x, w, saved, saved_below, *given = operands
-        assert dy is not None
-        assert x is not None
-        assert w is not None
+        dy, x, w, saved, saved_below, *outputs = operands
         layer, below = options.layer, options.below
+        given = dict(zip(_OUTPUTS, outputs, strict=True))
         wanted = _wanted(options, given)
         check_same(x, dy, w)
         m, n, k = layer.shape
         check_shape(dy.name, dy.shape, (m, n), "y's shape")
         shapes = {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n), "db_below": (k,)}
-        buffers = {name: each for name, each in zip(_OUTPUTS, given, strict=True) if each is not None and wanted[name]}
-        for name, buffer in buffers.items():
-            check_shape(buffer.name, buffer.shape, shapes[name], "the result's shape")
-            check_same(x, buffer)
-            if len(buffer.shape) == 1:
-                buffer.check_vector()
         dtype = DType.parse("x", x.dtype)
-        missing = [name for name in _OUTPUTS if wanted[name] and name not in buffers]
-        new = {_place(name): New(shapes[name], dtype.numpy, x.library) for name in missing}
-        specs = {name: Spec(packed(*shapes[name])) for name in missing if len(shapes[name]) == 2}
-        specs |= {name: buffer.spec for name, buffer in buffers.items() if len(buffer.shape) == 2}
-        vectors = {name: Spec(packed(1, 1)).alignment for name in missing}
-        vectors |= {name: buffer.alignment for name, buffer in buffers.items()}
-        own = _derivative(layer, saved, vectors.get("db"))
+        new, specs = {}, {}
+        for name in filter(wanted.get, _OUTPUTS):
+            shape, out = shapes[name], given[name]
+            if out is None:
+                new[_place(name)] = New(shape, dtype.numpy, x.library)
+                specs[name] = Spec(packed(*shape) if len(shape) == 2 else packed(1, *shape))
+            else:
+                check_shape(out.name, out.shape, shape, "the result's shape")
+                check_same(x, out)
+                specs[name] = out.spec
+        own = _derivative(layer, saved, specs.get("db"))
         problem = BackwardProblem(
             dtype,
             Compute.parse(layer.compute, dtype),
             x.spec,
             w.spec,
             dy.spec,
-            unchanged(vectors.get("db")) if options.before_activation else own,
+            unchanged(own.db) if options.before_activation else own,
             specs.get("dx"),
             specs.get("dw"),
             specs.get("dz"),
             options.accumulate,
-            None if below is None else _derivative(below, saved_below, vectors.get("db_below")),
+            None if below is None else _derivative(below, saved_below, specs.get("db_below")),
         )
         return Reading(problem, tuple(map(_place, _OUTPUTS)), new, options)
 
@@ -159,7 +155,7 @@ def _place(name: str) -> int:
     return _FIRST_OUTPUT + _OUTPUTS.index(name)
 
 
-def _wanted(asked: BackwardOptions, given: Sequence[Operand | None]) -> dict[str, bool]:
+def _wanted(asked: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
     """Which gradients are made; dz, for which there is no option, where there is a buffer for it.
 
     Raises:
@@ -172,11 +168,10 @@ def _wanted(asked: BackwardOptions, given: Sequence[Operand | None]) -> dict[str
         y, x = below.shape[:2], layer.shape[::2]
         if y != x:
             raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
-    has_dz = given[_OUTPUTS.index("dz")] is not None
+    has_dz = given["dz"] is not None
     wanted = {"dx": asked.dx, "dw": asked.dw, "db": asked.db, "dz": has_dz, "db_below": asked.db_below}
     if asked.accumulate:
-        buffers = dict(zip(_OUTPUTS, given, strict=True))
-        missing = [f"out_{name}" for name in ("dw", "db", "db_below") if wanted[name] and buffers[name] is None]
+        missing = [f"out_{name}" for name in ("dw", "db", "db_below") if wanted[name] and given[name] is None]
         if missing:
             raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
     return wanted
@@ -188,11 +183,11 @@ def _dropouts(asked: BackwardOptions) -> tuple[float, float]:
     return own, 0 if asked.below is None else asked.below.dropout
 
 
-def _derivative(layer: Layer, saved: Operand | None, db: int | None) -> Derivative:
+def _derivative(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:
     spec = saved.spec if saved else None
     if saved and layer.saved_layout:  # an array of a single row may have any strides
         spec = Spec(layer.saved_layout, saved.alignment)
-    return Derivative(layer.activation, layer.saved_as, spec, db, layer.dropout > 0)
+    return Derivative(layer.activation, layer.saved_as, spec, None if db is None else db.alignment, layer.dropout > 0)
 
 
 def _factors(layer: Layer, rng: Philox | None) -> Any:

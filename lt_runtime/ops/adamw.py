@@ -93,8 +93,8 @@ class AdamW:
             stochastic_rounding,
             seed,
         )
-        host = on_host(*(_by_name(self.parameters, parts) for parts in (("data", "grad"), ("master",))))
-        self._state: HostState | GpuState = (HostState if host else GpuState)(self.parameters, self.options)
+        kind = HostState if on_host(_by_name(self.parameters)) else GpuState
+        self._state: HostState | GpuState = kind(self.parameters, self.options)
         self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
         self.grad_norm, self.moments = self._state.grad_norm, self._state.moments
 
@@ -112,12 +112,13 @@ class AdamW:
         self._state.step(stream)
 
 
-def _by_name(parameters: Sequence[Parameter], parts: tuple[str, ...]) -> dict[str, Any]:
+def _by_name(parameters: Sequence[Parameter]) -> dict[str, Any]:
     """Arrays of all parameters, by names that are theirs alone."""
     return {
         f"{parameter.name}.{part} (parameter {i})": getattr(parameter, part)
         for i, parameter in enumerate(parameters)
-        for part in parts
+        for part in ("data", "grad", "master")
+        if part != "master" or parameter.master is not None
     }
 
 

@@ -94,11 +94,11 @@ class Operation(ABC):
     is_scaled: ClassVar[bool] = False
 
     @abstractmethod
-    def read(self, operands: Sequence[Operand | None], asked: Any, extras: Any) -> Reading:
+    def read(self, operands: Sequence[Any], asked: Any, extras: Any) -> Reading:
         """Checks operands and options, and says what they ask for.
 
         Args:
-            operands: in the order of `names`; None where an array is absent.
+            operands: an `Operand` for each of `names`; None where an array is absent.
             asked: the options that a call's course depends on.
             extras: arguments on which it does not: scalars, where random numbers come from.
 
@@ -122,7 +122,7 @@ class Operation(ABC):
         """The plan for the problem, from the plan cache; an operation with nothing to decide makes its plan itself."""
         return cache.plan_of(reading.problem, device, stream, tune_at_first_use, anew=asked_for.get() is not None)
 
-    def settle(self, reading: Reading, plan: Any, operands: Sequence[Operand | None]) -> Reading:
+    def settle(self, reading: Reading, plan: Any, operands: Sequence[Any]) -> Reading:
         """The reading with what only the plan decides, such as what forward keeps; there is no plan on the host."""
         return reading
 
@@ -322,10 +322,9 @@ def _first(
         if binds:
             name = operation.names[0]
             raise DeviceError(f"{name} is in host memory (NumPy); bound calls are for arrays on a GPU")
-        operands = [_read(operation, place, array, 0) for place, array in enumerate(arrays)]
-        return _on_host(operation, operands, arrays, asked, extras)
+        return _on_host(operation, arrays, asked, extras)
     with activated(device):
-        operands = [_read(operation, place, array, handle) for place, array in enumerate(arrays)]
+        operands = _read(operation, arrays, handle)
         known = look(operation, operands, asked, extras, handle)
         if signature is not None and not binds:
             calls = cache.calls
@@ -342,13 +341,16 @@ def _first(
 
 
 def look(operation: Operation, operands: Sequence[Operand | None], asked: Any, extras: Any, stream: int) -> Known:
-    """What is made of a call whose operands live on a GPU, which is current."""
-    first = _checked_place(operands)
+    """What is made of a call whose operands live on a GPU, which is current, or on the host."""
+    present = [operand for operand in operands if operand is not None]
+    check_device(*present)
+    device = present[0].device
     generation, reading = cache.generation, operation.read(operands, asked, extras)
     _check_written(operands, reading)
-    plan = operation.plan(reading, first.device, stream)
+    plan = None if device == HOST else operation.plan(reading, device, stream)
     reading = operation.settle(reading, plan, operands)
-    return Known(operation, first.device, reading, plan, _sizes(operands), operation.is_bindable(reading), generation)
+    sizes = tuple([0 if operand is None else operand.extent * operand.itemsize for operand in operands])
+    return Known(operation, device, reading, plan, sizes, operation.is_bindable(reading), generation)
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
@@ -356,30 +358,24 @@ def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
     return tuple([0 if operand is None else operand.address for operand in operands])
 
 
-def _on_host(
-    operation: Operation, operands: Sequence[Operand | None], arrays: Sequence[Any], asked: Any, extras: Any
-) -> Any:
-    _checked_place(operands)
-    reading = operation.read(operands, asked, extras)
-    _check_written(operands, reading)
-    reading = operation.settle(reading, None, operands)
-    known = Known(operation, HOST, reading, None, (), False, cache.generation)
+def _on_host(operation: Operation, arrays: tuple[Any, ...], asked: Any, extras: Any) -> Any:
+    known = look(operation, _read(operation, arrays, 0), asked, extras, 0)
     filled, _ = known.make(arrays, 0)
     with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
-        operation.on_host(reading, filled, extras)
+        operation.on_host(known.reading, filled, extras)
     return operation.result(known, filled, extras)
 
 
 def _device_of(operation: Operation, arrays: Sequence[Any]) -> int:
     """Where the arrays live; NumPy arrays and others at once are refused with all their names."""
-    named, count = dict(zip(operation.names, arrays, strict=True)), operation.required
-    optional = {name: named.pop(name) for name in operation.names[count:]}
-    return HOST if on_host(named, optional) else device_of(operation.names[0], arrays[0])
+    named = {name: array for name, array in zip(operation.names, arrays, strict=True) if array is not None}
+    return HOST if on_host(named) else device_of(operation.names[0], arrays[0])
 
 
-def _read(operation: Operation, place: int, array: Any, stream: int) -> Operand | None:
-    is_absent = array is None and place >= operation.required
-    return None if is_absent else read(operation.names[place], array, stream)
+def _read(operation: Operation, arrays: tuple[Any, ...], stream: int) -> list[Operand | None]:
+    named, count = list(zip(operation.names, arrays, strict=True)), operation.required
+    optional = [None if array is None else read(name, array, stream) for name, array in named[count:]]
+    return [*(read(name, array, stream) for name, array in named[:count]), *optional]
 
 
 def _handle(array: Any, stream: Any, device: int) -> int:
@@ -387,13 +383,6 @@ def _handle(array: Any, stream: Any, device: int) -> int:
     if device == HOST:
         return 0 if stream is None else stream_handle(stream, 0)
     return stream_handle(stream, device, library_of(array).current_stream)
-
-
-def _checked_place(operands: Sequence[Operand | None]) -> Operand:
-    """The first operand, on whose device all others live."""
-    present = [operand for operand in operands if operand is not None]
-    check_device(*present)
-    return present[0]
 
 
 def _check_written(operands: Sequence[Operand | None], reading: Reading) -> None:
@@ -412,10 +401,6 @@ def _check_written(operands: Sequence[Operand | None], reading: Reading) -> None
         if same is not None and same in others and (out.address, out.strides) == (same.address, same.strides):
             others.remove(same)
         check_no_overlap(out, *others)
-
-
-def _sizes(operands: Sequence[Operand | None]) -> tuple[int, ...]:
-    return tuple([0 if operand is None else operand.extent * operand.itemsize for operand in operands])
 
 
 def _check_bindable(known: Known) -> None:

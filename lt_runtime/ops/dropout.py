@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays import Operand, check_same, check_shape
+from lt_runtime.arrays import check_same, check_shape
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.dropout import DropoutPass
@@ -48,18 +48,17 @@ class Dropout(Operation):
     names = ("x", "out")
     required = 1
 
-    def read(self, operands: Sequence[Operand | None], asked: Any, extras: Philox | None) -> Reading:
+    def read(self, operands: Sequence[Any], asked: Any, extras: Philox | None) -> Reading:
         """See `Operation`."""
         p, in_place = asked
         x, out = operands
-        assert x is not None
         check_dropout(p, extras)
-        dtype, spec = DType.parse("x", x.dtype), _spec(x)
+        dtype, spec = DType.parse("x", x.dtype), x.spec
         if out is not None:
             check_shape("out", out.shape, x.shape, "the result's shape")
             check_same(x, out)
         new = {} if in_place or out is not None else {1: New(x.shape, dtype.numpy, x.library)}
-        target = spec if in_place else Spec(packed(*spec.layout.shape)) if out is None else _spec(out)
+        target = spec if in_place else Spec(packed(*spec.layout.shape)) if out is None else out.spec
         problem = (dtype, spec, target) if spec.layout.size else None
         return Reading(problem, (0 if in_place else 1,), new, asked)
 
@@ -120,9 +119,3 @@ def dropout(x: Any, p: float, rng: Philox | None = None, *, out: Any = None, str
     """
     in_place = out is not None and out is x
     return perform(DROPOUT, (x, None if in_place else out), (p, in_place), rng, stream)
-
-
-def _spec(operand: Operand) -> Spec:
-    """A matrix as it lies; anything else as one row."""
-    layout = operand.layout if len(operand.shape) == 2 else operand.flat_layout
-    return Spec(layout, operand.alignment)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, overload
+from typing import Any, Final
 
 from lt_runtime.ops._context import LinearContext
-from lt_runtime.ops._linear_backward import ChainedGradients, LinearBackward, LinearGradients
+from lt_runtime.ops._linear_backward import LinearBackward
 from lt_runtime.ops._linear_forward import LinearForward, LinearInference
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, Philox
@@ -67,7 +67,7 @@ def linear_fwd(
         CaptureError: the stream is being captured and these shapes have never run.
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
-    asked = (activation, negative_slope, dropout, compute, propagate_nan, False)
+    asked = (activation, negative_slope, dropout, compute, propagate_nan, True)
     made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z), asked, rng, stream)
     return made
 
@@ -95,47 +95,8 @@ def linear(
     Returns:
         y (M, N), of the kind and type that x is.
     """
-    asked = (activation, negative_slope, 0.0, compute, propagate_nan, True)
+    asked = (activation, negative_slope, 0.0, compute, propagate_nan, False)
     return perform(INFERENCE, (x, w, bias, out, None), asked, None, stream)
-
-
-@overload
-def linear_bwd(
-    dy: Any,
-    ctx: LinearContext,
-    *,
-    need_dx: bool = ...,
-    need_dw: bool = ...,
-    need_db: bool = ...,
-    accumulate: bool = ...,
-    before_activation: bool = ...,
-    through: None = ...,
-    out_dx: Any = ...,
-    out_dw: Any = ...,
-    out_db: Any = ...,
-    out_dz: Any = ...,
-    stream: Any = ...,
-) -> LinearGradients: ...
-
-
-@overload
-def linear_bwd(
-    dy: Any,
-    ctx: LinearContext,
-    *,
-    need_dw: bool = ...,
-    need_db: bool = ...,
-    accumulate: bool = ...,
-    before_activation: bool = ...,
-    through: LinearContext,
-    need_db_below: bool = ...,
-    out_dx: Any = ...,
-    out_dw: Any = ...,
-    out_db: Any = ...,
-    out_dz: Any = ...,
-    out_db_below: Any = ...,
-    stream: Any = ...,
-) -> ChainedGradients: ...
 
 
 def linear_bwd(
@@ -155,7 +116,7 @@ def linear_bwd(
     out_dz: Any = None,
     out_db_below: Any = None,
     stream: Any = None,
-) -> LinearGradients | ChainedGradients:
+) -> Any:
     """Gradients of the `linear_fwd` call that returned `ctx`.
 
     In a chain of layers each call can do the elementwise part of the next: with `through`, the gradient of the input is
@@ -184,7 +145,8 @@ def linear_bwd(
             work must be ordered before it.
 
     Returns:
-        (dx, dw, db), or (dz_below, dw, db, db_below) with `through`; None for those not asked for.
+        Named tuples: `LinearGradients` (dx, dw, db), or with `through` `ChainedGradients` (dz_below, dw, db, db_below);
+        None for those not asked for.
 
     Raises:
         ArgumentError: `accumulate` without the buffers to add to; `through` without dx.
@@ -210,5 +172,4 @@ def linear_bwd(
         out_dz,
         out_db_below if need_db_below else None,
     )
-    made: LinearGradients | ChainedGradients = perform(BACKWARD, arrays, asked, (ctx.rng, rng_below), stream)
-    return made
+    return perform(BACKWARD, arrays, asked, (ctx.rng, rng_below), stream)

@@ -57,13 +57,7 @@ class LossPlan(Plan):
         if self._pass is None:
             driver.call("cuMemsetD32Async", call.addresses[-1], _NAN_BITS, 1, memory.stream)
             return
-        self._pass.run(
-            *call.addresses,
-            scale=call.scalars,
-            scratch=memory.scratch(self._pass.scratch_bytes),
-            ticket=memory.tickets,
-            stream=memory.stream,
-        )
+        self._pass.run(call, memory)
 
 
 class LossOperation(Operation):
@@ -79,12 +73,10 @@ class LossOperation(Operation):
     is_scaled = True
     make_pass: ClassVar[Callable[..., MsePass | CrossEntropyPass]]
 
-    def read(self, operands: Sequence[Operand | None], asked: Any, extras: float) -> Reading:
+    def read(self, operands: Sequence[Any], asked: Any, extras: float) -> Reading:
         """See `Operation`."""
         in_place, *options = asked
         scores, target, scale, gradient, loss = operands
-        assert scores is not None
-        assert target is not None
         dtype, layout = DType.parse(scores.name, scores.dtype), scores.layout
         of_target = self.read_target(scores, target, *options)
         if scale is not None:
@@ -293,7 +285,7 @@ def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:
     if labels.dtype not in _LABELS:
         raise DTypeError(f"labels has type {labels.dtype}; accepted are int32 and int64")
     check_shape("labels", labels.shape, logits_shape[:1], "one a row of logits")
-    labels.check_vector()
+    labels.check_packed()
 
 
 def _check_grad_scale(scale: Operand) -> None:

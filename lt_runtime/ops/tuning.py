@@ -169,10 +169,10 @@ def mlp_chain(
     return Chain.of_mlp(
         _size(rows),
         [*map(_size, dims)],
-        _activation(activation or "relu"),
+        Activation.of(activation or "relu"),
         kind,
         Compute.parse(compute, kind),
-        final_activation=_activation(final_activation or "none"),
+        final_activation=Activation.of(final_activation or "none"),
         dropout=dropout > 0,
         bias=bias,
         input_gradient=is_single if input_gradient is None else input_gradient,
@@ -182,7 +182,3 @@ def mlp_chain(
 def _size(value: Any) -> Any:
     """NumPy's integers as Python's; the chain refuses anything else."""
     return operator.index(value) if hasattr(value, "__index__") else value
-
-
-def _activation(activation: str | Activation) -> Activation:
-    return activation if isinstance(activation, Activation) else Activation(activation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt_runtime.arrays import Operand, check_shape, is_host_array, read
+from lt_runtime.arrays import Operand, check_shape, read
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError
 from lt_runtime.ops.loss import check_labels
 from lt_runtime.training.mlp import MLP
@@ -33,12 +33,10 @@ def read_batch(model: MLP, x: Any, target: Any, classifies: bool, stream: int) -
 
 
 def _read(model: MLP, name: str, array: Any, stream: int) -> Operand:
-    operand = None if is_host_array(array) else read(name, array, stream)
-    if operand is None or operand.device != model.device.ordinal:
-        where = "in host memory (NumPy)" if operand is None else f"on GPU {operand.device}"
-        raise DeviceError(
-            f"{name} is {where}, the model on {model.device.description}; use lt.prefetch or cupy.asarray"
-        )
+    operand = read(name, array, stream)
+    if operand.device != model.device.ordinal:
+        where = f"{operand.place}, the model on {model.device.description}"
+        raise DeviceError(f"{name} is {where}; use lt.prefetch or cupy.asarray")
     return operand
 
 

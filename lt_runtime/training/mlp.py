@@ -91,7 +91,7 @@ class MLP:
             raise ArgumentError(f"master_weights is False, which is for bfloat16 alone; dtype is {self.dtype.value!r}")
         self.compute = Compute.parse(compute, self.dtype).value
         self.device = ComputeDevice(parse_device(device))
-        self.activation = activation if isinstance(activation, Activation) else Activation(activation)
+        self.activation = Activation.of(activation)
         parameters = self._parameters(has_masters=master_weights and self.dtype is not DType.FLOAT32)
         self.layers = [
             Linear(f"layer{i}", weight, bias, self.activation, dropout)

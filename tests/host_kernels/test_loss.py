@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels import cross_entropy as family
 from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.mse import MsePass
@@ -72,19 +74,28 @@ def runner(host: HostKernels) -> Iterator[Runner]:
 
 @dataclass
 class Memory:
-    """Guarded memory of a launch: the loss, scratch and the tickets, which must be zero again afterwards."""
+    """Guarded memory of a launch: the loss, scratch and the counters, which must be zero again afterwards."""
 
-    scratch: Guarded
+    sums: Guarded
     loss: Guarded = field(default_factory=lambda: Guarded(np.full((1, 1), 7.0, np.float32)))
-    tickets: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(2, np.uint32))
+    counters: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(2, np.uint32))
+    stream: int = 0
 
     @classmethod
     def of(cls, size: int) -> Memory:
         return cls(Guarded(np.full((1, size // 4), np.nan, np.float32)))
 
+    @property
+    def tickets(self) -> int:
+        return self.counters.ctypes.data
+
+    def scratch(self, size: int) -> int:
+        assert size == self.sums.array.nbytes
+        return self.sums.address
+
     def read(self) -> float:
-        assert not self.tickets.any()
-        self.scratch.values()
+        assert not self.counters.any()
+        self.sums.values()
         return float(self.loss.values()[0, 0])
 
 
@@ -157,16 +168,8 @@ def test_mse(runner: Runner, dtype: DType, case: LossCase) -> None:
     memory = Memory.of(loss_pass.scratch_bytes)
     scale, _kept = scale_of(case.scale, case.scale_on_device)
     runner.order = case.order
-    loss_pass.run(
-        prediction.address,
-        target.address,
-        gradient.address,
-        memory.loss.address,
-        scale=scale,
-        scratch=memory.scratch.address,
-        ticket=memory.tickets.ctypes.data,
-        stream=0,
-    )
+    addresses = (prediction.address, target.address, gradient.address, memory.loss.address)
+    loss_pass.run(Call(addresses, 0, scale), cast(StreamMemory, memory))
 
     assert abs(memory.read() - expected) <= 60 * EPS32 * float(np.mean(magnitude**2))
     exact = expected_gradient * factor
@@ -194,16 +197,8 @@ def run_cross_entropy(
     kind = Labels(labels.dtype == np.int64, ignore_index)
     loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, kind, smoothing, 0)
     memory = Memory.of(loss_pass.scratch_bytes)
-    loss_pass.run(
-        logits.address,
-        labels.ctypes.data,
-        gradient.address,
-        memory.loss.address,
-        scale=scale,
-        scratch=memory.scratch.address,
-        ticket=memory.tickets.ctypes.data,
-        stream=0,
-    )
+    addresses = (logits.address, labels.ctypes.data, gradient.address, memory.loss.address)
+    loss_pass.run(Call(addresses, 0, scale), cast(StreamMemory, memory))
     return memory.read()
 
 

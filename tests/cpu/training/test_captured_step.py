@@ -120,7 +120,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(direct, "function", made.function)
     monkeypatch.setattr(driver, "_explanation", lambda _: "it was told to")
     monkeypatch.setattr(inputs, "read", operand_of)
-    monkeypatch.setattr(inputs, "is_host_array", lambda _: False)
     monkeypatch.setitem(signatures.current_streams, DeviceArray, lambda _: 6)
     monkeypatch.setitem(signatures._looks, DeviceArray, lambda a: (a.ctypes.data, 0, a.shape, a.strides, a.dtype))
     captured._turn.cache_clear()
