@@ -131,34 +131,3 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 not in shape
         reach = stride * (extent - 1) + reach
     return False
-
-
-def may_overlap(
-    address: int, layout: Layout, other_address: int, other: Layout, itemsize: int, other_itemsize: int | None = None
-) -> bool:
-    """Whether two matrices share an element.
-
-    The answer is exact for matrices with the same leading dimension, such as two column slices of one array. For
-    others it is yes if their address ranges meet.
-
-    Args:
-        address, other_address: the addresses of their first elements.
-        itemsize, other_itemsize: bytes an element; without `other_itemsize` both have the same.
-    """
-    other_itemsize = other_itemsize or itemsize
-    start, end = address, address + layout.extent * itemsize
-    other_start, other_end = other_address, other_address + other.extent * other_itemsize
-    if layout.size == 0 or other.size == 0 or end <= other_start or other_end <= start:
-        return False
-    same_pitch = layout.order is other.order and layout.leading_dimension == other.leading_dimension
-    if same_pitch and itemsize == other_itemsize:
-        return _slices_meet(other_address - address, layout, other, itemsize)
-    return True
-
-
-def _slices_meet(distance: int, layout: Layout, other: Layout, itemsize: int) -> bool:
-    pitch = layout.leading_dimension * itemsize
-    width = (layout.cols if layout.order is Order.ROW else layout.rows) * itemsize
-    other_width = (other.cols if other.order is Order.ROW else other.rows) * itemsize
-    offset = distance % pitch
-    return offset < width or offset + other_width > pitch

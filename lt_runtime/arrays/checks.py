@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import DeviceError, DTypeError, OverlapError, ShapeError
-from lt_runtime.layout import may_overlap
+
+_WORK: Final = 10_000  # of NumPy's search for a common element; without an answer by then there is one
 
 
 def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why: str) -> None:
@@ -32,16 +38,27 @@ def check_device(first: Operand, *others: Operand) -> None:
             )
 
 
-def _meet(first: Operand, second: Operand) -> bool:
-    if len(first.shape) == len(second.shape) == 2:
-        return may_overlap(first.address, first.layout, second.address, second.layout, first.itemsize, second.itemsize)
-    # Vectors and batches are judged by their address ranges.
-    sizes = [operand.extent * operand.itemsize for operand in (first, second)]
-    return 0 not in sizes and first.address < second.address + sizes[1] and second.address < first.address + sizes[0]
-
-
 def check_no_overlap(out: Operand, *others: Operand) -> None:
-    """Raises `OverlapError` if `out` shares memory with another operand."""
+    """Raises `OverlapError` if `out` shares memory with another operand.
+
+    The answer is exact for operands whose elements have the same size, such as two column slices of one array; others
+    are judged by their address ranges.
+    """
+    memory = _memory(out)
     for other in others:
-        if _meet(out, other):
+        work: Any = _WORK if out.itemsize == other.itemsize else 0
+        if np.may_share_memory(memory, _memory(other), max_work=work):
             raise OverlapError(f"{out.name} shares memory with {other.name}; it must not")
+
+
+def _memory(operand: Operand) -> NDArray[Any]:
+    """The operand as an array of NumPy's; nothing may read it, as it may lie on a GPU."""
+    size = operand.itemsize
+    interface = {
+        "version": 3,
+        "data": (operand.address, True),
+        "shape": operand.shape,
+        "strides": tuple(stride * size for stride in operand.strides),
+        "typestr": f"|V{size}",
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lt_runtime.errors import LayoutError, ShapeError
-from lt_runtime.layout import Layout, Order, layout_of, may_overlap, packed
+from lt_runtime.layout import Layout, Order, layout_of, packed
 from tests.support.numpy_cases import Array
 
 BUFFER = np.arange(4096)
@@ -122,70 +121,3 @@ def test_complaints_say_what_is_wrong() -> None:
 def test_packed(shape: tuple[int, int]) -> None:
     layout = packed(*shape)
     np.testing.assert_array_equal(elements(layout, 0).reshape(-1), np.arange(shape[0] * shape[1]))
-
-
-@st.composite
-def layouts(draw: st.DrawFn, order: Order | None = None, leading: int | None = None) -> Layout:
-    order = order or draw(st.sampled_from(Order))
-    leading = leading or draw(st.integers(1, 9))
-    lines, width = draw(st.integers(0, 5)), draw(st.integers(0, leading))
-    return Layout(lines, width, order, leading) if order is Order.ROW else Layout(width, lines, order, leading)
-
-
-def share(first: Layout, start: int, second: Layout, other_start: int) -> bool:
-    """NumPy's own answer, which is exact."""
-    one, other = (view(layout.shape, layout.strides, at) for layout, at in ((first, start), (second, other_start)))
-    return bool(np.shares_memory(one, other))
-
-
-@settings(max_examples=400, deadline=None)
-@given(first=layouts(), second=layouts(), distance=st.integers(-60, 60))
-def test_may_overlap_never_misses(first: Layout, second: Layout, distance: int) -> None:
-    start = 8 * MIDDLE
-    answer = may_overlap(start, first, start + 8 * distance, second, 8)
-    assert answer == may_overlap(start + 8 * distance, second, start, first, 8)
-    if share(first, MIDDLE, second, MIDDLE + distance):
-        assert answer
-    if not (first.size and second.size):
-        assert not answer
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    pair=st.tuples(st.sampled_from(Order), st.integers(1, 9)).flatmap(
-        lambda both: st.tuples(layouts(*both), layouts(*both))
-    ),
-    distance=st.integers(-60, 60),
-)
-def test_may_overlap_is_exact_for_one_leading_dimension(pair: tuple[Layout, Layout], distance: int) -> None:
-    first, second = pair
-    start = 8 * MIDDLE
-    answer = may_overlap(start, first, start + 8 * distance, second, 8)
-    assert answer == share(first, MIDDLE, second, MIDDLE + distance)
-
-
-@settings(max_examples=200, deadline=None)
-@given(first=layouts(), second=layouts(), distance=st.integers(-300, 300), sizes=st.sampled_from([(2, 8), (8, 2)]))
-def test_may_overlap_of_two_element_sizes(first: Layout, second: Layout, distance: int, sizes: tuple[int, int]) -> None:
-    memory = np.zeros(2048, np.uint8)
-    one, other = (
-        np.ndarray(layout.shape, f"V{size}", memory, at, [size * step for step in layout.strides])
-        for layout, at, size in zip((first, second), (1024, 1024 + distance), sizes, strict=True)
-    )
-    if np.shares_memory(one, other):
-        assert may_overlap(4096, first, 4096 + distance, second, *sizes)
-
-
-def test_column_slices_side_by_side_are_apart() -> None:
-    left, right = Layout(6, 4, Order.ROW, 9), Layout(6, 5, Order.ROW, 9)
-    assert not may_overlap(0, left, 16, right, 4)
-    assert may_overlap(0, left, 12, right, 4)
-    assert may_overlap(0, right, 16, left, 4)
-    assert not may_overlap(0, left, 4 * (5 * 9 + 4), right, 4)
-
-
-def test_orders_and_types_that_differ_are_judged_by_their_address_ranges() -> None:
-    rows, cols = Layout(2, 2, Order.ROW, 4), Layout(2, 2, Order.COLUMN, 4)
-    for other, itemsize in itertools.product((rows, cols), (4, 8)):
-        assert not may_overlap(0, rows, 24, other, 4, itemsize)
-        assert may_overlap(0, rows, 20, other, 4, itemsize)
