@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from ctypes import Structure, c_float, c_int, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,21 +79,46 @@ class GradientNormParams(Structure):
     _fields_ = fields(("chunks partial state scale", c_void_p))
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything about an optimizer but its parameters.
+
+    Attributes:
+        hyper: of every parameter that has none of its own.
+        max_norm: that the gradients are clipped to; None does not clip.
+        skip_nonfinite: whether an update with a NaN or infinite gradient is left out; always with a scaler.
+        moments: FP32 or BF16.
+    """
+
+    hyper: AdamWHyper
+    amsgrad: bool
+    max_norm: float | None
+    skip_nonfinite: bool
+    scaler: GradScaler | None
+    moments: DType
+    stochastic_rounding: bool
+    seed: int
+
+    @property
+    def judges_gradients(self) -> bool:
+        """Whether the gradients' norm and finiteness have to be known before an update."""
+        return self.max_norm is not None or self.skip_nonfinite
+
+
 ADAMW: Final = Entry("adamw", "adamw.cu", AdamWParams)
 GRADIENT_NORM: Final = Entry("gradient_norm", "gradient_norm.cu", GradientNormParams)
 
 
-def adamw_params(
-    hyper: AdamWHyper, scaler: GradScaler | None, *, max_norm: float | None, skip_nonfinite: bool, seed: int
-) -> AdamWParams:
+def adamw_params(options: Options) -> AdamWParams:
     """The update's argument block without addresses."""
+    hyper, scaler = options.hyper, options.scaler
     schedule, beta1, beta2 = hyper.schedule, hyper.beta1, hyper.beta2
-    params = AdamWParams(seed=seed, lr=hyper.lr, eps=hyper.eps)
+    params = AdamWParams(seed=options.seed, lr=hyper.lr, eps=hyper.eps)
     params.beta1, params.one_minus_beta1, params.log_beta1 = beta1, 1.0 - beta1, _log(beta1)
     params.beta2, params.one_minus_beta2, params.log_beta2 = beta2, 1.0 - beta2, _log(beta2)
     params.decay, params.final_factor = DECAYS.index(schedule.decay), schedule.final_factor
     params.warmup_steps, params.total_steps = schedule.warmup_steps, schedule.total_steps
-    params.max_norm, params.skip_nonfinite = max_norm or 0.0, skip_nonfinite
+    params.max_norm, params.skip_nonfinite = options.max_norm or 0.0, options.skip_nonfinite
     if scaler:
         params.growth_factor, params.backoff_factor = scaler.growth_factor, scaler.backoff_factor
         params.growth_interval = scaler.growth_interval
@@ -105,7 +130,7 @@ def _log(beta: float) -> float:
 
 
 def update_launches(
-    params: AdamWParams, rows: int, device: int, *, moments: DType, amsgrad: bool, stochastic: bool
+    params: AdamWParams, rows: int, device: int, options: Options, *, stochastic: bool
 ) -> Launches[AdamWParams]:
     """The update of all tensors.
 
@@ -114,7 +139,8 @@ def update_launches(
         rows: of the table.
         stochastic: whether any parameter below FP32 is updated in place.
     """
-    macros = ("MOMENT", SCALAR[moments]), ("AMSGRAD", str(int(amsgrad))), ("STOCHASTIC", str(int(stochastic)))
+    amsgrad, moment = str(int(options.amsgrad)), SCALAR[options.moments]
+    macros = ("MOMENT", moment), ("AMSGRAD", amsgrad), ("STOCHASTIC", str(int(stochastic)))
     return Launches(ADAMW, macros, device, Tiling((rows, 1), (THREADS, 1)), params)
 
 
@@ -123,32 +149,20 @@ def norm_launches(params: GradientNormParams, rows: int, device: int) -> Launche
     return Launches(GRADIENT_NORM, (), device, Tiling((rows, 1), (THREADS, 1)), params)
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One parameter's arrays, each by its address and type.
+class Tensor(NamedTuple):
+    """One parameter's arrays.
 
     Attributes:
         size: elements.
-        value: what the update reads and writes: the parameter, or its master copy.
-        copy: the parameter where `value` is its master copy; None otherwise.
-        v_max: None without AMSGrad.
+        arrays: address and type of each array that exists, by its name in `AdamWChunk`: "value" is what the update
+            reads and writes, the parameter or its master copy; "copy" is the parameter where it has a master copy;
+            "gradient"; "m" and "v"; "v_max" with AMSGrad.
     """
 
     size: int
-    value: tuple[int, DType]
-    copy: tuple[int, DType] | None
-    gradient: tuple[int, DType]
-    m: tuple[int, DType]
-    v: tuple[int, DType]
-    v_max: tuple[int, DType] | None
+    arrays: Mapping[str, tuple[int, DType]]
     lr_scale: float
     weight_decay: float
-
-    @property
-    def arrays(self) -> Mapping[str, tuple[int, DType]]:
-        """The arrays that exist, by their names in `AdamWChunk`."""
-        names = ("value", "copy", "gradient", "m", "v", "v_max")
-        return {name: array for name in names if (array := getattr(self, name)) is not None}
 
 
 def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
@@ -179,7 +193,7 @@ def _update_rows(index: int, tensor: Tensor) -> NDArray[Any]:
 
 
 def _norm_rows(tensor: Tensor, chunk: int) -> NDArray[Any]:
-    address, dtype = tensor.gradient
+    address, dtype = tensor.arrays["gradient"]
     starts = np.arange(0, tensor.size, chunk, dtype=np.uint64)
     rows = np.zeros(starts.size, np.dtype(GradientChunk))
     rows["data"] = np.uint64(address) + starts * np.uint64(dtype.itemsize)

@@ -1,8 +1,7 @@
-"""What an optimizer is made with: parameters, as they are read, and options."""
+"""The parameters that an optimizer is made with, as they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,9 +9,8 @@ import numpy as np
 
 from lt_runtime.arrays import Operand, check_no_overlap, check_shape, read
 from lt_runtime.errors import DeviceError, DTypeError
-from lt_runtime.grad_scaler import GradScaler
+from lt_runtime.kernels.adamw import Options
 from lt_runtime.problem import DType
-from lt_runtime.reference import AdamWHyper
 
 
 @dataclass(slots=True, eq=False)
@@ -39,58 +37,19 @@ class Parameter:
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Everything about an optimizer but its parameters.
-
-    Attributes:
-        hyper: of every parameter that has none of its own.
-        max_norm: that the gradients are clipped to; None does not clip.
-        skip_nonfinite: whether an update with a NaN or infinite gradient is left out; always with a scaler.
-        moments: FP32 or BF16.
-    """
-
-    hyper: AdamWHyper
-    amsgrad: bool
-    max_norm: float | None
-    skip_nonfinite: bool
-    scaler: GradScaler | None
-    moments: DType
-    stochastic_rounding: bool
-    seed: int
-
-    @property
-    def judges_gradients(self) -> bool:
-        """Whether the gradients' norm and finiteness have to be known before an update."""
-        return self.max_norm is not None or self.skip_nonfinite
-
-    @property
-    def moments_each(self) -> int:
-        """Moments of a parameter: m and v, and with AMSGrad the largest v."""
-        return 3 if self.amsgrad else 2
-
-    def weight_decay_of(self, parameter: Parameter) -> float:
-        """λ of one parameter."""
-        return self.hyper.weight_decay if parameter.weight_decay is None else parameter.weight_decay
-
-    def has_master(self, parameter: Parameter, dtype: DType) -> bool:
-        """Whether a parameter of a type has an FP32 master copy, given or to be made."""
-        if dtype is DType.BFLOAT16 and self.stochastic_rounding:
-            return parameter.master is not None
-        return dtype is not DType.FLOAT32
-
-
 class ReadParameter(NamedTuple):
     """A parameter whose arrays are sound: of one shape, without gaps, where the first parameter is.
 
     Attributes:
         master: None where there is no master copy.
+        weight_decay: λ, the parameter's own or the optimizer's.
     """
 
     parameter: Parameter
     data: Operand
     grad: Operand
     master: Operand | None
+    weight_decay: float
 
     @property
     def value(self) -> Operand:
@@ -98,8 +57,8 @@ class ReadParameter(NamedTuple):
         return self.data if self.master is None else self.master
 
 
-def read_parameters(parameters: Sequence[Parameter], options: Options, device: int, stream: int) -> list[ReadParameter]:
-    """The parameters' arrays as read. Master copies that are needed and not given are made.
+def read_parameter(parameter: Parameter, options: Options, device: int, stream: int) -> ReadParameter:
+    """A parameter's arrays as read. A master copy that is needed and not given is made.
 
     Args:
         device: ordinal of the first parameter's GPU, which is current; `HOST` for host memory.
@@ -108,15 +67,12 @@ def read_parameters(parameters: Sequence[Parameter], options: Options, device: i
     Raises:
         OperandError: arrays that do not fit together, overlap, or have gaps between their elements.
     """
-    return [_read_parameter(parameter, options, device, stream) for parameter in parameters]
-
-
-def _read_parameter(parameter: Parameter, options: Options, device: int, stream: int) -> ReadParameter:
     name = parameter.name
     data, grad = read(f"{name}.data", parameter.data, stream), read(f"{name}.grad", parameter.grad, stream)
     dtype, _ = DType.parse(data.name, data.dtype), DType.parse(grad.name, grad.dtype)
     master = None
-    if options.has_master(parameter, dtype):
+    rounds_in_place = dtype is DType.BFLOAT16 and options.stochastic_rounding and parameter.master is None
+    if dtype is not DType.FLOAT32 and not rounds_in_place:
         if parameter.master is None:
             parameter.master = _in_fp32(parameter.data)
         master = read(f"{name}.master", parameter.master, stream)
@@ -129,7 +85,8 @@ def _read_parameter(parameter: Parameter, options: Options, device: int, stream:
         check_shape(operand.name, operand.shape, data.shape, f"as {data.name}")
         operand.check_packed()
     check_no_overlap(data, *others)
-    return ReadParameter(parameter, data, grad, master)
+    weight_decay = options.hyper.weight_decay if parameter.weight_decay is None else parameter.weight_decay
+    return ReadParameter(parameter, data, grad, master, weight_decay)
 
 
 def _in_fp32(array: Any) -> Any:

@@ -19,6 +19,7 @@ from lt_runtime.kernels.adamw import (
     AdamWParams,
     GradientNormParams,
     OptimizerState,
+    Options,
     Tensor,
     adamw_params,
     norm_launches,
@@ -27,7 +28,7 @@ from lt_runtime.kernels.adamw import (
     update_table,
 )
 from lt_runtime.kernels.kernel import Launches
-from lt_runtime.ops._adamw_parameters import Options, Parameter, ReadParameter, read_parameters
+from lt_runtime.ops._adamw_parameters import Parameter, ReadParameter, read_parameter
 from lt_runtime.problem import DType
 from lt_runtime.reference import RoundedTensor
 
@@ -44,7 +45,7 @@ def _moments(parameters: Sequence[Parameter], options: Options, zeros: Callable[
     Args:
         zeros: makes a flat array of a size and a type.
     """
-    each, dtype = options.moments_each, options.moments.numpy
+    each, dtype = 3 if options.amsgrad else 2, options.moments.numpy
     shapes = [tuple(parameter.data.shape) for parameter in parameters for _ in range(each)]
     arrays = iter(arena_views(zeros(arena_size(shapes, dtype.itemsize), dtype), shapes))
     return [tuple(next(arrays) for _ in range(each)) for _ in parameters]
@@ -57,7 +58,7 @@ class HostState:
         self.steps, self.skipped_steps = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
         self.grad_norm = np.zeros((), np.float32) if options.judges_gradients else None
         self._options = options
-        self._parameters = read_parameters(parameters, options, HOST, 0)
+        self._parameters = [read_parameter(each, options, HOST, 0) for each in parameters]
         self.moments = _moments(parameters, options, host_zeros)
         if options.scaler is not None:
             options.scaler.bind(np.array(options.scaler.init_scale, np.float32), np.zeros((), np.int32))
@@ -91,12 +92,9 @@ class HostState:
     def _update(self, index: int, gradient_factor: float) -> None:
         """Updates one parameter and its moments; `steps` counts this update already."""
         step, options = int(self.steps[0]), self._options
-        parameter, data, grad, _ = read = self._parameters[index]
-        hyper = dataclasses.replace(
-            options.hyper,
-            lr=options.hyper.lr * parameter.lr_scale,
-            weight_decay=options.weight_decay_of(parameter),
-        )
+        parameter, data, grad, _, weight_decay = read = self._parameters[index]
+        lr = options.hyper.lr * parameter.lr_scale
+        hyper = dataclasses.replace(options.hyper, lr=lr, weight_decay=weight_decay)
         old = reference.AdamWTensor(read.value.array, *self.moments[index])
         new = reference.adamw_update(old, grad.array, hyper, step, gradient_factor)
         for array, exact, part in zip(old.arrays, new.arrays, _PARTS, strict=False):  # the last with AMSGrad only
@@ -117,7 +115,7 @@ class GpuState:
         self._current_stream = library_of(first.data).current_stream
         self._options, self._stream = options, self._current_stream(self._device)
         with activated(self._device):
-            read = read_parameters(parameters, options, self._device, self._stream)
+            read = [read_parameter(each, options, self._device, self._stream) for each in parameters]
             self._kept: list[Any] = [(each.data, each.grad, each.master) for each in parameters]  # kernels read them
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
             self.moments = _moments(parameters, options, lambda size, dtype: self._zeros((size,), dtype))
@@ -141,20 +139,12 @@ class GpuState:
                 launch()
 
     def _update(self, tensors: Sequence[Tensor], words: Any) -> Launches[AdamWParams]:
-        table, options = update_table(tensors), self._options
-        params = adamw_params(
-            options.hyper,
-            options.scaler,
-            max_norm=options.max_norm,
-            skip_nonfinite=options.skip_nonfinite,
-            seed=options.seed,
-        )
+        table, params = update_table(tensors), adamw_params(self._options)
         params.chunks, params.state = self._upload(table), words.data.ptr
         if self._scale is not None:
             params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
-        stochastic = any(tensor.value[1] is not DType.FLOAT32 for tensor in tensors)
-        kinds: dict[str, Any] = {"moments": options.moments, "amsgrad": options.amsgrad, "stochastic": stochastic}
-        return update_launches(params, len(table), self._device, **kinds)
+        stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in tensors)
+        return update_launches(params, len(table), self._device, self._options, stochastic=stochastic)
 
     def _norm(self, tensors: Sequence[Tensor], words: Any) -> Launches[GradientNormParams]:
         table = norm_table(tensors)
@@ -186,19 +176,12 @@ class GpuState:
 
 
 def _tensor(read: ReadParameter, moments: tuple[Any, ...], options: Options) -> Tensor:
-    parameter = read.parameter
-    m, v, *v_max = [(array.data.ptr, options.moments) for array in moments]
-    return Tensor(
-        size=math.prod(read.data.shape),
-        value=_typed(read.value),
-        copy=None if read.master is None else _typed(read.data),
-        gradient=_typed(read.grad),
-        m=m,
-        v=v,
-        v_max=v_max[0] if v_max else None,
-        lr_scale=parameter.lr_scale,
-        weight_decay=options.weight_decay_of(parameter),
-    )
+    arrays = {"value": _typed(read.value), "gradient": _typed(read.grad)}
+    if read.master is not None:
+        arrays["copy"] = _typed(read.data)
+    for name, array in zip(("m", "v", "v_max"), moments, strict=False):  # the last with AMSGrad only
+        arrays[name] = array.data.ptr, options.moments
+    return Tensor(math.prod(read.data.shape), arrays, read.parameter.lr_scale, read.weight_decay)
 
 
 def _word(words: Any, name: str) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 from lt_runtime.arrays import on_host
 from lt_runtime.errors import ArgumentError
 from lt_runtime.grad_scaler import GradScaler
-from lt_runtime.ops._adamw_parameters import Options, Parameter
+from lt_runtime.kernels.adamw import Options
+from lt_runtime.ops._adamw_parameters import Parameter
 from lt_runtime.ops._adamw_states import GpuState, HostState
 from lt_runtime.problem import DType, Philox, type_name
 from lt_runtime.reference import AdamWHyper

@@ -17,13 +17,13 @@ from lt_runtime.kernels.adamw import (
     GRADIENT_NORM,
     GradientNormParams,
     OptimizerState,
+    Options,
     Tensor,
     adamw_params,
     norm_table,
     update_table,
 )
 from lt_runtime.kernels.tiling import THREADS
-from lt_runtime.ops._adamw_parameters import Options
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper, AdamWTensor
 from lt_runtime.schedules import constant
@@ -117,21 +117,13 @@ class HostTensor:
 
     def row(self) -> Tensor:
         """As the kernels' tables are made from it."""
-
-        def typed(array: Guarded) -> tuple[int, DType]:
-            return array.address, array.dtype
-
-        return Tensor(
-            self.case.size,
-            value=typed(self.updated[0]),
-            copy=typed(self.parameter) if self.master else None,
-            gradient=typed(self.gradient),
-            m=typed(self.m),
-            v=typed(self.v),
-            v_max=typed(self.v_max) if self.v_max else None,
-            lr_scale=self.case.lr_scale,
-            weight_decay=self.case.weight_decay,
-        )
+        arrays = {"value": self.updated[0], "gradient": self.gradient, "m": self.m, "v": self.v}
+        if self.master:
+            arrays["copy"] = self.parameter
+        if self.v_max:
+            arrays["v_max"] = self.v_max
+        types = {name: (array.address, array.dtype) for name, array in arrays.items()}
+        return Tensor(self.case.size, types, self.case.lr_scale, self.case.weight_decay)
 
 
 class HostOptimizer:
@@ -166,13 +158,7 @@ class HostOptimizer:
         table = update_table([tensor.row() for tensor in tensors])
         table["octet"] += np.uint64(octet)
         options = self._options
-        params = adamw_params(
-            options.hyper,
-            options.scaler,
-            max_norm=options.max_norm,
-            skip_nonfinite=options.skip_nonfinite,
-            seed=options.seed,
-        )
+        params = adamw_params(options)
         params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
         if self._options.scaler:
             params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data

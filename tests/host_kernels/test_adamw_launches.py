@@ -16,8 +16,9 @@ import pytest
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels.adamw import Options
 from lt_runtime.ops import _adamw_states
-from lt_runtime.ops._adamw_parameters import Options, Parameter
+from lt_runtime.ops._adamw_parameters import Parameter
 from lt_runtime.ops._adamw_states import GpuState, HostState
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import numbers

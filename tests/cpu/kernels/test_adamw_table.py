@@ -15,17 +15,8 @@ SIZES = [1, UPDATE_CHUNK - 1, UPDATE_CHUNK, UPDATE_CHUNK + 1, 100_000, (1 << 31)
 def tensor(size: int, **addresses: int) -> Tensor:
     """With a master copy; the arrays lie far apart."""
     at = {name: (i << 40) + BASE for i, name in enumerate(("value", "copy", "gradient", "m", "v"))} | addresses
-    return Tensor(
-        size,
-        value=(at["value"], F32),
-        copy=(at["copy"], F16),
-        gradient=(at["gradient"], BF16),
-        m=(at["m"], F32),
-        v=(at["v"], BF16),
-        v_max=None,
-        lr_scale=0.5,
-        weight_decay=0.25,
-    )
+    types = {"value": F32, "copy": F16, "gradient": BF16, "m": F32, "v": BF16}
+    return Tensor(size, {name: (at[name], dtype) for name, dtype in types.items()}, lr_scale=0.5, weight_decay=0.25)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -53,7 +44,7 @@ def test_norm_rows_cover_a_gradient(size: int) -> None:
     assert int(rows["count"].sum(dtype="uint64")) == size
     assert len(rows) <= 8192
     expected = rows["count"].astype("uint64").cumsum() - rows["count"]
-    address, dtype = tensor(size).gradient
+    address, dtype = tensor(size).arrays["gradient"]
     assert ((rows["data"] - address) // dtype.itemsize == expected).all()
     assert set(rows["type"].tolist()) == {2}
 
