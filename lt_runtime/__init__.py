@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lt_runtime import cublaslt, errors, raw, schedules
-    from lt_runtime.arrays import contiguous
+    from lt_runtime.arrays.libraries import contiguous
     from lt_runtime.bind import bind
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "arrays": "contiguous",
+    "arrays.libraries": "contiguous",
     "bind": "bind",
     "epilogue": "Epilogue",
     "grad_scaler": "GradScaler",

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lt_runtime.arrays import CUPY, HOST, Operand, check_device, check_no_overlap, device_of_address
+from lt_runtime.arrays.checks import check_device, check_no_overlap
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of_address
 from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle

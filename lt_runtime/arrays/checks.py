@@ -21,6 +21,12 @@ def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why:
         raise ShapeError(f"{name} has shape {tuple(shape)}; it must be {expected}, {why}")
 
 
+def check_type(operand: Operand, dtype: str) -> None:
+    """Raises `DTypeError` unless the operand's elements have the type of that name."""
+    if operand.dtype != dtype:
+        raise DTypeError(f"{operand.name} is {operand.dtype}; it must be {dtype}")
+
+
 def check_same(first: Operand, *others: Operand) -> None:
     """Raises `DTypeError` or `DeviceError` unless all operands share the first one's type and device."""
     for other in others:

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-from lt_runtime.arrays import read_step
+from lt_runtime.arrays.operand import read_step
 from lt_runtime.kernels.blocks import ROUNDS, Dropout
 from lt_runtime.problem import Philox, check_dropout, keep_scale, keep_threshold
 from lt_runtime.reference.philox import round_keys

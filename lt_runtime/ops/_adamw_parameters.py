@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lt_runtime.arrays import Operand, check_no_overlap, check_shape, read
-from lt_runtime.errors import DeviceError, DTypeError
+from lt_runtime.arrays.checks import check_no_overlap, check_shape, check_type
+from lt_runtime.arrays.operand import Operand, read
+from lt_runtime.errors import DeviceError
 from lt_runtime.kernels.adamw import Options
 from lt_runtime.problem import DType
 
@@ -76,8 +77,7 @@ def read_parameter(parameter: Parameter, options: Options, device: int, stream: 
         if parameter.master is None:
             parameter.master = _in_fp32(parameter.data)
         master = read(f"{name}.master", parameter.master, stream)
-        if master.dtype != "float32":
-            raise DTypeError(f"{master.name} is {master.dtype}; it must be float32")
+        check_type(master, "float32")
     others = [grad] if master is None else [grad, master]
     for operand in (data, *others):
         if operand.device != device:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime import reference
-from lt_runtime.arrays import CUPY, HOST, Operand, arena_size, arena_views, device_of, host_zeros, library_of
+from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle

@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays import Operand, check_same, check_shape
+from lt_runtime.arrays.checks import check_same, check_shape
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed

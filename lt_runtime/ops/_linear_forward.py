@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays import Library, Operand, check_same, check_shape
+from lt_runtime.arrays.checks import check_same, check_shape
+from lt_runtime.arrays.libraries import Library
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ShapeError
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import Layout, Order, packed

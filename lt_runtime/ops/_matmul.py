@@ -9,7 +9,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays import Operand, check_same, check_shape
+from lt_runtime.arrays.checks import check_same, check_shape, check_type
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.kernels.call import Call
@@ -170,9 +171,7 @@ def _check_operands(given: Mapping[str, Operand], epilogue: Epilogue, shape: _Sh
         if name not in given:
             continue
         operand, is_mask = given[name], name == "aux" and epilogue.activation == "relu"
-        kind = "uint8" if is_mask else dtype.value
-        if operand.dtype != kind:
-            raise DTypeError(f"{name} is {operand.dtype}; it must be {kind}")
+        check_type(operand, "uint8" if is_mask else dtype.value)
         if name in expected:
             check_shape(name, operand.shape, expected[name], "as the product")
     for name in ("bias", "bias_gradient"):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lt_runtime.arrays import on_host
+from lt_runtime.arrays.operand import on_host
 from lt_runtime.errors import ArgumentError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.adamw import Options

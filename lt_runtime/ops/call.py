@@ -15,21 +15,9 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from lt_runtime.arrays import (
-    HOST,
-    Library,
-    Operand,
-    Signature,
-    check_device,
-    check_no_overlap,
-    current_streams,
-    device_of,
-    library_of,
-    on_host,
-    read,
-    signature_of,
-    without_addresses,
-)
+from lt_runtime.arrays.checks import check_device, check_no_overlap
+from lt_runtime.arrays.libraries import Library, Signature, current_streams, signature_of, without_addresses
+from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, on_host, read
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, GpuError, OperandError, OverlapError
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
@@ -373,9 +361,10 @@ def _device_of(operation: Operation, arrays: Sequence[Any]) -> int:
 
 
 def _read(operation: Operation, arrays: tuple[Any, ...], stream: int) -> list[Operand | None]:
-    named, count = list(zip(operation.names, arrays, strict=True)), operation.required
-    optional = [None if array is None else read(name, array, stream) for name, array in named[count:]]
-    return [*(read(name, array, stream) for name, array in named[:count]), *optional]
+    return [
+        None if array is None and place >= operation.required else read(operation.names[place], array, stream)
+        for place, array in enumerate(arrays)
+    ]
 
 
 def _handle(array: Any, stream: Any, device: int) -> int:

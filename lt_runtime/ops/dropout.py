@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays import check_same, check_shape
+from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.dropout import DropoutPass

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from lt_runtime import reference
-from lt_runtime.arrays import Operand, check_same, check_shape
+from lt_runtime.arrays.checks import check_same, check_shape, check_type
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, DTypeError, ShapeError
 from lt_runtime.gpu import driver
 from lt_runtime.gpu.memory import StreamMemory
@@ -80,7 +81,9 @@ class LossOperation(Operation):
         dtype, layout = DType.parse(scores.name, scores.dtype), scores.layout
         of_target = self.read_target(scores, target, *options)
         if scale is not None:
-            _check_grad_scale(scale)
+            check_type(scale, "float32")
+            if scale.shape not in ((), (1,)):
+                raise ShapeError(f"grad_scale has shape {scale.shape}; accepted are () and (1,)")
         new = {}
         if gradient is not None:
             check_shape(gradient.name, gradient.shape, scores.shape, "the result's shape")
@@ -88,7 +91,8 @@ class LossOperation(Operation):
         elif not in_place:
             new[_GRADIENT] = New(scores.shape, dtype.numpy, scores.library)
         if loss is not None:
-            _check_loss(loss)
+            check_shape("out_loss", loss.shape, (), "one number")
+            check_type(loss, "float32")
         else:
             new[_LOSS] = New((), DType.FLOAT32.numpy, scores.library)
         gradient_layout = layout if in_place else packed(*scores.shape) if gradient is None else gradient.layout
@@ -286,16 +290,3 @@ def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:
         raise DTypeError(f"labels has type {labels.dtype}; accepted are int32 and int64")
     check_shape("labels", labels.shape, logits_shape[:1], "one a row of logits")
     labels.check_packed()
-
-
-def _check_grad_scale(scale: Operand) -> None:
-    if scale.dtype != "float32":
-        raise DTypeError(f"grad_scale is {scale.dtype}; it must be float32")
-    if scale.shape not in ((), (1,)):
-        raise ShapeError(f"grad_scale has shape {scale.shape}; accepted are () and (1,)")
-
-
-def _check_loss(loss: Operand) -> None:
-    check_shape("out_loss", loss.shape, (), "one number")
-    if loss.dtype != "float32":
-        raise DTypeError(f"out_loss is {loss.dtype}; it must be float32")

@@ -13,8 +13,9 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 import numpy as np
 from cuda.bindings import driver
 
-from lt_runtime.arrays import CUPY, Operand, arena_size, arena_views, current_streams, library_of, signature_of
-from lt_runtime.arrays.libraries import cupy, cupy_stream
+from lt_runtime.arrays.arena import arena_size, arena_views
+from lt_runtime.arrays.libraries import cupy, cupy_stream, current_streams, signature_of
+from lt_runtime.arrays.operand import CUPY, Operand, library_of
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import function, is_capturing, is_current

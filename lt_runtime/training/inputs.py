@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lt_runtime.arrays import Operand, check_shape, read
+from lt_runtime.arrays.checks import check_shape
+from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError
 from lt_runtime.ops.loss import check_labels
 from lt_runtime.training.mlp import MLP

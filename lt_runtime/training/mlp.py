@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arrays import arena_size, arena_views, host_zeros
+from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.errors import ArgumentError
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import Parameter

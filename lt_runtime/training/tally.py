@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from lt_runtime.arrays import CUPY, read
+from lt_runtime.arrays.operand import CUPY, read
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle

@@ -54,7 +54,7 @@ raw = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 0)
 sys.modules["torch"] = types.SimpleNamespace(Tensor=Tensor, _C=raw)
 import lt_runtime as lt
 lt.linear_fwd, lt.matmul
-from lt_runtime.arrays import device_of, library_of, read
+from lt_runtime.arrays.operand import (device_of, library_of, read)
 tensor = Tensor()
 device = device_of("x", tensor)
 assert (device, library_of(tensor).current_stream(device), read("x", tensor, 0).address) == (0, 0, 1 << 20)

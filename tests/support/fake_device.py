@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lt_runtime.arrays import Operand
 from lt_runtime.arrays.libraries import CupyLibrary
+from lt_runtime.arrays.operand import Operand
 
 
 class DeviceArray(np.ndarray[Any, Any]):
@@ -21,7 +21,7 @@ class DeviceArray(np.ndarray[Any, Any]):
 
 
 def operand_of(name: str, array: Any, stream: int = 0) -> Operand:
-    """What `lt_runtime.arrays.read` would make of an array."""
+    """What `lt_runtime.arrays.operand.read` would make of an array."""
     strides = tuple(stride // array.itemsize for stride in array.strides)
     address = array.ctypes.data
     return Operand(name, address, array.shape, strides, array.dtype.name, array.itemsize, 0, CupyLibrary(), array)

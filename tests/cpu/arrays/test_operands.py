@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_runtime.arrays import Operand, check_device, check_no_overlap, check_same, operand, read
+from lt_runtime.arrays import operand
+from lt_runtime.arrays.checks import check_device, check_no_overlap, check_same
+from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import (
     AlignmentError,
     DeviceError,

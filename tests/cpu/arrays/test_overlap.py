@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_runtime.arrays import Operand, check_no_overlap
+from lt_runtime.arrays.checks import check_no_overlap
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import OverlapError
 from lt_runtime.layout import Layout, Order
 

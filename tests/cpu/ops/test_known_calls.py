@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_runtime.arrays import libraries as signatures
-from lt_runtime.arrays import signature_of, without_addresses
+from lt_runtime.arrays.libraries import signature_of, without_addresses
 from lt_runtime.errors import GpuError
 from lt_runtime.kernels.call import Call
 from lt_runtime.ops import call as call_module

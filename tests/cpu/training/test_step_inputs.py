@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.arrays import Operand
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, ShapeError
 from lt_runtime.training import captured, inputs, staging
 from lt_runtime.training.captured import Batches
