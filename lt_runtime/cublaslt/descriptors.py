@@ -131,7 +131,6 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
 
     Attributes:
         validated: the revisions of this descriptor and of four layouts that passed `validate` together.
-        prepared: what `matmul` computed for its last call with this descriptor.
     """
 
     _prefix = "cublasLtMatmulDesc"
@@ -145,7 +144,6 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
         self._values |= {**created, ids.POINTER_MODE: PointerMode.HOST}
         self._emulation: EmulationDesc | None = None
         self.validated: tuple[int, ...] = ()
-        self.prepared: Any = None
 
     def set_emulation(self, emulation: EmulationDesc | None) -> None:
         """Sets EMULATION_DESCRIPTOR, and keeps the descriptor that it points to alive.

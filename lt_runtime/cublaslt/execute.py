@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 from lt_runtime.cublaslt.algorithms import Algorithm
@@ -11,34 +10,11 @@ from lt_runtime.cublaslt.descriptors import MatmulDesc, MatrixLayout, MatrixTran
 from lt_runtime.cublaslt.enums import PointerMode
 from lt_runtime.cublaslt.handles import Handle, pointer
 from lt_runtime.cublaslt.library import call, failure, function
-from lt_runtime.cublaslt.operands import Reader, Scalar, alignment_of, check_address, check_workspace, scalar_readers
+from lt_runtime.cublaslt.operands import Scalar, alignment_of, check_address, check_workspace, scalar_readers
 from lt_runtime.cublaslt.validation import check_layout, check_pointers, read_shape, validate
-from lt_runtime.cublaslt.values import MAX_ADDRESS
 from lt_runtime.errors import ArgumentError, ShapeError
 
 _PLAIN: Final = [attribute for attribute in MatrixLayoutAttribute if attribute <= MatrixLayoutAttribute.BATCH_MODE]
-
-
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """The results of all checks of a product that depend on its descriptors alone.
-
-    Attributes:
-        revisions: of the descriptor and of the layouts. The results hold until one of them changes.
-        handles: the C pointers of the descriptor and of the layouts.
-        alignments: what the addresses of A to D must be multiples of, in bytes.
-        mask: the largest of these, less 1.
-        in_place: whether C and D may have one address.
-        alpha, beta: convert α and β to what the library reads.
-    """
-
-    revisions: tuple[int, ...]
-    handles: tuple[int, ...]
-    alignments: tuple[int, ...]
-    mask: int
-    in_place: bool
-    alpha: Reader
-    beta: Reader
 
 
 def matmul(
@@ -79,15 +55,14 @@ def matmul(
         AlignmentError: an address is not a multiple of what it must be.
         CublasLtError: the library refused the call.
     """
-    checked = _checked(desc, a_layout, b_layout, c_layout, d_layout)
-    _check_matrices(checked, a, b, c, d)
+    prepared = PreparedMatmul(handle, desc, a_layout, b_layout, c_layout, d_layout, algorithm)
+    matrices = {"a": (a, a_layout), "b": (b, b_layout), "c": (c, c_layout), "d": (d, d_layout)}
+    for name, (address, layout) in matrices.items():
+        check_address(name, address, alignment_of(layout))
+    if c == d and any(c_layout.recall(each) != d_layout.recall(each) for each in _PLAIN):
+        raise ArgumentError("c is d, and their layouts differ; accepted: equal layouts, or another place for C")
     check_workspace(workspace, workspace_size, 0 if algorithm is None else algorithm.workspace_size)
-    operation, first, second, third, fourth = checked.handles
-    blob = None if algorithm is None else algorithm.blob
-    call(
-        "cublasLtMatmul", pointer(handle), operation, checked.alpha(alpha), a, first, b, second, checked.beta(beta),
-        c, third, d, fourth, blob, workspace, workspace_size, stream,
-    )  # fmt: skip
+    prepared(alpha, a, b, beta, c, d, workspace, workspace_size, stream)
 
 
 class PreparedMatmul:
@@ -110,16 +85,19 @@ class PreparedMatmul:
         b_layout: MatrixLayout,
         c_layout: MatrixLayout,
         d_layout: MatrixLayout,
-        algorithm: Algorithm,
+        algorithm: Algorithm | None,
     ) -> None:
+        validate(desc, a_layout, b_layout, c_layout, d_layout)
+        check_pointers(desc)
         self._kept = desc, a_layout, b_layout, c_layout, d_layout
-        checked = _checked(desc, a_layout, b_layout, c_layout, d_layout)
-        self._handle, self._algorithm, self._handles = pointer(handle), algorithm.blob, checked.handles
-        self._alpha, self._beta = checked.alpha, checked.beta
-        on_host = desc.recall(MatmulDescAttribute.POINTER_MODE) == PointerMode.HOST
-        usual = (1.0, 0.0) if on_host else ()  # packed once here: most launches pass one of these
-        self._alphas: dict[Scalar, Any] = {value: checked.alpha(value) for value in usual}
-        self._betas: dict[Scalar, Any] = {value: checked.beta(value) for value in usual}
+        self._handles = tuple(each.handle for each in self._kept)
+        self._handle, self._algorithm = pointer(handle), None if algorithm is None else algorithm.blob
+        ids = MatmulDescAttribute
+        mode = desc.recall(ids.POINTER_MODE)
+        self._alpha, self._beta = scalar_readers(mode, desc.recall(ids.SCALE_TYPE))
+        usual = (1.0, 0.0) if mode == PointerMode.HOST else ()  # packed once here: most launches pass one of these
+        self._alphas: dict[Scalar, Any] = {value: self._alpha(value) for value in usual}
+        self._betas: dict[Scalar, Any] = {value: self._beta(value) for value in usual}
         self._matmul = function("cublasLtMatmul")
 
     def __call__(
@@ -148,39 +126,6 @@ class PreparedMatmul:
         )  # fmt: skip
         if status:
             raise failure("cublasLtMatmul", status)
-
-
-def _checked(desc: MatmulDesc, *layouts: MatrixLayout) -> _Checked:
-    """The results of the checks, from memory if no descriptor has changed since the last call."""
-    revisions = (desc.revision, *(layout.revision for layout in layouts))
-    known: _Checked | None = desc.prepared
-    if known is None or known.revisions != revisions:
-        known = desc.prepared = _check(desc, layouts, revisions)
-    return known
-
-
-def _check(desc: MatmulDesc, layouts: tuple[MatrixLayout, ...], revisions: tuple[int, ...]) -> _Checked:
-    a, b, c, d = layouts
-    handles = (desc.handle, a.handle, b.handle, c.handle, d.handle)
-    validate(desc, a, b, c, d)
-    check_pointers(desc)
-    mode, scale = desc.recall(MatmulDescAttribute.POINTER_MODE), desc.recall(MatmulDescAttribute.SCALE_TYPE)
-    alignments = tuple(alignment_of(layout) for layout in layouts)
-    in_place = c is d or all(c.recall(attribute) == d.recall(attribute) for attribute in _PLAIN)
-    return _Checked(revisions, handles, alignments, max(alignments) - 1, in_place, *scalar_readers(mode, scale))
-
-
-def _check_matrices(checked: _Checked, a: int, b: int, c: int, d: int) -> None:
-    try:  # one test of all addresses together; only if it fails is each looked at
-        together = a | b | c | d
-        sound = a and b and c and d and 0 < together <= MAX_ADDRESS and not together & checked.mask
-    except TypeError:
-        sound = False
-    if not sound:
-        for name, address, alignment in zip("abcd", (a, b, c, d), checked.alignments, strict=True):
-            check_address(name, address, alignment)
-    if c == d and not checked.in_place:
-        raise ArgumentError("c is d, and their layouts differ; accepted: equal layouts, or another place for C")
 
 
 def matrix_transform(

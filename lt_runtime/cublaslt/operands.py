@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from lt_runtime.cublaslt.attributes import MatrixLayoutAttribute
@@ -40,39 +41,27 @@ def scalar_readers(mode: int, scale_type: int) -> tuple[Reader, Reader]:
     kind = DataType(scale_type)
     if kind not in _SCALARS:
         raise ArgumentError(f"the scale type is {kind.name}; accepted: {', '.join(known.name for known in _SCALARS)}")
-    alpha, beta = _address_reader("alpha", kind), _address_reader("beta", kind)
+    number, address = partial(_number, kind=kind), partial(check_address, alignment=_SCALARS[kind].size)
+    alpha, beta = partial(address, "alpha"), partial(address, "beta")
     match mode:
         case PointerMode.HOST:
-            return _number_reader("alpha", kind), _number_reader("beta", kind)
+            return partial(number, "alpha"), partial(number, "beta")
         case PointerMode.ALPHA_DEVICE_VECTOR_BETA_HOST:
-            return alpha, _number_reader("beta", kind)
+            return alpha, partial(number, "beta")
         case PointerMode.ALPHA_DEVICE_VECTOR_BETA_ZERO:
             return alpha, lambda _: None
         case _:
             return alpha, beta
 
 
-def _number_reader(name: str, kind: DataType) -> Reader:
+def _number(name: str, value: Scalar, kind: DataType) -> bytes:
     pack = _SCALARS[kind].pack
-
-    def read(value: Scalar) -> bytes:
-        try:
-            if kind is DataType.R_32I and isinstance(value, float) and value.is_integer():
-                value = int(value)
-            return pack(value.real, value.imag) if kind in _COMPLEX else pack(value)
-        except (struct.error, OverflowError, AttributeError) as error:
-            raise ArgumentError(f"{name} is {value!r}; accepted: a number of type {kind.name}") from error
-
-    return read
-
-
-def _address_reader(name: str, kind: DataType) -> Reader:
-    alignment = _SCALARS[kind].size
-
-    def read(value: Scalar) -> int:
-        return check_address(name, value, alignment)
-
-    return read
+    try:
+        if kind is DataType.R_32I and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        return pack(value.real, value.imag) if kind in _COMPLEX else pack(value)
+    except (struct.error, OverflowError, AttributeError) as error:
+        raise ArgumentError(f"{name} is {value!r}; accepted: a number of type {kind.name}") from error
 
 
 def check_address(name: str, address: object, alignment: int) -> int:
