@@ -60,7 +60,7 @@ def read_shapes(path: Path) -> Shapes:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    return _Json(path, text).shapes() if text.lstrip()[:1] in ("{", "[") else _plain(path, text)
+    return _json(path, text) if text.lstrip()[:1] in ("{", "[") else _plain(path, text)
 
 
 def _plain(path: Path, text: str) -> Shapes:
@@ -81,80 +81,82 @@ def _plain_layer(place: str, fields: list[str]) -> Layers:
     return Layers(m, (k, n))
 
 
-class _Json:
-    """A file of JSON in which the line of every value is known."""
+class _Field(NamedTuple):
+    """A value of a JSON file, which knows its line, and its name for errors."""
 
-    def __init__(self, path: Path, text: str) -> None:
-        self._path = path
-        try:
-            json.loads(text)
-            self._root = ast.parse(f"({text})", mode="eval").body
-        except json.JSONDecodeError as error:
-            raise ArgumentError(f"{path}, line {error.lineno}: no JSON ({error.msg})") from None
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise ArgumentError(f"{path} cannot be read ({error})") from None
+    path: Path
+    name: str
+    node: ast.expr
 
-    def shapes(self) -> Shapes:
-        shapes: Shapes = {}
-        for part, inside in self._items(self._root, "the file", ("layers", "mlps", "comment")):
-            for name, value in self._items(inside, part) if part != "comment" else ():
-                read = self._group if part == "layers" else self._mlp
-                shapes.setdefault(name, []).extend(read(value, f"{part}.{name}"))
-        if not shapes:
-            raise self._error(self._root, "the file", "names neither layers nor mlps")
-        return shapes
+    def elements(self) -> list[_Field]:
+        if not isinstance(self.node, ast.List):
+            raise self._refusal("lists")
+        return [self._replace(name=f"{self.name}[{i}]", node=each) for i, each in enumerate(self.node.elts)]
 
-    def _group(self, node: ast.expr, field: str) -> Iterator[Layers]:
-        for index, each in enumerate(self._list(node, field)):
-            sizes = self._sizes(each, f"{field}[{index}]")
-            if len(sizes) != len(_FIELDS):
-                raise self._error(each, f"{field}[{index}]", f"has {len(sizes)} sizes; accepted are three: M, N, K")
-            m, n, k = sizes
-            yield Layers(m, (k, n))
-
-    def _mlp(self, node: ast.expr, field: str) -> Iterator[Layers]:
-        values = dict(self._items(node, field, Layers._fields))
-        for name in ("rows", "dims"):
-            if name not in values:
-                raise self._error(node, f"{field}.{name}", "is missing")
-        dims = self._sizes(values["dims"], f"{field}.dims")
-        if len(dims) < 2:
-            raise self._error(
-                values["dims"], f"{field}.dims", "has less than two sizes: inputs, then outputs of each layer"
-            )
-        activation = self._activation(values["activation"], f"{field}.activation") if "activation" in values else None
-        yield Layers(self._size(values["rows"], f"{field}.rows"), dims, activation)
-
-    def _activation(self, node: ast.expr, field: str) -> str:
-        if isinstance(node, ast.Constant) and node.value in ACTIVATIONS:
-            return str(node.value)
-        raise self._error(node, field, f"is {ast.unparse(node)}; accepted are {', '.join(ACTIVATIONS)}")
-
-    def _sizes(self, node: ast.expr, field: str) -> tuple[int, ...]:
-        return tuple(self._size(each, f"{field}[{index}]") for index, each in enumerate(self._list(node, field)))
-
-    def _size(self, node: ast.expr, field: str) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int and node.value >= 1:
-            return node.value
-        raise self._error(node, field, f"is {ast.unparse(node)}; accepted are integers of at least 1")
-
-    def _list(self, node: ast.expr, field: str) -> list[ast.expr]:
-        if isinstance(node, ast.List):
-            return node.elts
-        raise self._error(node, field, f"is {ast.unparse(node)}; accepted are lists")
-
-    def _items(self, node: ast.expr, field: str, accepted: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.expr]]:
-        """Names and values of an object. If `accepted` is not empty, it lists the names that are accepted."""
-        if not isinstance(node, ast.Dict):
-            raise self._error(node, field, f"is {ast.unparse(node)}; accepted are objects")
-        for key, value in zip(node.keys, node.values, strict=True):
+    def items(self, *accepted: str, prefix: str = "") -> Iterator[tuple[str, _Field]]:
+        """Names and values of an object, whose errors name them after a prefix; every name is accepted if none is."""
+        if not isinstance(self.node, ast.Dict):
+            raise self._refusal("objects")
+        for key, node in zip(self.node.keys, self.node.values, strict=True):
             assert isinstance(key, ast.Constant)  # JSON has no others
-            name = str(key.value)
-            if accepted and name not in accepted:
-                words = f"{', '.join(accepted[:-1])} and {accepted[-1]}"
-                place = name if node is self._root else f"{field}.{name}"
-                raise self._error(value, place, f"is no known field; accepted are {words}")
-            yield name, value
+            field = self._replace(name=f"{prefix}{key.value}", node=node)
+            if accepted and key.value not in accepted:
+                raise field.error(f"is no known field; accepted are {', '.join(accepted[:-1])} and {accepted[-1]}")
+            yield str(key.value), field
 
-    def _error(self, node: ast.expr, field: str, complaint: str) -> ArgumentError:
-        return ArgumentError(f"{self._path}, line {node.lineno}: {field} {complaint[:200]}")
+    def size(self) -> int:
+        if isinstance(self.node, ast.Constant) and type(self.node.value) is int and self.node.value >= 1:
+            return self.node.value
+        raise self._refusal("integers of at least 1")
+
+    def activation(self) -> str:
+        if isinstance(self.node, ast.Constant) and self.node.value in ACTIVATIONS:
+            return str(self.node.value)
+        raise self._refusal(", ".join(ACTIVATIONS))
+
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(each.size() for each in self.elements())
+
+    def error(self, complaint: str) -> ArgumentError:
+        return ArgumentError(f"{self.path}, line {self.node.lineno}: {self.name} {complaint[:200]}")
+
+    def _refusal(self, accepted: str) -> ArgumentError:
+        return self.error(f"is {ast.unparse(self.node)}; accepted are {accepted}")
+
+
+def _json(path: Path, text: str) -> Shapes:
+    try:
+        json.loads(text)
+        file = _Field(path, "the file", ast.parse(f"({text})", mode="eval").body)
+    except json.JSONDecodeError as error:
+        raise ArgumentError(f"{path}, line {error.lineno}: no JSON ({error.msg})") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ArgumentError(f"{path} cannot be read ({error})") from None
+    shapes: Shapes = {}
+    for part, inside in file.items("layers", "mlps", "comment"):
+        for name, field in inside.items(prefix=f"{part}.") if part != "comment" else ():
+            layers = [_layer(each) for each in field.elements()] if part == "layers" else [_mlp(field)]
+            shapes.setdefault(name, []).extend(layers)
+    if not shapes:
+        raise file.error("names neither layers nor mlps")
+    return shapes
+
+
+def _layer(field: _Field) -> Layers:
+    sizes = field.sizes()
+    if len(sizes) != len(_FIELDS):
+        raise field.error(f"has {len(sizes)} sizes; accepted are three: M, N, K")
+    m, n, k = sizes
+    return Layers(m, (k, n))
+
+
+def _mlp(field: _Field) -> Layers:
+    values = dict(field.items(*Layers._fields, prefix=f"{field.name}."))
+    for name in ("rows", "dims"):
+        if name not in values:
+            raise field._replace(name=f"{field.name}.{name}").error("is missing")
+    dims = values["dims"].sizes()
+    if len(dims) < 2:
+        raise values["dims"].error("has less than two sizes: inputs, then outputs of each layer")
+    activation = values["activation"].activation() if "activation" in values else None
+    return Layers(values["rows"].size(), dims, activation)

@@ -15,12 +15,12 @@ All functions of the headers of 13.0 to 13.10:
 | cublasLtDestroy | `Handle.close` |
 | cublasLtGetVersion | `get_version` |
 | cublasLtGetCudartVersion | `get_cudart_version` |
-| cublasLtGetProperty | `get_property` |
+| cublasLtGetProperty | not bound: `get_version` has all parts |
 | cublasLtGetStatusName | `get_status_name` |
 | cublasLtGetStatusString | `get_status_string` |
 | cublasLtHeuristicsCacheGetCapacity | `heuristics_cache_get_capacity` |
 | cublasLtHeuristicsCacheSetCapacity | `heuristics_cache_set_capacity` |
-| cublasLtDisableCpuInstructionsSetMask | `disable_cpu_instructions_set_mask`; no library up to 13.10 exports it |
+| cublasLtDisableCpuInstructionsSetMask | not bound: no library up to 13.10 exports it |
 | cublasLtMatmulDescCreate | `MatmulDesc` |
 | cublasLtMatmulDescDestroy | `MatmulDesc.close` |
 | cublasLtMatmulDescSetAttribute | `MatmulDesc.set` |
@@ -54,7 +54,7 @@ All functions of the headers of 13.0 to 13.10:
 | cublasLtMatmul | `matmul`, `PreparedMatmul` |
 | cublasLtMatrixTransform | `matrix_transform` |
 | cublasLtLoggerSetCallback | `logger_set_callback` |
-| cublasLtLoggerSetFile | `logger_set_file`, which takes a file descriptor |
+| cublasLtLoggerSetFile | not bound: takes a stream of C; `logger_open_file` takes /dev/stderr and /dev/fd/N too |
 | cublasLtLoggerOpenFile | `logger_open_file` |
 | cublasLtLoggerSetLevel | `logger_set_level` |
 | cublasLtLoggerSetMask | `logger_set_mask` |
@@ -87,7 +87,7 @@ from lt_runtime.cublaslt.descriptors import (
 )
 from lt_runtime.cublaslt.enums import (
     BatchInvariance, BatchMode, ClusterShape, ComputeType, DataType, EmulationMantissaControl, EmulationSpecialValues,
-    EmulationStrategy, Epilogue, FillMode, IntegerWidth, LibraryProperty, MatmulInnerShape, MatmulMatrixScale,
+    EmulationStrategy, Epilogue, FillMode, IntegerWidth, MatmulInnerShape, MatmulMatrixScale,
     MatmulSearch, MatmulStages, NumericalImplFlags, Operation, Order, PointerMode, PointerModeMask, ReductionScheme,
     Status,
 )
@@ -95,11 +95,11 @@ from lt_runtime.cublaslt.execute import PreparedMatmul, matmul, matrix_transform
 from lt_runtime.cublaslt.handles import Handle, handle
 from lt_runtime.cublaslt.known_bad import Candidate, is_inaccurate, is_known_bad
 from lt_runtime.cublaslt.library import (
-    disable_cpu_instructions_set_mask, get_cudart_version, get_property, get_status_name, get_status_string,
-    get_version, heuristics_cache_get_capacity, heuristics_cache_set_capacity, library_path,
+    get_cudart_version, get_status_name, get_status_string, get_version, heuristics_cache_get_capacity,
+    heuristics_cache_set_capacity, library_path,
 )
 from lt_runtime.cublaslt.logger import (
-    logger_force_disable, logger_open_file, logger_set_callback, logger_set_file, logger_set_level, logger_set_mask,
+    logger_force_disable, logger_open_file, logger_set_callback, logger_set_level, logger_set_mask,
 )
 from lt_runtime.cublaslt.validation import validate
 # isort: on
@@ -110,15 +110,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AlgoCapAttribute", "AlgoConfigAttribute", "Algorithm", "BatchInvariance", "BatchMode", "Candidate", "ClusterShape",
     "ComputeType", "DataType", "EmulationDesc", "EmulationDescAttribute", "EmulationMantissaControl",
-    "EmulationSpecialValues", "EmulationStrategy", "Epilogue", "FillMode", "Handle", "IntegerWidth", "LibraryProperty",
-    "MatmulDesc", "MatmulDescAttribute", "MatmulInnerShape", "MatmulMatrixScale", "MatmulPreference", "MatmulSearch",
-    "MatmulStages", "MatmulTile", "MatrixLayout", "MatrixLayoutAttribute", "MatrixTransformDesc",
-    "MatrixTransformDescAttribute", "NumericalImplFlags", "Operation", "Order", "PointerMode", "PointerModeMask",
-    "PreferenceAttribute", "PreparedMatmul", "ReductionScheme", "Status", "algo_check", "algo_get_ids", "algo_init",
-    "disable_cpu_instructions_set_mask", "get_cudart_version", "get_heuristics", "get_property", "get_status_name",
-    "get_status_string", "get_version", "handle", "heuristics_cache_get_capacity", "heuristics_cache_set_capacity",
-    "is_inaccurate", "is_known_bad", "library_path", "logger_force_disable", "logger_open_file", "logger_set_callback",
-    "logger_set_file", "logger_set_level", "logger_set_mask", "matmul", "matrix_transform", "validate",
+    "EmulationSpecialValues", "EmulationStrategy", "Epilogue", "FillMode", "Handle", "IntegerWidth", "MatmulDesc",
+    "MatmulDescAttribute", "MatmulInnerShape", "MatmulMatrixScale", "MatmulPreference", "MatmulSearch", "MatmulStages",
+    "MatmulTile", "MatrixLayout", "MatrixLayoutAttribute", "MatrixTransformDesc", "MatrixTransformDescAttribute",
+    "NumericalImplFlags", "Operation", "Order", "PointerMode", "PointerModeMask", "PreferenceAttribute",
+    "PreparedMatmul", "ReductionScheme", "Status", "algo_check", "algo_get_ids", "algo_init", "get_cudart_version",
+    "get_heuristics", "get_status_name", "get_status_string", "get_version", "handle", "heuristics_cache_get_capacity",
+    "heuristics_cache_set_capacity", "is_inaccurate", "is_known_bad", "library_path", "logger_force_disable",
+    "logger_open_file", "logger_set_callback", "logger_set_level", "logger_set_mask", "matmul", "matrix_transform",
+    "validate",
 ]
 # fmt: on
 

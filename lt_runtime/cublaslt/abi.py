@@ -43,10 +43,8 @@ ARGUMENTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "cublasLtGetStatusString": (_INT,),
     "cublasLtGetVersion": (),
     "cublasLtGetCudartVersion": (),
-    "cublasLtGetProperty": (_INT, _OUT_INT),
     "cublasLtHeuristicsCacheGetCapacity": (_OUT_SIZE,),
     "cublasLtHeuristicsCacheSetCapacity": (_SIZE,),
-    "cublasLtDisableCpuInstructionsSetMask": (ctypes.c_uint,),
     **_descriptor("MatmulDesc", _INT, _INT),
     **_descriptor("MatrixLayout", _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
     "cublasLtGroupedMatrixLayoutCreate": (_OUT, _INT, _INT, _VOIDP, _VOIDP, _VOIDP),
@@ -65,7 +63,6 @@ ARGUMENTS: Final[Mapping[str, tuple[Any, ...]]] = {
     "cublasLtMatmul": (*(_VOIDP,) * 14, _SIZE, _VOIDP),
     "cublasLtMatrixTransform": (_VOIDP,) * 11,
     "cublasLtLoggerSetCallback": (_VOIDP,),
-    "cublasLtLoggerSetFile": (_VOIDP,),
     "cublasLtLoggerOpenFile": (_TEXT,),
     "cublasLtLoggerSetLevel": (_INT,),
     "cublasLtLoggerSetMask": (_INT,),
@@ -77,7 +74,6 @@ RESULTS: Final[Mapping[str, Any]] = {
     "cublasLtGetStatusString": _TEXT,
     "cublasLtGetVersion": _SIZE,
     "cublasLtGetCudartVersion": _SIZE,
-    "cublasLtDisableCpuInstructionsSetMask": ctypes.c_uint,
 }
 """The result types of the functions that do not return a status."""
 

@@ -194,9 +194,9 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
         defaults = {ids.ORDER: Order.COL, ids.BATCH_COUNT: 1, ids.STRIDED_BATCH_OFFSET: 0}
         self._values |= {**created, **defaults, ids.BATCH_MODE: BatchMode.STRIDED}
         try:
-            for attribute in defaults:
-                if more[attribute] != defaults[attribute]:
-                    self.set(attribute, more[attribute])
+            for attribute, value in more.items():
+                if value != defaults[attribute]:
+                    self.set(attribute, value)
         except Exception:
             self.close()
             raise

@@ -17,12 +17,6 @@ class Status(enum.IntEnum):
     EXECUTION_FAILED, INTERNAL_ERROR, NOT_SUPPORTED, LICENSE_ERROR = range(13, 17)
 
 
-class LibraryProperty(enum.IntEnum):
-    """`libraryPropertyType`, no prefix."""
-
-    MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL = range(3)
-
-
 class DataType(enum.IntEnum):
     """`cudaDataType`, prefix CUDA_: R is real, C complex; then the bits, and F float, I signed, U unsigned."""
 

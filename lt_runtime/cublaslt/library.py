@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lt_runtime.cublaslt import abi
-from lt_runtime.cublaslt.enums import LibraryProperty, Status
+from lt_runtime.cublaslt.enums import Status
 from lt_runtime.cublaslt.values import Attribute
 from lt_runtime.errors import ArgumentError, CublasLtError, MissingLibraryError
 
@@ -153,13 +153,6 @@ def get_cudart_version() -> int:
     return int(function("cublasLtGetCudartVersion")())
 
 
-def get_property(which: LibraryProperty) -> int:
-    """One part of the library's version."""
-    value = ctypes.c_int()
-    call("cublasLtGetProperty", which, ctypes.byref(value))
-    return value.value
-
-
 def get_status_name(status: int) -> str:
     """The library's name for a status, such as CUBLAS_STATUS_INVALID_VALUE."""
     return str(function("cublasLtGetStatusName")(status).decode())
@@ -188,15 +181,3 @@ def heuristics_cache_set_capacity(capacity: int) -> None:
     if not 0 <= capacity < 2**64:
         raise ArgumentError(f"capacity is {capacity}; accepted: 0 or more (size_t)")
     call("cublasLtHeuristicsCacheSetCapacity", capacity)
-
-
-def disable_cpu_instructions_set_mask(mask: int) -> int:
-    """Forbids the library some CPU instructions (1 stands for AVX512), and returns the mask that was set before.
-
-    Raises:
-        ArgumentError: the mask does not fit an unsigned int.
-        MissingLibraryError: the library does not export the function. No version up to 13.10 does.
-    """
-    if not 0 <= mask < 2**32:
-        raise ArgumentError(f"mask is {mask}; accepted: 0 to 2**32 - 1")
-    return int(function("cublasLtDisableCpuInstructionsSetMask")(mask))

@@ -7,7 +7,6 @@ Levels: 0 off, 1 errors, 2 performance trace, 3 performance hints, 4 heuristics 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 from collections.abc import Callable
 from typing import Final
@@ -87,31 +86,6 @@ def logger_open_file(path: str | os.PathLike[str]) -> None:
         CublasLtError: the file cannot be opened.
     """
     call("cublasLtLoggerOpenFile", os.fsencode(path))
-
-
-def logger_set_file(descriptor: int | None) -> None:
-    """Writes the messages to an open file descriptor, such as `sys.stderr.fileno()`; None stops that.
-
-    The descriptor is duplicated, so that the caller may close it. The duplicate stays open until the process ends,
-    because another thread may be writing to it and the library does not say when it has finished.
-
-    Raises:
-        OSError: the descriptor is not open for writing.
-    """
-    call("cublasLtLoggerSetFile", None if descriptor is None else _stream(descriptor))
-
-
-def _stream(descriptor: int) -> int:
-    """The C stream (`FILE*`) of a duplicate of a file descriptor."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fdopen.restype, libc.fdopen.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_char_p)
-    duplicate = os.dup(descriptor)
-    stream = libc.fdopen(duplicate, b"a")
-    if not stream:
-        os.close(duplicate)
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return int(stream)
 
 
 def logger_force_disable() -> None:

@@ -16,7 +16,6 @@ from tests.support import cuda_headers
 NEWEST = 131000
 ROWS = dict(re.findall(r"^\| (cublasLt\w+) \| (.+) \|$", cublaslt.__doc__ or "", re.MULTILINE))
 BOUND = {name: text for name, text in ROWS.items() if not text.startswith("not bound: ")}
-NOT_EXPORTED = "cublasLtDisableCpuInstructionsSetMask"
 
 
 def test_every_function_of_the_header_is_in_the_table() -> None:
@@ -49,9 +48,7 @@ def test_as_many_arguments_as_in_the_header(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOUND)
 def test_the_library_has_it(name: str) -> None:
-    if name == NOT_EXPORTED and cublaslt.get_version() > NEWEST:
-        return
-    if name == NOT_EXPORTED or cublaslt.get_version() < abi.SINCE.get(name, 0):
+    if cublaslt.get_version() < abi.SINCE.get(name, 0):
         with pytest.raises(MissingLibraryError, match=f"^{name} is not in .*libcublasLt"):
             library.function(name)
     else:

@@ -62,10 +62,8 @@ M = cublaslt.MatmulDescAttribute
 def test_version_and_path() -> None:
     version, path = cublaslt.get_version(), Path(cublaslt.library_path())
     assert path.name.startswith("libcublasLt.so")
-    parts = [cublaslt.get_property(which) for which in cublaslt.LibraryProperty]
-    assert parts[0] * 10000 + parts[1] * 100 + parts[2] == version
-    assert parts[0] in (12, 13)
-    assert cublaslt.get_cudart_version() // 1000 == parts[0]
+    assert version // 10000 in (12, 13)
+    assert cublaslt.get_cudart_version() // 1000 == version // 10000
     assert library.version_text(131000) == "13.10.0"
 
 
@@ -203,16 +201,3 @@ def test_the_capacity_of_the_heuristics_cache() -> None:
     for wrong in (-1, 2**64):
         with pytest.raises(ArgumentError, match=f"capacity is {wrong}"):
             cublaslt.heuristics_cache_set_capacity(wrong)
-
-
-def test_the_mask_of_cpu_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = [0]
-
-    def set_mask(mask: int) -> int:
-        masks.append(mask)
-        return masks[-2]
-
-    Recorder.install(monkeypatch, {"cublasLtDisableCpuInstructionsSetMask": set_mask})
-    assert [cublaslt.disable_cpu_instructions_set_mask(mask) for mask in (1, 0)] == [0, 1]
-    with pytest.raises(ArgumentError, match="mask is -1"):
-        cublaslt.disable_cpu_instructions_set_mask(-1)

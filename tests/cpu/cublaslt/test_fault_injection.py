@@ -175,7 +175,6 @@ ALGORITHM = cublaslt.Algorithm(bytes(64))
 EVERY_CALL: dict[str, Callable[[], Any]] = {
     "cublasLtCreate": lambda: cublaslt.handle(0),
     "cublasLtDestroy": lambda: cublaslt.Handle().close(),
-    "cublasLtGetProperty": lambda: cublaslt.get_property(cublaslt.LibraryProperty.MAJOR_VERSION),
     "cublasLtHeuristicsCacheGetCapacity": cublaslt.heuristics_cache_get_capacity,
     "cublasLtHeuristicsCacheSetCapacity": lambda: cublaslt.heuristics_cache_set_capacity(8192),
     **descriptor(lambda: Product().desc(), M.TRANSA, 0),
@@ -200,7 +199,6 @@ EVERY_CALL: dict[str, Callable[[], Any]] = {
     "cublasLtMatmul": lambda: Product().launch(),
     "cublasLtMatrixTransform": transform,
     "cublasLtLoggerSetCallback": lambda: cublaslt.logger_set_callback(None),
-    "cublasLtLoggerSetFile": lambda: cublaslt.logger_set_file(None),
     "cublasLtLoggerOpenFile": lambda: cublaslt.logger_open_file(Path("/dev/null")),
     "cublasLtLoggerSetLevel": lambda: cublaslt.logger_set_level(0),
     "cublasLtLoggerSetMask": lambda: cublaslt.logger_set_mask(0),
