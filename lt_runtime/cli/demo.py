@@ -6,13 +6,11 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from lt_runtime import ranges, schedules
@@ -21,6 +19,7 @@ from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.profiling import LayerTime, RangeTimer
 from lt_runtime.training import MLP, TrainStep
+from lt_runtime.tuner.report import Progress, progress_bar
 
 _HIDDEN: Final = (256, 128)
 _CLASSES: Final = 10
@@ -81,10 +80,8 @@ def load_digits() -> Digits:
     return Digits(images[held_out:], labels[held_out:], images[:held_out], labels[:held_out])
 
 
-def train(
-    device: str, dtype: str, epochs: int, dropout: float, seed: int, on_step: Callable[[], None] = lambda: None
-) -> Result:
-    """Trains and evaluates; `on_step` is called after every step."""
+def train(device: str, dtype: str, epochs: int, dropout: float, seed: int, progress: Progress | None = None) -> Result:
+    """Trains and evaluates; `progress` is told of every epoch."""
     digits = load_digits()
     model = MLP((digits.images.shape[1], *_HIDDEN, _CLASSES), dtype=dtype, dropout=dropout, seed=seed, device=device)
     total = epochs * digits.batches
@@ -92,7 +89,7 @@ def train(
     optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
     timer = RangeTimer(model.device.ordinal)
     with model.device.current():
-        losses, seconds = _train_epochs(epochs, digits, model, optimizer, timer, on_step)
+        losses, seconds = _train_epochs(epochs, digits, model, optimizer, timer, progress)
         images = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
         scores = model.device.to_host(model(images)).astype(np.float32)
     accuracy = float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
@@ -102,7 +99,7 @@ def train(
 
 
 def _train_epochs(
-    epochs: int, digits: Digits, model: MLP, optimizer: AdamW, timer: RangeTimer, on_step: Callable[[], None]
+    epochs: int, digits: Digits, model: MLP, optimizer: AdamW, timer: RangeTimer, progress: Progress | None
 ) -> tuple[list[float], list[float]]:
     """Losses by step and seconds by epoch. In the last epoch steps are not captured, so that each layer is timed."""
     device, losses, seconds = model.device, list[float](), list[float]()
@@ -111,20 +108,19 @@ def _train_epochs(
     generator = np.random.default_rng(model.seed)
     for epoch in range(epochs):
         is_last = epoch == epochs - 1
+        if progress:
+            progress(epoch, epochs, "training")
         order = generator.permutation(len(digits.labels))[: digits.batches * _BATCH].reshape(-1, _BATCH)
         start = time.perf_counter()
         with ranges.listening(timer) if is_last else contextlib.nullcontext():
-            losses += _epoch(timed if is_last else captured, images, labels, device.asarray(order), on_step)
+            losses += _epoch(timed if is_last else captured, images, labels, device.asarray(order))
         seconds.append(time.perf_counter() - start)
     return losses, seconds
 
 
-def _epoch(step: TrainStep, images: Any, labels: Any, order: Any, on_step: Callable[[], None]) -> list[float]:
+def _epoch(step: TrainStep, images: Any, labels: Any, order: Any) -> list[float]:
     """One pass over the images; the losses are read once at its end, so that no step waits for them."""
-    losses = []
-    for batch in order:
-        losses.append(step(images[batch], labels[batch]).copy())
-        on_step()
+    losses = [step(images[batch], labels[batch]).copy() for batch in order]
     device = step.model.device
     return [float(loss) for loss in device.to_host(device.namespace.stack(losses))]
 
@@ -137,10 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
     if parse_device(arguments.device) is None:
         console.print("No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`).")
     options = {name: getattr(arguments, name) for name in ("device", "dtype", "epochs", "dropout", "seed")}
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=arguments.epochs * load_digits().batches)
-        result = train(**options, on_step=lambda: progress.advance(task))
+    with progress_bar() as progress:
+        result = train(**options, progress=progress)
     _print(console, result)
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(result), indent=2) + "\n")

@@ -18,11 +18,12 @@ from rich.text import Text
 
 from lt_runtime.cli import probes
 from lt_runtime.cli.output import show
-from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
+from lt_runtime.cli.probes import CacheDirectory, Driver, Library
+from lt_runtime.gpu.devices import DeviceInfo
 
 MIN_CUDA: Final = (13, 0)
 MIN_DRIVER: Final = 580
-MIN_COMPUTE_CAPABILITY: Final = (7, 5)
+MIN_COMPUTE_CAPABILITY: Final = 75
 
 CUDA_REQUIREMENTS: Final = {
     "cuBLASLt": "nvidia-cublas>=13,<14",
@@ -32,14 +33,8 @@ CUDA_REQUIREMENTS: Final = {
 }
 """The requirements of the extra `cuda13`, by what each brings; a test holds the two equal."""
 
-PACKAGES: Final = {
-    "cuda-bindings": "cuda.bindings",
-    "cuda-pathfinder": "cuda.pathfinder",
-    "ml_dtypes": "ml_dtypes",
-    "numpy": "numpy",
-    "nvtx": "nvtx",
-}
-"""Distributions that lt_runtime cannot do without, and the module that each brings."""
+PACKAGES: Final = ("cuda-bindings", "cuda-pathfinder", "ml_dtypes", "numpy", "nvtx")
+"""Distributions that lt_runtime cannot do without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class Report:
     python: str
     platform: str
     driver: Driver | None
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[DeviceInfo, ...]
     libraries: tuple[Library, ...]
     cache: CacheDirectory
     findings: tuple[Finding, ...]
@@ -85,7 +80,7 @@ def examine() -> Report:
     driver, gpus, cache = probes.driver(), probes.gpus(), probes.cache_directory()
     cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy
     looks: dict[str, probes.Look] = dict(zip(CUDA_REQUIREMENTS, cuda, strict=True))
-    looks |= {name: functools.partial(probes.package, name, module) for name, module in PACKAGES.items()}
+    looks |= {name: functools.partial(probes.package, name) for name in PACKAGES}
     looks["g++"] = probes.host_compiler
     libraries = tuple(probes.library(name, look) for name, look in looks.items())
     findings = tuple(diagnose(driver, gpus, libraries, cache))
@@ -93,7 +88,7 @@ def examine() -> Report:
 
 
 def diagnose(
-    driver: Driver | None, gpus: Sequence[Gpu], libraries: Sequence[Library], cache: CacheDirectory
+    driver: Driver | None, gpus: Sequence[DeviceInfo], libraries: Sequence[Library], cache: CacheDirectory
 ) -> Iterator[Finding]:
     """What follows from what was seen. On a machine without a GPU nothing is missed that only a GPU needs."""
     problems = {library.name: library.problem for library in libraries if library.problem}
@@ -117,7 +112,7 @@ def _missing(problems: Mapping[str, str], requirements: Mapping[str, str], preve
         yield Finding(what, prevents, shlex.join(command))
 
 
-def _hardware(driver: Driver | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def _hardware(driver: Driver | None, gpus: Sequence[DeviceInfo]) -> Iterator[Finding]:
     prevents = "everything on the GPU"
     if driver and driver.problem:
         mend = f"install the NVIDIA driver, {MIN_DRIVER} or newer; a container must be started with its GPUs"
@@ -125,8 +120,8 @@ def _hardware(driver: Driver | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     elif driver and driver.cuda and driver.cuda < MIN_CUDA:
         what = f"NVIDIA driver {driver.version or ''}: runs CUDA up to {_dotted(driver.cuda)} only"
         yield Finding(what, prevents, f"update the NVIDIA driver to {MIN_DRIVER} or newer")
-    if gpus and all(gpu.compute_capability < MIN_COMPUTE_CAPABILITY for gpu in gpus):
-        accepted = f"compute capability {_dotted(MIN_COMPUTE_CAPABILITY)} or higher"
+    if gpus and all(gpu.capability < MIN_COMPUTE_CAPABILITY for gpu in gpus):
+        accepted = f"compute capability {MIN_COMPUTE_CAPABILITY / 10} or higher"
         yield Finding(f"no GPU has {accepted}", prevents, f"use a GPU of {accepted} (Turing)")
 
 
@@ -154,8 +149,8 @@ def _machine(report: Report) -> Iterator[str]:
         supported = _dotted(report.driver.cuda) if report.driver.cuda else "unknown"
         yield f"NVIDIA driver {report.driver.version or 'of unknown version'}, CUDA up to {supported}"
     for gpu in report.gpus:
-        capability = _dotted(gpu.compute_capability)
-        yield f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, {gpu.memory / 2**30:.1f} GiB"
+        memory = f"{gpu.memory / 2**30:.1f} GiB"
+        yield f"GPU {gpu.ordinal}: {gpu.name}, compute capability {gpu.capability / 10}, {memory}"
     yield f"Cache: {report.cache.path}, {report.cache.size / 1e6:.1f} MB"
 
 

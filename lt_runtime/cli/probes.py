@@ -1,7 +1,7 @@
 """One small look at each thing that lt_runtime depends on.
 
 Looking changes nothing: no file is written and no GPU context is made. A probe that fails says how instead of raising,
-because it is meant for broken installations. Hence it imports only when it looks, and catches every exception.
+because it is meant for broken installations.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from cuda.bindings import driver as api
+
 from lt_runtime import paths
-from lt_runtime.gpu.devices import kernel_driver_version
+from lt_runtime.errors import LtError
+from lt_runtime.gpu import devices
 
 PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
@@ -34,16 +37,6 @@ class Driver:
     version: str | None = None
     cuda: tuple[int, int] | None = None
     problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One GPU that CUDA can use; its memory in bytes."""
-
-    index: int
-    name: str
-    compute_capability: tuple[int, int]
-    memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +68,10 @@ def library(name: str, look: Look) -> Library:
 
 
 def _explain(error: Exception) -> str:
-    if isinstance(error, (FileNotFoundError, ModuleNotFoundError, importlib.metadata.PackageNotFoundError)):
+    if isinstance(error, (FileNotFoundError, ModuleNotFoundError)):
         return "not installed"
+    if isinstance(error, LtError):
+        return str(error)
     return f"{type(error).__name__}: {str(error).strip().partition(os.linesep)[0]}"
 
 
@@ -86,46 +81,36 @@ def _cuda13(version: str) -> str:
     return version
 
 
-def _load(name: str) -> str:
-    """Loads a CUDA library and returns its path."""
-    from cuda import pathfinder
-
-    try:
-        return str(pathfinder.load_nvidia_dynamic_lib(name).abs_path)
-    except pathfinder.DynamicLibNotFoundError:
-        raise FileNotFoundError(name) from None
-
-
 def cublaslt() -> tuple[str, str]:
     """The library that carries out the matrix products."""
-    from lt_runtime.cublaslt import get_version
-    from lt_runtime.cublaslt.library import version_text
+    from lt_runtime import cublaslt as bindings
 
-    return _cuda13(version_text(get_version())), _load("cublasLt")
+    version = bindings.library.version_text(bindings.get_version())
+    return _cuda13(version), bindings.library_path()
 
 
 def nvrtc() -> tuple[str, str]:
-    """The run-time compiler."""
-    path = _load("nvrtc")
+    """The run-time compiler, loaded."""
     from cuda.bindings import nvrtc as api
 
+    from lt_runtime.gpu.nvrtc import libraries
+
+    *_, path = libraries()
     status, major, minor = api.nvrtcVersion()
     if status:
         raise RuntimeError(f"nvrtcVersion returned {status.name}")
-    return _cuda13(f"{major}.{minor}"), path
+    return _cuda13(f"{major}.{minor}"), str(path)
 
 
 def cuda_headers() -> tuple[str, str]:
     """The headers that the kernels include; one of them states the version of all."""
-    from cuda import pathfinder
+    from lt_runtime.gpu.compiler import runtime_headers
 
-    directory = pathfinder.find_nvidia_header_directory("cudart")
-    if directory is None:
-        raise FileNotFoundError("cudart")
+    directory = runtime_headers()
     text = (Path(directory) / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
     defined = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
     version = int(defined[1]) if defined else 0
-    return _cuda13(f"{version // 1000}.{version % 1000 // 10}"), str(directory)
+    return _cuda13(f"{version // 1000}.{version % 1000 // 10}"), directory
 
 
 def cupy() -> tuple[str, str]:
@@ -155,30 +140,23 @@ def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
-def package(distribution: str, module: str) -> tuple[str, str]:
+def package(distribution: str) -> tuple[str, str]:
     """A Python package, found but not imported."""
-    version, spec = importlib.metadata.version(distribution), importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(module)
-    return version, str(Path(spec.origin).parent)
+    found = importlib.metadata.distribution(distribution)
+    return found.version, str(found.locate_file(""))
 
 
 def driver(pci_devices: Path = PCI_DEVICES) -> Driver | None:
     """The driver, or None where there is none and no NVIDIA GPU waits for one."""
     try:
-        from cuda.bindings import driver as api
-
-        try:
-            (status,) = api.cuInit(0)
-        except RuntimeError:
-            return Driver(problem="no libcuda.so.1") if nvidia_gpu_on_pci(pci_devices) else None
-        _, version = api.cuDriverGetVersion()
-        # A driver without a device is not at fault: the machine may have no GPU, or all may be hidden.
-        fault = status and status != api.CUresult.CUDA_ERROR_NO_DEVICE
-        problem = f"cuInit returned {status.name}" if fault else None
-        return Driver(kernel_driver_version(), (version // 1000, version % 1000 // 10), problem)
-    except Exception as error:
-        return Driver(problem=_explain(error))
+        (status,) = api.cuInit(0)
+    except RuntimeError:  # the bindings found no libcuda
+        return Driver(problem="no libcuda.so.1") if nvidia_gpu_on_pci(pci_devices) else None
+    _, version = api.cuDriverGetVersion()
+    # A driver without a device is not at fault: the machine may have no GPU, or all may be hidden.
+    fault = status and status != api.CUresult.CUDA_ERROR_NO_DEVICE
+    problem = f"cuInit returned {status.name}" if fault else None
+    return Driver(devices.kernel_driver_version(), (version // 1000, version % 1000 // 10), problem)
 
 
 def nvidia_gpu_on_pci(devices: Path) -> bool:
@@ -189,14 +167,11 @@ def nvidia_gpu_on_pci(devices: Path) -> bool:
     )
 
 
-def gpus() -> tuple[Gpu, ...]:
+def gpus() -> tuple[devices.DeviceInfo, ...]:
     """The GPUs that CUDA sees; none where the driver cannot say, which `driver` reports."""
     try:
-        from lt_runtime.gpu import devices
-
-        found = map(devices.device_info, range(devices.device_count()))
-        return tuple(Gpu(each.ordinal, each.name, divmod(each.capability, 10), each.memory) for each in found)
-    except Exception:
+        return tuple(map(devices.device_info, range(devices.device_count())))
+    except LtError:
         return ()
 
 

@@ -99,10 +99,11 @@ class _Field(NamedTuple):
             raise self._refusal("objects")
         for key, node in zip(self.node.keys, self.node.values, strict=True):
             assert isinstance(key, ast.Constant)  # JSON has no others
-            field = self._replace(name=f"{prefix}{key.value}", node=node)
-            if accepted and key.value not in accepted:
+            name = str(key.value)
+            field = self._replace(name=f"{prefix}{name}", node=node)
+            if accepted and name not in accepted:
                 raise field.error(f"is no known field; accepted are {', '.join(accepted[:-1])} and {accepted[-1]}")
-            yield str(key.value), field
+            yield name, field
 
     def size(self) -> int:
         if isinstance(self.node, ast.Constant) and type(self.node.value) is int and self.node.value >= 1:

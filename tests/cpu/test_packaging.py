@@ -72,7 +72,7 @@ def test_readme_asks_for_the_pythons_that_the_metadata_names():
 
 
 def test_readme_asks_for_the_gpus_that_the_doctor_accepts():
-    major, minor = doctor.MIN_COMPUTE_CAPABILITY
+    major, minor = divmod(doctor.MIN_COMPUTE_CAPABILITY, 10)
     assert f"compute capability {major}.{minor}" in README
     assert f"driver {doctor.MIN_DRIVER}" in README
 

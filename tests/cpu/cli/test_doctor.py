@@ -12,12 +12,13 @@ import pytest
 from cuda.bindings import driver as cuda_driver
 
 from lt_runtime.cli import doctor, main, output, probes
-from lt_runtime.cli.probes import CacheDirectory, Driver, Gpu, Library
+from lt_runtime.cli.probes import CacheDirectory, Driver, Library
+from lt_runtime.errors import DriverError
 from lt_runtime.gpu import devices
 from lt_runtime.gpu.devices import DeviceInfo, kernel_driver_version
 
 DRIVER = Driver("580.95.05", (13, 0))
-H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * 2**30)
+H200 = DeviceInfo(0, "NVIDIA H200", 90, 132, 150 * 2**30)
 CACHE = CacheDirectory("/cache", writable=True)
 NAMES = (*doctor.CUDA_REQUIREMENTS, *doctor.PACKAGES, "g++")
 LIBRARIES = tuple(Library(name, "13.0", f"/lib/{name}") for name in NAMES)
@@ -67,7 +68,7 @@ def test_a_driver_that_cannot_be_used_is_told(driver: Driver, told: str):
 
 
 def test_only_gpus_that_are_too_old():
-    pascal = replace(H200, compute_capability=(6, 1))
+    pascal = replace(H200, capability=61)
     assert diagnose(gpus=(pascal, H200)) == []
     (finding,) = diagnose(gpus=(pascal,))
     assert finding.needed
@@ -131,13 +132,12 @@ def test_a_broken_library_is_reported_not_raised(tmp_path: Path, monkeypatch):
 
 
 def test_a_missing_package_is_reported():
-    look = functools.partial(probes.package, "no-such-distribution", "no_such_module")
+    look = functools.partial(probes.package, "no-such-distribution")
     assert probes.library("missing", look) == Library("missing", problem="not installed")
 
 
 def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
     monkeypatch.setattr("lt_runtime.cublaslt.get_version", lambda: 120803)
-    monkeypatch.setattr(probes, "_load", lambda _: "/lib")
     assert "12.8.3 is not of CUDA 13" in str(probes.library("cuBLASLt", probes.cublaslt).problem)
 
 
@@ -170,21 +170,22 @@ def test_no_driver(monkeypatch, tmp_path: Path):
 def test_driver(monkeypatch, status: str, problem: str | None):
     monkeypatch.setattr(cuda_driver, "cuInit", lambda _: (getattr(cuda_driver.CUresult, status),))
     monkeypatch.setattr(cuda_driver, "cuDriverGetVersion", lambda: (cuda_driver.CUresult.CUDA_SUCCESS, 13010))
-    monkeypatch.setattr(probes, "kernel_driver_version", lambda: "590.1")
+    monkeypatch.setattr(devices, "kernel_driver_version", lambda: "590.1")
     assert probes.driver() == Driver("590.1", (13, 1), problem)
 
 
 def test_gpus(monkeypatch):
     monkeypatch.setattr(devices, "device_count", lambda: 1)
-    monkeypatch.setattr(devices, "device_info", lambda index: DeviceInfo(index, "NVIDIA H200", 90, 132, H200.memory))
+    monkeypatch.setattr(devices, "device_info", lambda ordinal: replace(H200, ordinal=ordinal))
     assert probes.gpus() == (H200,)
 
 
-def test_gpus_where_the_bindings_are_broken(monkeypatch):
-    def broken() -> int:
-        raise ImportError("libcuda.so.1: cannot open")
+def test_gpus_where_one_is_broken(monkeypatch):
+    def broken(ordinal: int) -> DeviceInfo:
+        raise DriverError("cuDeviceGetName", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "busy or unavailable")
 
-    monkeypatch.setattr(devices, "device_count", broken)
+    monkeypatch.setattr(devices, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "device_info", broken)
     assert probes.gpus() == ()
 
 
