@@ -13,7 +13,6 @@
     │   └── OverlapError                an output shares memory with an input
     ├── CheckpointError (ValueError)    a file is damaged, or is a checkpoint of another model
     ├── MissingLibraryError (ImportError)   a library that this call needs is not installed
-    ├── AbiError (RuntimeError)         the installed cuBLASLt does not fit the bindings
     ├── CaptureError (RuntimeError)     the call cannot be made while a stream is being captured
     └── GpuError (RuntimeError)         the driver, the compiler or cuBLASLt reported a failure
         ├── DriverError                 a CUDA driver call failed
@@ -67,10 +66,6 @@ class CheckpointError(LtError, ValueError):
 
 class MissingLibraryError(LtError, ImportError):
     """A library that this call needs is not installed; the message says what to install."""
-
-
-class AbiError(LtError, RuntimeError):
-    """The installed cuBLASLt stores attributes in another width than the bindings, and cannot be used."""
 
 
 class CaptureError(LtError, RuntimeError):

@@ -1,7 +1,7 @@
 """Bindings to cuBLASLt through ctypes, usable on their own.
 
 The first use finds and loads the library, of CUDA 12 or 13: the installed one, or the file that the environment
-variable LT_RUNTIME_CUBLASLT names. It then checks that the library stores every attribute in the same width as the
+variable LT_RUNTIME_CUBLASLT names. The library itself refuses an attribute that it stores in another width than the
 bindings. The status of every call is checked; an error names the call, the status and the library's explanation. Names
 are those of the header (`cublasLt.h`) without their prefixes. A name that would begin with a digit keeps the last word
 of the prefix: `ComputeType.COMPUTE_32F`. `set` and `get` write and read attributes; a value that the header does not

@@ -1,15 +1,10 @@
-"""The binary interface of `cublasLt.h`: prototypes of the functions, and a check of the loaded library's attributes."""
+"""The binary interface of `cublasLt.h`: prototypes of the functions, and the versions that they came with."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
-
-from lt_runtime.cublaslt import attributes
-from lt_runtime.cublaslt.enums import ComputeType, DataType, Status
-from lt_runtime.cublaslt.values import Attribute
-from lt_runtime.errors import AbiError
 
 ALGO_BYTES: Final = 64
 """The size of `cublasLtMatmulAlgo_t`."""
@@ -84,60 +79,3 @@ SINCE: Final[Mapping[str, int]] = {
     "cublasLtMatmulAlgoCheckForStream": 130501,
 }
 """The first version, major·10000 + minor·100 + patch, of the functions that CUDA 12.0 lacks."""
-
-_DESCRIPTORS: Final[tuple[tuple[str, tuple[int, ...], type[Attribute]], ...]] = (
-    ("MatmulDesc", (ComputeType.COMPUTE_32F, DataType.R_32F), attributes.MatmulDescAttribute),
-    ("MatrixLayout", (DataType.R_32F, 1, 1, 1), attributes.MatrixLayoutAttribute),
-    ("MatmulPreference", (), attributes.PreferenceAttribute),
-    ("MatrixTransformDesc", (DataType.R_32F,), attributes.MatrixTransformDescAttribute),
-    ("EmulationDesc", (), attributes.EmulationDescAttribute),
-)
-
-Find = Callable[[str], Callable[..., int] | None]
-
-
-def check(find: Find, version: int, path: str) -> None:
-    """Refuses a library that stores an attribute in another width than these bindings.
-
-    The check skips two kinds of attributes, so that only the call that uses one of them fails: attributes that the
-    library does not know, and attributes that are newer than the library, whose numbers may have had another meaning.
-
-    Args:
-        find: returns a C function by its name, or None if the library lacks it.
-        version: the library's version, major·10000 + minor·100 + patch.
-        path: the library's file, for the message.
-
-    Raises:
-        AbiError: a width differs, or a descriptor cannot be made.
-    """
-    for attribute, width in _widths(find, path):
-        if version >= attribute.since and width not in (None, attribute.size):
-            raise AbiError(
-                f"{attribute} has {attribute.size} bytes here and {width} in cuBLASLt {version} ({path}): "
-                "this version is not one that these bindings can use"
-            )
-
-
-def _widths(find: Find, path: str) -> Iterator[tuple[Attribute, int | None]]:
-    """Every attribute that can be read without a GPU, with its bytes in the library; None if it is unknown there."""
-    for kind, arguments, table in _DESCRIPTORS:
-        create, get = find(f"cublasLt{kind}Create"), find(f"cublasLt{kind}GetAttribute")
-        destroy = find(f"cublasLt{kind}Destroy")
-        if create is None or get is None or destroy is None:
-            continue
-        descriptor = ctypes.c_void_p()
-        status = create(ctypes.byref(descriptor), *arguments)
-        if status:
-            raise AbiError(f"cublasLt{kind}Create of {path} returned status {status}")
-        measured = [(attribute, _width(get, descriptor, attribute)) for attribute in table]
-        destroy(descriptor)
-        yield from measured
-    get = find("cublasLtMatmulAlgoConfigGetAttribute")
-    if get is not None:
-        yield from ((each, _width(get, bytes(ALGO_BYTES), each)) for each in attributes.AlgoConfigAttribute)
-
-
-def _width(get: Callable[..., int], owner: Any, attribute: int) -> int | None:
-    needed = ctypes.c_size_t()
-    status = get(owner, attribute, None, 0, ctypes.byref(needed))
-    return needed.value if status == Status.SUCCESS else None

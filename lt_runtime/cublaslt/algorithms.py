@@ -14,7 +14,7 @@ from lt_runtime.cublaslt.descriptors import MatmulDesc, MatmulPreference, Matrix
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Status
 from lt_runtime.cublaslt.handles import Handle, pointer
 from lt_runtime.cublaslt.validation import validate
-from lt_runtime.errors import AbiError, ArgumentError
+from lt_runtime.errors import ArgumentError
 
 _CAP, _CONFIG = "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmulAlgoConfig"
 Types = tuple[ComputeType, DataType, DataType, DataType, DataType, DataType]
@@ -82,33 +82,25 @@ class Algorithm:
         """Reads one capability; for TILE_IDS and STAGES_IDS use `capabilities`.
 
         Raises:
-            AbiError: the library stores it in another width than these bindings.
+            CublasLtError: the library refused, for example a blob that it has not made.
         """
         if attribute in ARRAYS:
             raise ArgumentError(f"{attribute} has many values; use capabilities()")
-        (value,) = self._read(attribute)
+        value: int = library.read_attribute(_CAP, self.blob, attribute)
         return value
 
     def capabilities(self, attribute: AlgoCapAttribute) -> tuple[int, ...]:
         """Reads TILE_IDS or STAGES_IDS: the members of `MatmulTile` or `MatmulStages` that the algorithm supports.
 
         Raises:
-            AbiError: the library stores them in another width than these bindings.
+            CublasLtError: the library refused, for example a blob that it has not made.
         """
         if attribute not in ARRAYS:
             raise ArgumentError(f"{attribute} has one value; use capability()")
-        return self._read(attribute)
-
-    def _read(self, attribute: AlgoCapAttribute) -> tuple[int, ...]:
         width, size, written = attribute.size, ctypes.c_size_t(), ctypes.c_size_t()
         status = library.function(_CAP)(self.blob, attribute, None, 0, ctypes.byref(size))
         if status:
             raise library.attribute_failure(_CAP, status, attribute)
-        if size.value % width or (attribute not in ARRAYS and size.value != width):
-            version = library.version_text(library.get_version())
-            raise AbiError(
-                f"{attribute} has {width} bytes here and {size.value} in cuBLASLt {version} ({library.library_path()})"
-            )
         if not size.value:
             return ()
         cell = ctypes.create_string_buffer(size.value)

@@ -75,20 +75,17 @@ def _find() -> str:
 
 @functools.cache
 def loaded() -> Library:
-    """The library, which the first call finds, loads and checks.
+    """The library, which the first call finds and loads.
 
     Raises:
         MissingLibraryError: it is not installed.
-        AbiError: its attributes are not those of these bindings.
     """
     path = _find()
     try:
-        library = Library(path)
+        return Library(path)
     except OSError as error:
         hint = f"; {_OVERRIDE} names it" if os.environ.get(_OVERRIDE) else ""
         raise MissingLibraryError(f"{path} cannot be loaded{hint}: {error}") from error
-    abi.check(library.find, library.version, path)
-    return library
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -96,7 +93,6 @@ def function(name: str) -> Callable[..., Any]:
 
     Raises:
         MissingLibraryError: cuBLASLt is not installed, or the installed version lacks the function.
-        AbiError: the installed version's attributes are not those of these bindings.
     """
     return loaded().function(name)
 

@@ -53,6 +53,27 @@ def some_values(attribute: Attribute) -> list[float]:
 
 
 @pytest.mark.parametrize(("make", "attribute"), EVERY_ATTRIBUTE)
+def test_the_library_refuses_every_attribute_in_another_width(make: Callable[[], Any], attribute: Any) -> None:
+    """The bindings rest on this: they do not ask the library for its widths before they use them."""
+    with made(make, attribute) as descriptor:
+        prefix, cell, written = type(descriptor)._prefix, ctypes.create_string_buffer(16), ctypes.c_size_t()
+        setter, getter = (library.function(f"{prefix}{name}Attribute") for name in ("Set", "Get"))
+        for width in {1, 2, 4, 8, 16} - {attribute.size}:
+            assert setter(descriptor.handle, attribute, cell, width) == cublaslt.Status.INVALID_VALUE
+            status = getter(descriptor.handle, attribute, cell, width, ctypes.byref(written))
+            assert status == cublaslt.Status.INVALID_VALUE
+
+
+@pytest.mark.parametrize("attribute", cublaslt.AlgoConfigAttribute)
+def test_the_library_refuses_a_configuration_in_another_width(attribute: cublaslt.AlgoConfigAttribute) -> None:
+    cell, blob, written = ctypes.create_string_buffer(16), ctypes.create_string_buffer(64), ctypes.c_size_t()
+    setter, getter = (library.function(f"cublasLtMatmulAlgoConfig{name}Attribute") for name in ("Set", "Get"))
+    for width in {1, 2, 4, 8, 16} - {attribute.size}:
+        assert setter(blob, attribute, cell, width) == cublaslt.Status.INVALID_VALUE
+        assert getter(blob, attribute, cell, width, ctypes.byref(written)) == cublaslt.Status.INVALID_VALUE
+
+
+@pytest.mark.parametrize(("make", "attribute"), EVERY_ATTRIBUTE)
 def test_every_attribute_can_be_set_and_read_back(make: Callable[[], Any], attribute: Any) -> None:
     with made(make, attribute) as descriptor:
         descriptor.get(attribute)
