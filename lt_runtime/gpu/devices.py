@@ -86,7 +86,7 @@ def _device_name(device: Any) -> str:
 @functools.cache
 def device_info(ordinal: int) -> DeviceInfo:
     """Properties of one GPU."""
-    major, minor, multiprocessors = _attributes(
+    major, minor, multiprocessors = device_attributes(
         ordinal, "COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT"
     )
     device = call("cuDeviceGet", ordinal)
@@ -95,33 +95,12 @@ def device_info(ordinal: int) -> DeviceInfo:
 
 
 @functools.cache
-def shared_memory(ordinal: int) -> tuple[int, int]:
-    """Bytes of shared memory that a block of one GPU can have at most, and that a multiprocessor has."""
-    block, multiprocessor = _attributes(
-        ordinal, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
-    )
-    return block, multiprocessor
-
-
-@functools.cache
-def cache_size(ordinal: int) -> int:
-    """Bytes of a GPU's L2 cache."""
-    return _attributes(ordinal, "L2_CACHE_SIZE")[0]
-
-
-@functools.cache
-def highest_clocks(ordinal: int) -> tuple[int, int, int]:
-    """A GPU's highest clock and the highest clock of its memory, in kHz, and the width of the memory bus in bits."""
-    clock, memory, bus = _attributes(ordinal, "CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
-    return clock, memory, bus
-
-
-def _attributes(ordinal: int, *names: str) -> list[int]:
+def device_attributes(ordinal: int, *names: str) -> tuple[int, ...]:
     """Attributes of one GPU, by their names in `CUdevice_attribute` without the prefix."""
     _initialise()
     device = call("cuDeviceGet", ordinal)
     ids = (getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}") for name in names)
-    return [int(call("cuDeviceGetAttribute", each, device)) for each in ids]
+    return tuple(int(call("cuDeviceGetAttribute", each, device)) for each in ids)
 
 
 def kernel_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:

@@ -96,9 +96,8 @@ def relaxed_captures() -> Iterator[None]:
 def _holds_capture(stream: int) -> bool:
     try:
         return is_capturing(stream)
-    except (
-        DriverError
-    ) as error:  # the default stream's answer while a blocking stream is captured; the capture survives
+    except DriverError as error:
+        # The default stream's answer while a blocking stream is captured; the capture survives.
         if error.status == int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT):
             return True
         raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.devices import device_info, shared_memory
+from lt_runtime.gpu.devices import device_attributes, device_info
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
@@ -114,7 +114,8 @@ class RowSharing:
 
     def held_octets(self, itemsize: int, device: int) -> int:
         """How many octets of each thread fit into the block's share of shared memory."""
-        of_block, of_multiprocessor = shared_memory(device)
+        names = "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
+        of_block, of_multiprocessor = device_attributes(device, *names)
         room = min(of_block, of_multiprocessor // _BLOCKS_PER_MULTIPROCESSOR) - _RESERVED_SHARED
         return min(self.octets, room // self.held_bytes(itemsize))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -42,10 +42,12 @@ class Scores:
     ignore_index: int | None
 
 
-class Tally(Protocol):
-    """Sums, and the mean loss of the last step: `mean`, FP32 of shape ()."""
+class HostTally:
+    """Sums of NumPy arrays, and the mean loss of the last step: `mean`, FP32 of shape ()."""
 
-    mean: Any
+    def __init__(self) -> None:
+        self.mean = np.zeros((), np.float32)
+        self._totals = Totals(0, 0.0, 0, 0)
 
     def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
         """Adds a part of a step.
@@ -57,20 +59,6 @@ class Tally(Protocol):
             first: whether it is the step's first part.
             stream: as in `linear_fwd`.
         """
-
-    def read(self, stream: Any) -> Totals:
-        """The sums, which begin anew; waits for the stream."""
-
-
-class HostTally:
-    """A tally of NumPy arrays."""
-
-    def __init__(self) -> None:
-        self.mean = np.zeros((), np.float32)
-        self._totals = Totals(0, 0.0, 0, 0)
-
-    def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
-        """See `Tally`."""
         part = np.float32(weight) * loss
         self.mean[...] = part if first else self.mean + part
         rows, correct = (0, 0) if scores is None else _count(scores)
@@ -78,7 +66,7 @@ class HostTally:
         self._totals = Totals(old.steps + first, old.loss + float(part), old.rows + rows, old.correct + correct)
 
     def read(self, stream: Any) -> Totals:
-        """See `Tally`."""
+        """The sums, which begin anew; waits for the stream."""
         totals, self._totals = self._totals, Totals(0, 0.0, 0, 0)
         return totals
 
@@ -91,7 +79,7 @@ def _count(scores: Scores) -> tuple[int, int]:
 
 
 class GpuTally:
-    """A tally on one GPU; everything that it needs is allocated here."""
+    """Does the same as `HostTally` on one GPU; everything that it needs is allocated here."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device = device
@@ -102,7 +90,7 @@ class GpuTally:
             self._clear(stream)
 
     def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
-        """See `Tally`; one launch."""
+        """See `HostTally.add`; one launch."""
         with activated(self._device):
             handle = stream_handle(stream, self._device)
             dtype, layout, logits, labels, kind = DType.FLOAT32, None, 0, 0, Labels()
@@ -115,7 +103,7 @@ class GpuTally:
             tally.run(*addresses, weight=weight, first=first, stream=handle)
 
     def read(self, stream: Any) -> Totals:
-        """See `Tally`."""
+        """See `HostTally.read`."""
         host = np.zeros(1, _STATE)
         with activated(self._device):
             handle = stream_handle(stream, self._device)
@@ -128,3 +116,6 @@ class GpuTally:
 
     def _clear(self, stream: int) -> None:
         call("cuMemsetD8Async", self._state.data.ptr, 0, self._state.nbytes, stream)
+
+
+Tally: TypeAlias = HostTally | GpuTally

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lt_runtime.gpu.devices import activated, device_info, highest_clocks
+from lt_runtime.gpu.devices import activated, device_attributes, device_info
 from lt_runtime.plans.decisions import decide_layer
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.choose import configuration
@@ -163,4 +163,5 @@ def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanatio
 def hardware(device: int) -> Hardware:
     """What a GPU's speed follows from."""
     info = device_info(device)
-    return Hardware(info.capability, info.multiprocessors, *highest_clocks(device))
+    highest = device_attributes(device, "CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
+    return Hardware(info.capability, info.multiprocessors, *highest)

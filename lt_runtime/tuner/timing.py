@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.gpu.clock import Clock
-from lt_runtime.gpu.devices import activated, cache_size
+from lt_runtime.gpu.devices import activated, device_attributes
 from lt_runtime.gpu.streams import beside_captures
 
 Run = Callable[[int], object]
@@ -179,7 +179,8 @@ def buffer_sets(size: int, device: int) -> int:
     One set is enough where it does not fit into the cache. One is also right where it is so small that it stays in the
     cache in real use.
     """
-    wanted = -(-_CACHES * cache_size(device) // max(size, 1))
+    (cache,) = device_attributes(device, "L2_CACHE_SIZE")
+    wanted = -(-_CACHES * cache // max(size, 1))
     return wanted if wanted <= _MOST_SETS else 1
 
 

@@ -67,7 +67,7 @@ def runner(host: HostKernels) -> Iterator[Runner]:
     made = Runner(host)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "get_kernel", made.get_kernel)
-        patch.setattr(family, "shared_memory", lambda _: made.shared_memory)
+        patch.setattr(family, "device_attributes", lambda *_: made.shared_memory)
         patch.setattr(family, "device_info", lambda _: DeviceInfo(0, "", 90, multiprocessors=1, memory=0))
         yield made
 

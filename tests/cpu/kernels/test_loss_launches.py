@@ -28,7 +28,7 @@ def test_rows_are_held_as_far_as_two_blocks_have_memory(
     itemsize: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """50,304 classes on an H200: the whole row of a 16-bit type, half of one in FP32."""
-    monkeypatch.setattr(cross_entropy, "shared_memory", lambda _: (227 << 10, 228 << 10))
+    monkeypatch.setattr(cross_entropy, "device_attributes", lambda *_: (227 << 10, 228 << 10))
     sharing = RowSharing.of(packed(8192, 50304))
     assert sharing.octets == 25
     assert sharing.held_octets(itemsize, 0) == held

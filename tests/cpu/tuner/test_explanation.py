@@ -144,5 +144,5 @@ def test_peaks_that_are_not_known_and_products_of_nothing(monkeypatch: pytest.Mo
 
 def test_hardware_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "device_info", lambda _: DeviceInfo(0, "NVIDIA H200", 90, 132, 1 << 37))
-    monkeypatch.setattr(explanation, "highest_clocks", lambda _: (1_980_000, 3_201_000, 6144))
+    monkeypatch.setattr(explanation, "device_attributes", lambda *_: (1_980_000, 3_201_000, 6144))
     assert explanation.hardware(0) == HARDWARE

@@ -175,5 +175,5 @@ def test_the_winner_is_never_slower_than_the_first(timings: dict[str, Timing], d
 def test_buffer_sets_exceed_the_cache_where_that_takes_few(
     size: int, sets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "cache_size", lambda _: 50_000_000)
+    monkeypatch.setattr(timing, "device_attributes", lambda *_: (50_000_000,))
     assert buffer_sets(size, 0) == sets
