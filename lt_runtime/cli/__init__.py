@@ -81,13 +81,8 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     help_activation = f"of {', '.join(ACTIVATIONS)} (default: relu in an MLP, none for a layer that stands alone)"
     add("--activation", type=_names(*ACTIVATIONS), action="extend", metavar="NAMES", help=help_activation)
     add("--effort", choices=("default", "deep"), default="default", help="deep tries many more algorithms")
-    add("--device", type=_device, help="the GPU: its ordinal, cuda or cuda:N (default: the current one)")
+    add("--device", help="the GPU: its ordinal, cuda or cuda:N (default: the current one)")
     add("--json", action="store_true", help="print one JSON object")
-
-
-def _device(text: str) -> int | str:
-    """As `parse_device` takes it: an ordinal is an int."""
-    return int(text) if text.lstrip("-").isdecimal() else text
 
 
 def _names(*accepted: str) -> Callable[[str], list[str]]:

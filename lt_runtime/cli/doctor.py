@@ -81,7 +81,6 @@ def examine() -> Report:
     cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy
     looks: dict[str, probes.Look] = dict(zip(CUDA_REQUIREMENTS, cuda, strict=True))
     looks |= {name: functools.partial(probes.package, name) for name in PACKAGES}
-    looks["g++"] = probes.host_compiler
     libraries = tuple(probes.library(name, look) for name, look in looks.items())
     findings = tuple(diagnose(driver, gpus, libraries, cache))
     return Report(platform.python_version(), platform.platform(), driver, gpus, libraries, cache, findings)
@@ -99,8 +98,6 @@ def diagnose(
     if not cache.writable:
         kept = "keeping compiled kernels from one run to the next"
         yield Finding(f"{cache.path} cannot be written", kept, "export LT_RUNTIME_CACHE_DIR=DIRECTORY", needed=False)
-    if "g++" in problems:
-        yield Finding("g++: not found", "testing the kernels on the CPU", "apt-get install g++", needed=False)
 
 
 def _missing(problems: Mapping[str, str], requirements: Mapping[str, str], prevents: str) -> Iterator[Finding]:

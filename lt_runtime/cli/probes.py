@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,7 +40,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library, a set of headers or a tool: its version and where it lies, or what is wrong with it."""
+    """A library, or a set of headers: its version and where it lies, or what is wrong with it."""
 
     name: str
     version: str | None = None
@@ -121,23 +120,13 @@ def cupy() -> tuple[str, str]:
     if importlib.util.find_spec("cupy") is None:
         raise ModuleNotFoundError("cupy")
     code = "import cupy; print(cupy.__version__, cupy.__path__[0], sep='\\n')"
-    done = _run([sys.executable, "-c", code], CUPY_CACHE_DIR=os.sep)
+    environment = os.environ | {"CUPY_CACHE_DIR": os.sep}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or f"its import ended with {done.returncode}")
     version, path = done.stdout.splitlines()[-2:]
     return version, path
-
-
-def host_compiler() -> tuple[str, str]:
-    """The host's compiler, which only the tests need: they run the kernels on the CPU."""
-    path = shutil.which("g++")
-    if path is None:
-        raise FileNotFoundError("g++")
-    return _run([path, "-dumpfullversion", "-dumpversion"]).stdout.strip(), path
-
-
-def _run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
 def package(distribution: str) -> tuple[str, str]:

@@ -25,27 +25,22 @@ class Library:
     def __init__(self, path: str) -> None:
         self.path = path
         self._dll = ctypes.CDLL(path)
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Any] = {}
         self.version = self._read_version()
 
     def _read_version(self) -> int:
         return int(self.function("cublasLtGetVersion")())
 
-    def find(self, name: str) -> Callable[..., Any] | None:
-        """The C function `name` with its types declared; None if this version of the library lacks it."""
-        try:
-            found = getattr(self._dll, name)
-        except AttributeError:
-            return None
-        found.argtypes, found.restype = abi.ARGUMENTS[name], abi.RESULTS.get(name, ctypes.c_int)
-        self._functions[name] = found
-        return found  # type: ignore[no-any-return]  # ctypes makes functions at run time
-
     def function(self, name: str) -> Callable[..., Any]:
-        """The C function `name`; `MissingLibraryError` if this version of the library lacks it."""
-        found = self._functions.get(name) or self.find(name)
+        """The C function `name`, with its types declared; see the module's `function`."""
+        found = self._functions.get(name)
         if found is None:
-            raise MissingLibraryError(f"{name} is not in {self.path}; {_remedy(abi.SINCE.get(name, 0))}")
+            try:
+                found = self._dll[name]
+            except AttributeError:
+                raise MissingLibraryError(f"{name} is not in {self.path}; {_remedy(abi.SINCE.get(name, 0))}") from None
+            found.argtypes, found.restype = abi.ARGUMENTS[name], abi.RESULTS.get(name, ctypes.c_int)
+            self._functions[name] = found
         return found
 
 

@@ -51,8 +51,8 @@ def parse_device(device: object) -> int | None:
     """The ordinal of the GPU that a caller named; None for the host.
 
     Args:
-        device: a GPU's ordinal; "cpu", "cuda" (the first GPU) or "cuda:N"; "auto", which is the first GPU if there is
-            one and the host otherwise; or an object with `type` and `index`, such as a `torch.device`.
+        device: a GPU's ordinal N; "cpu", "cuda" (the first GPU), "cuda:N" or "N"; "auto", which is the first GPU if
+            there is one and the host otherwise; or an object with `type` and `index`, such as a `torch.device`.
 
     Raises:
         ArgumentError: another value, or a GPU that is not there.
@@ -63,7 +63,7 @@ def parse_device(device: object) -> int | None:
     count = device_count()
     if name == "auto":
         return 0 if count else None
-    match = re.fullmatch(r"cuda(?::(-?\d+))?", name)
+    match = re.fullmatch(r"cuda|(?:cuda:)?(-?\d+)", name)
     if match is None:
         raise ArgumentError(
             f"device is {device!r}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a "
@@ -79,7 +79,7 @@ def _device_name(device: Any) -> str:
     if hasattr(device, "type") and hasattr(device, "index"):
         return str(device.type) if device.index is None else f"{device.type}:{device.index}"
     if hasattr(device, "__index__") and not isinstance(device, bool):
-        return f"cuda:{operator.index(device)}"
+        return str(operator.index(device))
     return str(device)
 
 

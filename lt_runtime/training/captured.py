@@ -183,8 +183,7 @@ class GpuStep:
         if replay is None or not is_current(device):
             return False
         handle = current_streams[type(x)](device) if stream is None else stream_handle(stream, device)
-        if handle and is_capturing(handle):
-            raise _capture_error(handle)
+        _refuse_capture(handle)
         with self._turn as turn, range_of("step"):
             turn.give(handle)
             return self._launch(replay, (x_looks[0], target_looks[0]), handle)
@@ -207,8 +206,7 @@ class GpuStep:
                 _copy(replay.copies, addresses, handle)
                 self._body.run(replay.batches.parts, self.tally, handle)
                 return
-            if handle and is_capturing(handle):
-                raise _capture_error(handle)
+            _refuse_capture(handle)
             with self._turn as turn, range_of("step"):
                 turn.give(handle)
                 replay = self._prepared(batch, handle)
@@ -288,8 +286,9 @@ def _copy(copies: Sequence[RowCopy], addresses: tuple[int, int], stream: int) ->
             check("cuMemcpyDtoDAsync", status)
 
 
-def _capture_error(stream: int) -> CaptureError:
-    return CaptureError(f"stream {stream:#x} is being captured; a step to be captured needs graph=False")
+def _refuse_capture(stream: int) -> None:
+    if stream and is_capturing(stream):  # the default stream cannot be captured
+        raise CaptureError(f"stream {stream:#x} is being captured; a step to be captured needs graph=False")
 
 
 @contextlib.contextmanager

@@ -46,9 +46,6 @@ class Recorder:
         known = self._stand_ins.get(name) or self._real.function(name)
         return known if name in _TEXTS else self._recorded(name, known)
 
-    def find(self, name: str) -> Callable[..., Any] | None:
-        return None if self._real.find(name) is None else self.function(name)
-
     def _recorded(self, name: str, real: Callable[..., int]) -> Callable[..., int]:
         def run(*arguments: Any) -> int:
             index = len(self.calls)

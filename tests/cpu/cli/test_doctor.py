@@ -20,7 +20,7 @@ from lt_runtime.gpu.devices import DeviceInfo, kernel_driver_version
 DRIVER = Driver("580.95.05", (13, 0))
 H200 = DeviceInfo(0, "NVIDIA H200", 90, 132, 150 * 2**30)
 CACHE = CacheDirectory("/cache", writable=True)
-NAMES = (*doctor.CUDA_REQUIREMENTS, *doctor.PACKAGES, "g++")
+NAMES = (*doctor.CUDA_REQUIREMENTS, *doctor.PACKAGES)
 LIBRARIES = tuple(Library(name, "13.0", f"/lib/{name}") for name in NAMES)
 
 
@@ -79,11 +79,6 @@ def test_a_cache_that_cannot_be_written_costs_time_only():
     (finding,) = diagnose(cache=replace(CACHE, writable=False))
     assert not finding.needed
     assert "LT_RUNTIME_CACHE_DIR" in finding.mend
-
-
-def test_the_host_compiler_is_optional():
-    (finding,) = diagnose(libraries=without("g++"))
-    assert not finding.needed
 
 
 def test_a_package_of_the_core_is_needed_everywhere():

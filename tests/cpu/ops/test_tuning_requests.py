@@ -329,7 +329,7 @@ def test_a_failure_shows_what_was_decided_before(tuner: Tuner, capsys: pytest.Ca
         (("--recorded", "/missing"), "/missing cannot be read (No such file or directory)"),
         (("--preset", "tiny", "--device", "cpu"), "device is 'cpu'; accepted are GPUs"),
         (("--preset", "tiny", "--device", "tpu"), "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
-        (("--preset", "tiny", "--device", "2"), "device is 2, but this machine has 2 usable GPUs"),
+        (("--preset", "tiny", "--device", "2"), "device is '2', but this machine has 2 usable GPUs"),
     ],
 )
 def test_what_warmup_refuses(
