@@ -108,21 +108,17 @@ def _train_epochs(
     generator = np.random.default_rng(model.seed)
     for epoch in range(epochs):
         is_last = epoch == epochs - 1
+        step = timed if is_last else captured
         if progress:
             progress(epoch, epochs, "training")
         order = generator.permutation(len(digits.labels))[: digits.batches * _BATCH].reshape(-1, _BATCH)
         start = time.perf_counter()
         with ranges.listening(timer) if is_last else contextlib.nullcontext():
-            losses += _epoch(timed if is_last else captured, images, labels, device.asarray(order))
+            of_steps = [step(images[batch], labels[batch]).copy() for batch in device.asarray(order)]
+            # They are read once an epoch, so that no step waits for them.
+            losses += map(float, device.to_host(device.namespace.stack(of_steps)))
         seconds.append(time.perf_counter() - start)
     return losses, seconds
-
-
-def _epoch(step: TrainStep, images: Any, labels: Any, order: Any) -> list[float]:
-    """One pass over the images; the losses are read once at its end, so that no step waits for them."""
-    losses = [step(images[batch], labels[batch]).copy() for batch in order]
-    device = step.model.device
-    return [float(loss) for loss in device.to_host(device.namespace.stack(losses))]
 
 
 def run(arguments: argparse.Namespace) -> int:
