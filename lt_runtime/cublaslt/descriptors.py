@@ -131,6 +131,7 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
 
     Attributes:
         validated: the revisions of this descriptor and of four layouts that passed `validate` together.
+        prepared: what `matmul` prepared for its last call with this descriptor, after what tells whether it still fits.
     """
 
     _prefix = "cublasLtMatmulDesc"
@@ -144,6 +145,7 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
         self._values |= {**created, ids.POINTER_MODE: PointerMode.HOST}
         self._emulation: EmulationDesc | None = None
         self.validated: tuple[int, ...] = ()
+        self.prepared: tuple[Any, Any] = (None, None)
 
     def set_emulation(self, emulation: EmulationDesc | None) -> None:
         """Sets EMULATION_DESCRIPTOR, and keeps the descriptor that it points to alive.

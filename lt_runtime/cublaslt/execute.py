@@ -55,10 +55,15 @@ def matmul(
         AlignmentError: an address is not a multiple of what it must be.
         CublasLtError: the library refused the call.
     """
-    prepared = PreparedMatmul(handle, desc, a_layout, b_layout, c_layout, d_layout, algorithm)
-    matrices = {"a": (a, a_layout), "b": (b, b_layout), "c": (c, c_layout), "d": (d, d_layout)}
-    for name, (address, layout) in matrices.items():
-        check_address(name, address, alignment_of(layout))
+    layouts = a_layout, b_layout, c_layout, d_layout
+    key = (pointer(handle), algorithm, desc.revision, *(layout.revision for layout in layouts))
+    known, prepared = desc.prepared
+    if known != key:
+        prepared = PreparedMatmul(handle, desc, *layouts, algorithm)
+        prepared.kept = ()  # the descriptor that remembers it must not be kept by it
+        desc.prepared = key, prepared
+    for name, address, alignment in zip("abcd", (a, b, c, d), prepared.alignments, strict=True):
+        check_address(name, address, alignment)
     if c == d and any(c_layout.recall(each) != d_layout.recall(each) for each in _PLAIN):
         raise ArgumentError("c is d, and their layouts differ; accepted: equal layouts, or another place for C")
     check_workspace(workspace, workspace_size, 0 if algorithm is None else algorithm.workspace_size)
@@ -72,6 +77,10 @@ class PreparedMatmul:
     except for the addresses in `desc`.
 
     The arguments are as of `matmul`.
+
+    Attributes:
+        kept: the descriptors, which the library reads at each launch.
+        alignments: what the addresses of A to D must be multiples of, in bytes.
 
     Raises:
         ArgumentError, ShapeError, LayoutError, DTypeError: see `validate`.
@@ -89,8 +98,9 @@ class PreparedMatmul:
     ) -> None:
         validate(desc, a_layout, b_layout, c_layout, d_layout)
         check_pointers(desc)
-        self._kept = desc, a_layout, b_layout, c_layout, d_layout
-        self._handles = tuple(each.handle for each in self._kept)
+        self.kept: tuple[Any, ...] = (desc, a_layout, b_layout, c_layout, d_layout)
+        self._handles = tuple(each.handle for each in self.kept)
+        self.alignments = [alignment_of(layout) for layout in (a_layout, b_layout, c_layout, d_layout)]
         self._handle, self._algorithm = pointer(handle), None if algorithm is None else algorithm.blob
         ids = MatmulDescAttribute
         mode = desc.recall(ids.POINTER_MODE)
