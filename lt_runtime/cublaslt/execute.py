@@ -129,7 +129,10 @@ class PreparedMatmul:
             CublasLtError: the library refused the call.
         """
         desc, a_layout, b_layout, c_layout, d_layout = self._handles
-        factor, c_factor = self._alphas.get(alpha) or self._alpha(alpha), self._betas.get(beta) or self._beta(beta)
+        try:
+            factor, c_factor = self._alphas.get(alpha) or self._alpha(alpha), self._betas.get(beta) or self._beta(beta)
+        except TypeError:  # what cannot be hashed is no number; the readers say so
+            factor, c_factor = self._alpha(alpha), self._beta(beta)
         status = self._matmul(
             self._handle, desc, factor, a, a_layout, b, b_layout, c_factor, c, c_layout, d, d_layout,
             self._algorithm, workspace, workspace_size, stream,

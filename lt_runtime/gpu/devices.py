@@ -14,7 +14,6 @@ from typing import Any
 from cuda.bindings import driver
 
 from lt_runtime.errors import ArgumentError, LtError
-from lt_runtime.gpu.direct import is_current
 from lt_runtime.gpu.driver import call
 
 
@@ -130,7 +129,8 @@ def current_device() -> int:
 def activated(ordinal: int) -> Iterator[None]:
     """Makes a device's primary context current for the calling thread, and restores the previous one at the end."""
     _initialise()
-    if is_current(ordinal):
+    status, device = driver.cuCtxGetDevice()
+    if status == driver.CUresult.CUDA_SUCCESS and int(device) == ordinal:
         yield
         return
     call("cuCtxPushCurrent", _primary_context(ordinal))

@@ -183,7 +183,8 @@ class GpuStep:
         if replay is None or not is_current(device):
             return False
         handle = current_streams[type(x)](device) if stream is None else stream_handle(stream, device)
-        _refuse_capture(handle)
+        if handle and is_capturing(handle):
+            return False
         with self._turn as turn, range_of("step"):
             turn.give(handle)
             return self._launch(replay, (x_looks[0], target_looks[0]), handle)

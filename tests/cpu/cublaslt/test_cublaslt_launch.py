@@ -70,7 +70,7 @@ def test_scalars_are_of_the_scale_type(launches: Launches, compute: Any, scale: 
     assert struct.unpack(code, launches[0]["alpha"]) == expected
 
 
-@pytest.mark.parametrize("value", ["1", None, 1j, 1e300])
+@pytest.mark.parametrize("value", ["1", None, 1j, 1e300, [1.0]])
 def test_scalars_that_are_none(launches: Launches, value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"alpha is .*; accepted: a number of type R_32F"):
         Product(alpha=value).launch()
