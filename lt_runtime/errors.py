@@ -12,6 +12,8 @@
     │   ├── DeviceError                 it is on another device than the others
     │   └── OverlapError                an output shares memory with an input
     ├── CheckpointError (ValueError)    a file is damaged, or is a checkpoint of another model
+    ├── FileError (OSError)             a file cannot be read or written
+    │   └── MissingFileError (FileNotFoundError)    there is none
     ├── MissingLibraryError (ImportError)   a library that this call needs is not installed
     ├── CaptureError (RuntimeError)     the call cannot be made while a stream is being captured
     └── GpuError (RuntimeError)         the driver, the compiler or cuBLASLt reported a failure
@@ -20,7 +22,7 @@
         ├── CublasLtError               a cuBLASLt call failed
         └── PlanError                   cuBLASLt has no algorithm for a matrix product
 
-Everything except `GpuError` is raised before anything is launched or written.
+Everything except `GpuError` is raised before anything is launched or written, or leaves a file as it was (`FileError`).
 """
 
 
@@ -61,7 +63,15 @@ class OverlapError(OperandError):
 
 
 class CheckpointError(LtError, ValueError):
-    """A file is damaged, is no checkpoint, or is a checkpoint of another model or optimizer."""
+    """A file is damaged, is no checkpoint, or is one of another model or optimizer; or a state cannot be saved."""
+
+
+class FileError(LtError, OSError):
+    """A file cannot be read or written; `errno`, `strerror` and `filename` say why, and which."""
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """There is no such file or directory."""
 
 
 class MissingLibraryError(LtError, ImportError):

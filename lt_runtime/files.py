@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import os
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import BinaryIO, Final, TypeAlias
 
 TEMPORARY: Final = ".tmp"
 """Suffix of files that are still being written."""
+
+_LOOKED_AT: Final = 100_000
+"""Entries of a directory that are looked at for abandoned files; more would delay a save."""
 
 Signature: TypeAlias = tuple[int, int, int] | None
 """Inode, size and time of a file, which change whenever it is replaced; None if there is no file."""
@@ -26,26 +33,94 @@ def signature(path: Path) -> Signature:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Replaces a file in one step by what the block writes to the path that it is given; no reader sees half of it.
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Replaces a file in one step by what the block writes to the file that it is given; no reader sees half of it.
+
+    A file that is replaced keeps its mode; the mode of a new one follows the umask. What killed processes have left of
+    the same file is removed.
 
     Raises:
         OSError: the file cannot be written; what was there is unchanged.
     """
-    temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
-    temporary.open("xb").close()  # an error here says what is wrong with the place
+    mode = _mode(path)
+    _remove_abandoned(path)
+    temporary, handle = _new_temporary(path, 0o666 if mode is None else 0o600)
     try:
-        yield temporary
-        flush(temporary)
-        temporary.replace(path)
+        with os.fdopen(handle, "wb") as file:  # locked until it is closed
+            yield file
+            file.flush()
+            if mode is not None:
+                os.fchmod(handle, mode)
+            os.fsync(handle)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file as `replacing` does."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
+    with replacing(path) as file:
+        file.write(content)
+
+
+def _mode(path: Path) -> int | None:
+    """The permissions of the file that is to be replaced; None if there is none, or a symbolic link."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(mode):
+        return None
+    if not stat.S_ISREG(mode):  # renaming would replace a device too
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return stat.S_IMODE(mode)
+
+
+def _new_temporary(path: Path, mode: int) -> tuple[Path, int]:
+    """A new file beside another: its path, and a handle that holds a lock on it for as long as it is written."""
+    while True:
+        temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            if _lock(handle) is not False and os.fstat(handle).st_nlink:
+                return temporary, handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # another process has taken it for abandoned before it was locked, and removes it
+
+
+def _lock(handle: int) -> bool | None:
+    """Locks a file without waiting; False if another has it locked, None where the file system has no locks.
+
+    The system frees the lock of a process that ends, however it ends. `filelock` would truncate the file.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes the temporary files of `path` that no process is writing."""
+    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}" + re.escape(TEMPORARY))
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in itertools.islice(entries, _LOOKED_AT):
+            if pattern.fullmatch(entry.name):
+                _remove_if_abandoned(entry.path)
+
+
+def _remove_if_abandoned(path: str) -> None:
+    with contextlib.suppress(OSError):  # another process has been faster, or the file belongs to another user
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if stat.S_ISREG(os.fstat(handle).st_mode) and _lock(handle):
+                Path(path).unlink()
+        finally:
+            os.close(handle)
 
 
 def flush(path: Path) -> None:

@@ -1,63 +1,18 @@
-"""Checkpoints: a resumed run ends with the same bits; what does not fit changes nothing; a crash loses nothing."""
+"""Checkpoints: a resumed run ends with the same bits; what does not fit changes nothing."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from safetensors import safe_open
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, CheckpointError
-from tests.support.numpy_cases import DTYPES, Array
-
-BATCH = 16
-Run = tuple[lt.MLP, lt.AdamW]
-
-
-def run_of(dtype: str = "float32", *, scaled: bool = False, **options: Any) -> Run:
-    model = lt.MLP([6, 12, 3], activation="gelu", dtype=dtype, dropout=0.3, seed=11, device="cpu")
-    options = {"lr": 1e-2, "schedule": lt.schedules.warmup_linear(3, 40), **options}
-    scaler = lt.GradScaler(1024.0, growth_interval=3) if scaled else None
-    return model, lt.AdamW(model.parameters(), scaler=scaler, **options)
-
-
-def train(run: Run, steps: range) -> None:
-    model, optimizer = run
-    step = lt.TrainStep(model, optimizer, batch_size=BATCH)
-    for i in steps:
-        generator = np.random.default_rng(i)
-        x = generator.standard_normal((BATCH, 6)).astype(DTYPES[model.dtype.value])
-        step(x, generator.integers(0, 3, BATCH).astype(np.int32))
-
-
-def arrays_of(run: Run) -> dict[str, Array]:
-    """Everything that training changes."""
-    model, optimizer = run
-    found = {f"{each.name}.{part}": getattr(each, part) for each in model.parameters() for part in ("data", "master")}
-    for each, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
-        found |= {f"{each.name}, moment {i}": moment for i, moment in enumerate(moments)}
-    found |= {name: getattr(optimizer, name) for name in ("steps", "skipped_steps", "grad_norm")}
-    if optimizer.scaler is not None:
-        found |= {"scale": optimizer.scaler.scale, "growth": optimizer.scaler.growth_tracker}
-    return {name: array for name, array in found.items() if array is not None}
-
-
-def state(run: Run) -> dict[str, Array]:
-    return {name: array.copy() for name, array in arrays_of(run).items()}
-
-
-def assert_same(one: dict[str, Array], other: dict[str, Array]) -> None:
-    assert one.keys() == other.keys()
-    for name, array in one.items():
-        assert array.tobytes() == other[name].tobytes(), name
+from tests.support.training_runs import Run, arrays_of, assert_same, rewrite, run_of, state, train
 
 
 @pytest.mark.parametrize(
@@ -152,13 +107,6 @@ def test_of_another_model_or_optimizer(tmp_path: Path, make: Callable[[], Run], 
     assert_same(state(other), before)
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Array], dict[str, str]], None]) -> None:
-    with safe_open(path, framework="np") as file:
-        metadata, arrays = dict(file.metadata()), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(arrays, metadata)
-    safetensors.numpy.save_file(arrays, path, metadata)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -196,55 +144,6 @@ def test_truncated_files(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="is damaged or no safetensors file"):
             lt.load_checkpoint(path, *run)
     assert_same(state(run), before)
-
-
-def test_places_that_are_none(tmp_path: Path) -> None:
-    run = run_of()
-    with pytest.raises(FileNotFoundError):
-        lt.load_checkpoint(tmp_path / "none", *run)
-    with pytest.raises(FileNotFoundError):
-        lt.save_checkpoint(tmp_path / "none" / "run", *run)
-
-
-def test_a_crash_while_writing_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, run = tmp_path / "run.safetensors", run_of()
-    lt.save_checkpoint(path, *run)
-    older = path.read_bytes()
-    train(run, range(1))
-
-    def crash(_: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(OSError, match="no space"):
-        lt.save_checkpoint(path, *run)
-    assert path.read_bytes() == older
-    assert [*tmp_path.iterdir()] == [path]
-
-
-ENDLESS = """
-import sys, lt_runtime as lt
-model = lt.MLP([6, 400, 3], activation="gelu", dropout=0.3, seed=11, device="cpu")
-optimizer = lt.AdamW(model.parameters(), lr=1e-2)
-while True:
-    optimizer.steps += 1
-    model.layers[0].weight.data[...] = float(optimizer.steps[0])
-    lt.save_checkpoint(sys.argv[1], model, optimizer)
-    print(int(optimizer.steps[0]), flush=True)
-"""
-
-
-def test_a_killed_run_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run.safetensors"
-    with subprocess.Popen([sys.executable, "-c", ENDLESS, path], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = [int(process.stdout.readline()) for _ in range(20)]
-        process.kill()
-    model = lt.MLP([6, 400, 3], activation="gelu", dropout=0.3, seed=11, device="cpu")
-    optimizer = lt.AdamW(model.parameters(), lr=1e-2)
-    lt.load_checkpoint(path, model, optimizer)
-    assert int(optimizer.steps[0]) >= said[-1]
-    assert (model.layers[0].weight.data == float(optimizer.steps[0])).all()
 
 
 def test_an_optimizer_of_something_else(tmp_path: Path) -> None:

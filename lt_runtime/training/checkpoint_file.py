@@ -1,0 +1,176 @@
+"""The file of a checkpoint: arrays by name and a text, in the safetensors format, with a digest of both.
+
+The library's own `save_file` is not used: it puts a new file of mode 0600 in the place of whatever it is given, and its
+exceptions hide the system's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.errors import CheckpointError, FileError, MissingFileError
+from lt_runtime.files import flush, replacing
+
+_TEXT: Final = "lt_runtime"
+_DIGEST: Final = "lt_runtime.sha256"
+"""Both are keys of the metadata. Earlier versions wrote the text alone."""
+
+_CODES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32"}
+"""What safetensors calls the types of NumPy that a checkpoint may have."""
+_NAMES: Final = {code: name for name, code in _CODES.items()}
+
+_LENGTH_BYTES: Final = 8
+_HEADER_LIMIT: Final = 4 << 20
+"""Enough for thousands of layers, and read in less than a second whatever it holds. The library's limit is 100 MB."""
+
+_MESSAGE_LIMIT: Final = 200
+
+
+def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text: str) -> None:
+    """Replaces a file, or what a symbolic link leads to, in one step. Returns when the new file is on the disk.
+
+    Raises:
+        CheckpointError: there are too many arrays.
+        FileError: the system refuses.
+    """
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligns every array to its type
+    header = _header(ordered, {_TEXT: text, _DIGEST: _digest(text, arrays)})
+    if len(header) > _HEADER_LIMIT:
+        raise CheckpointError(
+            f"{path} would need a header of {len(header)} bytes; at most {_HEADER_LIMIT} are accepted"
+        )
+    with _file_errors(path):
+        target = _target(path)
+        with replacing(target) as file:
+            file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+            for _, array in ordered:
+                file.write(_bytes_of(array))
+        flush(target.parent)
+
+
+def read(
+    path: str | os.PathLike[str], like: Mapping[str, Any], check_text: Callable[[str], None]
+) -> dict[str, NDArray[Any]]:
+    """The arrays of a file, which must have the names, types and shapes of `like`, and the digest that it says.
+
+    Nothing larger than the header's limit is read before it is known to fit. A file of an earlier version, which has no
+    digest, costs a warning at the caller's caller.
+
+    Args:
+        check_text: raises if the file's text is not as it should be.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds something else.
+        FileError: the system refuses.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with _file_errors(path), _opened(path) as handle:
+        try:
+            # This way there can be no other file at the path by now. What is mapped, as the library would by default,
+            # ends the process when another shortens the file.
+            with safe_open(f"/proc/self/fd/{handle}", framework="np", backend="pread") as file:
+                metadata = _checked_metadata(path, file.metadata())
+                check_text(metadata[_TEXT])
+                _check_arrays(path, file, like)
+                values = {name: file.get_tensor(name) for name in like}
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged or no safetensors file: {shortened(str(error))}") from error
+    if _DIGEST not in metadata:
+        warnings.warn(f"{path} is of an earlier version, which saved no digest: damage goes unnoticed", stacklevel=3)
+    elif metadata[_DIGEST] != _digest(metadata[_TEXT], values):
+        raise CheckpointError(f"{path} is damaged: its content does not have the digest that it was saved with")
+    return values
+
+
+def shortened(text: str) -> str:
+    """A file's text for a message: not too long, and without lone surrogates, which cannot be printed."""
+    return text[:_MESSAGE_LIMIT].encode(errors="backslashreplace").decode()
+
+
+def _header(arrays: Sequence[tuple[str, NDArray[Any]]], metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, array in arrays:
+        start, end = end, end + array.nbytes
+        described[name] = {"dtype": _CODES[array.dtype.name], "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(described).encode()
+    return text + b" " * (-len(text) % _LENGTH_BYTES)
+
+
+def _digest(text: str, arrays: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 of the text and of all arrays' names, types, shapes and bytes, wherever in the file they lie."""
+    ordered = sorted(arrays.items())
+    described = [text, *((name, array.dtype.name, array.shape) for name, array in ordered)]
+    digest = hashlib.sha256(json.dumps(described).encode())
+    for _, array in ordered:
+        digest.update(_bytes_of(array))
+    return digest.hexdigest()
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """The file that a path means; what symbolic links lead to need not exist."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return target
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
+    """A handle of a regular file with a header of accepted length. Never waits, as opening a FIFO might."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise CheckpointError(f"{path} is no regular file")
+        length = int.from_bytes(os.pread(handle, _LENGTH_BYTES, 0), "little")
+        if length > _HEADER_LIMIT:
+            found = f"its header would have {length} bytes; at most {_HEADER_LIMIT} are accepted"
+            raise CheckpointError(f"{path} is damaged or no safetensors file: {found}")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _checked_metadata(path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Anything besides text and digest may be a damaged name of one of them."""
+    if metadata is None or metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
+        raise CheckpointError(f"{path} was not written by lt.save_checkpoint")
+    return metadata
+
+
+def _check_arrays(path: str | os.PathLike[str], file: Any, like: Mapping[str, Any]) -> None:
+    for name in sorted(like.keys() ^ set(file.keys())):
+        found = f"no {name}" if name in like else f"{shortened(name)}, which there is not here"
+        raise CheckpointError(f"{path} has {found}")
+    for name, array in like.items():
+        part = file.get_slice(name)
+        there = f"{_NAMES.get(part.get_dtype(), part.get_dtype())} {tuple(part.get_shape())}"
+        here = f"{array.dtype.name} {tuple(array.shape)}"
+        if there != here:
+            raise CheckpointError(f"{path}: {name} is {shortened(there)}; here it is {here}")
+
+
+@contextlib.contextmanager
+def _file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
+        raise kind(error.errno, error.strerror or str(error), os.fspath(path)) from error

@@ -1,0 +1,361 @@
+"""Checkpoints that are damaged, forged or no files at all are refused by name, soon, and change nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import lt_runtime as lt
+from lt_runtime.errors import CheckpointError, LtError
+from lt_runtime.training import checkpoint_file
+from tests.support.numpy_cases import Array
+from tests.support.training_runs import Run, assert_same, content_of, rewrite, run_of, state, train
+
+TEXT, DIGEST = "lt_runtime", "lt_runtime.sha256"
+
+
+def every_kind() -> Run:
+    """A run with every array that a checkpoint may have."""
+    return run_of("float16", scaled=True, amsgrad=True, max_norm=1.0)
+
+
+def saved(path: Path, run: Run) -> dict[str, Array]:
+    """Saves a run of a few steps; its state."""
+    train(run, range(2))
+    lt.save_checkpoint(path, *run)
+    return state(run)
+
+
+def forge(path: Path, change: Callable[[dict[str, Array]], object]) -> None:
+    """Changes arrays of a checkpoint and gives it the digest that belongs to them."""
+    arrays, metadata = content_of(path)
+    change(arrays)
+    checkpoint_file.write(path, arrays, metadata[TEXT])
+
+
+def refused(path: Path, run: Run, message: str) -> str:
+    """Loading is refused with a message, which is printable and short, and changes nothing."""
+    before = state(run)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        lt.load_checkpoint(path, *run)
+    assert_same(state(run), before)
+    said = str(raised.value)
+    assert said.startswith(str(path))
+    assert len(said.encode()) < 1000
+    return said
+
+
+def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    model = lt.MLP([2, 2], seed=3, device="cpu")
+    run = model, lt.AdamW(model.parameters(), scaler=lt.GradScaler())
+    lt.save_checkpoint(path, *run)
+    content = path.read_bytes()
+    for bit in range(0, 8 * len(content), 29):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        refused(path, run, "is damaged|was not written by|was saved with|has ")
+
+
+@pytest.mark.parametrize("name", ["layer0.weight", "layer1.weight.master", "layer0.bias.m", "layer1.bias.v_max"])
+def test_a_flipped_bit_of_a_tensor_is_called_damage(tmp_path: Path, name: str) -> None:
+    path, run = tmp_path / "run", every_kind()
+    saved(path, run)
+    rewrite(path, lambda arrays, _: arrays[name].reshape(-1).view(np.uint8).__setitem__(2, 77))
+    refused(path, run, "is damaged: its content does not have the digest")
+
+
+def test_a_digest_of_another_file(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", every_kind()
+    saved(path, run)
+    first = content_of(path)[1][DIGEST]
+    saved(path, run)
+    assert content_of(path)[1][DIGEST] != first
+    rewrite(path, lambda _, metadata: metadata.update({DIGEST: first}))
+    refused(path, run, "is damaged: its content does not have the digest")
+
+
+def test_arrays_that_have_changed_places(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", every_kind()
+    saved(path, run)
+    rewrite(path, lambda arrays, _: arrays.update({"layer0.bias.m": arrays["layer0.bias.v"]}))
+    refused(path, run, "digest")
+
+
+def test_another_tool_may_write_it_again(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", every_kind()
+    expected = saved(path, run)
+    rewrite(path, lambda *_: None)
+    train(run, range(5, 7))
+    lt.load_checkpoint(path, *run)
+    assert_same(state(run), expected)
+
+
+def test_a_file_of_an_earlier_version_costs_one_warning(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", every_kind()
+    expected = saved(path, run)
+    arrays, metadata = content_of(path)
+    safetensors.numpy.save_file(arrays, path, {TEXT: metadata[TEXT]})  # all that earlier versions did
+    train(run, range(5, 7))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lt.load_checkpoint(path, *run)
+    said = f"{path} is of an earlier version, which saved no digest: damage goes unnoticed"
+    assert [(each.category, str(each.message), each.filename) for each in caught] == [(UserWarning, said, __file__)]
+    assert_same(state(run), expected)
+
+
+def test_a_damaged_name_of_the_digest_makes_no_older_file(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", every_kind()
+    saved(path, run)
+    path.write_bytes(path.read_bytes().replace(b"lt_runtime.sha256", b"lt_runtime.sha257"))
+    refused(path, run, "was not written by lt.save_checkpoint")
+
+
+STEPS = "0 to 4294967294"
+SCALE = "1.1754943508222875e-38 to 3.4028234663852886e+38"
+MOMENT = "0.0 to inf, or NaN"
+OUTSIDE: list[tuple[str, Any, str]] = [
+    *[("scaler.scale", value, SCALE) for value in (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0, 1e-40)],
+    *[("scaler.growth_tracker", value, "0 to 2") for value in (-1, 3, 2**31 - 1, -(2**31))],
+    *[(f"optimizer.{name}", 2**32 - 1, STEPS) for name in ("steps", "skipped_steps")],
+    *[("layer0.weight.v", value, MOMENT) for value in (-1.0, -math.inf, -1e-45)],
+    ("layer1.bias.v_max", -1.0, MOMENT),
+    ("optimizer.grad_norm", -1.0, MOMENT),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "accepted"), OUTSIDE)
+def test_values_that_training_cannot_reach(tmp_path: Path, name: str, value: Any, accepted: str) -> None:
+    path, run = tmp_path / "run", every_kind()
+    saved(path, run)
+    forge(path, lambda arrays: arrays[name].reshape(-1).__setitem__(-1, value))
+    found = str(content_of(path)[0][name].dtype.type(value))
+    refused(path, run, re.escape(f"cannot be used: {name} has the value {found}; accepted are {accepted}") + "$")
+
+
+def test_a_negative_moment_in_bfloat16(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", run_of(moments="bfloat16")
+    saved(path, run)
+    forge(path, lambda arrays: arrays["layer0.bias.v"].__setitem__(3, -2.0))
+    refused(path, run, "cannot be used: layer0.bias.v has the value -2")
+
+
+INSIDE: list[tuple[str, Any]] = [
+    ("scaler.scale", 2.0**-126),
+    ("scaler.scale", 3.4028234663852886e38),
+    ("scaler.growth_tracker", 2),
+    ("optimizer.steps", 2**32 - 2),
+    *[("optimizer.grad_norm", value) for value in (math.nan, math.inf)],
+    *[(f"layer0.weight.{name}", value) for name in ("m", "v", "v_max") for value in (math.nan, math.inf)],
+    ("layer0.weight.m", -math.inf),
+    *[(name, value) for name in ("layer0.weight", "layer0.weight.master") for value in (math.nan, -math.inf)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), INSIDE)
+def test_values_that_training_can_reach(tmp_path: Path, name: str, value: Any) -> None:
+    path, run = tmp_path / "run", every_kind()
+    saved(path, run)
+    forge(path, lambda arrays: arrays[name].reshape(-1).__setitem__(-1, value))
+    lt.load_checkpoint(path, *run)
+    again = tmp_path / "again"
+    lt.save_checkpoint(again, *run)
+    assert path.read_bytes() == again.read_bytes()
+    found = content_of(again)[0][name].reshape(-1)[-1]
+    np.testing.assert_equal(float(found), float(value))
+
+
+@pytest.mark.parametrize("gradient", [math.nan, math.inf, 1e30])
+def test_what_such_gradients_leave_can_be_saved_and_loaded(tmp_path: Path, gradient: float) -> None:
+    path, run = tmp_path / "run", run_of(max_norm=math.inf)
+    model, optimizer = run
+    for parameter in model.parameters():
+        parameter.grad[...] = gradient
+    optimizer.step()
+    assert not np.isfinite(optimizer.moments[0][1]).any()
+    expected = state(run)
+    lt.save_checkpoint(path, *run)
+    train(run, range(1))
+    lt.load_checkpoint(path, *run)
+    assert_same(state(run), expected)
+
+
+def test_a_state_that_would_be_refused_is_not_saved(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", every_kind()
+    saved(path, run)
+    older, optimizer = path.read_bytes(), run[1]
+    assert optimizer.scaler is not None
+    optimizer.scaler.scale[...] = 0.0
+    with pytest.raises(CheckpointError, match=r"run is not written: scaler.scale has the value 0.0; accepted are 1\."):
+        lt.save_checkpoint(path, *run)
+    assert path.read_bytes() == older
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_options_may_be_scalars_of_numpy(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", run_of(lr=np.float64(0.25), seed=np.int64(5))
+    expected = saved(path, run)
+    other = run_of(lr=0.25, seed=5)
+    lt.load_checkpoint(path, *other)
+    assert_same(state(other), expected)
+
+
+DESCRIPTIONS: list[tuple[str, str]] = [
+    ("[" * 100_000, "was not written by"),
+    ('{"format":' * 100_000, "was not written by"),
+    ("[" * 500 + "]" * 500, "was not written by"),
+    ('{"format": ' + "[" * 500 + "]" * 500 + "}", r"has format \[\[\["),
+    ('{"format": ' + "9" * 400 + "}", "has format 9{200};"),
+    ('{"format": ' + "9" * 5000 + "}", "was not written by"),
+    ('{"format": 1e400}', "has format inf;"),
+    ('{"format": NaN}', "has format nan;"),
+    ('{"format": true}', "has format True;"),
+    ('{"format": 1.0}', "has format 1.0;"),
+    ('{"format": null}', "has format None;"),
+    ('{"format": "\\ud800"}', r"has format '\\ud800';"),
+    ('{"format": 1, "\\ud800": 2}', r"was saved with \\ud800 = 2;|was saved with model = None"),
+    ('{"format": 1, "' + "n" * 100_000 + '": 2}', "was saved with n{200} = 2;"),
+    ('{"format": 1, "model": 3, "optimizer": [], "scaler": "x"}', "was saved with model = 3;"),
+    ('{"format": 1, "model": {"dims": {"a": [1]}}}', r"was saved with model.dims = \{'a': \[1\]\};"),
+    ("", "was not written by"),
+    ("null", "was not written by"),
+    ('"format"', "was not written by"),
+    ("1", "was not written by"),
+    ("{}", "was not written by"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), DESCRIPTIONS, ids=range(len(DESCRIPTIONS)))
+def test_descriptions_of_every_kind(tmp_path: Path, text: str, message: str) -> None:
+    path, run = tmp_path / "run", run_of()
+    checkpoint_file.write(path, {}, text)
+    refused(path, run, message)
+
+
+def with_header(header: bytes, length: int | None = None) -> bytes:
+    return (len(header) if length is None else length).to_bytes(8, "little") + header
+
+
+LIMIT = "its header would have [0-9]+ bytes; at most 4194304 are accepted"
+HEADERS: list[tuple[bytes, str]] = [
+    (with_header(b"{}", 2**64 - 1), LIMIT),
+    (with_header(b"{}", 99_000_000), LIMIT),
+    (with_header(b"{}", (4 << 20) + 1), LIMIT),
+    (with_header(b"{}", 4 << 20), "is damaged or no safetensors file"),
+    (with_header(b"[" * 100_000), "is damaged or no safetensors file"),
+    (with_header(b'{"__metadata__":' * 100_000), "is damaged or no safetensors file"),
+    (with_header(b'{"__metadata__": {"lt_runtime": "\\ud800"}}'), "is damaged or no safetensors file"),
+    (with_header(b'{"__metadata__": {"lt_runtime": "\xff"}}'), "is damaged or no safetensors file"),
+    (with_header(b'{"__metadata__": {"lt_runtime": 3}}'), "is damaged or no safetensors file"),
+    (
+        with_header(b'{"w": {"dtype": "F32", "shape": [1' + b"0" * 400 + b'], "data_offsets": [0, 4]}}'),
+        "is damaged or no safetensors file",
+    ),
+    (with_header(b"{}"), "was not written by lt.save_checkpoint"),
+    (b"\x00" * 8, "is damaged or no safetensors file"),
+    (os.urandom(100_000), "is damaged or no safetensors file"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), HEADERS, ids=range(len(HEADERS)))
+def test_headers_of_every_kind(tmp_path: Path, content: bytes, message: str) -> None:
+    path, run = tmp_path / "run", run_of()
+    path.write_bytes(content)
+    refused(path, run, message)
+
+
+def test_a_huge_tensor_is_not_read(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", run_of()
+    saved(path, run)
+    arrays, metadata = content_of(path)
+    elements = 1 << 40  # 4 TiB in FP32, all of it a hole
+    described: dict[str, Any] = {"__metadata__": metadata}
+    described |= {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in arrays}
+    described["layer0.weight"] = {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}
+    header = with_header(json.dumps(described).encode())
+    path.write_bytes(header)
+    try:
+        os.truncate(path, len(header) + 4 * elements)
+    except OSError:  # the file system has no files of that size
+        os.truncate(path, len(header) + 1)
+        refused(path, run, "is damaged or no safetensors file")
+    else:
+        refused(path, run, r"layer0.weight is float32 \(1099511627776,\); here it is float32 \(12, 6\)")
+
+
+def test_types_that_no_checkpoint_has(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", run_of()
+    saved(path, run)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"dtype": "F32"', b'"dtype": "F4" '))
+    refused(path, run, "is damaged or no safetensors file")
+    rewrite_as_int8(path, content)
+    refused(path, run, r"layer1.bias is I8 \(3,\); here it is float32 \(3,\)")
+
+
+def rewrite_as_int8(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    rewrite(path, lambda arrays, _: arrays.update({"layer1.bias": np.zeros(3, np.int8)}))
+
+
+NO_FILES = """
+import os, socket, sys
+import lt_runtime as lt
+from lt_runtime.errors import LtError
+model = lt.MLP([2, 2], device="cpu")
+run = model, lt.AdamW(model.parameters())
+os.chdir(sys.argv[1])
+os.mkfifo("fifo")
+os.mkdir("directory")
+os.symlink("loop", "loop")
+server = socket.socket(socket.AF_UNIX)
+server.bind("socket")
+def refused(function, path):
+    try:
+        function(path, *run)
+    except LtError as error:
+        print(function.__name__, path, isinstance(error, (OSError, ValueError)))
+for path in ("fifo", "directory", "loop", "socket"):
+    refused(lt.load_checkpoint, path)
+    refused(lt.save_checkpoint, path)
+for path in ("/dev/zero", "/dev/tty"):  # saving there might replace them, if this test has to fail
+    refused(lt.load_checkpoint, path)
+print(*sorted(os.listdir()))
+"""
+
+
+def test_what_is_no_regular_file_is_refused_at_once_and_stays(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NO_FILES, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    names = ["directory", "fifo", "loop", "socket"]
+    expected = [
+        f"{name}_checkpoint {place} True"
+        for place in ("fifo", "directory", "loop", "socket")
+        for name in ("load", "save")
+    ]
+    expected += [f"load_checkpoint {place} True" for place in ("/dev/zero", "/dev/tty")]
+    assert (done.stdout.splitlines(), done.stderr) == ([*expected, " ".join(names)], "")
+    kinds = [stat.S_IFMT((tmp_path / name).lstat().st_mode) for name in names]
+    assert kinds == [stat.S_IFDIR, stat.S_IFIFO, stat.S_IFLNK, stat.S_IFSOCK]
+
+
+def test_an_error_is_one_of_ours(tmp_path: Path) -> None:
+    run = run_of()
+    for path in (tmp_path, tmp_path / "none", tmp_path / ("n" * 300)):
+        with pytest.raises(LtError):
+            lt.load_checkpoint(path, *run)
