@@ -87,7 +87,8 @@ def test_what_dead_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> N
     path = tmp_path / "a"
     left = [tmp_path / f"a.{digits}{TEMPORARY}" for digits in ("00000000", "89abcdef")]
     names = ("b.00000000", "a.0000000", "a.000000000", "a.0000000g", "a.b.00000000", "aa.00000000", ".a.00000000")
-    others = [tmp_path / f"{name}{TEMPORARY}" for name in names] + [tmp_path / "a.00000000"]
+    others = [tmp_path / f"{name}{TEMPORARY}" for name in names]
+    others += [tmp_path / "a.00000000", tmp_path / f"a.00000000{TEMPORARY}.tmp"]
     for file in (*left, *others):
         file.write_bytes(b"half")
     link, fifo = (tmp_path / f"a.{digits}{TEMPORARY}" for digits in ("11111111", "22222222"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -94,6 +95,15 @@ def test_arrays_that_have_changed_places(tmp_path: Path) -> None:
     saved(path, run)
     rewrite(path, lambda arrays, _: arrays.update({"layer0.bias.m": arrays["layer0.bias.v"]}))
     refused(path, run, "digest")
+
+
+def test_the_digest_stays_as_it_was_defined(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", every_kind()
+    saved(path, run)
+    arrays, metadata = content_of(path)
+    described = [metadata[TEXT], *([name, str(arrays[name].dtype), [*arrays[name].shape]] for name in sorted(arrays))]
+    content = json.dumps(described).encode() + b"".join(arrays[name].tobytes() for name in sorted(arrays))
+    assert metadata == {TEXT: metadata[TEXT], DIGEST: hashlib.sha256(content).hexdigest()}
 
 
 def test_another_tool_may_write_it_again(tmp_path: Path) -> None:
@@ -311,6 +321,28 @@ def test_types_that_no_checkpoint_has(tmp_path: Path) -> None:
 def rewrite_as_int8(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     rewrite(path, lambda arrays, _: arrays.update({"layer1.bias": np.zeros(3, np.int8)}))
+
+
+SHORTENED = """
+import os, sys
+import lt_runtime as lt
+from lt_runtime.errors import CheckpointError
+from lt_runtime.training import checkpoint_file, checkpoints
+model = lt.MLP([6, 40_000, 3], device="cpu")
+run = model, lt.AdamW(model.parameters())
+path = sys.argv[1]
+lt.save_checkpoint(path, *run)
+try:
+    checkpoint_file.read(path, checkpoints._arrays(*run), lambda text: os.truncate(path, 10_000))
+except CheckpointError as error:
+    print("refused")
+"""
+
+
+def test_a_file_that_another_process_shortens_ends_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SHORTENED, tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
 
 
 NO_FILES = """

@@ -1,0 +1,74 @@
+"""Checkpoints on the pretended GPU: a resumed graph goes on with the same bits, and a damaged file changes none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.fake_gpu import FakeGpu
+from tests.support.placed import host_of
+
+_DIMS, _ROWS = [8, 16, 3], 16
+
+
+class _Run:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, lt = gpu, gpu.lt
+        self.model = lt.MLP(_DIMS, activation="gelu", dropout=0.3, seed=3, device="cuda")
+        scaler = lt.GradScaler(1024.0, growth_interval=3)
+        self.optimizer = lt.AdamW(self.model.parameters(), lr=1e-2, scaler=scaler, max_norm=1.0, amsgrad=True)
+        self.step = lt.TrainStep(self.model, self.optimizer, batch_size=_ROWS)
+        gpu.streams.synchronize_all()
+
+    def train(self, steps: range) -> None:
+        for i in steps:
+            generator = np.random.default_rng(i)
+            x = generator.standard_normal((_ROWS, _DIMS[0])).astype(np.float32)
+            labels = generator.integers(0, _DIMS[-1], _ROWS)
+            self.step(self.gpu.cp.asarray(x), self.gpu.cp.asarray(labels), stream=self.gpu.stream)
+        self.gpu.synchronize(self.gpu.stream.ptr)
+
+    def state(self) -> list[bytes]:
+        optimizer = self.optimizer
+        arrays: list[Any] = [each.data for each in self.model.parameters()]
+        arrays += [moment for moments in optimizer.moments for moment in moments]
+        arrays += [optimizer.steps, optimizer.skipped_steps, optimizer.grad_norm]
+        arrays += [optimizer.scaler.scale, optimizer.scaler.growth_tracker]
+        return [host_of(self.gpu, array).tobytes() for array in arrays]
+
+
+def test_a_resumed_run_is_the_unbroken_one(gpu: FakeGpu, tmp_path: Path) -> None:
+    unbroken, first, second = (_Run(gpu) for _ in range(3))
+    unbroken.train(range(8))
+    first.train(range(4))
+    gpu.lt.save_checkpoint(tmp_path / "run", first.model, first.optimizer)
+    second.train(range(90, 93))
+    gpu.lt.load_checkpoint(tmp_path / "run", second.model, second.optimizer)
+    assert second.state() == first.state()
+    second.train(range(4, 8))
+    assert second.state() == unbroken.state()
+
+
+def test_a_damaged_file_changes_nothing(gpu: FakeGpu, tmp_path: Path) -> None:
+    run, path = _Run(gpu), tmp_path / "run"
+    run.train(range(3))
+    gpu.lt.save_checkpoint(path, run.model, run.optimizer)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    run.train(range(3, 5))
+    before = run.state()
+    with pytest.raises(gpu.lt.errors.CheckpointError, match="does not have the digest"):
+        gpu.lt.load_checkpoint(path, run.model, run.optimizer)
+    assert run.state() == before
+
+
+def test_a_state_that_training_cannot_reach_is_not_saved(gpu: FakeGpu, tmp_path: Path) -> None:
+    run = _Run(gpu)
+    run.optimizer.scaler.scale.set(np.array(-1.0, np.float32))
+    with pytest.raises(gpu.lt.errors.CheckpointError, match=r"is not written: scaler.scale has the value -1.0"):
+        gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
+    assert not [*tmp_path.iterdir()]
