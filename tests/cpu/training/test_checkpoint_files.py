@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import subprocess
@@ -62,6 +63,32 @@ def test_a_crash_while_writing_leaves_the_older_file(tmp_path: Path, monkeypatch
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(path))
     assert path.read_bytes() == older
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_the_file_and_then_its_directory_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, flushed = tmp_path / "run", []
+
+    def record(handle: int) -> None:
+        flushed.append((os.fstat(handle).st_ino, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
+    lt.save_checkpoint(path, *run_of())
+    assert flushed == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
+def test_every_array_is_aligned_to_its_type(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    model = lt.MLP([3, 5, 1], dtype="float16", device="cpu")  # an odd number of elements of two bytes
+    lt.save_checkpoint(path, model, lt.AdamW(model.parameters()))
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    described = json.loads(content[8 : 8 + length])
+    described.pop("__metadata__")
+    sizes = {"F16": 2, "F32": 4, "U32": 4}
+    assert {each["dtype"] for each in described.values()} == sizes.keys()
+    for name, each in described.items():
+        assert each["data_offsets"][0] % sizes[each["dtype"]] == 0, name
 
 
 FULL = """
