@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import FileError, LtError, MissingFileError
+from lt_runtime.errors import CheckpointError, FileError, LtError, MissingFileError
 from lt_runtime.files import TEMPORARY
+from lt_runtime.training import checkpoint_file
 from tests.support.training_runs import assert_same, run_of, state, train
 
 KILLS = 20
@@ -89,6 +90,13 @@ def test_every_array_is_aligned_to_its_type(tmp_path: Path) -> None:
     assert {each["dtype"] for each in described.values()} == sizes.keys()
     for name, each in described.items():
         assert each["data_offsets"][0] % sizes[each["dtype"]] == 0, name
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(CheckpointError, match=r"run would need a header of [0-9]+ bytes; at most 4194304 are accepted"):
+        checkpoint_file.write(path, {}, "x" * (4 << 20))
+    assert not path.exists()
 
 
 FULL = """
