@@ -36,6 +36,7 @@ from lt_runtime.problem import DType, Spec
 
 _ACCEPTED: Final = "NumPy and CuPy arrays, PyTorch tensors, and objects with __dlpack__ or __cuda_array_interface__"
 _PROTOCOLS: Final = ("__dlpack_device__", "__cuda_array_interface__")
+_UNKNOWN_ADDRESS: Final = int(driver.CUresult.CUDA_ERROR_INVALID_VALUE)
 _DEVICE_ORDINAL: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
 HOST: Final = -1
@@ -169,6 +170,8 @@ def device_of_address(name: str, address: int) -> int:
     try:
         return int(call("cuPointerGetAttribute", _DEVICE_ORDINAL, address))
     except DriverError as error:
+        if error.status != _UNKNOWN_ADDRESS:
+            raise
         raise DeviceError(f"{name} is {address:#x}, which is not an address of GPU memory") from error
 
 

@@ -54,7 +54,7 @@ class BoundPlan:
                 _free_ended()
                 reserve(memory)
                 self._graph = Graph(lambda handle: put(memory.on(handle)), private_stream(device, f"bound to {stream}"))
-        weakref.finalize(self, _ended.append, (self._graph, device)).atexit = False
+                weakref.finalize(self, _ended.append, (self._graph, device)).atexit = False
 
     def __call__(self) -> None:
         """Raises GpuError if the launch fails."""

@@ -90,12 +90,17 @@ class Clock:
 
 @contextlib.contextmanager
 def _events(count: int) -> Iterator[list[Any]]:
-    events = [call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT) for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(_event()) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def _event() -> Iterator[Any]:
+    event = call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT)
     try:
-        yield events
+        yield event
     finally:
-        for event in events:
-            call("cuEventDestroy", event)
+        call("cuEventDestroy", event)
 
 
 def _microseconds(start: Any, end: Any) -> float:

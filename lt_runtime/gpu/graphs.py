@@ -64,7 +64,7 @@ class Graph:
         try:
             self.executable = int(call("cuGraphInstantiate", graph, 0))
         finally:
-            call("cuGraphDestroy", graph)
+            driver.cuGraphDestroy(graph)  # a failure could only be that of earlier work
 
     def launch(self, stream: int) -> None:
         """Puts the work on `stream`."""
@@ -86,7 +86,9 @@ def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
     try:
         run(stream)
     except BaseException:
-        driver.cuStreamEndCapture(stream)  # its status can only repeat what is being raised
+        status, graph = driver.cuStreamEndCapture(stream)  # its status can only repeat what is being raised
+        if status == driver.CUresult.CUDA_SUCCESS:
+            driver.cuGraphDestroy(graph)
         raise
     return call("cuStreamEndCapture", stream)
 

@@ -56,10 +56,14 @@ class StreamMemory:
         self._scratch, self._scratch_size = 0, 0
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)
-        self.workspace = self._allocate(self.workspace_size)
-        self.zeros = self._allocate(ALIGNMENT + 4 * MAX_TICKETS)
+        with contextlib.ExitStack() as undo:
+            self.workspace = self._allocate(self.workspace_size)
+            undo.callback(call, "cuMemFree", self.workspace)
+            self.zeros = self._allocate(ALIGNMENT + 4 * MAX_TICKETS)
+            undo.callback(call, "cuMemFree", self.zeros)
+            call("cuMemsetD8Async", self.zeros, 0, ALIGNMENT + 4 * MAX_TICKETS, stream)
+            undo.pop_all()
         self.tickets = self.zeros + ALIGNMENT
-        call("cuMemsetD8Async", self.zeros, 0, ALIGNMENT + 4 * MAX_TICKETS, stream)
 
     def on(self, stream: int) -> Self:
         """The same memory for work that is captured from another stream, to be launched on this memory's stream."""
@@ -87,8 +91,9 @@ class StreamMemory:
         """
         if self._branch is None:
             self._check_capture(self.workspace_size)
-            self._branch = StreamMemory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
-            order_after(self.stream, self._branch.stream)  # the branch's stream zeroes its counters
+            own = stream_memory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
+            order_after(self.stream, own.stream)  # the branch's stream zeroes its counters
+            self._branch = own
         return self._branch
 
     def _check_capture(self, size: int) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of
+from lt_runtime.errors import DriverError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
@@ -128,6 +129,7 @@ class GpuState:
         if options.scaler is not None and self._scale is not None:
             options.scaler.bind(*self._scale)
         self.steps, self.skipped_steps = (_word(words, name) for name in ("steps", "skipped"))
+        self._nonfinite = int(_word(words, "nonfinite").data.ptr)
         norm = _word(words, "norm").view(np.float32).reshape(())
         self.grad_norm = norm if options.judges_gradients else None
 
@@ -135,9 +137,14 @@ class GpuState:
         """One update of all parameters: one launch, or two."""
         with activated(self._device):
             handle = stream_handle(stream, self._device, self._current_stream)
-            for launches in self._launches:
-                _, launch = launches[handle]
-                launch()
+            ready = [launches[handle] for launches in self._launches]
+            try:
+                for _, launch in ready:
+                    launch()
+            except DriverError:
+                # The next step must not be judged by what the norm's kernel has found in these gradients.
+                call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
+                raise
 
     def _update(self, tensors: Sequence[Tensor], words: Any) -> Launches[AdamWParams]:
         table, params = update_table(tensors), adamw_params(self._options)

@@ -51,16 +51,18 @@ class Turn:
         return self
 
     def __exit__(self, *_: object) -> None:
-        status = self._record(self._event, self._stream)
-        self._lock.release()
-        if status:
-            check("cuEventRecord", status)
+        try:
+            if self._record(self._event, self._stream):
+                # The work is on the stream, and no later turn could wait for it there.
+                call("cuStreamSynchronize", self._stream)
+        finally:
+            self._lock.release()
 
     def give(self, stream: int) -> None:
         """Gives this turn to a stream, which waits for everything that earlier turns put on other streams."""
-        earlier, self._stream = self._stream, stream
-        if earlier not in (None, stream):
+        if self._stream not in (None, stream):
             call("cuStreamWaitEvent", stream, self._event, 0)
+        self._stream = stream
 
     def wait(self) -> None:
         """Waits on the host until everything that was put on a stream within a turn is done."""
@@ -265,10 +267,10 @@ class GpuStep:
             for pool in (cupy().cuda.MemoryPool(), self._pool):
                 with _memory_from(pool):
                     self._body.run(batches.parts, self._spare, captured, updates=False)
-            with _memory_from(self._pool), no_collection():
-                return Graph(lambda handle: self._body.run(batches.parts, self.tally, handle), captured)
         finally:
             order_after(stream, captured)
+        with _memory_from(self._pool), no_collection():
+            return Graph(lambda handle: self._body.run(batches.parts, self.tally, handle), captured)
 
 
 def _copy(copies: Sequence[RowCopy], addresses: tuple[int, int], stream: int) -> None:

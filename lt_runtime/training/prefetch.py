@@ -109,12 +109,13 @@ class _GpuLane(_HostLane):
     def __init__(self, device: int, slots: int, held: int, stream: Any) -> None:
         self._device, self._held, self._stream = device, held, stream
         self._given: collections.deque[Slot] = collections.deque()
-        with activated(device):
+        with activated(device), contextlib.ExitStack() as stack:
             self._copies = private_stream(device, "prefetch")
             # CuPy's pool may give the copies memory that was in use on that stream until now.
             order_after(self._copies, stream_handle(stream, device))
-            self._slots = [Slot(device, self._copies) for _ in range(slots)]
-        self._turns = itertools.cycle(self._slots)
+            made = [stack.enter_context(contextlib.closing(Slot(device, self._copies))) for _ in range(slots)]
+            self._slots = stack.pop_all()
+        self._turns = itertools.cycle(made)
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         return activated(self._device)
@@ -136,10 +137,8 @@ class _GpuLane(_HostLane):
         return arrays
 
     def close(self) -> None:
-        with activated(self._device):
+        with activated(self._device), self._slots:
             order_after(self._copies, stream_handle(self._stream, self._device))
-            for slot in self._slots:
-                slot.close()
 
 
 class _Work:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -55,6 +56,16 @@ def is_pinned(array: NDArray[Any]) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def _event() -> Iterator[int]:
+    """An event, destroyed at the end."""
+    event = call("cuEventCreate", _NO_TIMING)
+    try:
+        yield event
+    finally:
+        call("cuEventDestroy", event)
+
+
 class Slot:
     """Memory for one batch, on the host and on the device. It grows with the batches and is used again.
 
@@ -68,7 +79,9 @@ class Slot:
 
     def __init__(self, device: int, copies: int) -> None:
         self._device, self._copies = device, copies
-        self.ready, self.released = (call("cuEventCreate", _NO_TIMING) for _ in range(2))
+        with contextlib.ExitStack() as stack:
+            self.ready, self.released = (stack.enter_context(_event()) for _ in range(2))
+            self._events = stack.pop_all()
         self._staging: NDArray[Any] = np.empty(0, np.uint8)
         self._buffer: Any = None
 
@@ -93,9 +106,8 @@ class Slot:
 
     def close(self) -> None:
         """Waits for the copies and frees the events. The arrays stay as long as somebody has them."""
-        call("cuEventSynchronize", self.ready)
-        for event in (self.ready, self.released):
-            call("cuEventDestroy", event)
+        with self._events:
+            call("cuEventSynchronize", self.ready)
 
     def _copy(self, array: NDArray[Any], offset: int, direct: list[NDArray[Any]]) -> Any:
         """Puts one array's copy on the stream, and adds the array to `direct` if the copy reads the array itself."""

@@ -52,6 +52,16 @@ class DeviceMemory:
         _check_guards(block, address)
         self.retired.append(block)
 
+    @property
+    def count(self) -> int:
+        """How many allocations there are."""
+        return len(self._starts)
+
+    @property
+    def size(self) -> int:
+        """How many bytes they have."""
+        return sum(size for _, size in self._blocks.values())
+
     def release(self) -> None:
         """Gives retired memory back to the host. Nothing that could read it may be left to do."""
         self.retired.clear()

@@ -109,6 +109,9 @@ class FakeDriver:
         """Makes memory of the host page-locked."""
         self._pinned[address] = size
 
+    def cuGetErrorString(self, status: Any) -> bytes:
+        return f"the pretended driver's {Status(status).name}".encode()
+
     # Devices and contexts
 
     def cuInit(self, _: int) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -21,17 +21,20 @@ import pytest
 from cuda.bindings import driver, nvrtc
 from numpy.typing import NDArray
 
+from lt_runtime.cublaslt import abi
 from tests.host_kernels.harness import HostKernels
-from tests.support.device_memory import DeviceMemory
+from tests.support.device_memory import DeviceMemory, matrix_at
 from tests.support.fake_cublaslt import FakeCublasLt
 from tests.support.fake_cupy import fake_cupy
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_kernels import FakeKernels
-from tests.support.fake_streams import Streams
+from tests.support.fake_streams import Status, Streams
 from tests.support.fake_torch import fake_torch
+from tests.support.library_calls import LibraryCalls
 
 _PACKAGE: Final = "lt_runtime"
 _OPEN: Final = ctypes.CDLL
+_INTERNAL_ERROR: Final = 14  # of cuBLASLt
 
 
 class FakeGpu:
@@ -43,17 +46,21 @@ class FakeGpu:
         package: the directory that holds `lt_runtime`, if not the one that is imported anyway.
 
     Attributes:
+        directory: as given.
         lt: the package, imported on top of the GPU.
         cp, torch: stand in for CuPy and PyTorch.
         stream, other_stream: two that are not the default stream, for tests to use.
         library: cuBLASLt.
+        calls: every call of cuBLASLt, the driver and NVRTC, one of which may be made to fail.
     """
 
     lt: Any
+    gelu_error = 0.0
+    """Of cuBLASLt's GELU, relative to what it is applied to."""
 
     def __init__(self, kernels: HostKernels, directory: Path, package: Path | None = None) -> None:
-        self.memory, self.streams = DeviceMemory(), Streams()
-        self._directory, self._package = directory, package
+        self.memory, self.streams, self.calls = DeviceMemory(), Streams(), LibraryCalls()
+        self.directory, self._package = directory, package
         self._modules: dict[str, ModuleType] = {}
         self._others: dict[str, ModuleType] = {}
         self.kernels = FakeKernels(kernels, self.memory)
@@ -67,13 +74,15 @@ class FakeGpu:
     def active(self) -> Iterator[None]:
         """Puts everything in place; afterwards checks that nobody wrote beside an allocation."""
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(self._directory))
+            monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(self.directory))
             monkeypatch.setitem(sys.modules, "cupy", self.cp)
             monkeypatch.setitem(sys.modules, "torch", self.torch)
             for name in self.driver.functions:
-                monkeypatch.setattr(driver, name, self.driver.by_bindings(name))
+                monkeypatch.setattr(
+                    driver, name, self._of_bindings(name, self.driver.by_bindings(name), is_driver=True)
+                )
             for name, function in self.kernels.nvrtc_functions.items():
-                monkeypatch.setattr(nvrtc, name, function)
+                monkeypatch.setattr(nvrtc, name, self._of_bindings(name, function, is_driver=False))
             monkeypatch.setattr(ctypes, "CDLL", self._open)
             with self._own_package(monkeypatch):
                 yield
@@ -89,6 +98,15 @@ class FakeGpu:
     def synchronize(self, stream: int = 0) -> None:
         """Waits for a stream."""
         self.streams.synchronize(stream)
+
+    def host_of(self, array: Any) -> NDArray[Any]:
+        """An array's memory as it is now. No stream is waited for: what was given to a wrong one has not been done."""
+        strides = tuple(stride // array.itemsize for stride in array.strides)
+        return matrix_at(self.memory, array.data.ptr, array.dtype, tuple(array.shape), strides, "an array")
+
+    def memory_used(self) -> int:
+        """Bytes that are allocated."""
+        return self.memory.size
 
     def pin(self, size: int) -> NDArray[np.uint8]:
         """Page-locked memory."""
@@ -123,39 +141,57 @@ class FakeGpu:
             self._others = _taken_modules()
             sys.modules.update(own)
 
+    def _of_bindings(self, name: str, run: Callable[..., tuple[Any, ...]], *, is_driver: bool) -> Any:
+        """A function of `cuda.bindings`, counted."""
+        unknown, internal = Status.CUDA_ERROR_UNKNOWN, nvrtc.nvrtcResult.NVRTC_ERROR_INTERNAL_ERROR
+        failure = (unknown, None) if is_driver else (internal,)
+        return self.calls.counted(name, run, failure, lambda results: not results[0])
+
     def _open(self, name: str | None, *arguments: Any, **more: Any) -> Any:
         """Stands in for `ctypes.CDLL`."""
         file = Path(name or "").name
         if file.startswith("libcuda.so"):
-            return _Library(None, {}, self.driver)
+            return _Driver(self.driver, self.calls)
         if file.startswith("libcublasLt.so"):
             real = _OPEN(name, *arguments, **more)
             if not hasattr(self, "library"):
                 self.library = FakeCublasLt(_OPEN(name), self.memory, self.streams)
-            return _Library(real, self.library.functions, None)
+            return _Library(real, self.library.functions, self.calls)
         return _OPEN(name, *arguments, **more)
 
 
-class _Library:
-    """A library with some functions replaced."""
+class _Driver:
+    """libcuda.so.1, its calls counted."""
 
-    def __init__(self, real: ctypes.CDLL | None, replaced: Mapping[str, Any], driver: FakeDriver | None) -> None:
-        self._real, self._replaced, self._driver = real, replaced, driver
+    def __init__(self, driver: FakeDriver, calls: LibraryCalls) -> None:
+        self._driver, self._calls = driver, calls
 
     def __getitem__(self, name: str) -> Any:
-        if self._driver is not None:
-            return self._driver.by_ctypes(name)
-        replaced = self._replaced.get(name)
-        if replaced is None:
-            return getattr(self._real, name)
+        failure = int(Status.CUDA_ERROR_UNKNOWN)
+        return self._calls.counted(name, self._driver.by_ctypes(name), failure, lambda status: not status)
 
-        def function(*arguments: Any) -> int:  # its types can be declared, as those of a C function
-            status: int = replaced(*arguments)
+
+class _Library:
+    """cuBLASLt with some functions replaced, and the calls counted of those that return a status."""
+
+    def __init__(self, real: ctypes.CDLL, replaced: Mapping[str, Any], calls: LibraryCalls) -> None:
+        self._real, self._replaced, self._calls = real, replaced, calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name in abi.RESULTS:
+            return getattr(self._real, name)
+        replaced = self._replaced.get(name)
+        if replaced is not None:
+            return self._calls.counted(name, replaced, _INTERNAL_ERROR, lambda status: not status)
+        real = getattr(self._real, name)
+
+        def run(*arguments: Any) -> int:
+            real.argtypes, real.restype = function.argtypes, function.restype  # as the package has declared them
+            status: int = real(*arguments)
             return status
 
+        function = self._calls.counted(name, run, _INTERNAL_ERROR, lambda status: not status)
         return function
-
-    __getattr__ = __getitem__
 
 
 def _named(modules: Mapping[str, Any]) -> list[str]:

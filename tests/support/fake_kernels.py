@@ -51,6 +51,8 @@ class FakeKernels:
             "nvrtcCompileProgram": self._compile,
             "nvrtcGetCUBINSize": lambda program: (nvrtc.nvrtcResult.NVRTC_SUCCESS, len(self._programs[program])),
             "nvrtcGetCUBIN": self._write,
+            "nvrtcGetProgramLogSize": lambda _: (nvrtc.nvrtcResult.NVRTC_SUCCESS, 1),
+            "nvrtcGetProgramLog": lambda *_: (nvrtc.nvrtcResult.NVRTC_SUCCESS,),
             "nvrtcDestroyProgram": lambda _: (nvrtc.nvrtcResult.NVRTC_SUCCESS,),
         }
 

@@ -132,7 +132,8 @@ class Layer:
         self.wait()
         case, data = self.case, self.data
         made = self.y.values() if y is None else host_of(self.gpu, y).astype(np.float64)
-        assert_close("y", made, data.y, forward_tolerance(case, data))
+        inexact = self.gpu.gelu_error * np.abs(data.z) * data.factors if case.activation.name == "gelu" else 0.0
+        assert_close("y", made, data.y, forward_tolerance(case, data) + inexact)
         if self.z is not None:
             assert_close("z", self.z.values(), data.z, 2 * EPSILON[case.dtype] * np.abs(data.z))
 

@@ -152,7 +152,8 @@ class Product:
         if case.epilogue is Epilogue.NONE and not across:
             return np.asarray(epsilon * d + TINY)
         rounded = (1.2 * np.abs(self.product) + abs(case.beta)) * (1 + np.abs(self.z.astype(np.float64)))
-        return np.asarray(epsilon * (d + rounded) + TINY)
+        inexact = self.gpu.gelu_error * np.abs(self.product) if case.epilogue.activation == "gelu" else 0.0
+        return np.asarray(epsilon * (d + rounded) + inexact + TINY)
 
     def _check_aux(self) -> None:
         case = self.case

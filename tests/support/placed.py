@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.device_memory import matrix_at
 from tests.support.fake_gpu import FakeGpu
 from tests.support.strategies import Placement
 
@@ -66,9 +65,8 @@ class Placed:
 
 
 def host_of(gpu: FakeGpu, array: Any) -> NDArray[Any]:
-    """An array's memory as it is now. No stream is waited for: what was given to a wrong one has not been done."""
-    strides = tuple(stride // array.itemsize for stride in array.strides)
-    return matrix_at(gpu.memory, array.data.ptr, array.dtype, tuple(array.shape), strides, "an array")
+    """See `FakeGpu.host_of`."""
+    return gpu.host_of(array)
 
 
 def assert_close(name: str, actual: NDArray[Any], expected: NDArray[Any], tolerance: NDArray[Any] | float) -> None:

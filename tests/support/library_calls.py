@@ -1,0 +1,85 @@
+"""Calls of cuBLASLt, the driver and NVRTC on a pretended GPU: what was made, what is still open, which one fails."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+CLOSED_BY: Final = {
+    "cuCtxPushCurrent": "cuCtxPopCurrent",
+    "cuEventCreate": "cuEventDestroy",
+    "cuGraphInstantiate": "cuGraphExecDestroy",
+    "cuMemAlloc": "cuMemFree",
+    "cuStreamBeginCapture": "cuStreamEndCapture",
+    "cuStreamCreate": "cuStreamDestroy",
+    "cuStreamEndCapture": "cuGraphDestroy",
+    "cublasLtCreate": "cublasLtDestroy",
+    "cublasLtMatmulDescCreate": "cublasLtMatmulDescDestroy",
+    "cublasLtMatmulPreferenceCreate": "cublasLtMatmulPreferenceDestroy",
+    "cublasLtMatrixLayoutCreate": "cublasLtMatrixLayoutDestroy",
+    "cublasLtMatrixTransformDescCreate": "cublasLtMatrixTransformDescDestroy",
+    "nvrtcCreateProgram": "nvrtcDestroyProgram",
+}
+"""By the call that opens something, the call that closes it."""
+_CLOSING: Final = frozenset(CLOSED_BY.values())
+_TEXT: Final = "cuGetErrorString"
+
+
+class LibraryCalls:
+    """Counts calls that return a status, and makes one fail. Threads may call at the same time.
+
+    A call that fails does nothing, unless it closes something: the libraries close it all the same, and tell of a
+    failure that came before.
+
+    Attributes:
+        names: of the calls made, in their order.
+        fail_at: index of the call that is to fail; None if none is.
+        failed: the name of the call that failed.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.fail_at: int | None = None
+        self.failed: str | None = None
+        self._made: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def begin(self, fail_at: int | None = None) -> None:
+        """Counts calls from 0 again. What is open stays so."""
+        with self._lock:
+            self.names, self.fail_at, self.failed = [], fail_at, None
+
+    def counted(self, name: str, run: Callable[..., Any], failure: Any, is_good: Callable[[Any], bool]) -> Any:
+        """A function that is counted.
+
+        Args:
+            failure: what it returns when it fails.
+            is_good: whether a result says that it succeeded.
+        """
+        if name == _TEXT:
+            return run
+
+        def counted(*arguments: Any) -> Any:
+            with self._lock:
+                fails = len(self.names) == self.fail_at
+                self.names.append(name)
+                if fails:
+                    self.failed = name
+            if fails and name not in _CLOSING:
+                return failure
+            result = run(*arguments)
+            succeeded = is_good(result) and not fails
+            with self._lock:
+                self._made[name] += succeeded or name in _CLOSING
+                if name in _CLOSING and name in CLOSED_BY and not succeeded:
+                    self._made[CLOSED_BY[name]] += 1  # a capture that does not end well leaves no graph
+            return failure if fails else result
+
+        return counted
+
+    def open(self) -> Counter[str]:
+        """By the call that opened them, how many things are open."""
+        with self._lock:
+            return Counter({name: self._made[name] - self._made[closes] for name, closes in CLOSED_BY.items()})
