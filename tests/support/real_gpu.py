@@ -1,0 +1,62 @@
+"""A real GPU with the package and CuPy on it, as the pretended GPU is with its own: for the checks that both share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class RealGpu:
+    """The current GPU.
+
+    Attributes:
+        lt, cp: the package and CuPy.
+        stream, other_stream: two that are not the default stream.
+        gelu_error: of cuBLASLt's GELU, relative to what it is applied to.
+        directory: for files.
+    """
+
+    gelu_error = 2e-5
+
+    def __init__(self, directory: Path) -> None:
+        import cupy as cp
+
+        import lt_runtime as lt
+
+        self.lt, self.cp, self.directory = lt, cp, directory
+        self.stream, self.other_stream = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
+
+    def synchronize(self, stream: int = 0) -> None:
+        """Waits for a stream."""
+        self.cp.cuda.ExternalStream(stream).synchronize()
+
+    def host_of(self, array: Any) -> NDArray[Any]:
+        """An array's values, once the current stream has done its work."""
+        return np.asarray(self.cp.asnumpy(self.cp.ascontiguousarray(array)))
+
+    def pin(self, size: int) -> NDArray[np.uint8]:
+        """Page-locked memory, zero."""
+        memory: NDArray[np.uint8] = np.frombuffer(self.cp.cuda.alloc_pinned_memory(size), np.uint8, size)
+        memory[...] = 0
+        return memory
+
+    @contextlib.contextmanager
+    def others_package(self) -> Iterator[Any]:
+        """The package for NumPy arrays, which is the same."""
+        yield self.lt
+
+    def settle(self) -> None:
+        """Waits for all work, and gives memory back that nothing uses."""
+        self.cp.cuda.Device().synchronize()
+        self.cp.get_default_memory_pool().free_all_blocks()
+        self.cp.get_default_pinned_memory_pool().free_all_blocks()
+
+    def memory_used(self) -> int:
+        """Bytes of the GPU's memory that are in use, by whomever."""
+        free, total = self.cp.cuda.runtime.memGetInfo()
+        return int(total - free)

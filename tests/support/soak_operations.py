@@ -1,0 +1,182 @@
+"""Random public calls for the soak: each is drawn from a seed, made a few times, and compared with the reference."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.problem import ACTIVATIONS, Activation, DType, Philox
+from tests.support import attempts
+from tests.support.attempts import Attempt, Prepare
+from tests.support.fake_gpu import FakeGpu
+from tests.support.layer_checks import Layer, layer_case
+from tests.support.matmul_checks import matmul_case
+from tests.support.strategies import LinearCase, MatmulCase, Placement
+
+Generator = np.random.Generator
+
+_AXES: Final = (1, 5, 8, 17, 24, 32, 40, 64, 77, 96, 128)
+_TYPES: Final = (
+    (DType.FLOAT32, "float32"),
+    (DType.FLOAT32, "tf32"),
+    (DType.FLOAT16, "float32"),
+    (DType.BFLOAT16, "float32"),
+)
+_GPU_TRAINING: Final = 1e-3  # of a parameter after a few steps: AdamW divides small gradients by smaller ones
+
+
+def _pick(generator: Generator, values: Any) -> Any:
+    return values[int(generator.integers(len(values)))]
+
+
+def _chance(generator: Generator, share: float = 0.5) -> bool:
+    return bool(generator.random() < share)
+
+
+def _placement(generator: Generator) -> Placement:
+    return Placement(_chance(generator), _pick(generator, (0, 0, 1, 3, 8)), _pick(generator, (0, 0, 0, 1, 8)))
+
+
+def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
+    """A layer of any kind, but for what is fixed."""
+    dtype, compute = _pick(generator, _TYPES)
+    drawn: dict[str, Any] = {name: _pick(generator, _AXES) for name in "mnk"}
+    drawn |= {name: _placement(generator) for name in ("x", "w", "y", "dy", "dx", "dw")}
+    drawn |= {name: _chance(generator) for name in ("bias", "accumulate", "keep_z")}
+    drawn |= {"dtype": dtype, "compute": compute, "activation": _pick(generator, ACTIVATIONS)}
+    drawn |= {"dropout": _pick(generator, (0.0, 0.0, 0.1, 0.5)), "rng": Philox(int(generator.integers(1 << 40)), 2, 5)}
+    drawn |= {"need": tuple(_chance(generator, 0.8) for _ in range(3)), "data_seed": int(generator.integers(1 << 30))}
+    drawn |= fixed
+    if drawn["compute"] == "tf32" and drawn["activation"] == "gelu":
+        drawn["activation"] = "gelu_erf"  # there is no simple bound for the library's GELU of rounded operands
+    return layer_case(**drawn)
+
+
+def random_product(generator: Generator, **fixed: Any) -> MatmulCase:
+    """A matrix product of any kind, but for what is fixed."""
+    dtype, compute = _pick(generator, _TYPES)
+    batches = _pick(generator, ((None, None, None), (None, None, None), (3, 3, 3), (2, None, 2)))
+    epilogue = _pick(generator, tuple(Epilogue))
+    d, with_c = _placement(generator), _chance(generator, 0.3)
+    drawn: dict[str, Any] = {name: _pick(generator, _AXES) for name in "mnk"}
+    drawn |= {"dtype": dtype, "d_dtype": dtype, "compute": compute, "epilogue": epilogue, "batches": batches}
+    drawn |= {"a": _placement(generator), "b": _placement(generator), "c": d, "d": d, "with_c": with_c}
+    drawn |= {"alpha": _pick(generator, (1.0, -0.5, 2.0)), "beta": _pick(generator, (0.0, 1.0, -0.5)) * with_c}
+    drawn |= {"device_scalars": _chance(generator, 0.3), "data_seed": int(generator.integers(1 << 30))}
+    drawn |= {"batches": (None, None, None)} if epilogue.sums_operand else {}
+    return matmul_case(**drawn | fixed)
+
+
+def _captured(generator: Generator) -> Prepare:
+    """A layer within a graph that the caller captures."""
+    case = random_layer(generator, accumulate=False, keep_z=True)
+
+    def prepare(gpu: FakeGpu) -> Attempt:
+        layer = Layer(gpu, case, gpu.stream)
+        results = [layer.backward(layer.forward()[1])]  # the plans, which cannot be made within a capture
+        gpu.stream.begin_capture()
+        try:
+            contexts = [layer.forward()[1]]
+            results.append(layer.backward(contexts[0]))
+        finally:
+            graph = gpu.stream.end_capture()
+
+        def check() -> None:
+            assert contexts  # whose arrays the graph writes
+            layer.check_forward()
+            layer.check_backward(results[-1])
+
+        return Attempt(lambda: graph.launch(gpu.stream), check)
+
+    return prepare
+
+
+def _loss(generator: Generator) -> Prepare:
+    rows, classes, seed = _pick(generator, _AXES), _pick(generator, (2, 10, 100)), int(generator.integers(1 << 30))
+    scores = attempts.numbers(seed, rows, classes)
+    if _chance(generator):
+        return attempts.against_host("mse_loss", (scores, attempts.numbers(seed + 1, rows, classes)))
+    return attempts.against_host("cross_entropy", (scores, attempts.labels(seed, rows, classes)))
+
+
+def _dropout(generator: Generator) -> Prepare:
+    seed = int(generator.integers(1 << 30))
+    x = attempts.numbers(seed, _pick(generator, _AXES), _pick(generator, _AXES))
+    return attempts.against_host("dropout", (x,), p=_pick(generator, (0.1, 0.5)), rng=Philox(seed))
+
+
+def _training(generator: Generator) -> Prepare:
+    options = {"graph": _chance(generator, 0.7), "accumulate": _pick(generator, (1, 2))}
+    return attempts.training(tolerance=_GPU_TRAINING, **options)
+
+
+def _small_product(generator: Generator) -> MatmulCase:
+    return random_product(generator, **{name: _pick(generator, (8, 16, 24)) for name in "mnk"})
+
+
+def _small_layer(generator: Generator) -> LinearCase:
+    """One that `lt.tune` describes by its sizes and activation."""
+    sizes = {name: _pick(generator, (8, 16, 24)) for name in "mnk"}
+    return layer_case(**sizes, activation=Activation(_pick(generator, ("relu", "gelu", "tanh")), 0.25).name)
+
+
+def _merge(_: Generator) -> Prepare:
+    """The plan cache takes its own file's entries: whatever others have added meanwhile is kept."""
+
+    def prepare(gpu: FakeGpu) -> Attempt:
+        plans = importlib.import_module(f"{gpu.lt.__name__}.store.plan_store")
+        documents = importlib.import_module(f"{gpu.lt.__name__}.store.document")
+        store = plans.plan_store(0)
+
+        def call() -> None:
+            if store.path.exists():
+                _, is_saved = store.merge(documents.Document.read(store.path))
+                assert is_saved
+
+        def check() -> None:
+            if store.path.exists():
+                assert not documents.Document.read(store.path).damaged()
+
+        return Attempt(call, check)
+
+    return prepare
+
+
+OPERATIONS: Final[dict[str, Callable[[Generator], Prepare]]] = {
+    "forward": lambda generator: attempts.forward(random_layer(generator)),
+    "backward": lambda generator: attempts.backward(random_layer(generator)),
+    "product": lambda generator: attempts.product(random_product(generator)),
+    "bound": lambda generator: attempts.bind(random_layer(generator, keep_z=True, dropout=0.0)),
+    "captured": _captured,
+    "loss": _loss,
+    "dropout": _dropout,
+    "training": _training,
+    "saved": lambda _: attempts.checkpoint(loads=False),
+    "loaded": lambda _: attempts.checkpoint(loads=True),
+    "prefetch": lambda _: attempts.prefetch,
+    "tuned layer": lambda generator: attempts.tune(_small_layer(generator)),
+    "tuned product": lambda generator: attempts.tuned_product(_small_product(generator)),
+    "merged plans": _merge,
+}
+WEIGHTS: Final = {"forward": 6, "backward": 6, "product": 6, "bound": 3, "captured": 3}
+"""How often an operation is drawn, 1 where nothing is said."""
+
+
+def run(name: str, seed: int, gpu: Any) -> int:
+    """Makes an operation one to six times on the GPU's own stream; returns how many results were compared.
+
+    Raises:
+        Exception: whatever is wrong.
+    """
+    generator = np.random.default_rng(seed)
+    with gpu.stream:
+        attempt = OPERATIONS[name](generator)(gpu)
+        calls = int(generator.integers(1, 7))
+        for _ in range(calls):
+            attempt.call()
+            attempt.check()
+    return calls
