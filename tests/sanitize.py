@@ -1,5 +1,7 @@
 """The GPU tests of our kernels under compute-sanitizer: `python3 -m tests.sanitize [--tool NAME] [PYTEST ARGUMENT]...`.
 
+With `--soak MINUTES` memcheck watches the soak (tests/soak.py) instead, on one thread.
+
 Each tool runs in a process of its own, all at the same time, and first has to find the fault of a kernel made for it
 (tests/faulty_kernels.py). Property tests run a few examples, tests marked `large` none. Whatever a tool finds in one of
 our kernels is a failure; faults of other libraries' kernels are counted apart.
@@ -111,13 +113,22 @@ def supervise(tool: str, arguments: Sequence[str], examples: int, directory: Pat
     return read(tool, done.returncode, said), done.stdout + done.stderr + said
 
 
-def examine(tool: str, arguments: Sequence[str], examples: int, directory: Path) -> tuple[Verdict | None, str]:
-    """The verdict over the tests; None if the tool did not even find the fault made for it."""
+def tests(arguments: Sequence[str]) -> list[str]:
+    """Python's arguments for pytest in one process, the one that a tool watches."""
+    return ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
+
+
+def soak(minutes: float) -> list[str]:
+    """Python's arguments for the soak."""
+    return ["-m", "tests.soak", "--minutes", str(minutes), "--threads", "1"]
+
+
+def examine(tool: str, program: Sequence[str], examples: int, directory: Path) -> tuple[Verdict | None, str]:
+    """The verdict over a program; None if the tool did not even find the fault made for it."""
     probe, output = supervise(tool, ["-m", "tests.support.faulty_kernels", tool], examples, directory)
     if not probe.places[FAULTY]:
         return None, output
-    quiet = ["-q", "-n", "0", "-p", "no:cacheprovider"]  # in the one process that the tool watches
-    return supervise(tool, ["-m", "pytest", *quiet, *arguments], examples, directory)
+    return supervise(tool, program, examples, directory)
 
 
 def line(tool: str, verdict: Verdict | None) -> str:
@@ -128,7 +139,7 @@ def line(tool: str, verdict: Verdict | None) -> str:
     found = "no summary" if verdict.errors is None else f"{verdict.errors} errors"
     word = "clean " if verdict.clean else "FAILED"
     return (
-        f"{tool:10} {word}   tests ended with {verdict.status}, {found}: "
+        f"{tool:10} {word}   the program ended with {verdict.status}, {found}: "
         f"{verdict.ours} reports of our kernels, {others} of others'"
     )
 
@@ -138,17 +149,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.sanitize", description=__doc__)
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all of them")
     parser.add_argument("--examples", type=int, default=8, metavar="N", help="of a property test; default: %(default)s")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="the soak under memcheck, and no tests")
     options, rest = parser.parse_known_args(argv)
-    tools = options.tool or TOOLS
+    tools = ["memcheck"] if options.soak else options.tool or TOOLS
     if not Path(SANITIZER).exists():
         sys.exit("compute-sanitizer is not installed; it is part of the CUDA toolkit")
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(tools)) as pool:
         places = {tool: Path(scratch, tool) for tool in tools}
         for place in places.values():
             place.mkdir()
-        jobs = {
-            tool: pool.submit(examine, tool, rest or selection(tool), options.examples, places[tool]) for tool in tools
-        }
+        programs = {tool: soak(options.soak) if options.soak else tests(rest or selection(tool)) for tool in tools}
+        jobs = {tool: pool.submit(examine, tool, programs[tool], options.examples, places[tool]) for tool in tools}
         results = {tool: job.result() for tool, job in jobs.items()}
     failed = [tool for tool, (verdict, _) in results.items() if verdict is None or not verdict.clean]
     for tool in failed:

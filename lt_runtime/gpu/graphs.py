@@ -10,6 +10,7 @@ from typing import Self
 
 from cuda.bindings import driver
 
+from lt_runtime.errors import DriverError
 from lt_runtime.gpu.direct import launch_graph
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import private_stream
@@ -64,7 +65,8 @@ class Graph:
         try:
             self.executable = int(call("cuGraphInstantiate", graph, 0))
         finally:
-            driver.cuGraphDestroy(graph)  # a failure could only be that of earlier work
+            with contextlib.suppress(DriverError):  # which could only tell of earlier work
+                call("cuGraphDestroy", graph)
 
     def launch(self, stream: int) -> None:
         """Puts the work on `stream`."""
@@ -86,9 +88,8 @@ def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
     try:
         run(stream)
     except BaseException:
-        status, graph = driver.cuStreamEndCapture(stream)  # its status can only repeat what is being raised
-        if status == driver.CUresult.CUDA_SUCCESS:
-            driver.cuGraphDestroy(graph)
+        with contextlib.suppress(DriverError):  # which could only repeat what is being raised
+            call("cuGraphDestroy", call("cuStreamEndCapture", stream))
         raise
     return call("cuStreamEndCapture", stream)
 

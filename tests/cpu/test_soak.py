@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-
 import numpy as np
 import pytest
 
 from tests import soak
 from tests.support import soak_operations
 from tests.support.fake_gpu import FakeGpu
-
-_TICK_S = 0.01  # what each look at the clock takes: the tuner stops early, and so does a round
+from tests.support.hurry import hurry
 
 
 @pytest.fixture
 def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    ticks = itertools.count()
-    monkeypatch.setattr(time, "monotonic", lambda: _TICK_S * next(ticks))
+    hurry(gpu, monkeypatch)
     return gpu
 
 
@@ -29,7 +24,7 @@ def test_every_operation(hurried: FakeGpu, name: str) -> None:
 
 
 def test_a_soak(hurried: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:
-    options = soak.parse(["--minutes", "0.05", "--threads", "1", "--seed", "3"])
+    options = soak.parse(["--minutes", "0.03", "--threads", "1", "--seed", "3"])
     assert soak.soak(lambda: hurried, options) == 0
     assert "passed: seed 3" in capsys.readouterr().out
 

@@ -177,13 +177,13 @@ class _Library:
     def __init__(self, real: ctypes.CDLL, replaced: Mapping[str, Any], calls: LibraryCalls) -> None:
         self._real, self._replaced, self._calls = real, replaced, calls
 
-    def __getattr__(self, name: str) -> Any:
-        if name in abi.RESULTS:
+    def __getitem__(self, name: str) -> Any:
+        if name in abi.RESULTS or name not in abi.ARGUMENTS:
             return getattr(self._real, name)
         replaced = self._replaced.get(name)
         if replaced is not None:
             return self._calls.counted(name, replaced, _INTERNAL_ERROR, lambda status: not status)
-        real = getattr(self._real, name)
+        real = self._real[name]
 
         def run(*arguments: Any) -> int:
             real.argtypes, real.restype = function.argtypes, function.restype  # as the package has declared them
@@ -192,6 +192,8 @@ class _Library:
 
         function = self._calls.counted(name, run, _INTERNAL_ERROR, lambda status: not status)
         return function
+
+    __getattr__ = __getitem__
 
 
 def _named(modules: Mapping[str, Any]) -> list[str]:

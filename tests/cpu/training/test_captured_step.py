@@ -152,9 +152,9 @@ def test_the_first_batch_is_rehearsed_captured_and_launched(gpu: Gpu) -> None:
         ("order", PRIVATE, 5),
         ("run", PRIVATE, "spare", False),  # for the plans
         ("run", PRIVATE, "spare", False),  # for the memory
+        ("order", 5, PRIVATE),
         ("capture", PRIVATE),
         ("run", PRIVATE, "tally", True),
-        ("order", 5, PRIVATE),
         *(("copy", 5),) * 2,
         ("cuGraphLaunch", 1, 5),
         (*RECORD, 5),
