@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.support import soak_operations
-from tests.support.soak_operations import OPERATIONS, WEIGHTS
+from tests.support.soak_operations import ALONE, OPERATIONS, WEIGHTS
 
 _SEEDS: Final = 64  # of each operation
 _ROUNDS: Final = 40
@@ -93,8 +93,10 @@ class Soak:
     """
 
     def __init__(self, gpus: Sequence[Any], names: Sequence[str], seed: int, *, only_seed: bool = False) -> None:
-        self.report, self._gpus, self._names = Report(), gpus, names
-        self._weights = [WEIGHTS.get(name, 1) for name in names]
+        self.report, self._gpus = Report(), gpus
+        self._names = [name for name in names if name not in ALONE]
+        self._alone = [name for name in names if name in ALONE]
+        self._weights = [WEIGHTS.get(name, 1) for name in self._names]
         self._seed, self._only_seed = seed, only_seed
         self._random = [random.Random(f"{seed} {number}") for number in range(len(gpus))]
         self._lock = threading.Lock()
@@ -108,35 +110,45 @@ class Soak:
             self.report.check_growth()
 
     def _round(self, end: float) -> None:
-        threads = [threading.Thread(target=self._work, args=(number, end)) for number in range(1, len(self._gpus))]
-        for thread in threads:
-            thread.start()
-        self._work(0, end)
-        for thread in threads:
-            thread.join()
+        if self._names:
+            self._work_together(end)
+        for name in self._alone:
+            self._make(name, 0)
         gc.collect()
         self._gpus[0].settle()
         _empty(self._gpus[0].directory)
         self.report.gpu_bytes.append(self._gpus[0].memory_used())
         self.report.host_bytes.append(_resident())
 
+    def _work_together(self, end: float) -> None:
+        threads = [threading.Thread(target=self._work, args=(number, end)) for number in range(1, len(self._gpus))]
+        for thread in threads:
+            thread.start()
+        self._work(0, end)
+        for thread in threads:
+            thread.join()
+
     def _work(self, worker: int, end: float) -> None:
-        draw = self._random[worker]
         while not self.report.faults:
-            (name,) = draw.choices(self._names, self._weights)
-            seed = self._seed if self._only_seed else self._seed * _SEEDS + draw.randrange(_SEEDS)
-            try:
-                compared = soak_operations.run(name, seed, self._gpus[worker])
-            except Exception:
-                again = f"--only {name!r} --seed {seed}"
-                with self._lock:
-                    self.report.faults.append(f"{again} (worker {worker})\n{traceback.format_exc()}")
-                return
-            with self._lock:
-                self.report.calls[name] += 1
-                self.report.comparisons += compared
+            (name,) = self._random[worker].choices(self._names, self._weights)
+            self._make(name, worker)
             if time.monotonic() > end:
                 return
+
+    def _make(self, name: str, worker: int) -> None:
+        """Makes an operation from a seed that is drawn, and notes what came of it."""
+        drawn = self._seed * _SEEDS + self._random[worker].randrange(_SEEDS)
+        seed = self._seed if self._only_seed else drawn
+        try:
+            compared = soak_operations.run(name, seed, self._gpus[worker])
+        except Exception:
+            fault = f"--only {name!r} --seed {seed} (worker {worker})\n{traceback.format_exc()}"
+            with self._lock:
+                self.report.faults.append(fault)
+            return
+        with self._lock:
+            self.report.calls[name] += 1
+            self.report.comparisons += compared
 
 
 def _empty(directory: Path) -> None:

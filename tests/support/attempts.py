@@ -277,7 +277,7 @@ def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: fl
         model, optimizer, step = _run_of(gpu.lt, "cuda", **options)
         with gpu.others_package() as lt:
             host_model, _, host_step = _run_of(lt, "cpu", **options | {"graph": True})
-        gpu.cp.cuda.Device().synchronize()  # the model was made on the default stream
+        gpu.synchronize_all()  # the model was made on the default stream
         batch = _batch()
         placed, losses = [gpu.cp.asarray(each) for each in batch], []
         streams = [gpu.other_stream] * calls_before + [gpu.stream] * 100 if other_stream else [gpu.stream] * 100
@@ -304,7 +304,7 @@ def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: fl
 def metrics(gpu: FakeGpu) -> Attempt:
     """One step, and the sums since they were read last; those that a call fails to read are lost or kept."""
     _, _, step = _run_of(gpu.lt, "cuda")
-    gpu.cp.cuda.Device().synchronize()
+    gpu.synchronize_all()
     placed, read, steps = [gpu.cp.asarray(each) for each in _batch()], list[Any](), list[int]()
 
     def call() -> None:
@@ -331,7 +331,7 @@ def checkpoint(*, loads: bool) -> Prepare:
         for number, (_, _, step) in enumerate(runs):
             for _ in range(2 - number):
                 step(*placed)
-        gpu.cp.cuda.Device().synchronize()
+        gpu.synchronize_all()
         (model, optimizer, _), (other, other_optimizer, _) = runs
         gpu.lt.save_checkpoint(path, model, optimizer)
         written = path.read_bytes()
@@ -344,7 +344,7 @@ def checkpoint(*, loads: bool) -> Prepare:
             assert path.read_bytes() == written
             assert [*path.parent.iterdir()] == [path]
             if loads:
-                gpu.cp.cuda.Device().synchronize()
+                gpu.synchronize_all()
                 pairs = zip(*(_optimizer_state(gpu, each) for each in (optimizer, other_optimizer)), strict=True)
                 assert all(one.tobytes() == another.tobytes() for one, another in pairs)
 

@@ -108,6 +108,10 @@ class FakeGpu:
         """Bytes that are allocated."""
         return self.memory.size
 
+    def synchronize_all(self) -> None:
+        """Waits for all streams."""
+        self.streams.synchronize_all()
+
     def pin(self, size: int) -> NDArray[np.uint8]:
         """Page-locked memory."""
         memory = np.empty(size, np.uint8)

@@ -35,6 +35,11 @@ class RealGpu:
         """Waits for a stream."""
         self.cp.cuda.ExternalStream(stream).synchronize()
 
+    def synchronize_all(self) -> None:
+        """Waits for the default stream and its own two: others may be captured by other threads."""
+        for stream in (0, self.stream.ptr, self.other_stream.ptr):
+            self.synchronize(stream)
+
     def host_of(self, array: Any) -> NDArray[Any]:
         """An array's values, once the current stream has done its work."""
         return np.asarray(self.cp.asnumpy(self.cp.ascontiguousarray(array)))

@@ -162,6 +162,8 @@ OPERATIONS: Final[dict[str, Callable[[Generator], Prepare]]] = {
     "tuned product": lambda generator: attempts.tuned_product(_small_product(generator)),
     "merged plans": _merge,
 }
+ALONE: Final = ("saved", "loaded")
+"""Operations that wait for the whole device, which is not allowed while another thread captures."""
 WEIGHTS: Final = {"forward": 6, "backward": 6, "product": 6, "bound": 3, "captured": 3}
 """How often an operation is drawn, 1 where nothing is said."""
 
