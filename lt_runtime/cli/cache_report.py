@@ -9,8 +9,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from lt_runtime.store.entries import Entry, LayerEntry, ProductEntry, entry_of
 from lt_runtime.store.records import Json
-from lt_runtime.tuner.report import algorithm_in_words, strategy_in_words
+from lt_runtime.tuner.report import choice_in_words, rejection_in_words, time_in_words
 
 
 def list_lines(data: Json) -> Iterator[str | Table]:
@@ -42,27 +43,20 @@ def entry_lines(data: Json) -> Iterator[str | Text]:
     """What `cache show` found."""
     for found in data["entries"]:
         yield Text(found["problem"], "bold")
-        facts = [("damaged", found["fault"])] if "fault" in found else _facts(found["entry"])
+        facts = [("damaged", found["fault"])] if "fault" in found else _facts(entry_of(found["entry"]))
         yield from (f"  {name:<10}{text}" for name, text in (*facts, ("file", found["file"]), ("key", found["key"])))
 
 
-def _facts(entry: Json) -> Iterator[tuple[str, str]]:
+def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     """Names and values of one entry's lines."""
-    if "algorithm" in entry:
-        yield "algorithm", algorithm_in_words(entry["config"])
-        gain = f"{entry['first_us'] / entry['us']:.2f} times as fast as the heuristic's first" if entry["us"] else ""
-        yield "time", f"{entry['us']:.2f} µs, spread {entry['spread']:.2f} µs; best of {entry['candidates']}, {gain}"
-    else:
-        yield "strategy", strategy_in_words(entry["strategy"])
-        yield "time", f"{entry['us']:.2f} µs"
-        for other in entry["alternatives"]:
-            yield "slower", f"{other['us']:.2f} µs ({strategy_in_words(other['strategy'])})"
-    yield "measured", f"{entry['when']}, effort {entry['effort']}"
-    for each in entry["rejected"]:
-        what = strategy_in_words(each["strategy"]) if "strategy" in each else algorithm_in_words(each["config"])
-        yield "rejected", f"{each['reason']} ({what})"
-    if entry["barred"] is not None:
-        yield "barred", entry["barred"]
+    yield "algorithm" if isinstance(entry, ProductEntry) else "strategy", choice_in_words(entry)
+    yield "time", time_in_words(entry)
+    for other in entry.alternatives if isinstance(entry, LayerEntry) else ():
+        yield "slower", f"{choice_in_words(other)}: {other.us:.2f} µs"
+    yield "measured", f"{entry.when}, effort {entry.effort}"
+    yield from (("rejected", rejection_in_words(each)) for each in entry.rejected)
+    if entry.barred is not None:
+        yield "barred", entry.barred
 
 
 def verdict_lines(data: Json) -> Iterator[str | Text]:

@@ -226,6 +226,15 @@ def verified(key: str, value: object) -> Entry:
     plain = {name: each for name, each in value.items() if name != "digest"}
     if value.get("digest") != _digest(key, plain):
         raise ValueError("its digest does not fit")
+    return entry_of(plain)
+
+
+def entry_of(plain: Json) -> Entry:
+    """The entry for which `to_json` gave `plain`.
+
+    Raises:
+        ValueError: there is none.
+    """
     kind: type[Entry] = ProductEntry if "algorithm" in plain else LayerEntry
     return from_json(kind, plain)
 

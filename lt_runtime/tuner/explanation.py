@@ -16,8 +16,8 @@ from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.store.records import to_json
+from lt_runtime.tuner import report
 from lt_runtime.tuner.chain import Chain
-from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
 from lt_runtime.tuner.roofline import Hardware, least_us
 
 _LABEL = 10  # columns
@@ -47,12 +47,9 @@ class ProductExplanation:
         if self.entry is None:
             yield _line("", "chosen without a measurement")
             return
-        entry = self.entry
-        gain = f", {entry.first_us / entry.us:.2f} times as fast as the heuristic's first" if entry.us else ""
-        yield _line("", f"{entry.us:.2f} µs alone, best of {entry.candidates} measured{gain}")
-        kinds = Counter(each.reason.partition(":")[0] for each in entry.rejected)
-        reasons = {each.reason.partition(":")[0]: each.reason for each in entry.rejected}
-        for kind, count in kinds.items():
+        yield _line("", f"alone {report.time_in_words(self.entry)}")
+        reasons = {each.reason.partition(":")[0]: report.rejection_in_words(each) for each in self.entry.rejected}
+        for kind, count in Counter(each.reason.partition(":")[0] for each in self.entry.rejected).items():
             yield _line("", f"rejected: {reasons[kind] if count == 1 else f'{count} algorithms, {kind}'}")
 
 
@@ -87,7 +84,7 @@ class Explanation:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield describe(self.problem)
+        yield report.describe(self.problem)
         yield _line("strategy", self.strategy)
         measured, least = "not measured" if self.us is None else f"{self.us:.2f} µs", "this GPU's peaks are not known"
         if self.least_us is not None:
@@ -144,20 +141,21 @@ def explain_problem(problem: Problem, device: int) -> Explanation:
             us = explained.entry.us if explained.entry and fused else None
             return Explanation(problem, strategy, (explained,), us, least)
         plan, entry = decide_layer(problem, device), plan_store(device).layer(problem_key(problem))
-        strategy = strategy_in_words(to_json(plan.strategy))
+        strategy = report.strategy_in_words(to_json(plan.strategy))
         products = tuple(_explained(name, each, device) for name, each in plan.products.items())
         if entry is None:
             return Explanation(problem, f"{strategy} (by the priors)", products, None, least)
         slower = sorted(entry.alternatives, key=lambda each: each.us)
-        alternatives = tuple((strategy_in_words(each.strategy), each.us) for each in slower)
-        rejected = tuple(f"{strategy_in_words(each.strategy)}: {each.reason}" for each in entry.rejected)
+        alternatives = tuple((report.choice_in_words(each), each.us) for each in slower)
+        rejected = tuple(map(report.rejection_in_words, entry.rejected))
         return Explanation(problem, strategy, products, entry.us, least, alternatives, rejected)
 
 
 def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanation:
     problem = plan.problem
-    algorithm = "" if problem.is_empty else algorithm_in_words(configuration(plan.blob))
-    return ProductExplanation(name, describe(problem), algorithm, plan_store(device).product(problem_key(problem)))
+    algorithm = "" if problem.is_empty else report.algorithm_in_words(configuration(plan.blob))
+    entry = plan_store(device).product(problem_key(problem))
+    return ProductExplanation(name, report.describe(problem), algorithm, entry)
 
 
 def hardware(device: int) -> Hardware:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, Saved
-from lt_runtime.store.entries import Entry
+from lt_runtime.store.entries import Alternative, Entry, ProductEntry, RejectedAlgorithm, RejectedStrategy
 from lt_runtime.store.keys import Problem, problem_key
 
 if TYPE_CHECKING:
@@ -72,6 +72,26 @@ def algorithm_in_words(config: Mapping[str, int]) -> str:
         return "our kernel for narrow products"
     known = [name for name in _PARTS if name in config]
     return ", ".join(_part(name, config[name]) for name in dict.fromkeys((*known, *config)))
+
+
+def choice_in_words(choice: Entry | RejectedAlgorithm | RejectedStrategy | Alternative) -> str:
+    """The algorithm or the strategy of an entry, or of what an entry lists beside it."""
+    if isinstance(choice, ProductEntry | RejectedAlgorithm):
+        return algorithm_in_words(choice.config)
+    return strategy_in_words(choice.strategy)
+
+
+def rejection_in_words(rejected: RejectedAlgorithm | RejectedStrategy) -> str:
+    """What is rejected and why, such as "none, keeps mask: wrong: y is off by 1"."""
+    return f"{choice_in_words(rejected)}: {rejected.reason}"
+
+
+def time_in_words(entry: Entry) -> str:
+    """The time of an entry, and what a product's is compared with."""
+    if not isinstance(entry, ProductEntry):
+        return f"{entry.us:.2f} µs"
+    gain = f", {entry.first_us / entry.us:.2f} times as fast as the heuristic's first" if entry.us else ""
+    return f"{entry.us:.2f} µs, spread {entry.spread:.2f} µs; best of {entry.candidates} measured{gain}"
 
 
 def _part(name: str, value: int) -> str:

@@ -22,7 +22,7 @@ from lt_runtime.tuner.chain import Chain, Part
 from lt_runtime.tuner.chain_search import decide_chain
 from lt_runtime.tuner.layer_search import decide_part
 from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
-from lt_runtime.tuner.report import Decided, Progress, Tuned, algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.report import Decided, Progress, Tuned, choice_in_words, describe
 from lt_runtime.tuner.timing import Bench, workbench
 
 
@@ -76,7 +76,6 @@ class _Session:
     def __init__(self, device: int, effort: Effort) -> None:
         self._device, self._effort = device, effort
         self._store = plan_store(device)
-        self._kept: dict[ForwardProblem, Saved] = {}  # by what was decided in this session
         self._met: set[LayerProblem] = set()
 
     def groups(self, given: Chain | MatmulProblem) -> list[_Group]:
@@ -90,19 +89,18 @@ class _Session:
 
     def _tune_part(self, chain: Chain, part: Part) -> Tuned | None:
         """Decides a part; None if it is empty, or equal layers have brought it up before."""
-        chain = chain.keeping({index: self._kept.get(each) for index, each in chain.forwards.items()})
-        if part.forward is not None and chain.forwards[part.forward] in self._kept:
+        kept = {index: self._saved(each) for index, each in chain.forwards.items() if each in self._met}
+        chain = chain.keeping(kept)
+        if part.forward is not None and kept.get(part.forward) is not None:
             part = part._replace(forward=None)
         cut = chain.cut(part)
         is_empty = any(0 in (each.x.layout.size, each.w.layout.size) for each in cut.problems)
         if is_empty or self._met.issuperset(cut.problems):
             return None
         self._met.update(cut.problems)
-        tuned = self._known(cut) or self._measure(
+        return self._known(cut) or self._measure(
             cut.problems, lambda bench: decide_part(bench, self._store, cut, self._effort)
         )
-        self._kept |= {each: kept for each in cut.forwards.values() if (kept := self._saved(each)) is not None}
-        return tuned
 
     def _known(self, part: Chain) -> Tuned | None:
         """What is known of a part's forward problem, and of the backward problem that reads what that keeps."""
@@ -110,7 +108,7 @@ class _Session:
         found = [entry for problem in problems if (entry := self._entry(problem)) is not None]
         if len(found) < len(part.problems):
             return None
-        words, us = " | ".join(strategy_in_words(each.strategy) for each in found), sum(each.us for each in found)
+        words, us = " | ".join(map(choice_in_words, found)), sum(each.us for each in found)
         return Tuned((*part.problems,), us, us, words)
 
     def _entry(self, problem: LayerProblem) -> LayerEntry | None:
@@ -146,8 +144,7 @@ class _Session:
     def _tune_chain(self, chain: Chain) -> Tuned | None:
         """Decides a chain as a whole, as far as its layers are decided by themselves; None if nothing is to be done."""
         chain = self._as_saved(chain.condensed)
-        entries = {problem: self._store.layer(problem_key(problem)) for problem in chain.problems}
-        known = {problem: entry for problem, entry in entries.items() if entry is not None}
+        known = {each: entry for each in chain.problems if (entry := self._store.layer(problem_key(each))) is not None}
         chain = chain.only(known)
         if len(chain.parts) < 2 or all(entry.in_chain for entry in known.values()):
             return None
@@ -175,6 +172,6 @@ class _Session:
 
 def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
     """A product's entry as the report shows it."""
-    words, reasons = algorithm_in_words(entry.config), tuple(each.reason for each in entry.rejected)
+    words, reasons = choice_in_words(entry), tuple(each.reason for each in entry.rejected)
     times = entry.first_us, entry.us
     return Tuned((problem,), *times, f"{problem.epilogue.value} by {words}", entry.candidates, reasons)

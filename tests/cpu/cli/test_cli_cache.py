@@ -172,12 +172,12 @@ def test_show_for_people(plans: Path, capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     for line in (
         "algorithm id 66, tile 128x128, split-K 1",
-        "time      52.50 µs, spread 0.25 µs; best of 14, 1.14 times as fast as the heuristic's first",
-        "rejected  slow: 3.1 times the best (id 21)",
+        "time      52.50 µs, spread 0.25 µs; best of 14 measured, 1.14 times as fast as the heuristic's first",
+        "rejected  id 21: slow: 3.1 times the best",
         "barred    known to be wrong",
         "strategy  gelu_aux_bias, keeps preactivation",
-        "slower    121.00 µs (none, keeps preactivation)",
-        "rejected  not supported (gelu_bias)",
+        "slower    none, keeps preactivation: 121.00 µs",
+        "rejected  gelu_bias: not supported",
         "measured  2026-01-31T12:00:00Z, effort default",
         f"key       {PRODUCT}",
         f"key       {LAYER}",
