@@ -16,7 +16,7 @@ from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import BackwardProblem, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_threshold
 from lt_runtime.tuner.chain import Chain, saved_kinds
 from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Operands, operand_sets
-from lt_runtime.tuner.timing import Bench, Launch, Timing, take_times
+from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 
 _DROPOUT: Final = DropoutState(keep_threshold(0.1), Philox(seed=1))
 _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
@@ -159,8 +159,8 @@ class OperandSets:
         self.measured = 0
 
     def take_times(
-        self, contenders: Mapping[str, Placed], budget_s: float, rounds: int, *, in_a_loop: bool = False
-    ) -> dict[str, Timing]:
+        self, contenders: Mapping[Name, Placed], budget_s: float, rounds: int, *, in_a_loop: bool = False
+    ) -> dict[Name, Timing]:
         """Times plans against each other; see `timing.take_times`."""
         launches = {name: self._launch(plans) for name, plans in contenders.items()}
         timings = take_times(launches, self._clock, len(self._sets), budget_s, rounds, in_a_loop=in_a_loop)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -25,7 +24,7 @@ from lt_runtime.store.records import to_json
 from lt_runtime.tuner.chain import Chain, saved_kinds
 from lt_runtime.tuner.chain_operands import OperandSets, Placed
 from lt_runtime.tuner.product_search import Products
-from lt_runtime.tuner.report import Decided, Tuned, algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.report import Decided, Tuned, describe, rejection_in_words, strategy_in_words
 from lt_runtime.tuner.timing import Bench, Timing, fastest
 
 
@@ -49,12 +48,12 @@ _PROMISING: Final = 1.4
 _CLOSE: Final = 1.1
 _MOST_FINALISTS: Final = 6
 _MOST_BY_HEURISTIC: Final = 2
-_BEFORE: Final = "before"
 
-Split: TypeAlias = tuple[str, ...]
-"""Names of the plans that run a part, forward first."""
-Plans: TypeAlias = dict[str, LayerPlan]
-"""Plans of a part's problems, by names that tell them apart."""
+_Key: TypeAlias = tuple[LayerProblem, Strategy]
+"""What a plan is known by; the plans by the heuristic's algorithms and by the tuned ones have equal keys."""
+_Plans: TypeAlias = dict[_Key, LayerPlan]
+_Split: TypeAlias = tuple[LayerPlan, ...]
+"""Plans that run a part, forward first."""
 
 
 def decide_part(bench: Bench, store: PlanStore, part: Chain, effort: Effort) -> Decided:
@@ -89,94 +88,103 @@ class _Search:
         known = {problem: store.layer(problem_key(problem)) for problem in itertools.chain(*self._variants)}
         self._rejected = {problem: [*entry.rejected] if entry else [] for problem, entry in known.items()}
         self._products, self._operands = Products(store), OperandSets(bench, part)
-        self._timings: dict[str, Timing] = {}  # of single plans that are not rejected
+        self._timings: dict[_Key, Timing] = {}  # of single plans that are not rejected
         self.before = self._plans(heuristic_algorithm)
-        self.after: Plans = {}
+        self.after: _Plans = {}
+        self._untuned, self._trusted = self._untuned_and_plainest(self.before)
 
-    def _plans(self, choose: Choose, only: Collection[str] | None = None) -> Plans:
-        """Plans by every strategy, or the named plans; what the library refuses is rejected.
+    def _plans(self, choose: Choose, only: Collection[_Key] | None = None) -> _Plans:
+        """Plans by every strategy, or only some of them; what the library refuses is rejected.
 
         A backward problem has plans for everything that forward may keep, each by itself.
-
-        Raises:
-            PlanError: no split is left.
         """
         choose, made = functools.cache(choose), {}
         for problem, rejected in self._rejected.items():
             out = [each.strategy for each in rejected]
             for strategy in strategies_of(problem):
-                name = plan_name(problem, strategy)
-                if to_json(strategy) in out or (only is not None and name not in only):
+                if to_json(strategy) in out or (only is not None and (problem, strategy) not in only):
                     continue
                 try:
-                    made[name] = plan_for(problem, self._bench.device, strategy, choose)
+                    made[problem, strategy] = plan_for(problem, self._bench.device, strategy, choose)
                 except PlanError as error:
                     self._reject(problem, strategy, f"refused: {error}")
-        if not self._splits(made):
-            reasons = "; ".join(each.reason for rejected in self._rejected.values() for each in rejected)
-            raise PlanError(f"no split is of use for {self._part.problems[0]}: {reasons}")
         return made
 
     def _reject(self, problem: LayerProblem, strategy: Strategy, reason: str) -> None:
         self._rejected[problem].append(RejectedStrategy(to_json(strategy), reason))
-        self._timings.pop(plan_name(problem, strategy), None)
+        self._timings.pop((problem, strategy), None)
 
-    def _splits(self, plans: Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of) -> list[Split]:
+    def _splits(
+        self, plans: _Plans, order: Callable[[LayerProblem], Iterable[Strategy]] = strategies_of
+    ) -> list[_Split]:
         """Plans that go together, as backward reads what forward keeps; the first of each problem first."""
-        named = [[plan_name(each, one) for each in variants for one in order(each)] for variants in self._variants]
-        there = ([name for name in names if name in plans] for names in named)
-        return [split for split in itertools.product(*there) if self._goes_together(plans, split)]
+        keys = [[(each, one) for each in variants for one in order(each)] for variants in self._variants]
+        there = ([plans[key] for key in of_layer if key in plans] for of_layer in keys)
+        return [split for split in itertools.product(*there) if self._goes_together(split)]
 
-    def _goes_together(self, plans: Plans, split: Split) -> bool:
+    def _goes_together(self, split: _Split) -> bool:
         reader = self._part.reader(0)
         if reader is None:
             return True
-        forward, backward = (plans[name] for name in split)
+        forward, backward = split
         return getattr(backward.problem, reader[1]).saved is forward.strategy.saved
 
-    def _untuned_and_plainest(self, plans: Plans) -> list[Split]:
-        """The split that the priors take, and that of plain products and our kernels; neither if no split is left."""
+    def _untuned_and_plainest(self, plans: _Plans) -> list[_Split]:
+        """The split that the priors take, and that of plain products and our kernels.
+
+        Raises:
+            PlanError: no split is left.
+        """
         by_priors = functools.partial(priors_of, device=self._bench.device)
-        return [split for order in (by_priors, _plainest_first) for split in self._splits(plans, order)[:1]]
+        found = [split for order in (by_priors, _plainest_first) for split in self._splits(plans, order)[:1]]
+        if not found:
+            reasons = "; ".join(each.reason for rejected in self._rejected.values() for each in rejected)
+            raise PlanError(f"no split is of use for {self._part.problems[0]}: {reasons}")
+        return found
 
-    def _placed(self, plans: Plans, split: Split) -> Placed:
-        return [*zip(self._layers, (plans[name] for name in split), strict=True)]
+    def _placed(self, split: _Split) -> Placed:
+        return [*zip(self._layers, split, strict=True)]
 
-    def _times(self, plans: Plans) -> dict[Split, float]:
+    def _us(self, plan: LayerPlan) -> float:
+        """Microseconds of a plan by itself."""
+        return self._timings[_key(plan)].median_us
+
+    def _times(self, plans: _Plans) -> dict[_Split, float]:
         """Microseconds of all plans of a split, one after the other, of the splits whose plans were timed."""
-        timed = [split for split in self._splits(plans) if self._timings.keys() >= {*split}]
-        return {split: sum(self._timings[name].median_us for name in split) for split in timed}
+        timed = (split for split in self._splits(plans) if self._timings.keys() >= {*map(_key, split)})
+        return {split: sum(map(self._us, split)) for split in timed}
 
-    def time_alone(self, plans: Plans, rounds: int, budget_s: float) -> None:
+    def _timings_of(self, problem: LayerProblem) -> dict[Strategy, Timing]:
+        """Those of a problem's plans, by their strategies."""
+        return {key[1]: timing for key, timing in self._timings.items() if key[0] == problem}
+
+    def time_alone(self, plans: _Plans, rounds: int, budget_s: float) -> None:
         """Times the plans of each direction against each other, the priors' first."""
         untuned, _ = self._untuned_and_plainest(plans)
         for first, layer, variants in zip(untuned, self._layers, self._variants, strict=True):
-            names = [first, *(name for name in plans if plans[name].problem in variants)]
-            contenders = {name: [(layer, plans[name])] for name in names}
-            self._timings |= self._operands.take_times(contenders, budget_s, rounds)
+            contenders = [first, *(plan for plan in plans.values() if plan.problem in variants)]
+            placed = {_key(plan): [(layer, plan)] for plan in contenders}
+            self._timings |= self._operands.take_times(placed, budget_s, rounds)
 
-    def promising(self) -> set[str]:
-        """Names of the priors' plans, and of those that are not far behind, alone and with the plan they go with.
+    def promising(self) -> set[_Key]:
+        """The priors' plans, and those that are not far behind, alone and with the plan they go with.
 
         The times are by the heuristic's algorithms. They say little where our kernel takes a product, so that all such
         plans are in.
         """
         times = self._times(self.before)
-        best: dict[LayerProblem, float] = {}
-        for name, timing in self._timings.items():
-            problem = self.before[name].problem
-            best[problem] = min(best.get(problem, math.inf), timing.median_us)
         limit = _PROMISING * min(times.values())
-        names = {name for split, us in times.items() if us <= limit for name in split}
-        near = {name for name in names if self._timings[name].median_us <= _PROMISING * best[self.before[name].problem]}
-        ours = {
-            name for name, plan in self.before.items() if any(takes(each.problem) for each in plan.products.values())
+        best = {
+            problem: min(each.median_us for each in self._timings_of(problem).values()) for problem, _ in self._timings
         }
-        return near | ours | {*self._untuned_and_plainest(self.before)[0]}
+        near = [plan for split, us in times.items() if us <= limit for plan in split]
+        near = [plan for plan in near if self._us(plan) <= _PROMISING * best[plan.problem]]
+        ours = [plan for plan in self.before.values() if any(takes(each.problem) for each in plan.products.values())]
+        return {_key(plan) for plan in (*near, *ours, *self._untuned)}
 
-    def tune_products(self, names: Iterable[str]) -> None:
+    def tune_products(self, keys: Iterable[_Key]) -> None:
         """Finds the algorithms of the products of some plans, those that are not known already."""
-        products = dict.fromkeys(each.problem for name in names for each in self.before[name].products.values())
+        products = dict.fromkeys(each.problem for key in keys for each in self.before[key].products.values())
         entry, watch = self._products.entry, self._bench.clock.watch
         unknown = [each for each in products if not each.is_empty and not is_as_deep(entry(each), self._effort)]
         deadline = watch.seconds + self._budget.products
@@ -184,10 +192,9 @@ class _Search:
             left = max(deadline - watch.seconds, 0.0) / (len(unknown) - number)
             self._products.search(self._bench, problem, self._effort, max(left, _LEAST_PRODUCT_S))
 
-    def plan_tuned(self, names: Iterable[str]) -> None:
+    def plan_tuned(self, keys: Iterable[_Key]) -> None:
         """Plans and times some plans by the tuned algorithms, and those of the plainest split."""
-        _, plainest = self._untuned_and_plainest(self.before)
-        self.after = self._plans(self._products.plan, {*names, *plainest})
+        self.after = self._plans(self._products.plan, {*keys, *map(_key, self._trusted)})
         self.time_alone(self.after, _PLANS_ROUNDS, self._budget.finals)
 
     def conclude(self) -> Decided:
@@ -196,77 +203,73 @@ class _Search:
         Raises:
             PlanError: nothing is left.
         """
-        untuned, trusted = self._untuned_and_plainest(self.before)
-        untuned_plans, trusted_plans = (self._placed(self.before, split) for split in (untuned, trusted))
-        expected = self._operands.results(trusted_plans)
-        unsound = {name for name, plan in self.before.items() if self._products.is_unsound(plan)}
-        while True:  # until the fastest is right
-            finalists = self._finalists(unsound)
-            placed = {name: self._placed(plans, split) for name, (plans, split) in finalists.items()}
-            first = next(iter(placed))
-            contenders = {first: placed[first], _BEFORE: untuned_plans} | placed
-            timings = self._operands.take_times(contenders, self._budget.finals, _FINAL_ROUNDS)
-            name = fastest({name: each for name, each in timings.items() if name != _BEFORE}, first)
-            new, old = timings[name], timings.get(_BEFORE, timings[name])
-            plans, split = finalists[name]
-            fault = None if split == trusted else self._operands.disagreement(placed[name], expected)
-            if fault is None:
-                break
-            output, words = fault
-            wrong = self.after.pop(split[0 if output == "y" else -1])
-            self._reject(wrong.problem, wrong.strategy, f"wrong: {words}")
-        stays = plans is self.before and split == untuned
-        if not stays and fastest({name: new, _BEFORE: old}, name) == _BEFORE and untuned in self._splits(self.after):
-            is_sound = unsound.isdisjoint(untuned)
-            stays = is_sound and self._operands.disagreement(untuned_plans, expected) is None
-        if stays:
-            return self._decided(untuned, old, old, self._entries(untuned, new))
+        expected = self._operands.results(self._placed(self._trusted))
+        winner, timings = self._winner(expected)
+        new, old = timings[winner], timings.get(self._untuned, timings[winner])
+        if fastest({winner: new, self._untuned: old}, winner) == self._untuned and self._may_stay(expected):
+            return self._decided(self._untuned, old, old, {})
         products = {**self._products.found}
-        if plans is self.before:
-            for name in split:
-                products |= self._products.as_planned(plans[name])
-        return self._decided(split, old, new, {**products, **self._entries(split, new)})
+        if winner in self._splits(self.before):
+            for plan in winner:
+                products |= self._products.as_planned(plan)
+        return self._decided(winner, old, new, products)
 
-    def _decided(self, split: Split, old: Timing, new: Timing, entries: Mapping[Any, Entry]) -> Decided:
-        """What is reported of a split, with the entries that are to be remembered."""
-        words = " | ".join(strategy_in_words(to_json(self.before[name].strategy)) for name in split)
-        out = [each for rejected in self._rejected.values() for each in rejected]
-        reasons = [f"{strategy_in_words(each.strategy)}: {each.reason}" for each in out]
-        slow = {name: each.median_us for name, each in self._timings.items() if name not in self.after}
-        reasons += [f"{name}: slow: {us:.1f} µs" for name, us in slow.items()]
-        measured = self._operands.measured
-        for problem, entry in self._products.found.items():
-            measured += entry.candidates
-            reasons += [
-                f"{describe(problem)} by {algorithm_in_words(each.config)}: {each.reason}" for each in entry.rejected
-            ]
-        times = old.median_us, new.median_us
-        return Tuned((*self._part.problems,), *times, words, measured, (*reasons,)), entries
+    def _winner(self, expected: Mapping[str, Any]) -> tuple[_Split, dict[_Split, Timing]]:
+        """The fastest of the finalists whose results are right, and the times of all, and of what runs untuned."""
+        while True:
+            finalists = self._finalists()
+            contenders = {split: self._placed(split) for split in (finalists[0], self._untuned, *finalists)}
+            timings = self._operands.take_times(contenders, self._budget.finals, _FINAL_ROUNDS)
+            winner = fastest({split: timings[split] for split in finalists if split in timings}, finalists[0])
+            fault = self._fault(winner, expected)
+            if fault is None:
+                return winner, timings
+            output, words = fault
+            wrong = self.after.pop(_key(winner[0 if output == "y" else -1]))
+            self._reject(wrong.problem, wrong.strategy, f"wrong: {words}")
 
-    def _finalists(self, unsound: Collection[str]) -> dict[str, tuple[Plans, Split]]:
-        """The priors' split, the best, and the plainest, by name; the best by the heuristic's algorithms as well.
+    def _finalists(self) -> list[_Split]:
+        """The priors' split, the best, and the plainest; the best by the heuristic's algorithms as well.
 
         An algorithm that is the fastest by itself need not be so between others, because clocks, caches and what runs
         beside it are not the same.
 
-        Args:
-            unsound: names of the plans by an algorithm of the heuristic's that was rejected.
-
         Raises:
             PlanError: no split is left.
         """
+        untuned, plainest = self._untuned_and_plainest(self.after)
         times = self._times(self.after)
         best = sorted(times, key=times.__getitem__)[:_MOST_FINALISTS]
         close = [split for split in best if times[split] <= _CLOSE * times[best[0]]]
-        untuned_and_plainest = self._untuned_and_plainest(self.after)
-        tuned = [*untuned_and_plainest[:1], *close, *untuned_and_plainest[1:]]
-        sound = [split for split in close if {*split}.isdisjoint(unsound)][:_MOST_BY_HEURISTIC]
-        if not tuned:
-            raise PlanError(f"no split computes the right results for {self._part.problems[0]}")
-        found = {" | ".join(split): (self.after, split) for split in tuned}
-        return found | {f"{' | '.join(split)} by the heuristic": (self.before, split) for split in sound}
+        by_heuristic = (tuple(self.before[_key(plan)] for plan in split) for split in close)
+        sound = [split for split in by_heuristic if not any(map(self._products.is_unsound, split))]
+        return [untuned, *close, plainest, *sound[:_MOST_BY_HEURISTIC]]
 
-    def _entries(self, split: Split, timing: Timing) -> dict[LayerProblem, LayerEntry]:
+    def _may_stay(self, expected: Mapping[str, Any]) -> bool:
+        """Whether what runs untuned is right, and neither its strategies nor its algorithms are rejected."""
+        is_left = self.after.keys() >= {*map(_key, self._untuned)}
+        is_sound = not any(map(self._products.is_unsound, self._untuned))
+        return is_left and is_sound and self._fault(self._untuned, expected) is None
+
+    def _fault(self, split: _Split, expected: Mapping[str, Any]) -> tuple[str, str] | None:
+        """The output that is not what the plainest split makes, and by how much; None if all agree."""
+        is_plainest = [*map(_key, split)] == [*map(_key, self._trusted)]
+        return None if is_plainest else self._operands.disagreement(self._placed(split), expected)
+
+    def _decided(self, split: _Split, old: Timing, new: Timing, products: Mapping[Any, Entry]) -> Decided:
+        """What is reported of a split, with the entries that are to be remembered."""
+        words = " | ".join(strategy_in_words(to_json(plan.strategy)) for plan in split)
+        reasons = [rejection_in_words(each) for rejected in self._rejected.values() for each in rejected]
+        slow = {key: each.median_us for key, each in self._timings.items() if key not in self.after}
+        reasons += [f"{plan_name(*key)}: slow: {us:.1f} µs" for key, us in slow.items()]
+        measured = self._operands.measured
+        for problem, entry in self._products.found.items():
+            measured += entry.candidates
+            reasons += [f"{describe(problem)} by {rejection_in_words(each)}" for each in entry.rejected]
+        tuned = Tuned((*self._part.problems,), old.median_us, new.median_us, words, measured, (*reasons,))
+        return tuned, {**products, **self._entries(split, new)}
+
+    def _entries(self, split: _Split, timing: Timing) -> dict[LayerProblem, LayerEntry]:
         """An entry of the forward problem, and of the backward problem for everything that may be kept.
 
         Args:
@@ -274,18 +277,19 @@ class _Search:
         """
         found = {}
         for problem, rejected in self._rejected.items():
-            stored = {name: to_json(plan.strategy) for name, plan in self.before.items() if plan.problem == problem}
-            timings = {name: self._timings[name] for name in stored if name in self._timings}
-            names = (plan_name(problem, each) for each in priors_of(problem, self._bench.device))
-            best = next((fastest(timings, name) for name in names if name in timings), None)
-            chosen = next((name for name in split if name in stored), best)
+            timings, priors = self._timings_of(problem), priors_of(problem, self._bench.device)
+            best = next((fastest(timings, each) for each in priors if each in timings), None)
+            chosen = next((plan.strategy for plan in split if plan.problem == problem), best)
             if chosen is not None:
-                us = {name: each.median_us for name, each in timings.items()}
-                others = [name for name in sorted(us, key=us.__getitem__) if name != chosen]
-                alternatives = tuple(Alternative(stored[name], us[name]) for name in others)
-                own_us, out = us.get(chosen, timing.median_us), tuple(rejected)
-                found[problem] = LayerEntry(stored[chosen], own_us, alternatives, out, effort=self._effort)
+                us = {strategy: each.median_us for strategy, each in timings.items()}
+                own_us = us.pop(chosen, timing.median_us)
+                slower = tuple(Alternative(to_json(each), us[each]) for each in sorted(us, key=us.__getitem__))
+                found[problem] = LayerEntry(to_json(chosen), own_us, slower, tuple(rejected), effort=self._effort)
         return found
+
+
+def _key(plan: LayerPlan) -> _Key:
+    return plan.problem, plan.strategy
 
 
 def variants_of(part: Chain) -> list[tuple[LayerProblem, ...]]:

@@ -15,13 +15,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated, device_attributes
 from lt_runtime.gpu.streams import beside_captures
 
+Name = TypeVar("Name")
+"""What tells contenders apart."""
 Run = Callable[[int], object]
 """Puts work on a stream: takes the stream's handle."""
 Launch = Callable[[int, int], object]
@@ -85,14 +87,14 @@ def workbench(device: int) -> Iterator[Bench]:
 
 
 def take_times(
-    contenders: Mapping[str, Launch],
+    contenders: Mapping[Name, Launch],
     clock: Clock,
     sets: int,
     budget_s: float,
     rounds: int = 7,
     *,
     in_a_loop: bool = False,
-) -> dict[str, Timing]:
+) -> dict[Name, Timing]:
     """Times contenders against each other on the clock's stream.
 
     It allocates nothing itself. What belongs to a stream, such as cuBLASLt's workspace, stays with the clock's, which
@@ -118,7 +120,7 @@ def take_times(
     probes = _probe(contenders, clock, deadline)
     best = min(probes.values())
     launches, behind_itself = _launches(best, sets), in_a_loop and sets == 1 and best < _LONG_US
-    times: dict[str, list[float]] = {name: [] for name, us in probes.items() if us <= _FAR_BEHIND * best}
+    times: dict[Name, list[float]] = {name: [] for name, us in probes.items() if us <= _FAR_BEHIND * best}
     with contextlib.ExitStack() as stack:
         runs = {name: partial(_repeat, contenders[name], launches, sets) for name in times}
         graphs = {name: stack.enter_context(clock.capture(run)) for name, run in runs.items()}
@@ -135,9 +137,9 @@ def take_times(
     return dropped | {name: _summary(values) for name, values in times.items()}
 
 
-def _probe(contenders: Mapping[str, Launch], clock: Clock, deadline: float) -> dict[str, float]:
+def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float) -> dict[Name, float]:
     """Microseconds of a single launch, by name. Each is waited for, because nobody knows yet how long it runs."""
-    times: dict[str, float] = {}
+    times: dict[Name, float] = {}
     for name, launch in contenders.items():
         if times and clock.watch.seconds > deadline:
             break
@@ -157,7 +159,7 @@ def _launches(best_us: float, sets: int) -> int:
     return -(-enough // sets) * sets
 
 
-def _within_reach(times: Mapping[str, list[float]]) -> list[str]:
+def _within_reach(times: Mapping[Name, list[float]]) -> list[Name]:
     """Names of the contenders whose best round is not far from the best median."""
     limit = _OUT_OF_REACH * min(statistics.median(values) for values in times.values())
     return [name for name, values in times.items() if min(values) <= limit]
@@ -184,7 +186,7 @@ def buffer_sets(size: int, device: int) -> int:
     return wanted if wanted <= _MOST_SETS else 1
 
 
-def fastest(timings: Mapping[str, Timing], first: str) -> str:
+def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
     """The name of the contender to take.
 
     Args:
