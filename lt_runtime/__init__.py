@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lt_runtime import cublaslt, errors, raw, schedules
     from lt_runtime.arrays.libraries import contiguous
-    from lt_runtime.bind import bind
+    from lt_runtime.binding import bind
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.ops.adamw import AdamW, Parameter
@@ -31,7 +31,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "arrays.libraries": "contiguous",
-    "bind": "bind",
+    "binding": "bind",
     "epilogue": "Epilogue",
     "grad_scaler": "GradScaler",
     "ops.adamw": "AdamW Parameter",

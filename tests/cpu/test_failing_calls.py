@@ -149,7 +149,7 @@ def unused_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> F
     gpu = FakeGpu(host, tmp_path_factory.mktemp("unused_gpu"))
     with gpu.active():
         for module in pkgutil.walk_packages(gpu.lt.__path__, "lt_runtime."):
-            if module.name not in ("lt_runtime.__main__", "lt_runtime.bind"):  # lt.bind is to be the function
+            if module.name != "lt_runtime.__main__":
                 importlib.import_module(module.name)
     return gpu
 

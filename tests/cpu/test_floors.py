@@ -26,7 +26,7 @@ FLOORS = (
     {"plans"},
     {"tuner"},
     {"ops"},
-    {"bind", "profiling", "training"},
+    {"binding", "profiling", "training"},
     {"cli"},
     {"__main__"},
 )
