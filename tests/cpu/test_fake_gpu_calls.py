@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,16 @@ def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None
         for seed, layer in enumerate(layers):
             layer.refill(seed)
             layer.check()
+
+
+def test_remembered_calls_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = importlib.import_module("lt_runtime.plans.cache")  # the pretended GPU's package
+    monkeypatch.setattr("lt_runtime.ops.call._MOST_CALLS", 4)
+    w = gpu.cp.ones((8, 16), "float32")
+    for rows in range(1, 12):
+        gpu.lt.linear(gpu.cp.ones((rows, 16), "float32"), w)
+        assert 0 < len(cache.calls) <= 4
+    gpu.synchronize(0)
 
 
 def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:

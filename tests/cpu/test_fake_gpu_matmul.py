@@ -19,6 +19,7 @@ _CASES = {
     "alpha and beta": matmul_case(with_c=True, alpha=2.0, beta=-0.5),
     "beta 0": matmul_case(with_c=True, beta=0.0),
     "in place": matmul_case(with_c=True, alpha=2.0, beta=-0.5, in_place=True),
+    "odd c": matmul_case(with_c=True, alpha=2.0, beta=-0.5, c=ODD),
     "c across": matmul_case(with_c=True, alpha=2.0, beta=-0.5, c=COLUMNS),
     "c with gelu": matmul_case(with_c=True, alpha=0.75, beta=-0.5, epilogue=Epilogue.GELU_AUX_BIAS),
     "device scalars": matmul_case(with_c=True, alpha=2.0, beta=-0.5, device_scalars=True),
@@ -33,10 +34,16 @@ _CASES = {
     "batch": matmul_case(batches=(3, 3, 3), epilogue=Epilogue.BIAS),
     "batch of masks": matmul_case(batches=(3, 3, 3), epilogue=Epilogue.RELU_AUX_BIAS),
     "batch of derivatives": matmul_case(batches=(3, 3, 3), epilogue=Epilogue.DGELU_BGRAD),
+    "batch of masks' derivatives": matmul_case(batches=(3, 3, 3), epilogue=Epilogue.DRELU_BGRAD),
     "batch with c": matmul_case(batches=(3, 3, 3), with_c=True, beta=-0.5, alpha=2.0),
+    "batch of separate products": matmul_case(
+        m=300, n=304, k=8, batches=(3, 3, 3), d=COLUMNS, dtype=DType.FLOAT16, epilogue=Epilogue.BIAS
+    ),
     "one for all": matmul_case(batches=(2, None, 2)),
     "all for one": matmul_case(batches=(None, 2, 2), d=COLUMNS),
     "no inner": matmul_case(k=0, with_c=True, beta=-0.5),
+    "no inner without c": matmul_case(k=0),
+    "batch of no inner": matmul_case(k=0, batches=(3, 3, 3), d=ODD),
     "tf32": matmul_case(compute="tf32", epilogue=Epilogue.BIAS),
     "float64": matmul_case(dtype=DType.FLOAT64, with_c=True, beta=-0.5),
     "float64 device scalars": matmul_case(dtype=DType.FLOAT64, alpha=-0.5, device_scalars=True),
@@ -52,3 +59,10 @@ _CASES = {
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _CASES.items()])
 def test_matmul(gpu: FakeGpu, case: MatmulCase) -> None:
     Product(gpu, case, gpu.stream).check()
+
+
+@pytest.mark.parametrize("batches", [(None, None, None), (3, 3, 3), (1, 1, 1), (None, 2, 2)])
+def test_new_results(gpu: FakeGpu, batches: tuple[int | None, ...]) -> None:
+    product = Product(gpu, matmul_case(batches=batches), gpu.stream)
+    del product.operands["out"]
+    product.check_results(product.run())

@@ -5,16 +5,22 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.tuner.product_search import _afresh
+from lt_runtime.tuner.timing import Bench
 from tests.host_kernels.harness import HostKernels
 from tests.support.chains import Chain
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
-from tests.support.placed import COLUMNS
+from tests.support.placed import COLUMNS, host_of
 from tests.support.strategies import LinearCase, MatmulCase
 
 _TICK_S = 0.01
@@ -74,3 +80,15 @@ def test_a_product_that_is_met(hurried: FakeGpu, case: MatmulCase) -> None:
     with hurried.lt.tuning():
         Product(hurried, case, hurried.stream).check()
     Product(hurried, case, hurried.stream).check()
+
+
+def test_what_is_verified_finds_nothing_of_use_in_its_workspace(gpu: FakeGpu) -> None:
+    memory = stream_memory(0, gpu.stream.ptr)
+    found = gpu.cp.asarray(np.zeros(memory.workspace_size, np.uint8))
+
+    def launch(_: int, stream: int) -> None:
+        call("cuMemcpyDtoDAsync", found.data.ptr, memory.workspace, found.nbytes, stream)
+
+    _afresh(launch, Bench(0, SimpleNamespace(stream=gpu.stream.ptr), gpu.cp))()  # type: ignore[arg-type]
+    gpu.synchronize(gpu.stream.ptr)
+    assert (host_of(gpu, found) == 0xFF).all()

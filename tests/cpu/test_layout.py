@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lt_runtime.errors import LayoutError, ShapeError
-from lt_runtime.layout import Layout, Order, layout_of, packed
+from lt_runtime.layout import Layout, Order, batch_of, layout_of, overlaps_itself, packed
 from tests.support.numpy_cases import Array
 
 BUFFER = np.arange(4096)
@@ -106,6 +106,39 @@ def test_slices_of_an_array(rows: slice, cols: slice, order: Any, transpose: boo
 def test_matrices_only(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=r"x has shape .*; accepted are matrices, two axes"):
         layout_of("x", shape, tuple(1 for _ in shape))
+
+
+def test_batches() -> None:
+    assert batch_of("a", (3, 2, 4), (8, 4, 1)) == (packed(2, 4), 3, 8)
+    assert batch_of("a", (3, 2, 4), (0, 4, 1)) == (packed(2, 4), 3, 0)
+    assert batch_of("a", (1, 2, 4), (-8, 4, 1)) == (packed(2, 4), 1, 0), "of one matrix the stride has no meaning"
+    assert batch_of("a", (2, 4), (4, 1)) == (packed(2, 4), 1, 0)
+    with pytest.raises(LayoutError, match=r"a has strides \(-8, 4, 1\); the first must not be negative"):
+        batch_of("a", (3, 2, 4), (-8, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "overlaps"),
+    [
+        ((3, 4), (4, 1), False),
+        ((3, 4), (3, 1), True),
+        ((3, 4), (0, 1), True),
+        ((3, 4), (1, 3), False),
+        ((3, 4), (1, 2), True),
+        ((1, 4), (0, 1), False),
+        ((0, 4), (0, 1), False),
+        ((2, 3, 4), (12, 4, 1), False),
+        ((2, 3, 4), (11, 4, 1), True),
+        ((2, 3, 4), (4, 8, 1), False),
+    ],
+)
+def test_what_overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], overlaps: bool) -> None:
+    assert overlaps_itself(shape, strides) == overlaps
+    places = np.zeros(shape, int) + sum(
+        np.arange(extent).reshape([-1 if axis == at else 1 for at in range(len(shape))]) * stride
+        for axis, (extent, stride) in enumerate(zip(shape, strides, strict=True))
+    )
+    assert (np.unique(places).size < places.size) == overlaps
 
 
 def test_complaints_say_what_is_wrong() -> None:

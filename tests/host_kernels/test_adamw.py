@@ -351,3 +351,14 @@ def check_norm(found: float, expected: float) -> None:
         assert math.isnan(found)
     else:
         assert found == expected or abs(found - expected) <= 8 * EPS32 * expected + 1e-22
+
+
+def test_clipping_adds_to_the_norm_what_pytorch_adds(host: HostKernels) -> None:
+    tensor = HostTensor(TensorCase(1), PLAIN_ADAMW, np.random.default_rng(6))
+    tensor.m.array[...] = 0.0
+    tensor.set_gradient(np.full(1, 1e-6, np.float32))
+    optimizer = HostOptimizer(host, PLAIN_ADAMW, replace(OPTIONS, max_norm=1e-6))
+    optimizer.measure([tensor])
+    optimizer.update([tensor])
+    # 1e-6 / (1e-6 + 1e-6) is the factor of torch.nn.utils.clip_grad_norm_
+    assert tensor.m.values()[0, 0] == pytest.approx((1.0 - HYPER.beta1) * 0.5e-6, rel=1e-5)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lt_runtime import reference
 from lt_runtime.grad_scaler import GradScaler
+from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.problem import DType
 from tests.host_kernels.arrays import EPS32
 from tests.host_kernels.cases import FEW, orders, seeds
@@ -112,3 +113,14 @@ def test_the_largest_numbers_are_finite(host: HostKernels) -> None:
         gradient = np.array([largest, -largest], dtype.numpy)
         assert np.isfinite(gradient.astype(np.float64)).all()
         assert measured(host, [gradient], [0])[1] == 0
+
+
+def test_more_chunks_than_a_block_adds_up_at_once(host: HostKernels) -> None:
+    """A thread of the last block adds up eight of the blocks' sums at a time."""
+    tensor = HostTensor(TensorCase(1), PLAIN_ADAMW, np.random.default_rng(0))
+    last = HostTensor(TensorCase(1), PLAIN_ADAMW, np.random.default_rng(0))
+    tensor.set_gradient(np.zeros(1, np.float32))
+    last.set_gradient(np.full(1, 3.0, np.float32))
+    optimizer = HostOptimizer(host, PLAIN_ADAMW, OPTIONS)
+    optimizer.measure([*[tensor] * (8 * THREADS), last])
+    assert optimizer.state["norm"] == 3.0

@@ -292,14 +292,46 @@ def test_many_classes(runner: Runner, dtype: DType, classes: int, offset: int, l
 
 
 @pytest.mark.parametrize("dtype", [F32, DType.BFLOAT16], ids=str)
-@pytest.mark.parametrize("classes", [40, 504, 1000, 1001, 2040, 3000])
+@pytest.mark.parametrize("classes", [40, 504, 1000, 1001, 2040, 3000, 3001])
 def test_a_block_goes_from_row_to_row(
     runner: Runner, classes: int, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shared memory, in which a row is held and over which it is reduced, serves the next row too."""
-    monkeypatch.setattr(family, "_MAX_BLOCKS", 1)
     rows = 4 if classes > 2048 else 21 if classes > 256 else 200
-    check_cross_entropy(runner, dtype, LossCase((rows, classes), in_place=True), np.arange(rows) % 3, 0.1, 1)
+    aligned = Placement(column_major=False, gap=-classes % 8, offset=0)
+    for blocks, place in ((1, FLAT), (1, aligned), (2, aligned)):
+        monkeypatch.setattr(family, "_MAX_BLOCKS", blocks)
+        case = LossCase((rows, classes), in_place=True, prediction=place)
+        check_cross_entropy(runner, dtype, case, np.arange(rows) % 3, 0.1, 1)
+
+
+@pytest.mark.parametrize("classes", [3, 40, 3000])
+def test_a_scale_on_the_device(runner: Runner, classes: int) -> None:
+    case = LossCase((5, classes), scale=1024.0, scale_on_device=True)
+    check_cross_entropy(runner, F32, case, np.arange(5) % 3, 0.1, 1)
+
+
+def test_more_rows_than_a_block_adds_up_at_once(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that blocks stream each has a loss of its own, and a thread adds up eight of them at a time."""
+    monkeypatch.setattr(family, "_WARP_OCTETS", 1)
+    monkeypatch.setattr(family, "_BLOCK_ROW_THREADS", 64)
+    rows, classes = 8 * 64 + 1, 24
+    values = np.zeros((rows, classes), np.float32)
+    values[-1, 1] = 100.0
+    loss = run_cross_entropy(runner, Guarded(values), np.zeros(rows, np.int64), Guarded(np.zeros_like(values)))
+    assert loss == pytest.approx((math.log(classes) * (rows - 1) + 100.0) / rows, rel=1e-6)
+
+
+@pytest.mark.parametrize("classes", [40, 3000])
+def test_maxima_of_threads_that_differ_a_little(runner: Runner, classes: int) -> None:
+    """Where the product of a maximum and log₂ e is rounded by much, each thread has an error of its own to undo."""
+    octets = np.arange(classes) // 8
+    behind = np.stack([octets % 5, octets // 32 % 5])  # from thread to thread, and from warp to warp
+    values = np.array([[2.0**20], [2.0**21]]) - np.array([[0.5], [1.0]]) * behind
+    logits, gradient = Guarded(values.astype(np.float32)), Guarded(np.zeros_like(values, np.float32))
+    run_cross_entropy(runner, logits, np.zeros(2, np.int64), gradient)
+    exact = cross_entropy(values, np.zeros(2, np.int64))[1]
+    np.testing.assert_allclose(gradient.values(), exact, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("classes", [3, 17])
@@ -408,11 +440,12 @@ def test_logits_of_any_size(runner: Runner, dtype: DType, classes: int, sign: in
     assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 128 * EPS32 / rows)
 
 
-@pytest.mark.parametrize("classes", [2, 33, 1000, 3000])
-def test_uniform_logits_cost_the_logarithm_of_their_number(runner: Runner, classes: int) -> None:
+@pytest.mark.parametrize("place", [FLAT, Placement(column_major=False, gap=7, offset=0)])
+@pytest.mark.parametrize("classes", [2, 33, 1000, 3000, 3001])
+def test_uniform_logits_cost_the_logarithm_of_their_number(runner: Runner, classes: int, place: Placement) -> None:
     values, labels = np.full((5, classes), 2.5, np.float32), np.arange(5) % classes
     for smoothing in (0.0, 0.3):
-        loss = run_cross_entropy(runner, Guarded(values), labels, Guarded(values), smoothing=smoothing)
+        loss = run_cross_entropy(runner, Guarded(values, place), labels, Guarded(values, place), smoothing=smoothing)
         assert loss == pytest.approx(math.log(classes), rel=1e-6)
 
 

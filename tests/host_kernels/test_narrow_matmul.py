@@ -246,6 +246,7 @@ LONG = replace(MANY, long=(800, 32), c="nowhere")
 @FEW
 @example(case=MANY)
 @example(case=LONG)
+@example(case=replace(LONG, c="in place"))
 @example(case=replace(LONG, long=(700, 8)))
 @example(case=replace(MANY, busy=False, c="nowhere"))
 @example(case=replace(MANY, busy=False, long=(3, 1030)))

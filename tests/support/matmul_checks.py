@@ -65,7 +65,7 @@ class Product:
 
     def _place(self) -> None:
         gpu, case = self.gpu, self.case
-        start = np.zeros_like(self.z) if self.c is None or not case.in_place else self.c
+        start = np.full_like(self.z, np.nan) if self.c is None or not case.in_place else self.c
         self.out = Placed(gpu, start, case.d)
         self.operands: dict[str, Any] = {
             "a": Placed(gpu, self.a, case.a).array,

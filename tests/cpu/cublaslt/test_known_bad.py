@@ -80,6 +80,33 @@ def test_leading_dimensions_beyond_two_gibibytes(changes: dict[str, Any], hit: b
 @pytest.mark.parametrize(
     ("changes", "hit"),
     [
+        ({}, True),
+        ({"largest_span": 2**31 - 1}, False),
+        ({"version": 130599}, False),
+        ({"version": 140000}, True),
+        ({"algo_id": 66}, False),
+        ({"algo_id": 67}, False),
+        ({"capability": 100}, True),
+    ],
+)
+def test_operands_of_two_to_the_31_elements(changes: dict[str, Any], hit: bool) -> None:
+    wide = {"largest_span": 2**31, "algo_id": 68, "version": 130600}
+    effect = is_known_bad(replace(GOOD, **{**wide, **changes}))
+    assert (effect is not None) == hit
+    assert effect is None or "2**31 elements" in effect
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.BGRADA, Epilogue.BGRADB])
+def test_sums_of_an_operand_with_one_column(epilogue: Epilogue) -> None:
+    assert "one column" in str(is_known_bad(replace(GOOD, epilogue=epilogue, n=1)))
+    assert is_known_bad(replace(GOOD, epilogue=epilogue, n=2)) is None
+    assert is_known_bad(replace(GOOD, epilogue=epilogue, m=1)) is None
+    assert is_known_bad(replace(GOOD, epilogue=Epilogue.DRELU_BGRAD, n=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "hit"),
+    [
         (BIAS, True),
         (BIAS | {"version": 120801}, False),
         (BIAS | {"version": 100000}, True),

@@ -133,6 +133,11 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"a": np.ones((M, K), np.int32)}, DTypeError, "a has type int32"),
     ({"c": _draw(N, M)}, ShapeError, "c has shape"),
     ({"dtype": "float16"}, DTypeError, "dtype is float16"),
+    (
+        {"a": _draw(M, K).astype(np.float16), "b": _draw(K, N).astype(np.float16), "dtype": "bfloat16"},
+        DTypeError,
+        "dtype is bfloat16; with float16 operands, that or float32",
+    ),
     ({"epilogue": "softmax"}, ArgumentError, "'softmax'; accepted are none, bias"),
     ({"epilogue": "bias"}, ArgumentError, "bias is None; epilogue 'bias' needs it"),
     ({"bias": _draw(N)}, ArgumentError, "bias is given; epilogue 'none' has none"),
@@ -171,3 +176,18 @@ def test_outputs_must_not_share_memory() -> None:
         lt.matmul(a, _draw(M, M), out=a)
     c = _draw(M, M)
     assert lt.matmul(a, a, c, out=c) is c
+    with pytest.raises(OverlapError, match="out shares memory with c"):
+        lt.matmul(a, a, c.T, out=c)
+    batch, repeated = _draw(2, M, M), np.lib.stride_tricks.as_strided(c, (2, M, M), (0, *c.strides))
+    with pytest.raises(OverlapError, match=r"out has strides \(0, \d+, 1\): its elements share memory"):
+        lt.matmul(batch, a, out=repeated)
+
+
+@pytest.mark.parametrize("epilogue", ["gelu_aux", "gelu_aux_bias"])
+def test_what_an_epilogue_writes_besides_shares_no_memory(epilogue: str) -> None:
+    a, b, bias = _draw(16, 16), _draw(16, 16), _draw(16) if "bias" in epilogue else None
+    before = a.copy(), b.copy()
+    for name, aux in (("a", a), ("b", b)):
+        with pytest.raises(OverlapError, match=f"aux shares memory with {name}"):
+            lt.matmul(a, b, epilogue=epilogue, bias=bias, aux=aux)
+    np.testing.assert_array_equal((a, b), before)

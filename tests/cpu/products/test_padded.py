@@ -111,6 +111,11 @@ def test_epilogues_where_only_k_grows(epilogue: Epilogue) -> None:
     assert found(problem).c == problem.c
 
 
+def test_a_column_major_d_grows_along_its_rows() -> None:
+    inner = found(replace(input_gradient(35, 40, 48), d=across(35, 40)))
+    assert [each.layout.shape for each in (inner.a, inner.b, inner.d)] == [(40, 48), (48, 40), (40, 40)]
+
+
 def test_epilogues_where_d_grows() -> None:
     problem = forward(M, K, N)
     assert found(replace(problem, epilogue=Epilogue.BIAS, vector=2)).vector == 256
@@ -153,6 +158,8 @@ def test_what_lies_along_k_is_not_turned() -> None:
 def test_small_ones_wait_for_a_measurement() -> None:
     assert pays_untuned(forward(2048, 1024, 479))
     assert not pays_untuned(forward(2048, 1024, 480))
+    assert pays_untuned(forward(2048, 1024, 257))
+    assert not pays_untuned(forward(2048, 1024, 255)), "a multiplication fewer than what pays"
     assert not pays_untuned(forward(256, 10, 511))
     assert not pays_untuned(forward(1 << 20, 1, 512)), "little is multiplied for what would be copied"
 

@@ -80,3 +80,9 @@ def test_cross_entropy(labels: list[int]) -> None:
     _, gradient = reference.cross_entropy(logits, classes)
     assert_gradient(gradient, lambda at: reference.cross_entropy(at, classes)[0], logits)
     np.testing.assert_allclose(gradient.sum(axis=1), 0, atol=1e-16)
+
+
+def test_clipping_adds_to_the_norm_what_pytorch_adds() -> None:
+    assert reference.clip_factor(1e-6, 1e-6) == pytest.approx(0.5)
+    assert reference.clip_factor(0.0, 1.0) == 1.0
+    assert np.isnan(reference.clip_factor(float("nan"), 1.0))

@@ -17,6 +17,7 @@ from lt_runtime.store.entries import (
     ProductEntry,
     RejectedAlgorithm,
     RejectedStrategy,
+    better,
     is_as_deep,
     now,
     signed,
@@ -249,3 +250,36 @@ def test_damaged_entries_are_named_and_the_rest_can_be_used() -> None:
     assert document.damaged() == {}
     assert document.counts == {"products": 2, "layers": 2}
     assert document.get("product 0") is not None
+
+
+@pytest.mark.parametrize("make", [product, layer])
+@pytest.mark.parametrize(
+    ("winner", "loser"),
+    [
+        ({"effort": "deep", "us": 90.0}, {"in_chain": True, "when": LATER, "us": 1.0}),
+        ({"in_chain": True, "us": 90.0}, {"when": LATER, "us": 1.0}),
+        ({"when": LATER, "us": 90.0}, {"us": 1.0}),
+        ({"us": 1.0}, {"us": 90.0}),
+    ],
+)
+def test_which_of_two_measurements_is_kept(make: Any, winner: dict[str, Any], loser: dict[str, Any]) -> None:
+    kept, other = make(**winner), make(**loser)
+    assert better(kept, other) == better(other, kept) == kept
+    barred = replace(kept, barred="wrong")
+    for first, second in ((barred, other), (other, barred)):
+        found = better(first, second)
+        assert replace(found, rejected=()) == replace(other, rejected=())
+        reasons = [each.reason for each in found.rejected if each not in other.rejected]
+        assert reasons == ["wrong"]
+    assert better(kept, barred) == better(barred, kept) == barred, "a bar holds for the same entry"
+
+
+def test_a_name_twice_in_one_place_is_damage() -> None:
+    text = Document(H200, {"key": signed("key", product())}).render().decode()
+    assert Document.parse(text.encode()).damaged() == {}
+    for name in ("key", "us"):
+        at = text.index(f'"{name}": ')
+        end = text.index(",", at) if name == "us" else at + len('"key": ')
+        twice = text[:at] + (text[at:end] + ", " if name == "us" else '"key": {}, ') + text[at:]
+        with pytest.raises(UnusableError, match="a name twice in one place"):
+            Document.parse(twice.encode())

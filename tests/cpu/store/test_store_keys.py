@@ -20,7 +20,7 @@ from lt_runtime.problem import (
     MatmulProblem,
     Spec,
 )
-from lt_runtime.store import entries
+from lt_runtime.store import entries, keys
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 from tests.support.strategies import problems
@@ -139,3 +139,14 @@ def test_whoever_changes_what_is_written_raises_the_version() -> None:
     lines = [f"{kind.__name__}.{each.name}: {each.type}" for kind in WRITTEN for each in dataclasses.fields(kind)]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     assert DIGESTS[SCHEMA] == digest, "fields have changed: raise keys.SCHEMA and record the new digest"
+
+
+def test_both_zeros_have_one_key() -> None:
+    positive, negative = (
+        ForwardProblem(DType.FLOAT32, Compute.FLOAT32, Activation("leaky_relu", slope), SPEC, SPEC, SPEC)
+        for slope in (0.0, -0.0)
+    )
+    assert positive == negative
+    key = problem_key(positive)
+    keys._text_of_record.cache_clear()  # as in another process
+    assert problem_key(negative) == key

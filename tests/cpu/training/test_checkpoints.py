@@ -152,3 +152,16 @@ def test_an_optimizer_of_something_else(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=r"the optimizer has layer0.weight, which is no parameter of the model"):
             function(tmp_path / "a", model, optimizer)
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_was_skipped_is_kept(tmp_path: Path) -> None:
+    model, optimizer = run_of(scaled=True)
+    step = lt.TrainStep(model, optimizer, batch_size=16)
+    x, labels = np.ones((16, 6), np.float32), np.zeros(16, np.int32)
+    step(x, labels)
+    step(x * np.nan, labels)
+    assert (optimizer.steps.item(), optimizer.skipped_steps.item()) == (1, 1)
+    lt.save_checkpoint(tmp_path / "run", model, optimizer)
+    other = run_of(scaled=True)
+    lt.load_checkpoint(tmp_path / "run", *other)
+    assert (other[1].steps.item(), other[1].skipped_steps.item()) == (1, 1)

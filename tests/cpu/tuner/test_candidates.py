@@ -218,3 +218,13 @@ def test_configurations_are_by_name() -> None:
     assert found["SPLITK_NUM"] == 3
     assert list(found) == [attribute.name for attribute in cublaslt.AlgoConfigAttribute]
     assert {type(value) for value in found.values()} == {int}
+
+
+def test_the_most_promising_tiles_are_tried(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "_TILES", 1)
+    library.offered, library.ids = {(WORKSPACE, BOTH): [1]}, [7]
+    plan = MatmulPlan(a_problem(), 0)
+    tried = {each.get(TILE) for each in candidates.configurations_of(plan, 7)}
+    shapes = {tile: candidates.tile_shape(tile) for tile in TILES}
+    times = {tile: candidates.estimate(plan.library_shape, 769, shape) for tile, shape in shapes.items() if shape}
+    assert tried == {min(times, key=times.__getitem__)}

@@ -190,3 +190,10 @@ def test_a_forgotten_bias_is_found() -> None:
     with_bias, _ = reference.linear_fwd(data["x"][0], data["w"][0], data["bias"][0, 0], gelu)
     without, _ = reference.linear_fwd(data["x"][0], data["w"][0], None, gelu)
     assert disagreement({"y": without}, {"y": with_bias}, DType.BFLOAT16) is not None
+
+
+def test_one_wrong_element_of_a_million_is_found() -> None:
+    wanted = {"y": np.random.default_rng(0).standard_normal((1, 1000, 1000))}
+    off = {"y": wanted["y"].copy()}
+    off["y"][0, 3, np.abs(wanted["y"][0, 3]).argmin()] += 1.0
+    assert disagreement(off, wanted, DType.FLOAT32) == ("y", "1 of 1000000 elements of y are off")

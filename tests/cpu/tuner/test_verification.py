@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.tuner import verification
-from lt_runtime.tuner.operands import EDGES, LATTICE, NORMAL, ONES, ProductOperands
+from lt_runtime.tuner.operands import EDGES, LATTICE, NORMAL, ONES, Data, ProductOperands
 from lt_runtime.tuner.verification import KINDS, disagreement, expected_outputs, verify
 from tests.support.right_products import compute, encode, operands, right
 
@@ -252,3 +253,19 @@ def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
     assert address_of(trial, "a") == trial.buffers["a"].flat.ctypes.data
     assert trial.call(7).stream == 7
     assert trial.size > 4 * (M * N + M * K + K * N)
+
+
+def test_a_second_run_that_writes_nothing() -> None:
+    runs = itertools.count()
+    fault = judge(a_problem(), lambda trial: right(trial) if next(runs) % 2 == 0 else None)
+    assert fault is not None
+    assert fault.startswith("two runs differ")
+
+
+@pytest.mark.parametrize("data", [LATTICE, EDGES, NORMAL])
+def test_operands_of_one_shape_have_values_of_their_own(data: Data) -> None:
+    square = Spec(packed(M, M))
+    trial = ProductOperands(np, MatmulProblem(*FLOAT_TYPES[0], Compute.FLOAT32, square, square, square, c=square))
+    trial.fill(data, 0)
+    a, b, c = (trial.read(name) for name in "abc")
+    assert not any((one == other).all() for one, other in ((a, b), (a, c), (b, c)))
