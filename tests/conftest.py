@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # The reference's products are small: on a machine of many cores their threads would only wait for each other.
 # NumPy reads the variable when it is loaded, which the imports below do.
@@ -22,6 +22,9 @@ from tests.support.machine import has_gpus as has_gpus  # a fixture
 EXAMPLES: Counter[str] = Counter()
 """Examples that property tests have run, by what they are over; the terminal summary prints them."""
 
+
+# For planted faults, which only have to be seen: the same examples each time, and none is made smaller.
+settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 _PROCESSES_OF_A_GPU: Final = 6
 """More of them only take turns on it, and each takes memory."""

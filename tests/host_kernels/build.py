@@ -19,6 +19,7 @@ from lt_runtime.paths import kernel_sources
 
 HERE: Final = Path(__file__).resolve().parent
 SHIM: Final = HERE / "shim"
+_ROOT: Final = HERE.parents[1]
 COMPILER: Final = os.environ.get("CXX", "g++")
 
 _FLAGS: Final = (
@@ -27,6 +28,10 @@ _FLAGS: Final = (
 )
 _ENTRY: Final = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\((\w+)[\w:, ]*\) )?(\w+)\(')
 _MAX_THREADS: Final = 1024
+
+
+class BuildError(Exception):
+    """The compiler refuses a kernel."""
 
 
 class Sanitizer(enum.Enum):
@@ -120,7 +125,9 @@ class Builder:
         command = [COMPILER, *_FLAGS, *self._sanitizer.options, *arguments, *(f"-I{path}" for path in headers)]
         command += ["-isystem", runtime_headers()]
         read = [*inputs, *included, *sorted(SHIM.glob("*.h")), *sorted(kernel_sources().glob("*.cuh"))]
-        key = _digest(command, read)
+        # The place of the tree does not show in what is built, so that copies of the tree share it.
+        command.append(f"-ffile-prefix-map={_ROOT}=.")
+        key = _digest([argument.replace(str(_ROOT), "") for argument in command], read)
         return _once(self._directory / f"{key}-{name}", [*command, *map(str, inputs)])
 
 
@@ -150,6 +157,6 @@ def _once(target: Path, command: Sequence[str]) -> Path:
             written = [*command, "-o", str(partial)]
             done = subprocess.run(written, capture_output=True, text=True, check=False, env=_own_environment())
             if done.returncode != 0:
-                raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+                raise BuildError(f"{' '.join(command)}\n{done.stderr}")
             partial.rename(target)
     return target

@@ -22,7 +22,7 @@ Shape = tuple[int, int]
 Pair = tuple[int, int]
 
 # Explicit examples are enough for ThreadSanitizer: what races does not depend on the numbers.
-_PHASES = (Phase.explicit,) if SANITIZER is Sanitizer.THREAD else tuple(Phase)
+_PHASES = (Phase.explicit,) if SANITIZER is Sanitizer.THREAD else settings().phases
 FEW: Final = settings(max_examples=30, deadline=None, phases=_PHASES)
 MORE: Final = settings(max_examples=30 if SANITIZER is Sanitizer.ADDRESS else 100, deadline=None, phases=_PHASES)
 

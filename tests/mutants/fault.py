@@ -1,0 +1,59 @@
+"""A planted fault: one change of one line that the tests must see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+class StaleFaultError(Exception):
+    """A row of the table no longer fits the file that it is about."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row of the table.
+
+    Attributes:
+        name: what is wrong, in a few words.
+        path: the file, relative to the repository's root.
+        old: text that is in the file exactly once.
+        new: what stands there instead.
+        tests: pytest's ids of the tests that must fail, the fewest and fastest.
+        hangs: whether a test that never ends counts as one that fails.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    hangs: bool = False
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether nothing but a GPU shows the fault."""
+        return all(test.startswith("tests/gpu/") for test in self.tests)
+
+    def concerns(self, paths: set[str]) -> bool:
+        """Whether one of the files has the fault, or tests for it."""
+        return self.path in paths or any(test.partition("::")[0] in paths for test in self.tests)
+
+    def planted(self, text: str) -> str:
+        """The file's text with the fault.
+
+        Raises:
+            StaleFaultError: the old text is not there exactly once, or is the new one.
+        """
+        count = text.count(self.old)
+        if count != 1 or self.old == self.new:
+            raise StaleFaultError(f"{self.name!r}: {self.path} has {self.old!r} {count} times, not once")
+        return text.replace(self.old, self.new)
+
+
+def fault(name: str, path: str, old: str, new: str, *tests: str, hangs: bool = False) -> Fault:
+    """A row of the table."""
+    return Fault(name, path, old, new, tests, hangs)

@@ -1,0 +1,26 @@
+"""All planted faults."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants import (
+    calls,
+    epilogue_kernels,
+    layers,
+    loss_kernels,
+    optimizer_kernels,
+    product_kernels,
+    products,
+    storing,
+    training,
+    tuning,
+)
+from tests.mutants.fault import Fault
+
+_AREAS: Final = (
+    *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels),
+    *(products, layers, calls, storing, training, tuning),
+)
+
+FAULTS: Final[tuple[Fault, ...]] = tuple(each for area in _AREAS for each in area.FAULTS)

@@ -1,0 +1,343 @@
+"""Faults of the tuner: timing, verification, candidates, searches."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.fault import Fault, fault
+
+_TIMING: Final = "lt_runtime/tuner/timing.py"
+_VERIFICATION: Final = "lt_runtime/tuner/verification.py"
+_CHAIN: Final = "lt_runtime/tuner/chain.py"
+_OPERANDS: Final = "lt_runtime/tuner/operands.py"
+_CHAIN_OPERANDS: Final = "lt_runtime/tuner/chain_operands.py"
+_CHAIN_SEARCH: Final = "lt_runtime/tuner/chain_search.py"
+_LAYERS: Final = "lt_runtime/tuner/layer_search.py"
+_PRODUCTS: Final = "lt_runtime/tuner/product_search.py"
+_CANDIDATES: Final = "lt_runtime/tuner/candidates.py"
+_SEARCH: Final = "lt_runtime/tuner/search.py"
+
+FAULTS: Final[tuple[Fault, ...]] = (
+    fault(
+        "a contender wins by less than the noise",
+        _TIMING,
+        "> max(_LEAST_GAIN * first.median_us, noise)",
+        "> _LEAST_GAIN * first.median_us",
+        "tests/cpu/tuner/test_timing.py::test_a_challenger_must_win_by_more_than_the_noise",
+    ),
+    fault(
+        "a contender wins by any gain",
+        _TIMING,
+        "_LEAST_GAIN: Final = 0.01",
+        "_LEAST_GAIN: Final = 0.0",
+        "tests/cpu/tuner/test_timing.py::test_a_challenger_must_win_by_more_than_one_percent",
+    ),
+    fault(
+        "the slowest of the winners is taken",
+        _TIMING,
+        "return min(winners, key=winners.__getitem__, default=first)",
+        "return max(winners, key=winners.__getitem__, default=first)",
+        "tests/cpu/tuner/test_timing.py::test_the_fastest_of_those_that_beat_the_first_wins",
+    ),
+    fault(
+        "a dropped contender may win",
+        _TIMING,
+        "timed = {name: timing for name, timing in timings.items() if not timing.dropped}",
+        "timed = {**timings}",
+        "tests/cpu/tuner/test_timing.py::test_a_challenger_must_win_by_more_than_the_noise",
+    ),
+    fault(
+        "times are of all launches of a graph",
+        _TIMING,
+        "times[name].append(us / launches)",
+        "times[name].append(us)",
+        "tests/cpu/tuner/test_timing.py::test_medians_and_spreads_are_of_one_launch",
+    ),
+    fault(
+        "the order of contenders is always the same",
+        _TIMING,
+        "names = names if number % 2 == 0 else names[::-1]",
+        "names = names",
+        "tests/cpu/tuner/test_timing.py::test_contenders_take_turns_back_and_forth",
+    ),
+    fault(
+        "all launches use the first set of buffers",
+        _TIMING,
+        "launch(number % sets, stream)",
+        "launch(0, stream)",
+        "tests/cpu/tuner/test_timing.py::test_a_graph_holds_some_launches_of_every_set",
+    ),
+    fault(
+        "no contender falls out of reach",
+        _TIMING,
+        "_OUT_OF_REACH: Final = 1.2",
+        "_OUT_OF_REACH: Final = 120.0",
+        "tests/cpu/tuner/test_timing.py::test_what_is_out_of_reach_after_three_rounds_is_left_alone",
+    ),
+    fault(
+        "one set of buffers stays in the cache",
+        _TIMING,
+        "return wanted if wanted <= _MOST_SETS else 1",
+        "return 1",
+        "tests/cpu/tuner/test_timing.py::test_buffer_sets_exceed_the_cache_where_that_takes_few",
+    ),
+    fault(
+        "the spread is the quartiles' sum",
+        _TIMING,
+        "return Timing(median, high - low)",
+        "return Timing(median, high + low)",
+        "tests/cpu/tuner/test_timing.py::test_medians_and_spreads_are_of_one_launch",
+    ),
+    fault(
+        "an error of twice the tolerance passes",
+        _VERIFICATION,
+        "limits = error + _UNIT[dtype] * abs(values) + least",
+        "limits = 2 * error + 64 * _UNIT[dtype] * abs(values) + least",
+        "tests/cpu/tuner/test_verification.py::test_one_element_that_is_off",
+    ),
+    fault(
+        "NaN passes verification",
+        _VERIFICATION,
+        "bad = ~(abs(actual - part.values) <= part.limits)",
+        "bad = abs(actual - part.values) > part.limits",
+        "tests/cpu/tuner/test_verification.py::test_an_element_that_is_not_written",
+    ),
+    fault(
+        "writing outside of D passes verification",
+        _VERIFICATION,
+        'return "it writes outside of D" if operands.wrote_outside() else None',
+        "return None",
+        "tests/cpu/tuner/test_verification.py::test_memory_that_is_not_the_results",
+    ),
+    fault(
+        "two runs may differ",
+        _VERIFICATION,
+        'return None if operands.same_as(before) else "two runs differ"',
+        "return None",
+        "tests/cpu/tuner/test_verification.py::test_two_runs_that_differ",
+    ),
+    fault(
+        "outputs keep the first run's values before the second",
+        _VERIFICATION,
+        "    before = operands.snapshot()\n    operands.poison()\n",
+        "    before = operands.snapshot()\n",
+        "tests/cpu/tuner/test_verification.py::test_a_second_run_that_writes_nothing",
+    ),
+    fault(
+        "verification takes the bias for granted",
+        _VERIFICATION,
+        'product = product + operands.read("vector")',
+        "pass",
+        "tests/cpu/tuner/test_verification.py::test_right_results_pass",
+    ),
+    fault(
+        "sums that must be exact may be off",
+        _VERIFICATION,
+        "    if problem.k <= data.exact_to:\n        return 0.0\n",
+        "",
+        "tests/cpu/tuner/test_verification.py::test_one_element_that_is_off",
+    ),
+    fault(
+        "TF32 is judged as FP32",
+        _VERIFICATION,
+        "truncation = 2.0**-9 if problem.compute is Compute.TF32 else 0.0",
+        "truncation = 0.0",
+        "tests/cpu/tuner/test_verification.py::test_tf32_passes_only_where_it_is_asked_for",
+    ),
+    fault(
+        "the sum of A is judged by B",
+        _VERIFICATION,
+        "if problem.epilogue is Epilogue.BGRADA else b",
+        "if problem.epilogue is Epilogue.BGRADB else b",
+        "tests/cpu/tuner/test_verification.py::test_right_results_pass",
+    ),
+    fault(
+        "what is to be written holds its old values",
+        _OPERANDS,
+        'self.flat.view("uint8").fill(0xFF)',
+        'self.flat.view("uint8").fill(0x00)',
+        "tests/cpu/tuner/test_chain_operands.py::test_what_is_not_written_shows",
+    ),
+    fault(
+        "misaligned operands are measured aligned",
+        _OPERANDS,
+        "offset = spec.alignment % ALIGNMENT // self._itemsize",
+        "offset = 0",
+        "tests/cpu/tuner/test_chain_operands.py::test_addresses_have_no_more_alignment_than_the_problem_says",
+    ),
+    fault(
+        "all operands have the same values",
+        _OPERANDS,
+        "            buffer.fill(data, number, seed)\n",
+        "            buffer.fill(data, 0, seed)\n",
+        "tests/cpu/tuner/test_verification.py::test_operands_of_one_shape_have_values_of_their_own",
+    ),
+    fault(
+        "a layer does not read what the layer below writes",
+        _CHAIN_OPERANDS,
+        'x, w = ("output", layer - 1, problem.x), ("weight", layer, problem.w)',
+        'x, w = ("output", layer, problem.x), ("weight", layer, problem.w)',
+        "tests/cpu/tuner/test_chain_operands.py::test_backward_reads_what_forward_writes",
+    ),
+    fault(
+        "dx is not the gradient of the layer below",
+        _CHAIN_OPERANDS,
+        '("gradient", layer, problem.dy), ("gradient", layer - 1, problem.dx)',
+        '("gradient", layer, problem.dy), ("gradient", layer, problem.dx)',
+        "tests/cpu/tuner/test_chain_operands.py::test_what_one_problem_writes_others_read",
+    ),
+    fault(
+        "another strategy's results may be off by a half",
+        _CHAIN_OPERANDS,
+        "tolerance = _APPROXIMATION + _ROUNDINGS * _HALF_UNIT[dtype]",
+        "tolerance = 0.5 + _APPROXIMATION + _ROUNDINGS * _HALF_UNIT[dtype]",
+        "tests/cpu/tuner/test_chain_operands.py::test_results_that_do_not_agree",
+    ),
+    fault(
+        "a few wrong elements do not matter",
+        _CHAIN_OPERANDS,
+        "        if bad:\n",
+        "        if bad > 1000000:\n",
+        "tests/cpu/tuner/test_chain_operands.py::test_one_wrong_element_of_a_million_is_found",
+    ),
+    fault(
+        "the first layer's input gradient is tuned",
+        _CHAIN,
+        "        if not input_gradient:\n",
+        "        if input_gradient:\n",
+        "tests/cpu/tuner/test_chain.py::test_a_chain_takes_every_derivative_once",
+    ),
+    fault(
+        "the last layer has the hidden layers' activation",
+        _CHAIN,
+        "replace(forwards[-1], activation=final_activation, dropout=False)",
+        "replace(forwards[-1], dropout=False)",
+        "tests/cpu/tuner/test_chain.py::test_forward_has_the_layers_shapes_and_activations",
+    ),
+    fault(
+        "a backward problem reads what its own layer keeps",
+        _CHAIN,
+        'for at, field in ((index + 1, "through"), (index, "own")):',
+        'for at, field in ((index, "own"), (index + 1, "through")):',
+        "tests/cpu/tuner/test_chain.py::test_what_is_saved_lies_as_forward_leaves_it",
+    ),
+    fault(
+        "backward problems run from the first",
+        _CHAIN,
+        "return [*self.forwards.items(), *reversed(self.backwards.items())]",
+        "return [*self.forwards.items(), *self.backwards.items()]",
+        "tests/cpu/tuner/test_chain.py::test_flat_layers_of_one_shape_are_chained_as_they_ran",
+    ),
+    fault(
+        "a chain is not measured as a loop",
+        _CHAIN_SEARCH,
+        "_BUDGET_S, _ROUNDS, in_a_loop=True)",
+        "_BUDGET_S, _ROUNDS, in_a_loop=False)",
+        "tests/cpu/tuner/test_chain_search.py::test_the_chain_decides_against_what_is_faster_by_itself",
+    ),
+    fault(
+        "a chain takes what computes something else",
+        _CHAIN_SEARCH,
+        "takes = chosen != _AS_IT_IS and self._agrees(problem, options[chosen][0])",
+        "takes = chosen != _AS_IT_IS",
+        "tests/cpu/tuner/test_chain_search.py::test_what_computes_something_else_is_not_taken",
+    ),
+    fault(
+        "rejected strategies are tried again",
+        _LAYERS,
+        "                if to_json(strategy) in out or (only is not None",
+        "                if (only is not None",
+        "tests/cpu/tuner/test_layer_search.py::test_a_wrong_split_is_rejected_and_recorded",
+    ),
+    fault(
+        "a backward plan reads what forward does not keep",
+        _LAYERS,
+        "return getattr(backward.problem, reader[1]).saved is forward.strategy.saved",
+        "return True",
+        "tests/cpu/tuner/test_layer_search.py::test_the_fastest_pair_wins_even_if_its_forward_is_slower",
+    ),
+    fault(
+        "the rest do not compete again where the winner is wrong",
+        _PRODUCTS,
+        "        if chosen not in faults:\n            break\n",
+        "        break\n",
+        "tests/cpu/tuner/test_product_search.py::test_being_far_behind_a_wrong_one_is_no_reason",
+    ),
+    fault(
+        "the winner is not verified",
+        _PRODUCTS,
+        "dict.fromkeys((chosen, _FIRST))",
+        "dict.fromkeys((_FIRST,))",
+        "tests/cpu/tuner/test_product_search.py::test_a_wrong_one_is_rejected_and_the_next_is_chosen",
+    ),
+    fault(
+        "a verified product finds its workspace as it was",
+        _PRODUCTS,
+        'driver_call("cuMemsetD8Async", memory.workspace, 0xFF, memory.workspace_size, stream)',
+        "pass",
+        "tests/cpu/test_fake_gpu_tuning.py::test_what_is_verified_finds_nothing_of_use_in_its_workspace",
+    ),
+    fault(
+        "what cannot be launched is measured",
+        _PRODUCTS,
+        "            if not self.plans[name].is_lean:\n",
+        "            if False:\n",
+        "tests/cpu/tuner/test_product_search.py::test_one_that_cannot_be_launched_is_rejected",
+    ),
+    fault(
+        "our narrow kernel is no candidate",
+        _PRODUCTS,
+        '            self._blobs["ours"] = NARROW.blob\n',
+        "            pass\n",
+        "tests/cpu/tuner/test_product_search.py::test_our_kernel_is_one_more_candidate",
+    ),
+    fault(
+        "an algorithm is a candidate twice",
+        _CANDIDATES,
+        "        distinct.setdefault(algorithm.blob, algorithm)\n",
+        "        distinct.setdefault(algorithm.blob + bytes([len(distinct)]), algorithm)\n",
+        "tests/cpu/tuner/test_candidates.py::test_the_plans_own_is_first_and_no_algorithm_comes_twice",
+    ),
+    fault(
+        "there is no limit to the candidates",
+        _CANDIDATES,
+        "        if len(distinct) == MOST:",
+        "        if len(distinct) == 1000 * MOST:",
+        "tests/cpu/tuner/test_candidates.py::test_no_more_than_the_most",
+    ),
+    fault(
+        "the least promising tiles are tried",
+        _CANDIDATES,
+        "tiles = sorted(known, key=known.__getitem__)[:_TILES]",
+        "tiles = sorted(known, key=known.__getitem__)[-_TILES:]",
+        "tests/cpu/tuner/test_candidates.py::test_the_most_promising_tiles_are_tried",
+    ),
+    fault(
+        "what is known is measured again",
+        _SEARCH,
+        "        return self._known(cut) or self._measure(\n",
+        "        return self._measure(\n",
+        "tests/cpu/tuner/test_chain_search.py::test_an_algorithm_that_is_faster_by_itself_gives_way_to_the_heuristics",
+    ),
+    fault(
+        "plans in memory outlive what was measured",
+        _SEARCH,
+        "        forget({*problems,",
+        "        forget({*problems[:0],",
+        "tests/cpu/tuner/test_layer_search.py::test_a_product_by_itself",
+    ),
+    fault(
+        "what was measured is not stored",
+        _SEARCH,
+        "        self._store.put({problem_key(problem): entry for problem, entry in entries.items()})\n",
+        "        pass\n",
+        "tests/cpu/tuner/test_chain_search.py::test_what_is_faster_by_itself_stays_where_the_chain_is_faster_with_it",
+    ),
+    fault(
+        "a want of memory ends the tuning",
+        _SEARCH,
+        "        except MemoryError as error:\n",
+        "        except ImportError as error:\n",
+        "tests/cpu/tuner/test_layer_search.py::test_what_there_is_no_memory_for_is_left_alone",
+    ),
+)
