@@ -97,8 +97,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a step does not wait for one on another stream",
         _CAPTURED,
-        "        if earlier not in (None, stream):\n",
-        "        if earlier is None:\n",
+        "        if self._stream not in (None, stream):\n",
+        "        if self._stream is None:\n",
         "tests/cpu/test_fake_gpu_steps.py::test_streams_may_change_between_steps[True]",
     ),
     fault(
