@@ -161,4 +161,4 @@ def _made(directory: Path) -> Path:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_calls_fail_in_turn(name: str, unused_gpu: FakeGpu, tmp_path: Path) -> None:
-    assert forked(lambda: _fail_in_turn(unused_gpu, _made(tmp_path / "used"), name), 600) > 0
+    assert forked(lambda: _fail_in_turn(unused_gpu, _made(tmp_path / "used"), name), 900) > 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 
-def forked(run: Callable[[], Any], limit_s: int = 120) -> Any:
+def forked(run: Callable[[], Any], limit_s: int = 300) -> Any:
     """What a function returns in a copy of this process, which has this thread alone and ends with it.
 
     Raises:
