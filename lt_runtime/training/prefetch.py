@@ -35,9 +35,10 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
             use. It is the stream of the work that reads the batches.
 
     Returns:
-        An iterator whose batches are of CuPy arrays on a GPU. The thread ends with the iterable, with `close()`, with a
-        `with` block or with the iterator's last reference, in each case once the iterable has given what it was asked
-        for.
+        An iterator whose batches are of CuPy arrays on a GPU. Several threads may take from it: each batch comes once,
+        an error reaches the thread that asked for the batch, and all the others end. The reading thread ends with the
+        iterable, with `close()`, with a `with` block or with the iterator's last reference, in each case once the
+        iterable has given what it was asked for.
 
     Raises:
         ArgumentError: a depth below 1, or a device that is not there.
@@ -50,7 +51,7 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
 
 
 class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"]):
-    """What `prefetch` returns: an iterator and a context manager."""
+    """What `prefetch` returns: an iterator and a context manager. Any number of threads may take batches from it."""
 
     def __init__(self, iterable: Iterable[Any], depth: int, device: int | None, stream: Any) -> None:
         source = iter(iterable)
@@ -59,8 +60,6 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
         self._finalizer = weakref.finalize(self, _Work.finish, self._work)
 
     def __next__(self) -> Any:
-        if not self._finalizer.alive:
-            raise StopIteration
         try:
             return self._work.take()
         except BaseException:
@@ -68,7 +67,10 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
             raise
 
     def close(self) -> None:
-        """Ends the thread, once the iterable has given what it was asked for; there are no batches afterwards."""
+        """Ends the thread, once the iterable has given what it was asked for; there are no batches afterwards.
+
+        Threads that wait for a batch get none, and need not wait for the iterable.
+        """
         self._finalizer()
 
     def __exit__(self, *_: object) -> None:
@@ -142,24 +144,32 @@ class _GpuLane(_HostLane):
 
 
 class _Work:
-    """The thread and its queue. They hold no reference to the `Prefetcher`, because its end is to end the thread."""
+    """The thread and its queue. They hold no reference to the `Prefetcher`, because its end is to end the thread.
+
+    Of the threads that take batches one waits for the queue, and the others wait for their turn. Whoever gets no batch
+    calls `finish`, which wakes the next one of them; the others then see that it has ended.
+    """
 
     def __init__(self, source: Iterator[Any], lane: _HostLane, depth: int) -> None:
         self._lane = lane
         self._permits, self._stopped = threading.Semaphore(depth), threading.Event()
         self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._turn = threading.RLock()  # reentrant, because a signal's handler may close what its thread waits for
         self._is_left_alone = False
         self._thread = threading.Thread(target=self._run, args=(source,), name="lt_runtime prefetch", daemon=True)
         self._thread.start()
 
     def take(self) -> Any:
-        """The next batch; raises what came in its place, StopIteration at the end."""
-        self._lane.ask()
-        self._permits.release()
-        batch, error = self._ready.get()
-        if error is not None:
-            raise error
-        return self._lane.receive(batch)
+        """The next batch; raises what came in its place, StopIteration at the end and ever after."""
+        with self._turn:
+            if self._stopped.is_set():
+                raise StopIteration
+            self._lane.ask()
+            self._permits.release()
+            batch, error = self._ready.get()
+            if error is not None:
+                raise error
+            return self._lane.receive(batch)
 
     def finish(self) -> None:
         """Ends the thread and frees what it used."""
@@ -168,8 +178,10 @@ class _Work:
         if threading.current_thread() is self._thread:  # its garbage collection has found the `Prefetcher`
             self._is_left_alone = True
             return
+        self._ready.put((None, StopIteration()))  # for the thread that waits, if one does
         self._thread.join()
-        self._lane.close()
+        with self._turn:
+            self._lane.close()
 
     def _run(self, source: Iterator[Any]) -> None:
         try:

@@ -18,6 +18,20 @@ _STATES: Final = "lt_runtime/ops/_adamw_states.py"
 
 FAULTS: Final[tuple[Fault, ...]] = (
     fault(
+        "close leaves those who wait waiting",
+        "lt_runtime/training/prefetch.py",
+        "        self._ready.put((None, StopIteration()))  # for the thread that waits, if one does\n",
+        "",
+        "tests/cpu/training/test_prefetch.py::test_close_wakes_those_who_wait_before_the_iterable_gives_anything",
+    ),
+    fault(
+        "slots are closed while a thread receives",
+        "lt_runtime/training/prefetch.py",
+        "        with self._turn:\n            self._lane.close()\n",
+        "        self._lane.close()\n",
+        "tests/cpu/training/test_prefetch.py::test_slots_stay_open_while_a_thread_receives",
+    ),
+    fault(
         "the loss is the last micro-batch's",
         _TALLY,
         "self.mean[...] = part if first else self.mean + part",

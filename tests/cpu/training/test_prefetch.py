@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import threading
 import time
 from collections import namedtuple
@@ -146,6 +147,113 @@ def test_batches_of_something_else(batch: Any, message: str) -> None:
         next(fetched)
 
 
+def take_in_threads(fetched: Any, count: int = 4, pause: float = 0.0) -> tuple[list[threading.Thread], list[Any]]:
+    """Threads that take batches until they get none, and a list that fills with numbers of batches and with ends."""
+    seen: list[Any] = []
+
+    def take() -> None:
+        try:
+            for batch in fetched:
+                seen.append(int(batch[0]))
+                time.sleep(pause)
+            seen.append(StopIteration)
+        except Exception as error:
+            seen.append(error)
+
+    takers = [threading.Thread(target=take, daemon=True) for _ in range(count)]
+    for taker in takers:
+        taker.start()
+    return takers, seen
+
+
+def join(takers: list[threading.Thread]) -> None:
+    deadline = time.monotonic() + 10
+    for taker in takers:
+        taker.join(max(0.0, deadline - time.monotonic()))
+    assert not any(taker.is_alive() for taker in takers), "a thread hangs"
+
+
+def until_all_wait(count: int, gate: threading.Event, error: Exception | None = None) -> Iterator[np.ndarray]:
+    """Batches, and an end that comes only when every thread waits for it."""
+    yield from batches(count)
+    gate.wait(10)
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 200])
+def test_threads_share_the_batches_and_all_of_them_end(count: int) -> None:
+    gate = threading.Event()
+    fetched = lt.prefetch(until_all_wait(count, gate), 3, "cpu")
+    takers, seen = take_in_threads(fetched)
+    wait_until(lambda: len(seen) == count)
+    gate.set()
+    join(takers)
+    assert seen.count(StopIteration) == 4
+    assert sorted(each for each in seen if each is not StopIteration) == list(range(count))
+    assert list(fetched) == []
+
+
+def test_an_exception_reaches_one_thread_and_ends_the_others() -> None:
+    gate = threading.Event()
+    takers, seen = take_in_threads(lt.prefetch(until_all_wait(5, gate, LookupError("the disk is gone")), 2, "cpu"))
+    wait_until(lambda: len(seen) == 5)
+    gate.set()
+    join(takers)
+    assert sorted(each for each in seen if isinstance(each, int)) == list(range(5))
+    assert seen.count(StopIteration) == 3
+    assert [str(each) for each in seen if isinstance(each, LookupError)] == ["the disk is gone"]
+
+
+def test_a_batch_that_is_refused_ends_all_threads() -> None:
+    takers, seen = take_in_threads(lt.prefetch([np.zeros(1), "text", np.ones(1)], 1, "cpu"))
+    join(takers)
+    assert sorted(str(type(each).__name__) for each in seen) == ["OperandError", "int", *["type"] * 3]
+
+
+def test_close_wakes_those_who_wait_before_the_iterable_gives_anything() -> None:
+    waits, gate = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[np.ndarray]:
+        yield from batches(2)
+        waits.set()
+        gate.wait(10)
+        yield from batches(100)
+
+    fetched = lt.prefetch(slow(), 2, "cpu")
+    takers, seen = take_in_threads(fetched)
+    wait_until(lambda: len(seen) == 2 and waits.is_set())
+    closer = threading.Thread(target=fetched.close, daemon=True)
+    closer.start()
+    join(takers)
+    assert seen.count(StopIteration) == 4
+    assert closer.is_alive()
+    gate.set()
+    join([closer])
+    assert list(fetched) == []
+
+
+def test_a_signal_s_handler_may_close_what_its_thread_waits_for() -> None:
+    gate = threading.Event()
+
+    def slow() -> Iterator[np.ndarray]:
+        gate.wait(10)
+        yield from batches(1)
+
+    def close(*_: object) -> None:
+        gate.set()
+        fetched.close()
+
+    fetched = lt.prefetch(slow(), 1, "cpu")
+    before = signal.signal(signal.SIGALRM, close)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert len(list(fetched)) <= 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert threads() == []
+
+
 def test_what_is_refused_at_once() -> None:
     with pytest.raises(ArgumentError, match="depth is 0; it must be positive"):
         lt.prefetch([], 0, "cpu")
@@ -227,3 +335,33 @@ def test_slots_are_closed_when_the_loop_breaks_off(slots: list[FakeSlot]) -> Non
     gc.collect()
     assert len(slots) == 4
     assert all(slot.is_closed for slot in slots)
+
+
+def test_threads_share_the_slots_of_a_gpu(slots: list[FakeSlot]) -> None:
+    fetched = lt.prefetch(batches(60), 8, 0, stream=7)  # as deep as twice the threads: nobody's batch is overwritten
+    takers, seen = take_in_threads(fetched, pause=0.001)
+    join(takers)
+    assert sorted(each for each in seen if each is not StopIteration) == list(range(60))
+    assert seen.count(StopIteration) == 4
+    assert all(slot.is_closed for slot in slots)
+
+
+def test_slots_stay_open_while_a_thread_receives(slots: list[FakeSlot], monkeypatch: pytest.MonkeyPatch) -> None:
+    receives, closes = threading.Event(), threading.Event()
+    receive = module._GpuLane.receive
+
+    def slow_receive(lane: Any, batch: Any) -> Any:
+        receives.set()
+        closes.wait(0.2)
+        assert not any(slot.is_closed for slot in slots)
+        return receive(lane, batch)
+
+    monkeypatch.setattr(module._GpuLane, "receive", slow_receive)
+    fetched = lt.prefetch(batches(60), 2, 0, stream=7)
+    takers, seen = take_in_threads(fetched)
+    receives.wait(10)
+    fetched.close()
+    closes.set()
+    join(takers)
+    assert all(slot.is_closed for slot in slots)
+    assert all(isinstance(each, int) or each is StopIteration for each in seen)
