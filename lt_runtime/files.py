@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, TypeAlias
 
@@ -30,6 +30,36 @@ def signature(path: Path) -> Signature:
     except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_regular(
+    path: Path, limit: int, *, flags: int = 0, check: Callable[[os.stat_result], None] | None = None
+) -> bytes:
+    """The content of a regular file. Whatever else lies there, the call returns at once.
+
+    Args:
+        limit: the most bytes that are read.
+        flags: more flags for `os.open`.
+        check: looks at the file's status before it is read, and may raise.
+
+    Raises:
+        ValueError: it is a pipe, a device or a directory, or has more than `limit` bytes.
+        OSError: it cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | flags)
+    try:
+        status = os.fstat(handle)
+        if check is not None:
+            check(status)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        with open(handle, "rb", closefd=False) as file:
+            content = file.read(limit + 1)
+    finally:
+        os.close(handle)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit} bytes")
+    return content
 
 
 @contextlib.contextmanager
@@ -82,7 +112,7 @@ def _new_temporary(path: Path, mode: int) -> tuple[Path, int]:
         temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
-            if _lock(handle) is not False and os.fstat(handle).st_nlink:
+            if try_lock(handle) is not False and os.fstat(handle).st_nlink:
                 return temporary, handle
         except BaseException:
             os.close(handle)
@@ -90,7 +120,7 @@ def _new_temporary(path: Path, mode: int) -> tuple[Path, int]:
         os.close(handle)  # another process has taken it for abandoned before it was locked, and removes it
 
 
-def _lock(handle: int) -> bool | None:
+def try_lock(handle: int) -> bool | None:
     """Locks a file without waiting; False if another has it locked, None where the file system has no locks.
 
     The system frees the lock of a process that ends, however it ends. `filelock` would truncate the file.
@@ -117,7 +147,7 @@ def _remove_if_abandoned(path: str) -> None:
     with contextlib.suppress(OSError):  # another process has been faster, or the file belongs to another user
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            if stat.S_ISREG(os.fstat(handle).st_mode) and _lock(handle):
+            if stat.S_ISREG(os.fstat(handle).st_mode) and try_lock(handle):
                 Path(path).unlink()
         finally:
             os.close(handle)

@@ -1,29 +1,45 @@
 """The problems that a script meets, written to a file for the warm-up command, one line of JSON each.
 
-`LT_RUNTIME_RECORD` names the file. Any number of processes may append to it, because each line is one write.
+`LT_RUNTIME_RECORD` names the file. Any number of processes may append to it, because each line is one write, under a
+lock. A line that the system took only a part of is taken back. What a writer left that was killed within a line is
+skipped when the file is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
+import stat
 import threading
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from lt_runtime.errors import ArgumentError
+from lt_runtime.files import read_regular, try_lock
 from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 
 RECORD_VARIABLE: Final = "LT_RUNTIME_RECORD"
 _COMMENT: Final = "#"
 _ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
+_START, _END = '{"problem": "', '"}'
+
+_LARGEST: Final = 16 << 20  # bytes of a file
+_LONGEST: Final = 10_000  # characters of a line; those of a problem have less than two thousand
+_LOCK_SECONDS: Final = 1.0
+_POLL_SECONDS: Final = 0.001
 
 _recorded: set[tuple[str, str]] = set()
 """Files and the keys that this process has written to them, or tried to."""
+_complained: set[str] = set()
+"""Files that could not be written."""
 _lock = threading.Lock()
 
 
@@ -39,49 +55,101 @@ def record(problem: Problem) -> None:
     with _lock:
         if (path, key) in _recorded:
             return
-        is_first = all(path != known for known, _ in _recorded)
         _recorded.add((path, key))
         try:
-            _append(path, json.dumps({"problem": key}) + "\n")
+            _append(path, f"{json.dumps({'problem': key})}\n")
         except OSError as error:
-            if is_first:
+            if path not in _complained:
+                _complained.add(path)
                 warnings.warn(f"{RECORD_VARIABLE} is {path}, which cannot be written ({error.strerror})", stacklevel=2)
 
 
 def _append(path: str, line: str) -> None:
-    with Path(path).open("a+b", buffering=0) as file:
-        file.seek(0)
-        head = file.read(len(_HEADING)).decode(errors="replace")
-        if _is_of_another_version(head):
-            raise OSError(errno.EEXIST, _ANOTHER_VERSION)
-        file.write(((_HEADING if not head else "") + line).encode())
+    # This never waits for the other end of a FIFO.
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        with _locked(handle):
+            _append_whole(handle, line)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(handle: int) -> Iterator[None]:
+    """Keeps other writers out, except where the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process has the lock for longer than any write takes.
+    """
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while try_lock(handle) is False:
+        if time.monotonic() > deadline:
+            raise BlockingIOError(errno.EAGAIN, "another process has it locked")
+        time.sleep(_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # because a child that was forked meanwhile has the handle too
+
+
+def _append_whole(handle: int, line: str) -> None:
+    """Appends all of a line, or nothing."""
+    head = os.pread(handle, len(_HEADING), 0).decode(errors="replace")
+    if _is_of_another_version(head):
+        raise OSError(errno.EEXIST, _ANOTHER_VERSION)
+    size = os.fstat(handle).st_size
+    is_cut_off = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+    text = ("\n" if is_cut_off else "" if size else _HEADING).encode() + line.encode()
+    if os.write(handle, text) < len(text):
+        os.ftruncate(handle, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _is_of_another_version(head: str) -> bool:
-    found = re.match(r"# lt_runtime: problems of schema (\d+)", head)
-    return found is not None and int(found[1]) != SCHEMA
+    found = re.match(r"# lt_runtime: problems of schema (\d+),", head)
+    return found is not None and found[1] != str(SCHEMA)
 
 
 def read_recorded(path: Path) -> list[Problem]:
     """The problems in a file, without repetitions, in the order in which they were met.
+
+    Lines that were cut off, by the end of the process that wrote them, cost one warning.
 
     Raises:
         ArgumentError: the file cannot be read, was written by another version, or has a line that `record` would not
             write.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_regular(path, _LARGEST).decode().split("\n")
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if lines and _is_of_another_version(lines[0]):
+    if _is_of_another_version(lines[0]):
         raise ArgumentError(f"{path} cannot be used ({_ANOTHER_VERSION})")
-    numbered = ((number, line) for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT))
-    return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in numbered))
+    numbered = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith(_COMMENT)}
+    cut_off = [number for number, line in numbered.items() if _is_cut_off(line, is_last=number == len(lines))]
+    if cut_off:
+        shown = ", ".join(map(str, cut_off[:3])) + (", ..." if len(cut_off) > 3 else "")
+        warnings.warn(f"{path}: line {shown} is cut off and skipped", stacklevel=2)
+    for number in cut_off:
+        del numbered[number]
+    return list(dict.fromkeys(_read_line(f"{path}, line {number}", line) for number, line in numbered.items()))
+
+
+def _is_cut_off(line: str, *, is_last: bool) -> bool:
+    """Whether a line, of which only a last one has no end, is the first part of a line that `record` writes."""
+    if is_last and _START.startswith(line):
+        return True
+    return line.startswith(_START) and not line.rstrip().endswith(_END)
 
 
 def _read_line(place: str, line: str) -> Problem:
     try:
+        if len(line) > _LONGEST:
+            raise ValueError(f"it has {len(line)} characters")
         return parse_key(json.loads(line)["problem"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
         accepted = 'lines such as {"problem": KEY} of this version of lt_runtime'
         raise ArgumentError(f"{place} is {line[:80]!r}; accepted are {accepted} ({error})") from None

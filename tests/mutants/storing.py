@@ -220,9 +220,30 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "recordings of another version are continued",
         "lt_runtime/store/recording.py",
-        "return found is not None and int(found[1]) != SCHEMA",
+        "return found is not None and found[1] != str(SCHEMA)",
         "return False",
         "tests/cpu/store/test_recording.py::test_a_file_of_another_version_costs_one_line_and_is_left_alone",
+    ),
+    fault(
+        "half a line is left on a full disk",
+        "lt_runtime/store/recording.py",
+        "        os.ftruncate(handle, size)\n",
+        "        pass\n",
+        "tests/cpu/store/test_recording.py::test_a_full_disk_costs_one_warning_and_leaves_no_half_line",
+    ),
+    fault(
+        "a problem is appended to half a line",
+        "lt_runtime/store/recording.py",
+        'os.pread(handle, 1, size - 1) != b"\\n"',
+        "False",
+        "tests/cpu/store/test_recording.py::test_what_is_written_after_a_half_line_is_whole",
+    ),
+    fault(
+        "writers of a recording do not wait for each other",
+        "lt_runtime/store/recording.py",
+        "while try_lock(handle) is False:",
+        "while try_lock(handle) is ...:",
+        "tests/cpu/store/test_recording.py::test_two_writers_wait_for_each_other",
     ),
     fault(
         "a replaced file is written in place",
@@ -249,8 +270,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a file that is being written is taken for abandoned",
         "lt_runtime/files.py",
-        "and _lock(handle):",
-        "and _lock(handle) is not None:",
+        "and try_lock(handle):",
+        "and try_lock(handle) is not None:",
         "tests/cpu/test_files.py::test_what_is_being_written_stays",
     ),
     fault(

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lt_runtime.errors import ArgumentError
+from lt_runtime.store import recording
 from lt_runtime.store.keys import Problem, parse_key, problem_key
 from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded, record
 from tests.support.plan_entries import layer_key, product_key
 from tests.support.strategies import problems
 
 PROBLEMS = [parse_key(key) for key in (layer_key(64), product_key(64), layer_key(128))]
+
+
+@pytest.fixture(autouse=True)
+def a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known to be recorded, and no file to be unwritable."""
+    for name in ("_recorded", "_complained"):
+        monkeypatch.setattr(recording, name, set())
 
 
 @pytest.fixture
@@ -117,3 +130,125 @@ def test_a_file_of_another_version_costs_one_line_and_is_left_alone(file: Path) 
     for problem in PROBLEMS:  # a second warning would be an error
         record(problem)
     assert file.read_text() == content
+
+
+LINES = [json.dumps({"problem": problem_key(problem)}) for problem in PROBLEMS]
+
+
+@pytest.fixture
+def disk_of(file: Path) -> Iterator[Any]:
+    """Limits the size of files: the system then takes a part of what is written, or refuses it, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 13, 100])
+def test_a_full_disk_costs_one_warning_and_leaves_no_half_line(file: Path, disk_of: Any, more: int) -> None:
+    record(PROBLEMS[0])
+    content = file.read_bytes()
+    disk_of(len(content) + more)
+    with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written \((File too large|No space left)"):
+        record(PROBLEMS[1])
+    record(PROBLEMS[2])  # a second warning would be an error
+    assert file.read_bytes() == content
+
+
+def test_a_disk_that_is_full_from_the_start(file: Path, disk_of: Any) -> None:
+    disk_of(10)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        record(PROBLEMS[0])
+    assert file.read_bytes() == b""
+    disk_of(resource.RLIM_INFINITY)
+    record(PROBLEMS[1])
+    assert file.read_text().startswith("# lt_runtime")
+    assert read_recorded(file) == PROBLEMS[1:2]
+
+
+@pytest.mark.parametrize("length", [1, 12, 13, 14, 100, len(LINES[1]) - 1])
+def test_a_half_line_of_a_killed_writer_is_skipped_with_a_note(file: Path, length: int) -> None:
+    record(PROBLEMS[0])
+    with file.open("a") as writer:
+        writer.write(LINES[1][:length])
+    with pytest.warns(UserWarning, match=r"met\.jsonl: line 3 is cut off and skipped"):
+        assert read_recorded(file) == PROBLEMS[:1]
+
+
+@pytest.mark.parametrize("length", [13, 100, len(LINES[1]) - 1])
+def test_what_is_written_after_a_half_line_is_whole(file: Path, length: int) -> None:
+    record(PROBLEMS[0])
+    with file.open("a") as writer:
+        writer.write(LINES[1][:length])
+    record(PROBLEMS[2])
+    with pytest.warns(UserWarning, match="line 3 is cut off and skipped"):
+        assert read_recorded(file) == [PROBLEMS[0], PROBLEMS[2]]
+
+
+def test_a_whole_line_without_an_end_is_read(file: Path) -> None:
+    file.write_text(f"{LINES[0]}\n{LINES[1]}")
+    assert read_recorded(file) == PROBLEMS[:2]
+    record(PROBLEMS[2])
+    assert read_recorded(file) == PROBLEMS
+
+
+@pytest.mark.parametrize("length", [1, 30, 38, 39])
+def test_a_half_heading_is_none_of_another_version(file: Path, length: int) -> None:
+    record(PROBLEMS[0])
+    file.write_bytes(file.read_bytes()[:length])
+    record(PROBLEMS[1])
+    assert read_recorded(file) == PROBLEMS[1:2]
+
+
+def test_two_writers_wait_for_each_other(file: Path) -> None:
+    file.touch()
+    with file.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.warns(UserWarning, match="cannot be written .another process has it locked"):
+            record(PROBLEMS[0])
+    record(PROBLEMS[1])
+    assert read_recorded(file) == PROBLEMS[1:2]
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    record(PROBLEMS[0])
+    assert read_recorded(file) == PROBLEMS[:1]
+
+
+def damage(path: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        lines = {"brackets": "[" * 100_000, "digits": "9" * 100_000, "long": LINES[0] + " " * 20_000, "nul": "\0" * 9}
+        path.write_text(lines[kind] + "\n")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory", "huge", "brackets", "digits", "long", "nul"])
+def test_what_is_no_recording_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    damage(tmp_path / "met.jsonl", kind)
+    with pytest.raises(ArgumentError, match=r"met\.jsonl") as caught:
+        read_recorded(tmp_path / "met.jsonl")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_schema_of_thousands_of_digits_is_another(file: Path) -> None:
+    file.write_text(f"# lt_runtime: problems of schema {'9' * 5000}, for\n")
+    with pytest.raises(ArgumentError, match="recorded by another version"):
+        read_recorded(file)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
+def test_what_is_no_file_is_not_written(file: Path, kind: str) -> None:
+    damage(file, kind)
+    with pytest.warns(UserWarning, match=r"met\.jsonl, which cannot be written"):
+        record(PROBLEMS[0])
