@@ -1,114 +1,114 @@
-"""The command line: `python -m lt_runtime cache|demo|doctor|warmup`."""
+"""The command line: `python -m lt_runtime cache|demo|doctor|warmup`.
+
+Whatever goes wrong, a user gets a line and an exit status, and no traceback. `python -X dev -m lt_runtime` shows the
+traceback of an exception that nobody has foreseen.
+"""
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from lt_runtime.errors import LtError
-from lt_runtime.problem import ACTIVATIONS
+# Functions import all else. Importing takes most of the time, and `main` must be there to meet an interrupt.
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
+
+INTERRUPTED: Final = 130
+CLOSED_PIPE: Final = 141
+"""Exit statuses, as a shell reports SIGINT and SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    """Runs one command; returns the exit status: 0, 1 if something is not as it should be, or one of those above.
+
+    Raises:
+        SystemExit: the arguments are not accepted (2), or help was asked for (0).
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    name = " ".join(["lt_runtime", *arguments[:1]])
     try:
-        command = importlib.import_module(f"lt_runtime.cli.{arguments.command}")  # so that it loads no other command
-        return int(command.run(arguments))
-    except LtError as error:
-        print(f"lt_runtime {arguments.command}: {error}", file=sys.stderr)
-        return 1
+        try:
+            return _run(name, arguments)
+        finally:
+            _flush()
     except KeyboardInterrupt:
-        return 130
+        _end_at_once_if_interrupted_again()
+        return _tell(name, "interrupted", INTERRUPTED)
+    except BrokenPipeError:  # the reader has seen enough
+        return CLOSED_PIPE
+    except Exception as error:
+        return _tell(name, _in_words(error), 1)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lt_runtime", description="Linear layers, run and trained fast.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_cache(commands.add_parser("cache", help="look into the cache of measured plans, and carry it elsewhere"))
-    _add_demo(commands.add_parser("demo", help="train a classifier of handwritten digits"))
-    doctor = commands.add_parser("doctor", help="say what is installed, what is missing, and how to mend it")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_warmup(commands.add_parser("warmup", help="measure how layers run fastest, so that training need not"))
-    return parser
+def _run(name: str, arguments: list[str]) -> int:
+    from lt_runtime.cli.output import print_anything, warnings_on_one_line
+
+    print_anything()
+    with warnings_on_one_line(name):
+        parsed, command = _read(name, arguments)
+        return int(command.run(parsed))
 
 
-def _add_cache(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="the files, and which of them fit this machine")
-    show = actions.add_parser("show", help="what was decided for problems, and what was rejected")
-    show.add_argument("pattern", metavar="KEY-OR-PATTERN", help="such as 8192x3072x768, or '*bfloat16 gelu*'")
-    actions.add_parser("verify", help="check every file; exits with 1 if one is damaged")
-    merge = actions.add_parser("merge", help="add the plans of files from equal machines")
-    merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    export = actions.add_parser("export", help="write this machine's plans to a file")
-    export.add_argument("target", type=Path, metavar="FILE")
-    export.add_argument("--file", metavar="NAME", help="another file of the cache, as `cache list` names it")
-    prune = actions.add_parser("prune", help="remove what this installation will never read again")
-    prune.add_argument("--yes", action="store_true", help="do it; without this it only says what it would remove")
-    for action in actions.choices.values():
-        action.add_argument("--json", action="store_true", help="print one JSON object")
+def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
+    """The arguments, and the module of their command. No module of another command is imported.
 
+    Meanwhile an interrupt ends the process at once: compiled modules that import others print its traceback, and turn
+    it into an ImportError.
+    """
+    import importlib
+    import os
+    import signal
 
-def _add_demo(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    add("--dtype", default="float32", choices=("float32", "bfloat16"))
-    add("--epochs", type=_positive, default=40, metavar="N")
-    add("--dropout", type=float, default=0.1, metavar="P", help="after each hidden layer (default: 0.1)")
-    add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE", help="write the results there as JSON")
+    def end(*_: object) -> None:
+        os._exit(_tell(name, "interrupted", INTERRUPTED))
 
-
-def _add_warmup(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Tunes layers and writes what is decided to the plan cache. A layer (M, N, K) stands alone, with all its "
-        "gradients; the layers of an MLP are tuned as a training step runs them, each backward pass through the "
-        "layer below. An activation follows every layer of an MLP but the last, or the layer that stands alone."
-    )
-    add, types = parser.add_argument, ("float32", "float16", "bfloat16")
-    add("--shapes", type=Path, metavar="FILE", help="layers and MLPs in JSON, or a layer M N K a line")
-    add("--mlp", type=_sizes, action="append", metavar="DIMS", help="such as 768,3072,768; with --rows")
-    add("--rows", type=_positive, metavar="M", help="the batch of --mlp")
-    add("--preset", action="append", metavar="NAME", help="known shapes, such as gpt2-124m")
-    add("--recorded", type=Path, metavar="FILE", help="what a script run with LT_RUNTIME_RECORD=FILE met")
-    help_dtype = f"of {', '.join(types)} (default: first)"
-    add("--dtype", type=_names(*types), action="extend", metavar="TYPES", help=help_dtype)
-    add("--compute", choices=("float32", "tf32"), default="float32", help="how FP32 is computed (default: float32)")
-    help_activation = f"of {', '.join(ACTIVATIONS)} (default: relu in an MLP, none for a layer that stands alone)"
-    add("--activation", type=_names(*ACTIVATIONS), action="extend", metavar="NAMES", help=help_activation)
-    add("--effort", choices=("default", "deep"), default="default", help="deep tries many more algorithms")
-    add("--device", help="the GPU: its ordinal, cuda or cuda:N (default: the current one)")
-    add("--json", action="store_true", help="print one JSON object")
-
-
-def _names(*accepted: str) -> Callable[[str], list[str]]:
-    """Returns a function that reads names with commas between them."""
-
-    def read(text: str) -> list[str]:
-        for name in (names := text.split(",")):
-            if name not in accepted:
-                raise argparse.ArgumentTypeError(f"{name!r} is unknown; accepted are {', '.join(accepted)}")
-        return names
-
-    return read
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(map(_positive, text.split(",")))
-    if len(sizes) < 2:
-        raise argparse.ArgumentTypeError(f"{text} is one size; accepted are two or more: inputs, then outputs")
-    return sizes
-
-
-def _positive(text: str) -> int:
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # a process in the background may have to ignore it
+        signal.signal(signal.SIGINT, end)
     try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
-    return value
+        from lt_runtime.cli.arguments import parser
+
+        parsed = parser(arguments[0] if arguments else None).parse_args(arguments)
+        return parsed, importlib.import_module(f"lt_runtime.cli.{parsed.command}")
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
+
+
+def _flush() -> None:
+    """Writes what is printed, because an error would become a traceback at the end of the process."""
+    if sys.stdout is None:  # it was closed when the process began
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left can go nowhere else
+        raise
+
+
+def _end_at_once_if_interrupted_again() -> None:
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _tell(name: str, complaint: str, status: int) -> int:
+    print(f"{name}: {complaint}", file=sys.stderr, flush=True)
+    return status
+
+
+def _in_words(error: Exception) -> str:
+    from lt_runtime.errors import LtError
+
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    if isinstance(error, LtError):
+        return str(error)
+    if isinstance(error, ImportError):
+        return f"{error}; `python -m lt_runtime doctor` says what is missing"
+    if sys.flags.dev_mode:
+        raise error
+    return f"{type(error).__name__}: {error}; this is a fault of lt_runtime, which `python -X dev -m lt_runtime` traces"

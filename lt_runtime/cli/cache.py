@@ -71,7 +71,7 @@ def _read(path: Path) -> Document:
 
 
 def _files() -> list[CacheFile]:
-    return [_look(path) for path in sorted(plans_directory().glob("*.json"))]
+    return [_look(path) for path in _matching_names("*.json")]
 
 
 def _set_aside() -> list[Path]:
@@ -80,7 +80,22 @@ def _set_aside() -> list[Path]:
 
 
 def _beside(pattern: str) -> list[Path]:
-    return sorted(plans_directory().glob(f"*.json.{pattern}"))
+    return _matching_names(f"*.json.{pattern}")
+
+
+def _matching_names(pattern: str) -> list[Path]:
+    """The files of the cache whose names fit a pattern, sorted; none if there is no cache yet.
+
+    Raises:
+        ArgumentError: the directory cannot be read, about which `Path.glob` is silent.
+    """
+    directory = plans_directory()
+    try:
+        return [path for path in sorted(directory.iterdir()) if fnmatchcase(path.name, pattern)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ArgumentError(f"{directory} cannot be read ({error.strerror})") from None
 
 
 def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str] | None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.table import Column, Table
 
 from lt_runtime import ranges, schedules
+from lt_runtime.cli.output import print_lines
 from lt_runtime.errors import ArgumentError, MissingLibraryError
+from lt_runtime.files import replacing
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.profiling import LayerTime, RangeTimer
@@ -123,27 +127,40 @@ def _train_epochs(
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains with a progress bar and prints the results; returns the exit status."""
-    console, json_file = Console(), arguments.json
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ArgumentError(f"--json is {json_file}, but {json_file.parent} is no directory")
-    if parse_device(arguments.device) is None:
-        console.print("No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`).")
     options = {name: getattr(arguments, name) for name in ("device", "dtype", "epochs", "dropout", "seed")}
-    with progress_bar() as progress:
-        result = train(**options, progress=progress)
-    _print(console, result)
-    if json_file is not None:
-        json_file.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    if parse_device(arguments.device) is None:
+        print_lines(["No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`)."])
+    with _json_file(arguments.json) as file:
+        with progress_bar() as progress:
+            result = train(**options, progress=progress)
+        if file is not None:
+            file.write(json.dumps(asdict(result), indent=2).encode() + b"\n")
+    print_lines(_lines(result))
     return 0
 
 
-def _print(console: Console, result: Result) -> None:
+@contextlib.contextmanager
+def _json_file(path: Path | None) -> Iterator[BinaryIO | None]:
+    """The file that `--json` names, which gets its new content at the end. What is wrong with its place is told now."""
+    with contextlib.ExitStack() as stack:
+        file = None
+        if path is not None:
+            if not path.parent.is_dir():
+                raise ArgumentError(f"--json is {path}, but {path.parent} is no directory")
+            try:
+                file = stack.enter_context(replacing(Path(os.path.realpath(path))))
+            except OSError as error:
+                raise ArgumentError(f"--json is {path}, which cannot be written ({error.strerror})") from None
+        yield file
+
+
+def _lines(result: Result) -> Iterator[str | Table]:
     numbers = [Column(heading, justify="right") for heading in ("forward µs", "backward µs", "share")]
     table = Table("layer", *numbers, title="Where a step's time went")
     whole = sum(layer.total_us for layer in result.layers)
     for layer in result.layers:
         backward = f"{layer.backward_us:.1f}" if layer.backward_us else ""
         table.add_row(layer.name, f"{layer.forward_us:.1f}", backward, f"{layer.total_us / whole:.0%}")
-    console.print(table)
-    console.print(f"accuracy: {result.accuracy:.2%} of the held-out digits ({result.dtype})")
-    console.print(f"{result.samples_per_second:,.0f} samples per second on {result.device}")
+    yield table
+    yield f"accuracy: {result.accuracy:.2%} of the held-out digits ({result.dtype})"
+    yield f"{result.samples_per_second:,.0f} samples per second on {result.device}"

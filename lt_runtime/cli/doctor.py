@@ -1,25 +1,26 @@
-"""Tells what lt_runtime can use of this machine, what is missing, what that prevents, and how to mend it."""
+"""Tells what lt_runtime can use of this machine, what is missing, what that prevents, and how to mend it.
+
+It runs with nothing but Python, so that it can tell of anything else.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
-
-from rich.box import SIMPLE
-from rich.markup import escape
-from rich.table import Column, Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Final
 
 from lt_runtime.cli import probes
 from lt_runtime.cli.output import show
 from lt_runtime.cli.probes import CacheDirectory, Driver, Library
-from lt_runtime.gpu.devices import DeviceInfo
+
+if TYPE_CHECKING:
+    from lt_runtime.gpu.devices import DeviceInfo
 
 MIN_CUDA: Final = (13, 0)
 MIN_DRIVER: Final = 580
@@ -33,8 +34,20 @@ CUDA_REQUIREMENTS: Final = {
 }
 """The requirements of the extra `cuda13`, by what each brings; a test holds the two equal."""
 
-PACKAGES: Final = ("cuda-bindings", "cuda-pathfinder", "ml_dtypes", "numpy", "nvtx")
-"""Distributions that lt_runtime cannot do without."""
+PACKAGES: Final = (
+    "cuda-bindings",
+    "cuda-pathfinder",
+    "filelock",
+    "ml_dtypes",
+    "numpy",
+    "nvtx",
+    "platformdirs",
+    "rich",
+    "safetensors",
+)
+"""Distributions that lt_runtime cannot do without; a test holds them equal to those that it requires."""
+
+_CUBLASLT_VARIABLE: Final = "LT_RUNTIME_CUBLASLT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +104,19 @@ def diagnose(
 ) -> Iterator[Finding]:
     """What follows from what was seen. On a machine without a GPU nothing is missed that only a GPU needs."""
     problems = {library.name: library.problem for library in libraries if library.problem}
-    yield from _missing(problems, {name: name for name in PACKAGES}, "importing lt_runtime")
+    yield from _missing(problems, {name: name for name in PACKAGES}, "all or parts of lt_runtime")
     yield from _hardware(driver, gpus)
+    named = os.environ.get(_CUBLASLT_VARIABLE)
+    if named and (problem := problems.pop("cuBLASLt", None)):
+        yield Finding(
+            f"{_CUBLASLT_VARIABLE} is {named}: {problem}", "running on the GPU", f"unset {_CUBLASLT_VARIABLE}"
+        )
     if gpus:
         yield from _missing(problems, CUDA_REQUIREMENTS, "running on the GPU")
-    if not cache.writable:
-        kept = "keeping compiled kernels from one run to the next"
-        yield Finding(f"{cache.path} cannot be written", kept, "export LT_RUNTIME_CACHE_DIR=DIRECTORY", needed=False)
+    if cache.path is not None and not cache.writable:
+        kept = "keeping compiled kernels and plans from one run to the next"
+        what = f"{cache.path} cannot be used" if cache.problem is None else f"{cache.path}: {cache.problem}"
+        yield Finding(what, kept, "export LT_RUNTIME_CACHE_DIR=DIRECTORY", needed=False)
 
 
 def _missing(problems: Mapping[str, str], requirements: Mapping[str, str], prevents: str) -> Iterator[Finding]:
@@ -126,16 +145,17 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def report_lines(report: Report) -> Iterator[str | Text | Table]:
+def report_lines(report: Report) -> Iterator[str]:
     """A report for people."""
     yield from _machine(report)
-    table = Table("Library", "Version", Column("Where", overflow="fold"), box=SIMPLE)
-    for library in report.libraries:
-        table.add_row(library.name, library.version or "–", library.path or f"[dim]{escape(library.problem or '')}[/]")
-    yield table
+    yield ""
+    rows = [("Library", "Version", "Where")]
+    rows += [(each.name, each.version or "-", each.path or each.problem or "") for each in report.libraries]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    yield from (f"{name:<{first}}  {version:<{second}}  {where}" for name, version, where in rows)
+    yield ""
     for finding in report.findings:
-        mark = ("missing", "red") if finding.needed else ("optional", "yellow")
-        yield Text.assemble(mark, f" {finding.what}")
+        yield f"{'missing' if finding.needed else 'optional'}  {finding.what}"
         yield f"  prevents: {finding.prevents}\n  mend:     {finding.mend}\n"
     yield _verdict(report)
 
@@ -148,13 +168,13 @@ def _machine(report: Report) -> Iterator[str]:
     for gpu in report.gpus:
         memory = f"{gpu.memory / 2**30:.1f} GiB"
         yield f"GPU {gpu.ordinal}: {gpu.name}, compute capability {gpu.capability / 10}, {memory}"
-    yield f"Cache: {report.cache.path}, {report.cache.size / 1e6:.1f} MB"
+    size = report.cache.problem or f"{report.cache.size / 1e6:.1f} MB"
+    yield f"Cache: {report.cache.path or 'unknown'}, {size}"
 
 
-def _verdict(report: Report) -> Text:
+def _verdict(report: Report) -> str:
     if not report.ok:
-        return Text.assemble(("Not ready:", "red"), " see what is missing above.")
-    there = "everything needed to run on the GPU is there."
+        return "Not ready: see what is missing above."
     if not report.gpus:
-        there = "no GPU is usable here, so NumPy arrays run on the CPU; for that everything is there."
-    return Text.assemble(("Ready:", "green"), f" {there}")
+        return "Ready: no GPU is usable here, so NumPy arrays run on the CPU; for that everything is there."
+    return "Ready: everything needed to run on the GPU is there."

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-from collections.abc import Iterable
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 from lt_runtime.store.records import Json
 
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
-def show(result: Json, lines: Iterable[str | Text | Table], *, as_json: bool) -> int:
+    Line: TypeAlias = str | Text | Table
+
+
+def show(result: Json, lines: Iterable[Line], *, as_json: bool) -> int:
     """Prints a command's result.
 
     Returns:
@@ -21,7 +28,43 @@ def show(result: Json, lines: Iterable[str | Text | Table], *, as_json: bool) ->
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        console = Console()
-        for line in lines:  # a line must not be broken, because people copy names from it; a table must
-            console.print(line, markup=False, highlight=False, soft_wrap=not isinstance(line, Table))
+        print_lines(lines)
     return 0 if result["ok"] else 1
+
+
+def print_lines(lines: Iterable[Line]) -> None:
+    """Prints for people. Plain lines need no other package."""
+    for line in lines:
+        print(line if isinstance(line, str) else _rendered(line))
+
+
+def _rendered(line: Text | Table) -> str:
+    """The text that Rich makes for this terminal.
+
+    Rich is given nothing to write, not even what was printed before, because it ends the process at a closed pipe.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    print(end="", flush=True)
+    console = Console()
+    with console.capture() as captured:  # a line must not be broken, because people copy names from it; a table must
+        console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
+    return captured.get().removesuffix("\n")
+
+
+def print_anything() -> None:
+    """Lets a terminal that lacks a character, such as µ, show its number instead."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def warnings_on_one_line(name: str) -> Iterator[None]:
+    """Warnings look like errors: neither shows a line of the code."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"{name}: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before

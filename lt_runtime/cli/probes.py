@@ -1,4 +1,4 @@
-"""One small look at each thing that lt_runtime depends on.
+"""One small look at each thing that lt_runtime depends on. Nothing of it is needed to look.
 
 Looking changes nothing: no file is written and no GPU context is made. A probe that fails says how instead of raising,
 because it is meant for broken installations.
@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
-
-from cuda.bindings import driver as api
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from lt_runtime import paths
 from lt_runtime.errors import LtError
-from lt_runtime.gpu import devices
+
+if TYPE_CHECKING:
+    from lt_runtime.gpu.devices import DeviceInfo
 
 PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
@@ -50,9 +50,12 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class CacheDirectory:
-    """Where compiled kernels and plans are kept, whether it can be written, and the bytes that its files take."""
+    """Where compiled kernels and plans are kept, whether it can be used, and the bytes that its files take.
 
-    path: str
+    The path is None where the package that knows the platform's directories is missing.
+    """
+
+    path: str | None
     writable: bool = False
     size: int = 0
     problem: str | None = None
@@ -131,12 +134,20 @@ def cupy() -> tuple[str, str]:
 
 def package(distribution: str) -> tuple[str, str]:
     """A Python package, found but not imported."""
+    if importlib.util.find_spec(distribution.replace("-", ".")) is None:
+        raise ModuleNotFoundError(distribution)
     found = importlib.metadata.distribution(distribution)
     return found.version, str(found.locate_file(""))
 
 
 def driver(pci_devices: Path = PCI_DEVICES) -> Driver | None:
-    """The driver, or None where there is none and no NVIDIA GPU waits for one."""
+    """The driver, or None where there is none and no NVIDIA GPU waits for one, or where its bindings are missing."""
+    try:
+        from cuda.bindings import driver as api
+
+        from lt_runtime.gpu import devices
+    except ImportError:  # which is told where the packages are
+        return None
     try:
         (status,) = api.cuInit(0)
     except RuntimeError:  # the bindings found no libcuda
@@ -156,20 +167,26 @@ def nvidia_gpu_on_pci(devices: Path) -> bool:
     )
 
 
-def gpus() -> tuple[devices.DeviceInfo, ...]:
+def gpus() -> tuple[DeviceInfo, ...]:
     """The GPUs that CUDA sees; none where the driver cannot say, which `driver` reports."""
     try:
+        from lt_runtime.gpu import devices
+
         return tuple(map(devices.device_info, range(devices.device_count())))
-    except LtError:
+    except (ImportError, LtError):
         return ()
 
 
 def cache_directory() -> CacheDirectory:
     """The cache directory, which need not exist yet."""
-    path = paths.cache_directory()
     try:
-        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        path = paths.cache_directory()
+    except ImportError as error:
+        return CacheDirectory(None, problem=str(error))
+    try:
+        existing = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+        usable = existing.is_dir() and os.access(existing, os.R_OK | os.W_OK | os.X_OK)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        return CacheDirectory(str(path), existing.is_dir() and os.access(existing, os.W_OK | os.X_OK), size)
+        return CacheDirectory(str(path), usable, size)
     except OSError as error:
         return CacheDirectory(str(path), problem=_explain(error))

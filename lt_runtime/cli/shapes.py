@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.errors import ArgumentError
+from lt_runtime.files import read_regular
 from lt_runtime.problem import ACTIVATIONS
 
 PRESETS: Final = Path(__file__).parents[1] / "presets.json"
 _FIELDS: Final = ("M", "N", "K")
 _COMMENT: Final = "#"
+_LARGEST: Final = 1 << 17
+"""Bytes of a file, read in less than a second whatever it holds. The presets have a hundredth."""
+_MOST: Final = 2**63 - 1
+"""The largest size that any layer can have."""
+_SIZES: Final = "integers of at least 1, below 2**63"
+_SHOWN: Final = 60
+"""Characters of a size that an error shows."""
 
 
 class Layers(NamedTuple):
@@ -57,8 +65,8 @@ def read_shapes(path: Path) -> Shapes:
         ArgumentError: the file cannot be read, or a line or field is not as it should be; the message says which.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_regular(path, _LARGEST).decode()
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
     return _json(path, text) if text.lstrip()[:1] in ("{", "[") else _plain(path, text)
 
@@ -75,8 +83,9 @@ def _plain_layer(place: str, fields: list[str]) -> Layers:
     if len(fields) != len(_FIELDS):
         raise ArgumentError(f"{place} has {len(fields)} fields; accepted are three: M N K")
     for name, text in zip(_FIELDS, fields, strict=True):
-        if not (text.isascii() and text.isdigit() and int(text)):
-            raise ArgumentError(f"{place}: {name} is {text!r}; accepted are integers of at least 1")
+        # The digits are counted first, because Python refuses to read thousands.
+        if not (text.isascii() and text.isdigit() and len(text) <= len(str(_MOST)) and 1 <= int(text) <= _MOST):
+            raise ArgumentError(f"{place}: {name} is {text[:_SHOWN]!r}; accepted are {_SIZES}")
     m, n, k = map(int, fields)
     return Layers(m, (k, n))
 
@@ -106,9 +115,9 @@ class _Field(NamedTuple):
             yield name, field
 
     def size(self) -> int:
-        if isinstance(self.node, ast.Constant) and type(self.node.value) is int and self.node.value >= 1:
+        if isinstance(self.node, ast.Constant) and type(self.node.value) is int and 1 <= self.node.value <= _MOST:
             return self.node.value
-        raise self._refusal("integers of at least 1")
+        raise self._refusal(_SIZES)
 
     def activation(self) -> str:
         if isinstance(self.node, ast.Constant) and self.node.value in ACTIVATIONS:

@@ -63,7 +63,7 @@ def parse_device(device: object) -> int | None:
     count = device_count()
     if name == "auto":
         return 0 if count else None
-    match = re.fullmatch(r"cuda|(?:cuda:)?(-?\d+)", name)
+    match = re.fullmatch(r"cuda|(?:cuda:)?(-?\d{1,9})", name)
     if match is None:
         raise ArgumentError(
             f"device is {device!r}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a "

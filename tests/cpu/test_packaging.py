@@ -63,7 +63,7 @@ def test_the_doctor_prescribes_what_the_extra_installs():
 
 
 def test_the_doctor_looks_for_packages_that_are_required():
-    assert set(doctor.PACKAGES) <= {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
+    assert set(doctor.PACKAGES) == {re.split(r"[<>=]", requirement)[0] for requirement in PROJECT["dependencies"]}
 
 
 def test_readme_asks_for_the_pythons_that_the_metadata_names():

@@ -246,6 +246,20 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/store/test_recording.py::test_two_writers_wait_for_each_other",
     ),
     fault(
+        "a cache that cannot be read counts as empty",
+        _CACHE,
+        '        raise ArgumentError(f"{directory} cannot be read ({error.strerror})") from None\n',
+        "        return []\n",
+        "tests/cpu/cli/test_cli_cache.py::test_a_cache_that_cannot_be_read",
+    ),
+    fault(
+        "an interrupt while modules are imported is an exception",
+        "lt_runtime/cli/__init__.py",
+        "        signal.signal(signal.SIGINT, end)\n",
+        "        pass\n",
+        "tests/cpu/cli/test_no_traceback.py::test_an_interrupt_while_it_imports",
+    ),
+    fault(
         "a replaced file is written in place",
         "lt_runtime/files.py",
         "        temporary.replace(path)\n",

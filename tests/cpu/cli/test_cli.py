@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lt_runtime.cli import demo, main
+from lt_runtime.profiling import LayerTime
 
 ROOT = Path(__file__).parents[3]
 EPOCHS = 15
@@ -25,7 +29,15 @@ EPOCHS = 15
         (["demo", "--epochs", "0"], "0 is not positive"),
         (["demo", "--epochs", "many"], "--epochs"),
         (["demo", "--dtype", "float64"], "invalid choice: 'float64'"),
+        (["demo", "--epochs", "9" * 5000], f"--epochs: '{'9' * 60}...' is no integer that is accepted"),
+        (["demo", "--epochs", "9" * 400], f"--epochs: '{'9' * 60}...' is larger than 9223372036854775807"),
+        (["demo", "--epochs", "nan"], "--epochs: 'nan' is no integer"),
         (["demo", "--seed", "1.5"], "--seed"),
+        (["demo", "--seed", "9" * 5000], f"--seed: '{'9' * 60}...' is no integer"),
+        (["warmup", "--mlp", f"8,{'9' * 5000}", "--rows", "8"], "argument --mlp: '999"),
+        (["warmup", "--mlp", "8,8.5", "--rows", "8"], "argument --mlp: '8.5' is no integer"),
+        (["warmup", "--mlp", "8,,8", "--rows", "8"], "argument --mlp: '' is no integer"),
+        (["warmup", "--dtype", "9" * 5000], "argument --dtype: '999"),
         (["demo", "--fast"], "unrecognized arguments: --fast"),
         (["doctor", "--json", "file"], "unrecognized arguments: file"),
     ],
@@ -36,12 +48,15 @@ def test_arguments_that_the_parser_refuses(
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()[-1]) < 300
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--device", "cuda:" + "9" * 5000], "device is 'cuda:999"),
         (["--device", "tpu"], "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
         (["--device", "cuda:99"], "device is 'cuda:99', but this machine has"),
         (["--dropout", "1.5"], "dropout probability is 1.5; it must be in [0, 1)"),
@@ -82,6 +97,58 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
     assert all(set(layer) == {"name", "forward_us", "backward_us"} for layer in result["layers"])
     for name in ("layer0", "layer1", "layer2", "loss", "optimizer"):
         assert name in done.stdout
+
+
+def quick_training(monkeypatch: pytest.MonkeyPatch, effect: Callable[[], None] = lambda: None) -> None:
+    def train(**_: object) -> demo.Result:
+        effect()
+        return demo.Result("cpu", "float32", 0.97, 1000.0, [2.0, 0.1], [LayerTime("layer0", 1.0, 2.0)])
+
+    monkeypatch.setattr(demo, "train", train)
+
+
+def test_the_results_replace_what_a_link_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_training(monkeypatch)
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "link").symlink_to("old")
+    assert main(["demo", "--device", "cpu", "--json", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "old").read_text())["accuracy"] == 0.97
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "old"}
+
+
+def test_a_training_that_fails_leaves_the_results_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "elsewhere")
+
+    quick_training(monkeypatch, fail)
+    (tmp_path / "old").write_text("old")
+    assert main(["demo", "--device", "cpu", "--json", str(tmp_path / "old")]) == 1
+    assert capsys.readouterr().err == "lt_runtime demo: elsewhere: No space left on device\n"
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "old")]
+
+
+def test_what_nobody_has_foreseen_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick_training(monkeypatch, lambda: {}["key"])
+    assert main(["demo", "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("lt_runtime demo: KeyError: 'key'; this is a fault of lt_runtime")
+    assert error.count("\n") == 1
+
+
+def test_every_sign_of_the_tables_has_a_form_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_training(monkeypatch)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    assert main(["demo", "--device", "cpu"]) == 0
+    shown = written.getvalue().decode("ascii")
+    assert "forward \\xb5s" in shown
+    assert "\\u25" not in shown  # lines of tables have better forms
+    assert "accuracy: 97.00%" in shown
 
 
 def test_a_fifth_of_the_digits_is_held_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -111,6 +112,33 @@ def test_an_empty_cache(plans: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert as_json(capsys, "prune")["files"] == []
     assert f"nothing in {plans} matches 'gelu'" in refused(capsys, "show", "gelu")
     assert not plans.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("list",), ("show", "gelu"), ("verify",), ("verify", "--json"), ("prune",), ("prune", "--yes")]
+)
+@pytest.mark.parametrize("kind", ["file", "loop", "forbidden"])
+def test_a_cache_that_cannot_be_read(
+    plans: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    arguments: tuple[str, ...],
+) -> None:
+    plans.parent.mkdir()
+    if kind == "file":
+        plans.touch()
+    elif kind == "loop":
+        plans.symlink_to(plans)
+    else:
+        plans.mkdir()
+
+        def refuse(path: Path) -> None:  # as the system does, except to root
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        monkeypatch.setattr(Path, "iterdir", refuse)
+    reasons = {"file": "Not a directory", "loop": "Too many levels of symbolic links", "forbidden": "Permission denied"}
+    assert refused(capsys, *arguments) == f"lt_runtime cache: {plans} cannot be read ({reasons[kind]})\n"
 
 
 def test_list_says_what_fits(plans: Path, here: HasGpus, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,8 +329,8 @@ def test_a_merge_that_cannot_be_written_fails(
 ) -> None:
     here(H200)
     other = fill(tmp_path)
-    plans.parent.mkdir()
-    plans.touch()
+    plans.mkdir(parents=True)
+    (plans / f"{H200.file_name}.lock").mkdir()
     with pytest.warns(UserWarning, match="cannot be written"):
         assert run("merge", str(other)) == 1
 

@@ -1,6 +1,7 @@
 """The doctor: what it concludes, how its probes read a machine, and that looking changes nothing."""
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -85,6 +86,68 @@ def test_a_package_of_the_core_is_needed_everywhere():
     (finding,) = diagnose(driver=None, gpus=(), libraries=without("numpy"))
     assert finding.needed
     assert finding.mend.endswith("pip install numpy")
+
+
+@pytest.mark.parametrize("package", doctor.PACKAGES)
+def test_nothing_is_ready_without_a_required_package(package: str):
+    libraries = without(package)
+    findings = tuple(diagnose(driver=None, gpus=(), libraries=libraries))
+    report = doctor.Report("3.11", "Linux", None, (), libraries, CACHE, findings)
+    assert not report.ok
+    shown = "\n".join(doctor.report_lines(report))
+    assert f"missing  {package}: not installed" in shown
+    assert "Ready:" not in shown
+
+
+@pytest.mark.parametrize("gpus", [(), (H200,)])
+def test_a_cublaslt_that_was_named_and_cannot_be_used(monkeypatch: pytest.MonkeyPatch, gpus: tuple[DeviceInfo, ...]):
+    monkeypatch.setenv("LT_RUNTIME_CUBLASLT", "/opt/old.so")
+    (finding,) = diagnose(gpus=gpus, libraries=without("cuBLASLt"))
+    assert finding.needed
+    assert finding.what == "LT_RUNTIME_CUBLASLT is /opt/old.so: not installed"
+    assert finding.mend == "unset LT_RUNTIME_CUBLASLT"
+    assert diagnose(gpus=gpus) == []
+
+
+def test_a_cublaslt_that_was_named_is_the_one_that_is_shown(tmp_path: Path):
+    library = tmp_path / "libcublasLt.so"
+    source = tmp_path / "version.c"
+    source.write_text("unsigned long long cublasLtGetVersion(void) { return 130203; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    code = "from lt_runtime.cli import probes; print(*probes.cublaslt())"
+    environment = os.environ | {"LT_RUNTIME_CUBLASLT": str(library)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"13.2.3 {library}\n"
+
+
+def test_a_cache_directory_that_nothing_names(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LT_RUNTIME_CACHE_DIR", raising=False)
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    cache = probes.cache_directory()
+    assert cache.path is None
+    assert diagnose(cache=cache) == []  # the missing package is a finding of its own
+    report = doctor.Report("3.11", "Linux", None, (), LIBRARIES, cache, ())
+    assert any(line.startswith("Cache: unknown, ") for line in doctor.report_lines(report))
+
+
+def test_a_cache_directory_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path / "loop"))
+    cache = probes.cache_directory()
+    assert not cache.writable
+    (finding,) = diagnose(cache=cache)
+    assert str(tmp_path / "loop") in finding.what
+
+
+def test_a_package_of_which_only_the_metadata_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "remains-1.0.dist-info").mkdir()
+    (tmp_path / "remains-1.0.dist-info" / "METADATA").write_text("Name: remains\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    look = functools.partial(probes.package, "remains")
+    assert probes.library("remains", look) == Library("remains", problem="not installed")
+    (tmp_path / "remains.py").touch()
+    importlib.invalidate_caches()
+    assert probes.library("remains", look) == Library("remains", "1.0", f"{tmp_path}")
 
 
 def test_this_machine_is_described_alike_in_both_forms(capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,35 @@ def test_files_that_cannot_be_read(file: Path) -> None:
     file.write_bytes(b"\xff\xfe8 8 8")
     with pytest.raises(ArgumentError, match="cannot be read"):
         read_shapes(file)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory", "huge"])
+def test_what_is_no_file_of_shapes_is_refused_at_once(file: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    elif kind == "directory":
+        file.mkdir()
+    else:
+        with file.open("wb") as huge:
+            huge.truncate(1 << 40)
+    with pytest.raises(ArgumentError, match="shapes cannot be read") as caught:
+        read_shapes(file)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("depth", [5, 90, 195, 1000, 50_000])
+def test_nested_brackets_are_refused(file: Path, depth: int) -> None:
+    assert len(refused(file, f'{{"layers": {{"a": {"[" * depth}{"]" * depth}}}}}')) < 300
+
+
+@pytest.mark.parametrize("digits", [20, 4000, 5000])
+def test_sizes_of_many_digits_are_refused(file: Path, digits: int) -> None:
+    assert len(refused(file, f"8 {'9' * digits} 8\n")) < 300
+    assert len(refused(file, f'{{"layers": {{"a": [[8, 8, {"9" * digits}]]}}}}')) < 300
+    file.write_text(f"8 {2**63 - 1} 8\n")
+    assert read_shapes(file) == {"": [Layers(8, (8, 2**63 - 1))]}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)

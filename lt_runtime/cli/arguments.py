@@ -1,0 +1,129 @@
+"""What the command line accepts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+_LARGEST: Final = 2**63 - 1
+_SHOWN: Final = 60
+"""Characters of a refused value that its refusal shows."""
+
+
+def parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser of the command line.
+
+    Only one command gets its arguments, because those of others may need packages that are not installed.
+    """
+    top = argparse.ArgumentParser(prog="lt_runtime", description="Linear layers, run and trained fast.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (description, add_arguments) in _COMMANDS.items():
+        added = commands.add_parser(name, help=description)
+        if name == command:
+            add_arguments(added)
+    return top
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("list", help="the files, and which of them fit this machine")
+    show = actions.add_parser("show", help="what was decided for problems, and what was rejected")
+    show.add_argument("pattern", metavar="KEY-OR-PATTERN", help="such as 8192x3072x768, or '*bfloat16 gelu*'")
+    actions.add_parser("verify", help="check every file; exits with 1 if one is damaged")
+    merge = actions.add_parser("merge", help="add the plans of files from equal machines")
+    merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    export = actions.add_parser("export", help="write this machine's plans to a file")
+    export.add_argument("target", type=Path, metavar="FILE")
+    export.add_argument("--file", metavar="NAME", help="another file of the cache, as `cache list` names it")
+    prune = actions.add_parser("prune", help="remove what this installation will never read again")
+    prune.add_argument("--yes", action="store_true", help="do it; without this it only says what it would remove")
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--epochs", type=_positive, default=40, metavar="N")
+    add("--dropout", type=float, default=0.1, metavar="P", help="after each hidden layer (default: 0.1)")
+    add("--seed", type=_integer, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the results there as JSON")
+
+
+def _add_warmup(parser: argparse.ArgumentParser) -> None:
+    from lt_runtime.problem import ACTIVATIONS
+
+    parser.description = (
+        "Tunes layers and writes what is decided to the plan cache. A layer (M, N, K) stands alone, with all its "
+        "gradients; the layers of an MLP are tuned as a training step runs them, each backward pass through the "
+        "layer below. An activation follows every layer of an MLP but the last, or the layer that stands alone."
+    )
+    add, types = parser.add_argument, ("float32", "float16", "bfloat16")
+    add("--shapes", type=Path, metavar="FILE", help="layers and MLPs in JSON, or a layer M N K a line")
+    add("--mlp", type=_sizes, action="append", metavar="DIMS", help="such as 768,3072,768; with --rows")
+    add("--rows", type=_positive, metavar="M", help="the batch of --mlp")
+    add("--preset", action="append", metavar="NAME", help="known shapes, such as gpt2-124m")
+    add("--recorded", type=Path, metavar="FILE", help="what a script run with LT_RUNTIME_RECORD=FILE met")
+    help_dtype = f"of {', '.join(types)} (default: first)"
+    add("--dtype", type=_names(*types), action="extend", metavar="TYPES", help=help_dtype)
+    add("--compute", choices=("float32", "tf32"), default="float32", help="how FP32 is computed (default: float32)")
+    help_activation = f"of {', '.join(ACTIVATIONS)} (default: relu in an MLP, none for a layer that stands alone)"
+    add("--activation", type=_names(*ACTIVATIONS), action="extend", metavar="NAMES", help=help_activation)
+    add("--effort", choices=("default", "deep"), default="default", help="deep tries many more algorithms")
+    add("--device", help="the GPU: its ordinal, cuda or cuda:N (default: the current one)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _names(*accepted: str) -> Callable[[str], list[str]]:
+    """Returns a function that reads names with commas between them."""
+
+    def read(text: str) -> list[str]:
+        for name in (names := text.split(",")):
+            if name not in accepted:
+                raise argparse.ArgumentTypeError(f"{_shown(name)} is unknown; accepted are {', '.join(accepted)}")
+        return names
+
+    return read
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(map(_positive, text.split(",")))
+    if len(sizes) < 2:
+        raise argparse.ArgumentTypeError(f"{text} is one size; accepted are two or more: inputs, then outputs")
+    return sizes
+
+
+def _positive(text: str) -> int:
+    value = _integer(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def _integer(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:  # no integer, or one of thousands of digits
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is no integer that is accepted") from None
+    if abs(value) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} is larger than {_LARGEST}")
+    return value
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
+
+
+_COMMANDS: Final = {
+    "cache": ("look into the cache of measured plans, and carry it elsewhere", _add_cache),
+    "demo": ("train a classifier of handwritten digits", _add_demo),
+    "doctor": ("say what is installed, what is missing, and how to mend it", _add_doctor),
+    "warmup": ("measure how layers run fastest, so that training need not", _add_warmup),
+}
