@@ -92,8 +92,8 @@ def test_tests_that_cannot_run_kill_nothing(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize(("hangs", "verdict"), [(False, Verdict.TIMED_OUT), (True, Verdict.KILLED)])
-def test_tests_that_never_end(copy: Copy, hangs: bool, verdict: Verdict) -> None:
-    copy.limit_s = 3.0
+def test_tests_that_never_end(copy: Copy, hangs: bool, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy, "limit_s", 3.0)
     assert copy.try_out(own_fault("endless", hangs=hangs)).verdict is verdict
 
 
