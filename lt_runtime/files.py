@@ -63,17 +63,20 @@ def read_regular(
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """Replaces a file in one step by what the block writes to the file that it is given; no reader sees half of it.
 
-    A file that is replaced keeps its mode; the mode of a new one follows the umask. What killed processes have left of
-    the same file is removed.
+    What killed processes have left of the same file is removed.
+
+    Args:
+        mode: of the file, which may then replace anything but a directory. Left out, a regular file that is replaced
+            keeps its mode, and the mode of a new one follows the umask.
 
     Raises:
         OSError: the file cannot be written; what was there is unchanged.
     """
-    mode = _mode(path)
-    _remove_abandoned(path)
+    mode = _mode(path) if mode is None else mode
+    remove_abandoned(path.parent, re.escape(path.name))
     temporary, handle = _new_temporary(path, 0o666 if mode is None else 0o600)
     try:
         with os.fdopen(handle, "wb") as file:  # locked until it is closed
@@ -87,9 +90,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
     """Writes a file as `replacing` does."""
-    with replacing(path) as file:
+    with replacing(path, mode) as file:
         file.write(content)
 
 
@@ -134,10 +137,10 @@ def try_lock(handle: int) -> bool | None:
     return True
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Removes the temporary files of `path` that no process is writing."""
-    pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{8}" + re.escape(TEMPORARY))
-    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+def remove_abandoned(directory: Path, names: str) -> None:
+    """Removes the temporary files that no process is writing, of files whose names match a regular expression."""
+    pattern = re.compile(f"(?:{names})" + r"\.[0-9a-f]{8}" + re.escape(TEMPORARY))
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in itertools.islice(entries, _LOOKED_AT):
             if pattern.fullmatch(entry.name):
                 _remove_if_abandoned(entry.path)

@@ -19,12 +19,16 @@ from lt_runtime.errors import MissingLibraryError
 from lt_runtime.gpu import nvrtc
 from lt_runtime.gpu.kernel_cache import KernelCache
 from lt_runtime.paths import cache_directory, kernel_sources
+from lt_runtime.private import UntrustedError
 
 Macros = tuple[tuple[str, str], ...]
 """Preprocessor definitions, (name, value)."""
 
 _FLUSHED: Final = frozenset({"cross_entropy.cu"})
 """Sources in which FP32 numbers below 2⁻¹²⁶ count as zero, which saves three instructions an exponential."""
+
+_warned: Final[set[Path]] = set()
+"""Cache directories of which something has been said."""
 
 _TOOLKIT_HEADERS: Final = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp", "math_constants.h")
 """The CUDA runtime's headers that the sources include, and the headers that those include under NVRTC."""
@@ -42,17 +46,24 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
         MissingLibraryError: NVRTC or the CUDA runtime's headers are not installed.
     """
     code, options = (kernel_sources() / source).read_bytes(), _options(source, macros, architecture)
-    cache = KernelCache(cache_directory() / "kernels")
+    directory = cache_directory()
+    cache = KernelCache(directory / "kernels")
     for library in nvrtc.libraries():
         key = _key(source, code, options, library)
-        cached = cache.get(key)
+        try:
+            cached = cache.get(key)
+        except UntrustedError as error:
+            cached = None
+            _warn_of_no_cache(directory, str(error))
         if cached is not None:
             return cached
     cubin = nvrtc.compile_cubin(source, code, [*options, *_include_paths()])
     try:
         cache.put(key, cubin)
+    except UntrustedError as error:
+        _warn_of_no_cache(directory, str(error))
     except OSError as error:
-        _warn_of_no_cache(cache_directory(), str(error))
+        _warn_of_no_cache(directory, f"cannot write to {directory} ({error})")
     return cubin
 
 
@@ -100,7 +111,8 @@ def _included_files() -> bytes:
     return digest.digest()
 
 
-@functools.cache
 def _warn_of_no_cache(directory: Path, reason: str) -> None:
-    """Warns once that compiled kernels cannot be kept."""
-    warnings.warn(f"kernels are compiled anew in each process: cannot write to {directory} ({reason})", stacklevel=3)
+    """Warns once, whatever the reasons, that compiled kernels are not kept in a directory, or not taken from it."""
+    if directory not in _warned:
+        _warned.add(directory)
+        warnings.warn(f"kernels are compiled anew in each process: {reason}", stacklevel=3)

@@ -1,0 +1,75 @@
+"""Who may have written what the cache directory holds."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from lt_runtime.private import UntrustedError, _require_private, make_private_directory, read_private, replace_private
+
+ME, SOMEBODY = os.geteuid(), 54321
+
+
+def status(uid: int, mode: int) -> os.stat_result:
+    return os.stat_result((mode, 0, 0, 1, uid, 0, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("uid", [ME, 0])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        stat.S_IFREG | 0o644,
+        stat.S_IFDIR | 0o755,
+        stat.S_IFDIR | 0o1777,
+        stat.S_IFDIR | 0o2755,
+        stat.S_IFLNK | 0o777,
+    ],
+)
+def test_what_is_trusted(uid: int, mode: int) -> None:
+    _require_private(Path("it"), status(uid, mode))
+
+
+@pytest.mark.parametrize(
+    ("uid", "mode", "message"),
+    [
+        (SOMEBODY, stat.S_IFREG | 0o600, f"it belongs to user {SOMEBODY}.*`chown {ME} it`"),
+        (SOMEBODY, stat.S_IFDIR | 0o1777, f"it belongs to user {SOMEBODY}"),
+        (SOMEBODY, stat.S_IFLNK | 0o777, f"it belongs to user {SOMEBODY}"),
+        (ME, stat.S_IFREG | 0o620, "it can be written by other users .*`chmod go-w it`"),
+        (ME, stat.S_IFREG | 0o602, "it can be written by other users"),
+        (ME, stat.S_IFREG | 0o1666, "it can be written by other users"),
+        (0, stat.S_IFDIR | 0o775, "it can be written by other users"),
+        (0, stat.S_IFDIR | 0o757, "it can be written by other users"),
+    ],
+)
+def test_what_is_not(uid: int, mode: int, message: str) -> None:
+    with pytest.raises(UntrustedError, match=f"{message}.*LT_RUNTIME_CACHE_DIR"):
+        _require_private(Path("it"), status(uid, mode))
+
+
+def test_every_directory_that_is_made_is_the_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "c" / "file"
+    replace_private(path, b"content")
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, *path.parents[:3])] == [0o600, 0o700, 0o700, 0o700]
+    assert read_private(path, 7) == b"content"
+    make_private_directory(path.parent)
+    with pytest.raises(ValueError, match="it has more than 6 bytes"):
+        read_private(path, 6)
+
+
+def test_a_file_that_others_could_write_is_replaced_by_one_that_they_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    path.chmod(0o666)
+    replace_private(path, b"content")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_what_is_a_file_cannot_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "inner"):
+        with pytest.raises((FileExistsError, NotADirectoryError)):
+            make_private_directory(directory)
