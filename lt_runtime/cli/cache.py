@@ -52,26 +52,26 @@ class CacheFile(NamedTuple):
     is_of_another_version: bool = False
 
 
-def _look(path: Path) -> CacheFile:
+def _look(path: Path, *, is_own: bool = False) -> CacheFile:
     try:
-        document = Document.read(path)
+        document = Document.read(path, is_own=is_own)
     except UnusableError as error:
         return CacheFile(path, None, str(error), error.kind != "damaged")
     except OSError as error:
-        return CacheFile(path, None, f"cannot be read ({error.strerror})")
+        return CacheFile(path, None, f"cannot be read ({error.strerror or error})")
     expected = document.fingerprint.file_name
     return CacheFile(path, document, None if path.name == expected else f"is never read: its name should be {expected}")
 
 
-def _read(path: Path) -> Document:
-    file = _look(path)
+def _read(path: Path, *, is_own: bool = False) -> Document:
+    file = _look(path, is_own=is_own)
     if file.document is None:
         raise ArgumentError(f"{path} {file.fault}")
     return file.document
 
 
 def _files() -> list[CacheFile]:
-    return [_look(path) for path in _matching_names("*.json")]
+    return [_look(path, is_own=True) for path in _matching_names("*.json")]
 
 
 def _set_aside() -> list[Path]:
@@ -183,7 +183,7 @@ def _store_for(path: Path, document: Document) -> PlanStore:
 
 def _export(arguments: argparse.Namespace) -> Json:
     path, target = _source(arguments.file), arguments.target
-    document = _read(path)
+    document = _read(path, is_own=True)
     damaged = document.drop_damaged()
     if target.exists():
         raise ArgumentError(f"{target} exists already")

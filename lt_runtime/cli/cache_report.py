@@ -50,6 +50,8 @@ def entry_lines(data: Json) -> Iterator[str | Text]:
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     """Names and values of one entry's lines."""
     yield "algorithm" if isinstance(entry, ProductEntry) else "strategy", choice_in_words(entry)
+    if isinstance(entry, ProductEntry) and entry.is_unproven:
+        yield "merged", "to be verified before its first use"
     yield "time", time_in_words(entry)
     for other in entry.alternatives if isinstance(entry, LayerEntry) else ():
         yield "slower", f"{choice_in_words(other)}: {other.us:.2f} µs"

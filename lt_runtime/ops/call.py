@@ -26,7 +26,7 @@ from lt_runtime.gpu.memory import memories, stream_memory
 from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import overlaps_itself
-from lt_runtime.ops.first_use import asked_for, tune_at_first_use
+from lt_runtime.ops.first_use import asked_for, before_first_use
 from lt_runtime.plans import cache
 from lt_runtime.products.plan import Plan
 
@@ -108,7 +108,7 @@ class Operation(ABC):
 
     def plan(self, reading: Reading, device: int, stream: int) -> Plan:
         """The plan for the problem, from the plan cache; an operation with nothing to decide makes its plan itself."""
-        return cache.plan_of(reading.problem, device, stream, tune_at_first_use, anew=asked_for.get() is not None)
+        return cache.plan_of(reading.problem, device, stream, before_first_use, anew=asked_for.get() is not None)
 
     def settle(self, reading: Reading, plan: Any, operands: Sequence[Any]) -> Reading:
         """The reading with what only the plan decides, such as what forward keeps; there is no plan on the host."""

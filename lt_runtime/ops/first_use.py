@@ -1,4 +1,4 @@
-"""Tuning of problems when they are first met, where that is asked for.
+"""What is done of problems when they are first met: other machines' algorithms are verified, and problems are tuned.
 
 This module only decides whether to measure. What measures is imported when the first problem is to be measured.
 """
@@ -14,7 +14,11 @@ from contextvars import ContextVar
 from typing import Final, cast
 
 from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.plans.decisions import decide, known_layer
 from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.choose import known_algorithm
+from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import EFFORTS, Effort, is_as_deep
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
@@ -64,16 +68,21 @@ def checked_effort(effort: str) -> Effort:
     return cast(Effort, effort)
 
 
-def tune_at_first_use(problem: Problem, device: int) -> None:
-    """Measures a problem of which the plan cache knows nothing, if that is asked for; otherwise does nothing.
+def before_first_use(problem: Problem, device: int) -> None:
+    """Verifies what another machine has measured of a problem, and measures what is not known, if that is asked for.
 
-    A problem that cannot be tuned costs a warning, and runs as it would without.
+    What cannot be done costs a warning, and the problem runs as it would without.
 
     Raises:
         ArgumentError: the environment asks for something unknown.
     """
     effort = asked_for.get() or _effort_of_process()
-    if effort is None or _is_busy.get() or (problem, device, effort) in _seen:
+    if _is_busy.get():
+        return
+    if plan_store(device).has_unproven:
+        with _one_at_a_time:
+            _prove(problem, device)
+    if effort is None or (problem, device, effort) in _seen:
         return
     with _one_at_a_time:
         _seen.add((problem, device, effort))
@@ -90,8 +99,28 @@ def _effort_of_process() -> Effort | None:
 
 def is_measured(problem: Problem, device: int, effort: Effort = "default") -> bool:
     """Whether the plan cache knows a problem, measured with no less than an effort."""
-    store, key = plan_store(device), problem_key(problem)
-    return is_as_deep(store.product(key) if isinstance(problem, MatmulProblem) else store.layer(key), effort)
+    store = plan_store(device)
+    entry = store.product(problem_key(problem)) if isinstance(problem, MatmulProblem) else known_layer(problem, store)
+    return is_as_deep(entry, effort)
+
+
+def _prove(problem: Problem, device: int) -> None:
+    """Verifies other machines' algorithms of those products that the problem's plan will be made of."""
+
+    def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:
+        store, key = plan_store(on), problem_key(product)
+        entry = None if product.is_empty else store.unproven(key)
+        if entry is not None:
+            from lt_runtime.tuner.proof import proven
+
+            store.put({key: proven(product, on, entry)})
+        return known_algorithm(product, on)
+
+    try:
+        with activated(device):
+            decide(problem, device, choose)
+    except (LtError, MemoryError) as error:
+        warnings.warn(f"merged algorithms could not be verified and are not used ({error})", stacklevel=2)
 
 
 def _tune(problem: Problem, device: int, effort: Effort) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -14,9 +15,10 @@ from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
 from lt_runtime.products.choose import Choose, known_algorithm
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
+from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.entries import Strategy as StoredStrategy
 from lt_runtime.store.keys import Problem, problem_key
-from lt_runtime.store.plan_store import plan_store
+from lt_runtime.store.plan_store import PlanStore, plan_store
 from lt_runtime.store.records import from_json
 
 LayerProblem: TypeAlias = ForwardProblem | BackwardProblem
@@ -24,18 +26,20 @@ LayerPlan: TypeAlias = ForwardPlan | BackwardPlan
 Strategy: TypeAlias = ForwardStrategy | BackwardStrategy
 
 
-def decide(problem: Problem, device: int) -> Plan:
+def decide(problem: Problem, device: int, choose: Choose = known_algorithm) -> Plan:
     """The plan for a problem: a layer's by what was measured of strategies, or by the priors.
 
     Raises:
         PlanError: cuBLASLt has no algorithm even for the plain products.
     """
-    return ProductPlan(problem, device) if isinstance(problem, MatmulProblem) else decide_layer(problem, device)
+    if isinstance(problem, MatmulProblem):
+        return ProductPlan(problem, device, choose)
+    return decide_layer(problem, device, choose)
 
 
-def decide_layer(problem: LayerProblem, device: int) -> LayerPlan:
+def decide_layer(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
     """`decide` for a layer's problem."""
-    return _measured(problem, device) or prior_plan(problem, device)
+    return _measured(problem, device, choose) or prior_plan(problem, device, choose)
 
 
 def plan_for(problem: LayerProblem, device: int, strategy: Strategy, choose: Choose = known_algorithm) -> LayerPlan:
@@ -63,10 +67,30 @@ def stored_strategy(problem: LayerProblem, values: StoredStrategy) -> Strategy:
     """A problem's strategy as the plan cache has it.
 
     Raises:
-        ValueError: the values are no strategy for such a problem.
+        ValueError: the values are not one of the problem's strategies.
     """
     kind: type[Strategy] = ForwardStrategy if isinstance(problem, ForwardProblem) else BackwardStrategy
-    return from_json(kind, values)
+    strategy = from_json(kind, values)
+    if strategy not in strategies_of(problem):
+        raise ValueError(f"{strategy} is not one of the strategies of {problem}")
+    return strategy
+
+
+def known_layer(problem: LayerProblem, store: PlanStore) -> LayerEntry | None:
+    """What was measured of a layer; None if nothing was.
+
+    An entry with a strategy that is none of the problem's is damaged: it is barred, and that costs a warning.
+    """
+    key = problem_key(problem)
+    entry = store.layer(key)
+    if entry is not None:
+        try:
+            stored_strategy(problem, entry.strategy)
+        except ValueError as error:
+            warnings.warn(f"{store.path} has a damaged entry, which is not used ({error})", stacklevel=2)
+            store.bar(key, entry, str(error))
+            return None
+    return entry
 
 
 def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
@@ -80,13 +104,13 @@ def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algori
     raise refused or PlanError("there is no strategy for the problem")
 
 
-def _measured(problem: LayerProblem, device: int) -> LayerPlan | None:
+def _measured(problem: LayerProblem, device: int, choose: Choose) -> LayerPlan | None:
     """The plan by the plan cache; an entry that no plan can be made of any more is barred there."""
-    store, key = plan_store(device), problem_key(problem)
-    entry = store.layer(key)
+    store = plan_store(device)
+    entry = known_layer(problem, store)
     if entry is not None:
         try:
-            return plan_for(problem, device, stored_strategy(problem, entry.strategy))
-        except (PlanError, ValueError) as error:
-            store.bar(key, entry, str(error))
+            return plan_for(problem, device, stored_strategy(problem, entry.strategy), choose)
+        except PlanError as error:
+            store.bar(problem_key(problem), entry, str(error))
     return None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
+from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import PlanError
+from lt_runtime.errors import LtError, PlanError
 from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.library_terms import library_types
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW, NarrowPlan
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, pays_untuned
@@ -83,3 +85,23 @@ def configuration(blob: bytes) -> dict[str, int]:
     algorithm, mark = Algorithm(blob[-_ALGORITHM:]), blob[:-_ALGORITHM]
     found = {attribute.name: int(algorithm.get(attribute)) for attribute in AlgoConfigAttribute}
     return found | ({_MARKS[mark]: 1} if mark else {})
+
+
+def rebuilt(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> AlgorithmPlan:
+    """The plan of a product by the algorithm that has a `configuration`, put together anew.
+
+    Raises:
+        PlanError: see `plan_by`; or no algorithm has such a configuration.
+    """
+    if not config:
+        return plan_by(problem, device, NARROW.blob)
+    marks = [mark for mark, name in _MARKS.items() if name in config]
+    values = {name: value for name, value in config.items() if name not in _MARKS.values()}
+    try:
+        algorithm = cublaslt.algo_init(cublaslt.handle(device), library_types(problem), values["ID"])
+        for attribute in [AlgoConfigAttribute[name] for name in values]:
+            if algorithm.get(attribute) != values[attribute.name]:
+                algorithm = algorithm.set(attribute, values[attribute.name])
+    except (KeyError, LtError) as error:
+        raise PlanError(f"no algorithm has the configuration {dict(config)} ({error})") from error
+    return plan_by(problem, device, b"".join(marks) + algorithm.blob)

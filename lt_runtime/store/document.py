@@ -6,17 +6,28 @@ damaged entry is noticed when it is asked for.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from lt_runtime.errors import ArgumentError
-from lt_runtime.store.entries import Entry, better, signed, verified
+from lt_runtime.files import read_regular
+from lt_runtime.private import read_private
+from lt_runtime.store.entries import Entry, ProductEntry, better, signed, verified
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.records import Json, from_json, to_json
 
+LARGEST: Final = 16 << 20
+"""Bytes of a file; an entry has about 1,000, or 20,000 after a deep search."""
+MOST_ENTRIES: Final = 50_000
+_NEWEST_SCHEMA: Final = 1_000_000
+_HALF_A_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _PARTS: Final = {"schema", "fingerprint", "entries"}
 _LINE_DEPTH: Final = 3
 """At this depth of the file, objects take one line: a configuration, or an algorithm that was rejected."""
@@ -48,14 +59,22 @@ class Document:
         self._verified: dict[str, Entry] = {}
 
     @classmethod
-    def read(cls, path: Path) -> Document:
+    def read(cls, path: Path, *, is_own: bool = False) -> Document:
         """The document in a file.
+
+        Args:
+            is_own: whether the file is one of this cache's, which nobody else may have written.
 
         Raises:
             UnusableError: "damaged" or "schema-K".
+            UntrustedError: another user could have written it.
             OSError: the file cannot be read.
         """
-        return cls.parse(path.read_bytes())
+        try:
+            content = (read_private if is_own else read_regular)(path, LARGEST)
+        except ValueError as error:
+            raise UnusableError("damaged", f"is damaged ({error})") from None
+        return cls.parse(content)
 
     @classmethod
     def parse(cls, content: bytes) -> Document:
@@ -66,15 +85,19 @@ class Document:
         """
         try:
             data = json.loads(content, object_pairs_hook=_without_twins)
+            if _HALF_A_CHARACTER.search(content):
+                json.dumps(data, ensure_ascii=False).encode()  # fails unless the other half is there
             schema = data.get("schema") if isinstance(data, dict) else None
-            if type(schema) is not int:
+            if type(schema) is not int or not 0 <= schema <= _NEWEST_SCHEMA:
                 raise ValueError("it does not say its version")
             if schema == SCHEMA:
                 if data.keys() != _PARTS or not isinstance(data["entries"], dict):
-                    raise ValueError(f"it has the parts {', '.join(data)}")
+                    raise ValueError(f"it has the parts {', '.join(data)[:80]}")
+                if len(data["entries"]) > MOST_ENTRIES:
+                    raise ValueError(f"it has more than {MOST_ENTRIES} entries")
                 return cls(from_json(Fingerprint, data["fingerprint"]), data["entries"])
         except (ValueError, RecursionError) as error:
-            raise UnusableError("damaged", f"is damaged ({error})") from None
+            raise UnusableError("damaged", f"is damaged ({error!s:.200})") from None
         raise UnusableError(f"schema-{schema}", f"is of version {schema} of the format, not {SCHEMA}")
 
     def require(self, fingerprint: Fingerprint) -> None:
@@ -120,6 +143,17 @@ class Document:
                 changed += 1
         return changed
 
+    def without_algorithms(self) -> Document:
+        """The undamaged entries. Algorithms are left out: they are to be rebuilt from their configurations."""
+        entries = {}
+        for key in self.raw:
+            with contextlib.suppress(ValueError):
+                entry = self.get(key)
+                if entry is not None:
+                    bare = replace(entry, algorithm=b"") if isinstance(entry, ProductEntry) else entry
+                    entries[key] = signed(key, bare)
+        return Document(self.fingerprint, entries)
+
     def damaged(self) -> dict[str, str]:
         """What is wrong with the damaged entries, by key."""
         faults = {}
@@ -138,19 +172,26 @@ class Document:
         return damaged
 
     def render(self) -> bytes:
-        """The bytes of the file: JSON on many lines, sorted, so that people can read it and compare two files."""
+        """The bytes of the file: JSON on many lines, sorted, so that people can read it and compare two files.
+
+        Raises:
+            OSError: they would be too many for any reader.
+        """
         parts = {"schema": SCHEMA, "fingerprint": to_json(self.fingerprint), "entries": self.raw}
         lines = [f'"{name}": {_render(part, 1)}' for name, part in parts.items()]
-        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+        content = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+        if len(content) > LARGEST or len(self.raw) > MOST_ENTRIES:
+            raise OSError(errno.EFBIG, f"more than {LARGEST} bytes or {MOST_ENTRIES} entries")
+        return content
 
 
 def _better(key: str, ours: Json, theirs: Json) -> Json:
     """The better of two entries under one key; a damaged one loses."""
-    if ours == theirs:
-        return ours
     try:
+        if ours == theirs:
+            return ours
         entry: Any = verified(key, theirs)
-    except ValueError:
+    except (ValueError, RecursionError):  # what lies too deep to be compared is damaged
         return ours
     try:
         return signed(key, better(verified(key, ours), entry))

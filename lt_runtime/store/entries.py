@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ EFFORTS: Final[tuple[str, ...]] = get_args(Effort)
 
 _DATE: Final = "%Y-%m-%dT%H:%M:%SZ"
 _DIGEST_DIGITS: Final = 16
+_INTEGERS: Final = range(-(1 << 63), 1 << 64)
 
 
 def now() -> str:
@@ -42,23 +43,25 @@ def _is_date(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and type(value) is not bool and 0.0 <= value < math.inf
+    return isinstance(value, (int, float)) and type(value) is not bool and 0.0 <= value <= sys.float_info.max
 
 
 def _is_by_name(value: Any, kinds: set[type]) -> bool:
-    return isinstance(value, Mapping) and {*map(type, value)} <= {str} and {*map(type, value.values())} <= kinds
+    if not isinstance(value, Mapping) or not {*map(type, value)} <= {str} or not {*map(type, value.values())} <= kinds:
+        return False
+    return all(each in _INTEGERS for each in value.values() if type(each) is int)
 
 
 _TIME: Final = (_is_time, "0 µs or more")
 _ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     # cuBLASLt's algorithm has 64 bytes. A plan on padded copies puts its mark before them (see products/choose.py).
-    "algorithm": (lambda value: isinstance(value, bytes) and len(value) in (64, 128), "64 or 128 bytes"),
+    "algorithm": (lambda value: isinstance(value, bytes) and len(value) in (0, 64, 128), "0, 64 or 128 bytes"),
     "config": (lambda value: _is_by_name(value, {int}), "integers by name"),
     "strategy": (lambda value: _is_by_name(value, {str, bool, int, NoneType}), "texts, integers, True, False and None"),
     "us": _TIME,
     "first_us": _TIME,
     "spread": _TIME,
-    "candidates": (lambda value: type(value) is int and value >= 1, "integers of 1 or more"),
+    "candidates": (lambda value: type(value) is int and value >= 1 and value in _INTEGERS, "integers of 1 or more"),
     "reason": (lambda value: isinstance(value, str), "texts"),
     "barred": (lambda value: value is None or isinstance(value, str), "texts and None"),
     "effort": (lambda value: value in EFFORTS, ", ".join(EFFORTS)),
@@ -76,7 +79,7 @@ class _Checked:
         for name in _ACCEPTED.keys() & field_types(cast(Any, type(self))):
             (accepts, words), value = _ACCEPTED[name], getattr(self, name)
             if not accepts(value):
-                raise ArgumentError(f"{name} is {value!r}; accepted are {words}")
+                raise ArgumentError(f"{name} is {value!r:.200}; accepted are {words}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,10 @@ class ProductEntry(_Checked):
 
     Attributes:
         algorithm: the bytes from which `plan_by` makes a plan: either the 64 opaque bytes of `cublasLtMatmulAlgo_t`,
-            which only one version of cuBLASLt understands, or the mark of one of our own ways to multiply.
-        config: the algorithm's configuration, by the names of its attributes. It is for people; nothing reads it.
+            which only one version of cuBLASLt understands, or the mark of one of our own ways to multiply. None in an
+            entry of another machine's: its algorithm is rebuilt from the configuration, and verified, before its first
+            use.
+        config: the algorithm's configuration, by the names of its attributes.
         us: median time in µs.
         first_us: median time in µs of the first algorithm that the heuristic offers.
         spread: interquartile range of the times in µs.
@@ -142,6 +147,16 @@ class ProductEntry(_Checked):
     effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a plan can be made of it now."""
+        return self.barred is None and self.algorithm != b""
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether its algorithm is still to be rebuilt and verified."""
+        return self.barred is None and self.algorithm == b""
 
     @property
     def rejection(self) -> RejectedAlgorithm:
@@ -174,6 +189,11 @@ class LayerEntry(_Checked):
     barred: str | None = None
 
     @property
+    def is_usable(self) -> bool:
+        """Whether a plan can be made of it now."""
+        return self.barred is None
+
+    @property
     def rejection(self) -> RejectedStrategy:
         """What a better entry keeps of this one when this one is barred."""
         return RejectedStrategy(self.strategy, self.barred or "")
@@ -191,8 +211,8 @@ def is_as_deep(entry: Entry | None, effort: str) -> bool:
 def better(ours: Kind, theirs: Kind) -> Kind:
     """Which of two entries for one problem is kept. The order of several merges does not change the result.
 
-    The deeper search wins, then the choice made inside a chain, then the later, then the faster one. A barred entry
-    loses to any other, which then lists it among what it rejects.
+    The deeper search wins, then the choice made inside a chain, then the later, then the faster one; of equal ones that
+    with an algorithm. A barred entry loses to any other, which then lists it among what it rejects.
     """
     if replace(ours, barred=None) == replace(theirs, barred=None):
         return theirs if ours.barred is None else ours
@@ -205,8 +225,9 @@ def better(ours: Kind, theirs: Kind) -> Kind:
     return replace(theirs, rejected=(*theirs.rejected, ours.rejection))
 
 
-def _rank(entry: Entry) -> tuple[int, bool, str, float, int, str]:
-    return EFFORTS.index(entry.effort), entry.in_chain, entry.when, -entry.us, len(entry.rejected), str(entry)
+def _rank(entry: Entry) -> tuple[int, bool, str, float, int, bool, str]:
+    of_search = EFFORTS.index(entry.effort), entry.in_chain, entry.when, -entry.us, len(entry.rejected)
+    return *of_search, entry.is_usable, str(entry)
 
 
 def signed(key: str, entry: Entry) -> Json:
@@ -222,11 +243,14 @@ def verified(key: str, value: object) -> Entry:
         ValueError: the value is damaged, or belongs to another key.
     """
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is no entry")
+        raise ValueError("it is no entry")
     plain = {name: each for name, each in value.items() if name != "digest"}
-    if value.get("digest") != _digest(key, plain):
-        raise ValueError("its digest does not fit")
-    return entry_of(plain)
+    try:
+        if value.get("digest") != _digest(key, plain):
+            raise ValueError("its digest does not fit")
+        return entry_of(plain)
+    except RecursionError:
+        raise ValueError("its parts lie too deep in each other") from None
 
 
 def entry_of(plain: Json) -> Entry:

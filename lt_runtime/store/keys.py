@@ -26,7 +26,13 @@ SCHEMA: Final = 3
 
 Problem: TypeAlias = MatmulProblem | ForwardProblem | BackwardProblem
 
+_LONGEST: Final = 10_000
 _SCALARS: Final = (bool, int, float, str)
+_FAILURES: Final = (
+    *(ArithmeticError, AttributeError, KeyError, MemoryError, RecursionError),
+    *(SyntaxError, TypeError, ValueError),
+)
+"""What a text that is no key may lead to."""
 
 
 def problem_key(problem: Problem) -> str:
@@ -41,12 +47,14 @@ def parse_key(key: str) -> Problem:
         ValueError: no problem has it.
     """
     try:
+        if len(key) > _LONGEST:
+            raise ValueError(f"it has more than {_LONGEST} characters")
         problem = _value(ast.parse(key, mode="eval").body)
         if not isinstance(problem, Problem):
             raise TypeError("it names something else")
         if problem_key(problem) != key:  # this also finds values that are not of their field's type
             raise ValueError(f"it should be {problem_key(problem)}")
-    except (AttributeError, KeyError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except _FAILURES as error:
         shown = key if len(key) <= 80 else f"{key[:77]}..."
         raise ValueError(f"{shown!r} is not the key of a problem ({error})") from None
     return problem

@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from lt_runtime.files import Signature, free_name, replace_file, signature
+from lt_runtime.files import Signature, free_name, read_regular, signature
 from lt_runtime.paths import cache_directory
-from lt_runtime.store.document import Document, UnusableError
+from lt_runtime.private import make_private_directory, replace_private
+from lt_runtime.store.document import LARGEST, Document, UnusableError
 from lt_runtime.store.entries import Entry, Kind, LayerEntry, ProductEntry
 from lt_runtime.store.fingerprint import Fingerprint, fingerprint
 from lt_runtime.store.keys import SCHEMA
@@ -51,9 +52,9 @@ def _opened(directory: Path, known: Fingerprint) -> PlanStore:
 
 
 def _tell_of_another_version(directory: Path, pattern: str) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for path in directory.glob(pattern):
-            if f'"schema": {SCHEMA},'.encode() not in path.read_bytes()[:40]:
+            if f'"schema": {SCHEMA},'.encode() not in read_regular(path, LARGEST)[:40]:
                 warnings.warn(f"{path} is of another version of lt_runtime: it stays and is not used", stacklevel=5)
                 break
 
@@ -99,7 +100,10 @@ class PlanStore:
         self.put({key: replace(entry, barred=reason)})
 
     def merge(self, other: Document) -> tuple[int, bool]:
-        """Adds another file's entries. Returns the number that were new or better, and whether the file has them.
+        """Adds another machine's entries, without their algorithms; see `unproven`.
+
+        Returns:
+            The number that were new or better, and whether the file has them.
 
         Raises:
             UnusableError: they are good for something else.
@@ -107,15 +111,28 @@ class PlanStore:
         other.require(self.fingerprint)
         with self._lock:
             self._reload()
-            return self._document.absorb(other), self._save()
+            return self._document.absorb(other.without_algorithms()), self._save()
+
+    def unproven(self, key: str) -> ProductEntry | None:
+        """The entry of a matrix product whose algorithm is still to be rebuilt and verified; None if there is none."""
+        with self._lock:
+            entry = self._undamaged(key)
+        return entry if isinstance(entry, ProductEntry) and entry.is_unproven else None
+
+    @property
+    def has_unproven(self) -> bool:
+        """Whether algorithms of some products are still to be rebuilt and verified."""
+        with self._lock:
+            self._reload()
+            return any(isinstance(each, dict) and each.get("algorithm") == "" for each in self._document.raw.values())
 
     def _find(self, key: str, kind: type[Kind]) -> Kind | None:
         with self._lock:
             entry = self._undamaged(key)
-            if entry is None or entry.barred is not None:  # another process may have measured the problem since
+            if entry is None or not entry.is_usable:  # another process may have measured the problem since
                 self._reload()
                 entry = self._undamaged(key)
-        return entry if isinstance(entry, kind) and entry.barred is None else None
+        return entry if isinstance(entry, kind) and entry.is_usable else None
 
     def _undamaged(self, key: str) -> Entry | None:
         try:
@@ -142,7 +159,7 @@ class PlanStore:
         """Adds what the file holds, if there is one."""
         if signature(self.path) is None:
             return
-        document = Document.read(self.path)
+        document = Document.read(self.path, is_own=True)
         document.require(self.fingerprint)
         self._document.absorb(document)
 
@@ -169,7 +186,7 @@ class PlanStore:
             os.link(self.path, aside)
             complaint = f"{self.path} has {len(damaged)} damaged entries, which are not used"
             warnings.warn(f"{complaint}; as it was, it is kept as {aside.name}", stacklevel=2)
-        replace_file(self.path, self._document.render())
+        replace_private(self.path, self._document.render())
         self._seen = signature(self.path)
 
     def _locked(self, work: Callable[[], None], complaint: str) -> bool:
@@ -180,8 +197,8 @@ class PlanStore:
         import filelock  # here, because a process that only reads does not need it
 
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(f"{self.path}.lock")
+            make_private_directory(self.path.parent)
+            lock = filelock.FileLock(f"{self.path}.lock", mode=0o600)
             with lock.acquire(timeout=self._patience, poll_interval=_POLL_SECONDS):
                 work()
         except (OSError, NotImplementedError) as error:  # NotImplementedError where the file system has no locks

@@ -62,5 +62,5 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     if hint is bytes and isinstance(value, str):
         return bytes.fromhex(value)
     if (hint in (int, str, bool) and type(value) is not hint) or isinstance(value, list):
-        raise ValueError(f"{name} is {value!r}")
+        raise ValueError(f"{name} is {value!r:.200}")
     return value

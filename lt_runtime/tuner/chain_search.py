@@ -96,7 +96,7 @@ class _Search:
         for each in near[:_MOST_OPTIONS]:
             others = (Alternative(strategy, entry.us), *(one for one in entry.alternatives if one is not each))
             changed = replace(entry, strategy=each.strategy, us=each.us, alternatives=others)
-            with contextlib.suppress(PlanError):
+            with contextlib.suppress(PlanError, ValueError):  # the file need not offer what the problem offers
                 made[strategy_in_words(each.strategy)] = self._plan(problem, changed), changed, {}
         with contextlib.suppress(PlanError):
             plan = self._plan(problem, entry, heuristic_algorithm)

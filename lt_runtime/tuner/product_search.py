@@ -130,7 +130,7 @@ def _compete(bench: Bench, candidates: Candidates, budget_s: float) -> dict[str,
         timings |= take_times({name: launches[name] for name in candidates.plans}, clock, len(operands), left)
         chosen = candidates.fastest(timings)
         judged = [name for name in dict.fromkeys((chosen, _FIRST)) if name in candidates.plans]
-        faults = verify({name: _afresh(launches[name], bench) for name in judged}, operands[0])
+        faults = verify({name: afresh(launches[name], bench) for name in judged}, operands[0])
         for name, fault in faults.items():
             candidates.reject(name, fault)
         if chosen not in faults:
@@ -149,7 +149,7 @@ def launcher(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
     return lambda number, _: plan.run(calls[number])
 
 
-def _afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
+def afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
     """A launch on a workspace full of NaN, so that nothing that an earlier launch left there is of use."""
     stream = bench.clock.stream
     memory = stream_memory(bench.device, stream)

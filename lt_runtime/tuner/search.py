@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import TypeAlias
 
 from lt_runtime.errors import PlanError
 from lt_runtime.plans.cache import forget
-from lt_runtime.plans.decisions import LayerProblem, stored_strategy
+from lt_runtime.plans.decisions import LayerProblem, known_layer
 from lt_runtime.problem import ForwardProblem, MatmulProblem, Saved
 from lt_runtime.products.product import library_may_fuse, plain_product
 from lt_runtime.store.entries import Effort, LayerEntry, ProductEntry, is_as_deep
@@ -113,12 +112,8 @@ class _Session:
 
     def _entry(self, problem: LayerProblem) -> LayerEntry | None:
         """What was decided with no less effort, and is a strategy of the problem; None if nothing was."""
-        entry = self._store.layer(problem_key(problem))
-        if entry is not None and is_as_deep(entry, self._effort):
-            with contextlib.suppress(ValueError):
-                stored_strategy(problem, entry.strategy)
-                return entry
-        return None
+        entry = known_layer(problem, self._store)
+        return entry if is_as_deep(entry, self._effort) else None
 
     def _saved(self, problem: ForwardProblem) -> Saved | None:
         """What a forward problem was decided to keep."""
@@ -144,7 +139,7 @@ class _Session:
     def _tune_chain(self, chain: Chain) -> Tuned | None:
         """Decides a chain as a whole, as far as its layers are decided by themselves; None if nothing is to be done."""
         chain = self._as_saved(chain.condensed)
-        known = {each: entry for each in chain.problems if (entry := self._store.layer(problem_key(each))) is not None}
+        known = {each: entry for each in chain.problems if (entry := known_layer(each, self._store)) is not None}
         chain = chain.only(known)
         if len(chain.parts) < 2 or all(entry.in_chain for entry in known.values()):
             return None

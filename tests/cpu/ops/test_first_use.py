@@ -15,10 +15,13 @@ from lt_runtime.ops import first_use
 from lt_runtime.ops.first_use import TUNE_VARIABLE
 from lt_runtime.plans import cache
 from lt_runtime.plans.cache import forget
+from lt_runtime.plans.decisions import LayerProblem, strategies_of
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
+from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
+from lt_runtime.store.records import to_json
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import Chain, Layer, plain_backward
 from tests.support.chain_problems import backward_of, forward_of
@@ -29,10 +32,14 @@ FORWARD, BACKWARD = forward_of(CHAIN), backward_of(CHAIN, 1)
 PRODUCT = MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, FORWARD.x, FORWARD.w.transposed, FORWARD.y)
 
 
+def measured_layer(problem: LayerProblem, **changes: Any) -> LayerEntry:
+    return layer(strategy=to_json(next(iter(strategies_of(problem)))), **changes)
+
+
 def plan_of(problem: Problem, device: int, stream: int) -> Any:
     """As operations ask for plans."""
     anew = first_use.asked_for.get() is not None
-    return cache.plan_of(problem, device, stream, first_use.tune_at_first_use, anew=anew)
+    return cache.plan_of(problem, device, stream, first_use.before_first_use, anew=anew)
 
 
 class World:
@@ -70,7 +77,7 @@ class World:
 
     def entry(self, problem: Problem) -> Any:
         effort = self.tuned[-1][1]
-        return product(effort=effort) if isinstance(problem, MatmulProblem) else layer(effort=effort)
+        return product(effort=effort) if isinstance(problem, MatmulProblem) else measured_layer(problem, effort=effort)
 
 
 @pytest.fixture
@@ -157,11 +164,18 @@ def test_inference_is_tuned_alone(world: World) -> None:
 
 
 def test_what_is_measured_is_not_tuned(world: World) -> None:
-    world.store.put({problem_key(PRODUCT): product()}, {problem_key(FORWARD): layer()})
+    world.store.put({problem_key(PRODUCT): product()}, {problem_key(FORWARD): measured_layer(FORWARD)})
     with first_use.tuning():
         plan_of(FORWARD, 0, 0)
         plan_of(PRODUCT, 0, 0)
     assert world.tuned == []
+
+
+def test_a_strategy_that_the_problem_does_not_offer_is_as_unknown(world: World) -> None:
+    world.store.put({problem_key(FORWARD): layer(strategy={"epilogue": "gelu_bias", "saved": "nothing"})})
+    with first_use.tuning(), pytest.warns(UserWarning, match="a damaged entry, which is not used .*not one of"):
+        plan_of(FORWARD, 0, 0)
+    assert [effort for _, effort in world.tuned] == ["default"]
 
 
 def test_what_is_barred_is_tuned(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import warnings
@@ -159,9 +160,45 @@ def test_a_file_from_an_equal_machine_is_merged(path: Path, filled: ProductEntry
     PlanStore(other, H200).put({KEY: better, OTHER: product()}, {LAYER: layer()})
     store = PlanStore(path, H200)
     assert store.merge(Document.read(other)) == (3, True)
-    assert store.product(KEY) == better != filled
     assert PlanStore(path, H200).layer(LAYER) is not None
+    for each in (store, PlanStore(path, H200)):
+        assert each.product(KEY) is each.product(OTHER) is None, "nobody has verified it here"
+        assert each.has_unproven
+        assert each.unproven(KEY) == replace(better, algorithm=b"") != filled
     assert store.merge(Document.read(other)) == (0, True)
+
+
+def test_what_was_verified_here_is_used_from_then_on(path: Path, tmp_path: Path) -> None:
+    other = PlanStore(tmp_path / "other.json", H200)
+    other.put({KEY: product(), OTHER: product()})
+    store = PlanStore(path, H200)
+    store.merge(Document.read(other.path))
+    bare, worse = store.unproven(KEY), store.unproven(OTHER)
+    assert bare is not None
+    assert worse is not None
+    store.put({KEY: replace(bare, algorithm=bytes(64))}, {OTHER: replace(worse, barred="wrong")})
+    assert store.merge(Document.read(other.path)) == (0, True), "it comes again, and changes nothing"
+    for each in (store, PlanStore(path, H200)):
+        assert each.product(KEY) == replace(bare, algorithm=bytes(64))
+        assert each.product(OTHER) is each.unproven(KEY) is each.unproven(OTHER) is None
+
+
+def test_what_a_machine_gave_away_does_not_replace_its_own(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(path.read_bytes())
+    store = PlanStore(path, H200)
+    assert store.merge(Document.read(copy)) == (0, True)
+    assert store.product(KEY) == filled
+    assert not store.has_unproven
+
+
+def test_damaged_entries_are_not_merged(path: Path, tmp_path: Path) -> None:
+    other = PlanStore(tmp_path / "other.json", H200)
+    other.put({KEY: product(), OTHER: product()})
+    data = json.loads(other.path.read_bytes())
+    data["entries"][KEY]["config"]["ID"] = 1
+    assert PlanStore(path, H200).merge(Document.parse(json.dumps(data).encode())) == (1, True)
+    assert list(Document.read(path).raw) == [OTHER]
 
 
 def test_plans_of_another_machine_are_not_merged(path: Path) -> None:

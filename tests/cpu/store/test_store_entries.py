@@ -36,7 +36,10 @@ def test_an_entry_is_read_back(entry: ProductEntry | LayerEntry) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"algorithm": b"short"}, "accepted are 64 or 128 bytes"),
+        ({"algorithm": b"short"}, "accepted are 0, 64 or 128 bytes"),
+        ({"config": {"id": 1 << 64}}, "accepted are integers by name"),
+        ({"us": 10**400}, "us is 1000.*; accepted are 0 µs or more"),
+        ({"candidates": 10**400}, "accepted are integers of 1 or more"),
         ({"config": {"id": 1.5}}, "config is {'id': 1.5}; accepted are integers by name"),
         ({"config": {1: 1}}, "config is {1: 1}; accepted are integers by name"),
         ({"us": -1.0}, "us is -1.0"),
@@ -73,7 +76,7 @@ def test_values_that_a_layer_does_not_accept(values: dict[str, Any], message: st
 
 def test_what_is_rejected_is_checked_too() -> None:
     with pytest.raises(ArgumentError, match="algorithm"):
-        RejectedAlgorithm(b"", {}, "slow")
+        RejectedAlgorithm(b"short", {}, "slow")
     with pytest.raises(ArgumentError, match="reason"):
         RejectedStrategy({}, None)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="us is"):

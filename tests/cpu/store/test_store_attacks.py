@@ -1,0 +1,249 @@
+"""Plan files that somebody has planted: nothing of them is used, and nothing takes long."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lt_runtime.store import document as document_module
+from lt_runtime.store.document import LARGEST, Document, UnusableError
+from lt_runtime.store.entries import ProductEntry, verified
+from lt_runtime.store.keys import SCHEMA, parse_key
+from lt_runtime.store.plan_store import PlanStore
+from lt_runtime.store.records import to_json
+from tests.support.plan_entries import H200, layer, layer_key, product, product_key
+
+KEY, OTHER = product_key(64), product_key(128)
+SOMEBODY = 54321
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "plans" / H200.file_name
+
+
+@pytest.fixture
+def filled(path: Path) -> ProductEntry:
+    """The file holds this entry under KEY."""
+    entry = product()
+    assert PlanStore(path, H200).put({KEY: entry})
+    return entry
+
+
+def belongs_to_somebody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives a file or directory to another user; who may not do that becomes another user instead."""
+    if os.geteuid() == 0:
+        os.chown(path, SOMEBODY, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+
+
+def by_all(path: Path, _: pytest.MonkeyPatch) -> None:
+    path.chmod(0o777)
+
+
+def by_group(path: Path, _: pytest.MonkeyPatch) -> None:
+    path.chmod(0o720)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_only_the_user_may_enter_or_read(path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        PlanStore(path, H200).put({KEY: product()})
+    finally:
+        os.umask(before)
+    modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in (path.parents[1], *path.parent.iterdir())}
+    lock = f"{path.name}.lock"
+    assert {name: oct(mode) for name, mode in modes.items() if name != lock} == {"cache": "0o700", path.name: "0o600"}
+    assert modes.get(lock, 0o600) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("make", [belongs_to_somebody, by_all, by_group])
+def test_what_others_can_have_written_is_not_used_and_costs_one_warning(
+    path: Path, filled: ProductEntry, monkeypatch: pytest.MonkeyPatch, place: int, make: Callable[..., None]
+) -> None:
+    make((path, *path.parents)[place], monkeypatch)
+    content = path.read_bytes()
+    store, entry = PlanStore(path, H200), product()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert store.product(KEY) is None
+        assert not store.put({OTHER: entry})
+        assert store.product(OTHER) == entry, "plans work in memory"
+    (warning,) = map(str, (each.message for each in caught))
+    assert "is not used: `ch" in warning
+    assert "LT_RUNTIME_CACHE_DIR" in warning
+    assert path.read_bytes() == content
+
+
+def test_a_symbolic_link_is_not_followed(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.warns(UserWarning, match="is a symbolic link and is not used: `rm "):
+        assert PlanStore(path, H200).product(KEY) is None
+
+
+def test_a_link_in_the_place_of_the_lock_harms_nobody(path: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    path.parent.mkdir(0o700, parents=True)
+    path.with_name(f"{path.name}.lock").symlink_to(victim)
+    store, entry = PlanStore(path, H200), product()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for key in (KEY, OTHER):
+            store.put({key: entry})
+            assert store.product(key) == entry
+    assert len(caught) <= 1
+    assert victim.read_text() == "precious"
+    assert stat.S_ISREG(victim.stat().st_mode)
+
+
+HEAD = f'{{"schema": {SCHEMA}, "fingerprint": {json.dumps(to_json(H200))}, "entries": '
+
+
+def of_entries(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(f"{HEAD}{text}}}") and None
+
+
+def junk(count: int) -> Callable[[Path], None]:
+    return of_entries("{" + ",".join([f'"{number}":0' for number in range(count)]) + "}")
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path, 0o600)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero, which never ends
+    except PermissionError:
+        fifo(path)  # only root may make devices
+
+
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a pipe": (fifo, "it is no regular file"),
+    "a device": (device, "it is no regular file"),
+    "a directory": (lambda path: path.mkdir(), "it is no regular file"),
+    "a terabyte": (sparse, f"it has more than {LARGEST} bytes"),
+    "5,000,000 entries": (junk(5_000_000), f"it has more than {LARGEST} bytes"),
+    "100,000 entries": (junk(100_000), "it has more than 50000 entries"),
+    "100,000 brackets": (of_entries("[" * 100_000), "recursion"),
+    "100,000 braces": (of_entries('{"a":' * 100_000), "recursion"),
+    "a number of 5,000 digits": (of_entries('{"a": ' + "9" * 5000 + "}"), "digits"),
+    "half a character": (of_entries('{"\\ud800": 0}'), "surrogates not allowed"),
+    "half a character inside": (of_entries('{"a": {"reason": "\\uDC00"}}'), "surrogates not allowed"),
+    "a version of 400 digits": (lambda path: path.write_text(f'{{"schema": {10**400}}}') and None, "its version"),
+    "a negative version": (lambda path: path.write_text('{"schema": -1}') and None, "its version"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
+def test_a_bad_file_is_set_aside_at_once(path: Path, make: Callable[[Path], None], message: str) -> None:
+    path.parent.mkdir(0o700, parents=True)
+    make(path)
+    store, entry = PlanStore(path, H200), product()
+    with pytest.warns(UserWarning, match=f"is damaged .*{message}.*; it is kept as") as caught:
+        assert store.product(KEY) is None
+    assert len(caught) == 1
+    assert store.put({KEY: entry})
+    assert PlanStore(path, H200).product(KEY) == entry
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+BAD_ENTRIES = {
+    "a deep one": f'{{"strategy": {nested(900)}, "digest": ""}}',
+    "a deep list": nested(900),
+    "a number of 400 digits": f'{{"algorithm": "", "us": {10**400}, "digest": ""}}',
+    "half a pair": '{"strategy": {"epilogue": "\\ud83d\\ude00"}, "digest": ""}',
+    "no object": "0",
+}
+
+
+@pytest.mark.parametrize("text", BAD_ENTRIES.values(), ids=BAD_ENTRIES)
+def test_a_bad_entry_is_dropped_and_the_others_are_used(path: Path, filled: ProductEntry, text: str) -> None:
+    data = json.loads(path.read_bytes())
+    path.write_text(json.dumps(data).replace('"entries": {', f'"entries": {{{json.dumps(OTHER)}: {text}, '))
+    store = PlanStore(path, H200)
+    assert store.product(KEY) == filled
+    with pytest.warns(UserWarning, match="1 damaged entries"):
+        assert store.product(OTHER) is None
+    assert store.put({OTHER: filled})
+    assert set(Document.read(path).raw) == {KEY, OTHER}
+
+
+def test_bad_entries_do_not_disturb_a_merge(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for text in BAD_ENTRIES.values():
+        of_entries(f"{{{json.dumps(KEY)}: {text}, {json.dumps(OTHER)}: {text}}}")(other)
+        store = PlanStore(path, H200)
+        assert store.merge(Document.read(other)) == (0, True)
+        Document.read(other).absorb(Document.read(other))  # as when a file is read again
+    assert PlanStore(path, H200).product(KEY) == filled
+
+
+def test_an_entry_that_lies_too_deep_is_damaged() -> None:
+    deep: object = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="its parts lie too deep in each other"):
+        verified(KEY, {"strategy": deep, "digest": ""})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "[" * 100_000,
+        "(" * 5000,
+        "-" * 9000,
+        "f(" * 3000,
+        "9" * 5000,
+        f"{10**400}",
+        "\ud800",
+        "\0",
+        "1" * 20_000_000,
+        layer_key(64).replace("negative_slope=0.01", f"negative_slope={10**400}"),
+    ],
+    ids=lambda key: ascii(key[:10]),
+)
+def test_a_text_that_is_no_key(key: str) -> None:
+    with pytest.raises(ValueError, match="is not the key of a problem"):
+        parse_key(key)
+
+
+def test_no_file_is_written_that_would_not_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PlanStore(path, H200)
+    assert store.put({KEY: product()})
+    content = path.read_bytes()
+    monkeypatch.setattr(document_module, "LARGEST", len(content) + 100)
+    with pytest.warns(UserWarning, match="cannot be written; plans are kept in memory alone .*more than"):
+        assert not store.put({OTHER: product()}, {layer_key(64): layer()})
+    assert path.read_bytes() == content
+    assert store.product(OTHER) is not None
+    assert set(Document.read(path).raw) == {KEY}
+
+
+def test_a_file_for_people_to_exchange_may_be_a_link(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    assert Document.read(link).get(KEY) == filled
+    with pytest.raises(UnusableError, match="it is no regular file"):
+        Document.read(tmp_path)

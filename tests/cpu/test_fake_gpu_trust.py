@@ -1,0 +1,314 @@
+"""Plan files of other machines on the pretended GPU: strategies and algorithms that nobody here has measured."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.store.document import Document
+from lt_runtime.store.entries import (
+    Alternative,
+    Entry,
+    LayerEntry,
+    ProductEntry,
+    RejectedAlgorithm,
+    RejectedStrategy,
+)
+from lt_runtime.store.fingerprint import Fingerprint
+from lt_runtime.store.records import field_types
+from tests.host_kernels.harness import HostKernels
+from tests.support.fake_cublaslt import ALGORITHM_IDS, Matmul
+from tests.support.fake_gpu import FakeGpu
+from tests.support.layer_checks import Layer, layer_case
+from tests.support.matmul_checks import Product, matmul_case
+from tests.support.plan_entries import LATER
+
+FIRST, OTHER = ALGORITHM_IDS[0], ALGORITHM_IDS[1]
+GELU, PLAIN = layer_case(m=20), matmul_case(m=20)
+FORWARD, BACKWARD = "ForwardProblem", "BackwardProblem"
+
+for kind in (Alternative, Fingerprint, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy):
+    field_types(kind)  # looks names up in a module that the pretended GPU replaces, and remembers them
+
+Change = Callable[[str, Any], Entry]
+
+
+@pytest.fixture(scope="module")
+def measured(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> Document:
+    """What a machine has measured of a layer and of a product."""
+    gpu = FakeGpu(host, tmp_path_factory.mktemp("theirs"))
+    with gpu.active():
+        with hurriedly_tuned(gpu):
+            check_both(gpu)
+        gpu.settle()
+    return Document.read(plan_file(gpu))
+
+
+@contextlib.contextmanager
+def hurriedly_tuned(gpu: FakeGpu) -> Iterator[None]:
+    """Tunes what is met, by a clock that counts the looks at it."""
+    ticks = itertools.count()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(time, "monotonic", lambda: 0.01 * next(ticks))
+        monkeypatch.setattr(gpu.streams, "costs_us", {})
+        with gpu.lt.tuning():
+            yield
+
+
+@pytest.fixture
+def gpu(host: HostKernels, tmp_path: Path) -> Iterator[FakeGpu]:
+    """A machine equal to that, which has measured nothing."""
+    made = FakeGpu(host, tmp_path / "ours")
+    with made.active():
+        yield made
+        made.settle()
+
+
+def plan_file(gpu: FakeGpu) -> Path:
+    (path,) = (gpu._directory / "plans").glob("*.json")
+    return path
+
+
+def changed(document: Document, change: Change) -> Document:
+    """Its entries as somebody might have changed them, who can compute digests."""
+    made = Document(document.fingerprint)
+    for key in document.raw:
+        made.add(key, change(key, document.get(key)))
+    return made
+
+
+def plant(gpu: FakeGpu, document: Document) -> None:
+    """Puts plans where this machine keeps its own."""
+    directory = gpu._directory / "plans"
+    directory.mkdir(0o700, parents=True)
+    (directory / document.fingerprint.file_name).write_bytes(document.render())
+
+
+def merge(gpu: FakeGpu, document: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "theirs.json"
+    path.write_bytes(document.render())
+    capsys.readouterr()
+    assert importlib.import_module("lt_runtime.cli").main(["cache", "merge", str(path), "--json"]) == 0
+    (merged,) = json.loads(capsys.readouterr().out)["merged"]
+    assert merged["changed"] == len(document.raw)
+
+
+def products_of(gpu: FakeGpu) -> dict[str, ProductEntry]:
+    document = Document.read(plan_file(gpu))
+    entries = {key: document.get(key) for key in document.raw}
+    return {key: entry for key, entry in entries.items() if isinstance(entry, ProductEntry)}
+
+
+def with_config(**values: int) -> Change:
+    """Products by another algorithm, which is said to be the best that there can be."""
+
+    def change(_: str, entry: Any) -> Entry:
+        if isinstance(entry, LayerEntry):
+            return entry
+        config = {**entry.config, **values}
+        return replace(entry, config=config, algorithm=bytes([7]) * 64, effort="deep", us=0.0, when=LATER, rejected=())
+
+    return change
+
+
+def check_both(gpu: FakeGpu) -> None:
+    Layer(gpu, GELU, gpu.stream).check()
+    Product(gpu, PLAIN, gpu.stream).check()
+
+
+def ids(calls: list[Matmul]) -> set[int]:
+    return {call.algorithm_id for call in calls}
+
+
+STRATEGIES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "another activation": (FORWARD, {"epilogue": "relu_bias"}),
+    "no activation, and nothing kept": (FORWARD, {"epilogue": "bias", "saved": "nothing"}),
+    "another derivative": (FORWARD, {"saved": "mask"}),
+    "an epilogue of other products": (FORWARD, {"epilogue": "bgradb"}),
+    "no bias gradient": (BACKWARD, {"db": "nobody"}),
+    "a bias gradient below": (BACKWARD, {"db_below": "kernel"}),
+}
+
+
+@pytest.mark.parametrize(("kind", "values"), STRATEGIES.values(), ids=STRATEGIES)
+def test_a_strategy_of_another_problem_is_not_used(
+    gpu: FakeGpu, measured: Document, kind: str, values: Mapping[str, Any]
+) -> None:
+    def change(key: str, entry: Any) -> Entry:
+        return replace(entry, strategy={**entry.strategy, **values}) if key.startswith(kind) else entry
+
+    plant(gpu, changed(measured, change))
+    with pytest.warns(UserWarning, match="has a damaged entry, which is not used .*Strategy") as caught:
+        Layer(gpu, GELU, gpu.stream).check()
+    assert len(caught) == 1
+    document = Document.read(plan_file(gpu))
+    barred = [key for key in document.raw if (entry := document.get(key)) is not None and entry.barred is not None]
+    assert len(barred) == 1
+    assert barred[0].startswith(kind)
+
+
+def test_tuning_takes_no_strategy_of_another_problem(gpu: FakeGpu, measured: Document) -> None:
+    def change(key: str, entry: Any) -> Entry:
+        if not key.startswith(FORWARD):
+            return entry
+        bad = {**entry.strategy, "epilogue": "relu_bias"}
+        slower = tuple(replace(each, strategy=bad, us=entry.us) for each in entry.alternatives)
+        return replace(entry, strategy=bad, alternatives=slower, effort="deep", when="2099-01-01T00:00:00Z")
+
+    plant(gpu, changed(measured, change))
+    with pytest.warns(UserWarning, match="has a damaged entry"), hurriedly_tuned(gpu):
+        check_both(gpu)
+
+
+def test_merged_algorithms_are_rebuilt_and_verified_before_they_run(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+    theirs = products_of(gpu)
+    assert {entry.algorithm for entry in theirs.values()} == {b""}
+    check_both(gpu)
+    ours = products_of(gpu)
+    assert {entry.config["ID"] for entry in ours.values() if entry.is_usable} == {OTHER}
+    assert bytes([7]) * 64 not in {entry.algorithm for entry in ours.values()}
+    assert bytes([7]) * 64 not in {call.algorithm for call in gpu.library.calls}
+    gpu.library.calls.clear()
+    check_both(gpu)
+    assert ids(gpu.library.calls) == {OTHER}
+
+
+def test_merged_algorithms_that_are_wrong_never_make_a_result(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fault(call: Matmul) -> Matmul:
+        return call._replace(alpha=1.001 * call.alpha) if call.algorithm_id == OTHER else call
+
+    gpu.library.fault = fault
+    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+    check_both(gpu)
+    reasons = {entry.barred for entry in products_of(gpu).values()}
+    assert {str(reason).partition(":")[0] for reason in reasons - {None}} == {"wrong"}
+    assert not any(entry.is_usable for entry in products_of(gpu).values())
+    gpu.library.calls.clear()
+    check_both(gpu)
+    assert ids(gpu.library.calls) == {FIRST}
+
+
+CONFIGS: dict[str, Mapping[str, int]] = {
+    "no such algorithm": {"ID": 99},
+    "a negative algorithm": {"ID": -1},
+    "a large algorithm": {"ID": (1 << 64) - 1},
+    "no such attribute": {"SPEED": 11},
+    "no such value": {"REDUCTION_SCHEME": 3},
+    "a value that does not fit": {"CUSTOM_OPTION": 1 << 40},
+    "padding that nothing needs": {"PADDED": 1},
+    "two kinds of copies": {"PADDED": 1, "K_MAJOR": 1},
+}
+
+
+@pytest.mark.parametrize("values", CONFIGS.values(), ids=CONFIGS)
+def test_a_configuration_that_nothing_has_is_barred(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: Mapping[str, int]
+) -> None:
+    merge(gpu, changed(measured, with_config(**values)), tmp_path, capsys)
+    check_both(gpu)
+    entries = products_of(gpu).values()
+    assert any(entry.barred for entry in entries)
+    assert not any(entry.is_usable for entry in entries)
+
+
+def test_a_configuration_without_an_algorithm_is_barred(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(key: str, entry: Any) -> Entry:
+        return entry if isinstance(entry, LayerEntry) else replace(entry, config={"TILE_ID": 20})
+
+    merge(gpu, changed(measured, change), tmp_path, capsys)
+    check_both(gpu)
+    assert not any(entry.is_usable for entry in products_of(gpu).values())
+
+
+def test_our_own_kernel_is_verified_as_well(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(_: str, entry: Any) -> Entry:  # the kernel takes none of these products
+        return entry if isinstance(entry, LayerEntry) else replace(entry, config={})
+
+    merge(gpu, changed(measured, change), tmp_path, capsys)
+    check_both(gpu)
+    reasons = {str(entry.barred) for entry in products_of(gpu).values() if entry.barred}
+    assert all(reason.startswith("the kernel for narrow products does not take") for reason in reasons)
+    assert reasons
+
+
+def test_while_a_stream_is_captured_nothing_is_verified_and_nothing_unverified_is_used(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+    proof = importlib.import_module("lt_runtime.tuner.proof")
+    capture_error = importlib.import_module("lt_runtime.errors").CaptureError
+
+    def refuse(device: int) -> Any:
+        raise capture_error("another stream is being captured")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(proof, "workbench", refuse)
+        with pytest.warns(UserWarning, match="merged algorithms could not be verified and are not used .*captured"):
+            Product(gpu, PLAIN, gpu.stream).check()
+    assert ids(gpu.library.calls) == {FIRST}
+    assert {entry.barred for entry in products_of(gpu).values()} == {None}
+
+
+def test_what_is_verified_is_not_verified_again(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_both(gpu)
+    again = FakeGpu(gpu.kernels._host, gpu._directory)  # as in another process
+    with again.active():
+        check_both(again)
+        assert ids(again.library.calls) == {OTHER}
+        assert "lt_runtime.tuner.proof" not in sys.modules
+        again.settle()
+
+
+def test_the_command_line_says_what_is_still_to_be_verified(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merge(gpu, measured, tmp_path, capsys)
+    main, words = importlib.import_module("lt_runtime.cli").main, "to be verified before its first use"
+    assert main(["cache", "show", ""]) == 0
+    assert words in capsys.readouterr().out
+    check_both(gpu)
+    for key, entry in products_of(gpu).items():
+        assert main(["cache", "show", key]) == 0
+        assert (words in capsys.readouterr().out) is not entry.is_usable
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.GELU_AUX_BIAS, Epilogue.DRELU_BGRAD])
+def test_products_with_an_epilogue(
+    gpu: FakeGpu, host: HostKernels, tmp_path: Path, capsys: pytest.CaptureFixture[str], epilogue: Epilogue
+) -> None:
+    case, theirs = matmul_case(m=20, epilogue=epilogue), FakeGpu(host, tmp_path / "tuned")
+    with gpu.others_package(), theirs.active():
+        with hurriedly_tuned(theirs):
+            Product(theirs, case, theirs.stream).check()
+        theirs.settle()
+    merge(gpu, changed(Document.read(plan_file(theirs)), with_config(ID=OTHER)), tmp_path, capsys)
+    Product(gpu, case, gpu.stream).check()
+    gpu.library.calls.clear()
+    Product(gpu, case, gpu.stream).check()
+    assert ids(gpu.library.calls) == {OTHER}
