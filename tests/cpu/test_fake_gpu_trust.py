@@ -77,7 +77,7 @@ def gpu(host: HostKernels, tmp_path: Path) -> Iterator[FakeGpu]:
 
 
 def plan_file(gpu: FakeGpu) -> Path:
-    (path,) = (gpu._directory / "plans").glob("*.json")
+    (path,) = (gpu.directory / "plans").glob("*.json")
     return path
 
 
@@ -91,7 +91,7 @@ def changed(document: Document, change: Change) -> Document:
 
 def plant(gpu: FakeGpu, document: Document) -> None:
     """Puts plans where this machine keeps its own."""
-    directory = gpu._directory / "plans"
+    directory = gpu.directory / "plans"
     directory.mkdir(0o700, parents=True)
     (directory / document.fingerprint.file_name).write_bytes(document.render())
 
@@ -277,7 +277,7 @@ def test_what_is_verified_is_not_verified_again(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_both(gpu)
-    again = FakeGpu(gpu.kernels._host, gpu._directory)  # as in another process
+    again = FakeGpu(gpu.kernels._host, gpu.directory)  # as in another process
     with again.active():
         check_both(again)
         assert ids(again.library.calls) == {OTHER}

@@ -10,13 +10,19 @@ import pytest
 
 from lt_runtime.private import UntrustedError, _require_private, make_private_directory, read_private, replace_private
 
-ME, SOMEBODY = os.geteuid(), 54321
+ME, SOMEBODY = 12345, 54321
 
 
 def status(uid: int, mode: int) -> os.stat_result:
     return os.stat_result((mode, 0, 0, 1, uid, 0, 0, 0, 0, 0))
 
 
+@pytest.fixture
+def as_me(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: ME)
+
+
+@pytest.mark.usefixtures("as_me")
 @pytest.mark.parametrize("uid", [ME, 0])
 @pytest.mark.parametrize(
     "mode",
@@ -32,6 +38,7 @@ def test_what_is_trusted(uid: int, mode: int) -> None:
     _require_private(Path("it"), status(uid, mode))
 
 
+@pytest.mark.usefixtures("as_me")
 @pytest.mark.parametrize(
     ("uid", "mode", "message"),
     [

@@ -113,6 +113,13 @@ def test_a_damaged_kernel_is_compiled_anew_and_replaced(
     assert len(compiled) == 2
 
 
+def test_no_more_is_read_than_any_kernel_has(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = KernelCache(cache / "kernels")
+    kernels.put("a", CODE)
+    monkeypatch.setattr(kernel_cache, "_LARGEST", len(CODE))
+    assert kernels.get("a") is None
+
+
 def test_another_kernels_file_is_not_used(cache: Path) -> None:
     kernels = KernelCache(cache / "kernels")
     kernels.put("a" * 64, b"code of a")

@@ -183,12 +183,13 @@ def test_what_was_verified_here_is_used_from_then_on(path: Path, tmp_path: Path)
         assert each.product(OTHER) is each.unproven(KEY) is each.unproven(OTHER) is None
 
 
-def test_what_a_machine_gave_away_does_not_replace_its_own(path: Path, filled: ProductEntry, tmp_path: Path) -> None:
-    copy = tmp_path / "copy.json"
+@pytest.mark.parametrize("algorithm", [b"!" * 64, b"~" * 64, b"\0" * 64])
+def test_what_a_machine_gave_away_does_not_replace_its_own(path: Path, tmp_path: Path, algorithm: bytes) -> None:
+    store, entry, copy = PlanStore(path, H200), product(algorithm=algorithm), tmp_path / "copy.json"
+    store.put({KEY: entry})
     copy.write_bytes(path.read_bytes())
-    store = PlanStore(path, H200)
     assert store.merge(Document.read(copy)) == (0, True)
-    assert store.product(KEY) == filled
+    assert store.product(KEY) == entry
     assert not store.has_unproven
 
 

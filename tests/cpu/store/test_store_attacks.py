@@ -229,6 +229,11 @@ def test_a_text_that_is_no_key(key: str) -> None:
         parse_key(key)
 
 
+def test_a_long_text_is_not_parsed() -> None:
+    with pytest.raises(ValueError, match="it has more than 10000 characters"):
+        parse_key(f"[{'0,' * 5_000_000}]")
+
+
 def test_no_file_is_written_that_would_not_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = PlanStore(path, H200)
     assert store.put({KEY: product()})
