@@ -39,6 +39,7 @@ class World:
     entry: LayerEntry | ProductEntry | None = None
     refused: tuple[Any, ...] = ()
     barred: list[tuple[Any, str]] = field(default_factory=list)
+    path = "plans.json"
 
     def layer(self, key: str) -> Any:
         return self.entry
@@ -98,7 +99,8 @@ def test_a_measured_strategy_that_fails_is_barred(world: World) -> None:
 
 def test_values_that_are_no_strategy_are_barred(world: World) -> None:
     world.entry = layer(strategy={"epilogue": "softmax", "saved": "nothing"})
-    assert chosen() == FUSED
+    with pytest.warns(UserWarning, match=r"plans.json has a damaged entry, which is not used \('softmax' is not"):
+        assert chosen() == FUSED
     assert [entry for entry, _ in world.barred] == [world.entry]
 
 
