@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from lt_runtime.errors import ArgumentError
+from lt_runtime.arguments import shown
+from lt_runtime.errors import KindError
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.ops.call import Binding
 from lt_runtime.ops.dropout import dropout
@@ -47,8 +48,8 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
         CaptureError: the stream is being captured.
         LtError: whatever else the operation raises for such a call.
     """
-    if operation not in _OPERATIONS:
+    if not any(operation is each for each in _OPERATIONS):
         accepted = ", ".join(f"lt.{each.__name__}" for each in _OPERATIONS)
-        raise ArgumentError(f"operation is {operation!r}; accepted are {accepted}")
+        raise KindError(f"operation is {shown(operation)}; accepted are {accepted}")
     bound: BoundPlan = operation(*arguments, stream=Binding(stream), **options)
     return bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from lt_runtime.errors import ArgumentError
+from lt_runtime.arguments import one_of
 
 
 class Epilogue(enum.Enum):
@@ -34,13 +34,14 @@ class Epilogue(enum.Enum):
     BGRADB = "bgradb"
 
     @classmethod
-    def parse(cls, name: str) -> Epilogue:
+    def parse(cls, name: object) -> Epilogue:
         """The member called `name`; `ArgumentError` if there is none."""
-        try:
-            return cls(name)
-        except ValueError:
-            accepted = ", ".join(member.value for member in cls)
-            raise ArgumentError(f"epilogue is {name!r}; accepted are {accepted}") from None
+        return cls(one_of("epilogue", name, [member.value for member in cls]))
+
+    @classmethod
+    def _missing_(cls, value: object) -> Epilogue:
+        """Has a call of the class refuse as `parse` does."""
+        return cls.parse(value)
 
     @property
     def activation(self) -> str:

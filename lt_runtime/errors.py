@@ -4,6 +4,7 @@
 
     LtError
     ├── ArgumentError (ValueError)      a scalar option is not one of the accepted values
+    │   └── KindError (TypeError)       it is of another type than the accepted values
     ├── OperandError (ValueError)       an array or pointer cannot be used as it is
     │   ├── ShapeError                  its shape does not fit the others
     │   ├── DTypeError                  its type is unsupported or differs from the others'
@@ -32,6 +33,10 @@ class LtError(Exception):
 
 class ArgumentError(LtError, ValueError):
     """A scalar option is not one of the accepted values."""
+
+
+class KindError(ArgumentError, TypeError):
+    """An argument is of another type than what is accepted: a string for a number, an array for a parameter."""
 
 
 class OperandError(LtError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from lt_runtime.arguments import integer, number, shown
 from lt_runtime.errors import ArgumentError
 
 SMALLEST_SCALE: Final = 2.0**-126
@@ -41,6 +42,10 @@ class GradScaler:
     _arrays: tuple[Any, Any] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.init_scale = number("init_scale", self.init_scale)
+        self.growth_factor = number("growth_factor", self.growth_factor)
+        self.backoff_factor = number("backoff_factor", self.backoff_factor)
+        self.growth_interval = integer("growth_interval", self.growth_interval)
         if not SMALLEST_SCALE <= self.init_scale <= LARGEST_SCALE:
             raise ArgumentError(f"init_scale is {self.init_scale}; it must be a positive, normal FP32 number")
         if not 1.0 < self.growth_factor <= LARGEST_SCALE:
@@ -48,7 +53,7 @@ class GradScaler:
         if not 0.0 < self.backoff_factor < 1.0:
             raise ArgumentError(f"backoff_factor is {self.backoff_factor}; it must be between 0 and 1")
         if not 1 <= self.growth_interval < 1 << 31:
-            raise ArgumentError(f"growth_interval is {self.growth_interval}; it must be in [1, 2**31)")
+            raise ArgumentError(f"growth_interval is {shown(self.growth_interval)}; it must be in [1, 2**31)")
 
     @property
     def scale(self) -> Any:

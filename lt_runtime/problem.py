@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Final
 import ml_dtypes
 import numpy as np
 
+from lt_runtime.arguments import integer, number, one_of, shown
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import ArgumentError, DTypeError
+from lt_runtime.errors import ArgumentError, DTypeError, KindError
 from lt_runtime.layout import Layout
 
 
@@ -66,7 +67,7 @@ def type_name(dtype: object) -> str:
         return name
     if isinstance(dtype, type):  # scalar types such as numpy.float16 and ml_dtypes.bfloat16
         return dtype.__name__
-    return str(dtype).removeprefix("torch.")
+    return dtype if isinstance(dtype, str) else shown(dtype).removeprefix("torch.")
 
 
 _NUMPY_TYPES: Final[Mapping[DType, np.dtype[Any]]] = {
@@ -87,8 +88,7 @@ class Compute(enum.Enum):
 
         FP64 operands are always computed in FP64, whichever of the two names is given.
         """
-        if compute not in ("float32", "tf32"):
-            raise ArgumentError(f"compute is {compute!r}; accepted are 'float32' and 'tf32'")
+        one_of("compute", compute, ("float32", "tf32"))
         if compute == "tf32" and dtype is not DType.FLOAT32:
             raise ArgumentError(f"compute='tf32' needs float32 operands, not {dtype.value}")
         return cls.FLOAT64 if dtype is DType.FLOAT64 else cls(compute)
@@ -132,17 +132,24 @@ class Activation:
     negative_slope: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.name not in ACTIVATIONS:
-            raise ArgumentError(f"activation is {self.name!r}; accepted are {', '.join(ACTIVATIONS)}")
-        if not math.isfinite(self.negative_slope):
-            raise ArgumentError(f"negative_slope is {self.negative_slope}; it must be finite")
-        if self.name != "leaky_relu":
-            object.__setattr__(self, "negative_slope", 0.01)
+        one_of("activation", self.name, ACTIVATIONS)
+        slope = _slope(self.negative_slope)
+        object.__setattr__(self, "negative_slope", slope if self.name == "leaky_relu" else 0.01)
 
     @classmethod
     def of(cls, activation: str | Activation, negative_slope: float = 0.01) -> Activation:
         """An activation as a caller may give it: by its name, with a slope, or as such. Raises as the class."""
-        return activation if isinstance(activation, Activation) else cls(activation, negative_slope)
+        if not isinstance(activation, Activation):
+            return cls(activation, negative_slope)
+        _slope(negative_slope)  # has no meaning here, and is checked all the same
+        return activation
+
+
+def _slope(value: float) -> float:
+    slope = number("negative_slope", value)
+    if not math.isfinite(slope):
+        raise ArgumentError(f"negative_slope is {slope}; it must be finite")
+    return slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +174,20 @@ class Philox:
     step: Any = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        _check_range("seed", self.seed, 64)
-        _check_range("layer", self.layer, 32)
-        if isinstance(self.step, int):
-            _check_range("step", self.step, 32)
+        object.__setattr__(self, "seed", _of_bits("seed", self.seed, 64))
+        object.__setattr__(self, "layer", _of_bits("layer", self.layer, 32))
+        if isinstance(self.step, (int, np.generic)) or not any(hasattr(self.step, each) for each in _ARRAY_PROTOCOLS):
+            object.__setattr__(self, "step", _of_bits("step", self.step, 32))
 
 
-def _check_range(name: str, value: int, bits: int) -> None:
-    if not (hasattr(value, "__index__") and 0 <= value < 1 << bits):
-        raise ArgumentError(f"{name} is {value}; it must be an integer in [0, 2**{bits})")
+_ARRAY_PROTOCOLS: Final = ("__array_interface__", "__cuda_array_interface__", "__dlpack__")
+
+
+def _of_bits(name: str, value: object, bits: int) -> int:
+    checked = value if type(value) is int else integer(name, value)
+    if not 0 <= checked < 1 << bits:
+        raise ArgumentError(f"{name} is {shown(checked)}; it must be an integer in [0, 2**{bits})")
+    return checked
 
 
 def keep_threshold(p: float) -> int:
@@ -186,6 +198,8 @@ def keep_threshold(p: float) -> int:
     Raises:
         ArgumentError: `p` is outside [0, 1), or it is positive and would be rounded to 0.
     """
+    if type(p) is not float:
+        p = number("dropout probability", p)
     if not 0.0 <= p < 1.0:
         raise ArgumentError(f"dropout probability is {p}; it must be in [0, 1)")
     threshold = max(1, round((1.0 - p) * 65536))
@@ -207,7 +221,8 @@ def check_dropout(p: float, rng: Philox | None) -> Philox | None:
     if p == 0:
         return None
     if not isinstance(rng, Philox):
-        raise ArgumentError(f"dropout is {p} but rng is {rng!r}; pass rng=lt.Philox(seed, layer, step)")
+        kind = ArgumentError if rng is None else KindError
+        raise kind(f"dropout is {p} but rng is {shown(rng)}; pass rng=lt.Philox(seed, layer, step)")
     return rng
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lt_runtime.arguments import flag, integer, number, one_of, shown
 from lt_runtime.arrays.checks import check_device, check_no_overlap
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of_address
 from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
@@ -20,9 +21,11 @@ from lt_runtime.ops._context import Layer
 from lt_runtime.ops._linear_backward import LinearBackward
 from lt_runtime.ops._linear_forward import LinearForward
 from lt_runtime.ops.call import Operation, addresses_of, look
-from lt_runtime.problem import Activation, Saved
+from lt_runtime.problem import ACTIVATIONS, Activation, Saved
 
 _ITEMSIZE = 4
+_MOST = 1 << 48
+_LAST_ADDRESS = 1 << 57
 
 _Given = tuple[int, Layout | int] | None
 """An operand's address, and its layout or a vector's length; None for an absent operand."""
@@ -64,11 +67,12 @@ def forward_raw(
         OperandError: an address that is misaligned, no GPU address, on another GPU, or shared with Y or Z.
         CaptureError, GpuError: as in `lt.linear_fwd`.
     """
-    activation = Activation(act, leaky_slope)
+    activation, has_bias, has_z = _activation(act, leaky_slope), flag("with_bias", with_bias), flag("save_z", save_z)
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
-    operands: dict[str, _Given] = {"A": (A, x), "B": (B, w), "bias": (bias, n) if with_bias else None}
-    operands |= {"Y": (Y, y), "Z": (Z, y) if save_z else None}
-    _run(_FORWARD, operands, 3, (activation, leaky_slope, 0.0, "float32", False, False), None, stream)
+    operands: dict[str, _Given] = {"A": (A, x), "B": (B, w), "bias": (bias, y.cols) if has_bias else None}
+    operands |= {"Y": (Y, y), "Z": (Z, y) if has_z else None}
+    asked = (activation, activation.negative_slope, 0.0, "float32", False, False)
+    _run(_FORWARD, operands, 3, asked, None, stream)
 
 
 def backward_raw(
@@ -105,25 +109,37 @@ def backward_raw(
     Raises:
         As `forward_raw`.
     """
-    activation, has_z, has_db = Activation(act, leaky_slope), act != "none", with_bias and gBias != 0
-    x, w, y = _layouts(m, k, n, trans_a, trans_b)
-    z = (Z, y) if has_z else None
-    operands: dict[str, _Given] = {"gY": (gY, y), "A": (A, x), "B": (B, w), "Z": z, "Z below": None}
-    operands |= {"gA": (gA, x) if gA else None, "gB": (gB, w) if gB else None, "gBias": (gBias, n) if has_db else None}
-    operands |= {"gC": (gC, y) if gC else None, "gBias below": None, "C": (C, y) if C else None}
+    activation, with_bias = _activation(act, leaky_slope), flag("with_bias", with_bias)
+    has_z, (x, w, y) = activation.name != "none", _layouts(m, k, n, trans_a, trans_b)
+    operands: dict[str, _Given] = {"gY": (gY, y), "A": (A, x), "B": (B, w), "Z": (Z, y) if has_z else None}
+    bias_gradient = _optional("gBias", gBias, y.cols) if with_bias else None
+    operands |= {"Z below": None, "gA": _optional("gA", gA, x), "gB": _optional("gB", gB, w), "gBias": bias_gradient}
+    operands |= {"gC": _optional("gC", gC, y), "gBias below": None, "C": _optional("C", C, y)}
     saved = Saved.PREACTIVATION if has_z else Saved.NOTHING
-    layer = Layer((m, n, k), saved, None, activation, 0.0, "float32", with_bias)
-    asked = (layer, None, False, gA != 0, gB != 0, has_db, False, False)
+    layer = Layer((y.rows, y.cols, x.cols), saved, None, activation, 0.0, "float32", with_bias)
+    wanted = [operands[name] is not None for name in ("gA", "gB", "gBias")]
+    asked = (layer, None, False, *wanted, False, False)
     _run(_BACKWARD, operands, 5, asked, (None, None), stream)
+
+
+def _optional(name: str, address: int, lies: Layout | int) -> _Given:
+    return (address, lies) if integer(name, address) else None
+
+
+def _activation(name: str, slope: float) -> Activation:
+    return Activation(one_of("act", name, ACTIVATIONS), number("leaky_slope", slope))
 
 
 def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layout, Layout, Layout]:
     """Layouts of x (m, k), w (n, k) and y (m, n): B is the transpose of w."""
+    m, k, n = integer("m", m), integer("k", k), integer("n", n)
     for name, size in (("m", m), ("k", k), ("n", n)):
         if size < 0:
-            raise ShapeError(f"{name} is {size}; it must not be negative")
-    x = packed(k, m).transposed if trans_a else packed(m, k)
-    w = packed(n, k) if trans_b else packed(k, n).transposed
+            raise ShapeError(f"{name} is {shown(size)}; it must not be negative")
+        if size >= _MOST:
+            raise ShapeError(f"{name} is {shown(size)}; it must be below 2**48, as no memory holds more")
+    x = packed(k, m).transposed if flag("trans_a", trans_a) else packed(m, k)
+    w = packed(n, k) if flag("trans_b", trans_b) else packed(k, n).transposed
     return x, w, packed(m, n)
 
 
@@ -145,10 +161,13 @@ def _run(
         known.put(operation.call(known, addresses_of(placed[:count]), extras, handle))
 
 
-def _operand(name: str, address: int, lies: Layout | int) -> Operand:
+def _operand(name: str, given: int, lies: Layout | int) -> Operand:
+    address = integer(name, given)
     shape, strides = ((lies,), (1,)) if isinstance(lies, int) else (lies.shape, lies.strides)
     if address == 0 and 0 not in shape:
         raise ArgumentError(f"{name} is 0; an address is needed for its {'x'.join(map(str, shape))} elements")
+    if address >= _LAST_ADDRESS:
+        raise ArgumentError(f"{name} is {shown(address)}; it must be an address, below 2**57")
     if address < 0 or address % _ITEMSIZE:
         raise AlignmentError(f"{name} is {address:#x}; it must be a multiple of {_ITEMSIZE}, the size of FP32")
     return Operand(name, address, shape, strides, "float32", _ITEMSIZE, HOST, CUPY, None)

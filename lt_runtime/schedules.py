@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from lt_runtime.arguments import integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
 
 DECAYS: Final = ("constant", "linear", "cosine")
@@ -31,11 +32,13 @@ class Schedule:
     final_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.decay not in DECAYS:
-            raise ArgumentError(f"decay is {self.decay!r}; accepted are {', '.join(DECAYS)}")
+        one_of("decay", self.decay, DECAYS)
         for name in ("warmup_steps", "total_steps"):
-            if not 0 <= getattr(self, name) < 1 << 32:  # the optimizer counts in 32 bits
-                raise ArgumentError(f"{name} is {getattr(self, name)}; it must be in [0, 2**32)")
+            steps = integer(name, getattr(self, name))
+            if not 0 <= steps < 1 << 32:  # the optimizer counts in 32 bits
+                raise ArgumentError(f"{name} is {shown(steps)}; it must be in [0, 2**32)")
+            object.__setattr__(self, name, steps)
+        object.__setattr__(self, "final_factor", number("final_factor", self.final_factor))
         if self.decay != "constant" and self.total_steps <= self.warmup_steps:
             raise ArgumentError(f"total_steps is {self.total_steps}; it must exceed warmup_steps ({self.warmup_steps})")
         if not 0.0 <= self.final_factor <= 1.0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -55,6 +56,23 @@ def check_no_overlap(out: Operand, *others: Operand) -> None:
         work: Any = _WORK if out.itemsize == other.itemsize else 0
         if np.may_share_memory(memory, _memory(other), max_work=work):
             raise OverlapError(f"{out.name} shares memory with {other.name}; it must not")
+
+
+def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
+    """Raises `OverlapError` if an operand that is written shares memory with another, written or read.
+
+    The operands, of which there may be thousands, have no negative strides.
+    """
+    spans = [(each.address, each.address + each.extent * each.itemsize, True, each) for each in written]
+    spans += [(each.address, each.address + each.extent * each.itemsize, False, each) for each in read]
+    reaching: list[tuple[int, int, bool, Operand]] = []  # those before that end behind the present one's start
+    for span in sorted(spans, key=itemgetter(0)):
+        start, _, is_written, operand = span
+        reaching = [each for each in reaching if each[1] > start]
+        for _, _, other_is_written, other in reaching:
+            if is_written or other_is_written:
+                check_no_overlap(*((operand, other) if is_written else (other, operand)))
+        reaching.append(span)
 
 
 def _memory(operand: Operand) -> NDArray[Any]:

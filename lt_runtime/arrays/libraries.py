@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from lt_runtime.arguments import shown
 from lt_runtime.errors import MissingLibraryError, OperandError
 from lt_runtime.gpu.streams import cupy_current
 
@@ -162,7 +163,8 @@ def contiguous(array: Any) -> Any:
         return cupy().ascontiguousarray(array)
     if is_from(array, "torch"):
         return array.contiguous()
-    raise OperandError(f"array is a {type(array).__name__}; accepted are NumPy and CuPy arrays and PyTorch tensors")
+    found = f"array is a {type(array).__name__} ({shown(array)})"
+    raise OperandError(f"{found}; accepted are NumPy and CuPy arrays and PyTorch tensors")
 
 
 def is_from(array: Any, library: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from cuda.bindings import driver
 
+from lt_runtime.arguments import shown
 from lt_runtime.arrays.libraries import (
     ArrayApiLibrary,
     CupyLibrary,
@@ -123,12 +124,24 @@ def on_host(operands: Mapping[str, Any]) -> bool:
     others = [name for name in operands if name not in host]
     if host and others:
         for name in others:
+            _check_tensor(name, operands[name])
             if not any(hasattr(operands[name], protocol) for protocol in _PROTOCOLS):
-                raise OperandError(f"{name} is a {type(operands[name]).__name__}; accepted are {_ACCEPTED}")
+                raise _no_array(name, operands[name])
         raise DeviceError(
             f"{', '.join(host)} in host memory (NumPy) but {', '.join(others)} not; all must be on one device"
         )
     return bool(host)
+
+
+def _no_array(name: str, value: object) -> OperandError:
+    return OperandError(f"{name} is a {type(value).__name__} ({shown(value)}); accepted are {_ACCEPTED}")
+
+
+def _check_tensor(name: str, array: Any) -> None:
+    """Raises `DeviceError` for a tensor of PyTorch's that is not on a GPU."""
+    if is_from(array, "torch") and not array.is_cuda:
+        found = f"{name} is {shown(array)}, a tensor on {array.device}"
+        raise DeviceError(f"{found}, which is not accepted; pass {name}.numpy(), or move it to a GPU: {name}.cuda()")
 
 
 def device_of(name: str, array: Any) -> int:
@@ -143,8 +156,7 @@ def device_of(name: str, array: Any) -> int:
     if is_from(array, "cupy"):
         return int(array.device.id)
     if is_from(array, "torch"):
-        if not array.is_cuda:
-            raise DeviceError(f"{name} is a tensor on {array.device}; pass it on a GPU, or as {name}.numpy()")
+        _check_tensor(name, array)
         return int(array.device.index)
     if hasattr(array, "__dlpack_device__"):
         kind, ordinal = array.__dlpack_device__()
@@ -155,7 +167,7 @@ def device_of(name: str, array: Any) -> int:
         return int(ordinal)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
-        raise OperandError(f"{name} is a {type(array).__name__}; accepted are {_ACCEPTED}")
+        raise _no_array(name, array)
     return device_of_address(name, interface["data"][0])
 
 
@@ -204,14 +216,20 @@ def read(name: str, array: Any, stream: int) -> Operand:
 
 
 def _read_numpy(name: str, array: np.ndarray[Any, Any]) -> Operand:
-    if not array.dtype.isnative:
-        raise DTypeError(f"{name} has byte order {array.dtype.byteorder!r}; accepted is this machine's")
+    _check_byte_order(name, array.dtype)
     size, address = array.itemsize, array.__array_interface__["data"][0]
     strides = _in_elements(name, array.strides, size) if array.size else _row_major_strides(array.shape)
     return Operand(name, address, array.shape, strides, array.dtype.name, size, HOST, NUMPY, array)
 
 
+def _check_byte_order(name: str, dtype: np.dtype[Any]) -> None:
+    if not dtype.isnative:
+        found = f"{name} has byte order {dtype.byteorder!r}, as {dtype.str!r} says"
+        raise DTypeError(f"{found}; accepted is this machine's, as in {name}.astype({dtype.newbyteorder('=').str!r})")
+
+
 def _read_cupy(name: str, array: Any, library: Library) -> Operand:
+    _check_byte_order(name, array.dtype)
     size = array.itemsize
     strides = _in_elements(name, array.strides, size)
     return Operand(name, array.data.ptr, array.shape, strides, array.dtype.name, size, array.device.id, library, array)
@@ -259,9 +277,11 @@ def _read_interface(name: str, array: Any, device: int, stream: int) -> Operand:
 def _interface_dtype(name: str, array: Any, typestr: str) -> np.dtype[Any]:
     if typestr == "<V2" and "bfloat16" in str(getattr(array, "dtype", "")):
         return DType.BFLOAT16.numpy  # the interface has no code for it
-    if typestr.startswith((">", "|V", "<V")):
+    if typestr.startswith((">V", "|V", "<V")):
         raise DTypeError(f"{name} has type string {typestr!r}; accepted are float32, float16 and bfloat16")
-    return np.dtype(typestr)
+    dtype = np.dtype(typestr)
+    _check_byte_order(name, dtype)
+    return dtype
 
 
 def _in_elements(name: str, byte_strides: Sequence[int], itemsize: int) -> tuple[int, ...]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from cuda.bindings import driver
 
+from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.driver import call
+
+_MOST_GPUS: Final = 10**9  # what is larger is no ordinal, and Python may refuse to print it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +69,21 @@ def parse_device(device: object) -> int | None:
     match = re.fullmatch(r"cuda|(?:cuda:)?(-?\d{1,9})", name)
     if match is None:
         raise ArgumentError(
-            f"device is {device!r}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a "
+            f"device is {shown(device)}; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N', a GPU's ordinal, and a "
             "torch.device"
         )
     ordinal = int(match[1] or 0)
     if not 0 <= ordinal < count:
-        raise ArgumentError(f"device is {device!r}, but this machine has {count} usable GPUs; try 'cpu'")
+        raise ArgumentError(f"device is {shown(device)}, but this machine has {count} usable GPUs; try 'cpu'")
     return ordinal
 
 
 def _device_name(device: Any) -> str:
     if hasattr(device, "type") and hasattr(device, "index"):
         return str(device.type) if device.index is None else f"{device.type}:{device.index}"
-    if hasattr(device, "__index__") and not isinstance(device, bool):
-        return str(operator.index(device))
-    return str(device)
+    if isinstance(device, (int, np.integer)) and not isinstance(device, bool):
+        return str(device) if abs(int(device)) < _MOST_GPUS else ""
+    return device if isinstance(device, str) else ""
 
 
 @functools.cache

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import numpy as np
 from cuda.bindings import driver
 
-from lt_runtime.errors import ArgumentError, CaptureError, DriverError
+from lt_runtime.arguments import shown
+from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DriverError, KindError
 from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.gpu.driver import call
 
 _DEFAULT_STREAM: Final = 0
+_OF_EVERY_DEVICE: Final = range(3)  # the default stream, and CU_STREAM_LEGACY and CU_STREAM_PER_THREAD by name
 
 
 def cupy_current(device: int) -> int:
@@ -32,18 +35,41 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
         current: gives the current stream of the library that the operands come from.
 
     Raises:
-        ArgumentError: anything else.
+        KindError: anything else.
+        ArgumentError: a negative handle.
+        DeviceError: a stream of another device.
     """
     if stream is None:
         return current(device)
-    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        return stream
     protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is None:
-        raise ArgumentError(
-            f"stream is {stream!r}; accepted are None, an int handle, or an object with __cuda_stream__"
-        )
-    return int((protocol() if callable(protocol) else protocol)[1])
+    if protocol is not None:
+        handle = int((protocol() if callable(protocol) else protocol)[1])
+    elif isinstance(stream, (int, np.integer)) and not isinstance(stream, bool) and 0 <= stream < 1 << 64:
+        handle = int(stream)
+    else:
+        kind = ArgumentError if isinstance(stream, int) and not isinstance(stream, bool) else KindError
+        accepted = "None, an int handle, or an object with __cuda_stream__"
+        raise kind(f"stream is {shown(stream)}; accepted are {accepted}")
+    if (device, handle) not in _placed:
+        _check_place(stream, handle, device)
+    return handle
+
+
+_placed: Final[set[tuple[int, int]]] = set()
+"""Devices, and handles of streams that were found to be theirs.
+
+A handle may come again for another stream, once its own has been destroyed. That the new stream is of another device is
+not noticed here; the driver refuses every launch on it, so that nothing runs where it should not.
+"""
+
+
+def _check_place(stream: Any, handle: int, device: int) -> None:
+    """Raises `DeviceError` if a stream is not of `device`. A device below 0 is the host, which uses no stream."""
+    if device >= 0 and handle not in _OF_EVERY_DEVICE:
+        home = int(call("cuStreamGetDevice", handle))
+        if home != device:
+            raise DeviceError(f"stream is {shown(stream)}, which is of GPU {home}; the operands are on GPU {device}")
+    _placed.add((device, handle))
 
 
 @functools.cache

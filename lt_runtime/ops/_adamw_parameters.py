@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lt_runtime.arrays.checks import check_no_overlap, check_shape, check_type
+from lt_runtime.arrays.checks import check_disjoint, check_shape, check_type
 from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import DeviceError
 from lt_runtime.kernels.adamw import Options
@@ -58,25 +59,42 @@ class ReadParameter(NamedTuple):
         return self.data if self.master is None else self.master
 
 
-def read_parameter(parameter: Parameter, options: Options, device: int, stream: int) -> ReadParameter:
-    """A parameter's arrays as read. A master copy that is needed and not given is made.
+def read_parameters(parameters: Sequence[Parameter], options: Options, device: int, stream: int) -> list[ReadParameter]:
+    """All parameters' arrays as read. A master copy that is needed and not given is made.
 
     Args:
         device: ordinal of the first parameter's GPU, which is current; `HOST` for host memory.
         stream: that the arrays' contents are ordered before.
 
     Raises:
-        OperandError: arrays that do not fit together, overlap, or have gaps between their elements.
+        OperandError: arrays that do not fit together, overlap, or have gaps between their elements. The parameters are
+            as they were.
     """
+    read = [_read_parameter(parameter, options, device, stream) for parameter in parameters]
+    numbered: dict[str, list[Operand]] = {
+        part: [
+            replace(operand, name=f"{operand.name} (parameter {i})")
+            for i, each in enumerate(read)
+            if (operand := getattr(each, part)) is not None
+        ]
+        for part in ("data", "grad", "master")
+    }
+    check_disjoint(numbered["data"] + numbered["master"], numbered["grad"])
+    for each in read:
+        if each.master is not None:
+            each.parameter.master = each.master.array
+    return read
+
+
+def _read_parameter(parameter: Parameter, options: Options, device: int, stream: int) -> ReadParameter:
     name = parameter.name
     data, grad = read(f"{name}.data", parameter.data, stream), read(f"{name}.grad", parameter.grad, stream)
     dtype, _ = DType.parse(data.name, data.dtype), DType.parse(grad.name, grad.dtype)
     master = None
     rounds_in_place = dtype is DType.BFLOAT16 and options.stochastic_rounding and parameter.master is None
     if dtype is not DType.FLOAT32 and not rounds_in_place:
-        if parameter.master is None:
-            parameter.master = _in_fp32(parameter.data)
-        master = read(f"{name}.master", parameter.master, stream)
+        given = parameter.master
+        master = read(f"{name}.master", _in_fp32(parameter.data) if given is None else given, stream)
         check_type(master, "float32")
     others = [grad] if master is None else [grad, master]
     for operand in (data, *others):
@@ -84,7 +102,6 @@ def read_parameter(parameter: Parameter, options: Options, device: int, stream: 
             raise DeviceError(f"{operand.name} is {operand.place}, the first parameter on GPU {device}")
         check_shape(operand.name, operand.shape, data.shape, f"as {data.name}")
         operand.check_packed()
-    check_no_overlap(data, *others)
     weight_decay = options.hyper.weight_decay if parameter.weight_decay is None else parameter.weight_decay
     return ReadParameter(parameter, data, grad, master, weight_decay)
 

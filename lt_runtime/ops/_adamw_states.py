@@ -30,7 +30,7 @@ from lt_runtime.kernels.adamw import (
     update_table,
 )
 from lt_runtime.kernels.kernel import Launches
-from lt_runtime.ops._adamw_parameters import Parameter, ReadParameter, read_parameter
+from lt_runtime.ops._adamw_parameters import Parameter, ReadParameter, read_parameters
 from lt_runtime.problem import DType
 from lt_runtime.reference import RoundedTensor
 
@@ -60,13 +60,15 @@ class HostState:
         self.steps, self.skipped_steps = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
         self.grad_norm = np.zeros((), np.float32) if options.judges_gradients else None
         self._options = options
-        self._parameters = [read_parameter(each, options, HOST, 0) for each in parameters]
+        self._parameters = read_parameters(parameters, options, HOST, 0)
         self.moments = _moments(parameters, options, host_zeros)
         if options.scaler is not None:
             options.scaler.bind(np.array(options.scaler.init_scale, np.float32), np.zeros((), np.int32))
 
     def step(self, stream: Any) -> None:
-        """One update of all parameters; `stream` is not used on the host."""
+        """One update of all parameters; `stream` is checked, and not used on the host."""
+        if stream is not None:
+            stream_handle(stream, HOST)
         scaler = self._options.scaler
         with np.errstate(all="ignore"):  # a gradient may be NaN or infinite, as it may on a GPU
             factor, finite = self._judge()
@@ -95,7 +97,7 @@ class HostState:
         """Updates one parameter and its moments; `steps` counts this update already."""
         step, options = int(self.steps[0]), self._options
         parameter, data, grad, _, weight_decay = read = self._parameters[index]
-        lr = options.hyper.lr * parameter.lr_scale
+        lr = options.hyper.lr * float(parameter.lr_scale)
         hyper = dataclasses.replace(options.hyper, lr=lr, weight_decay=weight_decay)
         old = reference.AdamWTensor(read.value.array, *self.moments[index])
         new = reference.adamw_update(old, grad.array, hyper, step, gradient_factor)
@@ -117,7 +119,7 @@ class GpuState:
         self._current_stream = library_of(first.data).current_stream
         self._options, self._stream = options, self._current_stream(self._device)
         with activated(self._device):
-            read = [read_parameter(each, options, self._device, self._stream) for each in parameters]
+            read = read_parameters(parameters, options, self._device, self._stream)
             self._kept: list[Any] = [(each.data, each.grad, each.master) for each in parameters]  # kernels read them
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
             self.moments = _moments(parameters, options, lambda size, dtype: self._zeros((size,), dtype))

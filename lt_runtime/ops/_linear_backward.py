@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
 from lt_runtime import reference
+from lt_runtime.arguments import flag
 from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, ShapeError
@@ -54,11 +55,17 @@ class BackwardOptions(NamedTuple):
     layer: Layer
     below: Layer | None
     before_activation: bool
-    dx: bool
-    dw: bool
-    db: bool
-    db_below: bool
+    need_dx: bool
+    need_dw: bool
+    need_db: bool
+    need_db_below: bool
     accumulate: bool
+
+    @classmethod
+    def of(cls, asked: Sequence[Any]) -> Self:
+        """The options in the order of the fields as a caller gave them; `KindError` for a flag that is none."""
+        layer, below, *flags = asked
+        return cls(layer, below, *map(flag, cls._fields[2:], flags))
 
 
 Sources = tuple[Philox | None, Philox | None]
@@ -76,7 +83,7 @@ class LinearBackward(Operation):
 
     def read(self, operands: Sequence[Any], asked: Any, extras: Sources) -> Reading:
         """See `Operation`."""
-        options = BackwardOptions(*asked)
+        options = BackwardOptions.of(asked)
         dy, x, w, saved, saved_below, *outputs = operands
         layer, below = options.layer, options.below
         given = dict(zip(_OUTPUTS, outputs, strict=True))
@@ -164,13 +171,14 @@ def _wanted(asked: BackwardOptions, given: Mapping[str, Operand | None]) -> dict
     """
     layer, below = asked.layer, asked.below
     if below is not None:
-        if not asked.dx:
+        if not asked.need_dx:
             raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
         y, x = below.shape[:2], layer.shape[::2]
         if y != x:
             raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
     has_dz = given["dz"] is not None
-    wanted = {"dx": asked.dx, "dw": asked.dw, "db": asked.db, "dz": has_dz, "db_below": asked.db_below}
+    wanted = {"dx": asked.need_dx, "dw": asked.need_dw, "db": asked.need_db, "dz": has_dz}
+    wanted["db_below"] = asked.need_db_below
     if asked.accumulate:
         missing = [f"out_{name}" for name in ("dw", "db", "db_below") if wanted[name] and given[name] is None]
         if missing:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lt_runtime import reference
+from lt_runtime.arguments import flag
 from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.libraries import Library
 from lt_runtime.arrays.operand import Operand
@@ -39,6 +40,7 @@ class LinearForward(Operation):
         x, w, bias, out, out_z = operands
         activation = Activation.of(activation, negative_slope)
         has_dropout = check_dropout(dropout, extras) is not None
+        dropout, propagate_nan = float(dropout), flag("propagate_nan", propagate_nan)
         dtype = DType.parse("x", x.dtype)
         check_same(x, w, *(each for each in (bias, out, out_z) if each is not None))
         m, n, k = _shape(x, w, bias)

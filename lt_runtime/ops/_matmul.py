@@ -233,7 +233,11 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: _Shape, order: Order) -> 
     lines, bits = (shape.m, shape.n) if order is Order.ROW else (shape.n, shape.m)
     check_shape("aux", aux.shape[:-1], shape.of(lines), "one row of bits a row (column) of the product")
     pitch = 8 * aux.strides[-2]
-    has_gaps = aux.strides[-1] != 1 or 8 * aux.shape[-1] < bits or pitch < bits or pitch % _MASK_BITS
+    if lines * bits and 8 * aux.shape[-1] < bits:
+        raise ShapeError(
+            f"aux has shape {aux.shape}; its last axis must be at least {-(-bits // 8)}, to hold {bits} bits"
+        )
+    has_gaps = aux.strides[-1] != 1 or pitch < bits or pitch % _MASK_BITS
     if lines * bits and has_gaps:
         raise LayoutError(
             f"aux has shape {aux.shape} and strides {aux.strides}; its rows must hold {bits} bits without "

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from lt_runtime.arguments import check_instance, flag, number, shown
 from lt_runtime.arrays.operand import on_host
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.adamw import Options
 from lt_runtime.ops._adamw_parameters import Parameter
@@ -80,19 +81,17 @@ class AdamW:
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        self.parameters, self.scaler = tuple(parameters), scaler
-        _check_parameters(self.parameters)
-        _check_hyper(lr, betas, eps, weight_decay)
-        _check_options(max_norm, scaler, seed)
+        self.parameters, self.scaler = _parameters(parameters), scaler
+        _check_scaler(scaler)
         self.options = Options(
-            AdamWHyper(lr, *betas, eps, weight_decay, schedule or Schedule()),
-            amsgrad,
-            max_norm,
-            skip_nonfinite or scaler is not None,
+            _hyper(lr, betas, eps, weight_decay, schedule),
+            flag("amsgrad", amsgrad),
+            None if max_norm is None else _max_norm(max_norm),
+            flag("skip_nonfinite", skip_nonfinite) or scaler is not None,
             scaler,
             _moments_type(moments),
-            stochastic_rounding,
-            seed,
+            flag("stochastic_rounding", stochastic_rounding),
+            Philox(seed).seed,  # refuses what is no 64-bit seed
         )
         kind = HostState if on_host(_by_name(self.parameters)) else GpuState
         self._state: HostState | GpuState = kind(self.parameters, self.options)
@@ -123,37 +122,64 @@ def _by_name(parameters: Sequence[Parameter]) -> dict[str, Any]:
     }
 
 
-def _check_parameters(parameters: tuple[Parameter, ...]) -> None:
+def _parameters(given: Any) -> tuple[Parameter, ...]:
+    """The parameters, of which there must be one; their arrays are not looked at."""
+    accepted = "a sequence of lt.Parameter, such as model.parameters()"
+    try:
+        parameters = tuple(given)
+    except TypeError:
+        raise KindError(f"parameters is {shown(given)}; it must be {accepted}") from None
     if not parameters:
-        raise ArgumentError("parameters is empty; there is nothing to optimize")
-    for parameter in parameters:
-        _check_not_negative(f"{parameter.name}.lr_scale", parameter.lr_scale)
+        raise ArgumentError(f"parameters is empty ({shown(given)}); it must be {accepted}")
+    for i, parameter in enumerate(parameters):
+        check_instance(f"parameters[{i}]", parameter, Parameter, "an lt.Parameter")
+        check_instance(f"parameters[{i}].name", parameter.name, str, "a string")
+        _not_negative(f"{parameter.name}.lr_scale", parameter.lr_scale)
         if parameter.weight_decay is not None:
-            _check_not_negative(f"{parameter.name}.weight_decay", parameter.weight_decay)
+            _not_negative(f"{parameter.name}.weight_decay", parameter.weight_decay)
+    return parameters
 
 
-def _check_hyper(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        _check_not_negative(name, value)
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ArgumentError(f"betas is {betas}; accepted are two numbers in [0, 1)")
+def _hyper(lr: float, betas: Any, eps: float, weight_decay: float, schedule: Schedule | None) -> AdamWHyper:
+    try:
+        first, second = betas
+    except (TypeError, ValueError):
+        raise KindError(f"betas is {shown(betas)}; it must be two numbers in [0, 1)") from None
+    rates = number("betas[0]", first), number("betas[1]", second)
+    if not all(0.0 <= rate < 1.0 for rate in rates):
+        raise ArgumentError(f"betas is {rates}; accepted are two numbers in [0, 1)")
+    if schedule is not None:
+        check_instance(
+            "schedule", schedule, Schedule, "None or an lt.Schedule, such as lt.schedules.warmup_cosine makes"
+        )
+    rest = _not_negative("eps", eps), _not_negative("weight_decay", weight_decay)
+    return AdamWHyper(_not_negative("lr", lr), *rates, *rest, schedule or Schedule())
 
 
-def _check_not_negative(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ArgumentError(f"{name} is {value}; it must be finite and not negative")
+def _not_negative(name: str, value: float) -> float:
+    checked = number(name, value)
+    if not (math.isfinite(checked) and checked >= 0):
+        raise ArgumentError(f"{name} is {checked}; it must be finite and not negative")
+    return checked
 
 
-def _check_options(max_norm: float | None, scaler: GradScaler | None, seed: int) -> None:
-    if max_norm is not None and not max_norm > 0:
-        raise ArgumentError(f"max_norm is {max_norm}; it must be positive, or None")
-    if scaler is not None and scaler.is_bound:
+def _max_norm(value: float) -> float:
+    checked = number("max_norm", value)
+    if not checked > 0:
+        raise ArgumentError(f"max_norm is {checked}; it must be positive, or None")
+    return checked
+
+
+def _check_scaler(scaler: GradScaler | None) -> None:
+    if scaler is None:
+        return
+    check_instance("scaler", scaler, GradScaler, "None or an lt.GradScaler")
+    if scaler.is_bound:
         raise ArgumentError("scaler already serves an optimizer; make one for each")
-    Philox(seed)  # refuses what is no 64-bit seed
 
 
 def _moments_type(moments: object) -> DType:
     for accepted in (DType.FLOAT32, DType.BFLOAT16):
         if type_name(moments) == accepted.value:
             return accepted
-    raise ArgumentError(f"moments is {moments!r}; accepted are 'float32' and 'bfloat16'")
+    raise ArgumentError(f"moments is {shown(moments)}; accepted are 'float32' and 'bfloat16'")

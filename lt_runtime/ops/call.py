@@ -265,7 +265,7 @@ def perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extr
     signature = signature_of(arrays, (operation, asked))
     if signature is not None and stream.__class__ is not Binding and asked_for.get() is None:
         device = signature[1][1]
-        if is_current(device):
+        if device >= 0 and is_current(device):  # a tensor on the CPU is refused below, with or without a driver
             current = current_streams[type(arrays[0])]
             handle = current(device) if stream is None else stream_handle(stream, device)
             try:
@@ -370,7 +370,7 @@ def _read(operation: Operation, arrays: tuple[Any, ...], stream: int) -> list[Op
 def _handle(array: Any, stream: Any, device: int) -> int:
     """The handle of the stream; on the host a stream is checked, and not used."""
     if device == HOST:
-        return 0 if stream is None else stream_handle(stream, 0)
+        return 0 if stream is None else stream_handle(stream, HOST)
     return stream_handle(stream, device, library_of(array).current_stream)
 
 

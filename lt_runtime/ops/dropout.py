@@ -53,6 +53,7 @@ class Dropout(Operation):
         p, in_place = asked
         x, out = operands
         check_dropout(p, extras)
+        p = float(p)
         dtype, spec = DType.parse("x", x.dtype), x.spec
         if out is not None:
             check_shape("out", out.shape, x.shape, "the result's shape")
@@ -60,7 +61,7 @@ class Dropout(Operation):
         new = {} if in_place or out is not None else {1: New(x.shape, dtype.numpy, x.library)}
         target = spec if in_place else Spec(packed(*spec.layout.shape)) if out is None else out.spec
         problem = (dtype, spec, target) if spec.layout.size else None
-        return Reading(problem, (0 if in_place else 1,), new, asked)
+        return Reading(problem, (0 if in_place else 1,), new, (p, in_place))
 
     def plan(self, reading: Reading, device: int, stream: int) -> Plan:
         """See `Operation`."""

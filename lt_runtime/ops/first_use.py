@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Final, cast
 
+from lt_runtime.arguments import one_of
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.plans.decisions import decide, known_layer
@@ -63,9 +64,7 @@ def checked_effort(effort: str) -> Effort:
     Raises:
         ArgumentError: there is none.
     """
-    if effort not in EFFORTS:
-        raise ArgumentError(f"effort is {effort!r}; accepted are {', '.join(map(repr, EFFORTS))}")
-    return cast(Effort, effort)
+    return cast(Effort, one_of("effort", effort, EFFORTS))
 
 
 def before_first_use(problem: Problem, device: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from lt_runtime.arguments import shown
+from lt_runtime.errors import KindError
 from lt_runtime.ops._context import LinearContext
-from lt_runtime.ops._linear_backward import LinearBackward
+from lt_runtime.ops._linear_backward import BackwardOptions, LinearBackward
 from lt_runtime.ops._linear_forward import LinearForward, LinearInference
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, Philox
@@ -149,27 +151,36 @@ def linear_bwd(
         None for those not asked for.
 
     Raises:
+        KindError: `ctx` or `through` is no context.
         ArgumentError: `accumulate` without the buffers to add to; `through` without dx.
         ShapeError: `through` is a layer whose y this one's x cannot be.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
+    if not isinstance(ctx, LinearContext):
+        raise KindError(f"ctx is {shown(ctx)}; it must be the context that linear_fwd returned")
+    if through is not None and not isinstance(through, LinearContext):
+        raise KindError(f"through is {shown(through)}; it must be None, or a context that linear_fwd returned")
     layer = ctx.layer
     below, saved_below, rng_below, below_has_bias = None, None, None, False
     if through is not None:
         below, saved_below, rng_below = through.layer, through.saved, through.rng
         below_has_bias = below.has_bias
-    need_db, need_db_below = need_db and layer.has_bias, need_db_below and below_has_bias
+    need_db, need_db_below = layer.has_bias and need_db, below_has_bias and need_db_below
     asked = (layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate)
-    arrays = (
-        dy,
-        ctx.x,
-        ctx.w,
-        None if before_activation else ctx.saved,
-        saved_below,
-        out_dx if need_dx else None,
-        out_dw if need_dw else None,
-        out_db if need_db else None,
-        out_dz,
-        out_db_below if need_db_below else None,
-    )
+    try:
+        arrays = (
+            dy,
+            ctx.x,
+            ctx.w,
+            None if before_activation else ctx.saved,
+            saved_below,
+            out_dx if need_dx else None,
+            out_dw if need_dw else None,
+            out_db if need_db else None,
+            out_dz,
+            out_db_below if need_db_below else None,
+        )
+    except Exception:  # arrays have no truth value
+        BackwardOptions.of(asked)
+        raise
     return perform(BACKWARD, arrays, asked, (ctx.rng, rng_below), stream)

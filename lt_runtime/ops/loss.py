@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from lt_runtime import reference
+from lt_runtime.arguments import integer, is_number, number, shown
 from lt_runtime.arrays.checks import check_same, check_shape, check_type
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError, DTypeError, ShapeError
@@ -249,11 +250,14 @@ def cross_entropy(
         ArgumentError: a label is out of range (NumPy arrays); label_smoothing, ignore_index or share is.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
-    if not _is_number(label_smoothing) or not 0 <= label_smoothing <= 1:
-        raise ArgumentError(f"label_smoothing is {label_smoothing!r}; accepted are numbers from 0 to 1")
-    if ignore_index is not None and (type(ignore_index) is not int or ignore_index not in _INT64):
-        raise ArgumentError(f"ignore_index is {ignore_index!r}; accepted are None and integers of 64 bits")
-    options = float(label_smoothing), ignore_index
+    smoothing = label_smoothing if type(label_smoothing) is float else number("label_smoothing", label_smoothing)
+    if not 0 <= smoothing <= 1:
+        raise ArgumentError(f"label_smoothing is {smoothing}; accepted are numbers from 0 to 1")
+    if ignore_index is not None:
+        ignore_index = ignore_index if type(ignore_index) is int else integer("ignore_index", ignore_index)
+        if ignore_index not in _INT64:
+            raise ArgumentError(f"ignore_index is {shown(ignore_index)}; accepted are None and integers of 64 bits")
+    options = smoothing, ignore_index
     return _perform(CROSS_ENTROPY, logits, labels, options, grad_scale, share, out_gradient, out_loss, stream)
 
 
@@ -268,20 +272,15 @@ def _perform(
     out_loss: Any,
     stream: Any,
 ) -> Loss:
-    if not _is_number(share) or not 0 < share <= 1:
-        raise ArgumentError(f"share is {share!r}; it must be above 0 and at most 1")
-    factor, scale = float(share), grad_scale
-    if _is_number(grad_scale):
-        factor, scale = factor * float(grad_scale), None
+    factor, scale = share if type(share) is float else number("share", share), grad_scale
+    if not 0 < factor <= 1:
+        raise ArgumentError(f"share is {factor}; it must be above 0 and at most 1")
+    if type(grad_scale) is float or is_number(grad_scale):
+        factor, scale = factor * (grad_scale if type(grad_scale) is float else number("grad_scale", grad_scale)), None
     in_place = out_gradient is not None and out_gradient is scores
     arrays = (scores, target, scale, None if in_place else out_gradient, out_loss)
     made: Loss = perform(operation, arrays, (in_place, *options), factor, stream)
     return made
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a Python number, rather than an array."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from lt_runtime.arguments import is_number, shown
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.ops._matmul import Matmul
 from lt_runtime.ops.call import perform
 
 MATMUL: Final = Matmul()
+_PLAIN: Final = frozenset({int, float})
 
 
 def matmul(
@@ -71,21 +73,26 @@ def matmul(
     if beta is None:
         beta = 0.0 if c is None else 1.0
     in_place = c is not None and c is out
-    if isinstance(alpha, (int, float)) and isinstance(beta, (int, float)):
-        scalars, arrays = (float(alpha), float(beta)), (None, None)
-    else:
-        scalars, arrays = (1.0, 1.0), _scalar_arrays(alpha, beta)  # what they are, only the device knows
+    try:
+        is_plain = type(alpha) in _PLAIN and type(beta) in _PLAIN
+        scalars, arrays = ((float(alpha), float(beta)), (None, None)) if is_plain else _scalars(alpha, beta)
+    except OverflowError as error:
+        raise ArgumentError(f"alpha is {shown(alpha)} and beta is {shown(beta)}; floats must hold them") from error
     asked = (epilogue, dtype, compute, scalars[1] != 0.0, in_place)
     operands = (a, b, None if in_place else c, bias, *arrays, aux, bias_gradient, out)
     return perform(MATMUL, operands, asked, scalars, stream)
 
 
-def _scalar_arrays(alpha: Any, beta: Any) -> tuple[Any, Any]:
-    """α and β where they live with the operands.
+def _scalars(alpha: Any, beta: Any) -> tuple[tuple[float, float], tuple[Any, Any]]:
+    """α and β as numbers, and as the arrays that they are instead: then only the device knows the numbers.
 
     Raises:
-        ArgumentError: one of them is a number.
+        KindError: one of them is a number, and the other is none.
+        OverflowError: an integer larger than any float.
     """
-    if isinstance(alpha, (int, float)) or isinstance(beta, (int, float)):
-        raise ArgumentError("alpha and beta must both be numbers, or both be arrays of one on the device")
-    return alpha, beta
+    if is_number(alpha) and is_number(beta):
+        return (float(alpha), float(beta)), (None, None)
+    if is_number(alpha) or is_number(beta):
+        found = f"alpha is {shown(alpha)} and beta is {shown(beta)}"
+        raise KindError(f"{found}; alpha and beta must both be numbers, or both be arrays of one on the device")
+    return (1.0, 1.0), (alpha, beta)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
+from lt_runtime.arguments import check_instance, flag, integer, integers, shown
 from lt_runtime.errors import ArgumentError, DeviceError
 from lt_runtime.gpu.devices import current_device, device_count, parse_device
 from lt_runtime.ops.first_use import checked_effort
@@ -73,11 +73,11 @@ def tune(
         CaptureError: a stream is being captured that this would disturb.
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
-    checked = checked_effort(effort)
+    checked, shows = checked_effort(effort), flag("progress", progress)
     given = _given(dims, rows, activation, final_activation, dtype, compute, dropout, bias, input_gradient)
     chains = [given] if isinstance(given, Chain) else chains_of(given)
     ordinal = ordinal_of(device)
-    with progress_bar(shown=progress) as show:
+    with progress_bar(shown=shows) as show:
         return TuningReport(search.tune_chains(chains, ordinal, effort=checked, progress=show))
 
 
@@ -127,19 +127,23 @@ def ordinal_of(device: object) -> int:
         raise DeviceError("there is no usable GPU here: see `python -m lt_runtime doctor`")
     ordinal = current_device() if device is None else parse_device(device)
     if ordinal is None:
-        raise DeviceError(f"device is {device!r}; accepted are GPUs")
+        raise DeviceError(f"device is {shown(device)}; accepted are GPUs")
     return ordinal
 
 
 def _given(dims: Any, rows: int | None, *options: Any) -> Chain | list[Problem]:
     """The layers, or the problems, that were asked about."""
-    if isinstance(dims, _PROBLEMS) or (len(dims) > 0 and isinstance(dims[0], _PROBLEMS)):
+    problems = [dims] if isinstance(dims, _PROBLEMS) else [*dims] if isinstance(dims, Sequence) else []
+    if any(isinstance(each, _PROBLEMS) for each in problems):
+        for i, each in enumerate(problems):
+            check_instance(f"dims[{i}]", each, _PROBLEMS, "a problem, as the first of them")
         if rows is not None:
-            raise ArgumentError(f"rows is {rows}, but a problem says itself how many it has")
-        return [dims] if isinstance(dims, _PROBLEMS) else list(dims)
+            raise ArgumentError(f"rows is {shown(rows)}, but a problem says itself how many it has")
+        return problems
+    sizes = integers("dims", dims)
     if rows is None:
-        raise ArgumentError(f"rows is missing: how many rows do the layers of dims {list(dims)} work on?")
-    return mlp_chain(dims, rows, *options)
+        raise ArgumentError(f"rows is missing (None): how many rows do the layers of dims {list(sizes)} work on?")
+    return mlp_chain(sizes, rows, *options)
 
 
 def mlp_chain(
@@ -161,24 +165,19 @@ def mlp_chain(
         )
     if is_single and activation is not None:
         if final_activation is not None:
-            both = f"activation is {activation} and final_activation {final_activation}"
+            both = f"activation is {shown(activation)} and final_activation {shown(final_activation)}"
             raise ArgumentError(f"{both}, but dims {list(dims)} has only one layer")
         final_activation = activation
     keep_threshold(dropout)
     kind = DType.parse("the chain", dtype)
     return Chain.of_mlp(
-        _size(rows),
-        [*map(_size, dims)],
-        Activation.of(activation or "relu"),
+        integer("rows", rows),
+        integers("dims", dims),
+        Activation.of("relu" if activation is None else activation),
         kind,
         Compute.parse(compute, kind),
-        final_activation=Activation.of(final_activation or "none"),
+        final_activation=Activation.of("none" if final_activation is None else final_activation),
         dropout=dropout > 0,
-        bias=bias,
-        input_gradient=is_single if input_gradient is None else input_gradient,
+        bias=flag("bias", bias),
+        input_gradient=is_single if input_gradient is None else flag("input_gradient", input_gradient),
     )
-
-
-def _size(value: Any) -> Any:
-    """NumPy's integers as Python's; the chain refuses anything else."""
-    return operator.index(value) if hasattr(value, "__index__") else value

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lt_runtime.arguments import check_instance
 from lt_runtime.errors import ArgumentError, CheckpointError
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
 from lt_runtime.ops.adamw import AdamW
@@ -44,6 +45,7 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
         FileError: the file cannot be written, for example because the disk is full; it is an OSError too. An older file
             is as it was, unless only the directory could not be flushed, after the file had been replaced.
     """
+    _check_kinds(path, model, optimizer)
     arrays = _arrays(model, optimizer)
     model.device.synchronize()
     host = {name: model.device.to_host(array) for name, array in arrays.items()}
@@ -70,6 +72,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
         FileError: the file cannot be read; it is an OSError too. If there is no file, it is a MissingFileError, which
             is a FileNotFoundError too.
     """
+    _check_kinds(path, model, optimizer)
     arrays, ours = _arrays(model, optimizer), _description(model, optimizer)
     values = checkpoint_file.read(path, arrays, lambda text: _check_description(path, text, ours))
     _check_values(f"{os.fspath(path)} cannot be used", values, optimizer)
@@ -77,6 +80,12 @@ def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
     for name, array in arrays.items():
         model.device.write(array, values[name])
     model.device.synchronize()
+
+
+def _check_kinds(path: object, model: object, optimizer: object) -> None:
+    check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
+    check_instance("model", model, MLP, "an lt.MLP")
+    check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
 
 
 def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lt_runtime.arguments import flag, integer, integers, shown
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import Parameter
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
@@ -81,20 +82,20 @@ class MLP:
         compute: str = "float32",
         master_weights: bool = True,
     ) -> None:
-        if len(dims) < 2 or min(dims) < 1:
-            raise ArgumentError(f"dims is {list(dims)}; accepted are at least two positive sizes")
+        self.dims = integers("dims", dims)
+        if len(self.dims) < 2 or min(self.dims) < 1:
+            raise ArgumentError(f"dims is {list(self.dims)}; accepted are at least two positive sizes")
         keep_threshold(dropout)
-        Philox(seed)  # refuses what is no 64-bit seed
-        self.dims, self.dropout, self.seed = tuple(dims), dropout, seed
+        self.dropout, self.seed = float(dropout), Philox(seed).seed  # which refuses what is no 64-bit seed
         self.dtype = DType.parse("the model", dtype)
-        if not master_weights and self.dtype is not DType.BFLOAT16:
+        if not flag("master_weights", master_weights) and self.dtype is not DType.BFLOAT16:
             raise ArgumentError(f"master_weights is False, which is for bfloat16 alone; dtype is {self.dtype.value!r}")
         self.compute = Compute.parse(compute, self.dtype).value
         self.device = ComputeDevice(parse_device(device))
         self.activation = Activation.of(activation)
         parameters = self._parameters(has_masters=master_weights and self.dtype is not DType.FLOAT32)
         self.layers = [
-            Linear(f"layer{i}", weight, bias, self.activation, dropout)
+            Linear(f"layer{i}", weight, bias, self.activation, self.dropout)
             for i, (weight, bias) in enumerate(zip(parameters[::2], parameters[1::2], strict=True))
         ]
         self.layers[-1].activation, self.layers[-1].dropout = Activation(), 0.0
@@ -129,6 +130,8 @@ class MLP:
         Raises:
             LtError: as `lt.linear_fwd` does.
         """
+        if type(micro_batch) is not int:
+            micro_batch = integer("micro_batch", micro_batch)
         contexts, options = [], {"compute": self.compute, "stream": stream}
         for i, each in enumerate(self.layers, micro_batch * len(self.layers)):
             asked: dict[str, Any] = {"activation": each.activation, "dropout": each.dropout, **options}
@@ -151,6 +154,10 @@ class MLP:
             LtError: as `lt.linear_bwd` does.
         """
         last = len(self.layers) - 1
+        if not isinstance(contexts, Sequence) or len(contexts) != len(self.layers):
+            raise KindError(
+                f"contexts is {shown(contexts)}; it must be the contexts of the {last + 1} layers, from forward"
+            )
         for i in range(last, -1, -1):
             # Each call also takes the gradient through the activation of the layer below, and makes that layer's bias
             # gradient on the way, so that only the last layer's own bias gradient is left.

@@ -9,13 +9,17 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
-from lt_runtime.errors import ArgumentError
+from lt_runtime.arguments import integer, shown
+from lt_runtime.arrays.operand import HOST
+from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import order_after, private_stream, stream_handle
 from lt_runtime.training.staging import Slot, replaced
+
+_MOST_AHEAD: Final = 1 << 16
 
 
 def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", stream: Any = None) -> Prefetcher:
@@ -29,7 +33,7 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
 
     Args:
         iterable: of batches: NumPy arrays, or tuples, lists or dicts of them.
-        depth: batches that are read ahead, at least 1.
+        depth: batches that are read ahead, at least 1 and at most 65,536.
         device: as in `lt.MLP`, or a model's `device`.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream at each
             use. It is the stream of the work that reads the batches.
@@ -45,16 +49,23 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
         Whatever the iterable raises, in the place of the batch that it raised it for; OperandError for a batch of
         something else. No batch comes after either.
     """
-    if depth < 1:
-        raise ArgumentError(f"depth is {depth}; it must be positive")
-    return Prefetcher(iterable, depth, parse_device(device), stream)
+    count = integer("depth", depth)
+    if not 1 <= count <= _MOST_AHEAD:
+        raise ArgumentError(f"depth is {shown(count)}; it must be positive, and at most {_MOST_AHEAD}")
+    try:
+        source = iter(iterable)
+    except TypeError as error:
+        raise KindError(f"iterable is {shown(iterable)}; it must be an iterable of batches ({error})") from error
+    ordinal = parse_device(device)
+    if stream is not None:
+        stream_handle(stream, HOST if ordinal is None else ordinal)
+    return Prefetcher(source, count, ordinal, stream)
 
 
 class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"]):
     """What `prefetch` returns: an iterator and a context manager. Any number of threads may take batches from it."""
 
-    def __init__(self, iterable: Iterable[Any], depth: int, device: int | None, stream: Any) -> None:
-        source = iter(iterable)
+    def __init__(self, source: Iterator[Any], depth: int, device: int | None, stream: Any) -> None:
         lane = _HostLane() if device is None else _GpuLane(device, 2 * depth, depth, stream)
         self._work = _Work(source, lane, depth)
         self._finalizer = weakref.finalize(self, _Work.finish, self._work)

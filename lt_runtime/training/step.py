@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from lt_runtime.arguments import check_instance, flag, integer, one_of, shown
+from lt_runtime.arrays.operand import HOST, device_of, on_host
 from lt_runtime.errors import ArgumentError, OperandError, ShapeError
+from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.training.body import LOSSES, StepBody
 from lt_runtime.training.mlp import MLP
@@ -63,11 +66,14 @@ class TrainStep:
         graph: bool = True,
         accumulate: int = 1,
     ) -> None:
-        if loss not in LOSSES:
-            raise ArgumentError(f"loss is {loss!r}; accepted are {', '.join(LOSSES)}")
+        check_instance("model", model, MLP, "an lt.MLP")
+        check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
+        one_of("loss", loss, LOSSES)
+        graph, accumulate = flag("graph", graph), integer("accumulate", accumulate)
+        batch_size = None if batch_size is None else integer("batch_size", batch_size)
         for name, value in (("batch_size", batch_size), ("accumulate", accumulate)):
             if value is not None and value < 1:
-                raise ArgumentError(f"{name} is {value}; it must be positive")
+                raise ArgumentError(f"{name} is {shown(value)}; it must be positive")
         if batch_size is not None and batch_size % accumulate:
             raise ArgumentError(f"batch_size is {batch_size}; it must be a multiple of accumulate ({accumulate})")
         self.model, self.optimizer, self.batch_size, self.accumulate = model, optimizer, batch_size, accumulate
@@ -102,10 +108,13 @@ class TrainStep:
         """
         self._check_parameters()
         if self._gpu is None:
+            on_host({"the model": self._arrays[0][1], "x": x, "target": target})
             self._check(x)
+            _check_host_stream(stream)
             self._body.run(self._cut(x, target), self._tally, None)
             return self._tally.mean.copy()
         if not self._gpu.repeat(x, target, stream):
+            device_of("x", x)  # refuses what is no array
             self._check(x)
             self._gpu.run(x, target, stream)
         return self._tally.mean
@@ -117,6 +126,8 @@ class TrainStep:
             stream: the one that the steps are on, which is waited for. If None, it is the current stream of the library
                 that the batches come from, as for the steps.
         """
+        if self._gpu is None:
+            _check_host_stream(stream)
         totals = self._tally.read(stream) if self._gpu is None else self._gpu.totals(stream)
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
@@ -124,7 +135,7 @@ class TrainStep:
 
     def _check(self, x: Any) -> None:
         inputs, rows = self.model.dims[0], self.batch_size
-        shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has no shape is refused by the first layer
+        shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has no shape is refused when it is read
         if rows is not None and shape != (rows, inputs):
             raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}")
         if rows is None and (len(shape) != 2 or shape[1] != inputs or not shape[0] or shape[0] % self.accumulate):
@@ -148,3 +159,9 @@ class TrainStep:
             raise ShapeError(f"target has shape {getattr(target, 'shape', None)}; it must have {rows} rows")
         size = rows // self.accumulate
         return [(x[i : i + size], target[i : i + size]) for i in range(0, rows, size)]
+
+
+def _check_host_stream(stream: Any) -> None:
+    """Refuses what is no stream; the host uses none."""
+    if stream is not None:
+        stream_handle(stream, HOST)

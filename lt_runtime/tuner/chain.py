@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
+from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import packed
 from lt_runtime.plans.decisions import LayerProblem
@@ -213,8 +214,8 @@ def _check_sizes(rows: int, dims: Sequence[int]) -> None:
     if len(dims) < 2:
         raise ArgumentError(f"dims is {list(dims)}; accepted are two or more: inputs, then outputs of each layer")
     for name, value in (("rows", rows), *(("dims", each) for each in dims)):
-        if type(value) is not int or value < 1:
-            raise ArgumentError(f"{name} has {value!r}; accepted are integers of at least 1")
+        if type(value) is not int or not 1 <= value < 1 << 48:
+            raise ArgumentError(f"{name} has {shown(value)}; accepted are integers of at least 1, below 2**48")
 
 
 def _spec(rows: int, cols: int) -> Spec:

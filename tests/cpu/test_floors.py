@@ -19,7 +19,7 @@ PACKAGE = Path(lt_runtime.__file__).parent
 
 FLOORS = (
     {"errors", "files", "paths"},
-    {"private"},
+    {"arguments", "private"},
     {"epilogue", "grad_scaler", "layout", "problem", "ranges", "schedules"},
     {"arrays", "cublaslt", "gpu", "reference"},
     {"kernels", "store"},

@@ -38,7 +38,7 @@ BACKWARD: dict[str, Any] = {
 
 SCALARS: list[tuple[dict[str, Any], type[LtError], str]] = [
     *(({name: -1}, ShapeError, f"{name} is -1; it must not be negative") for name in ("m", "k", "n")),
-    ({"act": "softmax"}, ArgumentError, "activation is 'softmax'; accepted are none, relu"),
+    ({"act": "softmax"}, ArgumentError, "act is 'softmax'; accepted are none, relu"),
     ({"act": "leaky_relu", "leaky_slope": float("inf")}, ArgumentError, "negative_slope is inf"),
 ]
 

@@ -39,8 +39,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a seed may be 65 bits long",
         _PROBLEM,
-        '_check_range("seed", self.seed, 64)',
-        '_check_range("seed", self.seed, 65)',
+        '_of_bits("seed", self.seed, 64)',
+        '_of_bits("seed", self.seed, 65)',
         "tests/cpu/ops/test_adamw_options.py::test_options_out_of_range",
     ),
     fault(

@@ -317,7 +317,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a tensor's own rate is ignored on the host",
         _STATES,
-        "lr = options.hyper.lr * parameter.lr_scale",
+        "lr = options.hyper.lr * float(parameter.lr_scale)",
         "lr = options.hyper.lr",
         "tests/cpu/ops/test_adamw_options.py::test_each_parameter_has_its_own_rate_and_decay",
     ),

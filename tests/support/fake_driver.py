@@ -53,6 +53,9 @@ class FakeDriver:
     Args:
         launcher: makes a kernel's launch into work; the argument block may change once it has returned.
         functions: more functions, those about modules and kernels.
+
+    Attributes:
+        elsewhere: ordinals of the GPUs of streams that are not this GPU's.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class FakeDriver:
         self._graphs: dict[int, Capture] = {}
         self._handles = itertools.count(0x1000, 0x10)
         self._pinned: dict[int, int] = {}
+        self.elsewhere: dict[int, int] = {}
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -215,6 +219,9 @@ class FakeDriver:
         self._streams.put(stream, MEMCPY, "copy", run)
 
     # Streams and events
+
+    def cuStreamGetDevice(self, stream: int) -> int:
+        return self.elsewhere.get(stream, 0)
 
     def cuStreamCreate(self, _: Any) -> int:
         return next(self._handles)

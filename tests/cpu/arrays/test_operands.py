@@ -22,6 +22,7 @@ from lt_runtime.errors import (
     OverlapError,
     ShapeError,
 )
+from lt_runtime.gpu import streams
 from lt_runtime.gpu.streams import stream_handle
 from tests.support.numpy_cases import DeviceArray
 
@@ -74,14 +75,18 @@ class HostArray:
 @pytest.mark.parametrize(
     ("array", "error", "message"),
     [
-        (DeviceArray((4,), ">f4"), DTypeError, "x has type string '>f4'; accepted are"),
+        (DeviceArray((4,), ">f4"), DTypeError, "x has byte order '>', as '>f4' says; accepted is this machine's"),
         (DeviceArray((4,), "|V8"), DTypeError, "x has type string"),
         (DeviceArray((4,), address=4098), AlignmentError, "x is at 0x1002; it must be a multiple of 4"),
         (DeviceArray((2, 2), strides=(10, 4)), LayoutError, r"x has strides of \(10, 4\) bytes; .* multiples of 4"),
-        ([1.0], OperandError, "x is a list; accepted are NumPy and CuPy arrays"),
+        ([1.0], OperandError, r"x is a list \(\[1.0\]\); accepted are NumPy and CuPy arrays"),
         (None, OperandError, "x is a NoneType"),
         (HostArray(), DeviceError, r"x lives on DLPack device \(1, 0\); accepted are NumPy arrays and GPUs"),
-        (np.ones(3, ">f4"), DTypeError, "x has byte order '>'; accepted is this machine's"),
+        (
+            np.ones(3, ">f4"),
+            DTypeError,
+            r"byte order '>', as '>f4' says; accepted is this machine's, as in x.astype\('<f4'\)",
+        ),
     ],
 )
 def test_refused(array: Any, error: type[LtError], message: str) -> None:
@@ -155,7 +160,9 @@ def test_overlap(out: tuple[Any, ...], other: tuple[Any, ...], shared: bool) -> 
         (types.SimpleNamespace(__cuda_stream__=(0, 78)), 78),
     ],
 )
-def test_streams(stream: Any, handle: int) -> None:
+def test_streams(monkeypatch: pytest.MonkeyPatch, stream: Any, handle: int) -> None:
+    monkeypatch.setattr(streams, "call", lambda name, handle: {"cuStreamGetDevice": 0}[name])
+    monkeypatch.setattr(streams, "_placed", set())
     assert stream_handle(stream, 0) == handle
 
 
@@ -171,5 +178,7 @@ def test_pytorch_is_recognised_without_being_imported(monkeypatch: pytest.Monkey
         device = "cpu"
 
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(Tensor=Tensor))
-    with pytest.raises(DeviceError, match=r"x is a tensor on cpu; pass it on a GPU, or as x\.numpy\(\)"):
+    with pytest.raises(
+        DeviceError, match=r"x is .*, a tensor on cpu, .* not accepted; pass x\.numpy\(\), or move it to a GPU"
+    ):
         read("x", Tensor(), 0)

@@ -159,8 +159,8 @@ def ones(*shape: int, dtype: Any = np.float32) -> Array:
             DTypeError,
             r"b\.master is float16; it must be float32",
         ),
-        (lt.Parameter(ones(4), None, name="b"), OperandError, r"b\.grad .* is a NoneType; accepted are"),
-        (lt.Parameter([1.0], ones(1), name="b"), OperandError, r"b\.data .* is a list; accepted are"),
+        (lt.Parameter(ones(4), None, name="b"), OperandError, r"b\.grad .* is a NoneType .*; accepted are"),
+        (lt.Parameter([1.0], ones(1), name="b"), OperandError, r"b\.data .* is a list .*; accepted are"),
         (lt.Parameter(DeviceArray((4,)), DeviceArray((4,)), name="b"), DeviceError, r"b\.data .* not; all must be on"),
     ],
 )
@@ -175,5 +175,7 @@ def test_parameters_that_do_not_fit(bad: lt.Parameter, error: type[LtError], mes
 
 def test_data_must_not_be_the_gradient() -> None:
     both = ones(4)
-    with pytest.raises(lt.errors.OverlapError, match=r"b\.data shares memory with b\.grad"):
+    with pytest.raises(
+        lt.errors.OverlapError, match=r"b\.data \(parameter 0\) shares memory with b\.grad \(parameter 0\)"
+    ):
         lt.AdamW([lt.Parameter(both, both, name="b")])

@@ -58,7 +58,7 @@ FORWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"activation": "softmax"}, ArgumentError, r"activation is 'softmax'; accepted are none, relu.*silu"),
     ({"activation": None}, ArgumentError, "activation is None; accepted are"),
     ({"activation": "leaky_relu", "negative_slope": np.nan}, ArgumentError, "negative_slope is nan"),
-    ({"compute": "fp8"}, ArgumentError, "compute is 'fp8'; accepted are 'float32' and 'tf32'"),
+    ({"compute": "fp8"}, ArgumentError, "compute is 'fp8'; accepted are float32, tf32"),
     ({"dropout": 1.0}, ArgumentError, r"probability is 1.0; it must be in \[0, 1\)"),
     ({"dropout": -0.1}, ArgumentError, "probability is -0.1"),
     ({"dropout": np.nan}, ArgumentError, "probability is nan"),
@@ -67,9 +67,8 @@ FORWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"dropout": 0.5, "rng": lt.Philox(step=np.zeros(1, np.int64))}, DTypeError, r"step is int64 of shape \(1,\)"),
     ({"dropout": 0.5, "rng": lt.Philox(step=np.zeros(2, np.uint32))}, DTypeError, r"step is uint32 of shape \(2,\)"),
     ({"dropout": 0.5, "rng": lt.Philox(step=DeviceArray((1,), "<u4"))}, DeviceError, "step is a DeviceArray"),
-    ({"dropout": 0.5, "rng": lt.Philox(step=0.5)}, DeviceError, "step is a float"),
-    ({"x": [[1.0] * K] * M}, OperandError, f"x is a list; {ACCEPTED_ARRAYS}"),
-    ({"w": None}, OperandError, f"w is a NoneType; {ACCEPTED_ARRAYS}"),
+    ({"x": [[1.0] * K] * M}, OperandError, f"x is a list .*; {ACCEPTED_ARRAYS}"),
+    ({"w": None}, OperandError, f"w is a NoneType .*; {ACCEPTED_ARRAYS}"),
     ({"bias": [1.0] * N}, OperandError, "bias is a list"),
     ({"out": [[0.0] * N] * M}, OperandError, "out is a list"),
     ({"w": DeviceArray((N, K))}, DeviceError, "x, bias, out in host memory .NumPy. but w not; all must be on one"),
@@ -126,7 +125,7 @@ def test_outputs_over_each_other() -> None:
 BACKWARD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"dy": ones(N, M)}, ShapeError, r"dy has shape \(5, 6\); it must be \(6, 5\)"),
     ({"dy": ones(M, N, dtype=np.float16)}, DTypeError, "dy is float16 but x is float32"),
-    ({"dy": [[1.0]]}, OperandError, f"dy is a list; {ACCEPTED_ARRAYS}"),
+    ({"dy": [[1.0]]}, OperandError, f"dy is a list .*; {ACCEPTED_ARRAYS}"),
     ({"dy": DeviceArray((M, N))}, DeviceError, "x, w, the saved tensor, out_dw in host memory .* but dy not"),
     ({"out_dx": ones(K, M)}, ShapeError, r"out_dx has shape \(4, 6\); it must be \(6, 4\)"),
     ({"out_db": ones(N, 1)}, ShapeError, r"out_db has shape \(5, 1\); it must be \(5,\)"),
@@ -209,6 +208,7 @@ def test_dropout_over_part_of_its_input() -> None:
         ({"layer": 2**32}, "layer is 4294967296"),
         ({"step": -1}, r"step is -1; it must be an integer in \[0, 2\*\*32\)"),
         ({"step": 2**32}, "step is 4294967296"),
+        ({"step": 0.5}, "step is 0.5; it must be an integer"),
     ],
 )
 def test_philox(arguments: dict[str, Any], message: str) -> None:
@@ -235,5 +235,5 @@ def test_contiguous() -> None:
     assert copied.flags.c_contiguous
     assert (copied == strided).all()
     assert lt.contiguous(copied) is copied
-    with pytest.raises(OperandError, match="array is a list; accepted are NumPy"):
+    with pytest.raises(OperandError, match=r"array is a list .*; accepted are NumPy"):
         lt.contiguous([[1.0]])

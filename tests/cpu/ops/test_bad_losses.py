@@ -63,8 +63,12 @@ CROSS_ENTROPY: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"label_smoothing": 1.5}, ArgumentError, "label_smoothing is 1.5"),
     ({"label_smoothing": float("nan")}, ArgumentError, "label_smoothing is nan"),
     ({"label_smoothing": "0"}, ArgumentError, "label_smoothing is '0'"),
-    ({"ignore_index": 1.0}, ArgumentError, "ignore_index is 1.0; accepted are None and integers of 64 bits"),
-    ({"ignore_index": 2**63}, ArgumentError, "ignore_index is 9223372036854775808"),
+    ({"ignore_index": 1.0}, ArgumentError, "ignore_index is 1.0; it must be an integer"),
+    (
+        {"ignore_index": 2**63},
+        ArgumentError,
+        "ignore_index is 9223372036854775808; accepted are None and integers of 64 bits",
+    ),
     ({"ignore_index": True}, ArgumentError, "ignore_index is True"),
     ({"labels": DeviceArray((M,), "<i4")}, DeviceError, "logits, out_gradient, out_loss in host .* but labels not"),
 ]

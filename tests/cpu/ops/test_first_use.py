@@ -211,7 +211,7 @@ def test_the_block_is_of_its_thread_and_ends(world: World) -> None:
 
 def test_an_unknown_effort_is_refused() -> None:
     block = first_use.tuning("deeper")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="effort is 'deeper'; accepted are 'default', 'deep'"), block:
+    with pytest.raises(ArgumentError, match="effort is 'deeper'; accepted are default, deep"), block:
         pass
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lt_runtime.arrays import libraries as signatures
 from lt_runtime.arrays.libraries import signature_of, without_addresses
 from lt_runtime.errors import GpuError
+from lt_runtime.gpu import streams
 from lt_runtime.kernels.call import Call
 from lt_runtime.ops import call as call_module
 from lt_runtime.ops import first_use
@@ -100,6 +101,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(call_module, "is_captured", lambda stream: stream in state.captured)
     monkeypatch.setattr(call_module, "stream_memory", lambda *_: SimpleNamespace(lock=contextlib.nullcontext()))
     monkeypatch.setattr(call_module, "_first", first)
+    monkeypatch.setattr(streams, "_check_place", lambda *_: None)
     return state
 
 

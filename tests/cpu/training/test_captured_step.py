@@ -16,7 +16,7 @@ import pytest
 import lt_runtime as lt
 from lt_runtime.arrays import libraries as signatures
 from lt_runtime.errors import CaptureError, DriverError, GpuError, OperandError, ShapeError
-from lt_runtime.gpu import direct, driver
+from lt_runtime.gpu import direct, driver, streams
 from lt_runtime.training import captured, inputs
 from lt_runtime.training.captured import MAX_GRAPHS
 from lt_runtime.training.device import ComputeDevice
@@ -120,6 +120,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(direct, "function", made.function)
     monkeypatch.setattr(driver, "_explanation", lambda _: "it was told to")
     monkeypatch.setattr(inputs, "read", operand_of)
+    monkeypatch.setattr(streams, "_check_place", lambda *_: None)
     monkeypatch.setitem(signatures.current_streams, DeviceArray, lambda _: 6)
     monkeypatch.setitem(signatures._looks, DeviceArray, lambda a: (a.ctypes.data, 0, a.shape, a.strides, a.dtype))
     captured._turn.cache_clear()

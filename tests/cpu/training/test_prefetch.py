@@ -17,7 +17,7 @@ import pytest
 import lt_runtime as lt
 import lt_runtime.training.prefetch as module
 from lt_runtime.errors import ArgumentError, OperandError
-from lt_runtime.gpu import devices
+from lt_runtime.gpu import devices, streams
 from lt_runtime.training.staging import replaced
 
 Pair = namedtuple("Pair", "x labels")
@@ -309,6 +309,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[FakeSlot]:
     monkeypatch.setattr(module, "activated", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(module, "private_stream", lambda *_: 1)
     monkeypatch.setattr(module, "order_after", lambda *_: None)
+    monkeypatch.setattr(streams, "_check_place", lambda *_: None)
     return made
 
 

@@ -163,7 +163,7 @@ def test_targets_that_do_not_fit_micro_batches(labels: Array, error: type[LtErro
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, math.nan, None, "half"])
 def test_shares_that_are_none(share: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"share is .*; it must be above 0 and at most 1"):
+    with pytest.raises(ArgumentError, match=r"share is .*; it must be (above 0 and at most 1|a number)"):
         lt.cross_entropy(np.zeros((2, 3), np.float32), np.zeros(2, np.int32), share=share)
 
 

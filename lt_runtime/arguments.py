@@ -1,0 +1,92 @@
+"""Arguments that are no arrays: whether they are of the kind that is asked for, and how errors show them.
+
+NumPy's integers, floats and truth values count as Python's. A truth value is neither an integer nor a number.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection
+from typing import Any, Final, TypeGuard
+
+import numpy as np
+
+from lt_runtime.errors import ArgumentError, KindError
+
+_INTEGERS: Final = (int, np.integer)
+_NUMBERS: Final = (int, float, np.integer, np.floating)
+_SHORT: Final = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+def shown(value: object) -> str:
+    """A value as errors show it: its representation in one line, shortened; of an array on a GPU, type and shape."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and not isinstance(value, (np.ndarray, np.generic)):
+        return f"a {type(value).__name__} of shape {shape}"
+    try:
+        return " ".join(_SHORT.repr(value).split())
+    except Exception:  # what a class of the caller's raises, or Python for an int of too many digits
+        return f"a {type(value).__name__}"
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number, rather than an array or a truth value."""
+    return isinstance(value, _NUMBERS) and not isinstance(value, bool)
+
+
+def number(name: str, value: object) -> float:
+    """A number as a float, which may be NaN or infinite.
+
+    Raises:
+        KindError: it is none.
+        ArgumentError: it is an integer larger than any float.
+    """
+    if not is_number(value):
+        raise KindError(f"{name} is {shown(value)}; it must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name} is {shown(value)}; it must be a number that a float can hold") from None
+
+
+def integer(name: str, value: object) -> int:
+    """An integer as an int; `KindError` if it is none."""
+    if not isinstance(value, _INTEGERS) or isinstance(value, bool):
+        raise KindError(f"{name} is {shown(value)}; it must be an integer")
+    return int(value)
+
+
+def integers(name: str, values: Any) -> tuple[int, ...]:
+    """A sequence of integers as ints; `KindError` if it is none."""
+    try:
+        given = [*values]
+    except TypeError:
+        raise KindError(f"{name} is {shown(values)}; it must be a sequence of integers") from None
+    return tuple(integer(f"{name}[{i}]", value) for i, value in enumerate(given))
+
+
+def flag(name: str, value: object) -> bool:
+    """A truth value, which 0 and 1 stand for too; `KindError` if it is none."""
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, _INTEGERS) and value in (0, 1)):
+        return bool(value)
+    raise KindError(f"{name} is {shown(value)}; it must be True or False")
+
+
+def one_of(name: str, value: object, accepted: Collection[str]) -> str:
+    """A name out of several.
+
+    Raises:
+        KindError: it is no string.
+        ArgumentError: it is none of those.
+    """
+    if isinstance(value, str) and value in accepted:
+        return value
+    kind = ArgumentError if isinstance(value, str) else KindError
+    raise kind(f"{name} is {shown(value)}; accepted are {', '.join(accepted)}")
+
+
+def check_instance(name: str, value: object, kind: type | tuple[type, ...], accepted: str) -> None:
+    """Raises `KindError` unless a value is of a class, or of one of several; `accepted` says in words what is."""
+    if not isinstance(value, kind):
+        raise KindError(f"{name} is {shown(value)}; it must be {accepted}")

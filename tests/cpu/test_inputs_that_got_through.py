@@ -1,0 +1,283 @@
+"""Arguments of the right kind that a call must refuse all the same, and NumPy's scalars, which count as Python's."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+
+import lt_runtime as lt
+from lt_runtime.arrays.checks import check_disjoint
+from lt_runtime.arrays.operand import HOST, NUMPY, Operand, read
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, KindError, OverlapError, ShapeError
+from lt_runtime.ops import call as call_module
+from tests.support.fake_gpu import FakeGpu
+
+WORLDS = pytest.mark.parametrize("on_gpu", [False, True])
+
+
+def ones(*shape: int, dtype: Any = np.float32) -> Any:
+    return np.ones(shape, dtype)
+
+
+WRITTEN: dict[str, tuple[str, list[str]]] = {
+    "gelu_aux": ("aux", ["a", "b", "c", "out"]),
+    "gelu_aux_bias": ("aux", ["a", "b", "bias", "out"]),
+    "dgelu_bgrad": ("bias_gradient", ["a", "b", "aux", "out"]),
+    "bgradb": ("bias_gradient", ["a", "b", "c", "out"]),
+    "none": ("out", ["a", "b"]),
+}
+"""By epilogue: an operand that is written, and those that it may not share memory with."""
+
+
+@WORLDS
+@pytest.mark.parametrize(
+    ("epilogue", "written", "other"),
+    [(epilogue, written, other) for epilogue, (written, others) in WRITTEN.items() for other in others],
+)
+def test_what_a_product_writes(
+    request: pytest.FixtureRequest, on_gpu: bool, epilogue: str, written: str, other: str
+) -> None:
+    given = {"a": ones(8, 8), "b": ones(8, 8), "c": ones(8, 8), "out": ones(8, 8)}
+    if "bias" in epilogue:
+        given["bias"] = ones(8)
+    if "gelu" in epilogue:
+        given["aux"] = ones(8, 8)
+    if "bgrad" in epilogue:
+        given["bias_gradient"] = ones(8)
+    gpu = request.getfixturevalue("gpu") if on_gpu else None
+    if gpu:
+        given = {name: gpu.cp.asarray(array) for name, array in given.items()}
+    package = gpu.lt if gpu else lt
+    for _ in range(3):
+        package.matmul(**given, epilogue=epilogue)  # so that on a GPU the call is known, but for the addresses
+    if other == "bias":
+        given["bias"] = given[written][0]
+    else:
+        given[written] = given[other] if given[written].shape == (8, 8) else given[other][3]
+    before = [np.asarray(array.get() if gpu else array).tobytes() for array in given.values()]
+    if (written, other) == ("out", "c"):
+        return
+    with pytest.raises(package.errors.OverlapError, match=f"({written}|out) shares memory with ({other}|{written})"):
+        package.matmul(**given, epilogue=epilogue)
+    if gpu:
+        gpu.streams.synchronize_all()
+    assert before == [np.asarray(array.get() if gpu else array).tobytes() for array in given.values()]
+
+
+@WORLDS
+@pytest.mark.parametrize(("epilogue", "shape"), [("relu_aux", (4, 16)), ("drelu", (4, 16)), ("relu_aux", (4, 0))])
+def test_masks_with_too_few_bytes(
+    request: pytest.FixtureRequest, on_gpu: bool, epilogue: str, shape: tuple[int, int]
+) -> None:
+    a, b, mask = ones(4, 8), ones(8, 200), np.zeros((4, 32), np.uint8)[:, : shape[1]]
+    gpu = request.getfixturevalue("gpu") if on_gpu else None
+    package = gpu.lt if gpu else lt
+    if gpu:
+        a, b, mask = gpu.cp.asarray(a), gpu.cp.asarray(b), gpu.cp.asarray(np.zeros((4, 32), np.uint8))[:, : shape[1]]
+    with pytest.raises(package.errors.ShapeError, match=r"aux has shape .*; its last axis must be at least 25"):
+        package.matmul(a, b, epilogue=epilogue, aux=mask)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b, g: [lt.Parameter(a, g), lt.Parameter(a, b)],
+        lambda a, b, g: [lt.Parameter(a, g), lt.Parameter(b, a)],
+        lambda a, b, g: [lt.Parameter(a, g), lt.Parameter(b[::1], g), lt.Parameter(b[3:], g[3:])],
+        lambda a, b, g: [lt.Parameter(ones(8, dtype=np.float16), g, a), lt.Parameter(b, a)],
+    ],
+    ids=["the same data", "the gradient of another", "a part of another's data", "a master copy"],
+)
+def test_an_array_of_two_parameters(make: Any) -> None:
+    with pytest.raises(OverlapError, match=r"\(parameter \d\) shares memory with .* \(parameter \d\); it must not"):
+        lt.AdamW(make(ones(8), ones(8), ones(8)))
+
+
+def test_gradients_may_be_shared_and_parameters_lie_side_by_side() -> None:
+    both, gradient = ones(8), ones(4)
+    lt.AdamW([lt.Parameter(both[:4], gradient), lt.Parameter(both[4:], gradient)]).step()
+
+
+def test_layers_with_one_parameter() -> None:
+    model = lt.MLP([4, 4, 4], device="cpu")
+    model.layers[1].weight = model.layers[0].weight
+    with pytest.raises(OverlapError, match=r"layer0.weight.data \(parameter 2\) shares .* layer0.weight.data \(param"):
+        lt.AdamW(model.parameters())
+
+
+def test_a_refused_parameter_leaves_no_master_copies() -> None:
+    first = lt.Parameter(ones(4, dtype=np.float16), ones(4, dtype=np.float16))
+    with pytest.raises(OverlapError):
+        lt.AdamW([first, lt.Parameter(first.data, ones(4, dtype=np.float16))])
+    assert first.master is None
+
+
+def test_disjointness_is_that_of_all_pairs() -> None:
+    generator, memory = np.random.default_rng(0), ones(64)
+    seen = set()
+    for _ in range(300):
+        spans = [(start, start + length) for start, length in generator.integers((0, 1), (60, 5), (4, 2)).tolist()]
+        operands = [read(f"v{i}", memory[slice(*span)], 0) for i, span in enumerate(spans)]
+        shared = any(
+            max(a[0], b[0]) < min(a[1], b[1])
+            for i, a in enumerate(spans)
+            for j, b in enumerate(spans)
+            if i < j and i < 2
+        )
+        seen.add(shared)
+        if shared:
+            with pytest.raises(OverlapError, match=r"v[01] shares memory with v[0-3]"):
+                check_disjoint(operands[:2], operands[2:])
+        else:
+            check_disjoint(operands[:2], operands[2:])
+    assert seen == {True, False}
+
+
+def test_interleaved_columns_are_disjoint() -> None:
+    memory = ones(4, 6)
+    columns = [read(f"c{i}", memory[:, i], 0) for i in range(6)]
+    check_disjoint(columns, [])
+    assert isinstance(columns[0], Operand)
+    assert (columns[0].device, columns[0].library) == (HOST, NUMPY)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [("2", None), (1.0, "0"), ("2", "1"), (None, 1.0), (True, 1.0)])
+def test_factors_that_are_no_numbers(alpha: Any, beta: Any) -> None:
+    with pytest.raises((KindError, lt.errors.OperandError), match=r"(alpha|beta) is (a str \()?('|None|True)"):
+        lt.matmul(ones(2, 2), ones(2, 2), alpha=alpha, beta=beta)
+
+
+def test_a_factor_that_no_float_holds() -> None:
+    with pytest.raises(ArgumentError, match=r"alpha is 10+\.\.\.0+ and beta is 0\.0; floats must hold them"):
+        lt.matmul(ones(2, 2), ones(2, 2), alpha=10**400)
+
+
+@pytest.mark.parametrize("operation", [lt.linear, lt.matmul])
+@pytest.mark.parametrize("place", [0, 1])
+def test_another_byte_order_is_named(operation: Any, place: int) -> None:
+    arrays = [ones(4, 4), ones(4, 4)]
+    arrays[place] = arrays[place].astype(">f4")
+    with pytest.raises(
+        DTypeError, match=rf"[{'xa' if not place else 'wb'}] has byte order '>', as '>f4' says; accepted"
+    ):
+        operation(*arrays)
+
+
+def test_another_byte_order_on_a_gpu(gpu: FakeGpu) -> None:
+    x = gpu.cp.ndarray((4, 4), ">f4")
+    with pytest.raises(gpu.lt.errors.DTypeError, match="x has byte order '>'"):
+        gpu.lt.linear(x, gpu.cp.asarray(ones(4, 4)))
+
+
+class CpuTensor:
+    """A tensor of PyTorch's on the CPU."""
+
+    is_cuda, device, shape, dtype = False, "cpu", (4, 4), "torch.float32"
+
+    def data_ptr(self) -> int:
+        return 1 << 40  # of memory that nobody owns
+
+    def get_device(self) -> int:
+        return -1
+
+    def stride(self) -> tuple[int, int]:
+        return 4, 1
+
+
+def test_tensors_on_the_cpu_need_no_driver_to_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    nn = SimpleNamespace(Parameter=type("Parameter", (CpuTensor,), {}))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=CpuTensor, nn=nn))
+    monkeypatch.setattr(call_module, "is_current", lambda device: pytest.fail("the driver was asked"))
+    with pytest.raises(DeviceError, match=r"x is .*, a tensor on cpu, .* not accepted; pass x\.numpy\(\), or move it"):
+        lt.linear(CpuTensor(), CpuTensor())
+    with pytest.raises(DeviceError, match=r"w is .*, a tensor on cpu, .* not accepted; pass w\.numpy\(\), or move it"):
+        lt.linear(ones(4, 4), CpuTensor())
+
+
+def test_a_stream_of_another_gpu(gpu: FakeGpu) -> None:
+    x, w, out = (gpu.cp.asarray(ones(4, 4)) for _ in range(3))
+    model = gpu.lt.MLP([4, 4], device="cuda")
+    optimizer = gpu.lt.AdamW(model.parameters())
+    step = gpu.lt.TrainStep(model, optimizer)
+    labels = gpu.cp.asarray(np.zeros(4, np.int32))
+    step(x, labels)
+    gpu.streams.synchronize_all()
+    for _ in range(4):  # the call is known, and bound
+        gpu.lt.linear(x, w, out=out, stream=gpu.stream)
+    gpu.streams.synchronize_all()
+    foreign = gpu.cp.cuda.Stream()
+    gpu.driver.elsewhere[foreign.ptr] = 1
+    calls = [
+        lambda stream: gpu.lt.linear(x, w, out=out, stream=stream),
+        lambda stream: gpu.lt.linear_fwd(x, w, stream=stream),
+        lambda stream: gpu.lt.dropout(x, 0.5, gpu.lt.Philox(), stream=stream),
+        lambda stream: gpu.lt.bind(gpu.lt.linear, x, w, out=out, stream=stream),
+        lambda stream: optimizer.step(stream=stream),
+        lambda stream: step(x, labels, stream=stream),
+        lambda stream: gpu.lt.prefetch([], device=0, stream=stream),
+    ]
+    for call in calls:
+        for stream in (foreign, foreign.ptr):
+            with pytest.raises(gpu.lt.errors.DeviceError, match=r"stream is .*, which is of GPU 1; .* on GPU 0"):
+                call(stream)
+    del gpu.driver.elsewhere[foreign.ptr]
+    gpu.lt.linear(x, w, out=out, stream=foreign)  # a refusal is not remembered: the handle may come again
+    gpu.streams.synchronize_all()
+
+
+def test_a_stream_is_asked_for_its_gpu_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, stream, asked = gpu.cp.asarray(ones(4, 4)), gpu.cp.asarray(ones(4, 4)), gpu.cp.cuda.Stream(), []
+    real = driver.cuStreamGetDevice
+    monkeypatch.setattr(driver, "cuStreamGetDevice", lambda handle: asked.append(handle) or real(handle))
+    for _ in range(5):
+        gpu.lt.linear(x, w, stream=stream)
+    gpu.streams.synchronize_all()
+    assert asked == [stream.ptr]
+
+
+@WORLDS
+def test_numpys_scalars_count(request: pytest.FixtureRequest, on_gpu: bool) -> None:
+    gpu = request.getfixturevalue("gpu") if on_gpu else None
+    package, place = (gpu.lt, gpu.cp.asarray) if gpu else (lt, lambda array: array)
+    i, f = np.int64, np.float32
+    device = i(0) if on_gpu else "cpu"
+    model = package.MLP(np.array([4, 8, 3]), dropout=f(0.5), seed=np.uint32(7), device=device)
+    assert [type(size) for size in model.dims] == [int] * 3
+    schedule = package.schedules.warmup_cosine(np.int32(1), np.int16(9), f(0.25))
+    scaler = package.GradScaler(f(1024), np.float64(2), f(0.5), i(10))
+    options = {"lr": f(0.5), "betas": (f(0.5), f(0.75)), "eps": f(0.125), "max_norm": f(1), "seed": np.uint64(3)}
+    optimizer = package.AdamW(model.parameters(), **options, weight_decay=i(0), schedule=schedule, scaler=scaler)
+    step = package.TrainStep(model, optimizer, batch_size=i(4), accumulate=np.uint8(2), graph=np.bool_(True))
+    x, labels = place(ones(4, 4)), place(np.zeros(4, np.int32))
+    assert np.isfinite(float(step(x, labels)))
+    w, rng = place(ones(8, 4)), package.Philox(np.int32(3), np.uint8(1), np.uint32(2))
+    assert rng == package.Philox(3, 1, 2)
+    assert type(rng.step) is int
+    plain = package.dropout(x, 0.5, package.Philox(3, 1, 2))
+    assert (plain == package.dropout(x, np.float64(0.5), rng)).all()
+    y, ctx = package.linear_fwd(x, w, activation="leaky_relu", negative_slope=f(0.5), propagate_nan=np.bool_(True))
+    package.linear_bwd(y, ctx, need_dx=np.bool_(False))
+    assert (package.matmul(x, w.T, alpha=f(2), beta=i(0)) == 8).all()
+    package.cross_entropy(x, labels, label_smoothing=f(0.25), ignore_index=i(-100), grad_scale=f(2), share=f(0.5))
+    assert len([*package.prefetch([np.ones(1)], np.int8(1), "cpu")]) == 1
+    if gpu:
+        gpu.lt.linear(x, w, stream=i(gpu.stream.ptr))
+        gpu.streams.synchronize_all()
+
+
+def test_errors_of_huge_values_are_short() -> None:
+    for value in ("x" * 10**6, 10**5000, [0] * 10**6, np.zeros(10**6)):
+        with pytest.raises(KindError) as caught:
+            lt.AdamW(lt.MLP([2, 2], device="cpu").parameters(), schedule=value)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 250
+
+
+def test_devices_and_shapes_are_their_own_errors() -> None:
+    assert issubclass(KindError, TypeError)
+    assert issubclass(DeviceError, ValueError)
+    assert not issubclass(ShapeError, TypeError)
