@@ -66,6 +66,8 @@ not noticed here; the driver refuses every launch on it, so that nothing runs wh
 def _check_place(stream: Any, handle: int, device: int) -> None:
     """Raises `DeviceError` if a stream is not of `device`. A device below 0 is the host, which uses no stream."""
     if device >= 0 and handle not in _OF_EVERY_DEVICE:
+        if is_capturing(handle):  # to ask now would invalidate the capture; the driver refuses what has no place in it
+            return
         home = int(call("cuStreamGetDevice", handle))
         if home != device:
             raise DeviceError(f"stream is {shown(stream)}, which is of GPU {home}; the operands are on GPU {device}")

@@ -221,6 +221,8 @@ class FakeDriver:
     # Streams and events
 
     def cuStreamGetDevice(self, stream: int) -> int:
+        if stream in self._streams.captures:  # the driver also invalidates the capture
+            raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         return self.elsewhere.get(stream, 0)
 
     def cuStreamCreate(self, _: Any) -> int:
