@@ -129,8 +129,8 @@ def linear_bwd(
         dx, dw1, _ = lt.linear_bwd(dz, ctx1, before_activation=True, need_db=False)
 
     All sums are FP32. With 16-bit types dz, the gradient with respect to the pre-activation, is rounded before dx and
-    dw are computed from it; dw and db are rounded once, with `accumulate` after the addition. With `through`, dx may be
-    rounded before it is taken through the layer below.
+    dw are computed from it; dw and db are rounded once, db with `accumulate` after the addition; dw is then rounded by
+    cuBLASLt before the addition as well. With `through`, dx may be rounded before it is taken through the layer below.
 
     Args:
         dy: (M, N), of x's type as all gradients are: the gradient with respect to y; with `before_activation`, with

@@ -33,7 +33,7 @@ class RealGpu:
 
     def synchronize(self, stream: int = 0) -> None:
         """Waits for a stream."""
-        self.cp.cuda.ExternalStream(stream).synchronize()
+        self.cp.cuda.runtime.streamSynchronize(stream)
 
     def synchronize_all(self) -> None:
         """Waits for the default stream and its own two: others may be captured by other threads."""
