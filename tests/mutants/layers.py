@@ -410,9 +410,16 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a measured strategy that fails is not barred",
         "lt_runtime/plans/decisions.py",
-        "            store.bar(key, entry, str(error))\n",
+        "            store.bar(problem_key(problem), entry, str(error))\n",
         "            pass\n",
         "tests/cpu/plans/test_decisions.py::test_a_measured_strategy_that_fails_is_barred",
+    ),
+    fault(
+        "a measured strategy that is none is not barred",
+        "lt_runtime/plans/decisions.py",
+        "            store.bar(key, entry, str(error))\n",
+        "            pass\n",
+        "tests/cpu/plans/test_decisions.py::test_values_that_are_no_strategy_are_barred",
     ),
     fault(
         "no other strategy is tried when one is refused",

@@ -9,6 +9,8 @@ from tests.mutants.fault import Fault, fault
 _ENTRIES: Final = "lt_runtime/store/entries.py"
 _DOCUMENT: Final = "lt_runtime/store/document.py"
 _STORE: Final = "lt_runtime/store/plan_store.py"
+_PRIVATE: Final = "lt_runtime/private.py"
+_KERNELS: Final = "lt_runtime/gpu/kernel_cache.py"
 _KEYS: Final = "lt_runtime/store/keys.py"
 _CACHE: Final = "lt_runtime/cli/cache.py"
 
@@ -350,5 +352,89 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "        return INTERRUPTED\n",
         "        return 0\n",
         "tests/cpu/ops/test_tuning_requests.py::test_interrupted_it_keeps_and_shows_what_is_decided",
+    ),
+    fault(
+        "files of other users are used",
+        _PRIVATE,
+        "if status.st_uid not in (0, os.geteuid()):",
+        "if False:",
+        "tests/cpu/gpu/test_kernel_cache.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
+    ),
+    fault(
+        "files that a group can write are used",
+        _PRIVATE,
+        "stat.S_IWGRP | stat.S_IWOTH",
+        "stat.S_IWOTH",
+        "tests/cpu/gpu/test_kernel_cache.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
+    ),
+    fault(
+        "the cache directory is not looked at",
+        _PRIVATE,
+        "for each in (directory.parent, directory):",
+        "for each in (directory,):",
+        "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
+    ),
+    fault(
+        "links in the cache are followed",
+        _PRIVATE,
+        "flags=os.O_NOFOLLOW",
+        "flags=0",
+        "tests/cpu/gpu/test_kernel_cache.py::test_a_symbolic_link_is_not_followed",
+    ),
+    fault(
+        "others may read the cache",
+        _PRIVATE,
+        "= 0o700",
+        "= 0o755",
+        "tests/cpu/gpu/test_kernel_cache.py::test_only_the_user_may_enter_or_read",
+    ),
+    fault(
+        "a kernel's digest is not compared",
+        _KERNELS,
+        "{hashlib.sha256(code).hexdigest()}",
+        "{'0' * 64}",
+        "tests/cpu/gpu/test_kernel_cache.py::test_a_damaged_kernel_is_compiled_anew_and_replaced",
+    ),
+    fault(
+        "a kernel's key is not compared",
+        _KERNELS,
+        "kernel\\n{key}\\n",
+        "kernel\\n{len(key):064}\\n",
+        "tests/cpu/gpu/test_kernel_cache.py::test_another_kernels_file_is_not_used",
+    ),
+    fault(
+        "half written kernels stay",
+        _KERNELS,
+        '        remove_abandoned(self._directory, ".*")\n',
+        "",
+        "tests/cpu/gpu/test_kernel_cache.py::test_what_killed_processes_left_goes_with_the_next_kernel",
+    ),
+    fault(
+        "whoever wrote the plans, they are used",
+        _STORE,
+        "Document.read(self.path, is_own=True)",
+        "Document.read(self.path)",
+        "tests/cpu/store/test_store_attacks.py::test_what_others_can_have_written_is_not_used_and_costs_one_warning",
+    ),
+    fault(
+        "merged algorithms keep their bytes",
+        _DOCUMENT,
+        'replace(entry, algorithm=b"") if isinstance',
+        "entry if isinstance",
+        "tests/cpu/store/test_store.py::test_a_file_from_an_equal_machine_is_merged",
+    ),
+    fault(
+        "a strategy of any problem is taken",
+        "lt_runtime/plans/decisions.py",
+        "if strategy not in strategies_of(problem):",
+        "if False:",
+        "tests/cpu/ops/test_first_use.py::test_a_strategy_that_the_problem_does_not_offer_is_as_unknown",
+    ),
+    fault(
+        "merged algorithms are not verified",
+        "lt_runtime/tuner/proof.py",
+        'return verify({"it": afresh(launch, bench)}, operands).get("it")',
+        "return None",
+        "tests/cpu/test_fake_gpu_trust.py::test_merged_algorithms_that_are_wrong_never_make_a_result",
     ),
 )

@@ -97,9 +97,10 @@ def test_a_measured_strategy_that_fails_is_barred(world: World) -> None:
     assert reason.startswith("refused: ")
 
 
-def test_values_that_are_no_strategy_are_barred(world: World) -> None:
-    world.entry = layer(strategy={"epilogue": "softmax", "saved": "nothing"})
-    with pytest.warns(UserWarning, match=r"plans.json has a damaged entry, which is not used \('softmax' is not"):
+@pytest.mark.parametrize("epilogue", ["softmax", "gelu_bias"])
+def test_values_that_are_no_strategy_are_barred(world: World, epilogue: str) -> None:
+    world.entry = layer(strategy={"epilogue": epilogue, "saved": "nothing"})
+    with pytest.warns(UserWarning, match=r"plans\.json has a damaged entry, which is not used"):
         assert chosen() == FUSED
     assert [entry for entry, _ in world.barred] == [world.entry]
 
