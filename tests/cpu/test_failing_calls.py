@@ -39,6 +39,12 @@ _OTHERWISE: Final = {
     "cuPointerGetAttribute": "an array that may not be page-locked is copied as ordinary memory is",
 }
 """Calls that may fail without a word, and what is done then."""
+_SEARCHES: Final = ("tune", "tuning", "a tuned layer")
+_IN_A_SEARCH: Final = {
+    "cublasLtMatmulAlgoInit": "a kind of algorithm that the library does not have is no candidate",
+    "cublasLtMatmulDescDestroy": "a candidate in whose making a call fails is left out",
+    "cublasLtMatrixLayoutDestroy": "a candidate in whose making a call fails is left out",
+}
 _NAMES: Final = {
     "cuDeviceGetCount": "usable GPU",
     "cuInit": "usable GPU",
@@ -91,21 +97,24 @@ def _attempt(gpu: FakeGpu, attempt: Attempt, number: int) -> tuple[Any, str]:
     return error, " ".join([str(error), *(str(each.message) for each in told)])
 
 
-def _fail(gpu: FakeGpu, attempt: Attempt, number: int, usual: Counter[str]) -> None:
+def _fail(gpu: FakeGpu, attempt: Attempt, number: int, usual: Counter[str], *, is_search: bool) -> None:
     """One call fails: somebody says so, nothing is half done, and the next calls do what they should."""
     before = [each.tobytes() for each in attempt.kept()]
+    otherwise = _OTHERWISE | (_IN_A_SEARCH if is_search else {})
     error, words = _attempt(gpu, attempt, number)
     failed = gpu.calls.failed
     assert failed is not None, f"there is no call {number}"
     assert not gpu.streams.captures, f"after {failed} a capture was left open"
     is_told = failed in words or _NAMES.get(failed, failed) in words
     if error is None:
-        assert is_told or failed in _OTHERWISE, f"{failed} failed, and nobody was told"
+        assert is_told or failed in otherwise, f"{failed} failed, and nobody was told"
         attempt.check()
     else:
         assert is_told, f"{failed} failed, and the error says: {words}"
         gpu.streams.synchronize_all()
         assert [each.tobytes() for each in attempt.kept()] == before, f"{failed} failed, and something is half done"
+    if is_search:  # another candidate may have won, whose plan has descriptors of its own: only growth is a leak
+        usual = _repeat(gpu, attempt, _CALLS_AFTER)
     leaked = _repeat(gpu, attempt, _CALLS_AFTER) - usual
     assert not leaked, f"{failed} failed, and is left open: {dict(leaked)}"
 
@@ -136,7 +145,7 @@ def _fail_in_turn(gpu: FakeGpu, directory: Path, name: str) -> int:
             shutil.rmtree(directory)
             shutil.copytree(kept, directory)
             try:
-                forked(lambda number=number: _fail(gpu, attempt, number, usual))
+                forked(lambda number=number: _fail(gpu, attempt, number, usual, is_search=name in _SEARCHES))
             except AssertionError as error:
                 failures.append(f"call {number} of {count}: {error}")
         assert not failures, "\n".join(failures)
