@@ -162,6 +162,7 @@ def test_overlap(out: tuple[Any, ...], other: tuple[Any, ...], shared: bool) -> 
 )
 def test_streams(monkeypatch: pytest.MonkeyPatch, stream: Any, handle: int) -> None:
     monkeypatch.setattr(streams, "call", lambda name, handle: {"cuStreamGetDevice": 0}[name])
+    monkeypatch.setattr(streams, "is_capturing", lambda _: False)
     monkeypatch.setattr(streams, "_placed", set())
     assert stream_handle(stream, 0) == handle
 

@@ -36,7 +36,20 @@ def start(
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), "OPENBLAS_NUM_THREADS": "1"}
     environment |= {CACHE_VARIABLE: str(cache), "PYTHONUNBUFFERED": ""} | variables
     command = [sys.executable, *options, "-m", "lt_runtime", *arguments]
-    return subprocess.Popen(command, cwd=cache, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=cache,
+        env=environment,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_heed_interrupts,
+    )
+
+
+def _heed_interrupts() -> None:
+    """What a shell starts in the background ignores interrupts, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
