@@ -24,6 +24,8 @@ class Candidate:
         largest_pitch: the largest leading dimension of an operand, in bytes.
         largest_span: the most elements from the first to the last of an operand.
         vector_alignment: the alignment of the bias or bias gradient, in bytes.
+        c_alignment, d_alignment: the alignment that every row of C and of D has, in bytes.
+        asked_alignment: MIN_ALIGNMENT_D_BYTES, which the algorithm is capable of.
         algo_id, splitk, stages: CONFIG_ID, SPLITK_NUM and STAGES_ID of the algorithm.
     """
 
@@ -36,6 +38,9 @@ class Candidate:
     largest_pitch: int
     largest_span: int
     vector_alignment: int
+    c_alignment: int
+    d_alignment: int
+    asked_alignment: int
     algo_id: int
     splitk: int
     stages: int
@@ -116,6 +121,11 @@ KNOWN_BAD: Final = (
         lambda c: (c.epilogue.has_bias or c.epilogue.has_bias_gradient) and c.vector_alignment < _ALIGNMENT,
         "a fault where the bias is not aligned to 16 bytes: the heuristic is not told of its alignment",
         "seen in one version; unchecked by the library before 13.2",
+    ),
+    KnownBad(
+        lambda c: c.d_alignment < min(c.c_alignment, c.asked_alignment),
+        "a misaligned address where D's rows are less aligned than C's, by which the library judges them",
+        "seen on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32; no version is known to be cured",
     ),
 )
 """The faults of single algorithms and epilogues. Faults that no choice of algorithm avoids are handled where they

@@ -16,7 +16,7 @@ from lt_runtime.gpu.memory import StreamMemory, workspace_size
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.tiling import is_whole_octets
 from lt_runtime.layout import Order
-from lt_runtime.problem import MatmulProblem, Spec
+from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.library_terms import column_major, library_epilogue, library_types
 from lt_runtime.products.plan import AlgorithmPlan
 
@@ -100,12 +100,19 @@ class MatmulPlan(AlgorithmPlan):
             raise PlanError(f"cuBLASLt is not asked for {problem}: {effect}")
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
-        """A candidate: the first that is lean. With an epilogue some launch three kernels: ours would be cheaper."""
+        """A candidate: the first that is lean. With an epilogue some launch three kernels: ours would be cheaper.
+
+        A plain product that fills the GPU once at most takes the first without a memset, which would take as long.
+        """
         self.candidates = tuple(self.query(self.workspace_size, self.reductions))
         if len(self.candidates) <= (rank or 0):
             raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")
-        if rank is not None or self.problem.epilogue is Epilogue.NONE:
-            return self.candidates[rank or 0]
+        if rank is not None:
+            return self.candidates[rank]
+        if self.problem.epilogue is Epilogue.NONE:
+            first = self.candidates[0]
+            fitting = self.candidates if 0.0 < first.waves_count <= 1.0 else ()
+            return next((each for each in fitting if {*self.nodes(each)} == {"KERNEL"}), first)
         for candidate in self.candidates:
             if self.launches_leanly(candidate):
                 return candidate
@@ -230,6 +237,9 @@ class MatmulPlan(AlgorithmPlan):
             largest_pitch=max(layout.leading_dimension * dtype.itemsize for layout, dtype in specs),
             largest_span=max(layout.extent for layout, _ in specs),
             vector_alignment=problem.vector,
+            c_alignment=_row_alignment(problem.c or problem.d, problem.d_dtype),
+            d_alignment=_row_alignment(problem.d, problem.d_dtype),
+            asked_alignment=algorithm.capability(cublaslt.AlgoCapAttribute.MIN_ALIGNMENT_D_BYTES),
             algo_id=algorithm.get(config.ID),
             splitk=algorithm.get(config.SPLITK_NUM),
             stages=algorithm.get(config.STAGES_ID),
@@ -284,6 +294,12 @@ class MatmulPlan(AlgorithmPlan):
                 unused = beta
             handle = cublaslt.handle(self.device)
             cublaslt.matrix_transform(handle, desc, beta, c, source, unused, 0, None, d, target, stream)
+
+
+def _row_alignment(spec: Spec, dtype: DType) -> int:
+    """The largest power of two that divides the address of every row or column that `spec` has in memory, in bytes."""
+    together = spec.alignment | (spec.layout.leading_dimension | spec.batch_stride) * dtype.itemsize
+    return together & -together
 
 
 def _zero(address: int, problem: MatmulProblem, stream: int) -> None:

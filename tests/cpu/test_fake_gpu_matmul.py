@@ -9,7 +9,7 @@ from lt_runtime.problem import DType
 from tests.support.fake_gpu import FakeGpu
 from tests.support.matmul_checks import Product, matmul_case
 from tests.support.placed import COLUMNS, ODD
-from tests.support.strategies import MatmulCase
+from tests.support.strategies import MatmulCase, Placement
 
 _CASES = {
     **{f"epilogue-{each.value}": matmul_case(epilogue=each) for each in Epilogue},
@@ -20,6 +20,10 @@ _CASES = {
     "beta 0": matmul_case(with_c=True, beta=0.0),
     "in place": matmul_case(with_c=True, alpha=2.0, beta=-0.5, in_place=True),
     "odd c": matmul_case(with_c=True, alpha=2.0, beta=-0.5, c=ODD),
+    "c better aligned than d": matmul_case(
+        with_c=True, beta=-0.5, d=Placement(False, 1, 0), epilogue=Epilogue.RELU_AUX_BIAS, device_scalars=True
+    ),
+    "plain, c better aligned than d": matmul_case(with_c=True, beta=-0.5, d=Placement(False, 1, 0)),
     "c across": matmul_case(with_c=True, alpha=2.0, beta=-0.5, c=COLUMNS),
     "c with gelu": matmul_case(with_c=True, alpha=0.75, beta=-0.5, epilogue=Epilogue.GELU_AUX_BIAS),
     "device scalars": matmul_case(with_c=True, alpha=2.0, beta=-0.5, device_scalars=True),

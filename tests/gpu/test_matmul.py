@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -15,11 +17,14 @@ from numpy.typing import NDArray
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
 from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.kernels.call import Call
-from lt_runtime.layout import Order, batch_of, packed
+from lt_runtime.layout import Layout, Order, batch_of, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.choose import configuration
 from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.tuner.candidates import deep_candidates, heuristic_candidates
 from tests.support.gpu_arrays import EPSILON, Guarded, assert_close, to_host
 from tests.support.strategies import MatmulCase, Placement, lattice, matmul_cases
 
@@ -225,6 +230,44 @@ def test_all_ones_give_exactly_k_with_every_candidate(k: int, dtype: str, comput
         plan = MatmulPlan(problem, 0, rank)
         plan.run(Call((a.data.ptr, b.data.ptr, 0, 0, 0, d.data.ptr), 0))
         assert (d == k).all(), f"candidate {rank}"
+
+
+@pytest.mark.parametrize("epilogue", Epilogue)
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_rows_of_d_less_aligned_than_those_of_c(epilogue: Epilogue, dtype: DType) -> None:
+    pitched = Placement(column_major=False, gap=1, offset=0)
+    scalars = {"alpha": 2.0, "beta": -0.5, "device_scalars": True}
+    case = _case(dtype=dtype, d_dtype=DType.FLOAT32, epilogue=epilogue, with_c=True, d=pitched, **scalars)
+    if epilogue.sums_operand:
+        case = dataclasses.replace(case, c=pitched)  # which the reference's sums ask for
+    _check(Product(case))
+
+
+@pytest.mark.parametrize("gap", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "compute", "d_dtype"),
+    [("float32", "tf32", "float32"), ("bfloat16", "float32", "float32"), ("float16", "float32", "float16")],
+)
+def test_rows_of_d_less_aligned_than_those_of_c_with_every_configuration(
+    dtype: str, compute: str, d_dtype: str, gap: int
+) -> None:
+    # One that stores vectors to D because C's rows would allow it ends the context with a misaligned address.
+    m, n, k, kind, result = 64, 128, 96, DType(dtype), DType(d_dtype)
+    a, b, c = cp.ones((m, k), kind.numpy), cp.ones((k, n), kind.numpy), cp.ones((m, n), result.numpy)
+    d = cp.empty((m, n + gap), result.numpy)[:, :n]
+    pitched = Spec(Layout(m, n, Order.ROW, n + gap))
+    flat = [Spec(packed(*array.shape)) for array in (a, b, c)]
+    problem = MatmulProblem(kind, result, Compute(compute), flat[0], flat[1], pitched, c=flat[2])
+    first, count = MatmulPlan(problem, 0), 0
+    for algorithm in deep_candidates(first, heuristic_candidates(first, first.workspace_size)):
+        with contextlib.suppress(PlanError):
+            plan = MatmulPlan(problem, 0, algorithm=algorithm.blob)
+            if plan.is_lean:
+                d.fill(cp.nan)
+                plan.run(Call((a.data.ptr, b.data.ptr, c.data.ptr, 0, 0, d.data.ptr), 0, (1.0, 2.0)))
+                assert (d == k + 2).all(), configuration(algorithm.blob)
+                count += 1
+    assert count >= 8
 
 
 @pytest.mark.parametrize("empty", ["m", "n", "k"])

@@ -254,6 +254,20 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/cublaslt/test_known_bad.py::test_vectors_below_16_bytes_alignment",
     ),
     fault(
+        "known_bad looks at C's rows alone",
+        _KNOWN_BAD,
+        "c.d_alignment < min(c.c_alignment, c.asked_alignment)",
+        "c.c_alignment < c.asked_alignment",
+        "tests/cpu/cublaslt/test_known_bad.py::test_rows_of_d_that_are_less_aligned_than_those_of_c",
+    ),
+    fault(
+        "the alignment of D's rows is that of its address",
+        "lt_runtime/products/matmul.py",
+        "together = spec.alignment | (spec.layout.leading_dimension | spec.batch_stride) * dtype.itemsize",
+        "together = spec.alignment",
+        "tests/cpu/test_fake_gpu_matmul.py::test_matmul[plain, c better aligned than d]",
+    ),
+    fault(
         "the library's inaccurate GELU is used",
         _KNOWN_BAD,
         "epilogue.has_gelu",

@@ -56,6 +56,7 @@ class FakeLibrary:
             AlgoCapAttribute.REDUCTION_SCHEME_MASK: struct.pack("I", 2),
             AlgoCapAttribute.CTA_SWIZZLING_SUPPORT: struct.pack("I", 1),
             AlgoCapAttribute.CUSTOM_OPTION_MAX: struct.pack("i", 1),
+            AlgoCapAttribute.MIN_ALIGNMENT_D_BYTES: struct.pack("I", 16),
         }
         stand_ins = {
             "cublasLtCreate": creates(0x7000),

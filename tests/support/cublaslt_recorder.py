@@ -93,7 +93,7 @@ def offers(count: int, *, workspace_size: int = 0, states: Mapping[int, int] | N
         for index in range(given):
             result = results[index]
             result.algo[0] = index
-            result.workspace_size, result.waves_count = workspace_size, 1.0
+            result.workspace_size, result.waves_count = workspace_size, 2.0
             result.state = (states or {}).get(index, 0)
         returned.value = given
         return 0

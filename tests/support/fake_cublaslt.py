@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.cublaslt import (
+    AlgoCapAttribute,
     BatchMode,
     ComputeType,
     DataType,
@@ -46,6 +47,9 @@ _WORKSPACE_ALIGNMENT: Final = 256
 _RELU_AUX_BITS: Final = 128
 _GELU_AUX_ELEMENTS: Final = 8
 ALGORITHM_IDS: Final = (21, 22, 23)
+_VECTORS: Final = 16
+"""Bytes of the vectors that the first algorithm stores. As the real one does, the library takes D's rows for as aligned
+as C's, and offers the algorithm where C's are aligned."""
 _SCRIBBLE: Final = 1 << 14
 
 _BIAS: Final = frozenset(
@@ -75,6 +79,11 @@ class Layout:
     @property
     def numpy(self) -> np.dtype[Any]:
         return TYPES[self.dtype]
+
+    def takes_vectors(self, address: int = 0) -> bool:
+        """Whether all rows, or columns, begin at whole vectors of 16 bytes, if the first one lies at an address."""
+        width = self.numpy.itemsize
+        return all(each % _VECTORS == 0 for each in (address, self.leading * width, self.stride * width))
 
     def at(self, memory: DeviceMemory, address: int, name: str) -> NDArray[Any]:
         """The batch (batch, rows, cols) at an address."""
@@ -160,7 +169,7 @@ class FakeCublasLt:
             "cublasLtMatmulAlgoGetHeuristic": self._heuristic,
             "cublasLtMatmulAlgoGetIds": self._list,
             "cublasLtMatmulAlgoInit": self._init,
-            "cublasLtMatmulAlgoCapGetAttribute": lambda *_: int(Status.NOT_SUPPORTED),
+            "cublasLtMatmulAlgoCapGetAttribute": self._capability,
             "cublasLtMatmulAlgoCheck": self._check,
             "cublasLtMatmul": self._matmul,
             "cublasLtMatrixTransform": self._transform,
@@ -254,9 +263,11 @@ class FakeCublasLt:
                 self._get("MatmulPreference", preference, each, 4) for each in (*mins, ids.MIN_ALIGNMENT_D_BYTES)
             ]
             needed = min(_WORKSPACE, most)
-            given = min(wanted, len(ALGORITHM_IDS))
-            for index in range(given):
-                blob = struct.pack("<I52xII", ALGORITHM_IDS[index], _pack_alignments(promised), _digest(desc, layouts))
+            takes_vectors = layouts[2].takes_vectors(min(promised[2:]))
+            offered = [each for each in ALGORITHM_IDS if takes_vectors or each != ALGORITHM_IDS[0]][:wanted]
+            given = len(offered)
+            for index, number in enumerate(offered):
+                blob = struct.pack("<I52xII", number, _pack_alignments(promised), _digest(desc, layouts))
                 ctypes.memmove(results + 96 * index, struct.pack("<64sQif16x", blob, needed, 0, 1.0), 96)
         ctypes.c_int.from_address(returned).value = given
         return 0 if given else int(Status.NOT_SUPPORTED)
@@ -281,10 +292,21 @@ class FakeCublasLt:
     def _check(self, *arguments: Any) -> int:
         _, operation, *layouts, algorithm, result = arguments
         desc, _, _ = self._describe(address_of(operation))
-        if not self.supports(desc, tuple(self.layout(address_of(layout)) for layout in layouts)):
-            return int(Status.NOT_SUPPORTED)
+        read = tuple(self.layout(address_of(layout)) for layout in layouts)
         blob = ctypes.string_at(address_of(algorithm), 64)
+        number = int.from_bytes(blob[:4], "little")
+        if not self.supports(desc, read) or (number == ALGORITHM_IDS[0] and not read[2].takes_vectors()):
+            return int(Status.NOT_SUPPORTED)
         ctypes.memmove(address_of(result), struct.pack("<64sQif16x", blob, _WORKSPACE, 0, 1.0), 96)
+        return 0
+
+    def _capability(self, *arguments: Any) -> int:
+        algorithm, attribute, buffer, size, written = arguments
+        if attribute != AlgoCapAttribute.MIN_ALIGNMENT_D_BYTES:
+            return int(Status.NOT_SUPPORTED)
+        number = ctypes.c_uint32.from_address(address_of(algorithm)).value
+        ctypes.memmove(address_of(buffer), struct.pack("<I", _VECTORS if number == ALGORITHM_IDS[0] else 1), size)
+        ctypes.c_size_t.from_address(address_of(written)).value = size
         return 0
 
     # Products
@@ -334,6 +356,8 @@ class FakeCublasLt:
         number, promised, digest = struct.unpack("<I52xII", call.algorithm)
         if number not in ALGORITHM_IDS:
             raise LibraryMisuseError(f"the algorithm has id {number}, which the library never gave")
+        if number == ALGORITHM_IDS[0] and not call.layouts[3].takes_vectors(call.d):
+            raise LibraryMisuseError(f"a misaligned address: the algorithm stores vectors to D at {call.d:#x}")
         if not digest:
             return  # made by hand
         if digest != _digest(call.desc, call.layouts):

@@ -109,7 +109,7 @@ def test_what_the_heuristic_offers(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder.install(monkeypatch, {"cublasLtMatmulAlgoGetHeuristic": query})
     offered = ask()
     assert [each.blob[0] for each in offered] == [0, 2, 3, 4]
-    assert {(each.workspace_size, each.waves_count) for each in offered} == {(256, 1.0)}
+    assert {(each.workspace_size, each.waves_count) for each in offered} == {(256, 2.0)}
     assert len(ask(1)) == 1
 
 

@@ -19,6 +19,9 @@ GOOD = Candidate(
     largest_pitch=4096,
     largest_span=1 << 20,
     vector_alignment=256,
+    c_alignment=256,
+    d_alignment=256,
+    asked_alignment=16,
     algo_id=66,
     splitk=1,
     stages=35,
@@ -140,6 +143,23 @@ def test_vectors_below_16_bytes_alignment(epilogue: Epilogue) -> None:
     assert "aligned" in str(is_known_bad(replace(GOOD, epilogue=epilogue, vector_alignment=8)))
     assert is_known_bad(replace(GOOD, epilogue=epilogue, vector_alignment=16)) is None
     assert is_known_bad(replace(GOOD, vector_alignment=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "hit"),
+    [
+        ({"d_alignment": 4}, True),
+        ({"d_alignment": 8, "c_alignment": 16}, True),
+        ({"d_alignment": 16, "c_alignment": 256}, False),
+        ({"d_alignment": 4, "c_alignment": 4}, False),  # judged by C's rows, which are no better
+        ({"d_alignment": 4, "asked_alignment": 4}, False),
+        ({"d_alignment": 2, "asked_alignment": 4}, True),
+    ],
+)
+def test_rows_of_d_that_are_less_aligned_than_those_of_c(changes: dict[str, Any], hit: bool) -> None:
+    effect = is_known_bad(replace(GOOD, **changes))
+    assert (effect is not None) == hit
+    assert effect is None or "misaligned address" in effect
 
 
 @pytest.mark.parametrize("epilogue", Epilogue)
