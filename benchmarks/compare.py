@@ -6,20 +6,22 @@ median over processes of their medians, and a ratio is the new time by the old o
 
 Each checkout has a cache of its own. A first process, which does not count, fills it: it compiles and tunes. Everything
 is kept under --work, so that the same command goes on where an earlier one ended: give --minutes, and run it again.
+With --gpus both processes of a pair run on the same one, and pairs run side by side; figures of the host want one GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
 from benchmarks import report
@@ -52,11 +54,9 @@ class Process(NamedTuple):
         return f"{self.suite}-{self.number}-{self.side}"
 
 
-def processes(suites: Sequence[str], count: int) -> Iterator[Process]:
-    """All processes in the order in which they run; every other pair begins with the new checkout."""
-    for suite, number in itertools.product(suites, range(count + 1)):
-        for side in _SIDES[:: -1 if number % 2 else 1]:
-            yield Process(suite, number, side)
+def pair(suite: str, number: int) -> list[Process]:
+    """Two processes in the order in which they run; every other pair begins with the new checkout."""
+    return [Process(suite, number, side) for side in _SIDES[:: -1 if number % 2 else 1]]
 
 
 class Comparison:
@@ -94,12 +94,13 @@ class Comparison:
         sides = {side: [str(folder), report.commit(folder)] for side, folder in self.checkouts.items()}
         return sides | {"only": self._only, "rounds": self._rounds}
 
-    def environment(self, side: str) -> dict[str, str]:
-        """The variables of a process."""
+    def environment(self, side: str, gpu: str | None = None) -> dict[str, str]:
+        """The variables of a process; `gpu` is the one that it sees, None for all that this process does."""
         # What the command was given comes last: other packages may be found there, another lt_runtime may not.
         given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         path = os.pathsep.join((str(self._code), str(self.checkouts[side]), *filter(None, given)))
-        return os.environ | {"PYTHONPATH": path, CACHE_VARIABLE: str(self.work / f"cache-{side}")}
+        seen = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        return os.environ | seen | {"PYTHONPATH": path, CACHE_VARIABLE: str(self.work / f"cache-{side}")}
 
     def command(self, process: Process) -> list[str]:
         """What a process runs."""
@@ -112,8 +113,8 @@ class Comparison:
         """Whether an earlier command has run a process to its end."""
         return (self.work / process.name / "done").exists()
 
-    def run(self, process: Process) -> None:
-        """Runs a process to its end.
+    def run(self, process: Process, gpu: str | None = None) -> None:
+        """Runs a process to its end; see `environment`.
 
         Raises:
             SystemExit: it failed, or measured nothing.
@@ -125,7 +126,7 @@ class Comparison:
             done = subprocess.run(
                 command,
                 cwd=self._code,
-                env=self.environment(process.side),
+                env=self.environment(process.side, gpu),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 check=False,
@@ -220,6 +221,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", metavar="PATTERN", help="cases in whose name this regular expression is found")
     told = "rows whose case and contender have this pattern are shown, but go into no mean; can be repeated"
     made.add_argument("--leave-out", action="append", default=[], metavar="PATTERN", help=told)
+    made.add_argument("--gpus", nargs="+", default=[None], metavar="N", help="ordinals; default: the first visible one")
     made.add_argument(
         "--minutes", type=float, default=float("inf"), metavar="N", help="begin no process after this time"
     )
@@ -235,23 +237,42 @@ def main(argv: Sequence[str]) -> None:
     checkouts = {side: getattr(options, side).resolve() for side in _SIDES}
     comparison = Comparison(checkouts, options.work.resolve(), options.only, options.rounds)
     comparison.prepare()
-    start = time.monotonic()
-    for process in processes(options.suites, options.processes):
-        if time.monotonic() - start > 60 * options.minutes:
-            print("time is up; the same command goes on from here")
-            break
-        if not comparison.is_done(process):
-            comparison.run(process)
-            print(f"{time.monotonic() - start:.0f} s: {process.name} is done", flush=True)
+    end = time.monotonic() + 60 * options.minutes
+    for suite in options.suites:
+        pairs = [pair(suite, number) for number in range(options.processes + 1)]
+        _run(comparison, [[each] for each in pairs[0]], options.gpus, end)
+        _run(comparison, pairs[1:], options.gpus, end)
+    if time.monotonic() >= end:
+        print("time is up; the same command goes on from here")
     _report(comparison, options)
+
+
+def _run(comparison: Comparison, together: Sequence[Sequence[Process]], gpus: Sequence[str | None], end: float) -> None:
+    """Runs what is not done yet on the GPUs, one after another what belongs together, and begins none after the end."""
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for each in gpus:
+        free.put(each)
+
+    def run(belonging: Sequence[Process]) -> None:
+        gpu = free.get()
+        try:
+            for process in belonging:
+                if time.monotonic() < end and not comparison.is_done(process):
+                    comparison.run(process, gpu)
+                    print(f"{process.name} is done", flush=True)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        for _ in pool.map(run, together):  # raises what the processes raised
+            pass
 
 
 def _report(comparison: Comparison, options: argparse.Namespace) -> None:
     console, rows, found = report.console(), list[dict[str, Any]](), list[Finding]()
     for suite in options.suites:
-        done = [each for each in processes([suite], options.processes) if each.number and comparison.is_done(each)]
-        numbers = {each.number for each in done}
-        pairs = [n for n in sorted(numbers) if {Process(suite, n, side) for side in _SIDES} <= set(done)]
+        numbers = range(1, options.processes + 1)
+        pairs = [number for number in numbers if all(map(comparison.is_done, pair(suite, number)))]
         old, new = ([comparison.times(Process(suite, n, side)) for n in pairs] for side in _SIDES)
         of_suite = compared(suite, old, new)
         rows += of_suite

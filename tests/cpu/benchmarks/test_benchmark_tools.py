@@ -12,15 +12,9 @@ import pytest
 
 from benchmarks import readme
 from benchmarks.__main__ import main
-from benchmarks.compare import Comparison, Process, compared, findings, lacking, processes
+from benchmarks.compare import Comparison, Process, compared, findings, lacking
 
 ROOT = Path(__file__).parents[3]
-
-
-def test_processes_of_both_checkouts_take_turns() -> None:
-    made = [each.name for each in processes(["host", "steps"], 2)]
-    assert made[:6] == ["host-0-old", "host-0-new", "host-1-new", "host-1-old", "host-2-old", "host-2-new"]
-    assert [name.replace("steps", "host") for name in made[6:]] == made[:6]
 
 
 OLD = [{("a", "lt"): us, ("b", "lt"): 10.0, ("c", "lt"): 1.0} for us in (1.0, 2.0, 9.0)]
@@ -119,8 +113,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of processes that were run; each leaves a result of its own."""
     names: list[str] = []
 
-    def run(comparison: Comparison, process: Process) -> None:
-        names.append(process.name)
+    def run(comparison: Comparison, process: Process, gpu: str | None) -> None:
+        names.append(process.name if gpu is None else f"{process.name} on {gpu}")
         us = {"old": 10.0, "new": 9.0}[process.side] + process.number
         folder = comparison.work / process.name
         folder.mkdir(parents=True)
@@ -140,7 +134,8 @@ def asked(tmp_path: Path, *options: str) -> list[str]:
 
 def test_a_comparison(tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(asked(tmp_path))
-    assert len(ran) == 8
+    turns = ["0-old", "0-new", "1-new", "1-old", "2-old", "2-new", "3-new", "3-old"]
+    assert ran == [f"steps-{each}" for each in turns]
     written = json.loads((tmp_path / "work" / "compare.json").read_text())
     (row,) = written["rows"]
     assert (row["suite"], row["contender"], row["ratio"]) == ("steps", "lt", pytest.approx(11 / 12, abs=1e-4))
@@ -148,6 +143,18 @@ def test_a_comparison(tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixt
     assert "3 of 3 pairs of processes, 1 rows" in capsys.readouterr().out
     main(asked(tmp_path))
     assert len(ran) == 8, "what is done is not run again"
+
+
+PAIRS = ("steps-1", "steps-2", "steps-3")
+
+
+def test_pairs_are_spread_over_gpus(tmp_path: Path, ran: list[str]) -> None:
+    main(asked(tmp_path, "--gpus", "2", "5"))
+    names, gpus = zip(*(name.split(" on ") for name in ran), strict=True)
+    assert {*names[:2]} == {"steps-0-old", "steps-0-new"}, "both caches are filled before a pair runs"
+    pairs = {each: {gpu for name, gpu in zip(names, gpus, strict=True) if name.startswith(each)} for each in PAIRS}
+    assert all(len(each) == 1 and each <= {"2", "5"} for each in pairs.values()), "a pair is of one GPU"
+    assert len(ran) == 8
 
 
 def test_a_comparison_goes_on_where_one_ended(
