@@ -23,9 +23,12 @@ from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.records import Json, from_json, to_json
 
-LARGEST: Final = 16 << 20
-"""Bytes of a file; an entry has about 1,000, or 20,000 after a deep search."""
+LARGEST: Final = 8 << 20
+"""Bytes of a file, which take less than a second to read whatever they are; an entry has about 1,000, or 20,000 after a
+deep search."""
 MOST_ENTRIES: Final = 50_000
+MOST_BRACKETS: Final = LARGEST // 64
+"""Opening ones, of lists and objects; in entries there is one in 180 bytes. Empty lists take Python longest."""
 _NEWEST_SCHEMA: Final = 1_000_000
 _HALF_A_CHARACTER: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _PARTS: Final = {"schema", "fingerprint", "entries"}
@@ -84,6 +87,8 @@ class Document:
             UnusableError: "damaged" or "schema-K".
         """
         try:
+            if _brackets(content) > MOST_BRACKETS:
+                raise ValueError(f"it has more than {MOST_BRACKETS} brackets")
             data = json.loads(content, object_pairs_hook=_without_twins)
             if _HALF_A_CHARACTER.search(content):
                 json.dumps(data, ensure_ascii=False).encode()  # fails unless the other half is there
@@ -180,9 +185,14 @@ class Document:
         parts = {"schema": SCHEMA, "fingerprint": to_json(self.fingerprint), "entries": self.raw}
         lines = [f'"{name}": {_render(part, 1)}' for name, part in parts.items()]
         content = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-        if len(content) > LARGEST or len(self.raw) > MOST_ENTRIES:
-            raise OSError(errno.EFBIG, f"more than {LARGEST} bytes or {MOST_ENTRIES} entries")
+        if len(content) > LARGEST or len(self.raw) > MOST_ENTRIES or _brackets(content) > MOST_BRACKETS:
+            raise OSError(errno.EFBIG, f"more than {LARGEST} bytes, {MOST_ENTRIES} entries or {MOST_BRACKETS} brackets")
         return content
+
+
+def _brackets(content: bytes) -> int:
+    """The number of opening ones, also of those in texts."""
+    return content.count(b"[") + content.count(b"{")
 
 
 def _better(key: str, ours: Json, theirs: Json) -> Json:
