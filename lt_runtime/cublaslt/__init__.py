@@ -77,7 +77,7 @@ All functions of the headers of 13.0 to 13.10:
 # isort: off
 from typing import TYPE_CHECKING, Any
 
-from lt_runtime.cublaslt.algorithms import Algorithm, algo_check, algo_get_ids, algo_init, get_heuristics
+from lt_runtime.cublaslt.algorithms import Algorithm, algo_check, algo_get_ids, algo_init, get_heuristics, is_refusal
 from lt_runtime.cublaslt.attributes import (
     AlgoCapAttribute, AlgoConfigAttribute, EmulationDescAttribute, MatmulDescAttribute, MatrixLayoutAttribute,
     MatrixTransformDescAttribute, PreferenceAttribute,
@@ -116,9 +116,9 @@ __all__ = [
     "NumericalImplFlags", "Operation", "Order", "PointerMode", "PointerModeMask", "PreferenceAttribute",
     "PreparedMatmul", "ReductionScheme", "Status", "algo_check", "algo_get_ids", "algo_init", "get_cudart_version",
     "get_heuristics", "get_status_name", "get_status_string", "get_version", "handle", "heuristics_cache_get_capacity",
-    "heuristics_cache_set_capacity", "is_inaccurate", "is_known_bad", "library_path", "logger_force_disable",
-    "logger_open_file", "logger_set_callback", "logger_set_level", "logger_set_mask", "matmul", "matrix_transform",
-    "validate",
+    "heuristics_cache_set_capacity", "is_inaccurate", "is_known_bad", "is_refusal", "library_path",
+    "logger_force_disable", "logger_open_file", "logger_set_callback", "logger_set_level", "logger_set_mask", "matmul",
+    "matrix_transform", "validate",
 ]
 # fmt: on
 

@@ -14,7 +14,7 @@ from lt_runtime.cublaslt.descriptors import MatmulDesc, MatmulPreference, Matrix
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Status
 from lt_runtime.cublaslt.handles import Handle, pointer
 from lt_runtime.cublaslt.validation import validate
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, CublasLtError
 
 _CAP, _CONFIG = "cublasLtMatmulAlgoCapGetAttribute", "cublasLtMatmulAlgoConfig"
 Types = tuple[ComputeType, DataType, DataType, DataType, DataType, DataType]
@@ -177,7 +177,7 @@ def algo_check(
     An algorithm that passes may still fail at the launch.
 
     Raises:
-        CublasLtError: it does not support the product: INVALID_VALUE, NOT_SUPPORTED or ARCH_MISMATCH.
+        CublasLtError: it does not support the product, see `is_refusal`; or the call failed.
     """
     validate(desc, a, b, c, d)
     result = _HeuristicResult()
@@ -186,6 +186,11 @@ def algo_check(
     if result.state:
         raise library.failure(name, result.state)
     return replace(algorithm, workspace_size=result.workspace_size, waves_count=result.waves_count)
+
+
+def is_refusal(error: CublasLtError) -> bool:
+    """Whether the library says of an algorithm that it is not for the product: the next call would say so again."""
+    return error.status in (Status.INVALID_VALUE, Status.NOT_SUPPORTED, Status.ARCH_MISMATCH)
 
 
 def algo_get_ids(handle: Handle | int, types: Types, count: int = 1024) -> list[int]:

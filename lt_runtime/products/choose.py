@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import LtError, PlanError
+from lt_runtime.errors import CublasLtError, LtError, PlanError
 from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.library_terms import library_types
@@ -92,6 +92,7 @@ def rebuilt(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> A
 
     Raises:
         PlanError: see `plan_by`; or no algorithm has such a configuration.
+        CublasLtError: the library failed, which says nothing of the algorithm.
     """
     if not config:
         return plan_by(problem, device, NARROW.blob)
@@ -103,5 +104,7 @@ def rebuilt(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> A
             if algorithm.get(attribute) != values[attribute.name]:
                 algorithm = algorithm.set(attribute, values[attribute.name])
     except (KeyError, LtError) as error:
+        if isinstance(error, CublasLtError) and not cublaslt.is_refusal(error):
+            raise
         raise PlanError(f"no algorithm has the configuration {dict(config)} ({error})") from error
     return plan_by(problem, device, b"".join(marks) + algorithm.blob)

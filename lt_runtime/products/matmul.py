@@ -206,10 +206,13 @@ class MatmulPlan(AlgorithmPlan):
         Raises:
             PlanError: the library refuses it, it is known to be wrong, it needs too much workspace, or it sums the
                 parts of a split K in a way that is not allowed.
+            CublasLtError: the library failed, which says nothing of the algorithm.
         """
         try:
             checked = cublaslt.algo_check(self.handle, self._desc, *self._operands, algorithm)
         except CublasLtError as error:
+            if not cublaslt.is_refusal(error):
+                raise
             raise PlanError(f"cuBLASLt refuses the algorithm for {self.problem}: {error}") from error
         facts, most = self._facts(checked), self.workspace_size
         effect = cublaslt.is_known_bad(facts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_runtime.errors import CublasLtError, PlanError
+from lt_runtime.errors import PlanError
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.choose import configuration, rebuilt
 from lt_runtime.products.plan import AlgorithmPlan
@@ -21,6 +21,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
     It is barred if there is no such algorithm, or if that does not compute what it should.
 
     Raises:
+        CublasLtError: the library failed, which says nothing of the algorithm.
         MissingLibraryError: CuPy is not installed.
         CaptureError: a stream is being captured that this would disturb.
         MemoryError: the GPU has not enough memory for the operands and for the reference in FP64.
@@ -28,7 +29,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
     try:
         plan = rebuilt(problem, device, entry.config)
         fault = _fault(plan, device)
-    except (CublasLtError, PlanError) as error:
+    except PlanError as error:
         fault = str(error)
     if fault is not None:
         return replace(entry, barred=fault)

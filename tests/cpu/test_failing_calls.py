@@ -33,7 +33,6 @@ _CALLS_AFTER: Final = 4  # until a call that repeats is bound, and launched as a
 _OTHERWISE: Final = {
     "cuCtxGetDevice": "the device's own context is made current",
     "cublasLtMatmul": "an algorithm that cannot be launched when a plan is made is not taken",
-    "cublasLtMatmulAlgoCheck": "a measured algorithm that the library refuses is barred; the heuristic's is taken",
     "cuEventRecord": "the host waits where a later training step could not wait for an event",
     "cuGraphDestroy": "a graph that has been captured or instantiated is of no use any more",
     "cuPointerGetAttribute": "an array that may not be page-locked is copied as ordinary memory is",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from lt_runtime.cublaslt import Status
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.store.document import Document
 from lt_runtime.store.entries import (
@@ -250,6 +251,56 @@ def test_our_own_kernel_is_verified_as_well(
     reasons = {str(entry.barred) for entry in products_of(gpu).values() if entry.barred}
     assert all(reason.startswith("the kernel for narrow products does not take") for reason in reasons)
     assert reasons
+
+
+@contextlib.contextmanager
+def refusing(name: str, status: Status) -> Iterator[None]:
+    """Meanwhile a call of cuBLASLt returns a status."""
+    library = importlib.import_module("lt_runtime.cublaslt.library")
+    call = library.call
+
+    def refuse(function: str, *arguments: Any) -> None:
+        if function == name:
+            raise library.failure(function, status)
+        call(function, *arguments)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(library, "call", refuse)
+        yield
+
+
+REFUSALS = (Status.INVALID_VALUE, Status.NOT_SUPPORTED, Status.ARCH_MISMATCH)
+FAILURES = (Status.NOT_INITIALIZED, Status.ALLOC_FAILED, Status.EXECUTION_FAILED, Status.INTERNAL_ERROR)
+
+
+@pytest.mark.parametrize("status", [*REFUSALS, *FAILURES])
+def test_only_a_refusal_bars_a_measured_algorithm(gpu: FakeGpu, measured: Document, status: Status) -> None:
+    plant(gpu, measured)
+    before = products_of(gpu)
+    with refusing("cublasLtMatmulAlgoCheck", status):
+        if status in REFUSALS:
+            Product(gpu, PLAIN, gpu.stream).check()
+        else:
+            with pytest.raises(gpu.lt.errors.CublasLtError, match=f"cublasLtMatmulAlgoCheck .*_{status.name} "):
+                Product(gpu, PLAIN, gpu.stream).check()
+    assert (products_of(gpu) == before) is (status in FAILURES)
+    check_both(gpu)
+
+
+@pytest.mark.parametrize("name", ["cublasLtMatmulAlgoInit", "cublasLtMatmulAlgoCheck"])
+@pytest.mark.parametrize("status", [*REFUSALS, *FAILURES])
+def test_only_a_refusal_bars_a_merged_algorithm(
+    gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, status: Status
+) -> None:
+    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(refusing(name, status))
+        if status in FAILURES:
+            stack.enter_context(pytest.warns(UserWarning, match=f"could not be verified .*{name} .*_{status.name} "))
+        Product(gpu, PLAIN, gpu.stream).check()
+    assert any(entry.barred for entry in products_of(gpu).values()) is (status in REFUSALS)
+    assert ids(gpu.library.calls) == {FIRST}
+    check_both(gpu)
 
 
 def test_while_a_stream_is_captured_nothing_is_verified_and_nothing_unverified_is_used(

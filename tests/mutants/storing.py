@@ -431,6 +431,27 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/ops/test_first_use.py::test_a_strategy_that_the_problem_does_not_offer_is_as_unknown",
     ),
     fault(
+        "a failure of the library bars an algorithm",
+        "lt_runtime/cublaslt/algorithms.py",
+        "return error.status in (Status.INVALID_VALUE, Status.NOT_SUPPORTED, Status.ARCH_MISMATCH)",
+        "return error.status != Status.SUCCESS",
+        "tests/cpu/test_fake_gpu_trust.py::test_only_a_refusal_bars_a_measured_algorithm",
+    ),
+    fault(
+        "a failure of the library bars a merged algorithm",
+        "lt_runtime/products/choose.py",
+        "        if isinstance(error, CublasLtError) and not cublaslt.is_refusal(error):\n            raise\n",
+        "",
+        "tests/cpu/test_fake_gpu_trust.py::test_only_a_refusal_bars_a_merged_algorithm",
+    ),
+    fault(
+        "files of any number of brackets are parsed",
+        _DOCUMENT,
+        "            if _brackets(content) > MOST_BRACKETS:\n",
+        "            if False:\n",
+        "tests/cpu/store/test_store_attacks.py::test_a_bad_file_is_set_aside_at_once",
+    ),
+    fault(
         "merged algorithms are not verified",
         "lt_runtime/tuner/proof.py",
         'return verify({"it": afresh(launch, bench)}, operands).get("it")',
