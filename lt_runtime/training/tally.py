@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -29,6 +30,9 @@ class Totals(NamedTuple):
     correct: int
 
 
+_NOTHING: Final = Totals(0, 0.0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """What a batch was classified by.
@@ -47,7 +51,7 @@ class HostTally:
 
     def __init__(self) -> None:
         self.mean = np.zeros((), np.float32)
-        self._totals = Totals(0, 0.0, 0, 0)
+        self._totals = _NOTHING
 
     def add(self, loss: Any, scores: Scores | None, weight: float, *, first: bool, stream: Any) -> None:
         """Adds a part of a step.
@@ -67,7 +71,7 @@ class HostTally:
 
     def read(self, stream: Any) -> Totals:
         """The sums, which begin anew; waits for the stream."""
-        totals, self._totals = self._totals, Totals(0, 0.0, 0, 0)
+        totals, self._totals = self._totals, _NOTHING
         return totals
 
 
@@ -82,7 +86,7 @@ class GpuTally:
     """Does the same as `HostTally` on one GPU; everything that it needs is allocated here."""
 
     def __init__(self, device: int, stream: int) -> None:
-        self._device = device
+        self._device, self._unread = device, _NOTHING
         with activated(device):
             self.mean = CUPY.empty((), np.dtype(np.float32), device, stream)
             self._state = CUPY.empty((_STATE.itemsize,), np.dtype(np.uint8), device, stream)
@@ -103,13 +107,20 @@ class GpuTally:
             tally.run(*addresses, weight=weight, first=first, stream=handle)
 
     def read(self, stream: Any) -> Totals:
-        """See `HostTally.read`."""
-        host = np.zeros(1, _STATE)
+        """See `HostTally.read`. Whatever fails, the next call returns what this one did not."""
         with activated(self._device):
             handle = stream_handle(stream, self._device)
-            call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, handle)
+            read = self._copied(handle)
             self._clear(handle)
-            call("cuStreamSynchronize", handle)
+            self._unread = Totals._make(map(operator.add, self._unread, read))
+            call("cuStreamSynchronize", handle)  # the next step may come on another stream
+        totals, self._unread = self._unread, _NOTHING
+        return totals
+
+    def _copied(self, stream: int) -> Totals:
+        host = np.zeros(1, _STATE)
+        call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, stream)
+        call("cuStreamSynchronize", stream)
         (state,) = host
         loss = float(state["loss"]) - float(state["rest"])
         return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))

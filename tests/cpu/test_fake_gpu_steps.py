@@ -48,6 +48,18 @@ def test_streams_may_change_between_steps(gpu: FakeGpu, graph: bool) -> None:
     assert len(set(map(tuple, _values(gpu, step, other)))) == 1
 
 
+def test_metrics_begin_anew_when_they_are_read(gpu: FakeGpu) -> None:
+    step = _step(gpu)
+    for steps in (2, 0, 1):
+        for seed in range(steps):
+            step(*_batch(gpu, seed), stream=gpu.stream)
+        assert step.metrics(stream=gpu.stream).steps == steps
+    step(*_batch(gpu, 0), stream=gpu.stream)
+    step.metrics(stream=gpu.stream)
+    step(*_batch(gpu, 0), stream=gpu.other_stream)  # which waits for nothing else
+    assert step.metrics(stream=gpu.other_stream).steps == 1
+
+
 def test_two_steps_take_turns_with_their_memory(gpu: FakeGpu) -> None:
     together, alone = ([_step(gpu), _step(gpu)] for _ in range(2))
     for i in range(_STEPS):

@@ -50,6 +50,14 @@ def test_micro_batches_have_masks_of_their_own() -> None:
     assert (step.model.forward(x, 1)[1][1].x != 0).tolist() == hidden[0].tolist()
 
 
+def test_a_step_draws_a_mask_for_each_micro_batch() -> None:
+    step, (x, labels) = step_of(dropout=0.5, accumulate=2, batch_size=2 * ROWS), batch(0)
+    outputs = [step.model.forward(x, step.optimizer.steps.copy(), micro_batch=i)[0] for i in range(2)]
+    expected = [float(lt.cross_entropy(each, labels)[0]) for each in outputs]
+    assert expected[0] != expected[1]
+    assert float(step(np.concatenate((x, x)), np.concatenate((labels, labels)))) == pytest.approx(np.mean(expected))
+
+
 def test_the_scaler_scales_the_gradient_and_moves() -> None:
     plain, scaled = step_of("float16"), step_of("float16", scaler=lt.GradScaler(2.0**60, growth_interval=2))
     assert float(plain(*batch(0, dtype="float16"))) == float(scaled(*batch(0, dtype="float16")))

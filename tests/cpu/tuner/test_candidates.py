@@ -153,6 +153,14 @@ def test_deep_candidates_are_configurations_of_all_ids(library: FakeLibrary) -> 
     assert varied == {each.name for each in AlgoConfigAttribute}
 
 
+def test_no_configuration_comes_twice(library: FakeLibrary) -> None:
+    library.offered, library.ids = {(WORKSPACE, BOTH): [1]}, [1, 2]
+    library.capabilities[AlgoCapAttribute.STAGES_IDS] = struct.pack("3I", 35, 36, 35)
+    configurations = [configuration(each.blob) for each in deep(library)]
+    assert len(configurations) > 10
+    assert all(configurations.count(each) == 1 for each in configurations)
+
+
 def test_deep_candidates_respect_what_an_algorithm_can_do(library: FakeLibrary) -> None:
     library.offered, library.ids = {(WORKSPACE, BOTH): [1]}, [1]
     library.capabilities[AlgoCapAttribute.SPLITK_SUPPORT] = struct.pack("i", 0)

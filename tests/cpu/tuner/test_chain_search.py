@@ -9,12 +9,13 @@ import pytest
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies
 from lt_runtime.problem import Activation, Compute, DType
+from lt_runtime.store.entries import Alternative
 from lt_runtime.store.keys import problem_key
 from lt_runtime.tuner.chain import Chain
 from lt_runtime.tuner.layer_search import plan_name
-from lt_runtime.tuner.report import Tuned, describe
+from lt_runtime.tuner.report import Tuned, describe, strategy_in_words
 from lt_runtime.tuner.search import tune_chains
-from tests.support.chain_problems import backward_of
+from tests.support.chain_problems import backward_of, forward_of
 from tests.support.layer_gpu import BY_HEURISTIC, LayerGpu
 
 
@@ -37,6 +38,13 @@ def decided_beside(gpu: LayerGpu) -> bool:
     assert entry is not None
     assert entry.in_chain
     return entry.strategy["beside"] is True
+
+
+def alternatives(gpu: LayerGpu, chain: Chain) -> tuple[Alternative, ...]:
+    """To what the chain's first layer is decided to do forward."""
+    entry = gpu.store.layer(problem_key(forward_of(chain)))
+    assert entry is not None
+    return entry.alternatives
 
 
 def tune(chain: Chain = TANH) -> list[Tuned]:
@@ -94,6 +102,14 @@ def test_what_computes_something_else_is_not_taken(gpu: LayerGpu) -> None:
     gpu.chain_us, gpu.wrong = {BESIDE: 1.0}, {BESIDE}
     tune()
     assert not decided_beside(gpu)
+
+
+def test_forward_keeps_what_backward_was_decided_for(gpu: LayerGpu) -> None:
+    chain, masked = chain_of("relu"), "relu_aux_bias, keeps mask"
+    gpu.us, gpu.chain_us = {masked: 10.5}, {masked: 1.0}
+    tuned = whole(tune(chain))
+    assert masked in [strategy_in_words(each.strategy) for each in alternatives(gpu, chain)]
+    assert tuned.strategy == "as a chain: as decided"
 
 
 def test_an_algorithm_that_is_faster_by_itself_gives_way_to_the_heuristics(gpu: LayerGpu) -> None:

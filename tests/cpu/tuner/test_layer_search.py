@@ -132,6 +132,14 @@ def test_a_slow_split_stays_in_where_our_kernel_takes_a_product(gpu: LayerGpu) -
     assert "db by epilogue" in tune().strategy
 
 
+def test_what_runs_untuned_is_tuned_however_slow_it_is(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_search, "takes", lambda _: False)
+    gpu.us, gpu.tuned_us = {FUSED: 50.0}, {FUSED: 5.0}
+    tuned = tune()
+    assert tuned.strategy.startswith("relu_bias")
+    assert (tuned.before_us, tuned.after_us) == (60.0, 15.0)
+
+
 def test_a_challenger_within_the_noise_does_not_replace_the_priors_choice(gpu: LayerGpu) -> None:
     gpu.us = {PLAIN: 9.95}
     tune()
