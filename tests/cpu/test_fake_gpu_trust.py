@@ -253,6 +253,22 @@ def test_our_own_kernel_is_verified_as_well(
     assert reasons
 
 
+def test_a_merged_algorithm_must_be_lean(
+    gpu: FakeGpu,
+    measured: Document,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
+    plans = importlib.import_module("lt_runtime.products.matmul").MatmulPlan
+    monkeypatch.setattr(plans, "nodes", lambda *_: ["KERNEL"] * 3)
+    check_both(gpu)
+    reasons = {entry.barred for entry in products_of(gpu).values() if entry.barred}
+    assert reasons == {"cannot be launched as at most two kernels and nothing else"}
+    assert ids(gpu.library.calls) == {FIRST}
+
+
 @contextlib.contextmanager
 def refusing(name: str, status: Status) -> Iterator[None]:
     """Meanwhile a call of cuBLASLt returns a status."""

@@ -67,12 +67,41 @@ def test_every_directory_that_is_made_is_the_users_alone(tmp_path: Path) -> None
         read_private(path, 6)
 
 
+def test_a_file_that_is_exchanged_while_it_is_opened_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, theirs = tmp_path / "file", tmp_path / "theirs"
+    replace_private(path, b"content")
+    theirs.write_bytes(b"theirs")
+    theirs.chmod(0o666)
+    opened, real = list[str](), os.open
+
+    def open_theirs(name: Path, *arguments: int) -> int:
+        opened.append(str(name))
+        return real(theirs, *arguments)
+
+    monkeypatch.setattr(os, "open", open_theirs)
+    with pytest.raises(UntrustedError, match="can be written by other users"):
+        read_private(path, 100)
+    assert opened == [str(path)]
+
+
 def test_a_file_that_others_could_write_is_replaced_by_one_that_they_cannot(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     path.chmod(0o666)
     replace_private(path, b"content")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_nothing_is_written_where_others_can_write(tmp_path: Path, place: int) -> None:
+    directory = tmp_path / "cache" / "plans"
+    make_private_directory(directory)
+    (directory, directory.parent)[place].chmod(0o770)
+    with pytest.raises(UntrustedError, match="can be written by other users"):
+        replace_private(directory / "file", b"content")
+    assert not [*directory.iterdir()]
 
 
 def test_what_is_a_file_cannot_be_a_directory(tmp_path: Path) -> None:

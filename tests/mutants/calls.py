@@ -452,4 +452,18 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "return _Geometry(Tiling((max(problem.m // (y * rows), 1), 1), (lanes, y)), rows)",
         "tests/host_kernels/test_narrow_matmul.py::test_products[narrow_n-float32-16-aligned]",
     ),
+    fault(
+        "private streams are all the same",
+        _STREAMS,
+        "@functools.cache\ndef private_stream(",
+        "@lambda make: lambda *_, made=functools.cache(lambda: make(0, 'any')): made()\ndef private_stream(",
+        "tests/cpu/gpu/test_private_streams.py",
+    ),
+    fault(
+        "a private stream waits for the default stream",
+        _STREAMS,
+        "driver.CUstream_flags.CU_STREAM_NON_BLOCKING",
+        "driver.CUstream_flags.CU_STREAM_DEFAULT",
+        "tests/cpu/gpu/test_private_streams.py",
+    ),
 )

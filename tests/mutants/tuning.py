@@ -340,4 +340,25 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "        except ImportError as error:\n",
         "tests/cpu/tuner/test_layer_search.py::test_what_there_is_no_memory_for_is_left_alone",
     ),
+    fault(
+        "a chain's forward keeps something else",
+        _CHAIN_SEARCH,
+        ' and each.strategy.get("saved") == strategy.get("saved")',
+        "",
+        "tests/cpu/tuner/test_chain_search.py::test_forward_keeps_what_backward_was_decided_for",
+    ),
+    fault(
+        "what runs untuned is not promising",
+        _LAYERS,
+        "(*near, *ours, *self._untuned)",
+        "(*near, *ours)",
+        "tests/cpu/tuner/test_layer_search.py::test_what_runs_untuned_is_tuned_however_slow_it_is",
+    ),
+    fault(
+        "a deep candidate comes again",
+        _CANDIDATES,
+        "            configurations.append(configuration(algorithm.blob))\n",
+        "            pass\n",
+        "tests/cpu/tuner/test_candidates.py::test_no_configuration_comes_twice",
+    ),
 )

@@ -251,6 +251,18 @@ def test_a_foreign_link_to_a_directory_of_ours_is_not_followed(
         kernels.get("a")
 
 
+def test_our_link_to_a_foreign_directory_is_not_followed(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir(0o700)
+    cache.symlink_to(tmp_path / "elsewhere")
+    kernels = KernelCache(cache / "kernels")
+    kernels.put("a", CODE)
+    belongs_to_somebody(tmp_path / "elsewhere", monkeypatch)
+    with pytest.raises(UntrustedError, match="who is neither you nor root"):
+        kernels.get("a")
+
+
 def test_a_sticky_directory_can_hold_ours(cache: Path) -> None:
     cache.mkdir()
     cache.chmod(0o1777)  # as /tmp: nobody else can replace what is ours in there

@@ -15,11 +15,7 @@ def test_each_purpose_has_a_stream_that_does_not_wait_for_the_default_stream(mon
         made.append(arguments)
         return len(made)
 
-    streams.private_stream.cache_clear()
     monkeypatch.setattr(streams, "call", create)
-    asked = [(0, "training"), (0, "timing"), (1, "training")]
-    try:
-        assert [streams.private_stream(*each) for each in (*asked, *asked)] == [1, 2, 3, 1, 2, 3]
-    finally:
-        streams.private_stream.cache_clear()
+    asked = [(0, "this test"), (0, "another test"), (1, "this test")]
+    assert [streams.private_stream(*each) for each in (*asked, *asked)] == [1, 2, 3, 1, 2, 3]
     assert made == [("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)] * 3

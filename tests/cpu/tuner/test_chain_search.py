@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,20 @@ def test_forward_keeps_what_backward_was_decided_for(gpu: LayerGpu) -> None:
     tuned = whole(tune(chain))
     assert masked in [strategy_in_words(each.strategy) for each in alternatives(gpu, chain)]
     assert tuned.strategy == "as a chain: as decided"
+
+
+def test_what_a_file_offers_beyond_the_problem_is_not_tried(gpu: LayerGpu) -> None:
+    tune()
+    key = problem_key(LAST)
+    entry = gpu.store.layer(key)
+    assert entry is not None
+    (near,) = (replace(each, strategy={**each.strategy, "db_below": "kernel"}) for each in entry.alternatives[:1])
+    assert gpu.store.put({key: replace(entry, alternatives=(near,), in_chain=False, effort="deep")})
+    whole(tune())
+    entry = gpu.store.layer(key)
+    assert entry is not None
+    assert entry.in_chain
+    assert entry.alternatives == (near,)
 
 
 def test_an_algorithm_that_is_faster_by_itself_gives_way_to_the_heuristics(gpu: LayerGpu) -> None:
