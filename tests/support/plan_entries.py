@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 from lt_runtime.layout import packed
@@ -55,3 +56,11 @@ def product_key(m: int, n: int = 3072, k: int = 768) -> str:
 def layer_key(m: int, n: int = 3072, k: int = 768) -> str:
     x, w, y = Spec(packed(m, k)), Spec(packed(n, k)), Spec(packed(m, n))
     return problem_key(ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x, w, y, bias=256))
+
+
+KEY, OTHER, LAYER = product_key(64), product_key(128), layer_key(64)
+
+
+def beside(path: Path) -> set[str]:
+    """What follows the file's name in the names of those beside it, the lock left out."""
+    return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}

@@ -20,28 +20,7 @@ from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore, plan_store
 from tests.support.machine import HasGpus
-from tests.support.plan_entries import H200, LATER, layer, layer_key, product, product_key
-
-KEY, OTHER = product_key(64), product_key(128)
-LAYER = layer_key(64)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "plans" / H200.file_name
-
-
-@pytest.fixture
-def filled(path: Path) -> ProductEntry:
-    """The file holds this entry under KEY."""
-    entry = product()
-    assert PlanStore(path, H200).put({KEY: entry})
-    return entry
-
-
-def beside(path: Path) -> set[str]:
-    """What follows the file's name in the names of those beside it, the lock left out."""
-    return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}
+from tests.support.plan_entries import H200, KEY, LATER, LAYER, OTHER, beside, layer, product, product_key
 
 
 def test_an_empty_cache_knows_nothing_and_looking_makes_nothing(path: Path) -> None:

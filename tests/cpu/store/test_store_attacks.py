@@ -17,23 +17,9 @@ from lt_runtime.store.entries import ProductEntry, verified
 from lt_runtime.store.keys import SCHEMA, parse_key
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.store.records import to_json
-from tests.support.plan_entries import H200, layer, layer_key, product, product_key
+from tests.support.plan_entries import H200, KEY, OTHER, layer, layer_key, product
 
-KEY, OTHER = product_key(64), product_key(128)
 SOMEBODY = 54321
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "cache" / "plans" / H200.file_name
-
-
-@pytest.fixture
-def filled(path: Path) -> ProductEntry:
-    """The file holds this entry under KEY."""
-    entry = product()
-    assert PlanStore(path, H200).put({KEY: entry})
-    return entry
 
 
 def belongs_to_somebody(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

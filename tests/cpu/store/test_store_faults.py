@@ -21,23 +21,7 @@ from lt_runtime.store.document import Document
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import SCHEMA
 from lt_runtime.store.plan_store import PlanStore
-from tests.support.plan_entries import H200, layer, layer_key, product, product_key
-
-KEY, OTHER = product_key(64), product_key(128)
-LAYER = layer_key(64)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "plans" / H200.file_name
-
-
-@pytest.fixture
-def filled(path: Path) -> ProductEntry:
-    """The file holds this entry under KEY."""
-    entry = product()
-    assert PlanStore(path, H200).put({KEY: entry})
-    return entry
+from tests.support.plan_entries import H200, KEY, LAYER, OTHER, beside, layer, product, product_key
 
 
 @contextmanager
@@ -46,11 +30,6 @@ def one_warning(pattern: str) -> Iterator[None]:
     with pytest.warns(UserWarning, match=pattern) as caught:
         yield
     assert [str(each.message) for each in caught] == [str(caught[0].message)]
-
-
-def beside(path: Path) -> set[str]:
-    """What follows the file's name in the names of those beside it, the lock left out."""
-    return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}
 
 
 CURRENT = f'"schema": {SCHEMA}'.encode()
@@ -243,6 +222,7 @@ def test_a_directory_that_may_not_be_entered() -> None:
         with one_warning("kept in memory alone"):
             assert not store.put({KEY: entry})
         assert store.product(KEY) == entry
+        inner.chmod(0o700)
 
 
 def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
@@ -257,7 +237,7 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
 def test_a_lock_that_is_never_free_is_waited_for_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_LOCK_SECONDS", 0.2)
     store, entries = PlanStore(path, H200), {product_key(index): product() for index in range(20)}
-    path.parent.mkdir()
+    path.parent.mkdir(parents=True)
     with filelock.FileLock(f"{path}.lock"):
         start = time.perf_counter()
         with one_warning("kept in memory alone.*lock"):

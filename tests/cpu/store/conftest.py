@@ -1,0 +1,25 @@
+"""Plan files that tests write and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lt_runtime.store.entries import ProductEntry
+from lt_runtime.store.plan_store import PlanStore
+from tests.support.plan_entries import H200, KEY, product
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a plan file, which is not there yet, in a directory of the cache directory, which is not there either."""
+    return tmp_path / "cache" / "plans" / H200.file_name
+
+
+@pytest.fixture
+def filled(path: Path) -> ProductEntry:
+    """The file holds this entry under KEY."""
+    entry = product()
+    assert PlanStore(path, H200).put({KEY: entry})
+    return entry
