@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.errors import PlanError
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import packed
 from lt_runtime.plans.backward import BackwardPlan
@@ -26,6 +25,13 @@ from tests.support.strategies import TYPES, lattice
 
 SHAPES = [(96, 512, 64), (40, 200, 32), (33, 72, 24), (17, 130, 8), (7, 9, 5)]
 """Rows, outputs, inputs: masks whose rows end on 16 bytes, on a byte, and within one."""
+CASES = [
+    (dtype, shape)
+    for dtype in TYPES
+    for shape in SHAPES
+    if dtype is DType.FLOAT32 or all(extent % 8 == 0 for extent in shape[1:])
+]
+"""Of 16-bit types whose rows are no whole vectors cuBLASLt is not asked for an epilogue, see `MatmulPlan`."""
 
 
 def spec(*shape: int) -> Spec:
@@ -50,13 +56,8 @@ class Layer:
         problem = ForwardProblem(
             dtype, Compute.FLOAT32, Activation("relu"), spec(m, k), spec(n, k), spec(m, n), bias=256, backward=True
         )
-        try:
-            strategy = ForwardStrategy(Epilogue.RELU_AUX_BIAS, Saved.MASK)
-            self.plan = ForwardPlan(problem, 0, strategy, heuristic_algorithm)
-        except PlanError:
-            if n % 128 == 0:
-                raise
-            pytest.skip("cuBLASLt does not keep a mask of this shape")
+        strategy = ForwardStrategy(Epilogue.RELU_AUX_BIAS, Saved.MASK)
+        self.plan = ForwardPlan(problem, 0, strategy, heuristic_algorithm)
 
     def run(self) -> tuple[Any, Any]:
         """y and the mask, by cuBLASLt, which may set a bit where the pre-activation is zero."""
@@ -69,8 +70,7 @@ class Layer:
         return y, mask
 
 
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "shape"), CASES)
 def test_the_library_writes_the_reference_s_mask(dtype: DType, shape: tuple[int, int, int]) -> None:
     layer = Layer(dtype, shape)
     y, mask = layer.run()
@@ -78,8 +78,7 @@ def test_the_library_writes_the_reference_s_mask(dtype: DType, shape: tuple[int,
     np.testing.assert_array_equal(slopes(mask, shape[1]).astype(bool)[layer.z != 0], (layer.z > 0)[layer.z != 0])
 
 
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "shape"), CASES)
 def test_our_kernel_reads_it(dtype: DType, shape: tuple[int, int, int]) -> None:
     layer, (m, n, k) = Layer(dtype, shape), shape
     _, mask = layer.run()
@@ -97,8 +96,7 @@ def test_our_kernel_reads_it(dtype: DType, shape: tuple[int, int, int]) -> None:
     np.testing.assert_array_equal(to_host(db), expected.sum(axis=0).astype(dtype.numpy).astype(np.float64))
 
 
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "shape"), CASES)
 @pytest.mark.parametrize("maker", [MadeBy.KERNEL, MadeBy.EPILOGUE])
 @pytest.mark.parametrize("choose", [heuristic_algorithm, NarrowPlan])
 def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], maker: MadeBy, choose: Choose) -> None:
