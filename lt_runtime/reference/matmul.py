@@ -45,7 +45,8 @@ def matmul(
 
     Returns:
         The outputs. With an activation's derivative, D is the product times act'(aux), and the bias gradient (…, N) is
-        the sum of D over M. With BGRADA and BGRADB the bias gradient is the sum of A (…, M) or B (…, N) over K.
+        the sum of D over M. With BGRADA and BGRADB the bias gradient is the sum of A (…, M) or B (…, N) over K, for
+        each product of the batch: an operand that serves all products has equal sums for all.
     """
     product = alpha * (a.astype(np.float64) @ b.astype(np.float64))
     if c is not None and beta != 0:
@@ -60,7 +61,8 @@ def matmul(
     sums = None
     if epilogue.sums_operand:
         operand, axis = (a, -1) if epilogue is Epilogue.BGRADA else (b, -2)
-        sums = np.asarray(operand.astype(np.float64).sum(axis=axis))
+        found = operand.astype(np.float64).sum(axis=axis)
+        sums = np.broadcast_to(found, (*product.shape[:-2], found.shape[-1]))
     return MatmulResult(activate(product, activation), product if epilogue.has_aux_output else None, sums)
 
 

@@ -47,6 +47,8 @@ _CASES = {
     "all for one": matmul_case(batches=(None, 2, 2), d=COLUMNS),
     "no inner": matmul_case(k=0, with_c=True, beta=-0.5),
     "no inner without c": matmul_case(k=0),
+    "batch of sums of a": matmul_case(batches=(None, 2, 2), epilogue=Epilogue.BGRADA),
+    "batch of sums of b": matmul_case(batches=(2, 1, 2), epilogue=Epilogue.BGRADB),
     "batch of no inner": matmul_case(k=0, batches=(3, 3, 3), d=ODD),
     "tf32": matmul_case(compute="tf32", epilogue=Epilogue.BIAS),
     "float64": matmul_case(dtype=DType.FLOAT64, with_c=True, beta=-0.5),

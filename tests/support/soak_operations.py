@@ -67,7 +67,6 @@ def random_product(generator: Generator, **fixed: Any) -> MatmulCase:
     drawn |= {"a": _placement(generator), "b": _placement(generator), "c": d, "d": d, "with_c": with_c}
     drawn |= {"alpha": _pick(generator, (1.0, -0.5, 2.0)), "beta": _pick(generator, (0.0, 1.0, -0.5)) * with_c}
     drawn |= {"device_scalars": _chance(generator, 0.3), "data_seed": int(generator.integers(1 << 30))}
-    drawn |= {"batches": (None, None, None)} if epilogue.sums_operand else {}
     return matmul_case(**drawn | fixed)
 
 
