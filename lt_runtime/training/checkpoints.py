@@ -18,6 +18,7 @@ from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.training import checkpoint_file
 from lt_runtime.training.checkpoint_file import shortened
+from lt_runtime.training.device import ComputeDevice
 from lt_runtime.training.mlp import MLP
 
 _FORMAT: Final = 1
@@ -57,7 +58,8 @@ def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
     """Puts a checkpoint's values into a model and an optimizer that were made with the same options.
 
     Training then continues bit by bit as it would have. Captured graphs continue too, because the arrays are written in
-    place. Waits for the GPU.
+    place. Waits for the GPU. The host holds the old values until all new ones are written, and puts them back if a
+    write fails.
 
     The file's digest is checked: it shows damage, but is no signature. A file of an earlier version has none, which
     costs a UserWarning. Values that training cannot reach are refused: a loss scale that is no positive, normal FP32
@@ -77,9 +79,24 @@ def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
     values = checkpoint_file.read(path, arrays, lambda text: _check_description(path, text, ours))
     _check_values(f"{os.fspath(path)} cannot be used", values, optimizer)
     model.device.synchronize()
-    for name, array in arrays.items():
-        model.device.write(array, values[name])
-    model.device.synchronize()
+    _replace(model.device, arrays, values)
+
+
+def _replace(device: ComputeDevice, arrays: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Puts values into arrays; if that fails on the way, the old values are put back, which are kept on the host.
+
+    A GPU need not have room for the arrays a second time.
+    """
+    before = {name: device.to_host(array).copy() for name, array in arrays.items()}
+    try:
+        for name, array in arrays.items():
+            device.write(array, values[name])
+        device.synchronize()
+    except BaseException:
+        for name, array in arrays.items():
+            device.write(array, before[name])
+        device.synchronize()
+        raise
 
 
 def _check_kinds(path: object, model: object, optimizer: object) -> None:

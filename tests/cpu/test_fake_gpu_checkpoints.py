@@ -66,6 +66,34 @@ def test_a_damaged_file_changes_nothing(gpu: FakeGpu, tmp_path: Path) -> None:
     assert run.state() == before
 
 
+@pytest.mark.parametrize("failing", ["write", "synchronize"])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_write_that_fails_changes_nothing(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, error: type[BaseException]
+) -> None:
+    run, other, path = _Run(gpu), _Run(gpu), tmp_path / "run"
+    run.train(range(3))
+    gpu.lt.save_checkpoint(path, run.model, run.optimizer)
+    other.train(range(3, 5))
+    before, calls = other.state(), list[None]()
+    kind = type(other.model.device)
+    work = getattr(kind, failing)
+
+    def fail(*arguments: Any) -> None:
+        calls.append(None)
+        if len(calls) == (9 if failing == "write" else 2):
+            raise error("in the middle")
+        work(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, failing, fail)
+        with pytest.raises(error, match="in the middle"):
+            gpu.lt.load_checkpoint(path, other.model, other.optimizer)
+    assert other.state() == before
+    gpu.lt.load_checkpoint(path, other.model, other.optimizer)
+    assert other.state() == run.state()
+
+
 def test_a_state_that_training_cannot_reach_is_not_saved(gpu: FakeGpu, tmp_path: Path) -> None:
     run = _Run(gpu)
     run.optimizer.scaler.scale.set(np.array(-1.0, np.float32))

@@ -399,6 +399,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/training/test_checkpoints.py::test_of_another_model_or_optimizer",
     ),
     fault(
+        "half a checkpoint is loaded where a write fails",
+        _CHECKPOINTS,
+        "            device.write(array, before[name])\n",
+        "            pass\n",
+        "tests/cpu/test_fake_gpu_checkpoints.py::test_a_write_that_fails_changes_nothing",
+    ),
+    fault(
         "micro-batches share a mask",
         _BODY,
         "micro_batch=index, ",
