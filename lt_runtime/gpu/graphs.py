@@ -17,6 +17,8 @@ from lt_runtime.gpu.streams import private_stream
 
 _lock = threading.Lock()
 _PREFIX = "CU_GRAPH_NODE_TYPE_"
+_ATTEMPTS = 3
+_INVALIDATED = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
 
 
 def rehearse(run: Callable[[int], object], device: int) -> list[str]:
@@ -50,7 +52,7 @@ class Graph:
     The capture restricts the calls of this thread alone, not those of other threads.
 
     Args:
-        run: puts its work on the stream whose handle it is given.
+        run: puts its work on the stream whose handle it is given; called again if another thread ends the capture.
         stream: a handle, not that of the default stream, which cannot be captured.
 
     Attributes:
@@ -84,6 +86,20 @@ class Graph:
 
 
 def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
+    """Captures what `run` puts on a stream, anew if another thread has put an end to the capture.
+
+    A thread that waits for the whole device, for example, ends all captures on it.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return _capture_once(run, stream)
+        except DriverError as error:
+            if error.status != _INVALIDATED:
+                raise
+    return _capture_once(run, stream)
+
+
+def _capture_once(run: Callable[[int], object], stream: int) -> driver.CUgraph:
     call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     try:
         run(stream)
