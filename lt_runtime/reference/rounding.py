@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any, Final
 
 import numpy as np
@@ -48,10 +49,14 @@ def rounding_lanes(
         (size,), the lanes of the elements from `first` on.
     """
     tiles = -(-size // _TILE)
-    calls = np.arange(tiles * (_TILE // LANES), dtype=np.uint64) + np.uint64(first // LANES)
-    lanes = random_lanes(calls, _STREAMS + tensor, step, seed).astype(np.uint16)[:, _ORDER[part]]
+    lanes = _lanes_of_calls(first // LANES, tiles * (_TILE // LANES), seed, tensor, step)[:, _ORDER[part]]
     in_order: NDArray[np.uint16] = lanes.reshape(tiles, _TILE // LANES, 2, 4).swapaxes(1, 2).reshape(-1)
     return in_order[:size]
+
+
+@functools.lru_cache(maxsize=1)  # for the tensors that share the calls
+def _lanes_of_calls(first: int, count: int, seed: int, tensor: int, step: int) -> NDArray[np.uint16]:
+    return random_lanes(np.arange(first, first + count, dtype=np.uint64), _STREAMS + tensor, step, seed)
 
 
 def round_stochastically(values: NDArray[np.float32], lanes: NDArray[np.uint16]) -> NDArray[Any]:
