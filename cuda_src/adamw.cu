@@ -24,22 +24,32 @@ struct alignas(16) AdamWChunk {
   uint64 octet;  // number of the tensor's elements before the chunk, divided by eight
   uint32 tensor;
   uint32 count;
-  float lr_scale;
-  float weight_decay;
   unsigned char value_type;  // kFloat32, kFloat16 or kBfloat16
   unsigned char copy_type;
   unsigned char gradient_type;
   unsigned char aligned;  // whether every address is a multiple of 16 bytes
-  uint32 reserved;
+  uint32 reserved[3];
+};
+
+// What the host may write between two updates, so that a captured graph follows it.
+struct alignas(16) AdamWSettings {
+  float lr;
+  int decay;  // 0 constant, 1 linear, 2 cosine
+  uint32 warmup_steps;
+  uint32 total_steps;
+  float final_factor;
+  uint32 reserved[3];
 };
 
 struct AdamWParams {
   const AdamWChunk* chunks;
   OptimizerState* state;
+  const AdamWSettings* settings;
+  const float* lr_scales;  // of each tensor
+  const float* weight_decays;
   float* scale;         // loss scaling; may be absent
   int* growth_tracker;  // updates since the scale changed
   uint64 seed;
-  float lr;
   float log_beta1;  // the logarithm, so that 1 - βᵗ keeps its precision in FP32
   float log_beta2;
   float beta1;
@@ -47,10 +57,6 @@ struct AdamWParams {
   float one_minus_beta1;
   float one_minus_beta2;
   float eps;
-  int decay;  // 0 constant, 1 linear, 2 cosine
-  uint32 warmup_steps;
-  uint32 total_steps;
-  float final_factor;
   float max_norm;      // 0 does not clip
   int skip_nonfinite;  // whether an update with a NaN or infinite gradient is left out
   float growth_factor;
@@ -58,21 +64,24 @@ struct AdamWParams {
   int growth_interval;
 };
 
-// What one thread reads for its block: the first words of OptimizerState, and the loss scale.
+// What one thread reads for its block: the first words of OptimizerState, the loss scale, and the tensor's settings.
 struct Progress {
   uint32 steps;
   uint32 skipped;
   uint32 nonfinite;
   float norm;
   float scale;
+  AdamWSettings settings;
+  float lr_scale;
+  float weight_decay;
 };
 
 // The step that this thread makes of them.
 struct AdamWStep {
   uint32 number;  // number of this update, from 1
   bool skipped;
-  float lr;
-  float correction1;      // 1 / (1 - β₁ᵗ)
+  float kept;             // 1 - lr·λ, the factor of weight decay
+  float rate;             // lr / (1 - β₁ᵗ)
   float correction2;      // 1 / √(1 - β₂ᵗ)
   float gradient_factor;  // the factor of clipping, divided by the loss scale
 };
@@ -85,14 +94,14 @@ __device__ inline float quarter_sine(float x) {
   return y * series;
 }
 
-__device__ inline float schedule_factor(const AdamWParams& p, uint32 t) {
-  if (t <= p.warmup_steps) return __fdividef(static_cast<float>(t), static_cast<float>(p.warmup_steps));
-  if (p.decay == 0) return 1.0f;
-  const float span = static_cast<float>(p.total_steps - p.warmup_steps);
-  const float left = t < p.total_steps ? __fdividef(static_cast<float>(p.total_steps - t), span) : 0.0f;
+__device__ inline float schedule_factor(const AdamWSettings& s, uint32 t) {
+  if (t <= s.warmup_steps) return __fdividef(static_cast<float>(t), static_cast<float>(s.warmup_steps));
+  if (s.decay == 0) return 1.0f;
+  const float span = static_cast<float>(s.total_steps - s.warmup_steps);
+  const float left = t < s.total_steps ? __fdividef(static_cast<float>(s.total_steps - t), span) : 0.0f;
   const float sine = quarter_sine(left);
   // the cosine schedule, (1 + cos(π·(1 - left))) / 2, is the square of a sine
-  return p.final_factor + (1.0f - p.final_factor) * (p.decay == 1 ? left : sine * sine);
+  return s.final_factor + (1.0f - s.final_factor) * (s.decay == 1 ? left : sine * sine);
 }
 
 // The factor of torch.nn.utils.clip_grad_norm_. A NaN norm makes it NaN.
@@ -102,18 +111,20 @@ __device__ inline float clip_factor(const AdamWParams& p, float norm) {
   return factor > 1.0f ? 1.0f : factor;
 }
 
-__device__ inline Progress read_progress(const AdamWParams& p) {
+__device__ inline Progress read_progress(const AdamWParams& p, uint32 tensor) {
   const OptimizerState& state = *p.state;
-  return Progress{state.steps, state.skipped, state.nonfinite, state.norm, p.scale ? *p.scale : 1.0f};
+  return Progress{state.steps, state.skipped,       state.nonfinite,        state.norm, p.scale ? *p.scale : 1.0f,
+                  *p.settings, p.lr_scales[tensor], p.weight_decays[tensor]};
 }
 
 __device__ inline AdamWStep make_step(const AdamWParams& p, const Progress& now) {
   const uint32 t = now.steps + 1;
   const float time = static_cast<float>(t);
+  const float lr = now.settings.lr * schedule_factor(now.settings, t) * now.lr_scale;
   return AdamWStep{t,
                    p.skip_nonfinite && now.nonfinite != 0,
-                   p.lr * schedule_factor(p, t),
-                   __fdividef(1.0f, -expm1f(time * p.log_beta1)),
+                   1.0f - lr * now.weight_decay,
+                   lr * __fdividef(1.0f, -expm1f(time * p.log_beta1)),
                    rsqrtf(-expm1f(time * p.log_beta2)),
                    clip_factor(p, now.norm) / now.scale};
 }
@@ -175,7 +186,6 @@ __device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, c
   Octets out{unpack(old.value, value_type(chunk)), unpack(old.m, kMoment), unpack(old.v, kMoment), {}};
   if (AMSGRAD) out.v_max = unpack(old.v_max, kMoment);
   const Octet gradient = unpack(old.gradient, chunk.gradient_type);
-  const float lr = s.lr * chunk.lr_scale, kept = 1.0f - lr * chunk.weight_decay, rate = lr * s.correction1;
 #pragma unroll
   for (int k = 0; k < kOctet; ++k) {
     const float g = gradient.v[k] * s.gradient_factor;
@@ -184,7 +194,7 @@ __device__ inline Octets update(const AdamWParams& p, const AdamWChunk& chunk, c
     // fmaxf would lose a NaN
     const float largest = AMSGRAD && out.v_max.v[k] > v ? out.v_max.v[k] : v;
     const float denominator = fast_sqrt(largest) * s.correction2 + p.eps;
-    out.value.v[k] = out.value.v[k] * kept - __fdividef(rate * m, denominator);
+    out.value.v[k] = out.value.v[k] * s.kept - __fdividef(s.rate * m, denominator);
     out.m.v[k] = m;
     out.v.v[k] = v;
     out.v_max.v[k] = largest;
@@ -227,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) adamw(const lt::A
   wait_for_predecessor();
   if (threadIdx.x == 0) {
     chunk = own_chunk;
-    now = read_progress(p);
+    now = read_progress(p, own_chunk.tensor);
   }
   const Quads at = quads_of_thread(own_chunk.count, own_chunk.aligned);
   const Tensors old = load_tensors(own_chunk, at);

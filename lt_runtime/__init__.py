@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.schedules import Schedule
-    from lt_runtime.training import MLP, TrainStep
+    from lt_runtime.training import EMA, MLP, TrainStep
     from lt_runtime.training.checkpoints import load_checkpoint, save_checkpoint
     from lt_runtime.training.prefetch import prefetch
 
@@ -43,7 +43,7 @@ _EXPORTS = {
     "ops.tuning": "explain tune",
     "problem": "ACTIVATIONS Activation Philox",
     "schedules": "Schedule",
-    "training": "MLP TrainStep",
+    "training": "EMA MLP TrainStep",
     "training.checkpoints": "load_checkpoint save_checkpoint",
     "training.prefetch": "prefetch",
 }
@@ -53,6 +53,7 @@ _MODULES = ("cublaslt", "errors", "raw", "schedules")
 
 __all__ = [
     "ACTIVATIONS",
+    "EMA",
     "MLP",
     "Activation",
     "AdamW",

@@ -5,13 +5,14 @@ NumPy's integers, floats and truth values count as Python's. A truth value is ne
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Collection
-from typing import Any, Final, TypeGuard
+from typing import Any, ClassVar, Final, TypeGuard
 
 import numpy as np
 
-from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.errors import ArgumentError, FixedError, KindError
 
 _INTEGERS: Final = (int, np.integer)
 _NUMBERS: Final = (int, float, np.integer, np.floating)
@@ -48,6 +49,19 @@ def number(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise ArgumentError(f"{name} is {shown(value)}; it must be a number that a float can hold") from None
+
+
+def not_negative(name: str, value: object) -> float:
+    """A finite number that is not negative, as a float.
+
+    Raises:
+        KindError: it is no number.
+        ArgumentError: it is negative, infinite or NaN.
+    """
+    checked = number(name, value)
+    if not (math.isfinite(checked) and checked >= 0):
+        raise ArgumentError(f"{name} is {checked}; it must be finite and not negative")
+    return checked
 
 
 def integer(name: str, value: object) -> int:
@@ -90,3 +104,23 @@ def check_instance(name: str, value: object, kind: type | tuple[type, ...], acce
     """Raises `KindError` unless a value is of a class, or of one of several; `accepted` says in words what is."""
     if not isinstance(value, kind):
         raise KindError(f"{name} is {shown(value)}; it must be {accepted}")
+
+
+class Fixed:
+    """Refuses to set public attributes of an object once its `__init__` has set `_is_made`.
+
+    An option that was read when an object was made would otherwise seem to change, and a misspelt name to exist.
+    """
+
+    _changeable: ClassVar[tuple[str, ...]] = ()
+    """Attributes that may be set all the same."""
+    _is_made = False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        may_change = name in self._changeable or name.startswith("_")
+        # What Python sets after `optimizer.steps += 1` is the array that was there before.
+        if self._is_made and not may_change and value is not getattr(self, name, self):
+            kind, accepted = type(self).__name__, ", ".join(self._changeable)
+            what = f"what can be set are {accepted}" if accepted else f"make another {kind}"
+            raise FixedError(f"{kind}.{name} cannot be set to {shown(value)}; {what}")
+        object.__setattr__(self, name, value)

@@ -5,6 +5,7 @@
     LtError
     ├── ArgumentError (ValueError)      a scalar option is not one of the accepted values
     │   └── KindError (TypeError)       it is of another type than the accepted values
+    ├── FixedError (AttributeError)     an attribute was set that cannot be changed
     ├── OperandError (ValueError)       an array or pointer cannot be used as it is
     │   ├── ShapeError                  its shape does not fit the others
     │   ├── DTypeError                  its type is unsupported or differs from the others'
@@ -37,6 +38,10 @@ class ArgumentError(LtError, ValueError):
 
 class KindError(ArgumentError, TypeError):
     """An argument is of another type than what is accepted: a string for a number, an array for a parameter."""
+
+
+class FixedError(LtError, AttributeError):
+    """An attribute was set that cannot be changed once its object is made, or that the object does not have."""
 
 
 class OperandError(LtError, ValueError):

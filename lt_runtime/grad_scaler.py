@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lt_runtime.arguments import integer, number, shown
+from lt_runtime.arguments import Fixed, integer, number, shown
 from lt_runtime.errors import ArgumentError
 
 SMALLEST_SCALE: Final = 2.0**-126
@@ -13,7 +13,7 @@ LARGEST_SCALE: Final = (2.0 - 2.0**-23) * 2.0**127
 
 
 @dataclass(eq=False)
-class GradScaler:
+class GradScaler(Fixed):
     """A loss scale that adapts to the gradients as PyTorch's `torch.amp.GradScaler` does, but on the device alone.
 
     Multiply the gradient of the loss by `scale`, as `lt.TrainStep` does, and pass the scaler to one `lt.AdamW`. The
@@ -54,6 +54,7 @@ class GradScaler:
             raise ArgumentError(f"backoff_factor is {self.backoff_factor}; it must be between 0 and 1")
         if not 1 <= self.growth_interval < 1 << 31:
             raise ArgumentError(f"growth_interval is {shown(self.growth_interval)}; it must be in [1, 2**31)")
+        self._is_made = True
 
     @property
     def scale(self) -> Any:

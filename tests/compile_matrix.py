@@ -130,6 +130,7 @@ def _narrow() -> list[Variant]:
 VARIANTS: Final = (
     *over("adamw.cu", MOMENT=[SCALAR[DType.FLOAT32], SCALAR[DType.BFLOAT16]], AMSGRAD="01", STOCHASTIC="01"),
     *over("gradient_norm.cu"),
+    *over("ema.cu"),
     *(
         variant
         for bare in over("dropout.cu", SCALAR=SCALAR.values())

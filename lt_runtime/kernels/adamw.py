@@ -1,13 +1,13 @@
-"""adamw.cu and gradient_norm.cu: the optimizer's two kernels, and the tables on the device that they find tensors in.
+"""adamw.cu, gradient_norm.cu and ema.cu: the kernels over all parameters, and the tables that they find them in.
 
-A table has a row for every chunk of a tensor, and a block for every row.
+A table is on the device. It has a row for every chunk of a tensor, and a block for every row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from ctypes import Structure, c_float, c_int, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import Structure, c_float, c_int, c_uint8, c_uint32, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +25,7 @@ from lt_runtime.schedules import DECAYS
 UPDATE_CHUNK: Final = THREADS * OCTET  # elements: a thread loads all of its own at once
 _NORM_CHUNK: Final = 16384  # elements, at least
 _NORM_CHUNKS: Final = 8192  # about the most sums that are left to the last block
+WORD_BYTES: Final = 4
 _TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 
 
@@ -45,22 +46,33 @@ class AdamWChunk(Structure):
         ("value copy gradient m v v_max", c_void_p),
         ("octet", c_uint64),
         ("tensor count", c_uint32),
-        ("lr_scale weight_decay", c_float),
         ("value_type copy_type gradient_type aligned", c_uint8),
-        ("reserved", c_uint32),
+        ("reserved", c_uint32 * 3),
     )
+
+
+class AdamWSettings(Structure):
+    """`lt::AdamWSettings`, what may change between two updates, of all tensors alike."""
+
+    _fields_ = fields(
+        ("lr", c_float),
+        ("decay", c_int),
+        ("warmup_steps total_steps", c_uint32),
+        ("final_factor", c_float),
+        ("reserved", c_uint32 * 3),
+    )
+
+
+SETTINGS_WORDS: Final = sizeof(AdamWSettings) // WORD_BYTES
 
 
 class AdamWParams(Structure):
     """`lt::AdamWParams`."""
 
     _fields_ = fields(
-        ("chunks state scale growth_tracker", c_void_p),
+        ("chunks state settings lr_scales weight_decays scale growth_tracker", c_void_p),
         ("seed", c_uint64),
-        ("lr log_beta1 log_beta2 beta1 beta2 one_minus_beta1 one_minus_beta2 eps", c_float),
-        ("decay", c_int),
-        ("warmup_steps total_steps", c_uint32),
-        ("final_factor max_norm", c_float),
+        ("log_beta1 log_beta2 beta1 beta2 one_minus_beta1 one_minus_beta2 eps max_norm", c_float),
         ("skip_nonfinite", c_int),
         ("growth_factor backoff_factor", c_float),
         ("growth_interval", c_int),
@@ -77,6 +89,20 @@ class GradientNormParams(Structure):
     """`lt::GradientNormParams`."""
 
     _fields_ = fields(("chunks partial state scale", c_void_p))
+
+
+class EmaChunk(Structure):
+    """`lt::EmaChunk`, a row of the table of averages on the device: what one block averages."""
+
+    _fields_ = fields(
+        ("average value", c_void_p), ("count", c_uint32), ("type aligned", c_uint8), ("reserved", c_uint8 * 2)
+    )
+
+
+class EmaParams(Structure):
+    """`lt::EmaParams`."""
+
+    _fields_ = fields(("chunks", c_void_p), ("weight", c_float))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +133,15 @@ class Options:
 
 ADAMW: Final = Entry("adamw", "adamw.cu", AdamWParams)
 GRADIENT_NORM: Final = Entry("gradient_norm", "gradient_norm.cu", GradientNormParams)
+EMA: Final = Entry("ema", "ema.cu", EmaParams)
 
 
 def adamw_params(options: Options) -> AdamWParams:
     """The update's argument block without addresses."""
-    hyper, scaler = options.hyper, options.scaler
-    schedule, beta1, beta2 = hyper.schedule, hyper.beta1, hyper.beta2
-    params = AdamWParams(seed=options.seed, lr=hyper.lr, eps=hyper.eps)
+    scaler, beta1, beta2 = options.scaler, options.hyper.beta1, options.hyper.beta2
+    params = AdamWParams(seed=options.seed, eps=options.hyper.eps)
     params.beta1, params.one_minus_beta1, params.log_beta1 = beta1, 1.0 - beta1, _log(beta1)
     params.beta2, params.one_minus_beta2, params.log_beta2 = beta2, 1.0 - beta2, _log(beta2)
-    params.decay, params.final_factor = DECAYS.index(schedule.decay), schedule.final_factor
-    params.warmup_steps, params.total_steps = schedule.warmup_steps, schedule.total_steps
     params.max_norm, params.skip_nonfinite = options.max_norm or 0.0, options.skip_nonfinite
     if scaler:
         params.growth_factor, params.backoff_factor = scaler.growth_factor, scaler.backoff_factor
@@ -127,6 +151,29 @@ def adamw_params(options: Options) -> AdamWParams:
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
+
+
+def settings_words(hyper: AdamWHyper, of_tensors: Sequence[tuple[float, float]]) -> NDArray[np.uint32]:
+    """What an update reads of its settings, in words of 32 bits: `AdamWSettings`, then the numbers of each tensor.
+
+    Args:
+        of_tensors: the factor of the learning rate, and the weight decay, of each tensor.
+
+    Returns:
+        (`SETTINGS_WORDS` + 2·tensors,): after the settings come all factors, then all weight decays.
+    """
+    schedule = hyper.schedule
+    decay = DECAYS.index(schedule.decay)
+    common = AdamWSettings(hyper.lr, decay, schedule.warmup_steps, schedule.total_steps, schedule.final_factor)
+    numbers = np.array(of_tensors, np.float32).T.reshape(-1)
+    return np.concatenate([np.frombuffer(bytes(common), np.uint32), numbers.view(np.uint32)])
+
+
+def set_addresses(params: AdamWParams, settings: int, tensors: int) -> None:
+    """Makes an update read its settings from what `settings_words` gives, at that address."""
+    params.settings = settings
+    params.lr_scales = settings + SETTINGS_WORDS * WORD_BYTES
+    params.weight_decays = params.lr_scales + tensors * WORD_BYTES
 
 
 def update_launches(
@@ -149,6 +196,11 @@ def norm_launches(params: GradientNormParams, rows: int, device: int) -> Launche
     return Launches(GRADIENT_NORM, (), device, Tiling((rows, 1), (THREADS, 1)), params)
 
 
+def ema_launches(params: EmaParams, rows: int, device: int) -> Launches[EmaParams]:
+    """The update of all averages; `params` has the table's address, the table so many rows."""
+    return Launches(EMA, (), device, Tiling((rows, 1), (THREADS, 1)), params)
+
+
 class Tensor(NamedTuple):
     """One parameter's arrays.
 
@@ -161,8 +213,6 @@ class Tensor(NamedTuple):
 
     size: int
     arrays: Mapping[str, tuple[int, DType]]
-    lr_scale: float
-    weight_decay: float
 
 
 def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
@@ -178,6 +228,25 @@ def norm_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
     return _joined([_norm_rows(tensor, chunk) for tensor in tensors], np.dtype(GradientChunk))
 
 
+def ema_table(tensors: Sequence[tuple[int, int, DType, int]]) -> NDArray[Any]:
+    """A row of type `EmaChunk` for each block, at least one.
+
+    Args:
+        tensors: of each, the addresses of the FP32 average and of the value, the value's type, and the size.
+    """
+    return _joined([_ema_rows(*tensor) for tensor in tensors], np.dtype(EmaChunk))
+
+
+def _ema_rows(average: int, value: int, dtype: DType, size: int) -> NDArray[Any]:
+    starts = np.arange(0, size, UPDATE_CHUNK, dtype=np.uint64)
+    rows = np.zeros(starts.size, np.dtype(EmaChunk))
+    rows["average"] = np.uint64(average) + starts * np.uint64(DType.FLOAT32.itemsize)
+    rows["value"] = np.uint64(value) + starts * np.uint64(dtype.itemsize)
+    rows["count"] = np.minimum(np.uint64(size) - starts, np.uint64(UPDATE_CHUNK))
+    rows["type"], rows["aligned"] = _TYPES[dtype], average % VECTOR_BYTES == value % VECTOR_BYTES == 0
+    return rows
+
+
 def _update_rows(index: int, tensor: Tensor) -> NDArray[Any]:
     starts = np.arange(0, tensor.size, UPDATE_CHUNK, dtype=np.uint64)
     rows = np.zeros(starts.size, np.dtype(AdamWChunk))
@@ -187,7 +256,6 @@ def _update_rows(index: int, tensor: Tensor) -> NDArray[Any]:
             rows[f"{name}_type"] = _TYPES[dtype]
     rows["octet"], rows["tensor"] = starts // np.uint64(OCTET), index
     rows["count"] = np.minimum(np.uint64(tensor.size) - starts, np.uint64(UPDATE_CHUNK))
-    rows["lr_scale"], rows["weight_decay"] = tensor.lr_scale, tensor.weight_decay
     rows["aligned"] = all(address % VECTOR_BYTES == 0 for address, _ in tensor.arrays.values())
     return rows
 

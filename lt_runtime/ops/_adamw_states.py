@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from lt_runtime import reference
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of
-from lt_runtime.errors import DriverError
+from lt_runtime.errors import CaptureError, DriverError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.adamw import (
+    WORD_BYTES,
     AdamWParams,
     GradientNormParams,
     OptimizerState,
@@ -26,15 +27,18 @@ from lt_runtime.kernels.adamw import (
     adamw_params,
     norm_launches,
     norm_table,
+    set_addresses,
+    settings_words,
     update_launches,
     update_table,
 )
 from lt_runtime.kernels.kernel import Launches
-from lt_runtime.ops._adamw_parameters import Parameter, ReadParameter, read_parameters
+from lt_runtime.ops._adamw_parameters import Parameter, ReadParameter, changes, read_parameters
 from lt_runtime.problem import DType
-from lt_runtime.reference import RoundedTensor
+from lt_runtime.reference import AdamWTensor, RoundedTensor
 
 _WORDS: Final = [name for name, *_ in OptimizerState._fields_]  # each of 32 bits
+_BLOCK: Final = 32768  # elements that the host updates at a time, so that what is computed of them stays in its cache
 _PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
 
 Moments = Sequence[tuple[Any, ...]]
@@ -59,32 +63,36 @@ class HostState:
     def __init__(self, parameters: Sequence[Parameter], options: Options) -> None:
         self.steps, self.skipped_steps = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
         self.grad_norm = np.zeros((), np.float32) if options.judges_gradients else None
-        self._options = options
+        self.options = options
         self._parameters = read_parameters(parameters, options, HOST, 0)
         self.moments = _moments(parameters, options, host_zeros)
         if options.scaler is not None:
             options.scaler.bind(np.array(options.scaler.init_scale, np.float32), np.zeros((), np.int32))
 
-    def step(self, stream: Any) -> None:
-        """One update of all parameters; `stream` is checked, and not used on the host."""
+    def apply_settings(self, stream: Any) -> None:
+        """Checks the stream; an update reads its settings from here."""
         if stream is not None:
             stream_handle(stream, HOST)
-        scaler = self._options.scaler
+
+    def step(self, stream: Any) -> None:
+        """One update of all parameters; `stream` is checked, and not used on the host."""
+        self.apply_settings(stream)
+        scaler = self.options.scaler
         with np.errstate(all="ignore"):  # a gradient may be NaN or infinite, as it may on a GPU
             factor, finite = self._judge()
-            if self._options.skip_nonfinite and not finite:
+            if self.options.skip_nonfinite and not finite:
                 self.skipped_steps += 1
             else:
                 self.steps += 1
-                for i in range(len(self._parameters)):
-                    self._update(i, factor)
+                for i, parameter in enumerate(self._parameters):
+                    self._update(i, parameter, factor)
             if scaler is not None:
                 scale, tracker = reference.next_scale(scaler, float(scaler.scale), int(scaler.growth_tracker), finite)
                 scaler.scale[...], scaler.growth_tracker[...] = scale, tracker
 
     def _judge(self) -> tuple[float, bool]:
         """What the gradients are to be multiplied by, and whether all are finite."""
-        options = self._options
+        options = self.options
         if self.grad_norm is None:
             return 1.0, True
         scale = 1.0 if options.scaler is None else float(options.scaler.scale)
@@ -93,21 +101,28 @@ class HostState:
         clipping = 1.0 if options.max_norm is None else reference.clip_factor(float(self.grad_norm), options.max_norm)
         return clipping / scale, finite
 
-    def _update(self, index: int, gradient_factor: float) -> None:
+    def _update(self, index: int, read: ReadParameter, gradient_factor: float) -> None:
         """Updates one parameter and its moments; `steps` counts this update already."""
-        step, options = int(self.steps[0]), self._options
-        parameter, data, grad, _, weight_decay = read = self._parameters[index]
-        lr = options.hyper.lr * float(parameter.lr_scale)
-        hyper = dataclasses.replace(options.hyper, lr=lr, weight_decay=weight_decay)
-        old = reference.AdamWTensor(read.value.array, *self.moments[index])
-        new = reference.adamw_update(old, grad.array, hyper, step, gradient_factor)
+        lr_scale, weight_decay = read.settings(self.options)
+        own = dataclasses.replace(self.options.hyper, lr=self.options.hyper.lr * lr_scale, weight_decay=weight_decay)
+        arrays = [each.reshape(-1) for each in (read.value.array, *self.moments[index])]  # views: there are no gaps
+        gradient = read.grad.array.reshape(-1)
+        for first in range(0, gradient.size, _BLOCK):
+            block = slice(first, first + _BLOCK)
+            old = reference.AdamWTensor(*(array[block] for array in arrays))
+            new = reference.adamw_update(old, gradient[block], own, int(self.steps[0]), gradient_factor)
+            self._store(index, first, old, new)
+        if read.master is not None:
+            read.data.array[...] = read.master.array.astype(read.data.array.dtype)
+
+    def _store(self, index: int, first: int, old: AdamWTensor, new: AdamWTensor) -> None:
+        """Rounds the new values of a tensor's elements, from number `first` on, into the arrays of the old ones."""
+        seed, step = self.options.seed, int(self.steps[0])
         for array, exact, part in zip(old.arrays, new.arrays, _PARTS, strict=False):  # the last with AMSGrad only
             if array.dtype != np.float32:
-                lanes = reference.rounding_lanes(exact.size, options.seed, index, step, part)
-                exact = reference.round_stochastically(exact, lanes.reshape(exact.shape))
+                lanes = reference.rounding_lanes(exact.size, seed, index, step, part, first)
+                exact = reference.round_stochastically(exact, lanes)
             array[...] = exact
-        if read.master is not None:
-            data.array[...] = read.master.array.astype(data.array.dtype)
 
 
 class GpuState:
@@ -117,12 +132,15 @@ class GpuState:
         first = parameters[0]
         self._device = device_of(f"{first.name}.data", first.data)
         self._current_stream = library_of(first.data).current_stream
-        self._options, self._stream = options, self._current_stream(self._device)
+        self.options, self._stream = options, self._current_stream(self._device)
         with activated(self._device):
-            read = read_parameters(parameters, options, self._device, self._stream)
+            self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
+            self._seen: object = None
             self._kept: list[Any] = [(each.data, each.grad, each.master) for each in parameters]  # kernels read them
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
             self.moments = _moments(parameters, options, lambda size, dtype: self._zeros((size,), dtype))
+            self._written = self._settings()
+            self._device_settings = self._upload(self._written)
             tensors = [_tensor(*pair, options) for pair in zip(read, self.moments, strict=True)]
             self._scale = None if options.scaler is None else self._scale_arrays(options.scaler.init_scale)
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
@@ -139,6 +157,7 @@ class GpuState:
         """One update of all parameters: one launch, or two."""
         with activated(self._device):
             handle = stream_handle(stream, self._device, self._current_stream)
+            self._apply(handle)
             ready = [launches[handle] for launches in self._launches]
             try:
                 for _, launch in ready:
@@ -148,13 +167,44 @@ class GpuState:
                 call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
                 raise
 
+    def apply_settings(self, stream: Any) -> None:
+        """See `AdamW.apply_settings`."""
+        with activated(self._device):
+            self._apply(stream_handle(stream, self._device, self._current_stream))
+
+    def _apply(self, stream: int) -> None:
+        """Writes the settings that differ from those on the device: a memset for each run of equal words.
+
+        A memset has its value in its arguments, unlike a copy, which would have to find a host buffer unchanged when it
+        runs, and it is ordered after the updates that are still to read the old settings.
+        """
+        latest = changes.latest
+        if latest is self._seen:
+            return
+        words = self._settings()
+        changed = np.flatnonzero(words != self._written)
+        if changed.size and is_captured(stream):
+            raise CaptureError(
+                "settings of the optimizer were changed before the capture; call its apply_settings first"
+            )
+        ends = np.flatnonzero((np.diff(changed) > 1) | (words[changed[1:]] != words[changed[:-1]])) + 1
+        for run in np.split(changed, ends) if changed.size else ():
+            first, value = int(run[0]), int(words[run[0]])
+            call("cuMemsetD32Async", self._device_settings + first * WORD_BYTES, value, run.size, stream)
+            self._written[run] = value
+        self._seen = latest
+
+    def _settings(self) -> NDArray[np.uint32]:
+        return settings_words(self.options.hyper, [each.settings(self.options) for each in self._parameters])
+
     def _update(self, tensors: Sequence[Tensor], words: Any) -> Launches[AdamWParams]:
-        table, params = update_table(tensors), adamw_params(self._options)
+        table, params = update_table(tensors), adamw_params(self.options)
         params.chunks, params.state = self._upload(table), words.data.ptr
+        set_addresses(params, self._device_settings, len(tensors))
         if self._scale is not None:
             params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)
         stochastic = any(tensor.arrays["value"][1] is not DType.FLOAT32 for tensor in tensors)
-        return update_launches(params, len(table), self._device, self._options, stochastic=stochastic)
+        return update_launches(params, len(table), self._device, self.options, stochastic=stochastic)
 
     def _norm(self, tensors: Sequence[Tensor], words: Any) -> Launches[GradientNormParams]:
         table = norm_table(tensors)
@@ -191,7 +241,7 @@ def _tensor(read: ReadParameter, moments: tuple[Any, ...], options: Options) -> 
         arrays["copy"] = _typed(read.data)
     for name, array in zip(("m", "v", "v_max"), moments, strict=False):  # the last with AMSGrad only
         arrays[name] = array.data.ptr, options.moments
-    return Tensor(math.prod(read.data.shape), arrays, read.parameter.lr_scale, read.weight_decay)
+    return Tensor(math.prod(read.data.shape), arrays)
 
 
 def _word(words: Any, name: str) -> Any:

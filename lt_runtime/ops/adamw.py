@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from lt_runtime.arguments import check_instance, flag, number, shown
+from lt_runtime.arguments import Fixed, check_instance, flag, not_negative, number, shown
 from lt_runtime.arrays.operand import on_host
 from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.adamw import Options
-from lt_runtime.ops._adamw_parameters import Parameter
+from lt_runtime.ops._adamw_parameters import HeldArrays, Parameter, changes
 from lt_runtime.ops._adamw_states import GpuState, HostState
 from lt_runtime.problem import DType, Philox, type_name
 from lt_runtime.reference import AdamWHyper
@@ -20,7 +20,7 @@ from lt_runtime.schedules import Schedule
 __all__ = ["AdamW", "Parameter"]
 
 
-class AdamW:
+class AdamW(Fixed):
     """AdamW (Loshchilov and Hutter, 2019) as PyTorch defines it, with arithmetic in FP32.
 
     θ ← θ·(1 - lr·λ) - lr · m̂ / (√v̂ + ε), where lr is multiplied by the schedule's factor. On a GPU one kernel
@@ -31,8 +31,12 @@ class AdamW:
     A NaN or infinite gradient makes its own element NaN, and with `max_norm` every element, as arithmetic has it;
     with `skip_nonfinite` or `scaler` the whole update is left out instead: parameters, moments and `steps` stay.
 
+    `lr`, `weight_decay` and `schedule` may be set between steps, as may `lr_scale` and `weight_decay` of a parameter.
+    The next step follows, also that of an `lt.TrainStep`, whose graph reads them from the device. Nothing else can be
+    set. For a graph that you capture from `step` yourself, see `apply_settings`.
+
     Args:
-        parameters: at least one; all NumPy arrays, or all on one GPU.
+        parameters: at least one, each once; all NumPy arrays, or all on one GPU.
         lr: learning rate.
         betas: decay rates of the moments, in [0, 1).
         eps: added to the denominator.
@@ -51,18 +55,22 @@ class AdamW:
         seed: of the random numbers that stochastic rounding draws; 64 bits.
 
     Attributes:
+        lr, weight_decay, schedule: as they are now.
         steps: array of one uint32, the number of updates done, living where the parameters live.
         skipped_steps: likewise, the number of updates left out.
         grad_norm: FP32 array of shape (), the norm of the unscaled gradients in the last step, before clipping. None
             without `max_norm`, `skip_nonfinite` and `scaler`.
         moments: of each parameter: m, v and with `amsgrad` the largest v; all in one piece of memory.
-        options: what this was made with.
-        scaler: as given.
+        options: what this was made with, and the settings as they are now.
+        parameters, scaler: as given.
 
     Raises:
         ArgumentError: no parameters, or an option out of its range.
-        OperandError: a parameter whose arrays do not fit together, or with gaps between its elements.
+        OperandError: a parameter whose arrays do not fit together, or with gaps between its elements; or a parameter
+            that was given twice.
     """
+
+    _changeable: ClassVar = ("lr", "weight_decay", "schedule")
 
     def __init__(
         self,
@@ -83,7 +91,7 @@ class AdamW:
     ) -> None:
         self.parameters, self.scaler = _parameters(parameters), scaler
         _check_scaler(scaler)
-        self.options = Options(
+        options = Options(
             _hyper(lr, betas, eps, weight_decay, schedule),
             flag("amsgrad", amsgrad),
             None if max_norm is None else _max_norm(max_norm),
@@ -94,9 +102,43 @@ class AdamW:
             Philox(seed).seed,  # refuses what is no 64-bit seed
         )
         kind = HostState if on_host(_by_name(self.parameters)) else GpuState
-        self._state: HostState | GpuState = kind(self.parameters, self.options)
+        self._state: HostState | GpuState = kind(self.parameters, options)
+        self._held = HeldArrays(self.parameters, "the optimizer")
         self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
         self.grad_norm, self.moments = self._state.grad_norm, self._state.moments
+        self._is_made = True
+
+    @property
+    def options(self) -> Options:
+        """Everything but the parameters."""
+        return self._state.options
+
+    @property
+    def lr(self) -> float:
+        """The learning rate; may be set."""
+        return self.options.hyper.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._change(lr=not_negative("lr", value))
+
+    @property
+    def weight_decay(self) -> float:
+        """λ of the parameters that have none of their own; may be set."""
+        return self.options.hyper.weight_decay
+
+    @weight_decay.setter
+    def weight_decay(self, value: float) -> None:
+        self._change(weight_decay=not_negative("weight_decay", value))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The factor on the learning rate by step; may be set, to None too, which is a constant one."""
+        return self.options.hyper.schedule
+
+    @schedule.setter
+    def schedule(self, value: Schedule | None) -> None:
+        self._change(schedule=_schedule(value))
 
     def step(self, *, stream: Any = None) -> None:
         """Updates every parameter from its gradient.
@@ -107,9 +149,39 @@ class AdamW:
                 operand is the first parameter.
 
         Raises:
+            OperandError: an array of a parameter has been replaced.
+            CaptureError: the stream is being captured, and settings have been changed since the last step.
             GpuError: the driver or the compiler failed.
         """
+        self._held.check()
         self._state.step(stream)
+
+    def apply_settings(self, *, stream: Any = None) -> None:
+        """Brings settings that have been changed to the device, in the order of a stream.
+
+        `step` and `lt.TrainStep` do so by themselves. A graph that you have captured from `step` needs this before its
+        next launch. It is not to be captured with the step, because each launch would then bring back the settings of
+        that time.
+
+        Args:
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
+                that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. The first
+                operand is the first parameter.
+
+        Raises:
+            CaptureError: the stream is being captured, and there is something to be brought.
+            GpuError: the driver failed.
+        """
+        self._state.apply_settings(stream)
+
+    def check_arrays(self) -> None:
+        """Raises `OperandError` if an array of a parameter has been replaced since this was made."""
+        self._held.check()
+
+    def _change(self, **settings: Any) -> None:
+        options = self.options
+        self._state.options = dataclasses.replace(options, hyper=dataclasses.replace(options.hyper, **settings))
+        changes.latest = object()
 
 
 def _by_name(parameters: Sequence[Parameter]) -> dict[str, Any]:
@@ -133,10 +205,6 @@ def _parameters(given: Any) -> tuple[Parameter, ...]:
         raise ArgumentError(f"parameters is empty ({shown(given)}); it must be {accepted}")
     for i, parameter in enumerate(parameters):
         check_instance(f"parameters[{i}]", parameter, Parameter, "an lt.Parameter")
-        check_instance(f"parameters[{i}].name", parameter.name, str, "a string")
-        _not_negative(f"{parameter.name}.lr_scale", parameter.lr_scale)
-        if parameter.weight_decay is not None:
-            _not_negative(f"{parameter.name}.weight_decay", parameter.weight_decay)
     return parameters
 
 
@@ -148,19 +216,15 @@ def _hyper(lr: float, betas: Any, eps: float, weight_decay: float, schedule: Sch
     rates = number("betas[0]", first), number("betas[1]", second)
     if not all(0.0 <= rate < 1.0 for rate in rates):
         raise ArgumentError(f"betas is {rates}; accepted are two numbers in [0, 1)")
-    if schedule is not None:
-        check_instance(
-            "schedule", schedule, Schedule, "None or an lt.Schedule, such as lt.schedules.warmup_cosine makes"
-        )
-    rest = _not_negative("eps", eps), _not_negative("weight_decay", weight_decay)
-    return AdamWHyper(_not_negative("lr", lr), *rates, *rest, schedule or Schedule())
+    rest = not_negative("eps", eps), not_negative("weight_decay", weight_decay)
+    return AdamWHyper(not_negative("lr", lr), *rates, *rest, _schedule(schedule))
 
 
-def _not_negative(name: str, value: float) -> float:
-    checked = number(name, value)
-    if not (math.isfinite(checked) and checked >= 0):
-        raise ArgumentError(f"{name} is {checked}; it must be finite and not negative")
-    return checked
+def _schedule(schedule: Schedule | None) -> Schedule:
+    if schedule is None:
+        return Schedule()
+    check_instance("schedule", schedule, Schedule, "None or an lt.Schedule, such as lt.schedules.warmup_cosine makes")
+    return schedule
 
 
 def _max_norm(value: float) -> float:

@@ -16,7 +16,7 @@ class LayerTime:
     """Mean time of a layer, of the loss or of the optimizer.
 
     Attributes:
-        name: of the layer, or "loss" or "optimizer".
+        name: of the layer, or "loss", "optimizer" or "ema".
         forward_us, backward_us: microseconds a step. The loss and the optimizer have forward time alone.
     """
 
@@ -81,6 +81,6 @@ def _rows(means: dict[str, float]) -> Iterator[LayerTime]:
         phase, _, layer = name.partition("/")
         if phase == "forward" and layer:
             yield LayerTime(layer, mean, means.get(f"backward/{layer}", 0.0))
-    for name in ("loss", "optimizer"):
+    for name in ("loss", "optimizer", "ema"):
         if name in means:
             yield LayerTime(name, means[name], 0.0)

@@ -10,6 +10,7 @@ from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.loss import cross_entropy, mse_loss
 from lt_runtime.ranges import range_of
+from lt_runtime.training.ema import EMA
 from lt_runtime.training.mlp import MLP
 from lt_runtime.training.tally import Scores, Tally
 
@@ -22,10 +23,11 @@ class StepBody:
 
     Args:
         loss: one of `LOSSES`.
+        ema: averages that follow the parameters.
     """
 
-    def __init__(self, model: MLP, optimizer: AdamW, loss: str) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: MLP, optimizer: AdamW, loss: str, ema: EMA | None = None) -> None:
+        self.model, self.optimizer, self.ema = model, optimizer, ema
         self.classifies, self._loss = loss == "cross_entropy", LOSSES[loss]
 
     def run(self, parts: Sequence[tuple[Any, Any]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
@@ -36,13 +38,16 @@ class StepBody:
                 over all of them.
             tally: the losses are added to it.
             stream: a handle on a GPU, None on the host.
-            updates: whether the optimizer makes its step.
+            updates: whether the optimizer makes its step, and the averages follow.
         """
         for i, (x, target) in enumerate(parts):
             self._run_part(x, target, i, 1.0 / len(parts), tally, stream)
         if updates:
             with range_of("optimizer"):
                 self.optimizer.step(stream=stream)
+            if self.ema is not None:
+                with range_of("ema"):
+                    self.ema.update(stream=stream)
 
     def _run_part(self, x: Any, target: Any, index: int, share: float, tally: Tally, stream: Any) -> None:
         scaler = self.optimizer.scaler

@@ -22,6 +22,7 @@ from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
+from lt_runtime.ops._adamw_parameters import changes
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
 from lt_runtime.training.inputs import read_batch
@@ -154,6 +155,7 @@ class GpuStep:
         self._batches: OrderedDict[_Key, Batches] = OrderedDict()
         self._replays: dict[Hashable, Replay] = {}
         self._current_stream = CUPY.current_stream
+        self._seen: object = None
         with activated(device):
             stream = stream_handle(None, device)
             self.tally, self._spare = GpuTally(device, stream), GpuTally(device, stream)
@@ -189,6 +191,8 @@ class GpuStep:
             return False
         with self._turn as turn, range_of("step"):
             turn.give(handle)
+            if changes.latest is not self._seen:
+                self._apply_settings(handle)
             return self._launch(replay, (x_looks[0], target_looks[0]), handle)
 
     def run(self, x: Any, target: Any, stream: Any) -> None:
@@ -212,12 +216,19 @@ class GpuStep:
             _refuse_capture(handle)
             with self._turn as turn, range_of("step"):
                 turn.give(handle)
+                self._apply_settings(handle)
                 replay = self._prepared(batch, handle)
                 self._launch(replay, addresses, handle)
                 signature = signature_of((x, target), ())
                 if signature is not None:
                     _, x_looks, target_looks = signature
                     self._replays[x_looks[1:], target_looks[1:]] = replay
+
+    def _apply_settings(self, stream: int) -> None:
+        """Brings to the device what was changed of the optimizer's settings; a graph only reads them there."""
+        latest = changes.latest
+        self._body.optimizer.apply_settings(stream=stream)
+        self._seen = latest
 
     def _launch(self, replay: Replay, addresses: tuple[int, int], stream: int) -> bool:
         """Puts copies and graph on a stream; False if another thread's batch has just taken the graph's place."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from lt_runtime.arguments import check_instance, flag, integer, one_of, shown
+from lt_runtime.arguments import Fixed, check_instance, flag, integer, one_of, shown
 from lt_runtime.arrays.operand import HOST, device_of, on_host
-from lt_runtime.errors import ArgumentError, OperandError, ShapeError
+from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.ops._adamw_parameters import HeldArrays, changes
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.training.body import LOSSES, StepBody
+from lt_runtime.training.ema import EMA
 from lt_runtime.training.mlp import MLP
 from lt_runtime.training.tally import HostTally, Tally
 
@@ -29,7 +31,7 @@ class Metrics(NamedTuple):
     accuracy: float | None
 
 
-class TrainStep:
+class TrainStep(Fixed):
     """Trains a model by one batch a call.
 
     On a GPU the whole step is one CUDA graph. The first batch of each size is rehearsed without the update, which makes
@@ -42,8 +44,9 @@ class TrainStep:
 
     Args:
         model: an `MLP`.
-        optimizer: over the model's parameters. Dropout's masks are drawn for the optimizer's step, so that each step
-            has its own. If the optimizer has a scaler, it scales the loss's gradient.
+        optimizer: over the model's parameters, or over some of them, which freezes the others. Its settings may change
+            between steps, see `lt.AdamW`. Dropout's masks are drawn for the optimizer's step, so that each step has its
+            own. If the optimizer has a scaler, it scales the loss's gradient.
         loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out) or "mse" (targets shaped as
             the outputs).
         batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, of which the
@@ -51,9 +54,12 @@ class TrainStep:
         graph: whether to capture.
         accumulate: micro-batches that a batch is cut into. The activations of only one micro-batch are in memory
             at a time. The gradients are added up, and the loss is the mean of the micro-batches' losses.
+        ema: an `lt.EMA` of the model, which is updated after the optimizer, in the same graph.
 
     Raises:
-        ArgumentError: an unknown loss, or numbers that are not positive or do not divide the batch.
+        ArgumentError: an unknown loss, numbers that are not positive or do not divide the batch, an optimizer with a
+            parameter that is not the model's, or an EMA of another model.
+        OperandError: an array of a parameter was replaced after the optimizer or the EMA was made.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class TrainStep:
         batch_size: int | None = None,
         graph: bool = True,
         accumulate: int = 1,
+        ema: EMA | None = None,
     ) -> None:
         check_instance("model", model, MLP, "an lt.MLP")
         check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
@@ -76,9 +83,11 @@ class TrainStep:
                 raise ArgumentError(f"{name} is {shown(value)}; it must be positive")
         if batch_size is not None and batch_size % accumulate:
             raise ArgumentError(f"batch_size is {batch_size}; it must be a multiple of accumulate ({accumulate})")
+        _check_optimizer(optimizer, model)
+        _check_ema(ema, model)
         self.model, self.optimizer, self.batch_size, self.accumulate = model, optimizer, batch_size, accumulate
-        self._arrays = [(each, each.data, each.grad, each.master) for each in model.parameters()]
-        self._body = StepBody(model, optimizer, loss)
+        self.ema, self._held = ema, HeldArrays(model.parameters(), "this step")
+        self._body = StepBody(model, optimizer, loss, ema)
         self._gpu: GpuStep | None = None
         self._tally: Tally = HostTally()
         if model.device.ordinal is not None:
@@ -86,6 +95,7 @@ class TrainStep:
 
             self._gpu = GpuStep(self._body, model.device.ordinal, accumulate, graph=graph)
             self._tally = self._gpu.tally
+        self._is_made = True
 
     def __call__(self, x: Any, target: Any, *, stream: Any = None) -> Any:
         """Updates the model from one batch.
@@ -104,11 +114,13 @@ class TrainStep:
             ShapeError: x is not a batch of the expected shape.
             OperandError: another type or device; an array of the model's parameters has been replaced.
             CaptureError: the stream is being captured, and `graph` is set.
-            GpuError: no memory, or another failure. The model's values and the optimizer are as they were.
+            GpuError: no memory, or another failure. The model's values and the optimizer are as they were; without a
+                graph only the averages may lack an update.
         """
-        self._check_parameters()
+        if changes.latest is not self._held.seen:
+            self._held.check()
         if self._gpu is None:
-            on_host({"the model": self._arrays[0][1], "x": x, "target": target})
+            on_host({"the model": self.model.layers[0].weight.data, "x": x, "target": target})
             self._check(x)
             _check_host_stream(stream)
             self._body.run(self._cut(x, target), self._tally, None)
@@ -137,18 +149,11 @@ class TrainStep:
         inputs, rows = self.model.dims[0], self.batch_size
         shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has no shape is refused when it is read
         if rows is not None and shape != (rows, inputs):
-            raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}")
+            other = "; lt.TrainStep(..., batch_size=None) takes batches of any size" if shape[1:] == (inputs,) else ""
+            raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}{other}")
         if rows is None and (len(shape) != 2 or shape[1] != inputs or not shape[0] or shape[0] % self.accumulate):
             multiple = f"a multiple of {self.accumulate}" if self.accumulate > 1 else "at least one"
             raise ShapeError(f"x has shape {shape}; accepted are (M, {inputs}), M {multiple}")
-
-    def _check_parameters(self) -> None:
-        for parameter, data, grad, master in self._arrays:
-            if parameter.data is not data or parameter.grad is not grad or parameter.master is not master:
-                raise OperandError(
-                    f"an array of {parameter.name} was replaced after this step was made; write into it instead, as in "
-                    "parameter.data[...] = values"
-                )
 
     def _cut(self, x: Any, target: Any) -> list[tuple[Any, Any]]:
         """The micro-batches of NumPy arrays."""
@@ -159,6 +164,27 @@ class TrainStep:
             raise ShapeError(f"target has shape {getattr(target, 'shape', None)}; it must have {rows} rows")
         size = rows // self.accumulate
         return [(x[i : i + size], target[i : i + size]) for i in range(0, rows, size)]
+
+
+def _check_optimizer(optimizer: AdamW, model: MLP) -> None:
+    """Refuses an optimizer of which a parameter is not the model's: its updates would not train the model."""
+    known = {(id(each.data), id(each.grad)) for each in model.parameters()}
+    for parameter in optimizer.parameters:
+        if (id(parameter.data), id(parameter.grad)) not in known:
+            raise ArgumentError(
+                f"the optimizer has {parameter.name}, which is no parameter of the model; make it with "
+                "model.parameters(), or with some of them to train only those"
+            )
+    optimizer.check_arrays()
+
+
+def _check_ema(ema: EMA | None, model: MLP) -> None:
+    if ema is None:
+        return
+    check_instance("ema", ema, EMA, "None or an lt.EMA")
+    if ema.model is not model:
+        raise ArgumentError("ema averages another model; make it with lt.EMA(model)")
+    ema.check_arrays()
 
 
 def _check_host_stream(stream: Any) -> None:

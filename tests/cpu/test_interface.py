@@ -164,7 +164,15 @@ def test_a_step_takes_batches_of_any_size_unless_told() -> None:
 
 TAKE_STREAMS = (
     *(lt.linear_fwd, lt.linear, lt.linear_bwd, lt.matmul, lt.dropout, lt.mse_loss, lt.cross_entropy, lt.bind),
-    *(lt.AdamW.step, lt.MLP.__call__, lt.MLP.forward, lt.MLP.backward, lt.TrainStep.__call__),
+    *(
+        lt.AdamW.step,
+        lt.AdamW.apply_settings,
+        lt.EMA.update,
+        lt.MLP.__call__,
+        lt.MLP.forward,
+        lt.MLP.backward,
+        lt.TrainStep.__call__,
+    ),
     *(lt.prefetch, lt.raw.forward_raw, lt.raw.backward_raw),
 )
 

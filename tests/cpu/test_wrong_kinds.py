@@ -235,6 +235,22 @@ def made_step(world: World, **options: Any) -> Any:
     return world.lt.TrainStep(*world.trained(), **options)
 
 
+def averages(world: World) -> Any:
+    ema = world.lt.EMA(world.model())
+    world.arrays += ema.averages.values()
+    return ema
+
+
+def setter(target: Any) -> Callable[..., None]:
+    """Sets attributes."""
+
+    def put(**attributes: Any) -> None:
+        for name, value in attributes.items():
+            setattr(target, name, value)
+
+    return put
+
+
 def one_step(world: World) -> Call:
     return made_step(world), {"x": world.ones(M, K), "target": world.ones(M, dtype=np.int32)}
 
@@ -329,6 +345,16 @@ ROWS: Final[Mapping[str, Row]] = {
         | {"amsgrad": FLAG, "max_norm": "none float", "skip_nonfinite": FLAG, "scaler": "none", "moments": ""}
         | {"stochastic_rounding": FLAG, "seed": ""},
     ),
+    "AdamW set": Row(
+        lambda world: (setter(world.trained()[1]), {}),
+        {"lr": NUMBER, "weight_decay": NUMBER, "schedule": "none"},
+    ),
+    "Parameter set": Row(
+        lambda world: (setter(world.model().parameters()[0]), {}),
+        {"name": "text", "lr_scale": "float", "weight_decay": "none float"},
+    ),
+    "AdamW.apply_settings": Row(lambda world: (world.trained()[1].apply_settings, {}), {"stream": STREAM}),
+    "AdamW.check_arrays": Row(lambda world: (world.trained()[1].check_arrays, {}), {}),
     "AdamW.step": Row(lambda world: (world.trained()[1].step, {}), {"stream": STREAM}),
     "MLP": Row(
         model,
@@ -346,8 +372,13 @@ ROWS: Final[Mapping[str, Row]] = {
     ),
     "TrainStep": Row(
         train_step,
-        {"model": "", "optimizer": "", "loss": "", "batch_size": "none huge", "graph": FLAG, "accumulate": "huge"},
+        {"model": "", "optimizer": "", "loss": "", "batch_size": "none huge", "graph": FLAG, "accumulate": "huge"}
+        | {"ema": "none"},
     ),
+    "EMA": Row(lambda world: (world.lt.EMA, {"model": world.model()}), {"model": "", "decay": ""}),
+    "EMA.update": Row(lambda world: (averages(world).update, {}), {"stream": STREAM}),
+    "EMA.copy_to": Row(lambda world: (averages(world).copy_to, {}), {"model": ""}),
+    "EMA.check_arrays": Row(lambda world: (averages(world).check_arrays, {}), {}),
     "TrainStep.__call__": Row(one_step, {"x": "", "target": "", "stream": STREAM}, {"target": "target|labels"}),
     "TrainStep.__call__ in parts": Row(one_step_in_parts, {"x": "", "target": ""}, {"target": "target|labels"}),
     "TrainStep.metrics": Row(lambda world: (made_step(world).metrics, {}), {"stream": STREAM}),

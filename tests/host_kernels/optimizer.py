@@ -21,6 +21,8 @@ from lt_runtime.kernels.adamw import (
     Tensor,
     adamw_params,
     norm_table,
+    set_addresses,
+    settings_words,
     update_table,
 )
 from lt_runtime.kernels.tiling import THREADS
@@ -123,7 +125,7 @@ class HostTensor:
         if self.v_max:
             arrays["v_max"] = self.v_max
         types = {name: (array.address, array.dtype) for name, array in arrays.items()}
-        return Tensor(self.case.size, types, self.case.lr_scale, self.case.weight_decay)
+        return Tensor(self.case.size, types)
 
 
 class HostOptimizer:
@@ -160,6 +162,8 @@ class HostOptimizer:
         options = self._options
         params = adamw_params(options)
         params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
+        words = settings_words(options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
+        set_addresses(params, words.ctypes.data, len(tensors))
         if self._options.scaler:
             params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
         self._update.launch((table.size, 1), (THREADS, 1), params, order=order)

@@ -7,6 +7,7 @@ from typing import Final
 from tests.mutants.fault import Fault, fault
 
 _ADAMW: Final = "tests/host_kernels/test_adamw.py"
+_EMA: Final = "tests/host_kernels/test_ema.py::test_averages"
 _NORM: Final = "tests/host_kernels/test_gradient_norm.py"
 
 FAULTS: Final[tuple[Fault, ...]] = (
@@ -27,8 +28,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "weight decay ignores the learning rate",
         "cuda_src/adamw.cu",
-        "kept = 1.0f - lr * chunk.weight_decay",
-        "kept = 1.0f - chunk.weight_decay",
+        "1.0f - lr * now.weight_decay",
+        "1.0f - now.weight_decay",
         f"{_ADAMW}::test_updates[float32]",
     ),
     fault(
@@ -111,22 +112,22 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "warm-up reaches the full rate one step late",
         "cuda_src/adamw.cu",
-        "if (t <= p.warmup_steps) return __fdividef(static_cast<float>(t),",
-        "if (t <= p.warmup_steps) return __fdividef(static_cast<float>(t - 1),",
+        "if (t <= s.warmup_steps) return __fdividef(static_cast<float>(t),",
+        "if (t <= s.warmup_steps) return __fdividef(static_cast<float>(t - 1),",
         f"{_ADAMW}::test_schedules",
     ),
     fault(
         "the cosine schedule is a sine",
         "cuda_src/adamw.cu",
-        "(p.decay == 1 ? left : sine * sine)",
-        "(p.decay == 1 ? left : sine)",
+        "(s.decay == 1 ? left : sine * sine)",
+        "(s.decay == 1 ? left : sine)",
         f"{_ADAMW}::test_the_cosine_is_right_everywhere",
     ),
     fault(
         "the final factor is forgotten",
         "cuda_src/adamw.cu",
-        "return p.final_factor + (1.0f - p.final_factor) *",
-        "return (1.0f - p.final_factor) *",
+        "return s.final_factor + (1.0f - s.final_factor) *",
+        "return (1.0f - s.final_factor) *",
         f"{_ADAMW}::test_schedules",
     ),
     fault(
@@ -248,5 +249,26 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "const float norm = sqrtf(",
         "const float norm = (",
         f"{_NORM}::test_norms",
+    ),
+    fault(
+        "every tensor has the first one's rate",
+        "cuda_src/adamw.cu",
+        "p.lr_scales[tensor]",
+        "p.lr_scales[0]",
+        f"{_ADAMW}::test_updates[float32]",
+    ),
+    fault(
+        "an average moves the whole way",
+        "cuda_src/ema.cu",
+        "+= p.weight * (now.v[k] - average.v[k])",
+        "+= now.v[k] - average.v[k]",
+        _EMA,
+    ),
+    fault(
+        "averages take every value for FP32",
+        "cuda_src/ema.cu",
+        "unpack(value, chunk.type)",
+        "unpack(value, kFloat32)",
+        _EMA,
     ),
 )

@@ -15,6 +15,10 @@ _CHECKPOINTS: Final = "lt_runtime/training/checkpoints.py"
 _TALLY: Final = "lt_runtime/training/tally.py"
 _ADAMW: Final = "lt_runtime/kernels/adamw.py"
 _STATES: Final = "lt_runtime/ops/_adamw_states.py"
+_PARAMETERS: Final = "lt_runtime/ops/_adamw_parameters.py"
+_OPTIMIZER: Final = "lt_runtime/ops/adamw.py"
+_EMA: Final = "lt_runtime/training/ema.py"
+_SETTINGS: Final = "tests/cpu/test_fake_gpu_settings.py"
 
 FAULTS: Final[tuple[Fault, ...]] = (
     fault(
@@ -61,7 +65,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     fault(
         "a step goes on with a parameter that was replaced",
-        _STEP,
+        _PARAMETERS,
         "if parameter.data is not data or parameter.grad is not grad",
         "if parameter.grad is not grad",
         "tests/cpu/training/test_train_step.py::test_replaced_arrays",
@@ -310,15 +314,15 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a tensor's own weight decay is ignored on the host",
         _STATES,
-        "lr=lr, weight_decay=weight_decay)",
-        "lr=lr)",
+        "lr=self.options.hyper.lr * lr_scale, weight_decay=weight_decay)",
+        "lr=self.options.hyper.lr * lr_scale)",
         "tests/cpu/ops/test_adamw_options.py::test_each_parameter_has_its_own_rate_and_decay",
     ),
     fault(
         "a tensor's own rate is ignored on the host",
         _STATES,
-        "lr = options.hyper.lr * float(parameter.lr_scale)",
-        "lr = options.hyper.lr",
+        "lr=self.options.hyper.lr * lr_scale, ",
+        "",
         "tests/cpu/ops/test_adamw_options.py::test_each_parameter_has_its_own_rate_and_decay",
     ),
     fault(
@@ -331,7 +335,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the master copy's values do not reach the parameter",
         _STATES,
-        "data.array[...] = read.master.array.astype(data.array.dtype)",
+        "read.data.array[...] = read.master.array.astype(read.data.array.dtype)",
         "pass",
         "tests/cpu/ops/test_adamw.py::test_agrees_with_a_scalar_loop",
     ),
@@ -453,5 +457,131 @@ FAULTS: Final[tuple[Fault, ...]] = (
         '        call("cuStreamSynchronize", stream)\n        (state,) = host\n',
         '        self._clear(stream)\n        call("cuStreamSynchronize", stream)\n        (state,) = host\n',
         "tests/cpu/test_failing_calls.py::test_calls_fail_in_turn[TrainStep.metrics]",
+    ),
+    fault(
+        "a graph does not follow the settings",
+        _CAPTURED,
+        "            if changes.latest is not self._seen:\n                self._apply_settings(handle)\n",
+        "",
+        f"{_SETTINGS}::test_settings_changed_in_the_middle_of_a_captured_run",
+    ),
+    fault(
+        "settings are written before earlier steps are waited for",
+        _CAPTURED,
+        "            turn.give(handle)\n            if changes.latest is not self._seen:\n"
+        "                self._apply_settings(handle)\n",
+        "            if changes.latest is not self._seen:\n                self._apply_settings(handle)\n"
+        "            turn.give(handle)\n",
+        f"{_SETTINGS}::test_steps_under_way_keep_the_settings_that_they_were_put_on_the_stream_with",
+    ),
+    fault(
+        "a parameter's change is not noticed",
+        _PARAMETERS,
+        "        changes.latest = object()  # after",
+        "        # after",
+        f"{_SETTINGS}::test_settings_changed_in_the_middle_of_a_captured_run",
+        "tests/cpu/ops/test_adamw_settings.py::test_a_replaced_array_is_neither_read_nor_written",
+    ),
+    fault(
+        "an optimizer's change is not noticed",
+        _OPTIMIZER,
+        "        changes.latest = object()\n",
+        "",
+        f"{_SETTINGS}::test_settings_changed_in_the_middle_of_a_captured_run",
+    ),
+    fault(
+        "neighbours that differ are written as the first of them",
+        _STATES,
+        "(np.diff(changed) > 1) | (words[changed[1:]] != words[changed[:-1]])",
+        "np.diff(changed) > 1",
+        f"{_SETTINGS}::test_the_host_goes_the_same_way",
+    ),
+    fault(
+        "settings that lie apart are written as one run",
+        _STATES,
+        "(np.diff(changed) > 1) | (words[changed[1:]] != words[changed[:-1]])",
+        "words[changed[1:]] != words[changed[:-1]]",
+        f"{_SETTINGS}::test_only_what_changed_is_written_and_equal_neighbours_at_once",
+    ),
+    fault(
+        "what a memset has not written counts as written",
+        _STATES,
+        "        words = self._settings()\n        changed",
+        "        self._seen = latest\n        words = self._settings()\n        changed",
+        f"{_SETTINGS}::test_a_memset_that_fails_is_made_at_the_next_step",
+    ),
+    fault(
+        "changed settings are captured",
+        _STATES,
+        "if changed.size and is_captured(stream):",
+        "if changed.size and stream is None:",
+        f"{_SETTINGS}::test_a_graph_of_ones_own_follows_what_is_applied",
+    ),
+    fault(
+        "the first block of a tensor on the host is rounded as all of them",
+        _STATES,
+        "index, step, part, first)",
+        "index, step, part)",
+        "tests/cpu/ops/test_adamw_settings.py::test_parameters_longer_than_the_hosts_blocks",
+    ),
+    fault(
+        "another model's optimizer is taken",
+        _STEP,
+        "        _check_optimizer(optimizer, model)\n",
+        "",
+        "tests/cpu/training/test_train_step.py::test_another_models_optimizer_is_refused",
+    ),
+    fault(
+        "an optimizer's gradients may be others than the model's",
+        _STEP,
+        "(id(parameter.data), id(parameter.grad)) not in known",
+        "id(parameter.data) not in [data for data, _ in known]",
+        "tests/cpu/training/test_train_step.py::test_another_models_optimizer_is_refused",
+    ),
+    fault(
+        "an optimizer steps over replaced arrays",
+        _OPTIMIZER,
+        "        self._held.check()\n        self._state.step(stream)\n",
+        "        self._state.step(stream)\n",
+        "tests/cpu/ops/test_adamw_settings.py::test_a_replaced_array_is_neither_read_nor_written",
+    ),
+    fault(
+        "attributes can be made up",
+        "lt_runtime/arguments.py",
+        "if self._is_made and not may_change and value is not getattr(self, name, self):",
+        "if self._is_made and not may_change and value is not getattr(self, name, value):",
+        "tests/cpu/ops/test_adamw_settings.py::test_what_cannot_be_set_says_what_can",
+    ),
+    fault(
+        "averages are of the rounded values",
+        _EMA,
+        "each.data if each.master is None else each.master for",
+        "each.data for",
+        "tests/cpu/training/test_ema.py::test_a_training_step_averages_what_it_has_updated",
+    ),
+    fault(
+        "averages begin at zero",
+        _EMA,
+        "        self._average(1.0, None)\n",
+        "",
+        "tests/cpu/training/test_ema.py::test_a_training_step_averages_what_it_has_updated",
+    ),
+    fault(
+        "averages are not copied into master copies",
+        _EMA,
+        "            if parameter.master is not None:\n                model.device.write(parameter.master, values)\n",
+        "",
+        "tests/cpu/training/test_ema.py::test_averages_are_copied_into_a_model_with_its_master_copies",
+    ),
+    fault(
+        "averages are made before the update",
+        _BODY,
+        '            with range_of("optimizer"):\n                self.optimizer.step(stream=stream)\n'
+        '            if self.ema is not None:\n                with range_of("ema"):\n'
+        "                    self.ema.update(stream=stream)\n",
+        '            if self.ema is not None:\n                with range_of("ema"):\n'
+        "                    self.ema.update(stream=stream)\n"
+        '            with range_of("optimizer"):\n                self.optimizer.step(stream=stream)\n',
+        "tests/cpu/training/test_ema.py::test_a_training_step_averages_what_it_has_updated",
     ),
 )

@@ -16,7 +16,7 @@ def tensor(size: int, **addresses: int) -> Tensor:
     """With a master copy; the arrays lie far apart."""
     at = {name: (i << 40) + BASE for i, name in enumerate(("value", "copy", "gradient", "m", "v"))} | addresses
     types = {"value": F32, "copy": F16, "gradient": BF16, "m": F32, "v": BF16}
-    return Tensor(size, {name: (at[name], dtype) for name, dtype in types.items()}, lr_scale=0.5, weight_decay=0.25)
+    return Tensor(size, {name: (at[name], dtype) for name, dtype in types.items()})
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -34,7 +34,7 @@ def test_update_rows_cover_a_tensor(size: int) -> None:
         assert int(rows[0][name]) == address
     assert set(rows["tensor"].tolist()) == {1}
     row = rows[0]
-    assert (row["v_max"], row["lr_scale"], row["weight_decay"], row["aligned"]) == (0, 0.5, 0.25, 1)
+    assert (row["v_max"], row["aligned"]) == (0, 1)
     assert (row["value_type"], row["copy_type"], row["gradient_type"]) == (0, 1, 2)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import ArgumentError, LtError, OperandError, ShapeError
+from lt_runtime.errors import ArgumentError, FixedError, LtError, OperandError, ShapeError
 from lt_runtime.training.tally import HostTally, Scores
 from tests.support.numpy_cases import DTYPES, Array
 
@@ -135,6 +135,44 @@ def test_on_the_host_there_is_no_graph(graph: bool) -> None:
 def test_steps_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         step_of(**options)
+
+
+def test_another_models_optimizer_is_refused() -> None:
+    model, other = (lt.MLP([INPUTS, 16, CLASSES], seed=2, device="cpu") for _ in range(2))
+    for parameters in (other.parameters(), [*model.parameters(), other.layers[0].bias]):
+        with pytest.raises(
+            ArgumentError, match=r"the optimizer has layer0.(weight|bias), which is no parameter of the model; make it"
+        ):
+            lt.TrainStep(model, lt.AdamW(parameters))
+    weight = model.layers[0].weight
+    beside = lt.Parameter(weight.data, np.zeros_like(weight.grad), name="beside")  # nobody makes this gradient
+    with pytest.raises(ArgumentError, match="the optimizer has beside, which is no parameter of the model"):
+        lt.TrainStep(model, lt.AdamW([beside]))
+
+
+def test_parameters_that_the_optimizer_has_not_are_frozen() -> None:
+    model = lt.MLP([INPUTS, 16, CLASSES], seed=2, device="cpu")
+    before = [each.data.copy() for each in model.parameters()]
+    own = [lt.Parameter(each.data, each.grad, lr_scale=2.0) for each in model.parameters()[2:]]  # of the same arrays
+    step = lt.TrainStep(model, lt.AdamW(own, lr=1e-2))
+    step(*batch(0))
+    moved = [bool((each.data != old).any()) for each, old in zip(model.parameters(), before, strict=True)]
+    assert moved == [False, False, True, True]
+
+
+def test_an_array_replaced_before_the_step_was_made() -> None:
+    model = lt.MLP([INPUTS, CLASSES], device="cpu")
+    optimizer, weight = lt.AdamW(model.parameters()), model.layers[0].weight
+    weight.master = np.array(weight.data)
+    with pytest.raises(OperandError, match=r"layer0.weight was replaced after the optimizer was made"):
+        lt.TrainStep(model, optimizer)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "batch_size", "accumulate", "loss", "learning_rate"])
+def test_what_a_step_was_made_with_stays(name: str) -> None:
+    step = step_of()
+    with pytest.raises(FixedError, match=rf"TrainStep.{name} cannot be set to 3; make another TrainStep"):
+        setattr(step, name, 3)
 
 
 @pytest.mark.parametrize("part", ["data", "grad", "master"])

@@ -1,0 +1,38 @@
+// Averages of a model's parameters over its updates (Polyak averaging), all in one launch. A block averages one chunk of
+// one parameter, a thread eight elements. lt_runtime/training/ema.py does the same on the host.
+
+#include "predecessor.cuh"
+#include "quads.cuh"
+
+namespace lt {
+
+// One row of the table: a chunk of a parameter. Both addresses are those of the chunk's first element.
+struct EmaChunk {
+  float* average;
+  const void* value;
+  uint32 count;
+  unsigned char type;     // of the value: kFloat32, kFloat16 or kBfloat16
+  unsigned char aligned;  // whether both addresses are multiples of 16 bytes
+  unsigned char reserved[2];
+};
+
+struct EmaParams {
+  const EmaChunk* chunks;
+  float weight;  // of the value; the average's own is 1 - weight
+};
+
+}  // namespace lt
+
+extern "C" __global__ void __launch_bounds__(256) ema(const lt::EmaParams p) {
+  using namespace lt;
+  const EmaChunk chunk = p.chunks[blockIdx.x];  // the table never changes
+  wait_for_predecessor();
+  const Quads at = quads_of_thread(chunk.count, chunk.aligned);
+  const Bits old = load_bits(chunk.average, kFloat32, at), value = load_bits(chunk.value, chunk.type, at);
+  const Octet now = unpack(value, chunk.type);
+  Octet average = unpack(old, kFloat32);
+  // An average that equals its value stays as it is, which a sum of two products would not grant.
+#pragma unroll
+  for (int k = 0; k < kOctet; ++k) average.v[k] += p.weight * (now.v[k] - average.v[k]);
+  store_bits(chunk.average, kFloat32, at, pack(average, kFloat32));
+}

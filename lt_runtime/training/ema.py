@@ -1,0 +1,143 @@
+"""Averages of a model's parameters over its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lt_runtime.arguments import Fixed, check_instance, number
+from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, read
+from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.kernels.adamw import EmaParams, ema_launches, ema_table
+from lt_runtime.ops._adamw_parameters import HeldArrays
+from lt_runtime.problem import DType
+from lt_runtime.training.mlp import MLP
+
+
+class EMA(Fixed):
+    """An exponential moving average of a model's parameters (Polyak averaging): a ← decay·a + (1 - decay)·θ.
+
+    θ is a parameter's master copy if it has one, otherwise its value. The averages are FP32 and begin as θ is when this
+    is made. `lt.TrainStep(..., ema=ema)` updates them after the optimizer, in the step's graph; a loop of one's own
+    calls `update`. An update is one launch. A step that the optimizer leaves out is averaged too, with θ as it stayed.
+
+    To save the averages, save the arrays of `averages`; to go on with them, write into these: `average[...] = saved`.
+
+    Args:
+        model: an `MLP`, with its master copies, if an optimizer is to make some.
+        decay: in [0, 1); the averages are about those of the last 1 / (1 - decay) updates.
+
+    Attributes:
+        model, decay: as given.
+        averages: FP32 arrays on the model's device, by the names of the parameters and shaped as they are.
+
+    Raises:
+        ArgumentError: `decay` is out of its range.
+    """
+
+    def __init__(self, model: MLP, decay: float = 0.999) -> None:
+        check_instance("model", model, MLP, "an lt.MLP")
+        self.model, self.decay = model, number("decay", decay)
+        if not 0.0 <= self.decay < 1.0:
+            raise ArgumentError(f"decay is {self.decay}; it must be in [0, 1)")
+        parameters = model.parameters()
+        self._held = HeldArrays(parameters, "the EMA")
+        self._values = [each.data if each.master is None else each.master for each in parameters]
+        shapes = [tuple(value.shape) for value in self._values]
+        averages = arena_views(model.device.asarray(host_zeros(arena_size(shapes, 4), np.dtype(np.float32))), shapes)
+        self.averages = dict(zip((each.name for each in parameters), averages, strict=True))
+        device = model.device.ordinal
+        self._gpu = None if device is None else _GpuAverages(averages, self._values, device)
+        self._average(1.0, None)
+        model.device.synchronize()  # updates may come on any stream
+        self._is_made = True
+
+    def update(self, *, stream: Any = None) -> None:
+        """Moves the averages towards the parameters as they are.
+
+        Args:
+            stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
+
+        Raises:
+            OperandError: an array of a parameter has been replaced.
+            GpuError: the driver failed.
+        """
+        self.check_arrays()
+        self._average(1.0 - self.decay, stream)
+
+    def copy_to(self, model: MLP) -> None:
+        """Writes the averages into a model's parameters, rounded to its type, and into their master copies.
+
+        Waits for the GPU.
+
+        Args:
+            model: with the same layers, of any type and on any device; the averaged model itself too.
+
+        Raises:
+            ShapeError: the model has other layers.
+        """
+        check_instance("model", model, MLP, "an lt.MLP")
+        if model.dims != self.model.dims:
+            raise ShapeError(f"model has dims {list(model.dims)}; the averages are of {list(self.model.dims)}")
+        for device in (self.model.device, model.device):
+            device.synchronize()
+        for parameter, average in zip(model.parameters(), self.averages.values(), strict=True):
+            values = self.model.device.to_host(average)
+            if parameter.master is not None:
+                model.device.write(parameter.master, values)
+            model.device.write(parameter.data, values.astype(parameter.data.dtype))
+        model.device.synchronize()
+
+    def check_arrays(self) -> None:
+        """Raises `OperandError` if an array of a parameter has been replaced since this was made."""
+        self._held.check()
+
+    def _average(self, weight: float, stream: Any) -> None:
+        if self._gpu is not None:
+            self._gpu.average(weight, stream)
+            return
+        if stream is not None:
+            stream_handle(stream, HOST)
+        for average, value in zip(self.averages.values(), self._values, strict=True):
+            average += np.float32(weight) * (value.astype(np.float32) - average)
+
+
+class _GpuAverages:
+    """The launch that moves averages towards values on one GPU, with the table of arrays that it reads."""
+
+    def __init__(self, averages: Sequence[Any], values: Sequence[Any], device: int) -> None:
+        self._device = device
+        with activated(device):
+            stream = stream_handle(None, device)
+            pairs = [
+                (_packed("average", average, stream), _packed("value", value, stream))
+                for average, value in zip(averages, values, strict=True)
+            ]
+            table = ema_table(
+                [
+                    (of.address, to.address, DType.parse(to.name, to.dtype), array.size)
+                    for (of, to), array in zip(pairs, averages, strict=True)
+                ]
+            )
+            self._table = CUPY.empty((table.nbytes,), np.dtype(np.uint8), device, stream)
+            call("cuMemcpyHtoDAsync", self._table.data.ptr, table.ctypes.data, table.nbytes, stream)
+            self._launches = ema_launches(EmaParams(self._table.data.ptr), len(table), device)
+
+    def average(self, weight: float, stream: Any) -> None:
+        """One update; `weight` is that of the values."""
+        with activated(self._device):
+            params, launch = self._launches[stream_handle(stream, self._device)]
+            params.weight = weight
+            launch()
+
+
+def _packed(name: str, array: Any, stream: int) -> Operand:
+    operand = read(name, array, stream)
+    operand.check_packed()
+    return operand
