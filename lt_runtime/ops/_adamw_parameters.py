@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lt_runtime.arguments import check_instance, not_negative
+from lt_runtime.arguments import check_instance, not_negative, shown
 from lt_runtime.arrays.checks import check_disjoint, check_shape, check_type
-from lt_runtime.arrays.operand import Operand, read
-from lt_runtime.errors import DeviceError, OperandError
+from lt_runtime.arrays.libraries import cupy
+from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, read
+from lt_runtime.arrays.transfer import fetch, host_values, in_float32, replace_all
+from lt_runtime.errors import CaptureError, DeviceError, OperandError, ShapeError
+from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.kernels.adamw import Options
 from lt_runtime.problem import DType
 
@@ -33,14 +37,16 @@ changes: Final = _Changes()
 class Parameter:
     """A tensor that is trained, and its gradient.
 
-    An optimizer keeps these very arrays: change them in place, do not replace them. `lr_scale` and `weight_decay` may
-    be set at any time, and take effect at the optimizer's next step.
+    An optimizer keeps these very arrays: do not replace them, and give them other values by `assign`. What is written
+    into `data` alone is lost at the next update where there is a master copy; `lt.AdamW` says when it notices.
+
+    `lr_scale` and `weight_decay` may be set at any time, and take effect at the optimizer's next step.
 
     Attributes:
         data: any shape, row-major without gaps; float32, float16 or bfloat16.
         grad: same shape; any of the three types.
-        master: FP32 values that `data` is the rounding of. The optimizer makes one from `data` where that is not
-            FP32 and none is given, except for BF16 with `stochastic_rounding`.
+        master: FP32 values that `data` is the rounding of, to nearest. The optimizer makes one from `data` where that
+            is not FP32 and none is given, except for BF16 with `stochastic_rounding`.
         name: for errors and reports.
         lr_scale: what the learning rate is multiplied by for this parameter; its weight decay scales with it.
         weight_decay: λ for this parameter; None leaves it to the optimizer.
@@ -63,6 +69,25 @@ class Parameter:
             value = not_negative(f"{self.name}.{name}", value)
         object.__setattr__(self, name, value)
         changes.latest = object()  # after the change, so that nobody who has seen this object has missed it
+
+    def assign(self, values: Any) -> None:
+        """Puts values into the parameter: into `master` as FP32, and into `data` rounded from that to nearest.
+
+        The arrays are written in place, so that an optimizer and captured graphs go on with the new values. Waits for
+        the GPU.
+
+        Args:
+            values: of the parameter's shape: an array of NumPy, CuPy, PyTorch or any library with DLPack or
+                `__cuda_array_interface__`, on any device, or a nested sequence. Floating-point numbers of any type,
+                NaN and infinity among them, or integers of at most 2²⁴ in magnitude.
+
+        Raises:
+            OperandError: no array, or one of another shape (`ShapeError`) or of no real numbers (`DTypeError`).
+            ArgumentError: a finite value that would become infinite, or a larger integer.
+            CaptureError: the current stream is being captured.
+            GpuError: a copy failed. Whatever is raised, the values are as they were.
+        """
+        write_values([(self, values_for(self, "values", values))])
 
 
 class HeldArrays:
@@ -88,7 +113,7 @@ class HeldArrays:
             if parameter.data is not data or parameter.grad is not grad or parameter.master is not master:
                 raise OperandError(
                     f"an array of {parameter.name} was replaced after {self._holder} was made; write into it instead, "
-                    "as in parameter.data[...] = values"
+                    "by parameter.assign(values)"
                 )
         self.seen = latest
 
@@ -124,8 +149,8 @@ def read_parameters(parameters: Sequence[Parameter], options: Options, device: i
         stream: that the arrays' contents are ordered before.
 
     Raises:
-        OperandError: arrays that do not fit together, overlap, or have gaps between their elements. The parameters are
-            as they were.
+        OperandError: arrays that do not fit together, overlap, or have gaps between their elements, or data that are
+            not the rounding of their master copy. The parameters are as they were.
     """
     read = [_read_parameter(parameter, options, device, stream) for parameter in parameters]
     numbered: dict[str, list[Operand]] = {
@@ -137,6 +162,7 @@ def read_parameters(parameters: Sequence[Parameter], options: Options, device: i
         for part in ("data", "grad", "master")
     }
     check_disjoint(numbered["data"] + numbered["master"], numbered["grad"])
+    check_masters(parameters, stream)
     for each in read:
         if each.master is not None:
             each.parameter.master = each.master.array
@@ -165,3 +191,84 @@ def _read_parameter(parameter: Parameter, options: Options, device: int, stream:
 def _in_fp32(array: Any) -> Any:
     """An FP32 copy of a NumPy array, a CuPy array or a PyTorch tensor."""
     return array.float() if hasattr(array, "float") else array.astype(np.float32)
+
+
+def values_for(parameter: Parameter, name: str, values: Any) -> NDArray[np.float32]:
+    """What a parameter's values are to be, on the host. Raises as `Parameter.assign`, and calls the values `name`."""
+    host, (data, _) = host_values(name, values), _operand(parameter, "data")
+    if host.shape != data.shape:
+        found = f"{name} is {shown(values)}, of shape {host.shape}"
+        raise ShapeError(f"{found}; it must have shape {data.shape}, as {data.name}")
+    return in_float32(name, host, DType.parse(data.name, data.dtype).numpy)
+
+
+def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> None:
+    """Puts values into master copies, and into data as their roundings: into all of them or none. Waits for the GPU.
+
+    Raises:
+        CaptureError: the current stream is being captured.
+        OperandError: an array that cannot be written.
+    """
+    writes = []
+    for parameter, values in assigned:
+        for part in ("master", "data"):
+            if getattr(parameter, part) is not None:
+                operand, stream = _operand(parameter, part)
+                check_shape(operand.name, operand.shape, values.shape, "as the values")
+                operand.check_packed()
+                writes.append((operand, rounded(values, np.dtype(operand.dtype)), stream))
+    for device in {operand.device for operand, *_ in writes} - {HOST}:
+        cupy().cuda.Device(device).synchronize()  # work on any stream may read or write them
+    replace_all(writes)
+
+
+def check_masters(parameters: Sequence[Parameter], stream: int) -> None:
+    """Raises `OperandError` if data are not the rounding of their master copy.
+
+    This reads all of both on the host, so that it is no part of every step on a GPU.
+
+    Args:
+        stream: that the contents are ordered before; it is waited for.
+    """
+    for parameter in parameters:
+        if parameter.master is not None:
+            arrays = parameter.data, parameter.master
+            data, master = (fetch(read(parameter.name, array, stream), stream) for array in arrays)
+            if data.dtype != np.float32:  # which is updated itself
+                check_rounding(parameter.name, data, master)
+
+
+def check_rounding(name: str, data: NDArray[Any], master: NDArray[Any]) -> None:
+    """Raises `OperandError` unless data are the rounding of a master copy."""
+    expected, bits = rounded(master, data.dtype), f"u{data.itemsize}"
+    if np.array_equal(data.view(bits), expected.view(bits)):
+        return
+    stale = ~((data == expected) | (np.isnan(data) & np.isnan(expected)))
+    if stale.any():
+        index = tuple(map(int, np.argwhere(stale)[0]))
+        raise OperandError(
+            f"{name}.data has {data[index]!s} at {index}, but its master copy {master[index]!s}: what is written into "
+            "data alone is lost at the next update; write values by parameter.assign(values)"
+        )
+
+
+def rounded(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """FP32 values rounded to nearest."""
+    with np.errstate(all="ignore"):
+        return values.astype(dtype, copy=False)
+
+
+def _operand(parameter: Parameter, part: str) -> tuple[Operand, int]:
+    """An array of a parameter as read, and the stream that its contents are ordered before.
+
+    Raises:
+        CaptureError: that stream is being captured.
+    """
+    name, array = f"{parameter.name}.{part}", getattr(parameter, part)
+    device = device_of(name, array)
+    if device == HOST:
+        return read(name, array, 0), 0
+    stream = library_of(array).current_stream(device)
+    if stream and is_capturing(stream):
+        raise CaptureError(f"stream {stream:#x} is being captured; {name} cannot be read or written by the host")
+    return read(name, array, stream), stream

@@ -33,7 +33,14 @@ from lt_runtime.kernels.adamw import (
     update_table,
 )
 from lt_runtime.kernels.kernel import Launches
-from lt_runtime.ops._adamw_parameters import Parameter, ReadParameter, changes, read_parameters
+from lt_runtime.ops._adamw_parameters import (
+    Parameter,
+    ReadParameter,
+    changes,
+    check_masters,
+    check_rounding,
+    read_parameters,
+)
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWTensor, RoundedTensor
 
@@ -78,6 +85,9 @@ class HostState:
         """One update of all parameters; `stream` is checked, and not used on the host."""
         self.apply_settings(stream)
         scaler = self.options.scaler
+        for read in self._parameters:
+            if read.master is not None:
+                check_rounding(read.parameter.name, read.data.array, read.master.array)
         with np.errstate(all="ignore"):  # a gradient may be NaN or infinite, as it may on a GPU
             factor, finite = self._judge()
             if self.options.skip_nonfinite and not finite:
@@ -133,6 +143,7 @@ class GpuState:
         self._device = device_of(f"{first.name}.data", first.data)
         self._current_stream = library_of(first.data).current_stream
         self.options, self._stream = options, self._current_stream(self._device)
+        self._unchecked = parameters
         with activated(self._device):
             self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
             self._seen: object = None
@@ -154,9 +165,12 @@ class GpuState:
         self.grad_norm = norm if options.judges_gradients else None
 
     def step(self, stream: Any) -> None:
-        """One update of all parameters: one launch, or two."""
+        """One update of all parameters: one launch, or two. Before the first, master copies are checked."""
         with activated(self._device):
             handle = stream_handle(stream, self._device, self._current_stream)
+            if self._unchecked and not is_captured(handle):
+                check_masters(self._unchecked, handle)
+                self._unchecked = ()
             self._apply(handle)
             ready = [launches[handle] for launches in self._launches]
             try:

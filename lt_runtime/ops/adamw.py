@@ -35,6 +35,11 @@ class AdamW(Fixed):
     The next step follows, also that of an `lt.TrainStep`, whose graph reads them from the device. Nothing else can be
     set. For a graph that you capture from `step` yourself, see `apply_settings`.
 
+    Parameters' data must be the rounding of their master copies, as `Parameter.assign` and every update leave them.
+    Whether they are is checked when the optimizer is made, at each step on the host, and on a GPU before the first step
+    and the first graph of a `TrainStep`. To look at all of them in every later step would cost more than a tenth of it,
+    so that what is written into `data` alone after that is lost silently.
+
     Args:
         parameters: at least one, each once; all NumPy arrays, or all on one GPU.
         lr: learning rate.
@@ -66,8 +71,8 @@ class AdamW(Fixed):
 
     Raises:
         ArgumentError: no parameters, or an option out of its range.
-        OperandError: a parameter whose arrays do not fit together, or with gaps between its elements; or a parameter
-            that was given twice.
+        OperandError: a parameter whose arrays do not fit together, with gaps between its elements, or whose data are
+            not the rounding of their master copy; or a parameter that was given twice.
     """
 
     _changeable: ClassVar = ("lr", "weight_decay", "schedule")
@@ -149,7 +154,8 @@ class AdamW(Fixed):
                 operand is the first parameter.
 
         Raises:
-            OperandError: an array of a parameter has been replaced.
+            OperandError: an array of a parameter has been replaced; or data are not the rounding of their master copy,
+                for which a GPU looks before the first step alone. Nothing has been updated.
             CaptureError: the stream is being captured, and settings have been changed since the last step.
             GpuError: the driver or the compiler failed.
         """

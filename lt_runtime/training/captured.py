@@ -22,7 +22,7 @@ from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
-from lt_runtime.ops._adamw_parameters import changes
+from lt_runtime.ops._adamw_parameters import changes, check_masters
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
 from lt_runtime.training.inputs import read_batch
@@ -270,8 +270,10 @@ class GpuStep:
         """The graph of a step, which is rehearsed twice before, without the update.
 
         The first rehearsal makes the plans, and measures them where that is asked for; its memory is given back. The
-        second allocates the memory that the graph keeps.
+        second allocates the memory that the graph keeps. Before the first graph, master copies are checked.
         """
+        if not self._batches:
+            check_masters(self._body.optimizer.parameters, stream)
         captured = private_stream(self._device, "training")
         order_after(captured, stream)
         try:

@@ -112,7 +112,8 @@ class TrainStep(Fixed):
 
         Raises:
             ShapeError: x is not a batch of the expected shape.
-            OperandError: another type or device; an array of the model's parameters has been replaced.
+            OperandError: another type or device; an array of the model's parameters has been replaced; or, where
+                `lt.AdamW` checks it, data are not the rounding of their master copy.
             CaptureError: the stream is being captured, and `graph` is set.
             GpuError: no memory, or another failure. The model's values and the optimizer are as they were; without a
                 graph only the averages may lack an update.

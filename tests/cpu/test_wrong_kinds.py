@@ -209,6 +209,11 @@ def parameter(world: World) -> Call:
     return make, {"data": data, "grad": grad, "master": master, "name": "p"}
 
 
+def assigned(world: World) -> Call:
+    tensor = world.lt.Parameter(world.ones(4, dtype=np.float16), world.ones(4), world.ones(4), name="p")
+    return tensor.assign, {"values": np.zeros(4)}
+
+
 def model(world: World) -> Call:
     device = "cpu" if world.gpu is None else "cuda"
     return world.lt.MLP, {"dims": [K, N], "device": device, "dtype": "bfloat16"}
@@ -339,6 +344,7 @@ ROWS: Final[Mapping[str, Row]] = {
         parameter,
         {"data": "", "grad": "", "master": "none", "name": "text", "lr_scale": "float", "weight_decay": "none float"},
     ),
+    "Parameter.assign": Row(assigned, {"values": ""}),
     "AdamW": Row(
         lambda world: (world.lt.AdamW, {"parameters": world.model().parameters()}),
         {"parameters": "", "lr": NUMBER, "betas": "", "eps": NUMBER, "weight_decay": NUMBER, "schedule": "none"}

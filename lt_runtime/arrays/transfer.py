@@ -1,0 +1,121 @@
+"""Values on their way between the host and arrays of any library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.arguments import shown
+from lt_runtime.arrays.libraries import cupy, is_from
+from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, read
+from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.driver import call
+
+_LARGEST_INTEGER: Final = 1 << 24  # up to here FP32 has every integer
+_DLPACK_CPU: Final = 1  # kDLCPU
+_NOT_CONVERTED: Final = (AttributeError, BufferError, OverflowError, RuntimeError, TypeError, ValueError)
+"""What libraries raise where a value is no array, or none that NumPy can hold."""
+
+
+def host_values(name: str, values: Any) -> NDArray[Any]:
+    """Numbers of any library, or a nested sequence of them, as a NumPy array. Waits until a GPU has computed them.
+
+    Raises:
+        OperandError: they are no array.
+        DTypeError: they are neither floating-point numbers nor integers.
+    """
+    try:
+        host = _to_numpy(name, values)
+    except LtError:
+        raise
+    except _NOT_CONVERTED as error:
+        raise _no_numbers(OperandError, name, values) from error
+    if host.dtype.kind not in "fiu" and not (host.dtype.kind == "V" and np.can_cast(host.dtype, np.float32)):
+        raise _no_numbers(DTypeError, f"{name} ({host.dtype})", values)
+    return host
+
+
+def in_float32(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.float32]:
+    """Numbers rounded to FP32, to be rounded on to another type.
+
+    Raises:
+        ArgumentError: an integer that FP32 may not have, or a finite number that would become infinite in either type.
+    """
+    if values.dtype.kind in "iu" and values.size and max(int(values.max()), -int(values.min())) > _LARGEST_INTEGER:
+        raise ArgumentError(f"{name} has integers beyond 2**24 in magnitude, which float32 does not hold exactly")
+    with np.errstate(all="ignore"):
+        result = values.astype(np.float32)
+        lost = np.isinf(result.astype(dtype)) & np.isfinite(values)
+    if lost.any():
+        index = tuple(map(int, np.argwhere(lost)[0]))
+        raise ArgumentError(f"{name} has {values[index]!s} at {index}, which is too large for {dtype.name}")
+    return result
+
+
+def fetch(operand: Operand, stream: int) -> NDArray[Any]:
+    """The values of an operand, on the host; those of a NumPy array are not copied. Waits for the stream."""
+    if operand.device == HOST:
+        return np.asarray(operand.array)
+    memory = np.empty(operand.extent, np.dtype(operand.dtype))
+    if memory.size:
+        with activated(operand.device):
+            call("cuMemcpyDtoHAsync", memory.ctypes.data, operand.address, memory.nbytes, stream)
+            call("cuStreamSynchronize", stream)
+    strides = tuple(stride * operand.itemsize for stride in operand.strides)
+    return np.lib.stride_tricks.as_strided(memory, operand.shape, strides)
+
+
+def store(operand: Operand, values: NDArray[Any], stream: int) -> None:
+    """Puts values of its shape and type into an operand without gaps. Waits for the stream."""
+    if operand.device == HOST:
+        operand.array[...] = values
+    elif values.size:
+        source = np.ascontiguousarray(values)
+        with activated(operand.device):
+            call("cuMemcpyHtoDAsync", operand.address, source.ctypes.data, source.nbytes, stream)
+            call("cuStreamSynchronize", stream)
+
+
+def replace_all(writes: Sequence[tuple[Operand, NDArray[Any], int]]) -> None:
+    """Stores values in operands; if that fails on the way, the old values are put back, which are kept on the host."""
+    before = [(operand, np.array(fetch(operand, stream)), stream) for operand, _, stream in writes]
+    try:
+        for operand, values, stream in writes:
+            store(operand, values, stream)
+    except BaseException:
+        for operand, values, stream in before:
+            store(operand, values, stream)
+        raise
+
+
+def _to_numpy(name: str, values: Any) -> NDArray[Any]:
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError("NumPy would drop the mask")
+    if is_from(values, "cupy"):
+        return np.asarray(cupy().asnumpy(values))
+    if is_from(values, "torch") and not values.is_cuda:
+        tensor = values.detach()
+        return np.asarray((tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy())
+    if is_from(values, "torch") or _is_on_gpu(values):
+        device = device_of(name, values)
+        stream = library_of(values).current_stream(device)
+        return fetch(read(name, values, stream), stream)
+    if hasattr(values, "__dlpack__") and not hasattr(values, "__array__"):
+        return np.from_dlpack(values)
+    return np.asarray(values)
+
+
+def _is_on_gpu(values: Any) -> bool:
+    if isinstance(values, (np.ndarray, np.generic)):
+        return False
+    if hasattr(values, "__cuda_array_interface__"):
+        return True
+    return hasattr(values, "__dlpack_device__") and int(values.__dlpack_device__()[0]) != _DLPACK_CPU
+
+
+def _no_numbers(kind: type[OperandError], name: str, values: Any) -> OperandError:
+    return kind(f"{name} is {shown(values)}; accepted are arrays of any library and nested sequences, of real numbers")
