@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.problem import Activation, Compute, DType, Philox, keep_threshold
 from lt_runtime.ranges import range_of
 from lt_runtime.training.device import ComputeDevice
+from lt_runtime.training.state_dict import LeftOut, by_name, load
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +64,7 @@ class MLP:
     Attributes:
         layers: of `Linear`.
         device: where the model lives.
-        dims, activation, dtype, dropout, seed, compute: as given.
+        dims, activation, dtype, dropout, seed, compute, master_weights: as given.
 
     Raises:
         ArgumentError: an option that is not accepted.
@@ -88,12 +90,13 @@ class MLP:
         keep_threshold(dropout)
         self.dropout, self.seed = float(dropout), Philox(seed).seed  # which refuses what is no 64-bit seed
         self.dtype = DType.parse("the model", dtype)
-        if not flag("master_weights", master_weights) and self.dtype is not DType.BFLOAT16:
+        self.master_weights = flag("master_weights", master_weights)
+        if not self.master_weights and self.dtype is not DType.BFLOAT16:
             raise ArgumentError(f"master_weights is False, which is for bfloat16 alone; dtype is {self.dtype.value!r}")
         self.compute = Compute.parse(compute, self.dtype).value
         self.device = ComputeDevice(parse_device(device))
         self.activation = Activation.of(activation)
-        parameters = self._parameters(has_masters=master_weights and self.dtype is not DType.FLOAT32)
+        parameters = self._parameters(has_masters=self.master_weights and self.dtype is not DType.FLOAT32)
         self.layers = [
             Linear(f"layer{i}", weight, bias, self.activation, self.dropout)
             for i, (weight, bias) in enumerate(zip(parameters[::2], parameters[1::2], strict=True))
@@ -103,6 +106,57 @@ class MLP:
     def parameters(self) -> list[Parameter]:
         """Weights and biases, layer by layer."""
         return [parameter for layer in self.layers for parameter in (layer.weight, layer.bias)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a model like this is made with, wherever it lives, as JSON keeps it: `lt.load_model` makes one of it."""
+        return {
+            "dims": [*self.dims],
+            "activation": dataclasses.asdict(self.activation),
+            "dtype": self.dtype.value,
+            "dropout": self.dropout,
+            "seed": self.seed,
+            "compute": self.compute,
+            "master_weights": self.master_weights,
+        }
+
+    def state_dict(self, *, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Copies of all parameters' values, in the model's type: NumPy arrays, on a GPU CuPy arrays. Waits for the GPU.
+
+        Args:
+            names: what parameters are to be called instead of "layer0.weight", "layer0.bias" and so on, for example
+                {"layer0.weight": "0.weight"} for PyTorch's `nn.Sequential`. `load_state_dict` takes the same mapping.
+
+        Raises:
+            ArgumentError: `names` has a name of no parameter, or gives two parameters one name.
+        """
+        self.device.synchronize()
+        with self.device.current():
+            state = {name: each.data.copy() for name, each in by_name(self.parameters(), names).items()}
+        self.device.synchronize()
+        return state
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, strict: bool = True, names: Mapping[str, str] | None = None
+    ) -> LeftOut:
+        """Puts values into the parameters as `Parameter.assign` does, so that optimizers and graphs go on with them.
+
+        Args:
+            state: arrays by name, each as `Parameter.assign` takes it: `state_dict()` of this class, or PyTorch's.
+            strict: refuse a state that lacks a parameter or has anything else. Otherwise what fits is loaded, if
+                anything does.
+            names: the state's name for each parameter that it calls differently, as for `state_dict`.
+
+        Returns:
+            `missing` and `unexpected`, the lists of what was left out; both are empty if `strict`.
+
+        Raises:
+            OperandError: the state does not fit. The message lists everything that is missing, unexpected or of another
+                shape or kind. Nothing has been written.
+            ArgumentError: as `state_dict` raises it.
+            CaptureError: the current stream is being captured.
+        """
+        return load(by_name(self.parameters(), names), state, strict=flag("strict", strict))
 
     def __call__(self, x: Any, *, stream: Any = None) -> Any:
         """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout; nothing is kept. Raises as `lt.linear`.

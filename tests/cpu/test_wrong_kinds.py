@@ -214,6 +214,11 @@ def assigned(world: World) -> Call:
     return tensor.assign, {"values": np.zeros(4)}
 
 
+def loaded_state(world: World) -> Call:
+    model = world.model()
+    return model.load_state_dict, {"state": model.state_dict()}
+
+
 def model(world: World) -> Call:
     device = "cpu" if world.gpu is None else "cuda"
     return world.lt.MLP, {"dims": [K, N], "device": device, "dtype": "bfloat16"}
@@ -369,6 +374,8 @@ ROWS: Final[Mapping[str, Row]] = {
         {"dtype": "the model"},
     ),
     "MLP.parameters": Row(lambda world: (world.model().parameters, {}), {}),
+    "MLP.state_dict": Row(lambda world: (world.model().state_dict, {}), {"names": "none dict"}),
+    "MLP.load_state_dict": Row(loaded_state, {"state": "", "strict": FLAG, "names": "none dict"}),
     "MLP.__call__": Row(lambda world: (world.model(), {"x": world.ones(M, K)}), {"x": "", "stream": STREAM}),
     "MLP.forward": Row(
         model_forward, {"x": "", "step": "", "micro_batch": "", "stream": STREAM}, {"micro_batch": "micro_batch|layer"}

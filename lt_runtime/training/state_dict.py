@@ -1,0 +1,75 @@
+"""Parameters' values by name, as PyTorch's `state_dict` has them, under the names of another model if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lt_runtime.arguments import check_instance, shown
+from lt_runtime.errors import ArgumentError, OperandError
+from lt_runtime.ops._adamw_parameters import values_for, write_values
+from lt_runtime.ops.adamw import Parameter
+
+
+class LeftOut(NamedTuple):
+    """What `load_state_dict(..., strict=False)` left out, by the names that the state uses.
+
+    Attributes:
+        missing: of parameters that the state does not have, which kept their values.
+        unexpected: of entries that belong to no parameter.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+
+
+def by_name(parameters: Sequence[Parameter], names: Mapping[str, str] | None) -> dict[str, Parameter]:
+    """The parameters by the names that a state has for them.
+
+    Args:
+        names: the state's name for each parameter that it calls differently.
+
+    Raises:
+        ArgumentError: `names` has a name of no parameter, or gives two parameters one name.
+    """
+    names = {} if names is None else names
+    check_instance("names", names, Mapping, "None or a mapping from the model's names to the state's")
+    ours = [each.name for each in parameters]
+    for name, theirs in names.items():
+        check_instance(f"names[{shown(name)}]", theirs, str, "a string")
+        if name not in ours:
+            raise ArgumentError(f"names has {shown(name)}; the model's parameters are {', '.join(ours)}")
+    renamed: dict[str, Parameter] = {}
+    for each in parameters:
+        name = names.get(each.name, each.name)
+        if name in renamed:
+            raise ArgumentError(f"names gives {renamed[name].name} and {each.name} the same name, {shown(name)}")
+        renamed[name] = each
+    return renamed
+
+
+def load(parameters: Mapping[str, Parameter], state: Any, *, strict: bool) -> LeftOut:
+    """Puts a state's values into parameters, or raises an error that lists all that does not fit.
+
+    Args:
+        parameters: by the names that the state has for them.
+        strict: refuse a state that lacks a parameter, or has anything else.
+    """
+    check_instance("state", state, Mapping, "a mapping from names to arrays, such as state_dict() gives")
+    missing = [name for name in parameters if name not in state]
+    left = LeftOut(missing, [name for name in state if name not in parameters])
+    complaints, assigned = [], []
+    if strict or len(missing) == len(parameters):
+        complaints += [f"missing: {name}" for name in missing]
+        complaints += [f"unexpected: {shown(name)}" for name in left.unexpected]
+    for name, parameter in parameters.items():
+        if name in state:
+            try:
+                assigned.append((parameter, values_for(parameter, name, state[name])))
+            except (ArgumentError, OperandError) as error:
+                complaints.append(str(error))
+    if complaints:
+        found = f"state has the names {shown([*state])}, which does not fit the model"
+        raise OperandError("\n  ".join([f"{found}; nothing was loaded:", *complaints]))
+    write_values(assigned)
+    return left
