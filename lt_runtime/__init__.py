@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lt_runtime.training import EMA, MLP, TrainStep
     from lt_runtime.training.checkpoints import load_checkpoint, save_checkpoint
     from lt_runtime.training.prefetch import prefetch
+    from lt_runtime.training.saved_model import load_model, save_model
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _EXPORTS = {
     "training": "EMA MLP TrainStep",
     "training.checkpoints": "load_checkpoint save_checkpoint",
     "training.prefetch": "prefetch",
+    "training.saved_model": "load_model save_model",
 }
 """Public names by the module that holds them, with blanks between them."""
 _HOMES = {name: f"lt_runtime.{module}" for module, names in _EXPORTS.items() for name in names.split()}
@@ -74,11 +76,13 @@ __all__ = [
     "linear_bwd",
     "linear_fwd",
     "load_checkpoint",
+    "load_model",
     "matmul",
     "mse_loss",
     "prefetch",
     "raw",
     "save_checkpoint",
+    "save_model",
     "schedules",
     "tune",
     "tuning",

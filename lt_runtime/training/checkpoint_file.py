@@ -1,4 +1,4 @@
-"""The file of a checkpoint: arrays by name and a text, in the safetensors format, with a digest of both.
+"""The file of a checkpoint or of a model: arrays by name and a text, in the safetensors format, with a digest of both.
 
 The library's own `save_file` is not used: it puts a new file of mode 0600 in the place of whatever it is given, and its
 exceptions hide the system's error.
@@ -10,12 +10,13 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,16 +61,37 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text
         flush(target.parent)
 
 
-def read(
-    path: str | os.PathLike[str], like: Mapping[str, Any], check_text: Callable[[str], None]
-) -> dict[str, NDArray[Any]]:
-    """The arrays of a file, which must have the names, types and shapes of `like`, and the digest that it says.
+class Kind(NamedTuple):
+    """Type and shape of an array."""
 
-    Nothing larger than the header's limit is read before it is known to fit. A file of an earlier version, which has no
-    digest, costs a warning at the caller's caller.
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+def kind_of(array: Any) -> Kind:
+    """The kind of an array of NumPy or CuPy."""
+    return Kind(array.dtype.name, tuple(array.shape))
+
+
+Kinds: TypeAlias = Mapping[str, Kind]
+"""Of arrays, by name."""
+
+
+def read(
+    path: str | os.PathLike[str], wanted: Callable[[str, Kinds], Collection[str]]
+) -> tuple[str, dict[str, NDArray[Any]]]:
+    """The text and the wanted arrays of a file, which must have the digest that it says.
+
+    Nothing larger than the header's limit is read before `wanted` has accepted what the file says it holds; then all
+    arrays are read, one at a time. A file of an earlier version, which has no digest, costs a warning at the caller's
+    caller.
 
     Args:
-        check_text: raises if the file's text is not as it should be.
+        wanted: gives the names of the arrays to be returned, from the file's text and the kinds of its arrays; raises
+            if these are not as they should be.
 
     Raises:
         CheckpointError: the file is damaged, or holds something else.
@@ -83,16 +105,32 @@ def read(
             # ends the process when another shortens the file.
             with safe_open(f"/proc/self/fd/{handle}", framework="np", backend="pread") as file:
                 metadata = _checked_metadata(path, file.metadata())
-                check_text(metadata[_TEXT])
-                _check_arrays(path, file, like)
-                values = {name: file.get_tensor(name) for name in like}
+                kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
+                names, kept = set(wanted(metadata[_TEXT], kinds)), {}
+                _check_memory(path, kinds, names)
+                digest = _Digest(metadata[_TEXT], kinds)
+                for name in kinds:
+                    array = file.get_tensor(name)
+                    digest.add(array)
+                    if name in names:
+                        kept[name] = array
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {shortened(str(error))}") from error
     if _DIGEST not in metadata:
         warnings.warn(f"{path} is of an earlier version, which saved no digest: damage goes unnoticed", stacklevel=3)
-    elif metadata[_DIGEST] != _digest(metadata[_TEXT], values):
+    elif metadata[_DIGEST] != digest.text:
         raise CheckpointError(f"{path} is damaged: its content does not have the digest that it was saved with")
-    return values
+    return metadata[_TEXT], kept
+
+
+def check_kinds(path: str | os.PathLike[str], found: Kinds, like: Kinds) -> None:
+    """Raises `CheckpointError` unless a file has the arrays that it should have, and no other."""
+    for name in sorted(like.keys() ^ found.keys()):
+        difference = f"no {name}" if name in like else f"{shortened(name)}, which there is not here"
+        raise CheckpointError(f"{path} has {difference}")
+    for name, kind in like.items():
+        if found[name] != kind:
+            raise CheckpointError(f"{path}: {name} is {shortened(str(found[name]))}; here it is {kind}")
 
 
 def shortened(text: str) -> str:
@@ -110,14 +148,43 @@ def _header(arrays: Sequence[tuple[str, NDArray[Any]]], metadata: Mapping[str, s
     return text + b" " * (-len(text) % _LENGTH_BYTES)
 
 
+class _Digest:
+    """SHA-256 of the text and of all arrays' names, types, shapes and bytes, wherever in the file they lie.
+
+    The arrays are added in the order of their names.
+    """
+
+    def __init__(self, text: str, kinds: Kinds) -> None:
+        described = [text, *((name, *kind) for name, kind in sorted(kinds.items()))]
+        self._digest = hashlib.sha256(json.dumps(described).encode())
+
+    def add(self, array: NDArray[Any]) -> None:
+        self._digest.update(_bytes_of(array))
+
+    @property
+    def text(self) -> str:
+        return self._digest.hexdigest()
+
+
 def _digest(text: str, arrays: Mapping[str, NDArray[Any]]) -> str:
-    """SHA-256 of the text and of all arrays' names, types, shapes and bytes, wherever in the file they lie."""
-    ordered = sorted(arrays.items())
-    described = [text, *((name, array.dtype.name, array.shape) for name, array in ordered)]
-    digest = hashlib.sha256(json.dumps(described).encode())
-    for _, array in ordered:
-        digest.update(_bytes_of(array))
-    return digest.hexdigest()
+    digest = _Digest(text, {name: kind_of(array) for name, array in arrays.items()})
+    for _, array in sorted(arrays.items()):
+        digest.add(array)
+    return digest.text
+
+
+def _check_memory(path: str | os.PathLike[str], kinds: Kinds, names: Collection[str]) -> None:
+    """Raises `CheckpointError` if what is to be read is more than the machine's memory, as a hole in a file may be."""
+    sizes = {name: math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for name, kind in kinds.items()}
+    needed = sum(sizes[name] for name in names) + max(sizes.values(), default=0)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise CheckpointError(f"{path} takes {needed} bytes of memory to be read; this machine has {memory}")
+
+
+def _kind_in(file: Any, name: str) -> Kind:
+    part = file.get_slice(name)
+    return Kind(_NAMES.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
@@ -151,20 +218,8 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
 def _checked_metadata(path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> Mapping[str, str]:
     """Anything besides text and digest may be a damaged name of one of them."""
     if metadata is None or metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
-        raise CheckpointError(f"{path} was not written by lt.save_checkpoint")
+        raise CheckpointError(f"{path} was not written by lt.save_checkpoint or lt.save_model")
     return metadata
-
-
-def _check_arrays(path: str | os.PathLike[str], file: Any, like: Mapping[str, Any]) -> None:
-    for name in sorted(like.keys() ^ set(file.keys())):
-        found = f"no {name}" if name in like else f"{shortened(name)}, which there is not here"
-        raise CheckpointError(f"{path} has {found}")
-    for name, array in like.items():
-        part = file.get_slice(name)
-        there = f"{_NAMES.get(part.get_dtype(), part.get_dtype())} {tuple(part.get_shape())}"
-        here = f"{array.dtype.name} {tuple(array.shape)}"
-        if there != here:
-            raise CheckpointError(f"{path}: {name} is {shortened(there)}; here it is {here}")
 
 
 @contextlib.contextmanager

@@ -6,26 +6,49 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arguments import check_instance
-from lt_runtime.errors import ArgumentError, CheckpointError
+from lt_runtime.arguments import check_instance, one_of, shown
+from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
-from lt_runtime.ops.adamw import AdamW
+from lt_runtime.ops._adamw_parameters import check_rounding
+from lt_runtime.ops.adamw import AdamW, Parameter
 from lt_runtime.training import checkpoint_file
-from lt_runtime.training.checkpoint_file import shortened
+from lt_runtime.training.checkpoint_file import Kinds, check_kinds, kind_of
 from lt_runtime.training.device import ComputeDevice
 from lt_runtime.training.mlp import MLP
+from lt_runtime.training.saved_model import (
+    FORMAT,
+    MASTER,
+    MOMENTS,
+    description_of,
+    options_of,
+    value_names,
+    write_saved,
+)
 
-_FORMAT: Final = 1
-_MOMENTS: Final = ("m", "v", "v_max")
-_MODEL: Final = ("dims", "dropout", "seed", "compute")
 _OPTIMIZER: Final = ("amsgrad", "max_norm", "skip_nonfinite", "stochastic_rounding", "seed")
 _SCALER: Final = ("scale", "growth_tracker")
+_PER_PARAMETER: Final = ("lr_scale", "weight_decay")
+
+_CHANGEABLE: Final[Mapping[str, tuple[str, ...]]] = {
+    **{name: (name,) for name in ("compute", "dropout", "eps", "lr", "lr_scale", "max_norm")},
+    **{name: (name,) for name in ("scaler", "schedule", "seed", "weight_decay")},
+    "betas": ("beta1", "beta2"),
+}
+"""Options that need not be as they were when a run goes on, and what descriptions call them."""
+_SEEN_OTHERWISE: Final = frozenset({"master_weights"})  # the arrays show whether there are any
+_OF_TRAINING: Final = frozenset({"compute", "dropout", "seed"})
+"""Options that make no difference to what a model's values are for."""
+
+_ROWS: Final = 20
+_NAME: Final = 60
+_CELL: Final = 40
+
 _LAST_STEP: Final = 2**32 - 2
 """An update adds 1 to the number of steps, and uses the sum, in 32 bits."""
 
@@ -50,11 +73,13 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
     arrays = _arrays(model, optimizer)
     model.device.synchronize()
     host = {name: model.device.to_host(array) for name, array in arrays.items()}
-    _check_values(f"{os.fspath(path)} is not written", host, optimizer)
+    _check_values(f"{os.fspath(path)} is not written", host, model, optimizer)
     checkpoint_file.write(path, host, json.dumps(_description(model, optimizer)))
 
 
-def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
+def load_checkpoint(
+    path: str | os.PathLike[str], model: MLP, optimizer: AdamW | None = None, *, changed: Collection[str] = ()
+) -> None:
     """Puts a checkpoint's values into a model and an optimizer that were made with the same options.
 
     Training then continues bit by bit as it would have. Captured graphs continue too, because the arrays are written in
@@ -63,21 +88,42 @@ def load_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
 
     The file's digest is checked: it shows damage, but is no signature. A file of an earlier version has none, which
     costs a UserWarning. Values that training cannot reach are refused: a loss scale that is no positive, normal FP32
-    number, a growth tracker that is negative or not below `growth_interval`, negative second moments or norms, and a
-    number of steps of 2³² - 1, after which the 32-bit number of the next update would be 0. Parameters, moments and the
-    norm of the gradients may be NaN or infinite, because a NaN or infinite gradient makes them so.
+    number, a growth tracker that is negative or not below `growth_interval`, negative second moments or norms, data
+    that are not the rounding of their master copy, and a number of steps of 2³² - 1, after which the 32-bit number of
+    the next update would be 0. Parameters, moments and the norm of the gradients may be NaN or infinite, because a NaN
+    or infinite gradient makes them so.
+
+    Args:
+        optimizer: None loads the parameters' values alone. The file may then be one of `save_model` too, and `compute`,
+            `dropout`, `seed` and master copies of the model may be others.
+        changed: names of options that may be others than in the file, of which yours hold: "betas", "compute",
+            "dropout", "eps", "lr", "lr_scale", "max_norm", "scaler", "schedule", "seed", "weight_decay".
 
     Raises:
         CheckpointError: the file is damaged, it was not written by `save_checkpoint`, its model or optimizer has other
-            options, or a value is out of its range. Nothing has been changed.
-        ArgumentError: the optimizer has other parameters than the model.
+            options, all of which the message lists, or a value is out of its range. Nothing has been changed.
+        ArgumentError: the optimizer has other parameters than the model, or `changed` has another name.
         FileError: the file cannot be read; it is an OSError too. If there is no file, it is a MissingFileError, which
             is a FileNotFoundError too.
     """
-    _check_kinds(path, model, optimizer)
+    _check_kinds(path, model, optimizer, "None or an lt.AdamW", type(None))
+    may_differ = _parts_of(changed)
+    if optimizer is None:
+        _, values = checkpoint_file.read(path, lambda text, kinds: _model_names(path, text, kinds, model))
+        write_saved(path, model, values)
+        return
     arrays, ours = _arrays(model, optimizer), _description(model, optimizer)
-    values = checkpoint_file.read(path, arrays, lambda text: _check_description(path, text, ours))
-    _check_values(f"{os.fspath(path)} cannot be used", values, optimizer)
+
+    def wanted(text: str, kinds: Kinds) -> Kinds:
+        theirs = description_of(path, text)
+        if "optimizer" not in theirs:
+            raise CheckpointError(f"{path} has no optimizer: lt.save_model wrote it; load it without an optimizer")
+        _check_options(path, theirs, ours, may_differ)
+        check_kinds(path, kinds, {name: kind_of(array) for name, array in arrays.items()})
+        return kinds
+
+    _, values = checkpoint_file.read(path, wanted)
+    _check_values(f"{os.fspath(path)} cannot be used", values, model, optimizer)
     model.device.synchronize()
     _replace(model.device, arrays, values)
 
@@ -99,10 +145,17 @@ def _replace(device: ComputeDevice, arrays: Mapping[str, Any], values: Mapping[s
         raise
 
 
-def _check_kinds(path: object, model: object, optimizer: object) -> None:
+def _check_kinds(path: object, model: object, optimizer: object, accepted: str = "an lt.AdamW", *more: type) -> None:
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     check_instance("model", model, MLP, "an lt.MLP")
-    check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
+    check_instance("optimizer", optimizer, (AdamW, *more), accepted)
+
+
+def _parts_of(changed: Any) -> set[str]:
+    """What descriptions call the options that a caller says are changed."""
+    check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
+    names = [one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)]
+    return {part for name in names for part in _CHANGEABLE[name]}
 
 
 def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
@@ -112,34 +165,43 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
         if id(parameter) not in known:
             raise ArgumentError(f"the optimizer has {parameter.name}, which is no parameter of the model")
     arrays = {each.name: each.data for each in model.parameters()}
-    arrays |= {f"{each.name}.master": each.master for each in model.parameters()}
+    arrays |= {f"{each.name}{MASTER}": each.master for each in model.parameters()}
     for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
-        arrays |= {f"{parameter.name}.{moment}": array for moment, array in zip(_MOMENTS, moments, strict=False)}
+        arrays |= {f"{parameter.name}.{moment}": array for moment, array in zip(MOMENTS, moments, strict=False)}
     arrays |= {f"optimizer.{name}": getattr(optimizer, name) for name in ("steps", "skipped_steps", "grad_norm")}
     arrays |= {f"scaler.{name}": getattr(optimizer.scaler, name, None) for name in _SCALER}
     return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _model_names(path: str | os.PathLike[str], text: str, kinds: Kinds, model: MLP) -> list[str]:
+    """Names of the arrays that have the values of a model's parameters."""
+    theirs, ours = description_of(path, text)["model"], model.options
+    _check_options(path, {"model": theirs}, {"model": ours}, _OF_TRAINING)
+    return value_names(path, kinds, {each.name: kind_of(each.data).shape for each in model.parameters()})
 
 
 def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
     """What must be equal for the run to go on in the same way, as JSON gives it back."""
     options, scaler = optimizer.options, optimizer.scaler
     described = {
-        "format": _FORMAT,
-        "model": {
-            **{name: getattr(model, name) for name in _MODEL},
-            "activation": dataclasses.asdict(model.activation),
-            "dtype": model.dtype.value,
-        },
+        "format": FORMAT,
+        "model": options_of(model),
         "optimizer": {
             **dataclasses.asdict(options.hyper),
             **{name: getattr(options, name) for name in _OPTIMIZER},
             "moments": options.moments.value,
-            "parameters": {each.name: [each.lr_scale, each.weight_decay] for each in optimizer.parameters},
+            "parameters": {each.name: _rates(each) for each in optimizer.parameters},
         },
         "scaler": None if scaler is None else scaler.options,
     }
-    result: dict[str, Any] = json.loads(json.dumps(described, default=np.generic.item))
+    result: dict[str, Any] = json.loads(json.dumps(described))
     return result
+
+
+def _rates(parameter: Parameter) -> list[float | None]:
+    """What `_PER_PARAMETER` names, which may be scalars of NumPy."""
+    given = (getattr(parameter, name) for name in _PER_PARAMETER)
+    return [None if value is None else float(value) for value in given]
 
 
 class _Range(NamedTuple):
@@ -163,7 +225,7 @@ class _Range(NamedTuple):
 def _ranges(optimizer: AdamW) -> Iterator[_Range]:
     """The ranges of all arrays that cannot have any value of their type."""
     for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
-        for moment in _MOMENTS[1 : len(moments)]:
+        for moment in MOMENTS[1 : len(moments)]:
             yield _Range(f"{parameter.name}.{moment}", 0.0, math.inf, takes_nan=True)
     yield _Range("optimizer.steps", 0, _LAST_STEP)
     yield _Range("optimizer.skipped_steps", 0, _LAST_STEP)
@@ -174,7 +236,13 @@ def _ranges(optimizer: AdamW) -> Iterator[_Range]:
         yield _Range("scaler.growth_tracker", 0, optimizer.scaler.growth_interval - 1)
 
 
-def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], optimizer: AdamW) -> None:
+def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], model: MLP, optimizer: AdamW) -> None:
+    for parameter in model.parameters():
+        if parameter.master is not None:
+            try:
+                check_rounding(parameter.name, arrays[parameter.name], arrays[f"{parameter.name}{MASTER}"])
+            except OperandError as error:
+                raise CheckpointError(f"{complaint}: {error}") from error
     for accepted in _ranges(optimizer):
         values = arrays[accepted.name].reshape(-1)
         outside = np.flatnonzero(~accepted.holds(values))
@@ -183,31 +251,40 @@ def _check_values(complaint: str, arrays: Mapping[str, NDArray[Any]], optimizer:
             raise CheckpointError(f"{complaint}: {found}; accepted are {accepted}")
 
 
-def _check_description(path: str | os.PathLike[str], text: str, ours: Mapping[str, Any]) -> None:
-    try:
-        complaint = _complaint(json.loads(text), ours)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} was not written by lt.save_checkpoint") from error
-    if complaint is not None:
-        raise CheckpointError(f"{path} {complaint}")
+def _check_options(
+    path: str | os.PathLike[str],
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    may_differ: Set[str],
+) -> None:
+    """Raises `CheckpointError`, with a table of all options that differ and may not, if there are any."""
+    rows = [
+        row for row in _differences("", theirs, ours) if (may_differ | _SEEN_OTHERWISE).isdisjoint(row[0].split("."))
+    ]
+    if rows:
+        parts = {part for name, *_ in rows for part in name.split(".")}
+        names = tuple(name for name, aliases in _CHANGEABLE.items() if not parts.isdisjoint(aliases))
+        advice = f"\nWith changed={names} yours are used for these." if names else ""
+        raise CheckpointError(f"{path} was saved with other options:\n{_table(rows)}{advice}")
 
 
-def _complaint(theirs: Any, ours: Mapping[str, Any]) -> str | None:
-    """Why a description does not do; None if it does."""
-    version = theirs["format"]
-    if type(version) is not int or version != _FORMAT:
-        return f"has format {shortened(repr(version))}; this version reads format {_FORMAT}"
-    for name, there, here in _differences("", theirs, ours):
-        return f"was saved with {shortened(name)} = {shortened(repr(there))}; here it is {here!r}"
-    return None
+def _table(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Options that differ, in columns; names from a file are escaped, and the table has an end."""
+    cells = [(ascii(name)[1:-1][:_NAME], there[:_CELL], here[:_CELL]) for name, there, here in rows[:_ROWS]]
+    cells = [("option", "in the file", "here"), *cells]
+    first, second = (max(len(row[column]) for row in cells) for column in range(2))
+    lines = [f"  {name:{first}}  {there:{second}}  {here}" for name, there, here in cells]
+    return "\n".join([*lines, *([f"  and {len(rows) - _ROWS} more"] if len(rows) > _ROWS else [])])
 
 
-def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Where two descriptions differ: the option, and its value in each."""
+def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, str]]:
+    """Where two descriptions differ: the option, and its value in each, both as errors show them."""
+    if name.startswith("optimizer.parameters.") and isinstance(theirs, list) and isinstance(ours, list):
+        theirs, ours = (dict(zip(_PER_PARAMETER, rates, strict=False)) for rates in (theirs, ours))
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
         for key in {**theirs, **ours}:
             yield from _differences(f"{name}.{key}" if name else key, theirs.get(key), ours.get(key))
         if name.endswith(".parameters") and [*theirs] != [*ours]:
-            yield f"the order of {name}", [*theirs], [*ours]
+            yield f"the order of {name}", shown([*theirs]), shown([*ours])
     elif theirs != ours:
-        yield name, theirs, ours
+        yield name, shown(theirs), shown(ours)

@@ -21,7 +21,7 @@ from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.problem import Activation, Compute, DType, Philox, keep_threshold
 from lt_runtime.ranges import range_of
 from lt_runtime.training.device import ComputeDevice
-from lt_runtime.training.state_dict import LeftOut, by_name, load
+from lt_runtime.training.state_dict import LeftOut, by_name, copied, load
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +132,7 @@ class MLP:
         """
         self.device.synchronize()
         with self.device.current():
-            state = {name: each.data.copy() for name, each in by_name(self.parameters(), names).items()}
+            state = {name: copied(each.data) for name, each in by_name(self.parameters(), names).items()}
         self.device.synchronize()
         return state
 

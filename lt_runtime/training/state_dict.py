@@ -48,6 +48,11 @@ def by_name(parameters: Sequence[Parameter], names: Mapping[str, str] | None) ->
     return renamed
 
 
+def copied(array: Any) -> Any:
+    """A copy of an array of NumPy or CuPy, by its bits: CuPy need not know how to compute with its type."""
+    return array.view(f"u{array.dtype.itemsize}").copy().view(array.dtype)
+
+
 def load(parameters: Mapping[str, Parameter], state: Any, *, strict: bool) -> LeftOut:
     """Puts a state's values into parameters, or raises an error that lists all that does not fit.
 

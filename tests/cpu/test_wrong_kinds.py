@@ -396,7 +396,12 @@ ROWS: Final[Mapping[str, Row]] = {
     "TrainStep.__call__ in parts": Row(one_step_in_parts, {"x": "", "target": ""}, {"target": "target|labels"}),
     "TrainStep.metrics": Row(lambda world: (made_step(world).metrics, {}), {"stream": STREAM}),
     "save_checkpoint": Row(checkpoint("save_checkpoint"), CHECKPOINT),
-    "load_checkpoint": Row(checkpoint("load_checkpoint"), CHECKPOINT),
+    "load_checkpoint": Row(checkpoint("load_checkpoint"), {**CHECKPOINT, "optimizer": "none", "changed": ""}),
+    "save_model": Row(
+        lambda world: (world.lt.save_model, {"path": "/nowhere/at/all", "model": world.model()}),
+        {"path": "text", "model": ""},
+    ),
+    "load_model": Row(lambda world: (world.lt.load_model, {"path": "/nowhere/at/all"}), {"path": "text", "device": ""}),
     "prefetch": Row(
         lambda world: (world.lt.prefetch, {"iterable": [], "device": "cpu" if world.gpu is None else "cuda"}),
         {"iterable": "text list dict array", "depth": "", "device": "", "stream": STREAM},

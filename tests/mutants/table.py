@@ -15,12 +15,13 @@ from tests.mutants import (
     storing,
     training,
     tuning,
+    weights,
 )
 from tests.mutants.fault import Fault
 
 _AREAS: Final = (
     *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels),
-    *(products, layers, calls, storing, training, tuning),
+    *(products, layers, calls, storing, training, tuning, weights),
 )
 
 FAULTS: Final[tuple[Fault, ...]] = tuple(each for area in _AREAS for each in area.FAULTS)

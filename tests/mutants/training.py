@@ -12,6 +12,7 @@ _BODY: Final = "lt_runtime/training/body.py"
 _STAGING: Final = "lt_runtime/training/staging.py"
 _PREFETCH: Final = "lt_runtime/training/prefetch.py"
 _CHECKPOINTS: Final = "lt_runtime/training/checkpoints.py"
+_SAVED_MODEL: Final = "lt_runtime/training/saved_model.py"
 _TALLY: Final = "lt_runtime/training/tally.py"
 _ADAMW: Final = "lt_runtime/kernels/adamw.py"
 _STATES: Final = "lt_runtime/ops/_adamw_states.py"
@@ -348,15 +349,15 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     fault(
         "the largest second moments are not saved",
-        _CHECKPOINTS,
-        '_MOMENTS: Final = ("m", "v", "v_max")',
-        '_MOMENTS: Final = ("m", "v")',
+        _SAVED_MODEL,
+        'MOMENTS: Final = ("m", "v", "v_max")',
+        'MOMENTS: Final = ("m", "v")',
         "tests/cpu/training/test_checkpoints.py::test_a_resumed_run_is_the_unbroken_one",
     ),
     fault(
         "master copies are not saved",
         _CHECKPOINTS,
-        '    arrays |= {f"{each.name}.master": each.master for each in model.parameters()}\n',
+        '    arrays |= {f"{each.name}{MASTER}": each.master for each in model.parameters()}\n',
         "",
         "tests/cpu/training/test_checkpoints.py::test_a_resumed_run_is_the_unbroken_one",
     ),
@@ -369,29 +370,29 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     fault(
         "a checkpoint of another seed is loaded",
-        _CHECKPOINTS,
-        '_MODEL: Final = ("dims", "dropout", "seed", "compute")',
-        '_MODEL: Final = ("dims", "dropout", "compute")',
+        "lt_runtime/training/mlp.py",
+        '            "seed": self.seed,\n',
+        "",
         "tests/cpu/training/test_checkpoints.py::test_of_another_model_or_optimizer",
     ),
     fault(
         "a checkpoint's digest is not compared",
         "lt_runtime/training/checkpoint_file.py",
-        "elif metadata[_DIGEST] != _digest(metadata[_TEXT], values):",
-        "elif len(metadata[_DIGEST]) != len(_digest(metadata[_TEXT], values)):",
+        "elif metadata[_DIGEST] != digest.text:",
+        "elif len(metadata[_DIGEST]) != len(digest.text):",
         "tests/cpu/training/test_checkpoint_damage.py",
     ),
     fault(
         "a checkpoint's digest is of its text alone",
         "lt_runtime/training/checkpoint_file.py",
-        "        digest.update(_bytes_of(array))\n",
+        "        self._digest.update(_bytes_of(array))\n",
         "        pass\n",
         "tests/cpu/training/test_checkpoint_damage.py",
     ),
     fault(
         "a checkpoint of another format is loaded",
-        _CHECKPOINTS,
-        "or version != _FORMAT:",
+        _SAVED_MODEL,
+        "or version != FORMAT:",
         "or version > 1000:",
         "tests/cpu/training/test_checkpoints.py::test_files_that_do_not_fit",
     ),

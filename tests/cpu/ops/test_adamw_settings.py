@@ -144,7 +144,7 @@ def test_a_replaced_array_is_neither_read_nor_written(part: str) -> None:
     for _ in range(2):
         with pytest.raises(
             OperandError,
-            match=r"an array of p1 was replaced after the optimizer was made; .* parameter.data\[...\] = values",
+            match=r"an array of p1 was replaced after the optimizer was made; .* parameter.assign\(values\)",
         ):
             optimizer.step()
     assert optimizer.steps.tolist() == [1]
@@ -173,7 +173,7 @@ def test_a_checkpoint_records_what_was_trained_with(tmp_path: Any) -> None:
     optimizer.lr, model.layers[0].bias.lr_scale = 0.125, 0.5
     lt.save_checkpoint(tmp_path / "run", model, optimizer)
     other, resumed = run()
-    with pytest.raises(LtError, match=r"was saved with optimizer.lr = 0.125; here it is 0.5"):
+    with pytest.raises(LtError, match=r"optimizer.lr +0.125 +0.5"):
         lt.load_checkpoint(tmp_path / "run", other, resumed)
     resumed.lr, other.layers[0].bias.lr_scale = 0.125, 0.5
     lt.load_checkpoint(tmp_path / "run", other, resumed)

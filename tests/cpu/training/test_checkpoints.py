@@ -77,22 +77,22 @@ def frozen() -> Run:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_model(dims=[6, 13, 3]), r"model.dims = \[6, 12, 3\]; here it is \[6, 13, 3\]"),
-        (other_model(dims=[6, 12, 3, 3]), r"model.dims = \[6, 12, 3\]; here"),
-        (other_model(activation="relu"), "model.activation.name = 'gelu'; here it is 'relu'"),
-        (other_model(dtype="bfloat16"), "model.dtype = 'float32'; here it is 'bfloat16'"),
-        (other_model(seed=12), "model.seed = 11; here it is 12"),
-        (other_model(dropout=0.0), "model.dropout = 0.3; here it is 0.0"),
-        (other_model(compute="tf32"), "model.compute = 'float32'; here it is 'tf32'"),
-        (lambda: run_of(lr=2e-2), "optimizer.lr = 0.01; here it is 0.02"),
-        (lambda: run_of(betas=(0.9, 0.99)), "optimizer.beta2 = 0.999; here it is 0.99"),
-        (lambda: run_of(schedule=None), "optimizer.schedule.decay = 'linear'; here it is 'constant'"),
-        (lambda: run_of(amsgrad=True), "optimizer.amsgrad = False; here it is True"),
-        (lambda: run_of(max_norm=1.0), "optimizer.max_norm = None; here it is 1.0"),
-        (lambda: run_of(moments="bfloat16"), "optimizer.moments = 'float32'; here"),
-        (lambda: run_of(scaled=True), "optimizer.skip_nonfinite = False; here it is True"),
-        (reordered, "with the order of optimizer.parameters = "),
-        (frozen, r"optimizer.parameters.layer1.weight = \[1.0, None\]; here it is None"),
+        (other_model(dims=[6, 13, 3]), r"model.dims +\[6, 12, 3\] +\[6, 13, 3\]"),
+        (other_model(dims=[6, 12, 3, 3]), r"model.dims +\[6, 12, 3\] +\[6, 12, 3, 3\]"),
+        (other_model(activation="relu"), "model.activation.name +'gelu' +'relu'"),
+        (other_model(dtype="bfloat16"), "model.dtype +'float32' +'bfloat16'"),
+        (other_model(seed=12), "model.seed +11 +12"),
+        (other_model(dropout=0.0), "model.dropout +0.3 +0.0"),
+        (other_model(compute="tf32"), "model.compute +'float32' +'tf32'"),
+        (lambda: run_of(lr=2e-2), "optimizer.lr +0.01 +0.02"),
+        (lambda: run_of(betas=(0.9, 0.99)), "optimizer.beta2 +0.999 +0.99"),
+        (lambda: run_of(schedule=None), "optimizer.schedule.decay +'linear' +'constant'"),
+        (lambda: run_of(amsgrad=True), "optimizer.amsgrad +False +True"),
+        (lambda: run_of(max_norm=1.0), "optimizer.max_norm +None +1.0"),
+        (lambda: run_of(moments="bfloat16"), "optimizer.moments +'float32' +'bfloat16'"),
+        (lambda: run_of(scaled=True), "optimizer.skip_nonfinite +False +True"),
+        (reordered, r"the order of optimizer.parameters +\['layer0.weight', "),
+        (frozen, r"optimizer.parameters.layer1.weight +\[1.0, None\] +None"),
     ],
 )
 def test_of_another_model_or_optimizer(tmp_path: Path, make: Callable[[], Run], message: str) -> None:
@@ -165,3 +165,139 @@ def test_what_was_skipped_is_kept(tmp_path: Path) -> None:
     other = run_of(scaled=True)
     lt.load_checkpoint(tmp_path / "run", *other)
     assert (other[1].steps.item(), other[1].skipped_steps.item()) == (1, 1)
+
+
+def rates(run: Run) -> list[tuple[float, float | None]]:
+    return [(each.lr_scale, each.weight_decay) for each in run[0].parameters()]
+
+
+def with_rates(lr_scale: float, weight_decay: float | None) -> Callable[[], Run]:
+    def make() -> Run:
+        model, _ = run_of()
+        for each in model.parameters():
+            each.lr_scale, each.weight_decay = lr_scale, weight_decay
+        return model, lt.AdamW(model.parameters(), lr=1e-2, schedule=lt.schedules.warmup_linear(3, 40))
+
+    return make
+
+
+CHANGED: list[tuple[str, Callable[[], Run], str]] = [
+    ("lr", lambda: run_of(lr=3e-2), "optimizer.lr +0.01 +0.03"),
+    ("betas", lambda: run_of(betas=(0.8, 0.7)), "optimizer.beta1 +0.9 +0.8\n  optimizer.beta2 +0.999 +0.7"),
+    ("eps", lambda: run_of(eps=1e-6), "optimizer.eps +1e-08 +1e-06"),
+    ("weight_decay", lambda: run_of(weight_decay=0.3), "optimizer.weight_decay +0.01 +0.3"),
+    ("weight_decay", with_rates(1.0, 0.5), r"optimizer.parameters.layer0.weight.weight_decay +None +0.5"),
+    ("lr_scale", with_rates(0.5, None), r"optimizer.parameters.layer0.weight.lr_scale +1.0 +0.5"),
+    (
+        "schedule",
+        lambda: run_of(schedule=None),
+        "optimizer.schedule.decay +'linear' +'constant'\n  optimizer.schedule.war",
+    ),
+    ("seed", other_model(seed=12), "model.seed +11 +12"),
+    ("seed", lambda: run_of(seed=4), "optimizer.seed +0 +4"),
+    ("dropout", other_model(dropout=0.5), "model.dropout +0.3 +0.5"),
+    ("compute", other_model(compute="tf32"), "model.compute +'float32' +'tf32'"),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "rows"), CHANGED, ids=range(len(CHANGED)))
+def test_options_that_the_caller_has_changed(tmp_path: Path, name: str, make: Callable[[], Run], rows: str) -> None:
+    path, saved, other = tmp_path / "run", run_of(), make()
+    train(saved, range(2))
+    lt.save_checkpoint(path, *saved)
+    model, optimizer = other
+    options = model.options, optimizer.options, rates(other)
+    advice = rf"changed=\('{name}',\) yours are used for these"
+    for others in ((), {"lr", "dropout"} - {name}):
+        with pytest.raises(CheckpointError, match=rf"(?s)with other options:.*\n  {rows}.*{advice}"):
+            lt.load_checkpoint(path, model, optimizer, changed=others)
+    lt.load_checkpoint(path, model, optimizer, changed=(name, "max_norm"))
+    assert_same(state(other), state(saved))
+    assert (model.options, optimizer.options, rates(other)) == options
+
+
+def test_all_that_differs_is_in_one_table(tmp_path: Path) -> None:
+    lt.save_checkpoint(tmp_path / "run", *run_of())
+    model = lt.MLP([6, 12, 3], activation="relu", dropout=0.3, seed=5, device="cpu")
+    optimizer = lt.AdamW(model.parameters(), lr=1e-2, schedule=lt.schedules.warmup_linear(3, 50))
+    with pytest.raises(CheckpointError) as raised:
+        lt.load_checkpoint(tmp_path / "run", model, optimizer, changed=["seed"])
+    assert str(raised.value).splitlines() == [
+        f"{tmp_path / 'run'} was saved with other options:",
+        "  option                          in the file  here",
+        "  model.activation.name           'gelu'       'relu'",
+        "  optimizer.schedule.total_steps  40           50",
+        "With changed=('schedule',) yours are used for these.",
+    ]
+
+
+def test_changed_clipping_needs_an_equal_state(tmp_path: Path) -> None:
+    path, saved = tmp_path / "run", run_of(max_norm=1.0)
+    train(saved, range(2))
+    lt.save_checkpoint(path, *saved)
+    other = run_of(max_norm=0.5)
+    lt.load_checkpoint(path, *other, changed=("max_norm",))
+    assert_same(state(other), state(saved))
+    with pytest.raises(CheckpointError, match=r"has optimizer\.grad_norm, which there is not here"):
+        lt.load_checkpoint(path, *run_of(), changed=("max_norm",))
+
+
+def test_a_changed_scaler_must_suit_its_state(tmp_path: Path) -> None:
+    def scaled(interval: int) -> Run:
+        model, _ = run_of()
+        return model, lt.AdamW(model.parameters(), scaler=lt.GradScaler(1024.0, growth_interval=interval))
+
+    path, saved = tmp_path / "run", scaled(10)
+    train(saved, range(4))
+    lt.save_checkpoint(path, *saved)
+    lt.load_checkpoint(path, *scaled(5), changed=("scaler",))
+    with pytest.raises(CheckpointError, match=r"scaler\.growth_tracker has the value 4; accepted are 0 to 3"):
+        lt.load_checkpoint(path, *scaled(4), changed=("scaler",))
+
+
+@pytest.mark.parametrize("changed", [("dims",), ("lr", "activation"), "lr", [3]])
+def test_what_cannot_be_changed(tmp_path: Path, changed: Any) -> None:
+    run = run_of()
+    lt.save_checkpoint(tmp_path / "run", *run)
+    with pytest.raises(ArgumentError, match=r"changed(\[[01]\])? is .*; (accepted are|it must be a)"):
+        lt.load_checkpoint(tmp_path / "run", *run, changed=changed)
+
+
+def scalars(kind: Callable[[Any], Any]) -> Run:
+    """A run whose options all are of one kind of number, where they are numbers."""
+    whole = int if kind in (np.float32, np.float64, np.float16) else kind
+    activation = lt.Activation("leaky_relu", kind(0.25))
+    dims = [whole(6), whole(12), whole(3)]
+    model = lt.MLP(dims, activation, dropout=kind(0.5), seed=whole(11), device="cpu", dtype="bfloat16")
+    for each in model.parameters():
+        each.lr_scale, each.weight_decay = kind(0.5), kind(0.25)
+    schedule = lt.schedules.warmup_linear(whole(3), whole(40), kind(0.5))
+    scaler = lt.GradScaler(kind(1024), kind(2), kind(0.5), whole(3))
+    rates = {"lr": kind(0.5), "betas": (kind(0.5), kind(0.75)), "eps": kind(0.125), "weight_decay": kind(0.25)}
+    more = {"max_norm": kind(1), "seed": whole(5), "amsgrad": whole(1)}
+    return model, lt.AdamW(model.parameters(), **rates, **more, schedule=schedule, scaler=scaler)
+
+
+KINDS = [np.float64, np.float32, np.float16, lambda value: np.int8(value) if value % 1 == 0 and value < 128 else value,
+         lambda value: np.int64(value) if value % 1 == 0 else np.float32(value)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=range(len(KINDS)))
+def test_options_of_every_kind_of_number_are_saved_as_plain_ones(tmp_path: Path, kind: Callable[[Any], Any]) -> None:
+    plain, run = tmp_path / "plain", scalars(kind)
+    lt.save_checkpoint(plain, *scalars(lambda value: value))
+    lt.save_checkpoint(tmp_path / "run", *run)
+    assert (tmp_path / "run").read_bytes() == plain.read_bytes()
+    lt.load_checkpoint(plain, *run)
+    lt.save_model(tmp_path / "model", run[0])
+    assert lt.load_model(tmp_path / "model", device="cpu").options == run[0].options
+
+
+def test_sizes_from_data(tmp_path: Path) -> None:
+    labels = np.array([0, 2, 1], np.uint8)
+    model = lt.MLP([4, 8, labels.max() + 1], device="cpu")
+    optimizer = lt.AdamW(model.parameters(), lr=np.float32(1e-3))
+    step = lt.TrainStep(model, optimizer, batch_size=np.int64(3), accumulate=np.int8(1))
+    step(np.ones((3, 4), np.float32), labels.astype(np.int32))
+    lt.save_checkpoint(tmp_path / "run", model, optimizer)
+    lt.load_checkpoint(tmp_path / "run", model, optimizer)

@@ -1,0 +1,322 @@
+"""Saved models are made anew from the file alone; checkpoints give their values too; files are not trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import lt_runtime as lt
+from lt_runtime.errors import ArgumentError, CheckpointError, KindError, MissingFileError, OperandError
+from lt_runtime.training import checkpoint_file
+from tests.support.numpy_cases import DTYPES, Array
+from tests.support.training_runs import assert_same, content_of, rewrite, run_of, state, train
+
+TEXT = "lt_runtime"
+X = np.random.default_rng(4).standard_normal((5, 6))
+
+
+def trained(dtype: str = "float32", **options: Any) -> lt.MLP:
+    run = run_of(dtype, **options)
+    train(run, range(3))
+    return run[0]
+
+
+def values_of(model: lt.MLP) -> dict[str, Array]:
+    found = {f"{each.name}.{part}": getattr(each, part) for each in model.parameters() for part in ("data", "master")}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_model_comes_back_as_it_was(tmp_path: Path, dtype: str, with_optimizer: bool) -> None:
+    path, run = tmp_path / "model.safetensors", run_of(dtype)
+    train(run, range(3))
+    if with_optimizer:
+        lt.save_checkpoint(path, *run)
+    else:
+        lt.save_model(path, run[0])
+    model = lt.load_model(path, device="cpu")
+    assert model.options == run[0].options
+    assert_same(values_of(model), values_of(run[0]))
+    x = X.astype(DTYPES[dtype])
+    assert model(x).tobytes() == run[0](x).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fine_tuning_goes_on_from_full_precision(tmp_path: Path, dtype: str) -> None:
+    model = trained(dtype)
+    lt.save_model(tmp_path / "model", model)
+    runs = [(each, lt.AdamW(each.parameters(), lr=1e-2)) for each in (model, lt.load_model(tmp_path / "model", "cpu"))]
+    for run in runs:
+        train(run, range(10, 15))
+    assert_same(state(runs[0]), state(runs[1]))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"dims": [3, 2]},
+    {"dims": (3, 4, 5, 2), "activation": "silu", "dropout": 0.25, "seed": 2**64 - 1, "compute": "tf32"},
+    {"dims": [3, 4, 2], "activation": lt.Activation("leaky_relu", 0.3), "dtype": "float16"},
+    {"dims": [3, 4, 2], "dtype": "bfloat16", "master_weights": False},
+    {"dims": np.array([3, 4, 2]), "dtype": "bfloat16", "dropout": np.float32(0.5), "seed": np.uint64(7)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+def test_every_option_is_kept(tmp_path: Path, options: dict[str, Any]) -> None:
+    path, model = tmp_path / "model", lt.MLP(**options, device="cpu")
+    lt.save_model(path, model)
+    other = lt.load_model(path, device="cpu")
+    assert other.options == model.options == json.loads(json.dumps(model.options))
+    assert_same(values_of(other), values_of(model))
+    assert [(each.activation, each.dropout) for each in other.layers] == [
+        (each.activation, each.dropout) for each in model.layers
+    ]
+
+
+def test_master_copies_that_an_optimizer_made_are_kept(tmp_path: Path) -> None:
+    model = lt.MLP([6, 12, 3], dtype="bfloat16", master_weights=False, device="cpu")
+    train((model, lt.AdamW(model.parameters())), range(3))
+    lt.save_model(tmp_path / "model", model)
+    assert_same(values_of(lt.load_model(tmp_path / "model", device="cpu")), values_of(model))
+
+
+def test_other_tools_find_full_precision_under_plain_names(tmp_path: Path) -> None:
+    model = trained("bfloat16")
+    lt.save_model(tmp_path / "model", model)
+    arrays = safetensors.numpy.load_file(tmp_path / "model")
+    assert [*sorted(arrays)] == sorted(each.name for each in model.parameters())
+    for each in model.parameters():
+        assert arrays[each.name].tobytes() == each.master.tobytes()
+
+
+def test_a_stale_master_copy_is_not_saved(tmp_path: Path) -> None:
+    run = run_of("float16")
+    run[0].layers[0].bias.data[3] = 5
+    for error, save in ((OperandError, lambda path: lt.save_model(path, run[0])),
+                        (CheckpointError, lambda path: lt.save_checkpoint(path, *run))):  # fmt: skip
+        with pytest.raises(error, match=r"layer0.bias.data has 5.0 at \(3,\), but its master copy .*assign\(values\)"):
+            save(tmp_path / "model")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_is_replaced_as_a_checkpoint_is(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    (tmp_path / "link").symlink_to(path)
+    lt.save_model(tmp_path / "link", trained())
+    path.chmod(0o640)
+    lt.save_model(tmp_path / "link", trained("float16"))
+    assert (tmp_path / "link").is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert lt.load_model(tmp_path / "link", device="cpu").dtype.value == "float16"
+    assert {*tmp_path.iterdir()} == {path, tmp_path / "link"}
+
+
+def test_arguments_that_cannot_be(tmp_path: Path) -> None:
+    lt.save_model(tmp_path / "model", trained())
+    with pytest.raises(MissingFileError):
+        lt.load_model(tmp_path / "none", device="cpu")
+    with pytest.raises(ArgumentError, match=r"device is 'tpu'"):
+        lt.load_model(tmp_path / "model", device="tpu")
+    with pytest.raises(KindError, match=r"model is 3; it must be an lt\.MLP"):
+        lt.save_model(tmp_path / "model", 3)  # type: ignore[arg-type]
+
+
+# Values of a file for a model that is there.
+
+
+@pytest.mark.parametrize("saved_by", ["save_model", "save_checkpoint"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_without_an_optimizer(tmp_path: Path, dtype: str, saved_by: str) -> None:
+    path, run = tmp_path / "run", run_of(dtype, amsgrad=True, scaled=True, max_norm=1.0)
+    train(run, range(3))
+    if saved_by == "save_model":
+        lt.save_model(path, run[0])
+    else:
+        lt.save_checkpoint(path, *run)
+    model = lt.MLP([6, 12, 3], activation="gelu", dtype=dtype, dropout=0.1, seed=99, device="cpu")
+    arrays = values_of(model)
+    lt.load_checkpoint(path, model)
+    assert_same(values_of(model), values_of(run[0]))
+    assert all(array is arrays[name] for name, array in values_of(model).items())
+    assert model.dropout == 0.1
+
+
+def test_values_for_a_model_without_master_copies(tmp_path: Path) -> None:
+    saved = trained("bfloat16")
+    lt.save_model(tmp_path / "model", saved)
+    model = lt.MLP([6, 12, 3], activation="gelu", dtype="bfloat16", master_weights=False, device="cpu")
+    lt.load_checkpoint(tmp_path / "model", model)
+    assert model.state_dict().keys() == saved.state_dict().keys()
+    for name, array in model.state_dict().items():
+        assert array.tobytes() == saved.state_dict()[name].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({"dims": [6, 13, 3]}, r"model.dims +\[6, 12, 3\] +\[6, 13, 3\]"),
+        ({"activation": "relu"}, "model.activation.name +'gelu' +'relu'"),
+        ({"dtype": "float16"}, "model.dtype +'float32' +'float16'"),
+    ],
+)
+def test_values_of_another_model(tmp_path: Path, changes: dict[str, Any], row: str) -> None:
+    lt.save_checkpoint(tmp_path / "run", *run_of())
+    model = lt.MLP(**{"dims": [6, 12, 3], "activation": "gelu", "device": "cpu", **changes})
+    before = {name: array.copy() for name, array in values_of(model).items()}
+    with pytest.raises(CheckpointError, match=rf"with other options:\n  option +in the file +here\n  {row}$"):
+        lt.load_checkpoint(tmp_path / "run", model)
+    assert_same(values_of(model), before)
+
+
+def test_a_model_alone_is_no_checkpoint(tmp_path: Path) -> None:
+    run = run_of()
+    lt.save_model(tmp_path / "model", run[0])
+    with pytest.raises(
+        CheckpointError, match=r"has no optimizer: lt\.save_model wrote it; load it without an optimizer"
+    ):
+        lt.load_checkpoint(tmp_path / "model", *run)
+
+
+# Files that nobody should trust.
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as raised:
+        lt.load_model(path, device="cpu")
+    said = str(raised.value)
+    assert said.startswith(str(path))
+    assert len(said.encode()) < 1000
+
+
+def forge(path: Path, change: Callable[[dict[str, Array], dict[str, Any]], object]) -> None:
+    """Changes arrays and options of a saved model, and gives it the digest that belongs to them."""
+    arrays, metadata = content_of(path)
+    description = json.loads(metadata[TEXT])
+    change(arrays, description["model"])
+    checkpoint_file.write(path, arrays, json.dumps(description))
+
+
+FORGED: list[tuple[Callable[[dict[str, Array], dict[str, Any]], object], str]] = [
+    (lambda arrays, _: arrays.pop("layer0.weight"), "has no layer0.weight$"),
+    (lambda arrays, _: arrays.pop("layer1.bias"), "has no layer1.bias$"),
+    (lambda arrays, _: arrays.update(more=np.ones(2, np.float32)), "has more, which there is not here"),
+    (lambda arrays, _: arrays.update({"optimizer.more": np.ones(2, np.float32)}), "has optimizer.more, which there is"),
+    (
+        lambda arrays, _: arrays.update({"layer0.bias.m": np.ones(2, np.float32)}),
+        r"layer0.bias.m is float32 \(2,\); here",
+    ),
+    (lambda arrays, _: arrays.update({"layer0.bias.x": np.ones(12, np.float32)}), "has layer0.bias.x, which there is"),
+    (lambda arrays, _: arrays.update({"layer9.bias": np.ones(12, np.float32)}), "has layer9.bias, which there is not"),
+    (
+        lambda arrays, _: arrays.update({"layer0.bias": np.ones(12, np.int32)}),
+        r"layer0.bias is int32 \(12,\); here its",
+    ),
+    (
+        lambda arrays, _: arrays.update({"layer0.bias": np.ones((12, 1), np.float32)}),
+        r"is float32 \(12, 1\); here its sh",
+    ),
+    (lambda _, options: options.update(dims=[10**9, 10**9]), "here its shape is|which there is not"),
+    (lambda _, options: options.update(dims=[6, 10**12, 3]), r"layer0.* is float32 \(.*\); here its shape is \(10{12}"),
+    (lambda _, options: options.update(dims=[6, 12, 3, 10**12]), "has no layer2.weight"),
+    (lambda _, options: options.update(dims=[6, 12]), "has layer1.(bias|weight), which there is not here"),
+    (lambda _, options: options.update(dims=[]), "has layer0.bias, which there is not here"),
+    (lambda _, options: options.update(dims=[6, 12.0, 3]), "was not written by"),
+    (lambda _, options: options.update(dims={"6": 12}), "was not written by"),
+    (lambda _, options: options.update(dims="612"), "was not written by"),
+    (lambda _, options: options.update(dims=None), "was not written by"),
+    (lambda _, options: options.pop("dims"), "was not written by"),
+    (
+        lambda _, options: options.update(activation={"name": "nothing"}),
+        "describes no model: activation is 'nothing'; ac",
+    ),
+    (lambda _, options: options.update(activation={"names": "relu"}), "describes no model: .*names"),
+    (lambda _, options: options.update(activation=3), "describes no model: activation is 3;"),
+    (lambda _, options: options.update(dtype="int8"), "describes no model: the model has type int8;"),
+    (lambda _, options: options.update(dropout=2), "describes no model: dropout probability is 2"),
+    (
+        lambda _, options: options.update(seed="x" * 999),
+        "describes no model: seed is 'xxx.{,100}; it must be an integer",
+    ),
+    (lambda _, options: options.update(device="cuda"), "describes no model: .*device"),
+    (lambda _, options: options.update(later=1), "describes no model: .*later"),
+    (lambda _, options: options.update(dtype=json.loads("[" * 400 + "]" * 400)), "describes no model"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FORGED, ids=range(len(FORGED)))
+def test_forged_files(tmp_path: Path, change: Any, message: str) -> None:
+    path = tmp_path / "model"
+    lt.save_model(path, run_of()[0])
+    forge(path, change)
+    refused(path, message)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "null", "[]", "{}", '{"format": 1}', '{"format": 1, "model": []}', "[" * 9999]
+)
+def test_descriptions_of_every_kind(tmp_path: Path, text: str) -> None:
+    checkpoint_file.write(tmp_path / "model", {}, text)
+    refused(tmp_path / "model", "was not written by lt.save_checkpoint or lt.save_model")
+
+
+def test_files_of_others(tmp_path: Path) -> None:
+    path, arrays = tmp_path / "model", {"w": np.ones(3)}
+    safetensors.numpy.save_file(arrays, path)
+    refused(path, "was not written by lt.save_checkpoint or lt.save_model")
+    safetensors.numpy.save_file(arrays, path, {"format": "pt"})
+    refused(path, "was not written by lt.save_checkpoint or lt.save_model")
+    path.write_bytes(b"no such thing")
+    refused(path, "is damaged or no safetensors file")
+
+
+def test_damage_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    lt.save_model(path, run_of()[0])
+    rewrite(path, lambda arrays, _: arrays["layer1.bias"].__setitem__(1, 7))
+    refused(path, "is damaged: its content does not have the digest")
+    lt.save_checkpoint(path, *run_of("float16"))
+    rewrite(path, lambda arrays, _: arrays["layer1.bias.m"].__setitem__(1, 7))  # which is not what is wanted
+    refused(path, "is damaged: its content does not have the digest")
+
+
+def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
+    path, run = tmp_path / "run", run_of("bfloat16")
+    lt.save_checkpoint(path, *run)
+    forge(path, lambda _, options: options.pop("master_weights"))  # which the first versions did not save
+    assert_same(values_of(lt.load_model(path, device="cpu")), values_of(run[0]))
+    lt.load_checkpoint(path, *run)
+
+
+@pytest.mark.parametrize(
+    ("dims", "huge", "message"),
+    [
+        (
+            [1 << 20, 1 << 20],
+            "layer0.weight",
+            "takes 8796093022208 bytes of memory to be read; this machine has [0-9]+$",
+        ),
+        ([6, 12, 3], "layer0.weight.m", r"is float32 \(.*\); here its shape is"),
+    ],
+)
+def test_holes_are_no_memory(tmp_path: Path, dims: list[int], huge: str, message: str) -> None:
+    """4 TiB of a hole are not read, whether or not a model of that size would have them."""
+    path, model = tmp_path / "model", lt.MLP([2, 2], device="cpu")
+    lt.save_model(path, model)
+    text = json.dumps({"format": 1, "model": model.options | {"dims": dims}})
+    side = 1 << 20
+    described: dict[str, Any] = {"__metadata__": {TEXT: text}}
+    described[huge] = {"dtype": "F32", "shape": [side, side], "data_offsets": [0, 4 * side * side]}
+    if huge != "layer0.weight":
+        empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        described |= {f"layer{i}.weight": empty for i in range(len(dims) - 1)}
+    header = json.dumps(described).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + 4 * side * side)
+    refused(path, message)

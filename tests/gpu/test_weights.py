@@ -1,0 +1,162 @@
+"""Weights on the GPU: PyTorch's go in and out bit for bit, graphs go on with them, stale master copies are refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime.errors import CaptureError, OperandError
+from tests.support.torch_state import sequential_names
+
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
+DIMS, BATCH = [40, 96, 10], 64
+TYPES = ["float32", "float16", "bfloat16"]
+
+
+class _Run:
+    def __init__(self, dtype: str, *, graph: bool = True, **options: Any) -> None:
+        self.model = lt.MLP(DIMS, activation="gelu", dtype=dtype, dropout=0.2, seed=3, device="cuda")
+        self.optimizer = lt.AdamW(self.model.parameters(), **options)
+        self.step = lt.TrainStep(self.model, self.optimizer, batch_size=BATCH, graph=graph)
+
+    def train(self, steps: range) -> None:
+        for i in steps:
+            generator = np.random.default_rng(i)
+            x = self.model.device.asarray(generator.standard_normal((BATCH, 40)).astype(self.model.dtype.numpy))
+            self.step(x, cp.asarray(generator.integers(0, 10, BATCH)))
+
+    def bits(self) -> dict[str, bytes]:
+        return {name: cp.asnumpy(array).tobytes() for name, array in self.model.state_dict().items()}
+
+
+def _sequential(dtype: str, device: str) -> Any:
+    import torch
+
+    torch.manual_seed(5)
+    layers = torch.nn.Linear(40, 96), torch.nn.GELU(approximate="tanh"), torch.nn.Linear(96, 10)
+    return torch.nn.Sequential(*layers).to(device, getattr(torch, dtype))
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_pytorchs_weights_stay_bit_for_bit(dtype: str, place: str, graph: bool) -> None:
+    import torch
+
+    module, names, run = _sequential(dtype, place), sequential_names(2), _Run(dtype, graph=graph, lr=0.0)
+    run.train(range(2))  # the graph is captured before the weights come
+    assert run.model.load_state_dict(module.state_dict(), names=names) == ([], [])
+    x = torch.ones(8, 40, device="cuda", dtype=getattr(torch, dtype))
+    expected = module.to("cuda")(x).float().detach()
+    torch.testing.assert_close(run.model(x).float(), expected, rtol=2e-2, atol=2e-2)
+    run.train(range(10))
+    back = _sequential(dtype, "cuda")
+    for each in back.parameters():
+        each.data.zero_()
+    given = run.model.state_dict(names=names)
+    back.load_state_dict({name: _tensor(array, dtype) for name, array in given.items()})
+    for (name, one), (other_name, other) in zip(module.state_dict().items(), back.state_dict().items(), strict=True):
+        assert name == other_name
+        assert torch.equal(one, other), name
+
+
+def _tensor(array: Any, dtype: str) -> Any:
+    """An array of CuPy's as a tensor; DLPack has no BF16 in every version of CuPy."""
+    import torch
+
+    if dtype != "bfloat16":
+        return torch.from_dlpack(array)
+    return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+
+
+@NEEDS_TORCH
+def test_parameters_of_pytorch_may_want_gradients() -> None:
+    import torch
+
+    module, model = _sequential("bfloat16", "cpu"), lt.MLP(DIMS, dtype="bfloat16", device="cuda")
+    model.load_state_dict(dict(module.named_parameters()), names=sequential_names(2))
+    for (name, tensor), array in zip(module.named_parameters(), model.state_dict().values(), strict=True):
+        assert cp.asnumpy(array).tobytes() == tensor.detach().view(torch.int16).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_graph_trains_on_from_new_values(dtype: str) -> None:
+    used, fresh = _Run(dtype, lr=1e-2), _Run(dtype, lr=1e-2)
+    given = lt.MLP(DIMS, seed=9, device="cpu").state_dict()
+    used.train(range(3))
+    for run in (used, fresh):
+        run.model.load_state_dict(given)
+    for array in (*(each for moments in used.optimizer.moments for each in moments), used.optimizer.steps):
+        array.fill(0)
+    cp.cuda.Device().synchronize()
+    for run in (used, fresh):
+        run.train(range(5, 12))
+    assert used.bits() == fresh.bits()
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_first_step_refuses_a_stale_master_copy(dtype: str, graph: bool) -> None:
+    run = _Run(dtype, graph=graph)
+    weight = run.model.layers[1].weight
+    weight.data.set(np.full(weight.data.shape, 0.25, weight.data.dtype))
+    with pytest.raises(OperandError, match=r"layer1.weight.data has 0.25 at \(0, 0\), but its master copy"):
+        run.train(range(1))
+    assert int(run.optimizer.steps) == 0
+    weight.assign(weight.data)
+    run.train(range(2))
+    assert int(run.optimizer.steps) == 2
+
+
+@pytest.mark.parametrize("more", [(), (np.inf, -np.inf, np.nan)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_updates_round_is_never_stale(dtype: str, more: tuple[float, ...]) -> None:
+    run = _Run(dtype, lr=1e-3)
+    weight = run.model.layers[0].weight
+    extremes = [0.0, -0.0, 1e-8, -6e-8, 1.0 + 2.0**-9, 65504.0, -1e-5, *more]
+    weight.assign(np.resize(np.array(extremes, np.float32), weight.data.shape))
+    for parameter in run.model.parameters():
+        gradient = np.random.default_rng(3).standard_normal(parameter.grad.shape)
+        parameter.grad.set(gradient.astype(parameter.grad.dtype))
+    for _ in range(3):
+        run.optimizer.step()
+        lt.AdamW(run.model.parameters())  # which looks at all of them
+
+
+def test_within_a_capture_nothing_is_written() -> None:
+    model = lt.MLP(DIMS, dtype="float16", device="cuda")
+    before = cp.asnumpy(model.layers[0].weight.data)
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        with pytest.raises(CaptureError, match="is being captured"):
+            model.layers[0].weight.assign(np.zeros((96, 40)))
+        stream.end_capture()
+    np.testing.assert_array_equal(cp.asnumpy(model.layers[0].weight.data), before)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_saved_model_goes_from_device_to_device(tmp_path: Path, dtype: str) -> None:
+    run = _Run(dtype, lr=1e-2)
+    run.train(range(3))
+    lt.save_model(tmp_path / "model", run.model)
+    lt.save_model(tmp_path / "again", lt.load_model(tmp_path / "model", device="cpu"))
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "model").read_bytes()
+    model = lt.load_model(tmp_path / "again", device="cuda")
+    assert {name: cp.asnumpy(array).tobytes() for name, array in model.state_dict().items()} == run.bits()
+
+
+def test_values_of_a_checkpoint_while_a_graph_goes_on(tmp_path: Path) -> None:
+    saved, run = _Run("bfloat16", lr=1e-2), _Run("bfloat16", lr=0.0)
+    saved.train(range(3))
+    lt.save_checkpoint(tmp_path / "run", saved.model, saved.optimizer)
+    run.train(range(1))
+    lt.load_checkpoint(tmp_path / "run", run.model)
+    run.train(range(2))
+    assert run.bits() == saved.bits()
