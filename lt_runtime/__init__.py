@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import EMA, MLP, TrainStep
     from lt_runtime.training.checkpoints import load_checkpoint, save_checkpoint
+    from lt_runtime.training.evaluate import evaluate
     from lt_runtime.training.prefetch import prefetch
     from lt_runtime.training.saved_model import load_model, save_model
 
@@ -46,6 +47,7 @@ _EXPORTS = {
     "schedules": "Schedule",
     "training": "EMA MLP TrainStep",
     "training.checkpoints": "load_checkpoint save_checkpoint",
+    "training.evaluate": "evaluate",
     "training.prefetch": "prefetch",
     "training.saved_model": "load_model save_model",
 }
@@ -71,6 +73,7 @@ __all__ = [
     "cublaslt",
     "dropout",
     "errors",
+    "evaluate",
     "explain",
     "linear",
     "linear_bwd",

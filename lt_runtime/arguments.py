@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Collection
-from typing import Any, ClassVar, Final, TypeGuard
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar, Final, TypeGuard, TypeVar
 
 import numpy as np
 
 from lt_runtime.errors import ArgumentError, FixedError, KindError
 
+Value = TypeVar("Value")
 _INTEGERS: Final = (int, np.integer)
 _NUMBERS: Final = (int, float, np.integer, np.floating)
 _SHORT: Final = reprlib.Repr()
@@ -98,6 +99,30 @@ def one_of(name: str, value: object, accepted: Collection[str]) -> str:
         return value
     kind = ArgumentError if isinstance(value, str) else KindError
     raise kind(f"{name} is {shown(value)}; accepted are {', '.join(accepted)}")
+
+
+def by_layer(
+    name: str, given: Any, layers: int, parse: Callable[[str, Any], Value], last: Value | None = None
+) -> tuple[Value | None, list[Value]]:
+    """A value for each layer, given as a single value or as a list or tuple with one for each.
+
+    Args:
+        parse: makes the value of a name and of what was given by that name, or refuses it.
+        last: the last layer's where `given` is a single value; None where that is meant for the last layer too.
+
+    Returns:
+        The single value, None if there is a sequence; and the value of each layer.
+
+    Raises:
+        ArgumentError: the sequence has another length.
+    """
+    if not isinstance(given, (list, tuple)):
+        single = parse(name, given)
+        return single, [*[single] * (layers - 1), single if last is None else last]
+    if len(given) != layers:
+        accepted = f"a value, or a sequence with one for each of the {layers} layers"
+        raise ArgumentError(f"{name} is {shown(given)}, of length {len(given)}; it must be {accepted}")
+    return None, [parse(f"{name}[{i}]", value) for i, value in enumerate(given)]
 
 
 def check_instance(name: str, value: object, kind: type | tuple[type, ...], accepted: str) -> None:

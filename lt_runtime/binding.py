@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import KindError
-from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.ops.call import Binding
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
@@ -17,7 +16,7 @@ from lt_runtime.ops.matmul import matmul
 _OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, mse_loss, cross_entropy, dropout)
 
 
-def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> BoundPlan:
+def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> Callable[[], None]:
     """A call with everything fixed: made as often as one likes, without another look at its arguments.
 
     ::
@@ -25,9 +24,9 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
         forward = lt.bind(lt.linear_fwd, x, w, bias, activation="gelu", out=y, out_z=z)
         forward()  # y and z from what x, w and bias hold now
 
-    Its launches are captured once into a graph, so that a call costs the host one launch, whatever it consists of. It
-    holds no arrays: they have to stay alive and where they are. A dropout mask is the same at each call unless the
-    step of `rng` is an array on the device.
+    On a GPU its launches are captured once into a graph, so that a call costs the host one launch, whatever it consists
+    of. It holds no arrays: they have to stay alive and where they are. On NumPy arrays each call runs the reference. A
+    dropout mask is the same at each call unless the step of `rng` is an array that lives with the operands.
 
     Args:
         operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.mse_loss`, `lt.cross_entropy` or
@@ -39,11 +38,10 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
 
     Returns:
         A callable without arguments and results, to be called with the arrays' GPU current. A failing launch raises
-        GpuError.
+        GpuError; labels that are out of range raise ArgumentError on NumPy arrays, as in `lt.cross_entropy`.
 
     Raises:
         ArgumentError: another operation, or no buffer for a result.
-        DeviceError: NumPy arrays, which need no launch.
         TypeError: arguments that the operation does not take.
         CaptureError: the stream is being captured.
         LtError: whatever else the operation raises for such a call.
@@ -51,5 +49,5 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     if not any(operation is each for each in _OPERATIONS):
         accepted = ", ".join(f"lt.{each.__name__}" for each in _OPERATIONS)
         raise KindError(f"operation is {shown(operation)}; accepted are {accepted}")
-    bound: BoundPlan = operation(*arguments, stream=Binding(stream), **options)
+    bound: Callable[[], None] = operation(*arguments, stream=Binding(stream), **options)
     return bound

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -145,6 +145,22 @@ class Activation:
         return activation
 
 
+Chosen: TypeAlias = str | Activation | Mapping[str, Any]
+"""An activation as a caller may give it: by its name, as such, or as a dict of its fields, which JSON can hold."""
+
+
+def activation_of(name: str, value: Chosen) -> Activation:
+    """The activation that an argument of that name stands for.
+
+    Raises:
+        KindError: it is none.
+        ArgumentError: it is unknown, or its slope is not finite.
+    """
+    if isinstance(value, Mapping) and value.keys() == {"name", "negative_slope"}:
+        return Activation(**value)
+    return value if isinstance(value, Activation) else Activation(one_of(name, value, ACTIVATIONS))
+
+
 def _slope(value: float) -> float:
     slope = number("negative_slope", value)
     if not math.isfinite(slope):
@@ -190,7 +206,7 @@ def _of_bits(name: str, value: object, bits: int) -> int:
     return checked
 
 
-def keep_threshold(p: float) -> int:
+def keep_threshold(p: float, name: str = "dropout probability") -> int:
     """The 16-bit lane value below which dropout with probability `p` keeps an element: round((1 - p)·65536).
 
     The probability is thus rounded to a multiple of 2^-16. The threshold is at least 1, so that the scale stays finite.
@@ -199,16 +215,22 @@ def keep_threshold(p: float) -> int:
         ArgumentError: `p` is outside [0, 1), or it is positive and would be rounded to 0.
     """
     if type(p) is not float:
-        p = number("dropout probability", p)
+        p = number(name, p)
     if not 0.0 <= p < 1.0:
-        raise ArgumentError(f"dropout probability is {p}; it must be in [0, 1)")
+        raise ArgumentError(f"{name} is {p}; it must be in [0, 1)")
     threshold = max(1, round((1.0 - p) * 65536))
     if threshold == 65536 and p > 0.0:
         raise ArgumentError(
-            f"dropout probability is {p}, which is rounded to 0, as probabilities are multiples of 2^-16; accepted are "
+            f"{name} is {p}, which is rounded to 0, as probabilities are multiples of 2^-16; accepted are "
             "0 and all above 2^-17 (7.63e-06)"
         )
     return threshold
+
+
+def probability(name: str, p: Any) -> float:
+    """A probability of dropout as a float; raises as `keep_threshold`."""
+    keep_threshold(p, name)
+    return float(p)
 
 
 def check_dropout(p: float, rng: Philox | None) -> Philox | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -216,10 +217,22 @@ def read(name: str, array: Any, stream: int) -> Operand:
 
 
 def _read_numpy(name: str, array: np.ndarray[Any, Any]) -> Operand:
+    check_plain(name, array)
     _check_byte_order(name, array.dtype)
     size, address = array.itemsize, array.__array_interface__["data"][0]
     strides = _in_elements(name, array.strides, size) if array.size else _row_major_strides(array.shape)
     return Operand(name, address, array.shape, strides, array.dtype.name, size, HOST, NUMPY, array)
+
+
+def check_plain(name: str, array: np.ndarray[Any, Any]) -> None:
+    """Raises `OperandError` for NumPy's arrays with arithmetic of their own: masked ones, and matrices."""
+    masked = sys.modules.get("numpy.ma")  # NumPy imports it at its first use
+    if masked is not None and isinstance(array, masked.MaskedArray):
+        found = f"{name} is a masked array of shape {array.shape}"
+        raise OperandError(f"{found}; accepted are arrays without a mask, as {name}.filled(value) makes them")
+    if isinstance(array, np.matrix):
+        found = f"{name} is a numpy.matrix of shape {array.shape}"
+        raise OperandError(f"{found}; accepted are plain arrays, as numpy.asarray({name}) makes them")
 
 
 def _check_byte_order(name: str, dtype: np.dtype[Any]) -> None:

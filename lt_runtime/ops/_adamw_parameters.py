@@ -17,7 +17,7 @@ from lt_runtime.arrays.transfer import fetch, host_values, in_float32, replace_a
 from lt_runtime.errors import CaptureError, DeviceError, OperandError, ShapeError
 from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.kernels.adamw import Options
-from lt_runtime.problem import DType
+from lt_runtime.problem import DType, type_name
 
 
 class _Changes:
@@ -69,6 +69,11 @@ class Parameter:
             value = not_negative(f"{self.name}.{name}", value)
         object.__setattr__(self, name, value)
         changes.latest = object()  # after the change, so that nobody who has seen this object has missed it
+
+    def __repr__(self) -> str:
+        shape, kind = getattr(self.data, "shape", None), getattr(self.data, "dtype", "of unknown type")
+        master = "" if self.master is None else ", FP32 master copy"
+        return f"Parameter({self.name}, {shape and tuple(shape)}, {type_name(kind)}{master})"
 
     def assign(self, values: Any) -> None:
         """Puts values into the parameter: into `master` as FP32, and into `data` rounded from that to nearest.

@@ -145,6 +145,11 @@ class AdamW(Fixed):
     def schedule(self, value: Schedule | None) -> None:
         self._change(schedule=_schedule(value))
 
+    def __repr__(self) -> str:
+        hyper, count = self.options.hyper, len(self.parameters)
+        rates = f"lr={hyper.lr}, betas=({hyper.beta1}, {hyper.beta2}), eps={hyper.eps}, "
+        return f"AdamW({count} parameters, {rates}weight_decay={hyper.weight_decay})"
+
     def step(self, *, stream: Any = None) -> None:
         """Updates every parameter from its gradient.
 

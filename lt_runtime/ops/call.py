@@ -7,6 +7,7 @@ and is the launch of one graph from then on.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from lt_runtime.arrays.checks import check_device, check_no_overlap
 from lt_runtime.arrays.libraries import Library, Signature, current_streams, signature_of, without_addresses
 from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, on_host, read
-from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, GpuError, OperandError, OverlapError
+from lt_runtime.errors import ArgumentError, CaptureError, GpuError, OperandError, OverlapError
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import is_current
@@ -307,10 +308,13 @@ def _first(
     device = _device_of(operation, arrays)
     handle = _handle(arrays[0], stream.stream if binds else stream, device)
     if device == HOST:
+        known = look(operation, _read(operation, arrays, 0), asked, extras, 0)
         if binds:
-            name = operation.names[0]
-            raise DeviceError(f"{name} is in host memory (NumPy); bound calls are for arrays on a GPU")
-        return _on_host(operation, arrays, asked, extras)
+            _check_bindable(known)
+            return functools.partial(_run_on_host, known, arrays, extras)
+        filled, _ = known.make(arrays, 0)
+        _run_on_host(known, filled, extras)
+        return operation.result(known, filled, extras)
     with activated(device):
         operands = _read(operation, arrays, handle)
         known = look(operation, operands, asked, extras, handle)
@@ -346,12 +350,9 @@ def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
     return tuple([0 if operand is None else operand.address for operand in operands])
 
 
-def _on_host(operation: Operation, arrays: tuple[Any, ...], asked: Any, extras: Any) -> Any:
-    known = look(operation, _read(operation, arrays, 0), asked, extras, 0)
-    filled, _ = known.make(arrays, 0)
+def _run_on_host(known: Known, arrays: Sequence[Any], extras: Any) -> None:
     with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
-        operation.on_host(known.reading, filled, extras)
-    return operation.result(known, filled, extras)
+        known.operation.on_host(known.reading, arrays, extras)
 
 
 def _device_of(operation: Operation, arrays: Sequence[Any]) -> int:

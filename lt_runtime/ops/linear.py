@@ -59,8 +59,8 @@ def linear_fwd(
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        y (M, N), of the kind that x is, and the context. The context may refer to x, w and y: overwriting one of
-        them before `linear_bwd` makes its result wrong.
+        y (M, N), of the kind that x is, and the context. The context may refer to x, w and y, and to an array that is
+        the step of `rng`: overwriting one of them before `linear_bwd` makes its result wrong.
 
     Raises:
         ArgumentError: an unknown activation or compute type; `dropout` outside [0, 1), positive but rounded to 0, or

@@ -46,7 +46,8 @@ def matmul(
         c: (M, N) or (batch, M, N), of D's type; may be `out` itself. With float64, "bgrada" and "bgradb" it must be
             row- or column-major as D is.
         alpha, beta: numbers, or both arrays of one float32 (float64 for float64) where the operands live, which a
-            captured graph reads at every replay. `beta` is 1 if there is a `c`, and 0 if there is none.
+            captured graph reads at every replay. `beta` is 1 if there is a `c`. Without one it is 0: another number is
+            refused, and an array is not read.
         epilogue: a name of `Epilogue`, such as "gelu_aux_bias". Other than "none" not for float64.
         bias: (N,), of D's type, for the epilogues that add one.
         aux: for "relu_aux…" and "gelu_aux…" written, for "drelu…" and "dgelu…" read. GELU's is the pre-activation,
@@ -65,7 +66,7 @@ def matmul(
 
     Raises:
         ArgumentError: an unknown epilogue or compute type; an operand that the epilogue needs and does not get, or
-            gets and does not need; alpha on the device and beta not, or the other way round.
+            gets and does not need; alpha on the device and beta not, or the other way round; beta without c.
         OperandError: shapes, types, devices or layouts that do not fit; outputs that share memory.
         CaptureError: the stream is being captured and such a product has never run.
         GpuError: the driver, the compiler or cuBLASLt failed.
@@ -78,6 +79,8 @@ def matmul(
         scalars, arrays = ((float(alpha), float(beta)), (None, None)) if is_plain else _scalars(alpha, beta)
     except OverflowError as error:
         raise ArgumentError(f"alpha is {shown(alpha)} and beta is {shown(beta)}; floats must hold them") from error
+    if c is None and scalars[1] != 0.0 and arrays[1] is None:
+        raise ArgumentError(f"beta is {shown(beta)}, but there is no c to multiply; pass c, or leave beta out")
     asked = (epilogue, dtype, compute, scalars[1] != 0.0, in_place)
     operands = (a, b, None if in_place else c, bias, *arrays, aux, bias_gradient, out)
     return perform(MATMUL, operands, asked, scalars, stream)

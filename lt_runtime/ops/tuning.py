@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lt_runtime.arguments import check_instance, flag, integer, integers, shown
+from lt_runtime.arguments import by_layer, check_instance, flag, integer, integers, shown
 from lt_runtime.errors import ArgumentError, DeviceError
 from lt_runtime.gpu.devices import current_device, device_count, parse_device
 from lt_runtime.ops.first_use import checked_effort
 from lt_runtime.problem import (
     Activation,
     BackwardProblem,
+    Chosen,
     Compute,
     DType,
     ForwardProblem,
     MatmulProblem,
-    keep_threshold,
+    activation_of,
+    probability,
 )
 from lt_runtime.store.keys import Problem
 from lt_runtime.tuner import search
@@ -31,12 +33,12 @@ def tune(
     dims: Sequence[int] | Problem | Sequence[Problem],
     rows: int | None = None,
     *,
-    activation: str | Activation | None = None,
-    final_activation: str | Activation | None = None,
+    activation: Chosen | Sequence[Chosen] | None = None,
+    final_activation: Chosen | None = None,
     dtype: Any = "float32",
     compute: str = "float32",
-    dropout: float = 0.0,
-    bias: bool = True,
+    dropout: float | Sequence[float] = 0.0,
+    bias: bool | Sequence[bool] = True,
     input_gradient: bool | None = None,
     effort: str = "default",
     device: Any = None,
@@ -52,12 +54,13 @@ def tune(
         dims: inputs of the first layer, then outputs of each; or one or more problems, which leave no room for other
             arguments about layers.
         rows: M, the batch.
-        activation: of all layers but the last, ReLU if left out; of the only layer, none if left out.
-        final_activation: of the last layer; none if left out.
+        activation: of all layers but the last, ReLU if left out; of the only layer, none if left out. A list or tuple
+            has one for each layer, the last included.
+        final_activation: of the last layer; none if left out, or if there is a sequence of activations.
         dtype: float32, float16 or bfloat16, as a name or a type.
         compute: "float32" or "tf32".
-        dropout: probability after each layer but the last.
-        bias: whether the layers have a bias.
+        dropout: probability after each layer but the last; or a list or tuple with one for each layer.
+        bias: whether the layers have a bias; or a list or tuple with one for each layer.
         input_gradient: whether the first layer's dx is wanted; if left out, only where it is the only layer.
         effort: "default" takes about a second a problem at most on an H200, "deep" tries many more algorithms.
         device: the GPU, as an ordinal, "cuda:N" or a `torch.device`; the current one if None.
@@ -85,12 +88,12 @@ def explain(
     dims: Sequence[int] | Problem | Sequence[Problem],
     rows: int | None = None,
     *,
-    activation: str | Activation | None = None,
-    final_activation: str | Activation | None = None,
+    activation: Chosen | Sequence[Chosen] | None = None,
+    final_activation: Chosen | None = None,
     dtype: Any = "float32",
     compute: str = "float32",
-    dropout: float = 0.0,
-    bias: bool = True,
+    dropout: float | Sequence[float] = 0.0,
+    bias: bool | Sequence[bool] = True,
     input_gradient: bool | None = None,
     device: Any = None,
 ) -> Explanations:
@@ -149,35 +152,48 @@ def _given(dims: Any, rows: int | None, *options: Any) -> Chain | list[Problem]:
 def mlp_chain(
     dims: Sequence[int],
     rows: int,
-    activation: str | Activation | None = None,
-    final_activation: str | Activation | None = None,
+    activation: Chosen | Sequence[Chosen] | None = None,
+    final_activation: Chosen | None = None,
     dtype: Any = "float32",
     compute: str = "float32",
-    dropout: float = 0.0,
-    bias: bool = True,
+    dropout: float | Sequence[float] = 0.0,
+    bias: bool | Sequence[bool] = True,
     input_gradient: bool | None = None,
 ) -> Chain:
     """The layers of an MLP, or a layer that stands alone; arguments and errors are those of `tune`."""
-    is_single = len(dims) == 2
-    if is_single and dropout:
+    layers = len(dims) - 1
+    if layers == 1 and not isinstance(dropout, (list, tuple)) and probability("dropout", dropout):
         raise ArgumentError(
             f"dropout is {dropout}, but of dims {list(dims)} the only layer is the last, which has none"
         )
-    if is_single and activation is not None:
-        if final_activation is not None:
-            both = f"activation is {shown(activation)} and final_activation {shown(final_activation)}"
-            raise ArgumentError(f"{both}, but dims {list(dims)} has only one layer")
-        final_activation = activation
-    keep_threshold(dropout)
+    activations = _activations(activation, final_activation, dims)
+    _, dropouts = by_layer("dropout", dropout, layers, probability, 0.0)
+    _, biases = by_layer("bias", bias, layers, flag)
     kind = DType.parse("the chain", dtype)
     return Chain.of_mlp(
         integer("rows", rows),
         integers("dims", dims),
-        Activation.of("relu" if activation is None else activation),
+        activations,
         kind,
         Compute.parse(compute, kind),
-        final_activation=Activation.of("none" if final_activation is None else final_activation),
-        dropout=dropout > 0,
-        bias=flag("bias", bias),
-        input_gradient=is_single if input_gradient is None else flag("input_gradient", input_gradient),
+        dropout=[p > 0 for p in dropouts],
+        bias=biases,
+        input_gradient=layers == 1 if input_gradient is None else flag("input_gradient", input_gradient),
     )
+
+
+def _activations(
+    activation: Chosen | Sequence[Chosen] | None, final_activation: Chosen | None, dims: Sequence[int]
+) -> list[Activation]:
+    """Each layer's activation; a single one is that of the only layer too."""
+    has_all, has_one = isinstance(activation, (list, tuple)), len(dims) == 2
+    if final_activation is not None and (has_all or (has_one and activation is not None)):
+        both = f"activation is {shown(activation)} and final_activation {shown(final_activation)}"
+        why = "a sequence has the last layer's too" if has_all else f"dims {list(dims)} has only one layer"
+        raise ArgumentError(f"{both}, but {why}")
+    last = activation_of("final_activation", "none" if final_activation is None else final_activation)
+    if activation is None:
+        activation = "relu"
+    elif has_one and not has_all:
+        activation = [activation]  # type: ignore[list-item]
+    return by_layer("activation", activation, len(dims) - 1, activation_of, last)[1]

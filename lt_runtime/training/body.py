@@ -52,7 +52,9 @@ class StepBody:
     def _run_part(self, x: Any, target: Any, index: int, share: float, tally: Tally, stream: Any) -> None:
         scaler = self.optimizer.scaler
         with range_of("forward"):
-            outputs, contexts = self.model.forward(x, self.optimizer.steps, micro_batch=index, stream=stream)
+            outputs, contexts = self.model.forward(
+                x, self.optimizer.steps, micro_batch=index, copy_step=False, stream=stream
+            )
         with range_of("loss"):
             scale = None if scaler is None else scaler.scale
             loss, gradient = self._loss(outputs, target, grad_scale=scale, share=share, stream=stream)

@@ -2,61 +2,84 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arguments import flag, integer, integers, shown
+from lt_runtime.arguments import by_layer, flag, integer, integers, shown
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
+from lt_runtime.arrays.operand import CUPY, library_of, read_step
 from lt_runtime.errors import ArgumentError, KindError
-from lt_runtime.gpu.devices import parse_device
+from lt_runtime.gpu.devices import activated, parse_device
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops.adamw import Parameter
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
-from lt_runtime.problem import Activation, Compute, DType, Philox, keep_threshold
+from lt_runtime.problem import Activation, Chosen, Compute, DType, Philox, activation_of, probability
 from lt_runtime.ranges import range_of
 from lt_runtime.training.device import ComputeDevice
 from lt_runtime.training.state_dict import LeftOut, by_name, copied, load
 
+_Value = TypeVar("_Value")
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, repr=False)
 class Linear:
     """One layer: y = dropout(act(x · weightᵀ + bias)).
 
     Attributes:
         name: of the layer's ranges in profiles.
         weight: (outputs, inputs).
-        bias: (outputs,).
+        bias: (outputs,); None for a layer without.
         activation, dropout: what follows the product.
     """
 
     name: str
     weight: Parameter
-    bias: Parameter
+    bias: Parameter | None
     activation: Activation
     dropout: float
 
+    def parameters(self) -> list[Parameter]:
+        """The weight, and the bias if there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def __repr__(self) -> str:
+        outputs, inputs = self.weight.data.shape
+        bias = self.bias is not None
+        return f"Linear({self.name}, {inputs} to {outputs}, {self.activation.name}, {bias=}, dropout={self.dropout})"
+
 
 class MLP:
-    """Linear layers in a row; activation and dropout follow every one but the last.
+    """Linear layers in a row, each followed by its activation and its dropout.
+
+    An activation or a dropout that is given as a single value is that of the hidden layers: every layer but the last. A
+    list or tuple has a value for each layer, the last included::
+
+        lt.MLP([784, 64, 32, 10], activation="relu", dropout=0.1)
+        lt.MLP([784, 64, 32, 10], activation=["relu", "tanh", "none"], dropout=[0.2, 0.1, 0], bias=[False, False, True])
 
     Weights and biases are drawn from U(-1/√K, 1/√K) for K inputs, as in PyTorch's `nn.Linear`, by a generator of
     the host, so that a seed gives the same model on every device.
 
     Args:
         dims: inputs, hidden sizes and outputs, at least two.
-        activation: a name of `lt.ACTIVATIONS`, or an `Activation`. "gelu" is GELU's tanh form, as in GPT-2; "gelu_erf"
-            is the exact form.
+        activation: a name of `lt.ACTIVATIONS`, or an `Activation`, or its fields in a dict; or a sequence of them with
+            one for each layer. "gelu" is GELU's tanh form, as in GPT-2; "gelu_erf" is the exact form.
         dtype: FP32, FP16 or BF16, as a name or as a type of NumPy, `ml_dtypes` or PyTorch. Below FP32 each parameter
             has an FP32 master copy.
         master_weights: False leaves out these copies in BF16, for `lt.AdamW(..., stochastic_rounding=True)`, which
             updates the parameters themselves. Any other optimizer makes its own copies.
-        dropout: probability after each hidden layer, rounded to a multiple of 2^-16.
+        dropout: probability after each hidden layer, rounded to a multiple of 2^-16; or a sequence with one for each
+            layer.
+        bias: whether the layers have a bias, the last included; or a sequence with one for each layer.
+        output_activation: of the last layer, none if left out. It goes with a single `activation` alone, because a
+            sequence has an entry for the last layer.
         seed: of the initial values and of dropout.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a `torch.device`.
         compute: "float32" or "tf32".
@@ -64,7 +87,7 @@ class MLP:
     Attributes:
         layers: of `Linear`.
         device: where the model lives.
-        dims, activation, dtype, dropout, seed, compute, master_weights: as given.
+        dims, dtype, seed, compute, master_weights: as given.
 
     Raises:
         ArgumentError: an option that is not accepted.
@@ -75,10 +98,12 @@ class MLP:
     def __init__(
         self,
         dims: Sequence[int],
-        activation: str | Activation = "relu",
+        activation: Chosen | Sequence[Chosen] = "relu",
         *,
         dtype: object = "float32",
-        dropout: float = 0.0,
+        dropout: float | Sequence[float] = 0.0,
+        bias: bool | Sequence[bool] = True,
+        output_activation: Chosen | None = None,
         seed: int = 0,
         device: object = "auto",
         compute: str = "float32",
@@ -87,38 +112,72 @@ class MLP:
         self.dims = integers("dims", dims)
         if len(self.dims) < 2 or min(self.dims) < 1:
             raise ArgumentError(f"dims is {list(self.dims)}; accepted are at least two positive sizes")
-        keep_threshold(dropout)
-        self.dropout, self.seed = float(dropout), Philox(seed).seed  # which refuses what is no 64-bit seed
+        self.seed = Philox(seed).seed  # which refuses what is no 64-bit seed
         self.dtype = DType.parse("the model", dtype)
         self.master_weights = flag("master_weights", master_weights)
         if not self.master_weights and self.dtype is not DType.BFLOAT16:
             raise ArgumentError(f"master_weights is False, which is for bfloat16 alone; dtype is {self.dtype.value!r}")
         self.compute = Compute.parse(compute, self.dtype).value
+        count = len(self.dims) - 1
+        self._hidden, activations = _activations(activation, output_activation, count)
+        self._hidden_dropout, dropouts = by_layer("dropout", dropout, count, probability, 0.0)
+        _, biases = by_layer("bias", bias, count, flag)
         self.device = ComputeDevice(parse_device(device))
-        self.activation = Activation.of(activation)
-        parameters = self._parameters(has_masters=self.master_weights and self.dtype is not DType.FLOAT32)
+        made = self._parameters(biases, has_masters=self.master_weights and self.dtype is not DType.FLOAT32)
         self.layers = [
-            Linear(f"layer{i}", weight, bias, self.activation, self.dropout)
-            for i, (weight, bias) in enumerate(zip(parameters[::2], parameters[1::2], strict=True))
+            Linear(f"layer{i}", made[f"layer{i}.weight"], made.get(f"layer{i}.bias"), activations[i], dropouts[i])
+            for i in range(count)
         ]
-        self.layers[-1].activation, self.layers[-1].dropout = Activation(), 0.0
 
     def parameters(self) -> list[Parameter]:
-        """Weights and biases, layer by layer."""
-        return [parameter for layer in self.layers for parameter in (layer.weight, layer.bias)]
+        """Weights and biases, layer by layer; a layer without a bias has its weight alone."""
+        return [parameter for layer in self.layers for parameter in layer.parameters()]
+
+    @property
+    def activation(self) -> Activation | tuple[Activation, ...]:
+        """The hidden layers' where these have the same, and the last layer none; otherwise that of each layer."""
+        return _condensed([each.activation for each in self.layers], self._hidden, Activation())
+
+    @property
+    def dropout(self) -> float | tuple[float, ...]:
+        """The hidden layers' where these have the same, and the last layer none; otherwise that of each layer."""
+        return _condensed([each.dropout for each in self.layers], self._hidden_dropout, 0.0)
+
+    @property
+    def bias(self) -> bool | tuple[bool, ...]:
+        """Whether the layers have a bias; of each layer where they differ."""
+        biases = [each.bias is not None for each in self.layers]
+        return biases[0] if len({*biases}) == 1 else tuple(biases)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a model like this is made with, wherever it lives, as JSON keeps it: `lt.load_model` makes one of it."""
+        """What `MLP(**options)` makes such a model from, wherever that is to live; JSON holds it as it is."""
+        activation, dropout, bias = (_as_json(each) for each in (self.activation, self.dropout, self.bias))
         return {
             "dims": [*self.dims],
-            "activation": dataclasses.asdict(self.activation),
-            "dtype": self.dtype.value,
-            "dropout": self.dropout,
+            "activation": activation,
+            "dropout": dropout,
+            "bias": bias,
             "seed": self.seed,
             "compute": self.compute,
+            "dtype": self.dtype.value,
             "master_weights": self.master_weights,
         }
+
+    def __repr__(self) -> str:
+        """A table of the layers, with the numbers of their parameters."""
+        masters = ", FP32 master copies" if self.layers[0].weight.master is not None else ""
+        rows = [("layer", "inputs", "outputs", "bias", "activation", "dropout", "parameters")]
+        counts = [sum(each.data.size for each in layer.parameters()) for layer in self.layers]
+        for layer, count in zip(self.layers, counts, strict=True):
+            outputs, inputs = layer.weight.data.shape
+            bias = "no" if layer.bias is None else "yes"
+            what = layer.activation.name, f"{layer.dropout:g}"
+            rows.append((layer.name, str(inputs), str(outputs), bias, *what, f"{count:,}"))
+        rows.append(("total", "", "", "", "", "", f"{sum(counts):,}"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row[:-1], widths)) + "  " + row[-1].rjust(widths[-1]) for row in rows]
+        return "\n".join([f"MLP on {self.device.description}, {self.dtype.value}{masters}", *lines])
 
     def state_dict(self, *, names: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Copies of all parameters' values, in the model's type: NumPy arrays, on a GPU CuPy arrays. Waits for the GPU.
@@ -167,47 +226,71 @@ class MLP:
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
         """
         for each in self.layers:
-            activation, compute = each.activation, self.compute
-            x = linear(x, each.weight.data, each.bias.data, activation=activation, compute=compute, stream=stream)
+            bias = None if each.bias is None else each.bias.data
+            x = linear(x, each.weight.data, bias, activation=each.activation, compute=self.compute, stream=stream)
         return x
 
-    def forward(self, x: Any, step: Any = 0, *, micro_batch: int = 0, stream: Any = None) -> tuple[Any, list[Any]]:
-        """Outputs and the layers' contexts.
+    def forward(
+        self, x: Any, step: Any = None, *, micro_batch: int = 0, copy_step: bool = True, stream: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """Outputs and the layers' contexts, for training: with dropout.
 
         Args:
             x: (M, dims[0]), of the model's type, on its device.
-            step: what dropout's masks are drawn for: an int, or an array of one uint32 on the model's device.
+            step: what dropout's masks are drawn for: an int, or an array of one uint32 on the model's device, such as
+                an optimizer's `steps`. A model without dropout needs none.
             micro_batch: which part of the step's batch x is. Each part has masks of its own.
+            copy_step: whether the contexts keep a copy of an array `step`, which costs a GPU 4 bytes and a copy of
+                them, so that `backward` draws the same masks even if the optimizer has advanced the array in between.
+                Without one the array must not change until then.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
         Raises:
+            ArgumentError: there is dropout, and no step.
             LtError: as `lt.linear_fwd` does.
         """
         if type(micro_batch) is not int:
             micro_batch = integer("micro_batch", micro_batch)
+        copies = flag("copy_step", copy_step)
+        if not any(each.dropout for each in self.layers):
+            step = 0 if step is None else step
+        elif step is None:
+            raise ArgumentError(
+                "step is None, but the model has dropout, whose masks are drawn for a step; pass forward(x, "
+                "optimizer.steps) in training, or call model(x) for outputs without dropout"
+            )
+        elif copies:
+            step = self._copied_step(step, x, stream)
         contexts, options = [], {"compute": self.compute, "stream": stream}
         for i, each in enumerate(self.layers, micro_batch * len(self.layers)):
+            bias = None if each.bias is None else each.bias.data
             asked: dict[str, Any] = {"activation": each.activation, "dropout": each.dropout, **options}
             with range_of(f"forward/{each.name}"):
-                x, ctx = linear_fwd(x, each.weight.data, each.bias.data, rng=Philox(self.seed, i, step), **asked)
+                x, ctx = linear_fwd(x, each.weight.data, bias, rng=Philox(self.seed, i, step), **asked)
             contexts.append(ctx)
         return x, contexts
 
-    def backward(self, dy: Any, contexts: Sequence[Any], *, accumulate: bool = False, stream: Any = None) -> None:
+    def backward(
+        self, dy: Any, contexts: Sequence[Any], *, accumulate: bool = False, need_dx: bool = False, stream: Any = None
+    ) -> Any:
         """Puts every parameter's gradient into `Parameter.grad`.
 
         Args:
             dy: (M, dims[-1]), the gradient with respect to the outputs.
             contexts: from `forward`.
             accumulate: add to the gradients instead of replacing them.
+            need_dx: whether to make the gradient with respect to the inputs.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
+
+        Returns:
+            With `need_dx`, the gradient with respect to the inputs, (M, dims[0]), of the kind that dy is; None without.
 
         Raises:
             LtError: as `lt.linear_bwd` does.
         """
-        last = len(self.layers) - 1
+        last, needs_input = len(self.layers) - 1, flag("need_dx", need_dx)
         if not isinstance(contexts, Sequence) or len(contexts) != len(self.layers):
             raise KindError(
                 f"contexts is {shown(contexts)}; it must be the contexts of the {last + 1} layers, from forward"
@@ -215,24 +298,42 @@ class MLP:
         for i in range(last, -1, -1):
             # Each call also takes the gradient through the activation of the layer below, and makes that layer's bias
             # gradient on the way, so that only the last layer's own bias gradient is left.
-            options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last, "need_dx": i > 0}
+            options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last}
+            options["need_dx"] = i > 0 or needs_input
             if i:
-                options |= {"through": contexts[i - 1], "out_db_below": self.layers[i - 1].bias.grad}
-            options |= {"out_dw": self.layers[i].weight.grad, "out_db": self.layers[i].bias.grad}
+                options |= {"through": contexts[i - 1], "out_db_below": _bias_gradient(self.layers[i - 1])}
+            options |= {"out_dw": self.layers[i].weight.grad, "out_db": _bias_gradient(self.layers[i])}
             with range_of(f"backward/{self.layers[i].name}"):
                 dy, *_ = linear_bwd(dy, contexts[i], accumulate=accumulate, stream=stream, **options)
+        return dy
 
-    def _parameters(self, *, has_masters: bool) -> list[Parameter]:
-        """Weights and biases; values, gradients and master copies lie in an arena each."""
+    def _copied_step(self, step: Any, x: Any, stream: Any) -> Any:
+        """A step that stays as it is now, if it is an array: one of the model's device is copied on the stream."""
+        device = self.device.ordinal
+        if isinstance(step, np.ndarray):
+            return step.copy()
+        if device is None or isinstance(step, (int, np.integer)):
+            return step
+        with activated(device):
+            handle = stream_handle(stream, device, library_of(x).current_stream)
+            source = read_step(Philox(step=step).step, device, handle)
+            copy = CUPY.empty((), np.dtype(np.uint32), device, handle)
+            call("cuMemcpyDtoDAsync", copy.data.ptr, source.address, copy.nbytes, handle)
+        return copy
+
+    def _parameters(self, biases: Sequence[bool], *, has_masters: bool) -> dict[str, Parameter]:
+        """Weights and biases by their names; values, gradients and master copies lie in an arena each."""
         generator, values = np.random.default_rng(self.seed), dict[str, NDArray[np.float32]]()
         for i, (inputs, outputs) in enumerate(itertools.pairwise(self.dims)):
             bound = 1.0 / math.sqrt(inputs)
-            for part, shape in (("weight", (outputs, inputs)), ("bias", (outputs,))):
+            shapes = {"weight": (outputs, inputs), "bias": (outputs,)} if biases[i] else {"weight": (outputs, inputs)}
+            for part, shape in shapes.items():
                 values[f"layer{i}.{part}"] = generator.uniform(-bound, bound, shape).astype(np.float32)
         drawn, own = [*values.values()], self.dtype.numpy
         data, grads = self._arena(drawn, own), self._arena([np.zeros_like(array) for array in drawn], own)
         masters = self._arena(drawn, np.dtype(np.float32)) if has_masters else [None] * len(drawn)
-        return [Parameter(*arrays) for arrays in zip(data, grads, masters, values, strict=True)]
+        made = (Parameter(*arrays) for arrays in zip(data, grads, masters, values, strict=True))
+        return {parameter.name: parameter for parameter in made}
 
     def _arena(self, values: Sequence[NDArray[np.float32]], dtype: np.dtype[Any]) -> list[Any]:
         """Arrays of these values, rounded, on the model's device."""
@@ -241,3 +342,37 @@ class MLP:
         for view, array in zip(arena_views(flat, shapes), values, strict=True):
             view[...] = array
         return arena_views(self.device.asarray(flat), shapes)
+
+
+def _activations(
+    activation: Chosen | Sequence[Chosen], output_activation: Chosen | None, layers: int
+) -> tuple[Activation | None, list[Activation]]:
+    """The hidden layers' activation, None if each layer has one of its own; and that of each layer."""
+    output = activation_of("output_activation", "none" if output_activation is None else output_activation)
+    hidden, each = by_layer("activation", activation, layers, activation_of, output)
+    if hidden is None and output_activation is not None:
+        both = f"output_activation is {shown(output_activation)} and activation is {shown(activation)}"
+        raise ArgumentError(f"{both}; a sequence has the last layer's activation itself, so pass one of them")
+    return hidden, each
+
+
+def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) -> _Value | tuple[_Value, ...]:
+    """The hidden layers' value if they share it and the last layer has the usual one; otherwise every layer's.
+
+    Args:
+        single: the hidden layers' where there may be none of them; None if it is not known.
+    """
+    hidden: set[_Value | None] = {*values[:-1]} or {single}
+    (first, *others) = hidden
+    return tuple(values) if others or first is None or values[-1] != last else first
+
+
+def _as_json(option: Any) -> Any:
+    """An option of the layers: a list for a tuple, a dict for an activation."""
+    if isinstance(option, tuple):
+        return [_as_json(each) for each in option]
+    return asdict(option) if isinstance(option, Activation) else option
+
+
+def _bias_gradient(layer: Linear) -> Any:
+    return None if layer.bias is None else layer.bias.grad

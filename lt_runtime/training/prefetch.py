@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+import numpy as np
+
 from lt_runtime.arguments import integer, shown
 from lt_runtime.arrays.operand import HOST
 from lt_runtime.errors import ArgumentError, KindError
@@ -28,8 +30,8 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
     On a GPU a batch goes through page-locked memory, on a stream of its own, into buffers that are used again. Work
     that is put on `stream` before `depth` more batches have been asked for sees the batch unchanged; copy what is to be
     kept for longer. Only the thread waits for the GPU. Arrays that are page-locked already are copied from where they
-    lie, before the iterable is asked for more. An iterable may therefore fill the same arrays again and again. On the
-    CPU batches are handed on as they are, so there it may not.
+    lie, before the iterable is asked for more. On the CPU each batch is copied into new arrays. An iterable may fill
+    the same arrays again and again.
 
     Args:
         iterable: of batches: NumPy arrays, or tuples, lists or dicts of them.
@@ -89,7 +91,7 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
 
 
 class _HostLane:
-    """What the thread and the user do with each batch. On the host batches are only checked."""
+    """What the thread and the user do with each batch. On the host batches are only copied."""
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context that the thread works within."""
@@ -97,8 +99,7 @@ class _HostLane:
 
     def send(self, batch: Any) -> Any:
         """Starts a batch's copies; the thread calls this."""
-        replaced(batch, lambda array: array)  # refuses what a GPU would refuse
-        return batch
+        return replaced(batch, np.array)
 
     def ask(self) -> None:
         """Prepares for one more `send`; the user calls this before the thread may send."""

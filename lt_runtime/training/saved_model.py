@@ -17,7 +17,7 @@ from lt_runtime.arguments import check_instance, integers
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops._adamw_parameters import check_rounding, write_values
-from lt_runtime.problem import Activation, DType
+from lt_runtime.problem import DType
 from lt_runtime.training import checkpoint_file
 from lt_runtime.training.checkpoint_file import Kind, Kinds, kind_of, shortened
 from lt_runtime.training.mlp import MLP
@@ -161,16 +161,9 @@ def _shapes(path: str | os.PathLike[str], text: str, kinds: Kinds) -> dict[str, 
 def _made(path: str | os.PathLike[str], options: Mapping[str, Any], device: object) -> MLP:
     """A model with the options that a file says."""
     try:
-        return MLP(**{name: _of_json(value) for name, value in options.items()}, device=device)
+        return MLP(**options, device=device)
     except (ArgumentError, OperandError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} describes no model: {shortened(str(error))}") from error
-
-
-def _of_json(value: Any) -> Any:
-    """An option as `MLP` takes it: activations are the only ones that have parts with names."""
-    if isinstance(value, dict):
-        return Activation(**value)
-    return [*map(_of_json, value)] if isinstance(value, list) else value
 
 
 def _of_others(path: str | os.PathLike[str]) -> CheckpointError:

@@ -12,6 +12,7 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from lt_runtime.arrays.libraries import cupy, cupy_stream
+from lt_runtime.arrays.operand import check_plain
 from lt_runtime.errors import DriverError, OperandError
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import aligned
@@ -31,9 +32,10 @@ def replaced(batch: Batch, replace: Callable[[NDArray[Any]], Any], where: str = 
         where: what the batch is called in an error.
 
     Raises:
-        OperandError: something in the batch is no NumPy array.
+        OperandError: something in the batch is no NumPy array, or a masked one or a matrix.
     """
     if isinstance(batch, np.ndarray):
+        check_plain(where, batch)
         if batch.dtype.hasobject:
             raise OperandError(f"{where} holds Python objects; accepted are arrays of numbers")
         return replace(batch)

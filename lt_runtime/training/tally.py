@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from lt_runtime.arrays.libraries import cupy
 from lt_runtime.arrays.operand import CUPY, read
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
@@ -18,6 +19,7 @@ from lt_runtime.kernels.tally import TallyPass, TallyState
 from lt_runtime.problem import DType
 
 _STATE: Final = np.dtype(TallyState)
+_AT_ONCE: Final = 256  # states that are allocated, and read, together
 _pass: Final = functools.lru_cache(maxsize=1024)(TallyPass)
 
 
@@ -97,14 +99,8 @@ class GpuTally:
         """See `HostTally.add`; one launch."""
         with activated(self._device):
             handle = stream_handle(stream, self._device)
-            dtype, layout, logits, labels, kind = DType.FLOAT32, None, 0, 0, Labels()
-            if scores is not None:
-                operand, classes = read("logits", scores.logits, handle), read("labels", scores.labels, handle)
-                dtype, layout, logits = DType.parse("logits", operand.dtype), operand.layout, operand.address
-                labels, kind = classes.address, Labels(classes.dtype == "int64", scores.ignore_index)
-            addresses = logits, labels, read("loss", loss, handle).address, self.mean.data.ptr, self._state.data.ptr
-            tally = _pass(dtype, layout, kind, self._device)
-            tally.run(*addresses, weight=weight, first=first, stream=handle)
+            places = self.mean.data.ptr, self._state.data.ptr
+            _launch(self._device, loss, scores, places, weight=weight, first=first, stream=handle)
 
     def read(self, stream: Any) -> Totals:
         """See `HostTally.read`. Whatever fails, the next call returns what this one did not."""
@@ -121,12 +117,65 @@ class GpuTally:
         host = np.zeros(1, _STATE)
         call("cuMemcpyDtoHAsync", host.ctypes.data, self._state.data.ptr, host.nbytes, stream)
         call("cuStreamSynchronize", stream)
-        (state,) = host
-        loss = float(state["loss"]) - float(state["rest"])
-        return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
+        return _totals(host[0])
 
     def _clear(self, stream: int) -> None:
         call("cuMemsetD8Async", self._state.data.ptr, 0, self._state.nbytes, stream)
+
+
+class GpuTallies:
+    """Tallies of one GPU, one for each of any number of batches, which are read all at once."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._device, self._stream = device, stream
+        self._states: list[Any] = []
+        self._used = 0
+        with activated(device):
+            self._mean = CUPY.empty((), np.dtype(np.float32), device, stream)
+
+    def add(self, loss: Any, scores: Scores | None) -> None:
+        """Makes the next tally, of a batch's loss and scores; see `HostTally.add`."""
+        with activated(self._device):
+            place = self._used % _AT_ONCE
+            if not place:
+                states = CUPY.empty((_AT_ONCE * _STATE.itemsize,), np.dtype(np.uint8), self._device, self._stream)
+                call("cuMemsetD8Async", states.data.ptr, 0, states.nbytes, self._stream)
+                self._states.append(states)
+            self._used += 1
+            places = self._mean.data.ptr, self._states[-1].data.ptr + place * _STATE.itemsize
+            _launch(self._device, loss, scores, places, weight=1.0, first=True, stream=self._stream)
+
+    def read(self) -> list[Totals]:
+        """Each batch's sums; waits for the stream once."""
+        with activated(self._device):
+            call("cuStreamSynchronize", self._stream)
+            host = [state for states in self._states for state in cupy().asnumpy(states).view(_STATE)]
+        return [_totals(state) for state in host[: self._used]]
+
+
+def _launch(
+    device: int,
+    loss: Any,
+    scores: Scores | None,
+    places: tuple[int, int],
+    *,
+    weight: float,
+    first: bool,
+    stream: int,
+) -> None:
+    """Adds a part of a step to the mean and the sums at two addresses of a GPU, which is current."""
+    dtype, layout, logits, labels, kind = DType.FLOAT32, None, 0, 0, Labels()
+    if scores is not None:
+        operand, classes = read("logits", scores.logits, stream), read("labels", scores.labels, stream)
+        dtype, layout, logits = DType.parse("logits", operand.dtype), operand.layout, operand.address
+        labels, kind = classes.address, Labels(classes.dtype == "int64", scores.ignore_index)
+    addresses = logits, labels, read("loss", loss, stream).address, *places
+    _pass(dtype, layout, kind, device).run(*addresses, weight=weight, first=first, stream=stream)
+
+
+def _totals(state: Any) -> Totals:
+    loss = float(state["loss"]) - float(state["rest"])
+    return Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
 
 
 Tally: TypeAlias = HostTally | GpuTally

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
-from lt_runtime.arguments import shown
+from lt_runtime.arguments import by_layer, shown
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import packed
 from lt_runtime.plans.decisions import LayerProblem
@@ -60,13 +60,13 @@ class Chain:
         cls,
         rows: int,
         dims: Sequence[int],
-        activation: Activation,
+        activation: Activation | Sequence[Activation],
         dtype: DType,
         compute: Compute,
         *,
         final_activation: Activation = _LINEAR,
-        dropout: bool = False,
-        bias: bool = True,
+        dropout: bool | Sequence[bool] = False,
+        bias: bool | Sequence[bool] = True,
         input_gradient: bool = False,
     ) -> Chain:
         """The problems of a training step of an MLP; every matrix is row-major, without gaps.
@@ -74,19 +74,31 @@ class Chain:
         Args:
             rows: M of every layer.
             dims: inputs of the first layer, then outputs of each layer.
-            activation, dropout: of all layers but the last.
-            final_activation: of the last layer.
-            bias: whether the layers have a bias.
+            activation, dropout: of all layers but the last; or a list or tuple with one for each layer.
+            final_activation: of the last layer where `activation` is a single one.
+            bias: whether the layers have a bias; or a list or tuple with one for each layer.
             input_gradient: whether the first layer's dx is wanted; that of the other layers always is.
 
         Raises:
             ArgumentError: there are fewer than two dims, or one of them, or `rows`, is not a positive integer.
         """
         _check_sizes(rows, dims)
-        db = ALIGNMENT if bias else None
-        specs = [(_spec(rows, k), _spec(n, k), _spec(rows, n), db) for k, n in itertools.pairwise(dims)]
-        forwards = [ForwardProblem(dtype, compute, activation, *each, dropout=dropout, backward=True) for each in specs]
-        forwards[-1] = replace(forwards[-1], activation=final_activation, dropout=False)
+        options = [
+            by_layer(name, given, len(dims) - 1, lambda _, value: value, last)[1]
+            for name, given, last in (
+                ("activation", activation, final_activation),
+                ("bias", bias, None),
+                ("dropout", dropout, False),
+            )
+        ]
+        forwards = [
+            ForwardProblem(
+                *(dtype, compute, kind, _spec(rows, k), _spec(n, k), _spec(rows, n), ALIGNMENT if has_bias else None),
+                dropout=drops,
+                backward=True,
+            )
+            for (k, n), kind, has_bias, drops in zip(itertools.pairwise(dims), *options, strict=True)
+        ]
         backwards = [*map(plain_backward, forwards)]
         if not input_gradient:
             backwards[0] = replace(backwards[0], dx=None)

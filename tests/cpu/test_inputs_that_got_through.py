@@ -13,7 +13,16 @@ from cuda.bindings import driver
 import lt_runtime as lt
 from lt_runtime.arrays.checks import check_disjoint
 from lt_runtime.arrays.operand import HOST, NUMPY, Operand, read
-from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, KindError, OverlapError, ShapeError
+from lt_runtime.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    KindError,
+    LayoutError,
+    OperandError,
+    OverlapError,
+    ShapeError,
+)
 from lt_runtime.ops import call as call_module
 from tests.support.fake_gpu import FakeGpu
 
@@ -281,3 +290,48 @@ def test_devices_and_shapes_are_their_own_errors() -> None:
     assert issubclass(KindError, TypeError)
     assert issubclass(DeviceError, ValueError)
     assert not issubclass(ShapeError, TypeError)
+
+
+MASKED = {
+    "x": lambda odd: lt.linear(odd(2, 2), ones(2, 2)),
+    "w": lambda odd: lt.linear_fwd(ones(2, 2), odd(2, 2)),
+    "out": lambda odd: lt.matmul(ones(2, 2), ones(2, 2), out=odd(2, 2)),
+    "dy": lambda odd: lt.linear_bwd(odd(2, 2), lt.linear_fwd(ones(2, 2), ones(2, 2))[1]),
+    "target": lambda odd: lt.mse_loss(ones(2, 2), odd(2, 2)),
+    "p.data": lambda odd: lt.AdamW([lt.Parameter(odd(2, 2), ones(2, 2), name="p")]),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_arrays_with_arithmetic_of_their_own(name: str) -> None:
+    with pytest.raises(OperandError, match=rf"^{name} is a masked array of shape \(2, 2\); .* {name}.filled\(value\)"):
+        MASKED[name](lambda *shape: np.ma.masked_equal(ones(*shape), 0))
+    with pytest.raises(OperandError, match=rf"^{name} is a numpy.matrix of shape \(2, 2\); .* numpy.asarray\({name}\)"):
+        MASKED[name](lambda *shape: ones(*shape).view(np.matrix))
+
+
+@WORLDS
+@pytest.mark.parametrize(
+    ("epilogue", "shape", "dtype", "error"),
+    [
+        ("gelu_aux", (8, 8), np.float16, DTypeError),
+        ("gelu_aux", (8, 9), np.float32, ShapeError),
+        ("gelu_aux", (1, 8, 8), np.float32, ShapeError),
+        ("dgelu", (8,), np.float32, ShapeError),
+        ("relu_aux", (8, 16), np.bool_, DTypeError),
+        ("relu_aux", (8, 16), np.int8, DTypeError),
+        ("relu_aux", (8, 8), np.float32, DTypeError),
+        ("relu_aux", (7, 16), np.uint8, ShapeError),
+        ("relu_aux", (1, 8, 16), np.uint8, ShapeError),
+        ("drelu", (8, 0), np.uint8, ShapeError),
+        ("drelu", (8, 17), np.uint8, LayoutError),
+    ],
+)
+def test_auxiliary_matrices_are_refused_alike(
+    gpu: FakeGpu, on_gpu: bool, epilogue: str, shape: tuple[int, ...], dtype: Any, error: type[Exception]
+) -> None:
+    package, place = (gpu.lt, gpu.cp.asarray) if on_gpu else (lt, lambda array: array)
+    aux = place(np.ones(shape, dtype))
+    with pytest.raises(getattr(package.errors, error.__name__), match=r"^aux (is|has) "):
+        package.matmul(place(ones(8, 8)), place(ones(8, 8)), epilogue=epilogue, aux=aux)
+    assert (aux if not on_gpu else gpu.host_of(aux)).all()

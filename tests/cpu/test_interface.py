@@ -173,7 +173,7 @@ TAKE_STREAMS = (
         lt.MLP.backward,
         lt.TrainStep.__call__,
     ),
-    *(lt.prefetch, lt.raw.forward_raw, lt.raw.backward_raw),
+    *(lt.evaluate, lt.prefetch, lt.raw.forward_raw, lt.raw.backward_raw),
 )
 
 

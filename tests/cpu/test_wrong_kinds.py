@@ -221,19 +221,24 @@ def loaded_state(world: World) -> Call:
 
 def model(world: World) -> Call:
     device = "cpu" if world.gpu is None else "cuda"
-    return world.lt.MLP, {"dims": [K, N], "device": device, "dtype": "bfloat16"}
+    return world.lt.MLP, {"dims": [K, N, N], "device": device, "dtype": "bfloat16"}
 
 
 def model_forward(world: World) -> Call:
     model = world.model()
     model.layers[0].dropout = 0.5
-    return model.forward, {"x": world.ones(M, K)}
+    return model.forward, {"x": world.ones(M, K), "step": 1}
 
 
 def model_backward(world: World) -> Call:
     model = world.model()
     _, contexts = model.forward(world.ones(M, K))
     return model.backward, {"dy": world.ones(M, N), "contexts": contexts}
+
+
+def evaluation(world: World) -> Call:
+    batches = [(world.ones(M, K), world.ones(M, dtype=np.int32))]
+    return world.lt.evaluate, {"model": world.model(), "batches": batches}
 
 
 def train_step(world: World) -> Call:
@@ -308,7 +313,7 @@ LAYERS = {
     "dims": "", "rows": "", "activation": "none", "final_activation": "none", "dtype": "", "compute": "",
     "dropout": "", "bias": FLAG, "input_gradient": "none true",
 }  # fmt: skip
-LAYER_ALIASES = {"dtype": "the chain", "final_activation": "activation", "dropout": "dropout"}
+LAYER_ALIASES = {"dtype": "the chain"}
 RAW = {
     **dict.fromkeys(("m", "k", "n", "act"), ""), **dict.fromkeys(("trans_a", "trans_b", "with_bias"), FLAG),
     "leaky_slope": NUMBER, "stream": STREAM,
@@ -343,7 +348,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "dropout": Row(
         dropout, {"x": "", "p": "", "rng": "", "out": "none", "stream": STREAM}, {"p": "dropout probability"}
     ),
-    "bind": Row(bound, {"operation": "", "stream": STREAM}, gpu_only=True),
+    "bind": Row(bound, {"operation": "", "stream": STREAM}),
     "contiguous": Row(plain("contiguous"), {"array": "array tensor"}),
     "Parameter": Row(
         parameter,
@@ -370,7 +375,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "MLP": Row(
         model,
         {"dims": "", "activation": "", "dtype": "", "dropout": "", "seed": "", "device": "", "compute": ""}
-        | {"master_weights": FLAG},
+        | {"master_weights": FLAG, "bias": FLAG, "output_activation": "none"},
         {"dtype": "the model"},
     ),
     "MLP.parameters": Row(lambda world: (world.model().parameters, {}), {}),
@@ -378,10 +383,14 @@ ROWS: Final[Mapping[str, Row]] = {
     "MLP.load_state_dict": Row(loaded_state, {"state": "", "strict": FLAG, "names": "none dict"}),
     "MLP.__call__": Row(lambda world: (world.model(), {"x": world.ones(M, K)}), {"x": "", "stream": STREAM}),
     "MLP.forward": Row(
-        model_forward, {"x": "", "step": "", "micro_batch": "", "stream": STREAM}, {"micro_batch": "micro_batch|layer"}
+        model_forward,
+        {"x": "", "step": "", "micro_batch": "", "copy_step": FLAG, "stream": STREAM},
+        {"micro_batch": "micro_batch|layer"},
     ),
     "MLP.backward": Row(
-        model_backward, {"dy": "", "contexts": "", "accumulate": FLAG, "stream": STREAM}, {"contexts": "contexts|ctx"}
+        model_backward,
+        {"dy": "", "contexts": "", "accumulate": FLAG, "need_dx": FLAG, "stream": STREAM},
+        {"contexts": "contexts|ctx"},
     ),
     "TrainStep": Row(
         train_step,
@@ -395,6 +404,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "TrainStep.__call__": Row(one_step, {"x": "", "target": "", "stream": STREAM}, {"target": "target|labels"}),
     "TrainStep.__call__ in parts": Row(one_step_in_parts, {"x": "", "target": ""}, {"target": "target|labels"}),
     "TrainStep.metrics": Row(lambda world: (made_step(world).metrics, {}), {"stream": STREAM}),
+    "evaluate": Row(evaluation, {"model": "", "batches": "dict", "loss": "", "stream": STREAM}),
     "save_checkpoint": Row(checkpoint("save_checkpoint"), CHECKPOINT),
     "load_checkpoint": Row(checkpoint("load_checkpoint"), {**CHECKPOINT, "optimizer": "none", "changed": ""}),
     "save_model": Row(

@@ -9,6 +9,7 @@ from tests.mutants import (
     epilogue_kernels,
     layers,
     loss_kernels,
+    models,
     optimizer_kernels,
     product_kernels,
     products,
@@ -21,7 +22,7 @@ from tests.mutants.fault import Fault
 
 _AREAS: Final = (
     *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels),
-    *(products, layers, calls, storing, training, tuning, weights),
+    *(products, layers, calls, storing, models, training, tuning, weights),
 )
 
 FAULTS: Final[tuple[Fault, ...]] = tuple(each for area in _AREAS for each in area.FAULTS)

@@ -448,15 +448,15 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a GPU's sums are cleared before they have arrived",
         _TALLY,
-        '        call("cuStreamSynchronize", stream)\n        (state,) = host\n',
-        "        (state,) = host\n",
+        '        call("cuStreamSynchronize", stream)\n        return _totals(host[0])\n',
+        "        return _totals(host[0])\n",
         "tests/cpu/test_fake_gpu_steps.py::test_metrics_begin_anew_when_they_are_read",
     ),
     fault(
         "sums are lost where the last wait fails",
         _TALLY,
-        '        call("cuStreamSynchronize", stream)\n        (state,) = host\n',
-        '        self._clear(stream)\n        call("cuStreamSynchronize", stream)\n        (state,) = host\n',
+        '        call("cuStreamSynchronize", stream)\n        return _totals(host[0])\n',
+        '        self._clear(stream)\n        call("cuStreamSynchronize", stream)\n        return _totals(host[0])\n',
         "tests/cpu/test_failing_calls.py::test_calls_fail_in_turn[TrainStep.metrics]",
     ),
     fault(

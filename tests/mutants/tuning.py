@@ -210,8 +210,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the last layer has the hidden layers' activation",
         _CHAIN,
-        "replace(forwards[-1], activation=final_activation, dropout=False)",
-        "replace(forwards[-1], dropout=False)",
+        '("activation", activation, final_activation),',
+        '("activation", activation, None),',
         "tests/cpu/tuner/test_chain.py::test_forward_has_the_layers_shapes_and_activations",
     ),
     fault(

@@ -324,6 +324,49 @@ def metrics(gpu: FakeGpu) -> Attempt:
     return Attempt(call, check)
 
 
+def evaluation(gpu: FakeGpu) -> Attempt:
+    """A model's metrics over two batches."""
+    model, _, _ = _run_of(gpu.lt, "cuda")
+    batch, made = _batch(), list[Any]()
+    with gpu.others_package() as lt:
+        host_model, _, _ = _run_of(lt, "cpu")
+        expected = lt.evaluate(host_model, [batch, batch])
+    gpu.synchronize_all()
+    placed = [gpu.cp.asarray(each) for each in batch]
+
+    def call() -> None:
+        made[:] = [gpu.lt.evaluate(model, [placed, placed], stream=gpu.stream)]
+
+    def check() -> None:
+        assert made[0].steps == 2
+        np.testing.assert_allclose(made[0], expected, rtol=1e-5)
+
+    return Attempt(call, check)
+
+
+def model_gradients(gpu: FakeGpu) -> Attempt:
+    """A loop of one's own: a model's forward and backward pass for an optimizer's step."""
+    model, optimizer, _ = _run_of(gpu.lt, "cuda")
+    (x, _), dy, made = _batch(), numbers(1), list[Any]()
+    with gpu.others_package() as lt:
+        host_model, host_optimizer, _ = _run_of(lt, "cpu")
+        expected = host_model.backward(dy, host_model.forward(x, host_optimizer.steps)[1], need_dx=True)
+    gpu.synchronize_all()
+    placed = [gpu.cp.asarray(each) for each in (x, dy)]
+
+    def call() -> None:
+        _, contexts = model.forward(placed[0], optimizer.steps, stream=gpu.stream)
+        made[:] = [model.backward(placed[1], contexts, need_dx=True, stream=gpu.stream)]
+
+    def check() -> None:
+        gpu.synchronize(gpu.stream.ptr)
+        np.testing.assert_allclose(host_of(gpu, made[0]), expected, atol=2e-5)
+        for one, other in zip(model.parameters(), host_model.parameters(), strict=True):
+            np.testing.assert_allclose(host_of(gpu, one.grad), other.grad, atol=2e-5)
+
+    return Attempt(call, check, lambda: _optimizer_state(gpu, optimizer))
+
+
 def checkpoint(*, loads: bool) -> Prepare:
     """A run that is saved, or another that is given its state."""
 
@@ -456,6 +499,8 @@ OPERATIONS: Final[dict[str, Prepare]] = {
     "TrainStep, replayed on another stream": training(1, other_stream=True),
     "TrainStep without a graph": training(graph=False, accumulate=2),
     "TrainStep.metrics": metrics,
+    "MLP.forward and MLP.backward": model_gradients,
+    "evaluate": evaluation,
     "prefetch": prefetch,
     "tune": tune(layer_case(**_SMALL, activation="relu")),
     "tuning": tuned_product(matmul_case(**_SMALL, epilogue=Epilogue.GELU_BIAS)),

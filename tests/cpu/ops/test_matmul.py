@@ -146,6 +146,8 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"epilogue": "relu_aux", "aux": _draw(M, N)}, DTypeError, "aux is float32; it must be uint8"),
     ({"epilogue": "bgrada", "bias_gradient": _draw(N)}, ShapeError, "bias_gradient has shape"),
     ({"compute": "fp8"}, ArgumentError, "'fp8'"),
+    ({"beta": 2.0}, ArgumentError, r"beta is 2\.0, but there is no c to multiply"),
+    ({"beta": np.float32(-1)}, ArgumentError, r"beta is .*-1\.0.*, but there is no c"),
     (
         {"alpha": np.ones(2, np.float32), "beta": np.ones(1, np.float32)},
         DTypeError,

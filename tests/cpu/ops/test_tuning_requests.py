@@ -121,6 +121,27 @@ def test_tune_takes_a_single_layer_with_all_its_gradients(tuner: Tuner) -> None:
     assert same(tuner.problems, Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.FLOAT32, bias=False).problems)
 
 
+def test_tune_takes_options_by_layer(tuner: Tuner) -> None:
+    options = {"activation": ["relu", "gelu", "tanh"], "dropout": (0.0, 0.5, 0.25), "bias": [True, False, True]}
+    lt.tune([32, 48, 24, 10], 64, **options)  # type: ignore[arg-type]
+    by_inputs = {
+        (type(each), each.x.layout.cols): each for each in tuner.problems if not isinstance(each, MatmulProblem)
+    }
+    forwards = [by_inputs[ForwardProblem, k] for k in (32, 48, 24)]
+    assert [each.activation.name for each in forwards] == ["relu", "gelu", "tanh"]
+    assert [each.dropout for each in forwards] == [False, True, True]
+    assert [each.bias for each in forwards] == [256, None, 256]
+    first, middle, last = (by_inputs[BackwardProblem, k] for k in (32, 48, 24))
+    assert (first.through, first.own.db) == (None, None)
+    for backward, name, db, dropout in ((middle, "relu", 256, False), (last, "gelu", None, True)):
+        below = backward.through
+        assert (below.activation.name, below.db, below.dropout) == (name, db, dropout)
+    assert (last.own.activation.name, last.own.db) == ("tanh", 256)
+    lt.tune([32, 48], 64, activation=["gelu"], dropout=[0.5])
+    (only,) = [each for each in tuner.problems if isinstance(each, ForwardProblem) and each.w.layout.rows == 48][1:]
+    assert (only.activation.name, only.dropout) == ("gelu", True)
+
+
 def test_tune_takes_problems(tuner: Tuner) -> None:
     problems = [parse_key(layer_key(64)), parse_key(product_key(64))]
     lt.tune(problems)
@@ -143,8 +164,20 @@ def test_tune_takes_problems(tuner: Tuner) -> None:
             "activation is 'gelu' and final_activation 'relu'",
         ),
         (([32, 48], 8), {"dropout": 0.1}, r"dropout is 0\.1, but of dims"),
-        (([32, 48, 10], 8), {"dropout": 1.0}, r"dropout probability is 1\.0"),
+        (([32, 48, 10], 8), {"dropout": 1.0}, r"dropout is 1\.0; it must be in"),
         (([32, 48, 10], 8), {"activation": "glu"}, "activation is 'glu'"),
+        (([32, 48, 10], 8), {"final_activation": "glu"}, "final_activation is 'glu'"),
+        (
+            ([32, 48, 10], 8),
+            {"activation": ["gelu"]},
+            r"activation is \['gelu'\], of length 1; .* each of the 2 layers",
+        ),
+        (([32, 48, 10], 8), {"dropout": [0.1, 2.0]}, r"dropout\[1\] is 2\.0"),
+        (
+            ([32, 48, 10], 8),
+            {"activation": ["gelu", "none"], "final_activation": "relu"},
+            "final_activation 'relu', but a sequence has the last layer's too",
+        ),
         (([32, 48, 10], 8), {"compute": "fp16"}, "compute is 'fp16'"),
         (([32, 48, 10], 8), {"effort": "deeper"}, "effort is 'deeper'; accepted are default, deep"),
         ((parse_key(layer_key(64)), 8), {}, "rows is 8, but a problem says itself how many it has"),

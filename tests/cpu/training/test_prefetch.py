@@ -56,9 +56,19 @@ def test_every_batch_comes_once_and_in_order(depth: int, count: int) -> None:
     assert list(fetched) == []
 
 
-def test_on_the_host_batches_are_handed_on_as_they_are() -> None:
-    given = [{"x": np.ones(2), "more": (np.zeros(1), [np.arange(3)])} for _ in range(3)]
-    assert all(one is other for one, other in zip(lt.prefetch(given, device="cpu"), given, strict=True))
+def test_on_the_host_an_iterable_may_fill_the_same_arrays_again() -> None:
+    x, labels = np.empty((2, 3), np.float32, order="F"), np.empty(4, np.int64)
+
+    def in_place() -> Iterator[dict[str, Any]]:
+        for i in range(5):
+            x[...], labels[...] = i, -i
+            yield {"x": x, "more": (labels, [labels[:1]])}
+
+    fetched = [*lt.prefetch(in_place(), 3, "cpu")]
+    assert [float(batch["x"].sum()) for batch in fetched] == [6.0 * i for i in range(5)]
+    assert [batch["more"][0].tolist() for batch in fetched] == [[-i] * 4 for i in range(5)]
+    assert [batch["more"][1][0].tolist() for batch in fetched] == [[-i] for i in range(5)]
+    assert all(batch["x"].flags.f_contiguous and batch["x"].dtype == np.float32 for batch in fetched)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -138,6 +148,7 @@ def test_a_slow_iterable_is_left_where_it_is() -> None:
         ([1.0, 2.0], r"the batch\[0\] is a float; accepted are NumPy arrays"),
         ((np.ones(2), {"y": None}), r"the batch\[1\]\['y'\] is a NoneType"),
         (np.array([None]), "the batch holds Python objects"),
+        ([np.ma.masked_equal(np.ones(2), 0)], r"the batch\[0\] is a masked array of shape \(2,\)"),
     ],
 )
 def test_batches_of_something_else(batch: Any, message: str) -> None:

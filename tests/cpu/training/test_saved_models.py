@@ -239,7 +239,7 @@ FORGED: list[tuple[Callable[[dict[str, Array], dict[str, Any]], object], str]] =
     (lambda _, options: options.update(activation={"names": "relu"}), "describes no model: .*names"),
     (lambda _, options: options.update(activation=3), "describes no model: activation is 3;"),
     (lambda _, options: options.update(dtype="int8"), "describes no model: the model has type int8;"),
-    (lambda _, options: options.update(dropout=2), "describes no model: dropout probability is 2"),
+    (lambda _, options: options.update(dropout=2), "describes no model: dropout is 2.0"),
     (
         lambda _, options: options.update(seed="x" * 999),
         "describes no model: seed is 'xxx.{,100}; it must be an integer",

@@ -200,7 +200,7 @@ def test_steps_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
         ({"activation": "softmax"}, ArgumentError, "activation is 'softmax'; accepted are none, relu"),
         ({"activation": None}, ArgumentError, "activation is None"),
         ({"dtype": "float64"}, DTypeError, "has type float64; accepted are float32, float16, bfloat16"),
-        ({"dropout": 1.0}, ArgumentError, "dropout probability is 1.0"),
+        ({"dropout": 1.0}, ArgumentError, r"dropout is 1\.0; it must be in"),
         (
             {"master_weights": False},
             ArgumentError,
