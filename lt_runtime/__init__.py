@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from lt_runtime.ops.matmul import matmul
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
+    from lt_runtime.saving.checkpoints import load_checkpoint, save_checkpoint
+    from lt_runtime.saving.saved_model import load_model, save_model
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import EMA, MLP, TrainStep
-    from lt_runtime.training.checkpoints import load_checkpoint, save_checkpoint
     from lt_runtime.training.evaluate import evaluate
     from lt_runtime.training.prefetch import prefetch
-    from lt_runtime.training.saved_model import load_model, save_model
 
 __version__ = "0.1.0"
 
@@ -46,10 +46,10 @@ _EXPORTS = {
     "problem": "ACTIVATIONS Activation Philox",
     "schedules": "Schedule",
     "training": "EMA MLP TrainStep",
-    "training.checkpoints": "load_checkpoint save_checkpoint",
+    "saving.checkpoints": "load_checkpoint save_checkpoint",
     "training.evaluate": "evaluate",
     "training.prefetch": "prefetch",
-    "training.saved_model": "load_model save_model",
+    "saving.saved_model": "load_model save_model",
 }
 """Public names by the module that holds them, with blanks between them."""
 _HOMES = {name: f"lt_runtime.{module}" for module, names in _EXPORTS.items() for name in names.split()}

@@ -28,6 +28,7 @@ FLOORS = (
     {"tuner"},
     {"ops"},
     {"binding", "profiling", "training"},
+    {"saving"},
     {"cli"},
     {"__main__"},
 )

@@ -11,7 +11,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import CheckpointError
-from lt_runtime.training import checkpoints
+from lt_runtime.saving import checkpoints
 
 BATCH = 64
 

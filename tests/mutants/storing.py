@@ -295,7 +295,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "lt_runtime/files.py",
         "            os.fsync(handle)\n            temporary.replace(path)\n",
         "            temporary.replace(path)\n",
-        "tests/cpu/training/test_checkpoint_files.py::test_the_file_and_then_its_directory_are_flushed",
+        "tests/cpu/saving/test_checkpoint_files.py::test_the_file_and_then_its_directory_are_flushed",
     ),
     fault(
         "plans of another machine are merged",

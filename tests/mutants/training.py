@@ -11,8 +11,8 @@ _CAPTURED: Final = "lt_runtime/training/captured.py"
 _BODY: Final = "lt_runtime/training/body.py"
 _STAGING: Final = "lt_runtime/training/staging.py"
 _PREFETCH: Final = "lt_runtime/training/prefetch.py"
-_CHECKPOINTS: Final = "lt_runtime/training/checkpoints.py"
-_SAVED_MODEL: Final = "lt_runtime/training/saved_model.py"
+_CHECKPOINTS: Final = "lt_runtime/saving/checkpoints.py"
+_SAVED_MODEL: Final = "lt_runtime/saving/saved_model.py"
 _TALLY: Final = "lt_runtime/training/tally.py"
 _ADAMW: Final = "lt_runtime/kernels/adamw.py"
 _STATES: Final = "lt_runtime/ops/_adamw_states.py"
@@ -345,63 +345,63 @@ FAULTS: Final[tuple[Fault, ...]] = (
         _CHECKPOINTS,
         '("steps", "skipped_steps", "grad_norm")',
         '("steps", "grad_norm")',
-        "tests/cpu/training/test_checkpoints.py::test_what_was_skipped_is_kept",
+        "tests/cpu/saving/test_checkpoints.py::test_what_was_skipped_is_kept",
     ),
     fault(
         "the largest second moments are not saved",
         _SAVED_MODEL,
         'MOMENTS: Final = ("m", "v", "v_max")',
         'MOMENTS: Final = ("m", "v")',
-        "tests/cpu/training/test_checkpoints.py::test_a_resumed_run_is_the_unbroken_one",
+        "tests/cpu/saving/test_checkpoints.py::test_a_resumed_run_is_the_unbroken_one",
     ),
     fault(
         "master copies are not saved",
         _CHECKPOINTS,
         '    arrays |= {f"{each.name}{MASTER}": each.master for each in model.parameters()}\n',
         "",
-        "tests/cpu/training/test_checkpoints.py::test_a_resumed_run_is_the_unbroken_one",
+        "tests/cpu/saving/test_checkpoints.py::test_a_resumed_run_is_the_unbroken_one",
     ),
     fault(
         "the scale's growth is not saved",
         _CHECKPOINTS,
         '_SCALER: Final = ("scale", "growth_tracker")',
         '_SCALER: Final = ("scale",)',
-        "tests/cpu/training/test_checkpoints.py::test_a_resumed_run_is_the_unbroken_one",
+        "tests/cpu/saving/test_checkpoints.py::test_a_resumed_run_is_the_unbroken_one",
     ),
     fault(
         "a checkpoint of another seed is loaded",
         "lt_runtime/training/mlp.py",
         '            "seed": self.seed,\n',
         "",
-        "tests/cpu/training/test_checkpoints.py::test_of_another_model_or_optimizer",
+        "tests/cpu/saving/test_checkpoints.py::test_of_another_model_or_optimizer",
     ),
     fault(
         "a checkpoint's digest is not compared",
-        "lt_runtime/training/checkpoint_file.py",
+        "lt_runtime/saving/checkpoint_file.py",
         "elif metadata[_DIGEST] != digest.text:",
         "elif len(metadata[_DIGEST]) != len(digest.text):",
-        "tests/cpu/training/test_checkpoint_damage.py",
+        "tests/cpu/saving/test_checkpoint_damage.py",
     ),
     fault(
         "a checkpoint's digest is of its text alone",
-        "lt_runtime/training/checkpoint_file.py",
+        "lt_runtime/saving/checkpoint_file.py",
         "        self._digest.update(_bytes_of(array))\n",
         "        pass\n",
-        "tests/cpu/training/test_checkpoint_damage.py",
+        "tests/cpu/saving/test_checkpoint_damage.py",
     ),
     fault(
         "a checkpoint of another format is loaded",
         _SAVED_MODEL,
         "or version != FORMAT:",
         "or version > 1000:",
-        "tests/cpu/training/test_checkpoints.py::test_files_that_do_not_fit",
+        "tests/cpu/saving/test_checkpoints.py::test_files_that_do_not_fit",
     ),
     fault(
         "the order of parameters does not matter",
         _CHECKPOINTS,
         'if name.endswith(".parameters") and [*theirs] != [*ours]:',
         'if name.endswith(".nothing") and [*theirs] != [*ours]:',
-        "tests/cpu/training/test_checkpoints.py::test_of_another_model_or_optimizer",
+        "tests/cpu/saving/test_checkpoints.py::test_of_another_model_or_optimizer",
     ),
     fault(
         "half a checkpoint is loaded where a write fails",

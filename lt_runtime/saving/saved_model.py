@@ -18,8 +18,8 @@ from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops._adamw_parameters import check_rounding, write_values
 from lt_runtime.problem import DType
-from lt_runtime.training import checkpoint_file
-from lt_runtime.training.checkpoint_file import Kind, Kinds, kind_of, shortened
+from lt_runtime.saving import checkpoint_file
+from lt_runtime.saving.checkpoint_file import Kind, Kinds, kind_of, shortened
 from lt_runtime.training.mlp import MLP
 
 FORMAT: Final = 1

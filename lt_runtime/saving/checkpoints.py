@@ -17,11 +17,9 @@ from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE
 from lt_runtime.ops._adamw_parameters import check_rounding
 from lt_runtime.ops.adamw import AdamW, Parameter
-from lt_runtime.training import checkpoint_file
-from lt_runtime.training.checkpoint_file import Kinds, check_kinds, kind_of
-from lt_runtime.training.device import ComputeDevice
-from lt_runtime.training.mlp import MLP
-from lt_runtime.training.saved_model import (
+from lt_runtime.saving import checkpoint_file
+from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of
+from lt_runtime.saving.saved_model import (
     FORMAT,
     MASTER,
     MOMENTS,
@@ -30,6 +28,8 @@ from lt_runtime.training.saved_model import (
     value_names,
     write_saved,
 )
+from lt_runtime.training.device import ComputeDevice
+from lt_runtime.training.mlp import MLP
 
 _OPTIMIZER: Final = ("amsgrad", "max_norm", "skip_nonfinite", "stochastic_rounding", "seed")
 _SCALER: Final = ("scale", "growth_tracker")

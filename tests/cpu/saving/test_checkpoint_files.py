@@ -15,7 +15,7 @@ import pytest
 import lt_runtime as lt
 from lt_runtime.errors import CheckpointError, FileError, LtError, MissingFileError
 from lt_runtime.files import TEMPORARY
-from lt_runtime.training import checkpoint_file
+from lt_runtime.saving import checkpoint_file
 from tests.support.training_runs import assert_same, run_of, state, train
 
 KILLS = 20

@@ -21,7 +21,7 @@ import safetensors.numpy
 
 import lt_runtime as lt
 from lt_runtime.errors import CheckpointError, LtError
-from lt_runtime.training import checkpoint_file
+from lt_runtime.saving import checkpoint_file
 from tests.support.numpy_cases import Array
 from tests.support.training_runs import Run, assert_same, content_of, rewrite, run_of, state, train
 
@@ -352,7 +352,7 @@ SHORTENED = """
 import os, sys
 import lt_runtime as lt
 from lt_runtime.errors import CheckpointError
-from lt_runtime.training import checkpoint_file
+from lt_runtime.saving import checkpoint_file
 model = lt.MLP([6, 40_000, 3], device="cpu")
 run = model, lt.AdamW(model.parameters())
 path = sys.argv[1]

@@ -1,0 +1,1 @@
+"""Models and runs in safetensors files."""
