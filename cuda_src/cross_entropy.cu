@@ -1,7 +1,8 @@
 // Softmax cross-entropy and its gradient. Each row is read once and kept in shared memory, and its gradient is written
 // once. The part of a row that does not fit into shared memory is read again, mostly from L2.
 //
-// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, and ROW_LANES, the threads that share a streamed row.
+// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, ROW_LANES, the threads that share a streamed row, and
+// WEIGHTS, which cross_entropy.cuh explains.
 
 #include "cross_entropy.cuh"
 #include "few_classes.cuh"
@@ -13,12 +14,15 @@ namespace lt {
 
 struct CountLabelsParams {
   const void* labels;
-  float* partial;  // one a block
+  const float* class_weights;  // may be absent
+  float* partial;              // one a block
   float* counted;
   uint32* ticket;
   int64 rows;
+  int64 cols;
   int64 ignore_index;
   int wide_labels;
+  int ignores;
 };
 
 // Each block's rows in turn. All threads of a block go through the same number of rows, because they count labels
@@ -37,12 +41,14 @@ __device__ inline float do_rows(const CrossEntropyParams& p, const Group& group,
     const bool counts = exists && !(p.ignores && label == p.ignore_index);
     const Row row(p, index);
     const Target target(p, row, counts ? label : -1, smoothing);
-    Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
+    const float weight = counts ? weight_of(p, index, label) : 0.0f;
+    Softmax softmax = Softmax::of_nothing();
     if (counts) softmax = read_row(p, row, group, held, smoothing);
     if (base == first) mean = Mean(p, scratch);
     if (counts) {
-      write_row(p, row, label, group, held, target.slope(softmax, mean.scale), target);
-      if (group.lane == 0) loss += target.loss(softmax);
+      const float scale = kWeighted ? weight * mean.scale : mean.scale;
+      write_row(p, row, label, group, held, target.slope(softmax, scale), target);
+      if (group.lane == 0) loss += kWeighted ? weight * target.loss(softmax) : target.loss(softmax);
     } else if (exists) {
       clear(p, row, group);
     }
@@ -83,8 +89,10 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::C
   const float factor = p.grad_scale ? *p.grad_scale : 1.0f;
   FewClasses classes = FewClasses::load(p.logits, row, cols);
   const bool counts = cols > 0 && !(p.ignores && label == p.ignore_index);
-  const float averaged = count_by_threads(p, counts);
-  float loss = to_gradient(classes, cols, label, Smoothing(p), p.gradient_scale * factor / averaged);
+  const float averaged = count_by_threads(p, counts, label, scratch);
+  const float weight = counts ? weight_of(p, row, label) : 0.0f, scale = p.gradient_scale * factor / averaged;
+  float loss = to_gradient(p, classes, cols, label, kWeighted ? weight * scale : scale);
+  if (kWeighted) loss *= weight;
   if (!counts) {
     classes = {};
     loss = 0.0f;
@@ -93,13 +101,15 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy_few(const lt::C
   if (sum_over_grid(loss, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.loss = loss / averaged;
 }
 
-// Counts the rows that are not ignored. It is a launch of its own: no gradient can be written before the number is known.
+// Counts the rows that are not ignored, or adds up the weights of their labels. It is a launch of its own: no gradient can be
+// written before the number is known.
 extern "C" __global__ void __launch_bounds__(256) count_labels(const lt::CountLabelsParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];
   wait_for_predecessor();
   const int64 thread = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64 threads = static_cast<int64>(gridDim.x) * blockDim.x;
-  float count = count_others(p.labels, p.wide_labels, p.ignore_index, p.rows, thread, threads);
+  const LabelCount labels{p.labels, p.wide_labels, p.ignores, p.ignore_index, p.rows, p.cols, p.class_weights};
+  float count = labels.sum(thread, threads);
   if (sum_over_grid(count, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.counted = count;
 }

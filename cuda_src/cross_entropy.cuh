@@ -1,5 +1,6 @@
-// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type, and ROW_THREADS, the threads
-// of a block.
+// How threads share a row of logits, and where they keep it. Compiled for one SCALAR type, ROW_THREADS, the threads of a
+// block, and WEIGHTS: 0 for none, 1 for weights of rows and of their labels, 2 where smoothing spreads the weights of classes
+// over a row.
 #pragma once
 
 #include <math_constants.h>
@@ -18,8 +19,10 @@ struct CrossEntropyParams {
   Matrix logits;
   Matrix gradient;  // may be `logits`
   const void* labels;
-  const float* counted;     // number of rows that are not ignored, from count_labels; absent where each block counts
+  const float* counted;     // what the mean divides by, from count_labels; absent where each block counts
   const float* grad_scale;  // on the device; may be absent
+  const float* row_weights;    // one a row; may be absent
+  const float* class_weights;  // one a class; may be absent unless WEIGHTS is 2
   float* partial;           // a loss of each block, or of each row where blocks stream rows
   float* loss;
   uint32* ticket;
@@ -37,6 +40,8 @@ struct CrossEntropyParams {
 };
 
 constexpr uint32 kRowThreads = ROW_THREADS;
+constexpr bool kWeighted = WEIGHTS != 0;
+constexpr bool kSpreads = WEIGHTS == 2;
 
 __device__ inline int64 label_at(const void* labels, int wide, int64 row) {
   return wide ? static_cast<const int64*>(labels)[row] : static_cast<const int*>(labels)[row];
@@ -45,24 +50,53 @@ __device__ inline int64 label_at(const CrossEntropyParams& p, int64 row) {
   return label_at(p.labels, p.wide_labels, row);
 }
 
-// How many labels are not `ignored`, of every `step`-th row from `first` on.
-__device__ inline float count_others(const void* labels, int wide, int64 ignored, int64 rows, int64 first, int64 step) {
-  constexpr int kInFlight = 4;
-  float count = 0.0f;
-#pragma unroll 1
-  for (; first < rows; first += kInFlight * step) {
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      const int64 row = first + k * step;
-      if (row < rows) count += label_at(labels, wide, row) != ignored ? 1.0f : 0.0f;
-    }
+// What a label adds to the number that the mean divides by: 1, or the weight of its class; nothing if it is out of range.
+struct LabelCount {
+  const void* labels;
+  int wide;
+  int ignores;
+  int64 ignored;
+  int64 rows;
+  int64 cols;
+  const float* class_weights;
+
+  __device__ float of(int64 label) const {
+    if (ignores && label == ignored) return 0.0f;
+    if (!kWeighted || !class_weights) return 1.0f;
+    return label >= 0 && label < cols ? class_weights[label] : 0.0f;
   }
-  return count;
+
+  // The sum over every `step`-th row from `first` on.
+  __device__ float sum(int64 first, int64 step) const {
+    constexpr int kInFlight = 4;
+    float count = 0.0f;
+#pragma unroll 1
+    for (; first < rows; first += kInFlight * step) {
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        const int64 row = first + k * step;
+        if (row < rows) count += of(label_at(labels, wide, row));
+      }
+    }
+    return count;
+  }
+};
+
+__device__ inline LabelCount label_count(const CrossEntropyParams& p) {
+  return {p.labels, p.wide_labels, p.ignores, p.ignore_index, p.rows, p.cols, p.class_weights};
+}
+
+// What a row's loss is multiplied by. Where smoothing spreads the weights of classes, they are in the row's target instead.
+__device__ inline float weight_of(const CrossEntropyParams& p, int64 row, int64 label) {
+  float weight = 1.0f;
+  if (kWeighted && p.row_weights) weight = p.row_weights[row];
+  if (kWeighted && !kSpreads && p.class_weights && label >= 0 && label < p.cols) weight *= p.class_weights[label];
+  return weight;
 }
 
 // The mean's part in a row's gradient. All threads of a block must make it together.
 struct Mean {
-  float rows;   // number of rows that the mean is over
+  float rows;   // what the mean divides by: the rows that count, or the weights of their labels
   float scale;  // factor of their gradients
 
   Mean() = default;
@@ -74,10 +108,9 @@ struct Mean {
 
  private:
   static __device__ float count(const CrossEntropyParams& p, float* scratch) {
-    if (!p.ignores) return static_cast<float>(p.rows);
+    if (!p.ignores && !(kWeighted && p.class_weights)) return static_cast<float>(p.rows);
     if (p.counted) return *p.counted;
-    const float own = count_others(p.labels, p.wide_labels, p.ignore_index, p.rows, threadIdx.x, blockDim.x);
-    return sum_over_block(own, scratch);
+    return sum_over_block(label_count(p).sum(threadIdx.x, blockDim.x), scratch);
   }
 };
 

@@ -60,8 +60,8 @@ struct FewClasses {
   }
 };
 
-__device__ inline Softmax softmax_of(const FewClasses& logits, int cols) {
-  Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
+__device__ inline Softmax softmax_of(const CrossEntropyParams& p, const FewClasses& logits, int cols) {
+  Softmax softmax = Softmax::of_nothing();
 #pragma unroll
   for (int i = 0; i < kFewClasses; i += 2) softmax.max = fmaxf(softmax.max, fmaxf(logits.v[i], logits.v[i + 1]));
   const Exponential exponential(softmax.finite_max());
@@ -69,29 +69,37 @@ __device__ inline Softmax softmax_of(const FewClasses& logits, int cols) {
   for (int i = 0; i < kFewClasses; i += 2) softmax.sum += exponential(logits.v[i]) + exponential(logits.v[i + 1]);
   softmax.sum *= exponential.correction;
 #pragma unroll
-  for (int i = 0; i < kFewClasses; ++i) softmax.total += i < cols ? logits.v[i] : 0.0f;
+  for (int i = 0; i < kFewClasses; ++i) {
+    const float weight = kSpreads && i < cols ? p.class_weights[i] : 1.0f;
+    softmax.total += i < cols ? (kSpreads ? weight * logits.v[i] : logits.v[i]) : 0.0f;
+    if (kSpreads && i < cols) softmax.mass += weight;
+  }
   return softmax;
 }
 
-// The number of rows that the mean is over; each thread has one row, which counts or not. A single block sees all rows;
-// for several blocks the rows have been counted before, if any may be left out.
-__device__ inline float count_by_threads(const CrossEntropyParams& p, bool counts) {
-  if (gridDim.x == 1) return static_cast<float>(__syncthreads_count(counts));
-  return p.ignores ? *p.counted : static_cast<float>(p.rows);
+// What the mean divides by; each thread has one row, which counts or not. A single block sees all rows; for several blocks
+// the rows have been counted before, unless each counts 1.
+__device__ inline float count_by_threads(const CrossEntropyParams& p, bool counts, int64 label, float* scratch) {
+  const bool by_class = kWeighted && p.class_weights;
+  if (gridDim.x > 1) return p.ignores || by_class ? *p.counted : static_cast<float>(p.rows);
+  if (by_class) return sum_over_block(counts ? label_count(p).of(label) : 0.0f, scratch);
+  return static_cast<float>(__syncthreads_count(counts));
 }
 
 // Turns a row's logits into its gradient, and returns its loss.
-__device__ inline float to_gradient(FewClasses& row, int cols, int64 label, const Smoothing& smoothing, float scale) {
-  const bool valid = label >= 0 && label < cols;
-  const int place = valid ? static_cast<int>(label) : -1;
-  float picked = CUDART_NAN_F;
+__device__ inline float to_gradient(const CrossEntropyParams& p, FewClasses& row, int cols, int64 label, float scale) {
+  const int place = label >= 0 && label < cols ? static_cast<int>(label) : -1;
+  float picked = 0.0f;
 #pragma unroll
   for (int i = 0; i < kFewClasses; ++i) picked = i == place ? row.v[i] : picked;
-  const Target target(valid, picked, smoothing);
-  const Softmax softmax = softmax_of(row, cols);
+  const Target target(p, label, picked, Smoothing(p));
+  const Softmax softmax = softmax_of(p, row, cols);
   const Slope slope = target.slope(softmax, scale);
 #pragma unroll
-  for (int i = 0; i < kFewClasses; ++i) row.v[i] = slope.of(row.v[i]) + (i == place ? slope.at_label : 0.0f);
+  for (int i = 0; i < kFewClasses; ++i) {
+    if (kSpreads && i >= cols) break;  // there is no weight
+    row.v[i] = slope.of(row.v[i], i) + (i == place ? slope.at_label : 0.0f);
+  }
   return target.loss(softmax);
 }
 

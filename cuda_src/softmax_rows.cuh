@@ -35,7 +35,10 @@ struct Exponential {
 struct alignas(16) Softmax {
   float max;
   float sum;    // of exp(logit - max)
-  float total;  // sum of the logits; kept where labels are smoothed
+  float total;  // sum of the logits; kept where labels are smoothed, times their classes' weights if these are spread
+  float mass;   // sum of the weights; kept where they are spread
+
+  static __device__ Softmax of_nothing() { return {-CUDART_INF_F, 0.0f, 0.0f, 0.0f}; }
 
   __device__ void raise_max(float to) {
     if (!(to > max)) return;
@@ -47,9 +50,16 @@ struct alignas(16) Softmax {
   __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
 };
 
+// The columns of a thread's octets: the first octet's first column, and the distance from octet to octet.
+struct Columns {
+  int64 first;
+  int64 step;
+};
+
 // Adds the first `count` octets to the softmax; the other octets are `nothing()`.
 template <int kCount>
-__device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total) {
+__device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total,
+                               const float* class_weights, const Columns& columns) {
   Raw largest = raw[0];
 #pragma unroll
   for (int k = 1; k < kCount; ++k) largest = largest.max(raw[k]);
@@ -63,14 +73,19 @@ __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint3
   }
   softmax.sum += sum * exponential.correction;
   if (!with_total) return;
-  float total = 0.0f;
+  float total = 0.0f, mass = 0.0f;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     if (k >= static_cast<int>(count)) break;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) total += raw[k][i];
+    for (int i = 0; i < kOctet; ++i) {
+      const float weight = kSpreads ? class_weights[columns.first + k * columns.step + i] : 1.0f;
+      total += kSpreads ? weight * raw[k][i] : raw[k][i];
+      if (kSpreads) mass += weight;
+    }
   }
   softmax.total += total;
+  if (kSpreads) softmax.mass += mass;
 }
 
 // How many of `octets` a thread has that takes every `lanes`-th octet from `first` on.
@@ -78,8 +93,8 @@ __device__ inline uint32 octets_from(uint32 first, uint32 octets, uint32 lanes) 
   return first < octets ? (octets - first + lanes - 1) / lanes : 0;
 }
 
-__device__ inline void read_octets(Softmax& softmax, const Row& row, const Group& group, const Held& held,
-                                   bool with_total) {
+__device__ inline void read_octets(Softmax& softmax, const CrossEntropyParams& p, const Row& row, const Group& group,
+                                   const Held& held, bool with_total) {
   uint32 slot = 0;
 #pragma unroll 1
   for (uint32 first = group.lane; first < row.octets; first += kOctetsInFlight * group.lanes, slot += kOctetsInFlight) {
@@ -93,14 +108,21 @@ __device__ inline void read_octets(Softmax& softmax, const Row& row, const Group
     for (int k = 0; k < kOctetsInFlight; ++k) {
       if (slot + k < held.slots) held.put(slot + k, raw[k]);
     }
-    take_in(softmax, raw, octets_from(first, row.octets, group.lanes), with_total);
+    const Columns columns{row.octet_col(first), static_cast<int64>(group.lanes) * kOctet};
+    take_in(softmax, raw, octets_from(first, row.octets, group.lanes), with_total, p.class_weights, columns);
   }
 }
 
-__device__ inline void take_in(Softmax& softmax, float logit) {
+__device__ inline void add_to_total(Softmax& softmax, const CrossEntropyParams& p, float logit, int64 col) {
+  const float weight = kSpreads ? p.class_weights[col] : 1.0f;
+  softmax.total += kSpreads ? weight * logit : logit;
+  if (kSpreads) softmax.mass += weight;
+}
+
+__device__ inline void take_in(Softmax& softmax, const CrossEntropyParams& p, float logit, int64 col) {
   softmax.raise_max(logit);
   softmax.sum += exponential(logit, softmax.finite_max());
-  softmax.total += logit;
+  add_to_total(softmax, p, logit, col);
 }
 
 __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& p, const Row& row,
@@ -115,7 +137,7 @@ __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& 
       const int64 single = first + k * group.lanes;
       const bool exists = single < singles;
       logits[k] = exists ? to_float(row.logit(p, row.single_col(single))) : -CUDART_INF_F;
-      if (exists) softmax.total += logits[k];
+      if (exists) add_to_total(softmax, p, logits[k], row.single_col(single));
       max = fmaxf(max, logits[k]);
     }
     softmax.raise_max(max);
@@ -139,6 +161,7 @@ __device__ inline Softmax reduce_warp(Softmax softmax, const Group& group) {
   for (uint32 step = lanes / 2; step > 0; step /= 2) {
     softmax.sum += __shfl_xor_sync(group.peers, softmax.sum, step);
     softmax.total += __shfl_xor_sync(group.peers, softmax.total, step);
+    if (kSpreads) softmax.mass += __shfl_xor_sync(group.peers, softmax.mass, step);
   }
   return softmax;
 }
@@ -153,7 +176,7 @@ __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
   if (group.lanes <= kWarp) return softmax;
   if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = softmax;
   __syncthreads();
-  Softmax row{-CUDART_INF_F, 0.0f, 0.0f};
+  Softmax row = Softmax::of_nothing();
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) row.max = fmaxf(row.max, of_warp[warp].max);
   const float base = row.finite_max();
@@ -161,23 +184,28 @@ __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
   for (int warp = 0; warp < kWarps; ++warp) {
     row.sum += of_warp[warp].sum * exponential(of_warp[warp].max, base);
     row.total += of_warp[warp].total;
+    if (kSpreads) row.mass += of_warp[warp].mass;
   }
   __syncthreads();
   return row;
 }
 
-// gradient = softmax · scale + shift, plus `at_label` at the label.
+// gradient = softmax · scale + shift, plus `at_label` at the label. The shift is multiplied by classes' weights that are
+// spread.
 struct Slope {
   Exponential exponential;
   float scale;  // divided by the sum of exponentials, and corrected
   float shift;
   float at_label;
+  const float* class_weights;
 
-  __device__ float of(float logit) const { return exponential(logit) * scale + shift; }
-  __device__ Octet of(const Raw& raw) const {
+  __device__ float of(float logit, int64 col) const {
+    return exponential(logit) * scale + (kSpreads ? shift * class_weights[col] : shift);
+  }
+  __device__ Octet of(const Raw& raw, int64 col) const {
     Octet octet;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) octet.v[i] = of(raw[i]);
+    for (int i = 0; i < kOctet; ++i) octet.v[i] = of(raw[i], col + i);
     return octet;
   }
 };
@@ -200,7 +228,7 @@ __device__ inline bool write_octets(const Row& row, const Group& group, const He
     for (int k = 0; k < kOctetsInFlight; ++k) {
       const uint32 octet = first + k * group.lanes;
       if (octet >= row.octets) break;
-      store_past(row.gradient + row.octet_col(octet), slope.of(raw[k]));
+      store_past(row.gradient + row.octet_col(octet), slope.of(raw[k], row.octet_col(octet)));
       found |= octet == wanted;
     }
   }
@@ -213,7 +241,7 @@ __device__ inline void write_singles(const CrossEntropyParams& p, const Row& row
 #pragma unroll 1
   for (int64 single = group.lane; single < singles; single += group.lanes) {
     const int64 col = row.single_col(single);
-    const float gradient = slope.of(to_float(row.logit(p, col)));
+    const float gradient = slope.of(to_float(row.logit(p, col)), col);
     row.set_gradient(p, col, col == label ? gradient + slope.at_label : gradient);
   }
 }
@@ -238,36 +266,47 @@ struct Smoothing {
       : certainty(1.0f - p.smoothing), share(p.smoothing / static_cast<float>(p.cols)) {}
 };
 
-// The target that a row's label stands for. A label out of range makes loss and gradient NaN.
+// The target that a row's label stands for. A label out of range makes loss and gradient NaN. Where the weights of classes
+// are spread, each element of the target is multiplied by its class's one.
 struct Target {
+  int64 label;
   bool valid;
-  float picked;  // the label's logit
-  Smoothing smoothing;
+  float picked;     // the label's logit
+  float certainty;  // what the label has more of the target than the other classes
+  float share;
+  const float* class_weights;
 
-  __device__ Target(bool valid_, float picked_, const Smoothing& smoothing_)
-      : valid(valid_), picked(picked_), smoothing(smoothing_) {}
-  __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label, const Smoothing& smoothing_)
-      : valid(label >= 0 && label < p.cols),
-        picked(valid ? to_float(row.logit(p, label)) : CUDART_NAN_F),
-        smoothing(smoothing_) {}
+  __device__ Target(const CrossEntropyParams& p, int64 label_, float logit, const Smoothing& smoothing)
+      : label(label_),
+        valid(label_ >= 0 && label_ < p.cols),
+        picked(valid ? logit : CUDART_NAN_F),
+        certainty(kSpreads && valid ? smoothing.certainty * p.class_weights[label_] : smoothing.certainty),
+        share(smoothing.share),
+        class_weights(p.class_weights) {}
+  __device__ Target(const CrossEntropyParams& p, const Row& row, int64 label_, const Smoothing& smoothing)
+      : Target(p, label_, label_ >= 0 && label_ < p.cols ? to_float(row.logit(p, label_)) : 0.0f, smoothing) {}
 
+  // The sum of the target's elements, which is 1 unless weights are spread.
+  __device__ float sum(const Softmax& softmax) const { return kSpreads ? certainty + share * softmax.mass : 1.0f; }
   __device__ Slope slope(const Softmax& softmax, float scale) const {
     const Exponential exponential(softmax.max);
-    return {exponential, valid ? scale / softmax.sum * exponential.correction : CUDART_NAN_F, -smoothing.share * scale,
-            -smoothing.certainty * scale};
+    const float scaled = kSpreads ? sum(softmax) * scale : scale;
+    return {exponential, valid ? scaled / softmax.sum * exponential.correction : CUDART_NAN_F, -share * scale,
+            -certainty * scale, class_weights};
   }
-  __device__ float gradient(const Slope& slope) const { return slope.of(picked) + slope.at_label; }
+  __device__ float gradient(const Slope& slope) const { return slope.of(picked, label) + slope.at_label; }
   __device__ float loss(const Softmax& softmax) const {
-    const float loss = softmax.max + logf(softmax.sum) - smoothing.certainty * picked;
-    return smoothing.share > 0.0f ? loss - smoothing.share * softmax.total : loss;
+    const float log_sum = softmax.max + logf(softmax.sum);
+    const float loss = (kSpreads ? sum(softmax) * log_sum : log_sum) - certainty * picked;
+    return share > 0.0f ? loss - share * softmax.total : loss;
   }
 };
 
 __device__ inline Softmax read_row(const CrossEntropyParams& p, const Row& row, const Group& group, const Held& held,
                                    const Smoothing& smoothing) {
-  Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
+  Softmax softmax = Softmax::of_nothing();
   read_singles(softmax, p, row, group);
-  read_octets(softmax, row, group, held, smoothing.share > 0.0f);
+  read_octets(softmax, p, row, group, held, smoothing.share > 0.0f);
   return reduce_row(softmax, group);
 }
 

@@ -51,35 +51,40 @@ struct Batch {
     }
   }
 
-  __device__ void write(SCALAR* to, const Slope& slope, uint32 count) const {
+  __device__ void write(SCALAR* to, const Slope& slope, uint32 count, int64 col) const {
 #pragma unroll
     for (int k = 0; k < kOctetsInFlight; ++k) {
-      if (k < static_cast<int>(count)) store_octet(to + k * kOctetStride, slope.of(raw[k]));
+      if (k < static_cast<int>(count)) store_octet(to + k * kOctetStride, slope.of(raw[k], col + k * kOctetStride));
     }
   }
 };
 
-// Does what read_octets does, for a row that is being fetched.
-__device__ inline void read_fetched(Softmax& softmax, const Held& held, const Batches& batches, bool with_total) {
+// Does what read_octets does, for a row that is being fetched; `col` is the column of the thread's first octet.
+__device__ inline void read_fetched(Softmax& softmax, const CrossEntropyParams& p, const Held& held,
+                                    const Batches& batches, bool with_total, int64 col) {
 #pragma unroll 1
   for (uint32 batch = 0; batch < batches.whole; ++batch) {
     wait_for_all_but(batches.whole - batch);
-    take_in(softmax, Batch(held, batch, kOctetsInFlight).raw, kOctetsInFlight, with_total);
+    const Columns columns{col + batch * kBatchStride, kOctetStride};
+    take_in(softmax, Batch(held, batch, kOctetsInFlight).raw, kOctetsInFlight, with_total, p.class_weights, columns);
   }
   wait_for_all_but<0>();
-  if (batches.rest) take_in(softmax, Batch(held, batches.whole, batches.rest).raw, batches.rest, with_total);
+  if (!batches.rest) return;
+  const Columns columns{col + batches.whole * kBatchStride, kOctetStride};
+  take_in(softmax, Batch(held, batches.whole, batches.rest).raw, batches.rest, with_total, p.class_weights, columns);
 }
 
-// Writes the thread's octets of the gradient from `to` on, and fetches its octets of the next row from `next` on.
+// Writes the thread's octets of the gradient from `to` on, and fetches its octets of the next row from `next` on; `col` is
+// the column of `to`.
 __device__ inline void write_fetched(SCALAR* to, const SCALAR* next, bool has_next, const Held& held,
-                                     const Batches& batches, const Slope& slope) {
+                                     const Batches& batches, const Slope& slope, int64 col) {
 #pragma unroll 1
   for (uint32 batch = 0; batch < batches.whole; ++batch, to += kBatchStride, next += kBatchStride) {
-    Batch(held, batch, kOctetsInFlight).write(to, slope, kOctetsInFlight);
+    Batch(held, batch, kOctetsInFlight).write(to, slope, kOctetsInFlight, col + batch * kBatchStride);
     if (has_next) fetch_batch(held, batch, next, kOctetsInFlight);
     end_batch();
   }
-  Batch(held, batches.whole, batches.rest).write(to, slope, batches.rest);
+  Batch(held, batches.whole, batches.rest).write(to, slope, batches.rest, col + batches.whole * kBatchStride);
   if (has_next) fetch_batch(held, batches.whole, next, batches.rest);
   end_batch();
 }
@@ -123,9 +128,9 @@ struct Done {
 
 // Writes the gradient of a row that is being fetched, and fetches the next row meanwhile: memory is read and written at the
 // same time, without a pause between rows.
-__device__ inline Done stream_row(const CrossEntropyParams& p, const Row& row, int64 label, const Succession& succession,
-                                  const Group& group, const Held& held, const Batches& batches,
-                                  const Smoothing& smoothing, float scale) {
+__device__ inline Done stream_row(const CrossEntropyParams& p, const Row& row, int64 row_index, int64 label,
+                                  const Succession& succession, const Group& group, const Held& held,
+                                  const Batches& batches, const Smoothing& smoothing, float scale) {
   const uint32 first = group.lane * kOctet, single = row.octets * kOctet + group.lane;
   if (p.ignores && label == p.ignore_index) {
     succession.announce(group);
@@ -137,20 +142,21 @@ __device__ inline Done stream_row(const CrossEntropyParams& p, const Row& row, i
     return {next, 0.0f};
   }
   const Target target(p, row, label, smoothing);
-  Softmax softmax{-CUDART_INF_F, 0.0f, 0.0f};
-  if (single < p.cols) take_in(softmax, to_float(row.logits[single]));
-  read_fetched(softmax, held, batches, smoothing.share > 0.0f);
+  const float weight = weight_of(p, row_index, label);
+  Softmax softmax = Softmax::of_nothing();
+  if (single < p.cols) take_in(softmax, p, to_float(row.logits[single]), single);
+  read_fetched(softmax, p, held, batches, smoothing.share > 0.0f, first);
   succession.announce(group);
   softmax = reduce_row(softmax, group);
   const NextRow next = succession.next(p);
-  const Slope slope = target.slope(softmax, scale);
-  write_fetched(row.gradient + first, next.logits + first, next.exists, held, batches, slope);
+  const Slope slope = target.slope(softmax, kWeighted ? weight * scale : scale);
+  write_fetched(row.gradient + first, next.logits + first, next.exists, held, batches, slope, first);
   if (single < p.cols) {
-    row.set_gradient(p, single, label == single ? target.gradient(slope) : slope.of(to_float(row.logits[single])));
+    row.set_gradient(p, single, label == single ? target.gradient(slope) : slope.of(to_float(row.logits[single]), single));
   }
   const uint32 octet = row.octet_of(label);
   if (octet < row.octets && octet % kLanes == group.lane) row.set_gradient(p, label, target.gradient(slope));
-  return {next, target.loss(softmax)};
+  return {next, kWeighted ? weight * target.loss(softmax) : target.loss(softmax)};
 }
 
 // Works on all rows; returns the calling thread's share of the sum of their losses. Which block gets a row is a matter of
@@ -169,7 +175,7 @@ __device__ inline float stream_rows(const CrossEntropyParams& p, const Group& gr
 #pragma unroll 1
   for (uint32 turn = 0; now.exists; turn ^= 1) {
     const Succession succession(p, group, now.index, &places[turn]);
-    const Done done = stream_row(p, row, now.label, succession, group, held, batches, smoothing, mean.scale);
+    const Done done = stream_row(p, row, now.index, now.label, succession, group, held, batches, smoothing, mean.scale);
     if (group.lane == 0) {
       loss += done.loss;
       if (kBlockRows) p.partial[now.index] = done.loss;

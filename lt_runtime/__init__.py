@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from lt_runtime.binding import bind
     from lt_runtime.epilogue import Epilogue
     from lt_runtime.grad_scaler import GradScaler
+    from lt_runtime.losses.cross_entropy import cross_entropy
+    from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
     from lt_runtime.ops.adamw import AdamW, Parameter
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
     from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
-    from lt_runtime.ops.loss import cross_entropy, mse_loss
     from lt_runtime.ops.matmul import matmul
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
@@ -36,11 +37,12 @@ _EXPORTS = {
     "binding": "bind",
     "epilogue": "Epilogue",
     "grad_scaler": "GradScaler",
+    "losses.cross_entropy": "cross_entropy",
+    "losses.elementwise": "bce_with_logits huber_loss mse_loss",
     "ops.adamw": "AdamW Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
     "ops.linear": "linear linear_bwd linear_fwd",
-    "ops.loss": "cross_entropy mse_loss",
     "ops.matmul": "matmul",
     "ops.tuning": "explain tune",
     "problem": "ACTIVATIONS Activation Philox",
@@ -67,6 +69,7 @@ __all__ = [
     "Philox",
     "Schedule",
     "TrainStep",
+    "bce_with_logits",
     "bind",
     "contiguous",
     "cross_entropy",
@@ -75,6 +78,7 @@ __all__ = [
     "errors",
     "evaluate",
     "explain",
+    "huber_loss",
     "linear",
     "linear_bwd",
     "linear_fwd",

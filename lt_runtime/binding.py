@@ -7,13 +7,15 @@ from typing import Any, Final
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import KindError
+from lt_runtime.losses.cross_entropy import cross_entropy
+from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
 from lt_runtime.ops.call import Binding
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
-from lt_runtime.ops.loss import cross_entropy, mse_loss
 from lt_runtime.ops.matmul import matmul
 
-_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, mse_loss, cross_entropy, dropout)
+_LOSSES: Final = (mse_loss, huber_loss, bce_with_logits, cross_entropy)
+_OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, dropout)
 
 
 def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> Callable[[], None]:
@@ -29,8 +31,7 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     dropout mask is the same at each call unless the step of `rng` is an array that lives with the operands.
 
     Args:
-        operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.mse_loss`, `lt.cross_entropy` or
-            `lt.dropout`.
+        operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.dropout`, or one of the losses.
         arguments, options: its own, with a buffer for every result, and for the pre-activation where it is kept.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each call

@@ -39,7 +39,7 @@ class CrossEntropyParams(Structure):
 
     _fields_ = fields(
         ("logits gradient", Matrix),
-        ("labels counted grad_scale partial loss ticket claimed", c_void_p),
+        ("labels counted grad_scale row_weights class_weights partial loss ticket claimed", c_void_p),
         ("rows cols ignore_index", c_int64),
         ("gradient_scale smoothing", c_float),
         ("wide_labels ignores", c_int),
@@ -52,7 +52,9 @@ class CountLabelsParams(Structure):
     """`lt::CountLabelsParams`."""
 
     _fields_ = fields(
-        ("labels partial counted ticket", c_void_p), ("rows ignore_index", c_int64), ("wide_labels", c_int)
+        ("labels class_weights partial counted ticket", c_void_p),
+        ("rows cols ignore_index", c_int64),
+        ("wide_labels ignores", c_int),
     )
 
 
@@ -61,14 +63,27 @@ CROSS_ENTROPY_FEW: Final = Entry("cross_entropy_few", "cross_entropy.cu", CrossE
 COUNT_LABELS: Final = Entry("count_labels", "cross_entropy.cu", CountLabelsParams)
 
 
-def row_macros(*, block_rows: bool) -> Macros:
-    """What cross_entropy is compiled for besides a type: threads of a block, and how many of them stream a row.
+class Weighting(NamedTuple):
+    """Which weights the calls of a pass have: one a row, and one a class, for the rows with its label."""
+
+    rows: bool = False
+    classes: bool = False
+
+    def mode(self, smoothing: float) -> int:
+        """WEIGHTS of `cross_entropy.cuh`."""
+        return 2 if self.classes and smoothing > 0 else int(self.rows or self.classes)
+
+
+def row_macros(*, block_rows: bool, weights: int = 0) -> Macros:
+    """What cross_entropy is compiled for besides a type: threads of a block, how many of them stream a row, weights.
 
     Args:
         block_rows: whether a whole block shares a row, rather than at most a warp.
+        weights: see `Weighting.mode`.
     """
     threads = _BLOCK_ROW_THREADS if block_rows else _WARP_ROW_THREADS
-    return ("ROW_THREADS", str(threads)), ("ROW_LANES", str(threads if block_rows else WARP))
+    lanes = threads if block_rows else WARP
+    return ("ROW_THREADS", str(threads)), ("ROW_LANES", str(lanes)), ("WEIGHTS", str(weights))
 
 
 class Labels(NamedTuple):
@@ -128,7 +143,14 @@ class CrossEntropyPass:
     """Softmax cross-entropy of the rows of one matrix, and its gradient."""
 
     def __init__(
-        self, dtype: DType, logits: Layout, gradient: Layout, labels: Labels, smoothing: float, device: int
+        self,
+        dtype: DType,
+        logits: Layout,
+        gradient: Layout,
+        labels: Labels,
+        smoothing: float,
+        weighting: Weighting,
+        device: int,
     ) -> None:
         self._rows, self._sharing = logits.rows, RowSharing.of(logits)
         few = logits.cols <= _FEW_CLASSES
@@ -138,7 +160,8 @@ class CrossEntropyPass:
         tiling = self._tiling(few, device)
         self._blocks = tiling.grid[0]
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
-        macros = (("SCALAR", SCALAR[dtype]), *row_macros(block_rows=self._sharing.shared_by_block))
+        weights = weighting.mode(smoothing)
+        macros = (("SCALAR", SCALAR[dtype]), *row_macros(block_rows=self._sharing.shared_by_block, weights=weights))
         params = CrossEntropyParams(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
         params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
         params.smoothing, params.wide_labels = smoothing, labels.wide
@@ -147,8 +170,9 @@ class CrossEntropyPass:
         entry = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY
         self._launches = Launches(entry, macros, device, tiling, params, shared=shared)
         # Few labels are counted by the blocks themselves, which costs less than a launch.
-        self._counts = labels.ignore_index is not None and logits.rows > _COUNTED_IN_BLOCKS
-        count = CountLabelsParams(rows=logits.rows, ignore_index=labels.ignore_index or 0, wide_labels=labels.wide)
+        self._counts = (bool(params.ignores) or weighting.classes) and logits.rows > _COUNTED_IN_BLOCKS
+        count = CountLabelsParams(rows=logits.rows, cols=logits.cols, wide_labels=labels.wide)
+        count.ignore_index, count.ignores = params.ignore_index, params.ignores
         counting = Tiling((self._count_blocks, 1), (THREADS, 1))
         self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)
 
@@ -181,25 +205,28 @@ class CrossEntropyPass:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
-            call: its addresses are those of logits, labels, gradient and loss.
+            call: its addresses are those of logits, labels, gradient, loss, row weights and class weights; the last two
+                are 0 where there are none.
         """
-        logits, labels, gradient, loss = call.addresses
+        logits, labels, gradient, loss, row_weights, class_weights = call.addresses
         scratch, tickets = memory.scratch(self.scratch_bytes), memory.tickets
-        counted = self._count_labels(labels, scratch, tickets, memory.stream)
+        counted = self._count_labels(labels, class_weights, scratch, tickets, memory.stream)
         params, launch = self._launches[memory.stream]
         params.logits.data, params.gradient.data = logits, gradient
         params.labels, params.counted = labels, counted
+        params.row_weights, params.class_weights = row_weights, class_weights
         params.gradient_scale, params.grad_scale = call.scalars
         params.partial, params.loss = scratch + 4, loss
         params.ticket, params.claimed = tickets, tickets + 4
         params.streams = self._streams and (logits | gradient) % VECTOR_BYTES == 0
         launch()
 
-    def _count_labels(self, labels: int, counted: int, ticket: int, stream: int) -> int:
-        """Has the labels counted if that is worth a launch; returns the count's address, or 0."""
+    def _count_labels(self, labels: int, class_weights: int, counted: int, ticket: int, stream: int) -> int:
+        """Has the labels counted, or their weights summed, if that is worth a launch; the number's address, or 0."""
         if not self._counts:
             return 0
         params, launch = self._count_launches[stream]
-        params.labels, params.partial, params.counted, params.ticket = labels, counted + 4, counted, ticket
+        params.labels, params.class_weights = labels, class_weights
+        params.partial, params.counted, params.ticket = counted + 4, counted, ticket
         launch()
         return counted

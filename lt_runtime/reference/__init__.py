@@ -8,7 +8,7 @@ from lt_runtime.reference.activations import activate, derivative
 from lt_runtime.reference.adamw import AdamWHyper, AdamWTensor, adamw_update, learning_rate_factor
 from lt_runtime.reference.gradients import clip_factor, gradient_norm, next_scale
 from lt_runtime.reference.linear import linear_bwd, linear_fwd, through_activation
-from lt_runtime.reference.loss import cross_entropy, mse_loss
+from lt_runtime.reference.loss import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from lt_runtime.reference.matmul import matmul, pack_mask, unpack_mask
 from lt_runtime.reference.philox import dropout_factors, dropout_mask, dropout_scale, philox4x32
 from lt_runtime.reference.rounding import RoundedTensor, round_stochastically, rounding_lanes
@@ -19,6 +19,7 @@ __all__ = [
     "RoundedTensor",
     "activate",
     "adamw_update",
+    "bce_with_logits",
     "clip_factor",
     "cross_entropy",
     "derivative",
@@ -26,6 +27,7 @@ __all__ = [
     "dropout_mask",
     "dropout_scale",
     "gradient_norm",
+    "huber_loss",
     "learning_rate_factor",
     "linear_bwd",
     "linear_fwd",

@@ -8,42 +8,106 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Weights = NDArray[Any] | None
 
 
-def mse_loss(prediction: NDArray[Any], target: NDArray[Any]) -> tuple[float, Array]:
+def mse_loss(prediction: NDArray[Any], target: NDArray[Any], *, row_weights: Weights = None) -> tuple[float, Array]:
     """The mean of (prediction - target)² over all elements, and its gradient, of `prediction`'s shape.
 
     The mean over no elements is NaN.
+
+    Args:
+        row_weights: (M,), which multiply the losses of the rows; the mean divides by the number of elements all the
+            same.
     """
     difference = prediction.astype(np.float64) - target.astype(np.float64)
-    if difference.size == 0:
-        return float("nan"), difference
-    return float(np.mean(difference**2)), difference * (2.0 / difference.size)
+    return _mean(difference**2, 2.0 * difference, row_weights)
+
+
+def huber_loss(
+    prediction: NDArray[Any], target: NDArray[Any], *, delta: float = 1.0, row_weights: Weights = None
+) -> tuple[float, Array]:
+    """The mean over all elements of d² / 2 where |d| <= δ, and of δ (|d| - δ / 2) elsewhere; d is the difference.
+
+    Args:
+        row_weights: as in `mse_loss`.
+    """
+    difference = prediction.astype(np.float64) - target.astype(np.float64)
+    distance = np.abs(difference)
+    losses = np.where(distance <= delta, 0.5 * difference**2, delta * (distance - 0.5 * delta))
+    return _mean(losses, np.clip(difference, -delta, delta), row_weights)
+
+
+def bce_with_logits(
+    logits: NDArray[Any], targets: NDArray[Any], *, pos_weight: Weights = None, row_weights: Weights = None
+) -> tuple[float, Array]:
+    """The mean over all elements of -p t log σ(z) - (1 - t) log (1 - σ(z)), and its gradient.
+
+    Args:
+        pos_weight: p, (N,), 1 where there is none.
+        row_weights: as in `mse_loss`.
+    """
+    z, target = logits.astype(np.float64), targets.astype(np.float64)
+    positive, negative = target if pos_weight is None else target * pos_weight.astype(np.float64), 1.0 - target
+    losses = positive * np.logaddexp(0.0, -z) + negative * np.logaddexp(0.0, z)
+    return _mean(losses, negative * _sigmoid(z) - positive * _sigmoid(-z), row_weights)
 
 
 def cross_entropy(
-    logits: NDArray[Any], labels: NDArray[Any], *, label_smoothing: float = 0.0, ignore_index: int | None = None
+    logits: NDArray[Any],
+    labels: NDArray[Any],
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = None,
+    class_weights: Weights = None,
+    row_weights: Weights = None,
 ) -> tuple[float, Array]:
-    """The mean over rows of -Σ target · log softmax(logits), and its gradient (softmax - target) / rows.
+    """The mean over rows of -Σ w · target · log softmax(logits), and its gradient.
 
-    The target of a row is ε / C for every class, and 1 - ε more for the label; ε is the label smoothing.
+    The target of a row is ε / C for every class, and 1 - ε more for the label; ε is the label smoothing. With class
+    weights w, which are 1 where there are none, the mean divides by the sum of the labels' weights, as PyTorch's does.
 
     Args:
         logits: (M, C).
-        labels: (M,) integers in [0, C). A label outside makes the loss and its row of the gradient NaN.
+        labels: (M,) integers in [0, C). A label outside makes the loss and its row of the gradient NaN; its weight adds
+            nothing to what the mean divides by.
         label_smoothing: ε, in [0, 1].
         ignore_index: rows with this label do not count in the mean, and have gradient 0. The mean of no rows is NaN.
+        class_weights: (C,).
+        row_weights: (M,), which multiply the rows' losses; the mean divides by the same all the same.
     """
     counts = np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
-    rows = int(counts.sum())
     gradient = np.zeros(logits.shape)
-    if rows == 0:
+    if not counts.any():
         return float("nan"), gradient
-    losses, gradient[counts] = _of_rows(logits[counts].astype(np.float64), labels[counts], label_smoothing)
-    return float(losses.mean()), gradient / rows
+    rows, label = logits[counts].astype(np.float64), labels[counts]
+    weights = np.ones(logits.shape[1]) if class_weights is None else class_weights.astype(np.float64)
+    losses, of_rows = _of_rows(rows, label, label_smoothing, weights)
+    if row_weights is not None:
+        of_row = row_weights[counts].astype(np.float64)
+        losses, of_rows = losses * of_row, of_rows * of_row[:, None]
+    valid = (label >= 0) & (label < logits.shape[1])
+    divisor = float(len(label)) if class_weights is None else weights[label[valid]].sum()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gradient[counts] = of_rows / divisor
+        return float(losses.sum() / divisor), gradient
 
 
-def _of_rows(logits: Array, labels: NDArray[Any], smoothing: float) -> tuple[Array, Array]:
+def _mean(losses: Array, slopes: Array, row_weights: Weights) -> tuple[float, Array]:
+    """The mean of losses, NaN if there are none, and its gradient; `slopes` are the derivatives of the losses."""
+    if losses.size == 0:
+        return float("nan"), slopes
+    if row_weights is not None:
+        weights = row_weights.astype(np.float64)[:, None]
+        losses, slopes = losses * weights, slopes * weights
+    return float(np.mean(losses)), slopes / losses.size
+
+
+def _sigmoid(z: Array) -> Array:
+    return np.exp(-np.logaddexp(0.0, -z))
+
+
+def _of_rows(logits: Array, labels: NDArray[Any], smoothing: float, weights: Array) -> tuple[Array, Array]:
     """The loss of each row, (M,), and its gradient, (M, C)."""
     rows, classes = logits.shape
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -51,11 +115,13 @@ def _of_rows(logits: Array, labels: NDArray[Any], smoothing: float) -> tuple[Arr
     sums = exponentials.sum(axis=1, keepdims=True)
     valid = (labels >= 0) & (labels < classes)
     label = np.arange(rows), np.where(valid, labels, 0)
-    losses = np.log(sums[:, 0]) - (1.0 - smoothing) * shifted[label]
-    gradient = exponentials / sums
-    gradient[label] -= 1.0 - smoothing
+    certain = (1.0 - smoothing) * weights[label[1]]
+    total = certain + (smoothing / classes * weights.sum() if smoothing > 0 else 0.0)
+    losses = total * np.log(sums[:, 0]) - certain * shifted[label]
+    gradient = total[:, None] * (exponentials / sums)
+    gradient[label] -= certain
     if smoothing > 0:
-        losses -= smoothing / classes * shifted.sum(axis=1)
-        gradient -= smoothing / classes
+        losses -= smoothing / classes * (shifted * weights).sum(axis=1)
+        gradient -= smoothing / classes * weights
     losses[~valid], gradient[~valid] = np.nan, np.nan
     return losses, gradient

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from lt_runtime.gpu.memory import branch, stream_memory
+from lt_runtime.losses.cross_entropy import cross_entropy
+from lt_runtime.losses.elementwise import mse_loss
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.ops.loss import cross_entropy, mse_loss
 from lt_runtime.ranges import range_of
 from lt_runtime.training.ema import EMA
 from lt_runtime.training.mlp import MLP

@@ -7,7 +7,7 @@ from typing import Any
 from lt_runtime.arrays.checks import check_shape
 from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError
-from lt_runtime.ops.loss import check_labels
+from lt_runtime.losses.cross_entropy import check_labels
 from lt_runtime.training.mlp import MLP
 
 

@@ -27,6 +27,7 @@ class LossCall:
     Attributes:
         gradient: None where the gradient is written over the scores.
         scale: what the gradient is multiplied by: a number, or an array of one.
+        by_row, by_column: whether there are weights.
     """
 
     gpu: FakeGpu
@@ -36,6 +37,9 @@ class LossCall:
     share: float = 1.0
     smoothing: float = 0.0
     ignore_index: int | None = -100
+    delta: float = 1.0
+    by_row: bool = False
+    by_column: bool = False
 
     def __post_init__(self) -> None:
         empty = np.zeros((_ROWS, _CLASSES), np.float32)
@@ -43,6 +47,9 @@ class LossCall:
         self.gradient = None if self.gradient_place is None else Placed(self.gpu, empty, self.gradient_place)
         self.labels = self.gpu.cp.asarray(np.zeros(_ROWS, np.int64))
         self.loss = self.gpu.cp.asarray(np.zeros((), np.float32))
+        self.row_weights, self.column_weights = (
+            self.gpu.cp.asarray(np.ones(length, np.float32)) for length in (_ROWS, _CLASSES)
+        )
 
     def refill(self, seed: int) -> None:
         """Other operands in the same memory."""
@@ -54,6 +61,8 @@ class LossCall:
         self.target.fill(self._y)
         host_of(self.gpu, self.labels)[...] = self._classes
         host_of(self.gpu, self.loss)[...] = -1.0
+        host_of(self.gpu, self.row_weights)[...] = generator.standard_normal(_ROWS)
+        host_of(self.gpu, self.column_weights)[...] = 0.5 + generator.random(_CLASSES)
 
     @property
     def function(self) -> Any:
@@ -64,9 +73,21 @@ class LossCall:
         return self.scores.array, self.labels if self.name == "cross_entropy" else self.target.array
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The loss's own, weights aside."""
+        if self.name == "cross_entropy":
+            return {"label_smoothing": self.smoothing, "ignore_index": self.ignore_index}
+        return {"delta": self.delta} if self.name == "huber_loss" else {}
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        of_columns = {"cross_entropy": "class_weights", "bce_with_logits": "pos_weight"}.get(self.name)
+        made = {"row_weights": self.row_weights} if self.by_row else {}
+        return made | ({of_columns: self.column_weights} if of_columns and self.by_column else {})
+
+    @property
     def settings(self) -> dict[str, Any]:
-        own = {"label_smoothing": self.smoothing, "ignore_index": self.ignore_index}
-        return {"grad_scale": self.scale, "share": self.share} | (own if self.name == "cross_entropy" else {})
+        return {"grad_scale": self.scale, "share": self.share, **self.options, **self.weights}
 
     @property
     def buffers(self) -> dict[str, Any]:
@@ -82,17 +103,15 @@ class LossCall:
     def check_results(self, stream: Any, loss: Any, gradient: Any) -> None:
         """Compares with the reference; `gradient` gives the values once the stream is done."""
         self.gpu.synchronize(stream.ptr)
-        if self.name == "cross_entropy":
-            options = {"label_smoothing": self.smoothing, "ignore_index": self.ignore_index}
-            expected, exact = reference.cross_entropy(self._x, self._classes, **options)  # type: ignore[arg-type]
-        else:
-            expected, exact = reference.mse_loss(self._x, self._y)
+        weights = {name: host_of(self.gpu, each).copy() for name, each in self.weights.items()}
+        target = self._classes if self.name == "cross_entropy" else self._y
+        expected, exact = getattr(reference, self.name)(self._x, target, **self.options, **weights)
         scale = self.scale if isinstance(self.scale, float) else float(host_of(self.gpu, self.scale).reshape(()))
-        assert float(host_of(self.gpu, loss)) == pytest.approx(expected, rel=1e-5)
+        assert float(host_of(self.gpu, loss)) == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert_close("gradient", gradient(), exact * scale * self.share, 1e-6 * scale)
 
 
-_names = pytest.mark.parametrize("name", ["mse_loss", "cross_entropy"])
+_names = pytest.mark.parametrize("name", ["mse_loss", "huber_loss", "bce_with_logits", "cross_entropy"])
 
 
 @_names
@@ -109,13 +128,17 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str) -> None:
     """Calls with the same arrays that differ in one option, in turn and again."""
     call = LossCall(gpu, name)
     on_device = gpu.cp.asarray(np.full(1, 8.0, np.float32))
-    changes: list[dict[str, Any]] = [{}, {"scale": 3.0}, {"share": 0.25}, {"scale": on_device}]
+    changes: list[dict[str, Any]] = [{}, {"scale": 3.0}, {"share": 0.25}, {"scale": on_device}, {"by_row": True}]
+    changes += [{"by_column": True}, {"by_row": True, "by_column": True}]
+    if name == "huber_loss":
+        changes += [{"delta": 0.5}, {"delta": 2.0, "by_row": True}]
     if name == "cross_entropy":
         changes += [{"smoothing": 0.25}, {"ignore_index": None}, {"ignore_index": 2}]
+        changes += [{"smoothing": 0.25, "by_column": True}]
     for seed in range(_CALLS):
         host_of(gpu, on_device)[...] = 2.0**seed
         for each in changes:
-            for field in ("scale", "share", "smoothing", "ignore_index"):
+            for field in ("scale", "share", "smoothing", "ignore_index", "delta", "by_row", "by_column"):
                 default = LossCall.__dataclass_fields__[field].default
                 setattr(call, field, each.get(field, default))
             call.refill(seed)
@@ -128,6 +151,20 @@ def test_same_buffers_on_other_streams(gpu: FakeGpu, name: str) -> None:
     for seed, stream in enumerate([gpu.stream] * _CALLS + [gpu.other_stream, gpu.stream] * _CALLS):
         call.refill(seed)
         call.check(stream)
+
+
+@_names
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("by_row", "by_column"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("place", [ODD, COLUMNS], ids=["gaps", "columns"])
+def test_weights(gpu: FakeGpu, name: str, smoothing: float, by_row: bool, by_column: bool, place: Placement) -> None:
+    """Read anew at each call, and told apart from calls without."""
+    call = LossCall(gpu, name, place, smoothing=smoothing, by_row=by_row, by_column=by_column)
+    plain = LossCall(gpu, name, place, smoothing=smoothing)
+    for seed in range(_CALLS):
+        for each in (call, plain):
+            each.refill(seed)
+            each.check(gpu.stream)
 
 
 @_names

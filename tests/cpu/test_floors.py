@@ -27,6 +27,7 @@ FLOORS = (
     {"plans"},
     {"tuner"},
     {"ops"},
+    {"losses"},
     {"binding", "profiling", "training"},
     {"saving"},
     {"cli"},

@@ -163,7 +163,8 @@ def test_a_step_takes_batches_of_any_size_unless_told() -> None:
 
 
 TAKE_STREAMS = (
-    *(lt.linear_fwd, lt.linear, lt.linear_bwd, lt.matmul, lt.dropout, lt.mse_loss, lt.cross_entropy, lt.bind),
+    *(lt.linear_fwd, lt.linear, lt.linear_bwd, lt.matmul, lt.dropout, lt.bind),
+    *(lt.mse_loss, lt.huber_loss, lt.bce_with_logits, lt.cross_entropy),
     *(
         lt.AdamW.step,
         lt.AdamW.apply_settings,

@@ -176,6 +176,16 @@ def cross_entropy(world: World) -> Call:
     return world.lt.cross_entropy, {"logits": ones(M, N), "labels": ones(M, dtype=np.int32), **buffers}
 
 
+def huber_loss(world: World) -> Call:
+    return world.lt.huber_loss, mse_loss(world)[1]
+
+
+def bce_with_logits(world: World) -> Call:
+    ones = world.ones
+    operands = {"logits": ones(M, N), "targets": ones(M, N), "pos_weight": ones(N)}
+    return world.lt.bce_with_logits, {**operands, "out_gradient": ones(M, N), "out_loss": ones()}
+
+
 def dropout(world: World) -> Call:
     return world.lt.dropout, {"x": world.ones(M, N), "p": 0.5, "rng": world.lt.Philox(), "out": world.ones(M, N)}
 
@@ -319,7 +329,14 @@ RAW = {
     "leaky_slope": NUMBER, "stream": STREAM,
 }  # fmt: skip
 CHECKPOINT = {"path": "text", "model": "", "optimizer": ""}
-LOSS = {"grad_scale": "none float nan", "share": "", "out_gradient": "none", "out_loss": "none", "stream": STREAM}
+LOSS = {
+    "row_weights": "none",
+    "grad_scale": "none float nan",
+    "share": "",
+    "out_gradient": "none",
+    "out_loss": "none",
+    "stream": STREAM,
+}
 
 ROWS: Final[Mapping[str, Row]] = {
     "linear_fwd": Row(
@@ -342,8 +359,11 @@ ROWS: Final[Mapping[str, Row]] = {
     ),
     "matmul of operand sums": Row(operand_sums, {"bias_gradient": ""}),
     "mse_loss": Row(mse_loss, {"prediction": "", "target": "", **LOSS}),
+    "huber_loss": Row(huber_loss, {"prediction": "", "target": "", "delta": "float", **LOSS}),
+    "bce_with_logits": Row(bce_with_logits, {"logits": "", "targets": "", "pos_weight": "none", **LOSS}),
     "cross_entropy": Row(
-        cross_entropy, {"logits": "", "labels": "", **LOSS, "label_smoothing": "", "ignore_index": "none"}
+        cross_entropy,
+        {"logits": "", "labels": "", **LOSS, "label_smoothing": "", "ignore_index": "none", "class_weights": "none"},
     ),
     "dropout": Row(
         dropout, {"x": "", "p": "", "rng": "", "out": "none", "stream": STREAM}, {"p": "dropout probability"}

@@ -19,11 +19,11 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels import cross_entropy as family
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels
+from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
+from lt_runtime.kernels.elementwise_loss import ElementwiseLoss, ElementwiseLossPass
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.mse import MsePass
 from lt_runtime.problem import DType
-from lt_runtime.reference import cross_entropy, mse_loss
+from lt_runtime.reference import bce_with_logits, cross_entropy, huber_loss, mse_loss
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding
 from tests.host_kernels.cases import FEW, MORE, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernel, HostKernels
@@ -152,31 +152,135 @@ cases = st.builds(
 )
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@FEW
-@example(case=LossCase((3, 200)))
-@given(case=cases)
-def test_mse(runner: Runner, dtype: DType, case: LossCase) -> None:
+def row_of(values: NDArray[Any] | None) -> Guarded | None:
+    """Weights as they lie in memory; None where there are none."""
+    return None if values is None else Guarded(values.astype(np.float32)[None])
+
+
+def address_of(operand: Guarded | None) -> int:
+    return 0 if operand is None else operand.address
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Options of a mean over all elements, and which weights it has."""
+
+    loss: str
+    delta: float = 1.0
+    by_row: bool = False
+    by_column: bool = False
+
+    def weights(self, shape: Shape, seed: int) -> tuple[Guarded | None, Guarded | None]:
+        """Of rows, some of them 0 or negative, and of columns."""
+        generator = np.random.default_rng(seed + 2)
+        of_rows, of_columns = generator.integers(-2, 4, shape[0]) / 2, generator.random(shape[1]) * 4
+        return row_of(of_rows if self.by_row else None), row_of(of_columns if self.by_column else None)
+
+    def exact(self, prediction: NDArray[Any], target: NDArray[Any], *weights: Any) -> tuple[float, Array]:
+        of_rows, of_columns = (None if each is None else each.array[0] for each in weights)
+        if self.loss == "mse":
+            return mse_loss(prediction, target, row_weights=of_rows)
+        if self.loss == "huber":
+            return huber_loss(prediction, target, delta=self.delta, row_weights=of_rows)
+        return bce_with_logits(prediction, target, pos_weight=of_columns, row_weights=of_rows)
+
+
+def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Elementwise) -> None:
+    """A launch against the reference; its tolerance is a multiple of what each element's terms are rounded by."""
     generator = np.random.default_rng(case.seed)
     prediction = Guarded(numbers(generator, case.shape, dtype), case.prediction)
-    target = Guarded(numbers(generator, case.shape, dtype), case.target)
+    is_binary = asked.loss == "bce_with_logits"
+    targets = generator.random(case.shape).round(1) if is_binary else numbers(generator, case.shape, dtype)
+    target = Guarded(targets, case.target, dtype)
     gradient = case.gradient_of(prediction, dtype)
     size, factor = case.shape[0] * case.shape[1], case.scale / 2
-    expected, expected_gradient = mse_loss(prediction.array, target.array)
-    magnitude = np.abs(prediction.array.astype(np.float64)) + np.abs(target.array.astype(np.float64))
-    loss_pass = MsePass(dtype, prediction.layout, gradient.layout, target.layout, 0)
+    weights = asked.weights(case.shape, case.seed)
+    expected, expected_gradient = asked.exact(prediction.array, target.array, *weights)
+    magnitude = np.abs(prediction.array.astype(np.float64)) + np.abs(target.array.astype(np.float64)) + 5.0 * is_binary
+    if weights[0] is not None:
+        magnitude = magnitude * np.maximum(1.0, np.abs(weights[0].array[0].astype(np.float64)))[:, None]
+    if weights[1] is not None:
+        magnitude = magnitude * np.maximum(1.0, weights[1].array[0].astype(np.float64))
+    kind = ElementwiseLoss(asked.loss, asked.delta, asked.by_row or asked.by_column)
+    loss_pass = ElementwiseLossPass(dtype, prediction.layout, gradient.layout, target.layout, kind, 0)
     memory = Memory.of(loss_pass.scratch_bytes)
     scale, _kept = scale_of(case.scale, case.scale_on_device)
     runner.order = case.order
-    addresses = (prediction.address, target.address, gradient.address, memory.loss.address)
+    addresses = (prediction.address, target.address, gradient.address, memory.loss.address, *map(address_of, weights))
     loss_pass.run(Call(addresses, 0, scale), cast(StreamMemory, memory))
 
     assert abs(memory.read() - expected) <= 60 * EPS32 * float(np.mean(magnitude**2))
     exact = expected_gradient * factor
     assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 4 * EPS32 * magnitude * factor / size)
-    target.assert_unchanged()
-    if not case.in_place:
-        prediction.assert_unchanged()
+    for each in (target, *weights, None if case.in_place else prediction):
+        if each is not None:
+            each.assert_unchanged()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@FEW
+@example(case=LossCase((3, 200)), by_row=False)
+@example(case=LossCase((3, 200)), by_row=True)
+@given(case=cases, by_row=st.booleans())
+def test_mse(runner: Runner, dtype: DType, case: LossCase, by_row: bool) -> None:
+    check_elementwise(runner, dtype, case, Elementwise("mse", by_row=by_row))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@FEW
+@example(case=LossCase((3, 200)), delta=0.5, by_row=True)
+@given(case=cases, delta=st.sampled_from((1.0, 0.25, 7.0)), by_row=st.booleans())
+def test_huber(runner: Runner, dtype: DType, case: LossCase, delta: float, by_row: bool) -> None:
+    check_elementwise(runner, dtype, case, Elementwise("huber", delta, by_row=by_row))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@FEW
+@example(case=LossCase((3, 203)), by_row=False, by_column=False)
+@example(case=LossCase((203, 1)), by_row=True, by_column=True)
+@given(case=cases, by_row=st.booleans(), by_column=st.booleans())
+def test_bce_with_logits(runner: Runner, dtype: DType, case: LossCase, by_row: bool, by_column: bool) -> None:
+    check_elementwise(runner, dtype, case, Elementwise("bce_with_logits", by_row=by_row, by_column=by_column))
+
+
+def run_elementwise(
+    runner: Runner, loss: str, prediction: Array, target: Array, delta: float = 1.0
+) -> tuple[float, Array]:
+    """Loss and gradient of FP32 matrices, the gradient not divided by their size."""
+    operands = [Guarded(each.astype(np.float32)) for each in (prediction, target, np.zeros_like(prediction))]
+    layouts = [each.layout for each in operands]
+    loss_pass = ElementwiseLossPass(F32, layouts[0], layouts[2], layouts[1], ElementwiseLoss(loss, delta), 0)
+    memory = Memory.of(loss_pass.scratch_bytes)
+    addresses = (*(each.address for each in operands), memory.loss.address, 0, 0)
+    loss_pass.run(Call(addresses, 0, (float(prediction.size), 0)), cast(StreamMemory, memory))
+    return memory.read(), operands[2].values()
+
+
+@pytest.mark.parametrize("logit", [-1e30, -200.0, -20.0, 0.0, 20.0, 200.0, 1e30])
+@pytest.mark.parametrize("target", [0.0, 1.0])
+def test_logits_of_any_size_have_an_exact_gradient(runner: Runner, logit: float, target: float) -> None:
+    """Neither loss nor gradient is a difference of nearly equal numbers."""
+    z, t = np.full((1, 1), logit), np.full((1, 1), target)
+    loss, gradient = run_elementwise(runner, "bce_with_logits", z, t)
+    expected, exact = bce_with_logits(z, t)
+    assert loss == pytest.approx(expected, rel=1e-5, abs=1e-37)
+    np.testing.assert_allclose(gradient, exact, rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("loss", ["mse", "huber", "bce_with_logits"])
+def test_nan_stays_nan(runner: Runner, loss: str) -> None:
+    prediction = np.zeros((1, 12))
+    prediction[0, 9] = np.nan
+    value, gradient = run_elementwise(runner, loss, prediction, np.zeros_like(prediction))
+    assert math.isnan(value)
+    assert np.isnan(gradient[0]).nonzero()[0].tolist() == [9]
+
+
+def test_huber_is_linear_beyond_delta(runner: Runner) -> None:
+    prediction = np.array([[-9.0, -2.0, -1.0, 0.0, 1.0, 2.0, 9.0, np.inf]])
+    value, gradient = run_elementwise(runner, "huber", prediction[:, :7], np.zeros((1, 7)), 2.0)
+    assert value == pytest.approx((2 * 2 * (9 - 1) + 2 * 2 + 2 * 0.5) / 7)
+    assert gradient.tolist() == [[-2.0, -2.0, -1.0, 0.0, 1.0, 2.0, 2.0]]
 
 
 def run_cross_entropy(
@@ -190,14 +294,21 @@ def run_cross_entropy(
     scale: tuple[float, int] = (1.0, 0),
     order: int = 0,
     little_memory: bool = False,
+    weights: tuple[Guarded | None, Guarded | None] = (None, None),
 ) -> float:
-    """The loss."""
+    """The loss.
+
+    Args:
+        weights: of rows and of classes.
+    """
     runner.order, runner.launched = order, []
     runner.shared_memory = LITTLE_SHARED_MEMORY if little_memory else MUCH_SHARED_MEMORY
     kind = Labels(labels.dtype == np.int64, ignore_index)
-    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, kind, smoothing, 0)
+    weighting = Weighting(*(each is not None for each in weights))
+    loss_pass = CrossEntropyPass(logits.dtype, logits.layout, gradient.layout, kind, smoothing, weighting, 0)
     memory = Memory.of(loss_pass.scratch_bytes)
-    addresses = (logits.address, labels.ctypes.data, gradient.address, memory.loss.address)
+    labels_at = labels.ctypes.data
+    addresses = (logits.address, labels_at, gradient.address, memory.loss.address, *map(address_of, weights))
     loss_pass.run(Call(addresses, 0, scale), cast(StreamMemory, memory))
     return memory.read()
 
@@ -249,13 +360,38 @@ def test_few_classes(runner: Runner, dtype: DType, data: st.DataObject, case: Lo
     assert ("cross_entropy_few" in runner.launched) == (case.shape[1] <= 16)
 
 
+@dataclass(frozen=True)
+class Weighted:
+    """Which weights a case has."""
+
+    by_row: bool = False
+    by_class: bool = False
+
+    def weights(self, shape: Shape, seed: int) -> tuple[Guarded | None, Guarded | None]:
+        """Of rows, some of them 0 or negative, and of classes, all positive."""
+        generator = np.random.default_rng(seed + 2)
+        of_rows, of_classes = generator.integers(-2, 4, shape[0]) / 2, 0.5 + generator.random(shape[1])
+        return row_of(of_rows if self.by_row else None), row_of(of_classes if self.by_class else None)
+
+
+UNWEIGHTED = Weighted()
+
+
 def check_cross_entropy(
-    runner: Runner, dtype: DType, case: LossCase, labels: NDArray[Any], smoothing: float, ignore_index: int | None
+    runner: Runner,
+    dtype: DType,
+    case: LossCase,
+    labels: NDArray[Any],
+    smoothing: float,
+    ignore_index: int | None,
+    weighted: Weighted = UNWEIGHTED,
 ) -> None:
     logits = Guarded(numbers(np.random.default_rng(case.seed), case.shape, dtype), case.prediction)
     gradient = case.gradient_of(logits, dtype)
-    values = logits.array.astype(np.float64)
-    expected, exact = cross_entropy(values, labels, label_smoothing=smoothing, ignore_index=ignore_index)
+    values, weights = logits.array.astype(np.float64), weighted.weights(case.shape, case.seed)
+    of_rows, of_classes = (None if each is None else each.array[0].astype(np.float64) for each in weights)
+    options: Any = {"label_smoothing": smoothing, "ignore_index": ignore_index, "class_weights": of_classes}
+    expected, exact = cross_entropy(values, labels, row_weights=of_rows, **options)
     scale, _kept = scale_of(case.scale, case.scale_on_device)
     loss = run_cross_entropy(
         runner,
@@ -267,19 +403,80 @@ def check_cross_entropy(
         scale=scale,
         order=case.order,
         little_memory=case.little_memory,
+        weights=weights,
     )
 
     # exp makes an absolute error of the difference's rounding a relative one
     limits = EPS32 * (64 + 2 * np.abs(values).max(axis=1))
-    assert_close("loss", np.array([loss]), np.array([expected]), float(limits.max()) + 8 * EPS32 * abs(expected))
-    rows, factor = max(int((labels != ignore_index).sum()), 1), case.scale / 2
+    most = 1.0 if of_rows is None else float(np.abs(of_rows).max())
+    if of_classes is not None:
+        most *= float(of_classes.max() / of_classes.min())
+    farthest = 1.0 if most == 1.0 else 1.0 + float(np.abs(values).max())  # weights are multiples of the logits too
+    tolerance = most * farthest * float(limits.max()) + 8 * EPS32 * abs(expected)
+    assert_close("loss", np.array([loss]), np.array([expected]), tolerance)
+    divisor, factor = max(int((labels != ignore_index).sum()), 1), case.scale / 2
+    plain = cross_entropy(values, labels, label_smoothing=smoothing, ignore_index=ignore_index)[1]
     probabilities = np.exp(values - values.max(axis=1, keepdims=True))
     probabilities /= probabilities.sum(axis=1, keepdims=True)
-    targets = np.abs(probabilities - exact * rows)
-    tolerance = (limits[:, None] * probabilities + 4 * EPS32 * targets) * factor / rows
-    assert_close("gradient", gradient.values(), exact * factor, tolerance + rounding(dtype, exact * factor))
-    if not case.in_place:
-        logits.assert_unchanged()
+    targets = np.abs(probabilities - plain * divisor)
+    of_gradient = most * (limits[:, None] * probabilities + (4 if most == 1.0 else 16) * EPS32 * targets)
+    limit = of_gradient * factor / divisor + rounding(dtype, exact * factor)
+    assert_close("gradient", gradient.values(), exact * factor, limit)
+    for each in (*weights, None if case.in_place else logits):
+        if each is not None:
+            each.assert_unchanged()
+
+
+weightings = st.builds(Weighted, st.booleans(), st.booleans())
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@MORE
+@example(labels=(0, 5), case=LossCase((2, 300)), smoothing=0.1, weighted=Weighted(True, True))
+@given(
+    labels=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    case=cases,
+    smoothing=st.sampled_from((0.0, 0.1, 1.0)),
+    weighted=weightings,
+)
+def test_weights(
+    runner: Runner, dtype: DType, labels: tuple[int, int], case: LossCase, smoothing: float, weighted: Weighted
+) -> None:
+    """Of rows and classes; labels of which some are ignored, and some are out of range where there are few classes."""
+    first, step = labels
+    of_rows = (first + step * np.arange(case.shape[0])) % 7
+    check_cross_entropy(runner, dtype, case, of_rows.astype(np.int32), smoothing, 6, weighted)
+
+
+@pytest.mark.parametrize(
+    "weighted", [Weighted(True, False), Weighted(False, True), Weighted(True, True)], ids=["rows", "classes", "both"]
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(1030, 3), (1030, 17), (21, 504), (4, 3000), (4, 3001), (3, 3072)], ids=str)
+def test_weights_of_many_rows_and_classes(
+    runner: Runner, shape: Shape, smoothing: float, weighted: Weighted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels that a launch of its own adds up, and rows that warps and blocks stream one after the other."""
+    monkeypatch.setattr(family, "_MAX_BLOCKS", 2)
+    aligned = Placement(column_major=False, gap=-shape[1] % 8, offset=0)
+    case = LossCase(shape, prediction=aligned, gradient=aligned)
+    check_cross_entropy(runner, BF16, case, np.arange(shape[0]) % 3, smoothing, 1, weighted)
+    by_class = ["count_labels"] if shape[0] > 1024 else []
+    assert runner.launched == [*by_class, "cross_entropy_few" if shape[1] < 17 else "cross_entropy"]
+
+
+@pytest.mark.parametrize("classes", [4, 40, 3000])
+def test_a_label_out_of_range_has_no_weight(runner: Runner, classes: int) -> None:
+    """It makes its own row NaN, and leaves the others finite."""
+    labels = np.array([1, classes, 0], np.int64)
+    gradient = Guarded(np.zeros((3, classes), np.float32))
+    weights = None, row_of(np.full(classes, 2.0))
+    assert math.isnan(
+        run_cross_entropy(runner, Guarded(np.eye(3, classes, dtype=np.float32)), labels, gradient, weights=weights)
+    )
+    assert np.isnan(gradient.values()).all(axis=1).tolist() == [False, True, False]
+    exact = cross_entropy(np.eye(3, classes), labels, class_weights=np.full(classes, 2.0))[1]
+    np.testing.assert_allclose(gradient.values()[[0, 2]], exact[[0, 2]], rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("little_memory", [False, True], ids=["held", "read again"])

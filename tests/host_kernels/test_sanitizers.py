@@ -27,7 +27,11 @@ from tests.host_kernels.variants import (
 REPOSITORY = HERE.parent.parent
 SHARED_MEMORY_TESTS = [  # ThreadSanitizer runs their explicit examples alone
     *(f"test_epilogue_bwd.py::test_backward[{epilogue}]" for epilogue in SANITIZED_BACKWARD),
-    f"test_loss.py::test_mse[{F32}]",
+    *(f"test_loss.py::test_{loss}[{F32}]" for loss in ("mse", "huber", "bce_with_logits")),
+    *(
+        f"test_loss.py::test_weights_of_many_rows_and_classes[{shape}-{smoothing}-both]"
+        for shape, smoothing in (("(21, 504)", 0.0), ("(21, 504)", 0.1), ("(4, 3000)", 0.1))
+    ),
     *(f"test_loss.py::test_bits_depend_on_neither_order_nor_memory[shape{i}]" for i in range(3)),
     *(
         f"test_loss.py::test_labels_far_out_of_range[{case}-4294967297]"

@@ -11,7 +11,7 @@ _RAW: Final = "lt_runtime/raw.py"
 _MATMUL: Final = "lt_runtime/ops/_matmul.py"
 _BACKWARD: Final = "lt_runtime/ops/_linear_backward.py"
 _FORWARD: Final = "lt_runtime/ops/_linear_forward.py"
-_LOSS: Final = "lt_runtime/ops/loss.py"
+_LOSS: Final = "lt_runtime/losses/operation.py"
 _MEMORY: Final = "lt_runtime/gpu/memory.py"
 _STREAMS: Final = "lt_runtime/gpu/streams.py"
 _NARROW: Final = "lt_runtime/kernels/narrow.py"
@@ -251,8 +251,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a loss's gradient is scaled twice",
         _LOSS,
-        "stream, (extras, scale))",
-        "stream, (extras * extras, scale))",
+        ", stream, (extras, scale)",
+        ", stream, (extras * extras, scale)",
         "tests/cpu/test_fake_gpu_losses.py::test_what_is_asked_is_told_apart[mse_loss]",
     ),
     fault(

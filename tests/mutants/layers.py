@@ -137,22 +137,22 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the reference's mean squared error lacks the 2",
         "lt_runtime/reference/loss.py",
-        "difference * (2.0 / difference.size)",
-        "difference / difference.size",
+        "_mean(difference**2, 2.0 * difference, row_weights)",
+        "_mean(difference**2, difference, row_weights)",
         "tests/cpu/reference/test_gradients.py::test_mse",
     ),
     fault(
         "the reference smooths the wrong way",
         "lt_runtime/reference/loss.py",
-        "gradient[label] -= 1.0 - smoothing",
+        "gradient[label] -= certain",
         "gradient[label] -= 1.0",
         "tests/cpu/ops/test_losses.py::test_label_smoothing",
     ),
     fault(
         "the reference's mean counts ignored rows",
         "lt_runtime/reference/loss.py",
-        "return float(losses.mean()), gradient / rows",
-        "return float(losses.mean()), gradient / labels.size",
+        "divisor = float(len(label)) if class_weights is None",
+        "divisor = float(len(labels)) if class_weights is None",
         "tests/cpu/ops/test_losses.py::test_rows_with_the_ignored_label_do_not_count",
     ),
     fault(

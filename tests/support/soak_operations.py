@@ -98,7 +98,8 @@ def _loss(generator: Generator) -> Prepare:
     rows, classes, seed = _pick(generator, _AXES), _pick(generator, (2, 10, 100)), int(generator.integers(1 << 30))
     scores = attempts.numbers(seed, rows, classes)
     if _chance(generator):
-        return attempts.against_host("mse_loss", (scores, attempts.numbers(seed + 1, rows, classes)))
+        name = _pick(generator, ("mse_loss", "huber_loss", "bce_with_logits"))
+        return attempts.against_host(name, (scores, attempts.numbers(seed + 1, rows, classes)))
     return attempts.against_host("cross_entropy", (scores, attempts.labels(seed, rows, classes)))
 
 

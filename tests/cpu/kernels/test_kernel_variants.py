@@ -200,7 +200,7 @@ def test_comments_go_and_literals_stay() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "value", "families"),
     [
-        (compiler, "_FLUSHED", frozenset({"mse.cu", "cross_entropy.cu"}), {"mse.cu"}),
+        (compiler, "_FLUSHED", frozenset({"elementwise_loss.cu", "cross_entropy.cu"}), {"elementwise_loss.cu"}),
         (compile_matrix, "STRUCTS", STRUCTS | {"adamw.cu": {"adamw": TallyParams}}, {"adamw.cu"}),
         (compile_matrix, "VARIANTS", VARIANTS[1:], {VARIANTS[0].source}),
         (compile_matrix, "ARCHITECTURES", ("sm_90",), set(SOURCES)),
@@ -224,7 +224,7 @@ def test_another_toolkit_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_full_run_leaves_out_nothing() -> None:
     record = Record((), {source: digest_of(source) for source in SOURCES}, "")
     assert all(architectures_to_compile(source, record, full=True) == ARCHITECTURES for source in SOURCES)
-    twin = set(ARCHITECTURES) - set(architectures_to_compile("mse.cu", Record((), {}, ""), full=False))
+    twin = set(ARCHITECTURES) - set(architectures_to_compile("elementwise_loss.cu", Record((), {}, ""), full=False))
     assert twin == {"sm_89"}
     registers = {each: [u.registers for u in recorded().usages if u.architecture == each] for each in ARCHITECTURES}
     assert registers["sm_89"] == registers["sm_86"]
@@ -233,7 +233,7 @@ def test_a_full_run_leaves_out_nothing() -> None:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A table of two families, which the command compiles at no cost."""
-    monkeypatch.setattr(compile_matrix, "SOURCES", ["mse.cu", "tally.cu"])
+    monkeypatch.setattr(compile_matrix, "SOURCES", ["elementwise_loss.cu", "tally.cu"])
     monkeypatch.setattr(compile_matrix, "TABLE", tmp_path / "registers.md")
     monkeypatch.setattr(compile_matrix, "everywhere", compiled_with(spills=0))
     return tmp_path / "registers.md"
@@ -257,7 +257,7 @@ def test_the_command_compiles_what_has_changed(
     table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compile_matrix.main([]) == 0
-    assert "compiling 2 of 2 families: mse.cu, tally.cu\n" in capsys.readouterr().out
+    assert "compiling 2 of 2 families: elementwise_loss.cu, tally.cu\n" in capsys.readouterr().out
     first = table.read_text()
     assert compile_matrix.main([]) == 0
     assert "compiling 0 of 2 families" in capsys.readouterr().out
@@ -276,7 +276,7 @@ def test_a_command_that_finds_faults_fails_and_records_nothing(
     monkeypatch.setattr(compile_matrix, "everywhere", compiled_with(spills=4))
     assert compile_matrix.main([]) == 1
     said = capsys.readouterr().out
-    assert "mse_loss of mse.cu-float for sm_75 spills registers\n" in said
+    assert "elementwise_loss of elementwise_loss.cu-float-SquaredError-0 for sm_75 spills registers\n" in said
     assert "**10**" in said
     assert not table.exists()
 

@@ -44,6 +44,11 @@ COMMON: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"grad_scale": ones(1, 1)}, ShapeError, r"grad_scale has shape \(1, 1\); accepted are \(\) and \(1,\)"),
     ({"grad_scale": DeviceArray(())}, DeviceError, "but grad_scale not; all must be on one device"),
     ({"grad_scale": "2"}, OperandError, "grad_scale is a str"),
+    ({"row_weights": ones(M, dtype=np.float64)}, DTypeError, "row_weights is float64; it must be float32"),
+    ({"row_weights": ones(M, 1)}, ShapeError, r"row_weights has shape \(3, 1\); it must be \(3,\), one a row of "),
+    ({"row_weights": ones(2 * M)[::2]}, LayoutError, r"row_weights has strides \(2,\); it must be row-major"),
+    ({"row_weights": [1.0, 1.0, 1.0]}, OperandError, "row_weights is a list"),
+    ({"row_weights": DeviceArray((M,))}, DeviceError, "but row_weights not; all must be on one device"),
 ]
 CROSS_ENTROPY: list[tuple[dict[str, Any], type[LtError], str]] = [
     *COMMON,
@@ -70,6 +75,13 @@ CROSS_ENTROPY: list[tuple[dict[str, Any], type[LtError], str]] = [
         "ignore_index is 9223372036854775808; accepted are None and integers of 64 bits",
     ),
     ({"ignore_index": True}, ArgumentError, "ignore_index is True"),
+    (
+        {"class_weights": ones(M)},
+        ShapeError,
+        r"class_weights has shape \(3,\); it must be \(4,\), one a column of logits",
+    ),
+    ({"class_weights": ones(C, dtype=np.int32)}, DTypeError, "class_weights is int32; it must be float32"),
+    ({"class_weights": 2.0}, OperandError, "class_weights is a float"),
     ({"labels": DeviceArray((M,), "<i4")}, DeviceError, "logits, out_gradient, out_loss in host .* but labels not"),
 ]
 MSE: list[tuple[dict[str, Any], type[LtError], str]] = [
@@ -81,6 +93,29 @@ MSE: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"target": ones(M, C, dtype=np.float16)}, DTypeError, "target is float16 but prediction is float32"),
     ({"target": None}, OperandError, "target is a NoneType"),
     ({"target": DeviceArray((M, C))}, DeviceError, "but target not"),
+]
+
+
+HUBER: list[tuple[dict[str, Any], type[LtError], str]] = [
+    *MSE,
+    ({"delta": 0}, ArgumentError, "delta is 0.0; it must be positive and finite"),
+    ({"delta": float("inf")}, ArgumentError, "delta is inf"),
+    ({"delta": float("nan")}, ArgumentError, "delta is nan"),
+    ({"delta": "1"}, ArgumentError, "delta is '1'; it must be a number"),
+]
+BCE: list[tuple[dict[str, Any], type[LtError], str]] = [
+    *COMMON,
+    ({"logits": ones(M)}, ShapeError, r"logits has shape \(3,\); accepted are matrices"),
+    ({"targets": ones(M)}, ShapeError, r"targets has shape \(3,\); it must be \(3, 4\), the shape of logits"),
+    ({"targets": LABELS}, ShapeError, r"targets has shape \(3,\)"),
+    (
+        {"targets": ones(M, C, dtype=np.int64)},
+        DTypeError,
+        "targets is int64 but logits is float32; types must be equal",
+    ),
+    ({"pos_weight": ones(M)}, ShapeError, r"pos_weight has shape \(3,\); it must be \(4,\), one a column of logits"),
+    ({"pos_weight": ones(C, dtype=np.float16)}, DTypeError, "pos_weight is float16; it must be float32"),
+    ({"pos_weight": 2.0}, OperandError, "pos_weight is a float"),
 ]
 
 
@@ -99,6 +134,16 @@ def test_cross_entropy(changes: dict[str, Any], error: type[LtError], message: s
 @pytest.mark.parametrize(("changes", "error", "message"), MSE)
 def test_mse(changes: dict[str, Any], error: type[LtError], message: str) -> None:
     check(lt.mse_loss, {"prediction": ones(M, C), "target": ones(M, C)}, changes, error, message)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), HUBER)
+def test_huber(changes: dict[str, Any], error: type[LtError], message: str) -> None:
+    check(lt.huber_loss, {"prediction": ones(M, C), "target": ones(M, C)}, changes, error, message)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BCE)
+def test_bce_with_logits(changes: dict[str, Any], error: type[LtError], message: str) -> None:
+    check(lt.bce_with_logits, {"logits": ones(M, C), "targets": ones(M, C)}, changes, error, message)
 
 
 @pytest.mark.parametrize(

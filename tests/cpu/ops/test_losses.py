@@ -26,16 +26,26 @@ def expected_cross_entropy(logits: Array, labels: Array, smoothing: float = 0.0)
     return -float((log_softmax * target).sum(axis=1).mean()), (np.exp(log_softmax) - target) / len(labels)
 
 
+LOSSES = ["mse", "huber", "bce_with_logits", "cross_entropy"]
+
+
 def run(name: str, scores: Array, **more: Any) -> tuple[Any, float, Array]:
     """The loss of random targets, and the expected value and gradient."""
     if name == "cross_entropy":
         return lt.cross_entropy(scores, LABELS, **more), *expected_cross_entropy(scores, LABELS)
-    target = numbers(9, scores.shape).astype(scores.dtype)
-    difference = scores.astype(np.float64) - target.astype(np.float64)
-    return lt.mse_loss(scores, target, **more), float((difference**2).mean()), 2 * difference / scores.size
+    target = np.abs(numbers(9, scores.shape)).astype(scores.dtype)
+    exact, wanted = scores.astype(np.float64), target.astype(np.float64)
+    difference, size = exact - wanted, scores.size
+    if name == "huber":
+        value = float(special.huber(0.5, difference).mean())
+        return lt.huber_loss(scores, target, delta=0.5, **more), value, np.clip(difference, -0.5, 0.5) / size
+    if name == "bce_with_logits":
+        value = float(-(wanted * special.log_expit(exact) + (1 - wanted) * special.log_expit(-exact)).mean())
+        return lt.bce_with_logits(scores, target, **more), value, (special.expit(exact) - wanted) / size
+    return lt.mse_loss(scores, target, **more), float((difference**2).mean()), 2 * difference / size
 
 
-@pytest.mark.parametrize("name", ["mse", "cross_entropy"])
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", PLACES)
 def test_types_layouts_and_buffers(name: str, dtype: str, place: str) -> None:
@@ -51,7 +61,7 @@ def test_types_layouts_and_buffers(name: str, dtype: str, place: str) -> None:
     scores.assert_untouched_around()
 
 
-@pytest.mark.parametrize("name", ["mse", "cross_entropy"])
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_makes_its_results(name: str, dtype: str) -> None:
     result, value, exact = run(name, numbers(8, (M, C), dtype))
@@ -60,7 +70,7 @@ def test_makes_its_results(name: str, dtype: str) -> None:
     assert_rounded(result.gradient, exact, dtype)
 
 
-@pytest.mark.parametrize("name", ["mse", "cross_entropy"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_gradient_over_the_scores(name: str) -> None:
     scores = numbers(8, (M, C), "float32")
     untouched = scores.copy()
@@ -107,7 +117,7 @@ def test_where_all_is_ignored_the_loss_is_nan_and_the_gradient_zero() -> None:
     assert (result.gradient == 0).all()
 
 
-@pytest.mark.parametrize("name", ["mse", "cross_entropy"])
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("scale", [4, 0.5, np.full((), 1024, np.float32), np.full(1, 0.25, np.float32)])
 def test_the_scale_is_the_gradient_s_alone(name: str, scale: Any) -> None:
     result, value, exact = run(name, numbers(8, (M, C), "float32"), grad_scale=scale)
@@ -159,7 +169,8 @@ def test_the_reference_marks_a_label_out_of_range(bad: int) -> None:
 
 def test_the_mean_over_nothing_is_nan() -> None:
     nothing = np.zeros((0, 4), np.float32)
-    for result in (lt.mse_loss(nothing, nothing), lt.cross_entropy(nothing, np.zeros(0, np.int32))):
+    losses = [loss(nothing, nothing) for loss in (lt.mse_loss, lt.huber_loss, lt.bce_with_logits)]
+    for result in (*losses, lt.cross_entropy(nothing, np.zeros(0, np.int32))):
         assert math.isnan(float(result.loss))
         assert result.gradient.shape == (0, 4)
 
@@ -172,3 +183,73 @@ def test_nan_and_infinity_are_results() -> None:
     large = np.full((1, 1), 60000, np.float16)
     assert float(lt.mse_loss(large, -large).loss) == pytest.approx(1.2e5**2)
     assert np.isinf(lt.mse_loss(large, -large).gradient).all()
+
+
+LOGITS = np.array([[0.5, -1.25, 2.0], [-3.0, 0.75, 1.5]], np.float32)
+TARGETS = np.array([[1.0, 0.0, 0.25], [0.0, 1.0, 1.0]], np.float32)
+
+
+def singles(*values: float) -> Array:
+    return np.array(values, np.float32)
+
+
+BY_PYTORCH: list[tuple[str, Any, dict[str, Any], float, list[list[float]]]] = [
+    # F.binary_cross_entropy_with_logits(LOGITS, TARGETS)
+    (
+        *("bce_with_logits", TARGETS, {}, 0.4983009520399744),
+        [[-0.0629234448, 0.0371166898, 0.1051328463], [0.0079043122, -0.0534702168, -0.0304042540]],
+    ),
+    # …(pos_weight=[2, 0.5, 3])
+    (
+        *("bce_with_logits", TARGETS, {"pos_weight": singles(2, 0.5, 3)}, 0.6227896258082491),
+        [[-0.1258468896, 0.0371166898, 0.0951992695], [0.0079043122, -0.0267351084, -0.0912127619]],
+    ),
+    # …(weight=[[2], [0.5]])
+    (
+        *("bce_with_logits", TARGETS, {"row_weights": singles(2, 0.5)}, 0.8373839951621003),
+        [[-0.1258468896, 0.0742333796, 0.2102656927], [0.0039521561, -0.0267351084, -0.0152021270]],
+    ),
+    # F.huber_loss(LOGITS, TARGETS), and with delta=0.5
+    ("huber_loss", TARGETS, {}, 0.796875, [[-1 / 12, -1 / 6, 1 / 6], [-1 / 6, -1 / 24, 1 / 12]]),
+    ("huber_loss", TARGETS, {"delta": 0.5}, 0.484375, [[-1 / 12, -1 / 12, 1 / 12], [-1 / 12, -1 / 24, 1 / 12]]),
+    # F.cross_entropy(LOGITS, [2, 0], weight=[0.5, 1, 2]), with label_smoothing=0.1, and with the second label -100
+    (
+        *("cross_entropy", np.array([2, 0]), {"class_weights": singles(0.5, 1, 2)}, 1.1649751222481934),
+        [[0.1414561457, 0.0245813923, -0.1660375379], [-0.1985023014, 0.0636837665, 0.1348185348]],
+    ),
+    (
+        *("cross_entropy", np.array([2, 0]), {"class_weights": singles(0.5, 1, 2), "label_smoothing": 0.1}),
+        *(
+            1.1710713942470015,
+            [[0.1288954729, 0.0102238343, -0.1391193072], [-0.1849692749, 0.0588416021, 0.1261276728]],
+        ),
+    ),
+    (
+        *("cross_entropy", np.array([2, -100]), {"class_weights": singles(0.5, 1, 2), "label_smoothing": 0.1}),
+        *(0.28959606713944797, [[0.1611193412, 0.0127797928, -0.1738991340], [0.0, 0.0, 0.0]]),
+    ),
+]
+"""What PyTorch 2.11 computes in float64."""
+
+
+@pytest.mark.parametrize(("name", "target", "options", "value", "gradient"), BY_PYTORCH)
+def test_as_pytorch(name: str, target: Any, options: dict[str, Any], value: float, gradient: list[list[float]]) -> None:
+    result = getattr(lt, name)(LOGITS, target, **options)
+    assert float(result.loss) == pytest.approx(value, rel=1e-6)
+    np.testing.assert_allclose(result.gradient, gradient, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_weights_of_rows(name: str, parts: int) -> None:
+    """Each multiplies its row's loss, whatever its sign; parts of a batch add up to the batch."""
+    scores, weights = numbers(8, (4, C), "float32"), singles(2, 0, -1, 0.5)
+    function = getattr(lt, name if name not in ("mse", "huber") else f"{name}_loss")
+    target = LABELS[:4] if name == "cross_entropy" else np.abs(numbers(9, (4, C), "float32"))
+    rows = [function(scores[i : i + 1], target[i : i + 1]) for i in range(4)]
+    cuts = [slice(i * 4 // parts, (i + 1) * 4 // parts) for i in range(parts)]
+    made = [function(scores[cut], target[cut], row_weights=weights[cut], share=1 / parts) for cut in cuts]
+    exact = np.concatenate([row.gradient for row in rows]) * weights[:, None] / 4
+    np.testing.assert_allclose(np.concatenate([part.gradient for part in made]), exact, rtol=1e-5, atol=1e-9)
+    losses = sum(float(row.loss) * weight for row, weight in zip(rows, weights, strict=True))
+    assert sum(float(part.loss) for part in made) / parts == pytest.approx(losses / 4, rel=1e-5)

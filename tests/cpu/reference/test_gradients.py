@@ -82,6 +82,65 @@ def test_cross_entropy(labels: list[int]) -> None:
     np.testing.assert_allclose(gradient.sum(axis=1), 0, atol=1e-16)
 
 
+WEIGHTS = np.array([2.0, -0.5, 1.25])
+
+
+@pytest.mark.parametrize("delta", [0.25, 1.0, 10.0])
+def test_huber(delta: float) -> None:
+    prediction, target = numbers(2, (M, N)), numbers(3, (M, N))
+    value, gradient = reference.huber_loss(prediction, target, delta=delta)
+    losses = [d * d / 2 if abs(d) <= delta else delta * (abs(d) - delta / 2) for d in (prediction - target).flat]
+    assert value == pytest.approx(sum(losses) / (M * N), rel=1e-14)
+    assert_gradient(gradient, lambda at: reference.huber_loss(at, target, delta=delta)[0], prediction)
+
+
+@pytest.mark.parametrize("pos_weight", [None, np.array([0.5, 1.0, 2.0, 7.0])])
+def test_bce_with_logits(pos_weight: Array | None) -> None:
+    logits, targets = 3 * numbers(4, (M, N)), np.linspace(0, 1, M * N).reshape(M, N)
+    value, gradient = reference.bce_with_logits(logits, targets, pos_weight=pos_weight)
+    sigmoid = 1 / (1 + np.exp(-logits))
+    positive = targets if pos_weight is None else targets * pos_weight
+    assert value == pytest.approx(float(-(positive * np.log(sigmoid) + (1 - targets) * np.log(1 - sigmoid)).mean()))
+    assert_gradient(gradient, lambda at: reference.bce_with_logits(at, targets, pos_weight=pos_weight)[0], logits)
+
+
+def test_bce_is_finite_for_logits_of_any_size() -> None:
+    logits, targets = np.array([[-800.0, 800.0, -800.0, 800.0]]), np.array([[0.0, 1.0, 1.0, 0.0]])
+    value, gradient = reference.bce_with_logits(logits, targets)
+    assert value == 400.0
+    assert gradient.tolist() == [[0.0, 0.0, -0.25, 0.25]]
+
+
+@pytest.mark.parametrize("loss", [reference.mse_loss, reference.huber_loss, reference.bce_with_logits])
+def test_weights_of_rows_multiply_their_losses(loss: Callable[..., tuple[float, Array]]) -> None:
+    """The mean divides by the number of elements all the same."""
+    prediction, target = numbers(2, (M, N)), np.abs(numbers(3, (M, N))) % 1
+    value, gradient = loss(prediction, target, row_weights=WEIGHTS)
+    rows = [loss(prediction[i : i + 1], target[i : i + 1])[0] for i in range(M)]
+    assert value == pytest.approx(float(WEIGHTS @ rows) / M, rel=1e-13)
+    assert_gradient(gradient, lambda at: loss(at, target, row_weights=WEIGHTS)[0], prediction)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("row_weights", [None, WEIGHTS])
+@pytest.mark.parametrize("class_weights", [None, np.array([0.5, 1.0, 3.0, 2.0])])
+def test_weights_of_cross_entropy(smoothing: float, row_weights: Array | None, class_weights: Array | None) -> None:
+    logits, labels = 3 * numbers(4, (M, N)), np.array([2, -1, 0])
+    options = {"label_smoothing": smoothing, "class_weights": class_weights, "row_weights": row_weights}
+
+    def loss(at: Array) -> tuple[float, Array]:
+        return reference.cross_entropy(at, labels, ignore_index=-1, **options)  # type: ignore[arg-type]
+
+    of_rows = np.ones(M) if row_weights is None else row_weights
+    of_classes = np.ones(N) if class_weights is None else class_weights
+    log_softmax = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    target = ((1 - smoothing) * np.eye(N)[labels] + smoothing / N) * of_classes
+    losses = -(target * log_softmax).sum(axis=1) * of_rows
+    value, gradient = loss(logits)
+    assert value == pytest.approx((losses[0] + losses[2]) / (of_classes[2] + of_classes[0]), rel=1e-13)
+    assert_gradient(gradient, lambda at: loss(at)[0], logits)
+
+
 def test_clipping_adds_to_the_norm_what_pytorch_adds() -> None:
     assert reference.clip_factor(1e-6, 1e-6) == pytest.approx(0.5)
     assert reference.clip_factor(0.0, 1.0) == 1.0

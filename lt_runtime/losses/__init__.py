@@ -1,0 +1,1 @@
+"""Losses, each with its gradient."""

@@ -1,0 +1,189 @@
+"""What all losses have in common: a matrix of scores, a target, weights of rows, and a gradient with its scale."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
+
+from lt_runtime.arguments import is_number, number
+from lt_runtime.arrays.checks import check_same, check_shape, check_type
+from lt_runtime.arrays.operand import Operand
+from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.gpu import driver
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.cross_entropy import CrossEntropyPass
+from lt_runtime.kernels.elementwise_loss import ElementwiseLossPass
+from lt_runtime.layout import packed
+from lt_runtime.ops.call import Known, New, Operation, Reading, perform
+from lt_runtime.problem import DType
+from lt_runtime.products.plan import Plan
+
+_GRADIENT, _LOSS = 3, 4  # places among the arrays
+_NAN_BITS: Final = 0x7FC00000
+
+
+class Loss(NamedTuple):
+    """A loss with its gradient.
+
+    Attributes:
+        loss: one FP32 number of shape (), which stays on its device until it is read.
+        gradient: with respect to the loss's first argument, of its shape.
+    """
+
+    loss: Any
+    gradient: Any
+
+
+class LossPlan(Plan):
+    """A loss and its gradient. The loss of no elements is NaN.
+
+    A call's addresses are those of the scores, the target, the gradient, the loss, and weights of rows and of columns.
+
+    Args:
+        loss_pass: the kernels for the arrays' types and layouts; None where there are no elements.
+    """
+
+    def __init__(self, loss_pass: ElementwiseLossPass | CrossEntropyPass | None, device: int) -> None:
+        self.device, self._pass = device, loss_pass
+
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        if self._pass is not None:
+            memory.scratch(self._pass.scratch_bytes)
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        if self._pass is None:
+            driver.call("cuMemsetD32Async", call.addresses[3], _NAN_BITS, 1, memory.stream)
+            return
+        self._pass.run(call, memory)
+
+
+class LossOperation(Operation):
+    """A loss of the rows of a matrix; a call's extra is the number that the gradient is multiplied by.
+
+    Its arrays are the scores, the target, the gradient's scale, the gradient, the loss, the weights of rows, and those
+    of columns, which not every loss has. What is asked is whether the gradient is written over the first array, and
+    then the loss's own options.
+
+    Attributes:
+        make_pass: makes the kernels for a reading's problem and a device at the first use of each.
+    """
+
+    required = 2
+    is_scaled = True
+    make_pass: ClassVar[Callable[..., ElementwiseLossPass | CrossEntropyPass]]
+
+    def read(self, operands: Sequence[Any], asked: Any, extras: float) -> Reading:
+        """See `Operation`."""
+        in_place, *options = asked
+        scores, target, scale, gradient, loss, *weights = operands
+        dtype, layout = DType.parse(scores.name, scores.dtype), scores.layout
+        check_weights(scores, weights)
+        of_target = self.read_target(scores, target, [each is not None for each in weights], *options)
+        if scale is not None:
+            check_type(scale, "float32")
+            if scale.shape not in ((), (1,)):
+                raise ShapeError(f"grad_scale has shape {scale.shape}; accepted are () and (1,)")
+        new = {}
+        if gradient is not None:
+            check_shape(gradient.name, gradient.shape, scores.shape, "the result's shape")
+            check_same(scores, gradient)
+        elif not in_place:
+            new[_GRADIENT] = New(scores.shape, dtype.numpy, scores.library)
+        if loss is not None:
+            check_shape("out_loss", loss.shape, (), "one number")
+            check_type(loss, "float32")
+        else:
+            new[_LOSS] = New((), DType.FLOAT32.numpy, scores.library)
+        gradient_layout = layout if in_place else packed(*scores.shape) if gradient is None else gradient.layout
+        problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
+        return Reading(problem, (0 if in_place else _GRADIENT, _LOSS), new, asked)
+
+    @abstractmethod
+    def read_target(
+        self, scores: Operand, target: Operand, weighted: Sequence[bool], *options: Any
+    ) -> tuple[Hashable, ...]:
+        """Checks the second array; gives what `make_pass` takes between the first array's layouts and the device.
+
+        Args:
+            weighted: whether rows have weights, and columns, if the loss has such.
+        """
+
+    @abstractmethod
+    def exact(self, scores: Any, target: Any, weights: Sequence[Any], *options: Any) -> tuple[float, Any]:
+        """The loss of NumPy arrays and its gradient, in float64."""
+
+    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+        """See `Operation`."""
+        return LossPlan(None if reading.problem is None else self.make_pass(*reading.problem, device), device)
+
+    def call(self, known: Known, addresses: tuple[int, ...], extras: float, stream: int) -> Call:
+        """See `Operation`."""
+        scores, target, scale, gradient, loss, of_rows, *of_columns = addresses
+        in_place, *_ = known.reading.detail
+        column_weights = of_columns[0] if of_columns else 0
+        return Call(
+            (scores, target, scores if in_place else gradient, loss, of_rows, column_weights), stream, (extras, scale)
+        )
+
+    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: float) -> None:
+        """See `Operation`."""
+        scores, target, scale, gradient, loss, *weights = arrays
+        in_place, *options = reading.detail
+        value, exact = self.exact(scores, target, weights, *options)
+        factor = extras if scale is None else extras * float(scale.reshape(()))
+        out = scores if in_place else gradient
+        out[...], loss[...] = (exact * factor).astype(out.dtype), value
+
+    def result(self, known: Known, arrays: Sequence[Any], extras: float) -> Loss:
+        """See `Operation`."""
+        in_place, *_ = known.reading.detail
+        return Loss(arrays[_LOSS], arrays[0 if in_place else _GRADIENT])
+
+
+def check_weights(scores: Operand, weights: Sequence[Operand | None]) -> None:
+    """Raises unless there is an FP32 number a row, and one a column, without gaps.
+
+    Args:
+        weights: of the rows, and of the columns, if the loss has such; None where they are absent.
+
+    Raises:
+        DTypeError, ShapeError, LayoutError: it is not so.
+    """
+    for each, length, what in zip(weights, scores.shape, ("row", "column"), strict=False):
+        if each is not None:
+            check_type(each, "float32")
+            check_shape(each.name, each.shape, (length,), f"one a {what} of {scores.name}")
+            each.check_packed()
+
+
+def perform_loss(
+    operation: LossOperation,
+    operands: tuple[Any, Any],
+    weights: tuple[Any, ...],
+    options: tuple[Hashable, ...],
+    grad_scale: Any,
+    share: Any,
+    out_gradient: Any,
+    out_loss: Any,
+    stream: Any,
+) -> Loss:
+    """Makes a call of a loss.
+
+    Args:
+        operands: scores and target.
+        weights: of the rows, and of the columns, if the loss has such.
+        options: the loss's own, checked.
+    """
+    factor, scale = share if type(share) is float else number("share", share), grad_scale
+    if not 0 < factor <= 1:
+        raise ArgumentError(f"share is {factor}; it must be above 0 and at most 1")
+    if type(grad_scale) is float or is_number(grad_scale):
+        factor, scale = factor * (grad_scale if type(grad_scale) is float else number("grad_scale", grad_scale)), None
+    in_place = out_gradient is not None and out_gradient is operands[0]
+    arrays = (*operands, scale, None if in_place else out_gradient, out_loss, *weights)
+    made: Loss = perform(operation, arrays, (in_place, *options), factor, stream)
+    return made
