@@ -174,10 +174,27 @@ def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | Non
 # Softmax cross-entropy and its gradient, in BF16: the floor is one read of the logits and one write.
 
 
-def cross_entropy(rows: int, classes: int, *, target: Target = NO_TARGET, rotated: bool = True) -> Case:
-    """The loss and its gradient."""
-    name = f"cross_entropy + gradient BF16 {rows}×{classes}"
-    return Case(name, 4 * rows * classes, partial(_cross_entropy, (rows, classes)), target, rotated)
+def cross_entropy(
+    rows: int, classes: int, *, weighted: bool = False, target: Target = NO_TARGET, rotated: bool = True
+) -> Case:
+    """The loss and its gradient.
+
+    Args:
+        weighted: by class, and by row.
+    """
+    name = f"cross_entropy{', class and row weights,' if weighted else ''} + gradient BF16 {rows}×{classes}"
+    builders = _weighted_cross_entropy if weighted else _cross_entropy
+    return Case(name, 4 * rows * classes, partial(builders, (rows, classes)), target, rotated)
+
+
+def _weighted_cross_entropy(shape: tuple[int, int], sets: int) -> Builders:
+    made, targets = buffers.matrices(shape, "bfloat16", sets, 2), buffers.labels(*shape)
+    weights = {"row_weights": normal(shape[:1], "float32"), "class_weights": abs(normal(shape[1:], "float32"))}
+    return {
+        "lt": partial(our_cross_entropy, made, targets, **weights),
+        "torch": peer("torch_kernels", "weighted_cross_entropy", made, targets, **weights),
+        "torch_compiled": peer("torch_kernels", "weighted_cross_entropy", made, targets, **weights, compiled=True),
+    }
 
 
 def _cross_entropy(shape: tuple[int, int], sets: int) -> Builders:
@@ -189,7 +206,7 @@ def _cross_entropy(shape: tuple[int, int], sets: int) -> Builders:
     }
 
 
-def our_cross_entropy(made: Sets, targets: Any) -> Contender:
+def our_cross_entropy(made: Sets, targets: Any, **weights: Any) -> Contender:
     """Loss and gradient, each into a given buffer."""
     import cupy as cp
 
@@ -199,9 +216,49 @@ def our_cross_entropy(made: Sets, targets: Any) -> Contender:
 
     def run(i: int, stream: int) -> None:
         logits, gradient = made[i]
-        lt.cross_entropy(logits, targets, out_gradient=gradient, out_loss=loss, stream=stream)
+        lt.cross_entropy(logits, targets, **weights, out_gradient=gradient, out_loss=loss, stream=stream)
 
     return Contender(run)
+
+
+# Means over all elements, and their gradients, in BF16: the floor is one read of both operands and one write.
+
+
+def elementwise_loss(loss: str, rows: int, cols: int, *, weighted: bool = False, target: Target = NO_TARGET) -> Case:
+    """The loss of that name and its gradient.
+
+    Args:
+        weighted: by row, and by column where there are weights of positive targets.
+    """
+    name = f"{loss}{', weighted,' if weighted else ''} + gradient BF16 {rows}×{cols}"
+    return Case(name, 6 * rows * cols, partial(_elementwise_loss, loss, (rows, cols), weighted), target)
+
+
+def _elementwise_loss(loss: str, shape: tuple[int, int], weighted: bool, sets: int) -> Builders:
+    made, weights = buffers.matrices(shape, "bfloat16", sets, 3), dict[str, Any]()
+    if weighted:
+        weights["row_weights"] = normal(shape[:1], "float32")
+        if loss == "bce_with_logits":
+            weights["pos_weight"] = abs(normal(shape[1:], "float32"))
+
+    def ours() -> Contender:
+        import cupy as cp
+
+        import lt_runtime as lt
+
+        number, function = cp.empty((), cp.float32), getattr(lt, loss)
+
+        def run(i: int, stream: int) -> None:
+            prediction, wanted, gradient = made[i]
+            function(prediction, wanted, **weights, out_gradient=gradient, out_loss=number, stream=stream)
+
+        return Contender(run)
+
+    return {
+        "lt": ours,
+        "torch": peer("torch_kernels", "elementwise_loss", loss, made, **weights),
+        "torch_compiled": peer("torch_kernels", "elementwise_loss", loss, made, **weights, compiled=True),
+    }
 
 
 _WIDTH: Final = 768
@@ -233,6 +290,11 @@ CASES: Final[Sequence[Case]] = (
     cross_entropy(8192, 50304, target=Target(0.85)),
     cross_entropy(65536, 1000),
     cross_entropy(8192, 10, rotated=False),
+    cross_entropy(8192, 50304, weighted=True, target=Target(0.85)),
+    elementwise_loss("mse_loss", 8192, 4096),
+    elementwise_loss("huber_loss", 8192, 4096),
+    elementwise_loss("bce_with_logits", 8192, 4096),
+    elementwise_loss("bce_with_logits", 8192, 4096, weighted=True),
 )
 
 

@@ -8,7 +8,15 @@
 
 namespace lt {
 
-constexpr int kInFlight = 2;  // octets of each operand that a thread waits for at once
+constexpr int kInFlight = WEIGHTED ? 1 : 2;  // octets of each operand that a thread waits for at once
+// Blocks that a multiprocessor shall hold, which bounds a thread's registers: as many as let it keep all in them. From
+// Blackwell on the compiler takes more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kFewBlocks = 2;
+#else
+constexpr int kFewBlocks = 3;
+#endif
+constexpr int kBlocks = LOSS::kIsShort && !WEIGHTED ? 4 : kFewBlocks;
 
 struct ElementwiseLossParams {
   Matrix prediction;
@@ -54,7 +62,7 @@ struct EachAsItLies {
   }
   static __device__ Octet unpack(const Raw& raw) { return raw; }
   static __device__ int count(const OctetPlace& at) { return at.count; }
-  static __device__ int64 index(const ElementwiseLossParams& p, const OctetPlace& at) { return at.row * p.cols + at.col; }
+  static __device__ OctetPlace octet(const OctetPlace& at) { return at; }
   static __device__ void store(const Matrix& m, const OctetPlace& at, const Octet& octet) {
     lt::store<SCALAR>(m, at.row, at.col, at.count, octet);
   }
@@ -72,7 +80,7 @@ struct Whole {
   }
   static __device__ Octet unpack(const Raw& raw) { return lt::unpack<SCALAR>(raw); }
   static __device__ int count(Place at) { return at >= 0 ? kOctet : 0; }
-  static __device__ int64 index(const ElementwiseLossParams&, Place at) { return at; }
+  static __device__ OctetPlace octet(Place at) { return {0, at, count(at)}; }
   static __device__ void store(const Matrix& m, Place at, const Octet& octet) {
     if (at >= 0) store_packed(static_cast<SCALAR*>(m.data) + at, pack<SCALAR>(octet));
   }
@@ -91,10 +99,12 @@ struct Position {
   int64 col;
 
   Position() = default;
-  __device__ Position(int64 index, int64 width) {
-    const bool is_short = static_cast<uint64>(index | width) >> 32 == 0;  // a division of 32 bits is much faster
-    row = is_short ? static_cast<uint32>(index) / static_cast<uint32>(width) : index / width;
-    col = index - row * width;
+  // Rows that were joined have fewer elements than 32 bits count: a division of 64 bits takes registers that loads need.
+  __device__ Position(const ElementwiseLossParams& p, const OctetPlace& at) : row(at.row), col(at.col) {
+    if (p.width == p.cols) return;
+    const uint32 index = static_cast<uint32>(at.col), width = static_cast<uint32>(p.width);
+    row = index / width;
+    col = index % width;
   }
   __device__ void advance(int64 width) {
     if (++col < width) return;
@@ -103,17 +113,39 @@ struct Position {
   }
 };
 
-// The losses of an octet's elements, of which the first `count` exist, with their weights; `at` is the first one's place.
+// The weights of an octet's elements: 0 for those that do not exist.
+struct Weights {
+  Octet of_rows;
+  Octet of_columns;
+
+  // Of the first `count` elements from `at` on.
+  __device__ Weights(const ElementwiseLossParams& p, Position at, int count) {
+    if (count == kOctet && at.col + kOctet <= p.width) {  // in one row
+      const float weight = p.row_weights ? p.row_weights[at.row] : 1.0f;
+      if (p.pos_weight) of_columns = load<float>(Matrix{const_cast<float*>(p.pos_weight), 0, 1}, 0, at.col, kOctet);
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        of_rows.v[i] = weight;
+        if (!p.pos_weight) of_columns.v[i] = 1.0f;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      const bool exists = i < count;
+      of_rows.v[i] = !exists ? 0.0f : p.row_weights ? p.row_weights[at.row] : 1.0f;
+      of_columns.v[i] = exists && p.pos_weight ? p.pos_weight[at.col] : 1.0f;
+      at.advance(p.width);
+    }
+  }
+};
+
 __device__ inline void weighted_terms(const ElementwiseLossParams& p, const Octet& prediction, const Octet& target,
-                                      Position at, int count, LossTerm (&terms)[kOctet]) {
+                                      const Weights& weights, LossTerm (&terms)[kOctet]) {
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
-    const bool exists = i < count;
-    const float weight = !exists ? 0.0f : p.row_weights ? p.row_weights[at.row] : 1.0f;
-    const LossOptions options{p.delta, exists && p.pos_weight ? p.pos_weight[at.col] : 1.0f};
-    const LossTerm term = LOSS::of(prediction.v[i], target.v[i], options);
-    terms[i] = {weight * term.value, weight * term.slope};
-    at.advance(p.width);
+    const LossTerm term = LOSS::of(prediction.v[i], target.v[i], LossOptions{p.delta, weights.of_columns.v[i]});
+    terms[i] = {weights.of_rows.v[i] * term.value, weights.of_rows.v[i] * term.slope};
   }
 }
 
@@ -142,7 +174,7 @@ __device__ inline float sum_losses(const ElementwiseLossParams& p, float scale) 
     for (int k = 0; k < kInFlight; ++k) {
       at[k] = Octets::place(p, first + k * blockDim.x + threadIdx.x, octets_per_row);
 #if WEIGHTED
-      position[k] = Position(Octets::count(at[k]) ? Octets::index(p, at[k]) : 0, p.width);
+      position[k] = Position(p, Octets::octet(at[k]));
 #endif
       prediction[k] = Octets::load(p.prediction, at[k]);
       target[k] = Octets::load(p.target, at[k]);
@@ -152,7 +184,7 @@ __device__ inline float sum_losses(const ElementwiseLossParams& p, float scale) 
       const Octet left = Octets::unpack(prediction[k]), right = Octets::unpack(target[k]);
       LossTerm terms[kOctet];
 #if WEIGHTED
-      weighted_terms(p, left, right, position[k], Octets::count(at[k]), terms);
+      weighted_terms(p, left, right, Weights(p, position[k], Octets::count(at[k])), terms);
 #else
       plain_terms(p, left, right, Octets::count(at[k]), terms);
 #endif
@@ -170,7 +202,7 @@ __device__ inline float sum_losses(const ElementwiseLossParams& p, float scale) 
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(256) elementwise_loss(const lt::ElementwiseLossParams p) {
+extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) elementwise_loss(const lt::ElementwiseLossParams p) {
   using namespace lt;
   __shared__ float scratch[kMaxWarps];
   wait_for_predecessor();

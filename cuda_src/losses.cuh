@@ -18,10 +18,12 @@ struct LossOptions {
 };
 
 // kZeroAtZero: prediction and target 0 have no loss, so that places without an element may be added up as zeros.
+// kIsShort: a thread needs few registers for it.
 
 struct SquaredError {
   static constexpr float kFactor = 2.0f;
   static constexpr bool kZeroAtZero = true;
+  static constexpr bool kIsShort = true;
   static __device__ LossTerm of(float prediction, float target, const LossOptions&) {
     const float difference = prediction - target;
     return {difference * difference, difference};
@@ -31,6 +33,7 @@ struct SquaredError {
 struct Huber {
   static constexpr float kFactor = 1.0f;
   static constexpr bool kZeroAtZero = true;
+  static constexpr bool kIsShort = true;
   static __device__ LossTerm of(float prediction, float target, const LossOptions& options) {
     const float difference = prediction - target, distance = fabsf(difference), delta = options.delta;
     if (distance <= delta) return {0.5f * difference * difference, difference};
@@ -40,19 +43,33 @@ struct Huber {
   }
 };
 
+// log(1 + x) for x from 0 to 1, off by at most 3 units in the last place: x times a polynomial that approximates
+// log(1 + x) / x with the least relative error. log1pf takes three times as many instructions.
+__device__ inline float log_of_one_and(float x) {
+  float sum = 0.005232668947428465f;
+  sum = fmaf(sum, x, -0.029505137354135513f);
+  sum = fmaf(sum, x, 0.07822578400373459f);
+  sum = fmaf(sum, x, -0.13663232326507568f);
+  sum = fmaf(sum, x, 0.19106000661849976f);
+  sum = fmaf(sum, x, -0.2484298050403595f);
+  sum = fmaf(sum, x, 0.3331909775733948f);
+  sum = fmaf(sum, x, -0.4999949336051941f);
+  return fmaf(sum, x, 0.9999999403953552f) * x;
+}
+
 // Binary cross-entropy of sigmoid(z): softplus(z) for a negative target and softplus(-z) for a positive one, mixed for one
 // between. With e = exp(-|z|), which cannot overflow, softplus(z) is log(1 + e) + max(z, 0), and sigmoid(z) is 1 / (1 + e)
 // or e / (1 + e). Neither subtracts numbers that are nearly equal, as sigmoid(z) - target does.
 struct BinaryCrossEntropy {
   static constexpr float kFactor = 1.0f;
   static constexpr bool kZeroAtZero = false;
+  static constexpr bool kIsShort = false;
   static __device__ LossTerm of(float z, float target, const LossOptions& options) {
     const float e = exp2_approx(-kLog2E * fabsf(z)), large = reciprocal_approx(1.0f + e), small = e * large;
     const float negative = 1.0f - target, positive = options.pos_weight * target;
     const float sigmoid = z >= 0.0f ? large : small, complement = z >= 0.0f ? small : large;
-    const float rest = log1pf(e);
-    return {negative * (rest + fmaxf(z, 0.0f)) + positive * (rest + fmaxf(-z, 0.0f)),
-            negative * sigmoid - positive * complement};
+    const float wrong = z >= 0.0f ? negative : positive;  // the part of the target that the logit's sign is against
+    return {(negative + positive) * log_of_one_and(e) + wrong * fabsf(z), negative * sigmoid - positive * complement};
   }
 };
 

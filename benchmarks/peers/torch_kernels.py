@@ -150,3 +150,50 @@ def log_softmax_gradient(buffers: Sets, targets: Any) -> Contender:
         return loss, log_p.exp_().scatter_add_(1, labels, minus_one).mul_(1 / len(labels))
 
     return _over(_inputs(buffers, 1), task)
+
+
+def weighted_cross_entropy(
+    buffers: Sets, targets: Any, *, row_weights: Any, class_weights: Any, compiled: bool = False
+) -> Contender:
+    """F.cross_entropy with weights of classes, and of rows by hand, and its gradient through autograd."""
+    labels, of_rows, of_classes = tensor(targets), tensor(row_weights), tensor(class_weights)
+
+    def cost(logits: torch.Tensor) -> torch.Tensor:
+        losses = torch.nn.functional.cross_entropy(logits, labels, of_classes.to(logits.dtype), reduction="none")
+        return (losses * of_rows).sum() / of_classes[labels].sum()
+
+    return _with_gradient(cost, _inputs(buffers, 1), compiled)
+
+
+def elementwise_loss(
+    loss: str, buffers: Sets, *, row_weights: Any = None, pos_weight: Any = None, compiled: bool = False
+) -> Contender:
+    """The function of `torch.nn.functional` for our loss of that name, and its gradient through autograd."""
+    functional = torch.nn.functional
+    of_rows = None if row_weights is None else tensor(row_weights)[:, None]
+    of_columns = None if pos_weight is None else tensor(pos_weight).to(torch.bfloat16)
+
+    def cost(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        reduction = "mean" if of_rows is None else "none"
+        if loss == "bce_with_logits":
+            losses = functional.binary_cross_entropy_with_logits(
+                prediction, target, pos_weight=of_columns, reduction=reduction
+            )
+        else:
+            losses = getattr(functional, loss)(prediction, target, reduction=reduction)
+        return losses if of_rows is None else (losses * of_rows).mean()
+
+    return _with_gradient(cost, _inputs(buffers, 2), compiled)
+
+
+def _with_gradient(
+    cost: Callable[..., torch.Tensor], sets: list[tuple[torch.Tensor, ...]], compiled: bool
+) -> Contender:
+    """A cost and its gradient with respect to the first tensor; `compiled` by torch.compile at its greatest effort."""
+    run = torch.compile(cost, mode="max-autotune-no-cudagraphs", dynamic=False) if compiled else cost
+
+    def task(first: torch.Tensor, *others: torch.Tensor) -> object:
+        value = run(first, *others)
+        return value.detach(), *torch.autograd.grad(value, first)
+
+    return _over([(first.requires_grad_(), *others) for first, *others in sets], task)

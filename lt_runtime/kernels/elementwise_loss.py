@@ -18,6 +18,7 @@ from lt_runtime.problem import DType
 LOSSES: Final = {"mse": "lt::SquaredError", "huber": "lt::Huber", "bce_with_logits": "lt::BinaryCrossEntropy"}
 """The struct of `losses.cuh` for each loss."""
 _OCTETS: Final = 2  # octets that a thread waits for at once
+_MOST_JOINED: Final = 1 << 32  # elements of rows with weights: the kernel divides numbers of 32 bits
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up
 
 
@@ -60,7 +61,7 @@ class ElementwiseLossPass:
     def __init__(
         self, dtype: DType, prediction: Layout, gradient: Layout, target: Layout, loss: ElementwiseLoss, device: int
     ) -> None:
-        layouts = flattened((prediction, target, gradient), transposes=not loss.weighted)
+        layouts = flattened((prediction, target, gradient), weighted=loss.weighted)
         rows, cols = layouts[0].shape
         self._size = rows * cols
         self._blocks = min(-(-rows * -(-cols // OCTET) // (_OCTETS * THREADS)), _MAX_BLOCKS)
@@ -90,13 +91,16 @@ class ElementwiseLossPass:
         launch()
 
 
-def flattened(layouts: Sequence[Layout], *, transposes: bool = True) -> Sequence[Layout]:
+def flattened(layouts: Sequence[Layout], *, weighted: bool = False) -> Sequence[Layout]:
     """Layouts of the same elements in as few and as long rows as possible, where all elements are handled alike.
 
     Args:
-        transposes: whether columns may become rows, which their weights forbid.
+        weighted: whether rows or columns have weights. Then they stay what they are, and rows are joined only as long
+            as the kernel can find an element's own row and column again.
     """
-    if transposes and all(layout.order is Order.COLUMN for layout in layouts):
+    if weighted and layouts[0].size >= _MOST_JOINED:
+        return layouts
+    if not weighted and all(layout.order is Order.COLUMN for layout in layouts):
         layouts = [layout.transposed for layout in layouts]
     if all(layout.order is Order.ROW and layout.leading_dimension == layout.cols for layout in layouts):
         layouts = [packed(1, layout.size) for layout in layouts]

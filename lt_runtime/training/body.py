@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from lt_runtime.gpu.memory import branch, stream_memory
-from lt_runtime.losses.cross_entropy import cross_entropy
-from lt_runtime.losses.elementwise import mse_loss
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ranges import range_of
 from lt_runtime.training.ema import EMA
+from lt_runtime.training.losses import StepLoss
 from lt_runtime.training.mlp import MLP
 from lt_runtime.training.tally import Scores, Tally
 
-LOSSES: Final[Mapping[str, Callable[..., Any]]] = {"cross_entropy": cross_entropy, "mse": mse_loss}
 IGNORE_INDEX: Final = -100
 
 
@@ -23,26 +21,24 @@ class StepBody:
     """The operations of one step, one after the other.
 
     Args:
-        loss: one of `LOSSES`.
         ema: averages that follow the parameters.
     """
 
-    def __init__(self, model: MLP, optimizer: AdamW, loss: str, ema: EMA | None = None) -> None:
-        self.model, self.optimizer, self.ema = model, optimizer, ema
-        self.classifies, self._loss = loss == "cross_entropy", LOSSES[loss]
+    def __init__(self, model: MLP, optimizer: AdamW, loss: StepLoss, ema: EMA | None = None) -> None:
+        self.model, self.optimizer, self.loss, self.ema = model, optimizer, loss, ema
 
-    def run(self, parts: Sequence[tuple[Any, Any]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
+    def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
         """Puts a step on a stream.
 
         Args:
-            parts: inputs and targets of each micro-batch. All have the same size; the gradients are those of the mean
-                over all of them.
+            parts: inputs, targets and, if there are any, row weights of each micro-batch. All have the same size; the
+                gradients are those of the mean over all of them.
             tally: the losses are added to it.
             stream: a handle on a GPU, None on the host.
             updates: whether the optimizer makes its step, and the averages follow.
         """
-        for i, (x, target) in enumerate(parts):
-            self._run_part(x, target, i, 1.0 / len(parts), tally, stream)
+        for i, part in enumerate(parts):
+            self._run_part(part, i, 1.0 / len(parts), tally, stream)
         if updates:
             with range_of("optimizer"):
                 self.optimizer.step(stream=stream)
@@ -50,16 +46,17 @@ class StepBody:
                 with range_of("ema"):
                     self.ema.update(stream=stream)
 
-    def _run_part(self, x: Any, target: Any, index: int, share: float, tally: Tally, stream: Any) -> None:
-        scaler = self.optimizer.scaler
+    def _run_part(self, part: tuple[Any, ...], index: int, share: float, tally: Tally, stream: Any) -> None:
+        x, target, *weights = part
+        scaler, row_weights = self.optimizer.scaler, weights[0] if weights else None
         with range_of("forward"):
             outputs, contexts = self.model.forward(
                 x, self.optimizer.steps, micro_batch=index, copy_step=False, stream=stream
             )
         with range_of("loss"):
             scale = None if scaler is None else scaler.scale
-            loss, gradient = self._loss(outputs, target, grad_scale=scale, share=share, stream=stream)
-        scores = Scores(outputs, target, IGNORE_INDEX) if self.classifies else None
+            loss, gradient = self.loss.compute(outputs, target, row_weights, scale=scale, share=share, stream=stream)
+        scores = Scores(outputs, target, IGNORE_INDEX) if self.loss.classifies else None
         device = self.model.device.ordinal
         # Nothing else in the step waits for the tally, so that on a GPU a stream beside adds to it.
         beside = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -25,14 +26,14 @@ from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures
 from lt_runtime.ops._adamw_parameters import changes, check_masters
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody
-from lt_runtime.training.inputs import read_batch
+from lt_runtime.training.inputs import Batch, read_batch
 from lt_runtime.training.tally import GpuTally, Totals
 
 MAX_GRAPHS: Final = 8
-"""Graphs that one training step keeps: one for each size of batch and type of labels. The least recently used is
-dropped first."""
+"""Graphs that one training step keeps: one for each size of batch, type of targets, with and without row weights. The
+least recently used is dropped first."""
 
-_Key: TypeAlias = tuple[int, str]
+_Key: TypeAlias = tuple[Hashable, ...]
 
 
 class Turn:
@@ -79,7 +80,7 @@ class RowCopy(NamedTuple):
     """The copy of a batch's rows into one of a step's buffers, which has no gaps between its rows.
 
     Attributes:
-        operand: 0 for x, 1 for the targets.
+        operand: 0 for x, 1 for the targets, 2 for the weights of rows.
         offset: bytes from the start of that array to the first of these rows.
         buffer: address of the buffer.
         size: bytes of the buffer.
@@ -95,7 +96,7 @@ class RowCopy(NamedTuple):
 
 def row_copies(operand: int, source: Operand, buffers: Sequence[Any]) -> Iterator[RowCopy]:
     """The copies that fill row-major buffers, one after another, with the rows of a source."""
-    width = source.itemsize * (source.shape[1] if len(source.shape) == 2 else 1)
+    width = source.itemsize * math.prod(source.shape[1:])
     pitch = source.strides[0] * source.itemsize if source.shape[0] > 1 else width
     offset = 0
     for buffer in buffers:
@@ -113,16 +114,16 @@ class Batches:
     """Buffers for the micro-batches of one size, filled with zeros, and the graph that runs over them, if there is one.
 
     Attributes:
-        parts: inputs and targets of each micro-batch.
+        parts: inputs, targets and, if there are any, row weights of each micro-batch.
     """
 
-    def __init__(self, x: Operand, target: Operand, parts: int, stream: int) -> None:
-        self._buffers = [_zeros(operand, parts, stream) for operand in (x, target)]
+    def __init__(self, batch: Batch, parts: int, stream: int) -> None:
+        self._buffers = [_zeros(operand, parts, stream) for operand in batch]
         self.parts = [*zip(*self._buffers, strict=True)]
         self.graph: Graph | None = None
 
-    def copies(self, *batch: Operand) -> tuple[RowCopy, ...]:
-        """The copies that bring x and the targets into the buffers."""
+    def copies(self, batch: Batch) -> tuple[RowCopy, ...]:
+        """The copies that bring a batch into the buffers."""
         pairs = enumerate(zip(batch, self._buffers, strict=True))
         return tuple(copy for i, (source, buffers) in pairs for copy in row_copies(i, source, buffers))
 
@@ -172,30 +173,34 @@ class GpuStep:
         """
         return self.tally.read(stream_handle(stream, self._device, self._current_stream))
 
-    def repeat(self, x: Any, target: Any, stream: Any) -> bool:
+    def repeat(self, batch: tuple[Any, ...], stream: Any) -> bool:
         """Runs a step if a batch that looks the same was run before; returns whether it did.
 
         Batches look the same if they differ in nothing but their addresses and values, so that nothing is to be
         checked. This is the shortest way from a call to the launch of the graph.
         """
-        signature = signature_of((x, target), ())
-        if signature is None or target is None:
+        signature = signature_of(batch, ())
+        if signature is None or batch[1] is None:
             return False
-        _, x_looks, target_looks = signature
-        replay = self._replays.get((x_looks[1:], target_looks[1:]))
+        _, x_looks, target_looks = signature[:3]
+        addresses: tuple[int, ...] = x_looks[0], target_looks[0]
+        looks: tuple[Any, ...] = x_looks[1:], target_looks[1:]
+        for weights_looks in signature[3:]:
+            addresses, looks = (*addresses, weights_looks[0]), (*looks, weights_looks[1:])
+        replay = self._replays.get(looks)
         device = self._device
         if replay is None or not is_current(device):
             return False
-        handle = current_streams[type(x)](device) if stream is None else stream_handle(stream, device)
+        handle = current_streams[type(batch[0])](device) if stream is None else stream_handle(stream, device)
         if handle and is_capturing(handle):
             return False
         with self._turn as turn, range_of("step"):
             turn.give(handle)
             if changes.latest is not self._seen:
                 self._apply_settings(handle)
-            return self._launch(replay, (x_looks[0], target_looks[0]), handle)
+            return self._launch(replay, addresses, handle)
 
-    def run(self, x: Any, target: Any, stream: Any) -> None:
+    def run(self, batch: tuple[Any, ...], stream: Any) -> None:
         """Runs a step on a batch that has not been seen before; its x has the right shape.
 
         Raises:
@@ -204,12 +209,12 @@ class GpuStep:
             GpuError: no memory for another size of batch, or another failure; nothing has been updated.
         """
         with activated(self._device):
-            self._current_stream = library_of(x).current_stream
+            self._current_stream = library_of(batch[0]).current_stream
             handle = stream_handle(stream, self._device, self._current_stream)
-            batch = read_batch(self._body.model, x, target, self._body.classifies, handle)
-            addresses = batch[0].address, batch[1].address
+            operands = read_batch(self._body.model, batch, self._body.loss, handle)
+            addresses = tuple(operand.address for operand in operands)
             if not self._captures:
-                replay = self._prepared(batch, handle)
+                replay = self._prepared(operands, handle)
                 _copy(replay.copies, addresses, handle)
                 self._body.run(replay.batches.parts, self.tally, handle)
                 return
@@ -217,12 +222,11 @@ class GpuStep:
             with self._turn as turn, range_of("step"):
                 turn.give(handle)
                 self._apply_settings(handle)
-                replay = self._prepared(batch, handle)
+                replay = self._prepared(operands, handle)
                 self._launch(replay, addresses, handle)
-                signature = signature_of((x, target), ())
+                signature = signature_of(batch, ())
                 if signature is not None:
-                    _, x_looks, target_looks = signature
-                    self._replays[x_looks[1:], target_looks[1:]] = replay
+                    self._replays[tuple(looks[1:] for looks in signature[1:])] = replay
 
     def _apply_settings(self, stream: int) -> None:
         """Brings to the device what was changed of the optimizer's settings; a graph only reads them there."""
@@ -230,7 +234,7 @@ class GpuStep:
         self._body.optimizer.apply_settings(stream=stream)
         self._seen = latest
 
-    def _launch(self, replay: Replay, addresses: tuple[int, int], stream: int) -> bool:
+    def _launch(self, replay: Replay, addresses: Sequence[int], stream: int) -> bool:
         """Puts copies and graph on a stream; False if another thread's batch has just taken the graph's place."""
         graph = replay.batches.graph
         if graph is None:
@@ -241,21 +245,22 @@ class GpuStep:
             check("cuGraphLaunch", status)
         return True
 
-    def _prepared(self, batch: tuple[Operand, Operand], stream: int) -> Replay:
+    def _prepared(self, batch: Batch, stream: int) -> Replay:
         """What runs a batch of this size; its buffers and its graph are made at the first batch of the size."""
-        key = batch[0].shape[0], batch[1].dtype
+        _, target, *weights = batch
+        key = (*target.shape, target.dtype, len(weights))
         if key not in self._batches:
             while len(self._batches) >= MAX_GRAPHS:
                 self._replays.clear()  # some of them may be of the graph that goes
                 _close(self._device, self._batches, 1)
             self._batches[key] = self._make(batch, stream)
         self._batches.move_to_end(key)
-        return Replay(key, self._batches[key].copies(*batch), self._batches[key])
+        return Replay(key, self._batches[key].copies(batch), self._batches[key])
 
-    def _make(self, batch: tuple[Operand, Operand], stream: int) -> Batches:
+    def _make(self, batch: Batch, stream: int) -> Batches:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
         try:
-            batches = Batches(*batch, self._parts, stream)
+            batches = Batches(batch, self._parts, stream)
             if self._captures:
                 batches.graph = self._capture(batches, stream)
         except BaseException as error:
@@ -286,11 +291,11 @@ class GpuStep:
             return Graph(lambda handle: self._body.run(batches.parts, self.tally, handle), captured)
 
 
-def _copy(copies: Sequence[RowCopy], addresses: tuple[int, int], stream: int) -> None:
+def _copy(copies: Sequence[RowCopy], addresses: Sequence[int], stream: int) -> None:
     """Puts a batch's copies on a stream.
 
     Args:
-        addresses: of x and of the targets.
+        addresses: of x, of the targets and, if there are any, of the row weights.
     """
     copy = function("cuMemcpyDtoDAsync_v2")
     for operand, offset, buffer, size, strided in copies:

@@ -1,43 +1,55 @@
-"""Which batches a training step on a GPU accepts."""
+"""Which batches a training step accepts."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 
-from lt_runtime.arrays.checks import check_shape
+from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import Operand, read
-from lt_runtime.errors import DeviceError, DTypeError, LayoutError
+from lt_runtime.errors import DTypeError, LayoutError, ShapeError
 from lt_runtime.losses.cross_entropy import check_labels
+from lt_runtime.training.losses import StepLoss, check_on_device
 from lt_runtime.training.mlp import MLP
 
+Batch: TypeAlias = tuple[Operand, ...]
+"""Inputs, targets and, if there are any, weights of the rows."""
+_FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
+_INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
-def read_batch(model: MLP, x: Any, target: Any, classifies: bool, stream: int) -> tuple[Operand, Operand]:
+
+def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) -> Batch:
     """The operands of a batch whose x is known to have the shape (M, inputs).
 
     Args:
-        target: labels (M,) of a loss that `classifies`, else targets (M, outputs).
+        batch: x; then labels (M,) of a loss that classifies, targets (M, outputs) of others with a name, or any array
+            of M rows for a loss of the caller's own; then (M,) FP32 weights of the rows, if there are any.
 
     Raises:
         DeviceError, ShapeError, DTypeError, LayoutError: one of them cannot be copied into a step's buffers as it is.
     """
-    name = "labels" if classifies else "target"
-    operands = _read(model, "x", x, stream), _read(model, name, target, stream)
-    inputs, wanted = operands
+    (x, target, *row_weights), name = batch, "labels" if loss.classifies else "target"
+    inputs, wanted = _read(model, "x", x, stream), _read(model, name, target, stream)
     outputs = inputs.shape[0], model.dims[-1]
     _check_values(model, inputs)
-    if classifies:
+    if loss.is_own:
+        _check_any(wanted, outputs[0])
+    elif loss.classifies:
         check_labels(wanted, outputs)
     else:
         check_shape(name, wanted.shape, outputs, "the outputs' shape")
         _check_values(model, wanted)
-    return operands
+    weights = [_read(model, "row_weights", each, stream) for each in row_weights]
+    for each in weights:
+        check_type(each, "float32")
+        check_shape("row_weights", each.shape, outputs[:1], "one a row of x")
+        each.check_packed()
+    return inputs, wanted, *weights
 
 
 def _read(model: MLP, name: str, array: Any, stream: int) -> Operand:
     operand = read(name, array, stream)
-    if operand.device != model.device.ordinal:
-        where = f"{operand.place}, the model on {model.device.description}"
-        raise DeviceError(f"{name} is {where}; use lt.prefetch or cupy.asarray")
+    check_on_device(operand, model, "; use lt.prefetch or cupy.asarray")
     return operand
 
 
@@ -45,6 +57,22 @@ def _check_values(model: MLP, operand: Operand) -> None:
     """Refuses another type than the model's, and rows that are not contiguous."""
     if operand.dtype != model.dtype.value:
         raise DTypeError(f"{operand.name} is {operand.dtype}; the model is {model.dtype.value}")
+    _check_rows(operand)
+
+
+def _check_any(target: Operand, rows: int) -> None:
+    """Refuses what is no array of numbers with so many rows, and rows that are not contiguous."""
+    if target.shape[:1] != (rows,):
+        raise ShapeError(f"target has shape {target.shape}; it must have {rows} rows, as x has")
+    if target.dtype not in (*_FLOATS, *_INTEGERS, "bool"):
+        raise DTypeError(f"target is {target.dtype}; accepted are {', '.join(_FLOATS)}, integers and bool")
+    if len(target.shape) == 2:
+        _check_rows(target)
+    else:
+        target.check_packed()
+
+
+def _check_rows(operand: Operand) -> None:
     rows, cols = operand.layout.shape
     if rows > 1 and cols > 1 and operand.strides[1] != 1:
         raise LayoutError(f"{operand.name} has strides {operand.strides}; its rows must be contiguous: lt.contiguous")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lt_runtime.arguments import Fixed, check_instance, flag, integer, one_of, shown
+from lt_runtime.arguments import Fixed, check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of, on_host
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._adamw_parameters import HeldArrays, changes
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.training.body import LOSSES, StepBody
+from lt_runtime.training.body import StepBody
 from lt_runtime.training.ema import EMA
+from lt_runtime.training.inputs import read_batch
+from lt_runtime.training.losses import OwnFunction, step_loss
 from lt_runtime.training.mlp import MLP
 from lt_runtime.training.tally import HostTally, Tally
 
@@ -47,19 +50,50 @@ class TrainStep(Fixed):
         optimizer: over the model's parameters, or over some of them, which freezes the others. Its settings may change
             between steps, see `lt.AdamW`. Dropout's masks are drawn for the optimizer's step, so that each step has its
             own. If the optimizer has a scaler, it scales the loss's gradient.
-        loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out) or "mse" (targets shaped as
-            the outputs).
+        loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out), "mse", "huber" or
+            "bce_with_logits" (targets of the outputs' shape and type), or a function, see below.
+        loss_options: of a loss with a name, what the function of this name takes: `label_smoothing` and `class_weights`
+            of "cross_entropy", `delta` of "huber", `pos_weight` of "bce_with_logits". NumPy's arrays are copied to the
+            model's device once; other arrays on it are read where they lie, at each step.
         batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, of which the
             eight most recently used are kept.
         graph: whether to capture.
         accumulate: micro-batches that a batch is cut into. The activations of only one micro-batch are in memory
-            at a time. The gradients are added up, and the loss is the mean of the micro-batches' losses.
+            at a time. The gradients are added up, and the loss is the mean of the micro-batches' losses. That is the
+            batch's loss, unless the mean divides by something that differs between micro-batches, as that of
+            "cross_entropy" does with ignored rows or class weights.
         ema: an `lt.EMA` of the model, which is updated after the optimizer, in the same graph.
 
+    A loss of your own is a function of (outputs, target, gradient, stream). It writes the gradient of its loss with
+    respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape, and
+    returns the loss: one FP32 number of shape () or (1,) on the model's device. The step multiplies the gradient by the
+    loss scale and the micro-batch's share, and rounds it once to the model's type. The target is any array of M rows
+    whose elements are integers, floating-point numbers or bool. With CuPy (or NumPy, for a model on the host)::
+
+        def cauchy(outputs, target, gradient, stream):
+            error = outputs.astype("float32") - target
+            gradient[...] = 2 * error / (1 + error**2) / error.size
+            return cp.log1p(error**2).mean()
+
+        step = lt.TrainStep(model, optimizer, loss=cauchy)
+
+    and with a loss of this package, which takes FP32 outputs where it writes an FP32 gradient::
+
+        def huber(outputs, target, gradient, stream):
+            outputs = outputs.astype("float32")
+            return lt.huber_loss(outputs, target, delta=0.1, out_gradient=gradient, stream=stream).loss
+
+    On a GPU, `stream` is the handle of the stream that the step is put on, which is CuPy's current one meanwhile; on
+    the host it is None. The function must put all its work on it, wait for nothing, and write into no array but
+    `gradient` and its own. It runs three times at the first batch of a size, twice on zeros and once to be captured,
+    and at no later step: only what it puts on the stream is repeated. What PyTorch computes in it needs `graph=False`,
+    since PyTorch's memory is not the graph's, and `torch.cuda.stream(torch.cuda.ExternalStream(stream))`.
+
     Raises:
-        ArgumentError: an unknown loss, numbers that are not positive or do not divide the batch, an optimizer with a
-            parameter that is not the model's, or an EMA of another model.
-        OperandError: an array of a parameter was replaced after the optimizer or the EMA was made.
+        ArgumentError: an unknown loss or option, numbers that are not positive or do not divide the batch, an optimizer
+            with a parameter that is not the model's, or an EMA of another model.
+        OperandError: an array among the options is not as it must be, or an array of a parameter was replaced after the
+            optimizer or the EMA was made.
     """
 
     def __init__(
@@ -67,7 +101,8 @@ class TrainStep(Fixed):
         model: MLP,
         optimizer: AdamW,
         *,
-        loss: str = "cross_entropy",
+        loss: str | OwnFunction = "cross_entropy",
+        loss_options: Mapping[str, Any] | None = None,
         batch_size: int | None = None,
         graph: bool = True,
         accumulate: int = 1,
@@ -75,7 +110,6 @@ class TrainStep(Fixed):
     ) -> None:
         check_instance("model", model, MLP, "an lt.MLP")
         check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
-        one_of("loss", loss, LOSSES)
         graph, accumulate = flag("graph", graph), integer("accumulate", accumulate)
         batch_size = None if batch_size is None else integer("batch_size", batch_size)
         for name, value in (("batch_size", batch_size), ("accumulate", accumulate)):
@@ -87,7 +121,7 @@ class TrainStep(Fixed):
         _check_ema(ema, model)
         self.model, self.optimizer, self.batch_size, self.accumulate = model, optimizer, batch_size, accumulate
         self.ema, self._held = ema, HeldArrays(model.parameters(), "this step")
-        self._body = StepBody(model, optimizer, loss, ema)
+        self._body = StepBody(model, optimizer, step_loss(loss, loss_options, model), ema)
         self._gpu: GpuStep | None = None
         self._tally: Tally = HostTally()
         if model.device.ordinal is not None:
@@ -97,12 +131,14 @@ class TrainStep(Fixed):
             self._tally = self._gpu.tally
         self._is_made = True
 
-    def __call__(self, x: Any, target: Any, *, stream: Any = None) -> Any:
+    def __call__(self, x: Any, target: Any, row_weights: Any = None, *, stream: Any = None) -> Any:
         """Updates the model from one batch.
 
         Args:
             x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows.
-            target: labels or targets, depending on the loss.
+            target: labels or targets, depending on the loss; on a GPU with contiguous rows.
+            row_weights: (batch_size,) FP32, by which the rows' losses are multiplied; the mean divides by the same as
+                without them, see `lt.mse_loss`. A loss of your own takes none: its target may hold them.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
@@ -120,16 +156,18 @@ class TrainStep(Fixed):
         """
         if changes.latest is not self._held.seen:
             self._held.check()
+        batch = (x, target) if row_weights is None else (x, target, row_weights)
         if self._gpu is None:
-            on_host({"the model": self.model.layers[0].weight.data, "x": x, "target": target})
-            self._check(x)
+            named = dict(zip(("x", "target", "row_weights"), batch, strict=False))
+            on_host({"the model": self.model.layers[0].weight.data, **named})
+            self._check(batch)
             _check_host_stream(stream)
-            self._body.run(self._cut(x, target), self._tally, None)
+            self._body.run(self._cut(batch), self._tally, None)
             return self._tally.mean.copy()
-        if not self._gpu.repeat(x, target, stream):
+        if not self._gpu.repeat(batch, stream):
             device_of("x", x)  # refuses what is no array
-            self._check(x)
-            self._gpu.run(x, target, stream)
+            self._check(batch)
+            self._gpu.run(batch, stream)
         return self._tally.mean
 
     def metrics(self, *, stream: Any = None) -> Metrics:
@@ -144,27 +182,27 @@ class TrainStep(Fixed):
         totals = self._tally.read(stream) if self._gpu is None else self._gpu.totals(stream)
         loss = totals.loss / totals.steps if totals.steps else math.nan
         accuracy = totals.correct / totals.rows if totals.rows else math.nan
-        return Metrics(totals.steps, loss, accuracy if self._body.classifies else None)
+        return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)
 
-    def _check(self, x: Any) -> None:
+    def _check(self, batch: tuple[Any, ...]) -> None:
         inputs, rows = self.model.dims[0], self.batch_size
-        shape = tuple(getattr(x, "shape", (rows, inputs)))  # what has no shape is refused when it is read
+        shape = tuple(getattr(batch[0], "shape", (rows, inputs)))  # what has no shape is refused when it is read
         if rows is not None and shape != (rows, inputs):
             other = "; lt.TrainStep(..., batch_size=None) takes batches of any size" if shape[1:] == (inputs,) else ""
             raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}{other}")
         if rows is None and (len(shape) != 2 or shape[1] != inputs or not shape[0] or shape[0] % self.accumulate):
             multiple = f"a multiple of {self.accumulate}" if self.accumulate > 1 else "at least one"
             raise ShapeError(f"x has shape {shape}; accepted are (M, {inputs}), M {multiple}")
+        if len(batch) > 2 and self._body.loss.is_own:
+            raise ArgumentError(
+                "row_weights are for losses with a name; the target of a loss of your own may hold them"
+            )
 
-    def _cut(self, x: Any, target: Any) -> list[tuple[Any, Any]]:
-        """The micro-batches of NumPy arrays."""
-        if self.accumulate == 1:
-            return [(x, target)]
-        rows = x.shape[0]
-        if getattr(target, "shape", ())[:1] != (rows,):
-            raise ShapeError(f"target has shape {getattr(target, 'shape', None)}; it must have {rows} rows")
-        size = rows // self.accumulate
-        return [(x[i : i + size], target[i : i + size]) for i in range(0, rows, size)]
+    def _cut(self, batch: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The micro-batches of NumPy arrays, which are checked as those on a GPU are."""
+        read_batch(self.model, batch, self._body.loss, 0)
+        size = batch[0].shape[0] // self.accumulate
+        return [tuple(each[i : i + size] for each in batch) for i in range(0, size * self.accumulate, size)]
 
 
 def _check_optimizer(optimizer: AdamW, model: MLP) -> None:

@@ -414,14 +414,16 @@ ROWS: Final[Mapping[str, Row]] = {
     ),
     "TrainStep": Row(
         train_step,
-        {"model": "", "optimizer": "", "loss": "", "batch_size": "none huge", "graph": FLAG, "accumulate": "huge"}
-        | {"ema": "none"},
+        {"model": "", "optimizer": "", "loss": "", "loss_options": "none dict", "batch_size": "none huge"}
+        | {"graph": FLAG, "accumulate": "huge", "ema": "none"},
     ),
     "EMA": Row(lambda world: (world.lt.EMA, {"model": world.model()}), {"model": "", "decay": ""}),
     "EMA.update": Row(lambda world: (averages(world).update, {}), {"stream": STREAM}),
     "EMA.copy_to": Row(lambda world: (averages(world).copy_to, {}), {"model": ""}),
     "EMA.check_arrays": Row(lambda world: (averages(world).check_arrays, {}), {}),
-    "TrainStep.__call__": Row(one_step, {"x": "", "target": "", "stream": STREAM}, {"target": "target|labels"}),
+    "TrainStep.__call__": Row(
+        one_step, {"x": "", "target": "", "row_weights": "none", "stream": STREAM}, {"target": "target|labels"}
+    ),
     "TrainStep.__call__ in parts": Row(one_step_in_parts, {"x": "", "target": ""}, {"target": "target|labels"}),
     "TrainStep.metrics": Row(lambda world: (made_step(world).metrics, {}), {"stream": STREAM}),
     "evaluate": Row(evaluation, {"model": "", "batches": "dict", "loss": "", "stream": STREAM}),

@@ -178,6 +178,81 @@ def test_as_pytorch(dtype: str, label_smoothing: float, ignored: Any) -> None:
     torch.testing.assert_close(gradient.float(), wanted, rtol=2.0**-7, atol=1e-7)
 
 
+_TORCH_TYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+_SHAPES = pytest.mark.parametrize("shape", [(64, 1000), (2000, 1), (333, 17), (5, 4099)], ids=str)
+
+
+def check_against_torch(torch: Any, scores: Any, expected: Any, result: Any) -> None:
+    """A loss and its gradient against those of FP32 copies of the same numbers."""
+    (exact,) = torch.autograd.grad(expected, scores)
+    assert isinstance(result.loss, torch.Tensor)
+    torch.testing.assert_close(result.loss, expected.detach(), rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(result.gradient.float(), exact, rtol=2.0**-7, atol=2.0**-24)
+
+
+@_TORCH_TYPES
+@_SHAPES
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("loss", ["mse_loss", "huber_loss", "bce_with_logits"])
+def test_means_over_elements_as_pytorch(loss: str, shape: tuple[int, int], weighted: bool, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    functional, generator = torch.nn.functional, torch.Generator("cuda").manual_seed(1)
+    kind = getattr(torch, dtype)
+    draw = {"device": "cuda", "generator": generator}
+    scores, target = (3 * torch.randn(shape, **draw)).to(kind), torch.rand(shape, **draw).to(kind)
+    of_rows, of_columns = torch.randn(shape[0], **draw), 3 * torch.rand(shape[1], **draw)
+    exact, options, own = scores.float().requires_grad_(), {}, {"reduction": "none"}
+    if weighted:
+        options["row_weights"] = of_rows
+    if loss == "bce_with_logits" and weighted:
+        options["pos_weight"] = own["pos_weight"] = of_columns
+    if loss == "huber_loss":
+        options["delta"] = own["delta"] = 0.75
+    name = "binary_cross_entropy_with_logits" if loss == "bce_with_logits" else loss
+    losses = getattr(functional, name)(exact, target.float(), **own)
+    expected = (losses * of_rows[:, None] if weighted else losses).mean()
+    for _ in range(4):  # the last ones are launches of a graph
+        result = getattr(lt, loss)(scores, target, grad_scale=1.0, **options)
+    check_against_torch(torch, exact, expected, result)
+
+
+@_TORCH_TYPES
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", ["rows", "classes", "both"])
+@pytest.mark.parametrize("shape", [(2000, 10), (3000, 300), (64, 1000), (40, 50304), (7, 50257)], ids=str)
+def test_weighted_cross_entropy_as_pytorch(shape: tuple[int, int], weights: str, smoothing: float, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator("cuda").manual_seed(1)
+    draw = {"device": "cuda", "generator": generator}
+    logits = torch.randn(shape, **draw).to(getattr(torch, dtype))
+    labels = torch.randint(0, shape[1], shape[:1], **draw)
+    labels[[0, 5]] = -100
+    of_rows = torch.randn(shape[0], **draw) if weights != "classes" else None
+    of_classes = 0.5 + torch.rand(shape[1], **draw) if weights != "rows" else None
+    exact = logits.float().requires_grad_()
+    own = {"weight": of_classes, "label_smoothing": smoothing}
+    losses = torch.nn.functional.cross_entropy(exact, labels, **own, reduction="none")
+    counts = labels != -100
+    divisor = counts.sum() if of_classes is None else of_classes[labels[counts]].sum()
+    expected = (losses if of_rows is None else losses * of_rows).sum() / divisor
+    options = {"row_weights": of_rows, "class_weights": of_classes, "label_smoothing": smoothing}
+    result = lt.cross_entropy(logits, labels, **options)
+    check_against_torch(torch, exact, expected, result)
+    again = lt.cross_entropy(logits, labels, **options)
+    assert torch.equal(result.loss, again.loss)
+    assert torch.equal(result.gradient, again.gradient)
+
+
+def test_weighted_losses_are_bitwise_equal_from_run_to_run() -> None:
+    generator = np.random.default_rng(1)
+    scores = cp.asarray(generator.standard_normal((4000, 77)).astype(np.float32))
+    of_rows, of_columns = (cp.asarray(generator.random(length).astype(np.float32)) for length in scores.shape)
+    for _ in range(2):
+        made = [lt.bce_with_logits(scores, scores * 0.5, row_weights=of_rows, pos_weight=of_columns) for _ in range(50)]
+        assert len({float(each.loss) for each in made}) == 1
+        assert all(bool((each.gradient == made[0].gradient).all()) for each in made)
+
+
 def test_labels_out_of_range_make_the_loss_nan() -> None:
     logits = cp.zeros((3, 4), cp.float32)
     loss, gradient = lt.cross_entropy(logits, cp.asarray([0, 4, -1], dtype=cp.int32))

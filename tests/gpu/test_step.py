@@ -26,7 +26,7 @@ ROWS, INPUTS, CLASSES = 96, 40, 10
 class _Run:
     """A model in training; the i-th batch is always the same."""
 
-    def __init__(self, dtype: str = "float32", loss: str = "cross_entropy", seed: int = 3, **options: Any) -> None:
+    def __init__(self, dtype: str = "float32", loss: Any = "cross_entropy", seed: int = 3, **options: Any) -> None:
         dropout = options.pop("dropout", 0.2)
         optimizer = options.pop("optimizer", {})
         scaler = lt.GradScaler(1024.0, growth_interval=3) if dtype == "float16" else None
@@ -40,8 +40,9 @@ class _Run:
     def batch(self, i: int, rows: int = ROWS) -> tuple[Any, Any]:
         generator, kind = np.random.default_rng(i), self.model.dtype.numpy
         x = cp.asarray(generator.standard_normal((rows, INPUTS)).astype(kind))
-        if self._loss == "mse":
-            return x, cp.asarray(generator.standard_normal((rows, CLASSES)).astype(kind))
+        if self._loss != "cross_entropy":
+            kind = np.dtype(np.float32) if callable(self._loss) else kind
+            return x, cp.asarray(generator.random((rows, CLASSES)).astype(kind))
         return x, cp.asarray(generator.integers(0, CLASSES, rows).astype(np.int32))
 
     def train(self, count: int) -> list[float]:
@@ -54,10 +55,22 @@ class _Run:
         return [cp.asnumpy(array).tobytes() for array in arrays]
 
 
+def cauchy(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
+    """Written with CuPy, which allocates what it needs."""
+    error = outputs.astype(cp.float32) - target
+    gradient[...] = 2 * error / (1 + error**2) / error.size
+    return cp.log1p(error**2).mean()
+
+
+def huber(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
+    """By one of ours."""
+    return lt.huber_loss(outputs.astype(cp.float32), target, out_gradient=gradient, stream=stream).loss
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "huber", "bce_with_logits", cauchy, huber])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_graph_and_eager_agree_bitwise(dtype: str, loss: str, accumulate: int) -> None:
+def test_graph_and_eager_agree_bitwise(dtype: str, loss: Any, accumulate: int) -> None:
     runs = [
         _Run(dtype, loss, graph=graph, accumulate=accumulate, optimizer={"max_norm": 1.0}) for graph in (True, False)
     ]
@@ -68,6 +81,48 @@ def test_graph_and_eager_agree_bitwise(dtype: str, loss: str, accumulate: int) -
     assert metrics[0] == metrics[1]
     assert metrics[0].loss == pytest.approx(np.mean(losses[0]), rel=1e-5)
     assert int(runs[0].optimizer.steps[0]) + int(runs[0].optimizer.skipped_steps[0]) == 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("loss", "option"),
+    [("cross_entropy", "class_weights"), ("bce_with_logits", "pos_weight"), ("mse", ""), ("huber", "")],
+)
+def test_weights_of_rows_and_outputs(loss: str, option: str, dtype: str) -> None:
+    options = {option: np.linspace(0.5, 3, CLASSES).astype(np.float32)} if option else {}
+    runs = [_Run(dtype, loss, graph=graph, accumulate=2, loss_options=options) for graph in (True, False)]
+    plain = _Run(dtype, loss, accumulate=2)
+    losses: list[list[float]] = [[], [], []]
+    for i in range(6):
+        weights = cp.asarray(np.random.default_rng(i).integers(-1, 4, ROWS).astype(np.float32))
+        for run, mine in zip(runs, losses, strict=False):
+            mine.append(float(run.step(*run.batch(i), weights)))
+        losses[2].append(float(plain.step(*plain.batch(i))))
+    assert losses[0] == losses[1]
+    assert runs[0].state() == runs[1].state()
+    assert losses[0] != losses[2]
+
+
+def test_own_losses_train() -> None:
+    run = _Run("bfloat16", cauchy, dropout=0.0)
+    batch = run.batch(0)
+    losses = [float(run.step(*batch)) for _ in range(60)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_an_own_loss_that_waits_is_refused() -> None:
+    """A graph cannot wait; nothing is updated, and the stream stays usable."""
+
+    def waits(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
+        gradient[...] = float(outputs.astype(cp.float32).sum())
+        return cp.zeros((), cp.float32)
+
+    run = _Run(loss=waits)
+    before = run.state()
+    with pytest.raises(Exception, match=r"(?i)captur"):
+        run.train(1)
+    assert run.state() == before
+    assert np.isfinite(_Run().train(2)).all()
 
 
 def test_graph_and_eager_agree_bitwise_without_master_weights() -> None:

@@ -21,6 +21,9 @@ STRUCTS = [
 ]
 MACROS = (
     ("SCALAR", "float"),
+    ("LOSS", "lt::Huber"),
+    ("WEIGHTED", "1"),
+    ("WEIGHTS", "2"),
     ("LABEL", "int"),
     ("ACTIVATION", "lt::Relu"),
     ("DROPOUT", "1"),

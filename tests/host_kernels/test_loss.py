@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels import cross_entropy as family
+from lt_runtime.kernels import elementwise_loss
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass, Labels, Weighting
@@ -241,6 +242,14 @@ def test_huber(runner: Runner, dtype: DType, case: LossCase, delta: float, by_ro
 @given(case=cases, by_row=st.booleans(), by_column=st.booleans())
 def test_bce_with_logits(runner: Runner, dtype: DType, case: LossCase, by_row: bool, by_column: bool) -> None:
     check_elementwise(runner, dtype, case, Elementwise("bce_with_logits", by_row=by_row, by_column=by_column))
+
+
+@pytest.mark.parametrize("shape", [(5, 24), (24, 5), (1, 40)], ids=str)
+def test_weights_of_rows_that_are_too_many_to_join(
+    runner: Runner, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elementwise_loss, "_MOST_JOINED", 10)
+    check_elementwise(runner, F32, LossCase(shape), Elementwise("bce_with_logits", by_row=True, by_column=True))
 
 
 def run_elementwise(

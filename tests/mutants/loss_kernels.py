@@ -55,15 +55,15 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "all elements of an octet have the first one's weight",
         "cuda_src/elementwise_loss.cu",
-        "    at.advance(p.width);\n",
+        "      at.advance(p.width);\n",
         "",
         f"{_LOSS}::test_mse[DType.FLOAT32]",
     ),
     fault(
         "columns become rows although rows have weights",
         "lt_runtime/kernels/elementwise_loss.py",
-        "transposes=not loss.weighted",
-        "transposes=True",
+        "layouts = flattened((prediction, target, gradient), weighted=loss.weighted)",
+        "layouts = flattened((prediction, target, gradient))",
         f"{_LOSS}::test_mse[DType.FLOAT32]",
     ),
     fault(

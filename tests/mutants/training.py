@@ -8,6 +8,7 @@ from tests.mutants.fault import Fault, fault
 
 _STEP: Final = "lt_runtime/training/step.py"
 _CAPTURED: Final = "lt_runtime/training/captured.py"
+_LOSSES: Final = "lt_runtime/training/losses.py"
 _BODY: Final = "lt_runtime/training/body.py"
 _STAGING: Final = "lt_runtime/training/staging.py"
 _PREFETCH: Final = "lt_runtime/training/prefetch.py"
@@ -22,6 +23,48 @@ _EMA: Final = "lt_runtime/training/ema.py"
 _SETTINGS: Final = "tests/cpu/test_fake_gpu_settings.py"
 
 FAULTS: Final[tuple[Fault, ...]] = (
+    fault(
+        "an own loss's gradient is rounded without its scale",
+        _LOSSES,
+        "np.multiply(gradient, factor, out=rounded",
+        "np.multiply(gradient, np.float32(1), out=rounded",
+        "tests/cpu/training/test_losses.py::test_small_gradients_of_an_own_loss_are_scaled_before_they_are_rounded",
+    ),
+    fault(
+        "an own loss computes on the stream that happens to be CuPy's",
+        _LOSSES,
+        "cupy_stream(device.ordinal, stream or 0)",
+        "contextlib.nullcontext()",
+        "tests/cpu/test_fake_gpu_own_losses.py::test_own_losses[cauchy-float32-False-1]",
+    ),
+    fault(
+        "weights among the options stay the caller's array",
+        _LOSSES,
+        "array = model.device.asarray(array.copy())",
+        "array = model.device.asarray(array)",
+        "tests/cpu/training/test_losses.py::test_options_are_read_when_the_step_is_made",
+    ),
+    fault(
+        "batches with and without weights share a graph",
+        _CAPTURED,
+        "key = (*target.shape, target.dtype, len(weights))",
+        "key = (*target.shape, target.dtype)",
+        "tests/cpu/test_fake_gpu_own_losses.py::test_steps_with_and_without_weights_take_turns",
+    ),
+    fault(
+        "a step that repeats takes the weights of the one before",
+        _CAPTURED,
+        "addresses, looks = (*addresses, weights_looks[0]), (*looks, weights_looks[1:])",
+        "addresses, looks = (*addresses, x_looks[0]), (*looks, weights_looks[1:])",
+        "tests/cpu/test_fake_gpu_own_losses.py::test_losses_with_a_name[row weights-mse-{}-float32-False-1]",
+    ),
+    fault(
+        "targets of more axes are copied by their first two",
+        _CAPTURED,
+        "width = source.itemsize * math.prod(source.shape[1:])",
+        "width = source.itemsize * math.prod(source.shape[1:2])",
+        "tests/cpu/training/test_step_inputs.py::test_targets_of_an_own_loss_are_any_array_of_rows",
+    ),
     fault(
         "close leaves those who wait waiting",
         "lt_runtime/training/prefetch.py",
@@ -53,8 +96,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a micro-batch weighs as much as the batch",
         _BODY,
-        "self._run_part(x, target, i, 1.0 / len(parts), tally, stream)",
-        "self._run_part(x, target, i, 1.0, tally, stream)",
+        "self._run_part(part, i, 1.0 / len(parts), tally, stream)",
+        "self._run_part(part, i, 1.0, tally, stream)",
         "tests/cpu/training/test_train_step.py::test_micro_batches_make_the_whole_batchs_gradient",
     ),
     fault(
@@ -81,8 +124,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "micro-batches overlap",
         _STEP,
-        "for i in range(0, rows, size)]",
-        "for i in range(0, rows - 1, size)]",
+        "each[i : i + size]",
+        "each[i // 2 : i // 2 + size]",
         "tests/cpu/training/test_train_step.py::test_micro_batches_make_the_whole_batchs_gradient",
     ),
     fault(
@@ -144,8 +187,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a graph of other labels is replayed",
         _CAPTURED,
-        "key = batch[0].shape[0], batch[1].dtype",
-        'key = batch[0].shape[0], ""',
+        "key = (*target.shape, target.dtype, len(weights))",
+        "key = (*target.shape, len(weights))",
         "tests/cpu/training/test_captured_step.py::test_each_size_and_type_has_a_graph_and_the_oldest_goes",
     ),
     fault(

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.device_memory import DeviceMemory, matrix_at
-from tests.support.fake_streams import MEMCPY, Capture, Streams
+from tests.support.fake_streams import KERNEL, MEMCPY, Capture, Streams
 
 
 class Gpu(Protocol):
@@ -120,6 +120,9 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self._part(self._host[_view_key(key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        if self._is_capturing:
+            self._part(self._host[_view_key(key)])._put(lambda: _present(value))
+            return
         values = value._settled.copy() if isinstance(value, Array) else np.array(value)
         target = self._host[_view_key(_settled(key))]
         if not np.shares_memory(target, self._host):  # places picked by a mask or by numbers
@@ -142,13 +145,43 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         """A copy on the host, once the current stream has done its work."""
         return self._settled.copy()
 
-    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if options.pop("out", None):
-            return NotImplemented
-        return self._made(getattr(function, method)(*map(_settled, inputs), **options))
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
+        options.pop("casting", None)  # what is assigned is cast
+        return self._result(getattr(function, method), inputs, options, *out)
 
     def __array_function__(self, function: Any, _: Any, arguments: Any, options: Any) -> Any:
-        return self._made(function(*map(_settled, arguments), **options))
+        return self._result(function, arguments, options)
+
+    @property
+    def _is_capturing(self) -> bool:
+        return self._module.cuda.get_current_stream().ptr in self._gpu.streams.captures
+
+    def _result(self, function: Any, arguments: Any, options: Any, out: Any = None) -> Any:
+        """What a function of NumPy's gives: now, or at each launch of the graph that is being captured."""
+        if not self._is_capturing:
+            made = self._made(function(*map(_settled, arguments), **options))
+            if out is not None:
+                out[...] = made
+            return made if out is None else out
+
+        def compute() -> Any:
+            with np.errstate(all="ignore"):
+                return function(*map(_present, arguments), **options)
+
+        if out is None:
+            found = np.asarray(compute())
+            out = self._module.ndarray(found.shape, found.dtype)
+        out._put(compute)
+        return out
+
+    def _put(self, compute: Callable[[], Any]) -> None:
+        """Gives the current stream the work of computing what this array is to hold."""
+        target = self._host
+
+        def run() -> None:
+            target[...] = compute()
+
+        self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, KERNEL, "cupy", run)
 
     def _made(self, result: Any) -> Any:
         """A result of NumPy's as an array of this kind."""
@@ -157,8 +190,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self._module.asarray(np.asarray(result))
 
     def _computed(self, name: str) -> Callable[..., Any]:
-        return lambda *arguments, **options: self._made(
-            getattr(self._settled, name)(*map(_settled, arguments), **options)
+        return lambda *arguments, **options: self._result(
+            lambda own, *others, **more: getattr(own, name)(*others, **more), (self, *arguments), options
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -186,6 +219,11 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 _METHODS: Final = ("all", "any", "astype", "copy", "max", "mean", "min", "nonzero", "sum")
+
+
+def _present(value: Any) -> Any:
+    """Its values by now."""
+    return value._host if isinstance(value, Array) else value
 
 
 def _settled(value: Any) -> Any:
@@ -305,6 +343,7 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
     module.ascontiguousarray = ascontiguousarray
     module.asnumpy = lambda array, **_: array.get() if isinstance(array, Array) else np.asarray(array)
     module.empty = lambda shape, dtype=np.float32: module.ndarray(shape, dtype)
+    module.empty_like = lambda array: module.ndarray(array.shape, array.dtype)
     module.full = lambda shape, value, dtype=None: asarray(np.full(shape, value, dtype))
     for name in _CREATORS:
         setattr(module, name, _created(getattr(np, name), asarray))

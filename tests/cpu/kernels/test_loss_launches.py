@@ -42,3 +42,11 @@ def test_matrices_without_gaps_are_one_row() -> None:
     assert flattened([whole, gaps]) == [whole, gaps]
     assert flattened([Layout(6, 5, Order.COLUMN, 8), column]) == [Layout(5, 6, Order.ROW, 8), packed(5, 6)]
     assert flattened([packed(6, 5), column]) == [packed(6, 5), column]
+
+
+def test_rows_with_weights_stay_rows() -> None:
+    column, huge = Layout(6, 5, Order.COLUMN, 6), packed(1 << 16, 1 << 16)
+    assert flattened([packed(5, 6)] * 2, weighted=True) == [packed(1, 30)] * 2
+    assert flattened([column] * 2, weighted=True) == [column] * 2
+    assert flattened([huge] * 2, weighted=True) == [huge] * 2
+    assert flattened([huge] * 2) == [packed(1, 1 << 32)] * 2

@@ -16,6 +16,7 @@ from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, Sha
 from lt_runtime.training import captured, inputs, staging
 from lt_runtime.training.captured import Batches
 from lt_runtime.training.inputs import read_batch
+from lt_runtime.training.losses import NamedLoss, OwnLoss, StepLoss
 from lt_runtime.training.staging import Slot
 from tests.support.fake_device import DeviceArray, call, operand_of
 from tests.support.numpy_cases import DTYPES, Array
@@ -51,8 +52,15 @@ def model_of(dtype: str = "float32") -> Any:
     return SimpleNamespace(dims=made.dims, dtype=made.dtype, device=SimpleNamespace(ordinal=0, description="cuda:0"))
 
 
-def fill(batches: Batches, x: Operand, target: Operand) -> None:
-    captured._copy(batches.copies(x, target), (x.address, target.address), 0)
+def loss_of(classifies: bool) -> StepLoss:
+    return NamedLoss("cross_entropy" if classifies else "mse", {}, lt.MLP([INPUTS, OUTPUTS], device="cpu"))
+
+
+OWN = OwnLoss(lambda *_: None, lt.MLP([INPUTS, OUTPUTS], device="cpu"))
+
+
+def fill(batches: Batches, operands: tuple[Operand, ...]) -> None:
+    captured._copy(batches.copies(operands), [operand.address for operand in operands], 0)
 
 
 def on_gpu(values: Array) -> Array:
@@ -77,11 +85,12 @@ def sliced(values: Array) -> Array:
 def test_batches_are_copied_row_by_row(classifies: bool, dtype: str, parts: int, place: Any) -> None:
     x = place(numbers((ROWS, INPUTS), dtype))
     target = on_gpu(np.arange(ROWS) % OUTPUTS) if classifies else place(numbers((ROWS, OUTPUTS), dtype))
-    operands = read_batch(model_of(dtype), x, target, classifies, 0)
-    batches = Batches(*operands, parts, 0)
+    weights = on_gpu(np.arange(ROWS, dtype=np.float32))
+    operands = read_batch(model_of(dtype), (x, target, weights), loss_of(classifies), 0)
+    batches = Batches(operands, parts, 0)
     assert all((each == 0).all() for part in batches.parts for each in part)
-    fill(batches, *operands)
-    for i, given in enumerate((x, target)):
+    fill(batches, operands)
+    for i, given in enumerate((x, target, weights)):
         copies = [part[i] for part in batches.parts]
         assert [copy.shape[0] for copy in copies] == [ROWS // parts] * parts
         assert np.concatenate(copies).tobytes() == np.ascontiguousarray(given).tobytes()
@@ -112,7 +121,51 @@ def test_batches_are_copied_row_by_row(classifies: bool, dtype: str, parts: int,
 )
 def test_batches_that_do_not_fit(x: Array, target: Array, classifies: bool, error: type[LtError], message: str) -> None:
     with pytest.raises(error, match=message):
-        read_batch(model_of(), x, target, classifies, 0)
+        read_batch(model_of(), (x, target), loss_of(classifies), 0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (numbers((4, 1)), ShapeError, r"row_weights has shape \(4, 1\); it must be \(4,\), one a row of x"),
+        (numbers((4,), "float16"), DTypeError, "row_weights is float16; it must be float32"),
+        (numbers((8,))[::2], LayoutError, r"row_weights has strides \(2,\)"),
+        (np.ones(4, np.float32), DeviceError, "row_weights is in host memory .* use lt.prefetch"),
+    ],
+)
+def test_weights_that_do_not_fit(weights: Array, error: type[LtError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_batch(model_of(), (numbers((4, INPUTS)), numbers((4, OUTPUTS)), weights), loss_of(False), 0)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float16", "bfloat16", "int8", "uint64", "bool"])
+@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 2), (ROWS, 2, 3)])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_targets_of_an_own_loss_are_any_array_of_rows(kind: str, shape: tuple[int, ...], parts: int) -> None:
+    target = on_gpu(np.arange(np.prod(shape)).reshape(shape).astype(kind))
+    if len(shape) == 2:
+        target = sliced(target)
+    operands = read_batch(model_of(), (numbers((ROWS, INPUTS)), target), OWN, 0)
+    batches = Batches(operands, parts, 0)
+    fill(batches, operands)
+    copies = np.concatenate([part[1] for part in batches.parts])
+    assert (copies.dtype, copies.shape) == (target.dtype, shape)
+    assert copies.tobytes() == np.ascontiguousarray(target).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        (numbers((5, 2)), ShapeError, r"target has shape \(5, 2\); it must have 4 rows, as x has"),
+        (numbers(()), ShapeError, r"target has shape \(\); it must have 4 rows"),
+        (numbers((8,))[::2], LayoutError, r"target has strides \(2,\); it must be row-major without gaps"),
+        (numbers((2, 4)).T, LayoutError, r"target has strides \(1, 4\); its rows must be contiguous"),
+        (on_gpu(np.zeros(4, complex)), DTypeError, "target is complex128; accepted are float16, bfloat16, .*bool"),
+    ],
+)
+def test_targets_that_an_own_loss_cannot_have(target: Array, error: type[LtError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_batch(model_of(), (numbers((4, INPUTS)), target), OWN, 0)
 
 
 def test_one_row_or_one_column_lies_in_any_order() -> None:
@@ -120,9 +173,9 @@ def test_one_row_or_one_column_lies_in_any_order() -> None:
         model = model_of()
         model.dims = (shape[1], OUTPUTS)
         x = on_gpu(np.asfortranarray(numbers(shape)))
-        operands = read_batch(model, x, numbers((shape[0], OUTPUTS)), False, 0)
-        batches = Batches(*operands, 1, 0)
-        fill(batches, *operands)
+        operands = read_batch(model, (x, numbers((shape[0], OUTPUTS))), loss_of(False), 0)
+        batches = Batches(operands, 1, 0)
+        fill(batches, operands)
         assert (batches.parts[0][0] == x).all()
 
 

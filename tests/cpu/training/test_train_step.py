@@ -193,7 +193,7 @@ def test_replaced_arrays(part: str) -> None:
 @pytest.mark.parametrize(
     ("labels", "error", "message"),
     [
-        (np.zeros(ROWS - 1, np.int32), ShapeError, r"target has shape \(23,\); it must have 24 rows"),
+        (np.zeros(ROWS - 1, np.int32), ShapeError, r"labels has shape \(23,\); it must be \(24,\)"),
         (np.zeros(ROWS, np.float32), OperandError, "labels has type float32"),
         (np.full(ROWS, CLASSES), ArgumentError, "labels holds 4"),
     ],

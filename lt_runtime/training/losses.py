@@ -1,0 +1,168 @@
+"""What a training step minimizes: a loss by its name, with its options, or a function of the caller's own."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from lt_runtime.arguments import check_instance, one_of, shown
+from lt_runtime.arrays.checks import check_shape, check_type
+from lt_runtime.arrays.libraries import cupy_stream
+from lt_runtime.arrays.operand import HOST, Operand, read
+from lt_runtime.errors import ArgumentError, DeviceError, ShapeError
+from lt_runtime.losses.cross_entropy import cross_entropy
+from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
+from lt_runtime.losses.operation import Loss
+from lt_runtime.training.mlp import MLP
+
+LOSSES: Final[Mapping[str, Callable[..., Loss]]] = {
+    "cross_entropy": cross_entropy,
+    "mse": mse_loss,
+    "huber": huber_loss,
+    "bce_with_logits": bce_with_logits,
+}
+_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "cross_entropy": ("label_smoothing", "class_weights"),
+    "mse": (),
+    "huber": ("delta",),
+    "bce_with_logits": ("pos_weight",),
+}
+_ARRAYS: Final = ("class_weights", "pos_weight")
+_RETURNED: Final = "what the loss function returned"
+OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
+
+
+class StepLoss(ABC):
+    """A loss of a model's outputs.
+
+    Attributes:
+        classifies: whether its targets are labels.
+        is_own: whether its targets may be any array.
+    """
+
+    classifies = False
+    is_own = False
+
+    @abstractmethod
+    def compute(
+        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, stream: int | None
+    ) -> Loss:
+        """Puts the loss on a stream, and its gradient of the outputs' type.
+
+        Args:
+            scale: what the gradient is multiplied by: one FP32 on the model's device, or None.
+            share: of these rows in the step's batch; the gradient is multiplied by it.
+            stream: a handle on a GPU, None on the host.
+        """
+
+
+class NamedLoss(StepLoss):
+    """One of `LOSSES`.
+
+    Raises:
+        ArgumentError, OperandError: an option that it does not take, or not so.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], model: MLP) -> None:
+        for option in options:
+            if option not in _OPTIONS[name]:
+                accepted = ", ".join(_OPTIONS[name]) or "none"
+                raise ArgumentError(f"loss_options has {shown(option)}; those of {name!r} are {accepted}")
+        self.classifies, self._function = name == "cross_entropy", LOSSES[name]
+        numbers = {option: value for option, value in options.items() if option not in _ARRAYS}
+        row = np.zeros((1, model.dims[-1]), np.float32)
+        self._function(row, np.zeros(1, np.int32) if self.classifies else row, **numbers)  # which refuses wrong ones
+        arrays = {option: _on_device(option, options[option], model) for option in options if option in _ARRAYS}
+        self._options = {**numbers, **arrays}
+
+    def compute(
+        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, stream: int | None
+    ) -> Loss:
+        """See `StepLoss`."""
+        scaling = {"row_weights": row_weights, "grad_scale": scale, "share": share}
+        return self._function(outputs, target, **self._options, **scaling, stream=stream)
+
+
+class OwnLoss(StepLoss):
+    """A function of the caller's own; see `TrainStep`."""
+
+    is_own = True
+
+    def __init__(self, function: OwnFunction, model: MLP) -> None:
+        self._function, self._model = function, model
+
+    def compute(
+        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, stream: int | None
+    ) -> Loss:
+        """See `StepLoss`. The function writes an FP32 gradient, so that scaling comes before rounding."""
+        device = self._model.device
+        current = contextlib.nullcontext() if device.ordinal is None else cupy_stream(device.ordinal, stream or 0)
+        with current, np.errstate(all="ignore"):
+            gradient = device.namespace.empty(outputs.shape, np.float32)
+            loss = self._read(self._function(outputs, target, gradient, stream), stream)
+            if scale is None and share == 1.0 and outputs.dtype == gradient.dtype:
+                return Loss(loss, gradient)
+            factor = np.float32(share) if scale is None else scale if share == 1.0 else scale * np.float32(share)
+            rounded = gradient if outputs.dtype == gradient.dtype else device.namespace.empty_like(outputs)
+            np.multiply(gradient, factor, out=rounded, casting="unsafe")
+            return Loss(loss, rounded)
+
+    def _read(self, loss: Any, stream: int | None) -> Any:
+        """What the function returned, if it is one FP32 number on the model's device."""
+        if isinstance(loss, np.generic):
+            loss = np.asarray(loss)
+        operand = read(_RETURNED, loss, stream or 0)
+        check_on_device(operand, self._model)
+        check_type(operand, "float32")
+        if operand.shape not in ((), (1,)):
+            raise ShapeError(f"{_RETURNED} has shape {operand.shape}; accepted are () and (1,)")
+        return loss.reshape(()) if operand.device == HOST else loss
+
+
+def step_loss(loss: object, options: object, model: MLP) -> StepLoss:
+    """The loss of a training step.
+
+    Args:
+        loss: a name of `LOSSES`, or a function.
+        options: of a loss with a name; None for none.
+
+    Raises:
+        ArgumentError, OperandError: one of them is not accepted.
+    """
+    if callable(loss):
+        if options:
+            raise ArgumentError(
+                "loss_options are for losses with a name; a function of your own may hold what it needs"
+            )
+        return OwnLoss(loss, model)
+    name = one_of("loss", loss, LOSSES)
+    if options is None:
+        options = {}
+    check_instance("loss_options", options, Mapping, "a mapping from names to values")
+    assert isinstance(options, Mapping)
+    return NamedLoss(name, options, model)
+
+
+def _on_device(name: str, array: Any, model: MLP) -> Any:
+    """Weights of the model's outputs, copied to its device if they are NumPy's; None stays."""
+    if array is None:
+        return None
+    if isinstance(array, np.ndarray):
+        array = model.device.asarray(array.copy())
+        model.device.synchronize()  # steps may come on any stream
+    operand = read(name, array, 0)
+    check_on_device(operand, model)
+    check_type(operand, "float32")
+    check_shape(name, operand.shape, (model.dims[-1],), "one an output")
+    operand.check_packed()
+    return array
+
+
+def check_on_device(operand: Operand, model: MLP, advice: str = "") -> None:
+    """Raises `DeviceError`, which ends with the advice, unless an operand lives where the model does."""
+    if operand.device != (HOST if model.device.ordinal is None else model.device.ordinal):
+        raise DeviceError(f"{operand.name} is {operand.place}, the model on {model.device.description}{advice}")

@@ -1,0 +1,246 @@
+"""Losses of a training step on the pretended GPU: options, weights of rows, and functions of the caller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.support.fake_gpu import FakeGpu
+from tests.support.placed import host_of
+
+_DIMS, _ROWS, _STEPS = [8, 16, 5], 12, 5
+_TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype("bfloat16")}
+
+
+def cauchy(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
+    """log (1 + d²), whose derivative is 2 d / (1 + d²)."""
+    error = outputs.astype("float32") - target
+    gradient[...] = 2 * error / (1 + error**2) / np.float32(error.size)
+    return np.log1p(error**2).mean()
+
+
+def huber_of(lt: Any) -> Callable[..., Any]:
+    def huber(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
+        return lt.huber_loss(outputs.astype("float32"), target, out_gradient=gradient, stream=stream).loss
+
+    return huber
+
+
+def made_step(lt: Any, device: str, *, dtype: str = "float32", scaled: bool = False, **options: Any) -> Any:
+    model = lt.MLP(_DIMS, dtype=dtype, seed=5, device=device)
+    scaler = lt.GradScaler(1024.0) if scaled else None
+    return lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2, scaler=scaler), **options)
+
+
+def batch_of(seed: int, dtype: str, *, target: str = "") -> list[NDArray[Any]]:
+    """Inputs, and targets of the model's type, or of another one, "labels" among them."""
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal((_ROWS, _DIMS[0])).astype(_TYPES[dtype])
+    if target == "labels":
+        return [x, generator.integers(0, _DIMS[-1], _ROWS)]
+    return [x, generator.random((_ROWS, _DIMS[-1])).astype(_TYPES[target or dtype])]
+
+
+def values_of(gpu: FakeGpu, step: Any) -> list[bytes]:
+    gpu.streams.synchronize_all()
+    return [host_of(gpu, each.data).tobytes() for each in step.model.parameters()]
+
+
+def run(gpu: FakeGpu, step: Any, batches: list[list[NDArray[Any]]]) -> list[float]:
+    """The losses of steps over batches in fresh arrays."""
+    losses = []
+    for batch in batches:
+        made = step(*map(gpu.cp.asarray, batch), stream=gpu.stream)
+        gpu.synchronize(gpu.stream.ptr)
+        losses.append(float(host_of(gpu, made)))
+    return losses
+
+
+def check(
+    gpu: FakeGpu, batches: list[list[NDArray[Any]]], tolerance: float, make: Callable[[Any, str, bool], Any]
+) -> None:
+    """Steps as one graph and one by one, bit by bit alike, and near those on the host."""
+    with gpu.others_package() as host_lt:
+        host = make(host_lt, "cpu", True)
+        expected = [float(host(*batch)) for batch in batches]
+    graph, eager = make(gpu.lt, "cuda", True), make(gpu.lt, "cuda", False)
+    gpu.streams.synchronize_all()
+    losses = run(gpu, graph, batches)
+    assert losses == run(gpu, eager, batches)
+    assert values_of(gpu, graph) == values_of(gpu, eager)
+    np.testing.assert_allclose(losses, expected, rtol=tolerance)
+    for mine, other in zip(graph.model.parameters(), host.model.parameters(), strict=True):
+        actual = host_of(gpu, mine.data).astype(np.float64)
+        np.testing.assert_allclose(actual, other.data.astype(np.float64), atol=tolerance, err_msg=mine.name)
+
+
+_settings = pytest.mark.parametrize(
+    ("dtype", "scaled", "accumulate"),
+    [("float32", False, 1), ("float32", True, 1), ("float32", False, 3), ("float16", True, 2), ("bfloat16", False, 1)],
+)
+
+
+@_settings
+@pytest.mark.parametrize("loss", ["cauchy", "huber"])
+def test_own_losses(gpu: FakeGpu, loss: str, dtype: str, scaled: bool, accumulate: int) -> None:
+    def make(lt: Any, device: str, graph: bool) -> Any:
+        function = cauchy if loss == "cauchy" else huber_of(lt)
+        options = {"dtype": dtype, "scaled": scaled, "accumulate": accumulate, "graph": graph}
+        return made_step(lt, device, loss=function, **options)
+
+    batches = [batch_of(seed, dtype, target="float32") for seed in range(_STEPS)]
+    check(gpu, batches, 2e-5 if dtype == "float32" else 3e-2, make)
+
+
+@_settings
+@pytest.mark.parametrize(
+    ("loss", "option"),
+    [
+        ("cross_entropy", {"label_smoothing": 0.1}),
+        ("cross_entropy", {"class_weights": 5}),
+        ("cross_entropy", {"label_smoothing": 0.1, "class_weights": 5}),
+        ("huber", {"delta": 0.25}),
+        ("bce_with_logits", {}),
+        ("bce_with_logits", {"pos_weight": 5}),
+        ("mse", {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "row weights"])
+def test_losses_with_a_name(
+    gpu: FakeGpu, loss: str, option: dict[str, Any], weighted: bool, dtype: str, scaled: bool, accumulate: int
+) -> None:
+    def make(lt: Any, device: str, graph: bool) -> Any:
+        arrays = {name: np.linspace(0.5, 2, value).astype(np.float32) for name, value in option.items() if value == 5}
+        options = {"dtype": dtype, "scaled": scaled, "accumulate": accumulate, "graph": graph}
+        return made_step(lt, device, loss=loss, loss_options={**option, **arrays}, **options)
+
+    batches = [batch_of(seed, dtype, target="labels" if loss == "cross_entropy" else "") for seed in range(_STEPS)]
+    if weighted:
+        for seed, batch in enumerate(batches):
+            batch.append(np.random.default_rng(seed).integers(-1, 3, _ROWS).astype(np.float32))
+    check(gpu, batches, 2e-5 if dtype == "float32" else 3e-2, make)
+
+
+def test_steps_with_and_without_weights_take_turns(gpu: FakeGpu) -> None:
+    """Each kind has a graph of its own; weights of one have no effect on those without."""
+    with gpu.others_package() as host_lt:
+        host = made_step(host_lt, "cpu", loss="mse")
+    step = made_step(gpu.lt, "cuda", loss="mse")
+    gpu.streams.synchronize_all()
+    for seed in range(3 * _STEPS):
+        batch = batch_of(seed, "float32")
+        if seed % 3:
+            batch.append(np.full(_ROWS, seed % 3, np.float32))
+        (loss,) = run(gpu, step, [batch])
+        assert loss == pytest.approx(float(host(*batch)), rel=1e-5)
+    assert len(step._gpu._batches) == 2
+
+
+def test_targets_of_own_losses_have_a_graph_for_each_kind(gpu: FakeGpu) -> None:
+    def loss(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
+        kinds.append((target.dtype, target.shape, stream))
+        gradient[...] = outputs
+        return (outputs * outputs).sum()
+
+    kinds: list[Any] = []
+    step = made_step(gpu.lt, "cuda", loss=loss, accumulate=2)
+    gpu.streams.synchronize_all()
+    x, _ = batch_of(0, "float32")
+    targets = [np.zeros(_ROWS, np.int64), np.zeros((_ROWS, 2), bool), np.zeros((_ROWS, 2, 3), np.float16)]
+    for target in targets * 2:
+        run(gpu, step, [[x, target]])
+    assert [each[:2] for each in kinds[::6]] == [(each.dtype, (_ROWS // 2, *each.shape[1:])) for each in targets]
+    assert len(kinds) == 3 * 6, "a function runs three times for each micro-batch of a kind of batch, then no more"
+    assert all(isinstance(stream, int) and stream for *_, stream in kinds)
+    assert step.metrics(stream=gpu.stream).accuracy is None
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (lambda cp: None, "OperandError", r"what the loss function returned is a NoneType \(None\); accepted are"),
+        (lambda cp: 0.5, "OperandError", r"what the loss function returned is a float \(0.5\)"),
+        (
+            lambda cp: np.float32(0.5),
+            "DeviceError",
+            "what the loss function returned is in host memory .*, the model on",
+        ),
+        (lambda cp: np.zeros((), np.float32), "DeviceError", "returned is in host memory"),
+        (
+            lambda cp: cp.zeros((), np.float16),
+            "DTypeError",
+            "what the loss function returned is float16; it must be float",
+        ),
+        (
+            lambda cp: cp.zeros((2,), np.float32),
+            "ShapeError",
+            r"returned has shape \(2,\); accepted are \(\) and \(1,\)",
+        ),
+    ],
+)
+def test_what_a_loss_must_not_return(gpu: FakeGpu, returned: Any, error: str, message: str, graph: bool) -> None:
+    step = made_step(gpu.lt, "cuda", loss=lambda *_: returned(gpu.cp), graph=graph)
+    before = values_of(gpu, step)
+    batch = list(map(gpu.cp.asarray, batch_of(0, "float32")))
+    for _ in range(2):
+        with pytest.raises(getattr(gpu.lt.errors, error), match=message):
+            step(*batch, stream=gpu.stream)
+    assert values_of(gpu, step) == before
+    assert int(host_of(gpu, step.optimizer.steps)[0]) == 0
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_loss_that_raises(gpu: FakeGpu, at: int) -> None:
+    """At a rehearsal or while it is captured; nothing is updated, and the next step is made."""
+    calls: list[int] = []
+
+    def loss(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
+        calls.append(1)
+        if len(calls) == at:
+            raise ZeroDivisionError("of the caller's")
+        return cauchy(outputs, target, gradient, stream)
+
+    step, other = made_step(gpu.lt, "cuda", loss=loss), made_step(gpu.lt, "cuda", loss=cauchy)
+    before, batch = values_of(gpu, step), batch_of(0, "float32")
+    with pytest.raises(ZeroDivisionError, match="of the caller's"):
+        run(gpu, step, [batch])
+    assert values_of(gpu, step) == before
+    assert run(gpu, step, [batch] * 2) == run(gpu, other, [batch] * 2)
+    assert values_of(gpu, step) == values_of(gpu, other)
+
+
+def test_weights_are_not_for_own_losses(gpu: FakeGpu) -> None:
+    step = made_step(gpu.lt, "cuda", loss=cauchy)
+    batch = [gpu.cp.asarray(each) for each in (*batch_of(0, "float32"), np.ones(_ROWS, np.float32))]
+    with pytest.raises(gpu.lt.errors.ArgumentError, match="row_weights are for losses with a name"):
+        step(*batch, stream=gpu.stream)
+    gpu.streams.synchronize_all()
+
+
+def test_weights_among_the_options_may_be_changed_where_they_lie(gpu: FakeGpu) -> None:
+    """NumPy's are copied once; the device's own are read at each step."""
+    own, host = gpu.cp.asarray(np.ones(5, np.float32)), np.ones(5, np.float32)
+    steps = [
+        made_step(gpu.lt, "cuda", loss="bce_with_logits", loss_options={"pos_weight": each})
+        for each in (own, host, None)
+    ]
+    gpu.streams.synchronize_all()
+    batches = [batch_of(seed, "float32") for seed in range(2)]
+    losses = [run(gpu, step, batches[:1]) for step in steps]
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-6)
+    host_of(gpu, own)[...] = host[...] = 3.0
+    losses = [run(gpu, step, batches[1:]) for step in steps]
+    assert losses[0][0] > losses[1][0] + 0.1
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6)
+
+
+def test_weights_on_another_device_are_refused(gpu: FakeGpu) -> None:
+    weights = gpu.cp.asarray(np.ones(5, np.float32))
+    with pytest.raises(gpu.lt.errors.DeviceError, match="pos_weight is on GPU 0, the model on cpu"):
+        made_step(gpu.lt, "cpu", loss="bce_with_logits", loss_options={"pos_weight": weights})

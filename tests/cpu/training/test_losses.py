@@ -1,0 +1,195 @@
+"""Losses of a training step on the host: options by name, weights of rows, and functions of the caller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError, ShapeError
+from tests.support.numpy_cases import DTYPES, Array
+
+ROWS, INPUTS, OUTPUTS = 12, 4, 3
+SINGLE = np.array([0.5, 1, 2], np.float32)
+
+
+def step_of(loss: Any, options: Any = None, *, dtype: str = "float32", lr: float = 1e-2, **more: Any) -> lt.TrainStep:
+    model = lt.MLP([INPUTS, 8, OUTPUTS], dtype=dtype, seed=3, device="cpu")
+    scaler = more.pop("scaler", None)
+    optimizer = lt.AdamW(model.parameters(), lr=lr, scaler=scaler)
+    return lt.TrainStep(model, optimizer, loss=loss, loss_options=options, **more)
+
+
+def batch(seed: int = 0, dtype: str = "float32") -> tuple[Array, Array]:
+    generator = np.random.default_rng(seed)
+    kind = DTYPES[dtype]
+    return generator.standard_normal((ROWS, INPUTS)).astype(kind), generator.random((ROWS, OUTPUTS)).astype(kind)
+
+
+def gradients(step: lt.TrainStep) -> list[Array]:
+    return [parameter.grad.astype(np.float64) for parameter in step.model.parameters()]
+
+
+def squared(outputs: Array, target: Array, gradient: Array, stream: Any) -> Any:
+    error = outputs.astype("float32") - target
+    gradient[...] = 2 * error / error.size
+    return (error**2).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "function"),
+    [
+        ("cross_entropy", {}, lt.cross_entropy),
+        ("cross_entropy", {"label_smoothing": 0.2, "class_weights": SINGLE}, lt.cross_entropy),
+        ("huber", {"delta": 0.25}, lt.huber_loss),
+        ("bce_with_logits", {"pos_weight": SINGLE}, lt.bce_with_logits),
+        ("bce_with_logits", {"pos_weight": None}, lt.bce_with_logits),
+        ("mse", {}, lt.mse_loss),
+    ],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_step_minimizes_the_function_of_its_loss(
+    name: str, options: dict[str, Any], function: Callable[..., Any], weighted: bool
+) -> None:
+    step = step_of(name, options)
+    x, target = batch()
+    target = np.arange(ROWS) % OUTPUTS if name == "cross_entropy" else target
+    weights = np.linspace(-1, 2, ROWS).astype(np.float32) if weighted else None
+    outputs, contexts = step.model.forward(x)
+    expected = function(outputs, target, row_weights=weights, **options)
+    step.model.backward(expected.gradient, contexts)
+    exact = gradients(step)
+    assert float(step(x, target, weights)) == float(expected.loss)
+    for one, other in zip(gradients(step), exact, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_options_are_read_when_the_step_is_made() -> None:
+    weights, options = SINGLE.copy(), {"pos_weight": SINGLE.copy()}
+    step, other = step_of("bce_with_logits", options), step_of("bce_with_logits", {"pos_weight": weights})
+    options["pos_weight"][:] = 100.0
+    options["label_smoothing"] = 1.0  # type: ignore[assignment]
+    assert float(step(*batch())) == float(other(*batch()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "error", "message"),
+    [
+        ("mse", {"delta": 1.0}, ArgumentError, "loss_options has 'delta'; those of 'mse' are none"),
+        ("huber", {"pos_weight": 1}, ArgumentError, "loss_options has 'pos_weight'; those of 'huber' are delta"),
+        ("cross_entropy", {3: 1}, ArgumentError, "has 3; those of 'cross_entropy' are label_smoothing, class_weights"),
+        ("cross_entropy", {"row_weights": SINGLE}, ArgumentError, "has 'row_weights'"),
+        ("cross_entropy", {"label_smoothing": 2}, ArgumentError, "label_smoothing is 2.0; accepted are numbers from"),
+        ("huber", {"delta": 0}, ArgumentError, "delta is 0.0; it must be positive"),
+        ("huber", {"delta": "1"}, ArgumentError, "delta is '1'; it must be a number"),
+        ("huber", [1], ArgumentError, r"loss_options is \[1\]; it must be a mapping"),
+        ("bce_with_logits", {"pos_weight": 2.0}, OperandError, "pos_weight is a float"),
+        (
+            "bce_with_logits",
+            {"pos_weight": SINGLE[:2]},
+            ShapeError,
+            r"pos_weight has shape \(2,\); it must be \(3,\), one",
+        ),
+        ("cross_entropy", {"class_weights": np.ones(3)}, DTypeError, "class_weights is float64; it must be float32"),
+        (squared, {"delta": 1.0}, ArgumentError, "loss_options are for losses with a name"),
+        (None, None, ArgumentError, "loss is None; accepted are cross_entropy, mse, huber, bce_with_logits"),
+    ],
+)
+def test_losses_and_options_that_are_refused(loss: Any, options: Any, error: type[LtError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        step_of(loss, options)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (np.ones(ROWS), DTypeError, "row_weights is float64; it must be float32"),
+        (np.ones(3, np.float32), ShapeError, r"row_weights has shape \(3,\); it must be \(12,\), one a row of x"),
+        ([1.0] * ROWS, OperandError, "row_weights is a list"),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_that_are_refused(weights: Any, error: type[LtError], message: str, accumulate: int) -> None:
+    step = step_of("mse", accumulate=accumulate)
+    with pytest.raises(error, match=message):
+        step(*batch(), weights)
+    assert int(step.optimizer.steps[0]) == 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_own_loss_is_as_good_as_ours(dtype: str, scaled: bool, accumulate: int) -> None:
+    """Up to a rounding: it is rounded to FP32 before it is scaled."""
+    scalers = [lt.GradScaler(1024.0) if scaled else None for _ in range(2)]
+    own, ours = (
+        step_of(loss, dtype=dtype, accumulate=accumulate, scaler=scaler)
+        for loss, scaler in zip((squared, "mse"), scalers, strict=True)
+    )
+    x, target = batch(1, dtype)
+    assert float(own(x, target)) == pytest.approx(float(ours(x, target)), rel=1e-6)
+    tolerance = {"float32": 1e-6, "float16": 4e-3, "bfloat16": 3e-2}[dtype] * (1024 if scaled else 1)
+    for one, other in zip(gradients(own), gradients(ours), strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance)
+
+
+def test_small_gradients_of_an_own_loss_are_scaled_before_they_are_rounded() -> None:
+    def tiny(outputs: Array, target: Array, gradient: Array, stream: Any) -> Any:
+        gradient[...] = 2.0**-30  # less than FP16 holds
+        return np.float32(0)
+
+    step = step_of(tiny, dtype="float16", scaler=lt.GradScaler(2.0**20))
+    step(*batch(dtype="float16"))
+    np.testing.assert_array_equal(step.model.parameters()[-1].grad, np.float16(ROWS * 2.0**-10))
+
+
+def test_what_an_own_loss_is_given() -> None:
+    def loss(*arguments: Any) -> Any:
+        given.append(arguments)
+        arguments[2][...] = 0
+        return np.zeros(1, np.float32)
+
+    given: list[Any] = []
+    step = step_of(loss, accumulate=2)
+    actions = np.arange(ROWS)
+    assert step(batch()[0], actions).shape == ()
+    for i, (outputs, target, gradient, stream) in enumerate(given):
+        assert (outputs.shape, gradient.shape) == ((ROWS // 2, OUTPUTS),) * 2
+        assert (outputs.dtype, gradient.dtype, stream) == (np.float32, np.float32, None)
+        np.testing.assert_array_equal(target, actions[i * ROWS // 2 : (i + 1) * ROWS // 2])
+    assert len(given) == 2
+    assert step.metrics() == (1, 0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (None, OperandError, r"what the loss function returned is a NoneType \(None\); accepted are NumPy"),
+        (0.5, OperandError, r"what the loss function returned is a float \(0.5\)"),
+        (np.float64(0.5), DTypeError, "what the loss function returned is float64; it must be float32"),
+        (np.zeros((2,), np.float32), ShapeError, r"returned has shape \(2,\); accepted are \(\) and \(1,\)"),
+        (lt.mse_loss(*[SINGLE[None]] * 2), OperandError, "what the loss function returned is a Loss"),
+    ],
+)
+def test_what_an_own_loss_must_not_return(returned: Any, error: type[LtError], message: str) -> None:
+    step = step_of(lambda *_: returned)
+    before = [parameter.data.copy() for parameter in step.model.parameters()]
+    with pytest.raises(error, match=message):
+        step(*batch())
+    assert all((p.data == b).all() for p, b in zip(step.model.parameters(), before, strict=True))
+    assert step.metrics().steps == int(step.optimizer.steps[0]) == 0
+
+
+def test_weights_of_rows_are_no_business_of_an_own_loss() -> None:
+    step = step_of(squared)
+    with pytest.raises(ArgumentError, match=r"row_weights are for losses with a name; the target .* may hold them"):
+        step(*batch(), np.ones(ROWS, np.float32))
+
+
+def test_targets_of_an_own_loss_have_as_many_rows_as_x() -> None:
+    step = step_of(squared)
+    with pytest.raises(ShapeError, match=r"target has shape \(5, 3\); it must have 12 rows, as x has"):
+        step(batch()[0], batch()[1][:5])
