@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lt_runtime.arguments import check_instance, one_of, shown
+from lt_runtime.arguments import check_instance, shown
 from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import KindError
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.training.body import IGNORE_INDEX, LOSSES
+from lt_runtime.training.body import IGNORE_INDEX
+from lt_runtime.training.losses import OwnFunction, step_loss
 from lt_runtime.training.mlp import MLP
 from lt_runtime.training.step import Metrics
 from lt_runtime.training.tally import GpuTallies, HostTally, Scores, Totals
 
 
 def evaluate(
-    model: MLP, batches: Iterable[tuple[Any, Any]], *, loss: str = "cross_entropy", stream: Any = None
+    model: MLP,
+    batches: Iterable[tuple[Any, Any]],
+    *,
+    loss: str | OwnFunction = "cross_entropy",
+    loss_options: Mapping[str, Any] | None = None,
+    stream: Any = None,
 ) -> Metrics:
     """Means over all rows of some batches, without dropout and without an update.
 
@@ -26,14 +32,14 @@ def evaluate(
     Args:
         model: an `MLP`.
         batches: pairs of inputs (M, dims[0]), of the model's type and on its device, and targets, as for `TrainStep`.
-        loss: "cross_entropy" (rows labelled -100 are left out) or "mse".
+        loss, loss_options: as for `TrainStep`; a function of your own writes its gradient here too.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. The first
             operand is the first batch's inputs.
 
     Returns:
         As `TrainStep.metrics`: the number of batches in place of steps, the loss and the accuracy. The loss is the mean
-        over the rows of all batches together, NaN if there are none.
+        of the batches' losses, each weighted by its rows that count; NaN if there are none.
 
     Raises:
         KindError: `batches` is no iterable of pairs.
@@ -41,7 +47,7 @@ def evaluate(
         Whatever `batches` raises.
     """
     check_instance("model", model, MLP, "an lt.MLP")
-    function, classifies = LOSSES[one_of("loss", loss, LOSSES)], loss == "cross_entropy"
+    measured = step_loss(loss, loss_options, model)
     device = model.device.ordinal
     if stream is not None:
         stream = stream_handle(stream, HOST if device is None else device)
@@ -51,8 +57,8 @@ def evaluate(
         if device is not None and stream is None:
             stream = stream_handle(None, device, library_of(x).current_stream)
         outputs = model(x, stream=stream)
-        value = function(outputs, target, stream=stream).loss
-        scores = Scores(outputs, target, IGNORE_INDEX) if classifies else None
+        value = measured.compute(outputs, target, None, scale=None, share=1.0, stream=stream).loss
+        scores = Scores(outputs, target, IGNORE_INDEX) if measured.classifies else None
         sizes.append(int(outputs.shape[0]))
         if device is None:
             tally = HostTally()
@@ -61,7 +67,7 @@ def evaluate(
         else:
             tallies = tallies or GpuTallies(device, stream)
             tallies.add(value, scores)
-    return _means(totals if tallies is None else tallies.read(), sizes, classifies)
+    return _means(totals if tallies is None else tallies.read(), sizes, measured.classifies)
 
 
 def _pairs(batches: Any) -> Iterator[tuple[Any, Any]]:

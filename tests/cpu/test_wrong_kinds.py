@@ -426,7 +426,9 @@ ROWS: Final[Mapping[str, Row]] = {
     ),
     "TrainStep.__call__ in parts": Row(one_step_in_parts, {"x": "", "target": ""}, {"target": "target|labels"}),
     "TrainStep.metrics": Row(lambda world: (made_step(world).metrics, {}), {"stream": STREAM}),
-    "evaluate": Row(evaluation, {"model": "", "batches": "dict", "loss": "", "stream": STREAM}),
+    "evaluate": Row(
+        evaluation, {"model": "", "batches": "dict", "loss": "", "loss_options": "none dict", "stream": STREAM}
+    ),
     "save_checkpoint": Row(checkpoint("save_checkpoint"), CHECKPOINT),
     "load_checkpoint": Row(checkpoint("load_checkpoint"), {**CHECKPOINT, "optimizer": "none", "changed": ""}),
     "save_model": Row(

@@ -81,6 +81,27 @@ def test_batches_of_any_size(world: World) -> None:
     assert made.loss == pytest.approx(error, rel=1e-5)
 
 
+def test_losses_with_options_and_of_ones_own(world: World) -> None:
+    x, labels, target = data(sum(SIZES))
+    labels = np.abs(labels) % 5
+    model, options = world.model(), {"label_smoothing": 0.25}
+    x_all, labels_all = world.place(x), world.place(labels)
+    outputs = model(x_all, **world.more)
+    smooth = world.lt.cross_entropy(outputs, labels_all, **options, **world.more).loss
+    if world.gpu is not None:
+        world.gpu.synchronize_all()
+    made = world.lt.evaluate(model, world.batches(x, labels), loss_options=options, **world.more)
+    assert made.loss == pytest.approx(float(smooth), rel=1e-5)
+
+    def error(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
+        gradient[...] = 0
+        return ((outputs - target) ** 2).mean()
+
+    made = world.lt.evaluate(model, world.batches(x, target), loss=error, **world.more)
+    assert made.loss == pytest.approx(world.lt.evaluate(model, world.batches(x, target), loss="mse", **world.more).loss)
+    assert made.accuracy is None
+
+
 def test_no_batches_and_no_rows_that_count(world: World) -> None:
     model = world.model()
     made = world.lt.evaluate(model, iter(()), **world.more)
