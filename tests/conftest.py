@@ -24,7 +24,9 @@ EXAMPLES: Counter[str] = Counter()
 
 
 # For planted faults, which only have to be seen: the same examples each time, and none is made smaller.
-settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, Phase.generate))
+settings.register_profile("mutants", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate))
+settings.register_profile("lt_runtime", deadline=None)  # an example may take long on a machine that has other work
+settings.load_profile("lt_runtime")
 
 _PROCESSES_OF_A_GPU: Final = 6
 """More of them only take turns on it, and each takes memory."""
