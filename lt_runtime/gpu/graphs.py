@@ -10,7 +10,7 @@ from typing import Self
 
 from cuda.bindings import driver
 
-from lt_runtime.errors import DriverError
+from lt_runtime.errors import DriverError, GpuError
 from lt_runtime.gpu.direct import launch_graph
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import private_stream
@@ -19,6 +19,7 @@ _lock = threading.Lock()
 _PREFIX = "CU_GRAPH_NODE_TYPE_"
 _ATTEMPTS = 3
 _INVALIDATED = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+_UNSUPPORTED = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)  # the capturing thread's own doing
 
 
 def rehearse(run: Callable[[int], object], device: int) -> list[str]:
@@ -88,26 +89,33 @@ class Graph:
 def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
     """Captures what `run` puts on a stream, anew if another thread has put an end to the capture.
 
-    A thread that waits for the whole device, for example, ends all captures on it.
+    A thread that waits for the whole device ends all captures on it. The driver then refuses the next launch, which
+    cuBLASLt reports as a failure of its own.
     """
-    for _ in range(_ATTEMPTS - 1):
+    for attempt in range(_ATTEMPTS):
+        call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         try:
-            return _capture_once(run, stream)
-        except DriverError as error:
-            if error.status != _INVALIDATED:
+            run(stream)
+        except BaseException as error:
+            was_ended = _abandon(stream) and isinstance(error, GpuError) and getattr(error, "status", 0) != _UNSUPPORTED
+            if not was_ended or attempt == _ATTEMPTS - 1:
                 raise
-    return _capture_once(run, stream)
+        else:
+            try:
+                return call("cuStreamEndCapture", stream)
+            except DriverError as error:
+                if error.status != _INVALIDATED or attempt == _ATTEMPTS - 1:
+                    raise
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _capture_once(run: Callable[[int], object], stream: int) -> driver.CUgraph:
-    call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+def _abandon(stream: int) -> bool:
+    """Ends a capture and drops its graph; returns whether it had been invalidated."""
     try:
-        run(stream)
-    except BaseException:
-        with contextlib.suppress(DriverError):  # which could only repeat what is being raised
-            call("cuGraphDestroy", call("cuStreamEndCapture", stream))
-        raise
-    return call("cuStreamEndCapture", stream)
+        call("cuGraphDestroy", call("cuStreamEndCapture", stream))
+    except DriverError as error:
+        return error.status == _INVALIDATED
+    return False
 
 
 @contextlib.contextmanager

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from lt_runtime.arrays.libraries import cupy
+from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import device_info
+
+_PATIENCE_S: Final = 2.0
+_CAPTURING: Final = 900  # cudaErrorStreamCaptureUnsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +62,24 @@ class ComputeDevice:
                 array.set(np.ascontiguousarray(values).reshape(values.shape))
 
     def synchronize(self) -> None:
-        """Waits for all work that the device has been given."""
-        if self.ordinal is not None:
-            self.namespace.cuda.Device(self.ordinal).synchronize()
+        """Waits for all work that the device has been given, once no thread captures a graph there.
+
+        Raises:
+            CaptureError: a capture goes on for too long; the driver has put an end to it.
+        """
+        if self.ordinal is None:
+            return
+        cuda, end = self.namespace.cuda, time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                cuda.Device(self.ordinal).synchronize()
+                return
+            except cuda.runtime.CUDARuntimeError as error:
+                if error.status != _CAPTURING:
+                    raise
+                if time.monotonic() > end:
+                    raise CaptureError(f"a stream of {self.description} is being captured: {error}") from error
+            time.sleep(1e-3)
 
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """`array` as a NumPy array; waits until a GPU has computed it."""

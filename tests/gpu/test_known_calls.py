@@ -12,7 +12,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.arrays.operand import HOST
-from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, OverlapError, ShapeError
+from lt_runtime.errors import ArgumentError, CaptureError, OverlapError, ShapeError
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.ops import call as call_module
 from lt_runtime.plans import cache
@@ -363,11 +363,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Layer], Any]]] = {
     ),
     "no product": (ArgumentError, "out is None", lambda at: lt.bind(lt.matmul, at.x, at.w.T)),
     "operation": (ArgumentError, "accepted are lt.linear_fwd", lambda at: lt.bind(lt.contiguous, at.x)),
-    "host": (
-        DeviceError,
-        "NumPy",
-        lambda at: lt.bind(lt.linear, at.host[0], at.host[1], out=np.empty((M, N), np.float32)),
-    ),
     "overlap": (OverlapError, "out shares memory", lambda at: lt.bind(lt.linear, at.y, at.w[:, :N], out=at.y)),
     "capture": (CaptureError, "captured", _bind_while_capturing),
 }

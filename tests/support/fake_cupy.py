@@ -289,7 +289,11 @@ class OutOfMemoryError(Exception):
 
 
 class CUDARuntimeError(Exception):
-    """Never raised."""
+    """What the runtime reports."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
 
 
 class _Block:
@@ -388,6 +392,10 @@ def _cuda(gpu: Gpu) -> Any:
             pass
 
         def synchronize(self) -> None:
+            if gpu.streams.captures:  # the driver refuses to wait, and ends every capture
+                for capture in gpu.streams.captures.values():
+                    capture.is_broken = True
+                raise CUDARuntimeError(900)
             gpu.streams.synchronize_all()
 
     return SimpleNamespace(
