@@ -198,6 +198,26 @@ def _our_train_step(dims: tuple[int, ...], batch: tuple[Any, Any]) -> Call:
     return partial(lt.TrainStep(model, optimizer, loss="cross_entropy", batch_size=len(batch[0])), *batch)
 
 
+def _ranges() -> Builders:
+    """A thousand ranges that nobody hears: one that is there, and one that is asked for by name each time."""
+    import lt_runtime as lt
+
+    made = lt.range("benchmark")
+
+    def silent() -> None:
+        for _ in itertools.repeat(None, _RANGES):
+            with made:
+                pass
+
+    def by_name() -> None:
+        for name in itertools.repeat("benchmark", _RANGES):
+            with lt.range(name):
+                pass
+
+    return {"lt": lambda: silent, "lt_by_name": lambda: by_name}
+
+
+_RANGES: Final = 1000
 _SMALL: Final = (64, 64, 64)
 _MNIST: Final = (256, 512, 784)
 _FORWARD: Final = Target(ratio={"torch_eager": 1.4, "nvmath": 3.5})
@@ -211,6 +231,7 @@ CASES: Final = (
     HostCase("linear_fwd + linear_bwd GELU BF16 64×64×64, eager", partial(_linear, *_SMALL), 12, _AUTOGRAD),
     HostCase("linear_fwd + linear_bwd GELU BF16 256×512×784, eager", partial(_linear, *_MNIST), 12, _AUTOGRAD),
     HostCase(_ADAMW, _adamw, 40, Target(ratio={"torch_eager": 20.0}), most=10),
+    HostCase("a thousand ranges that nobody hears", _ranges, 1),
     HostCase("TrainStep call, mnist MLP BF16, batch 256", _train_step, 50, most=20),
 )
 

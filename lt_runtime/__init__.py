@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lt_runtime.ops.matmul import matmul
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
+    from lt_runtime.profiling import profile
+    from lt_runtime.profiling.capture_check import CaptureReport, check_capture
+    from lt_runtime.ranges import range  # noqa: A004
     from lt_runtime.saving.checkpoints import load_checkpoint, save_checkpoint
     from lt_runtime.saving.saved_model import load_model, save_model
     from lt_runtime.schedules import Schedule
@@ -46,6 +49,9 @@ _EXPORTS = {
     "ops.matmul": "matmul",
     "ops.tuning": "explain tune",
     "problem": "ACTIVATIONS Activation Philox",
+    "profiling": "profile",
+    "ranges": "range",
+    "profiling.capture_check": "CaptureReport check_capture",
     "schedules": "Schedule",
     "training": "EMA MLP TrainStep",
     "saving.checkpoints": "load_checkpoint save_checkpoint",
@@ -63,6 +69,7 @@ __all__ = [
     "MLP",
     "Activation",
     "AdamW",
+    "CaptureReport",
     "Epilogue",
     "GradScaler",
     "Parameter",
@@ -71,6 +78,7 @@ __all__ = [
     "TrainStep",
     "bce_with_logits",
     "bind",
+    "check_capture",
     "contiguous",
     "cross_entropy",
     "cublaslt",
@@ -87,6 +95,8 @@ __all__ = [
     "matmul",
     "mse_loss",
     "prefetch",
+    "profile",
+    "range",
     "raw",
     "save_checkpoint",
     "save_model",

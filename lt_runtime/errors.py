@@ -22,6 +22,7 @@
         ├── DriverError                 a CUDA driver call failed
         ├── CompileError                NVRTC rejected a kernel
         ├── CublasLtError               a cuBLASLt call failed
+        ├── CuptiError                  CUPTI cannot look at the GPU, or one of its calls failed
         └── PlanError                   cuBLASLt has no algorithm for a matrix product
 
 Everything except `GpuError` is raised before anything is launched or written, or leaves a file as it was (`FileError`).
@@ -118,6 +119,10 @@ class CublasLtError(GpuError):
     def __init__(self, call: str, status: int, name: str, explanation: str) -> None:
         super().__init__(f"{call} returned {name} ({status}): {explanation}")
         self.call, self.status, self.name = call, status, name
+
+
+class CuptiError(GpuError):
+    """CUPTI, which profiles, cannot be used here, or a call of it failed; nothing but the profile is lost."""
 
 
 class PlanError(GpuError):

@@ -1,4 +1,4 @@
-"""The command line: `python -m lt_runtime cache|demo|doctor|warmup`.
+"""The command line: `python -m lt_runtime cache|check|compare|demo|doctor|profile|warmup`.
 
 Whatever goes wrong, a user gets a line and an exit status, and no traceback. `python -X dev -m lt_runtime` shows the
 traceback of an exception that nobody has foreseen.

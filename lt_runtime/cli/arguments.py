@@ -55,6 +55,47 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     add("--dropout", type=float, default=0.1, metavar="P", help="after each hidden layer (default: 0.1)")
     add("--seed", type=_integer, default=0)
     add("--json", type=Path, metavar="FILE", help="write the results there as JSON")
+    add("--profile", action="store_true", help="profile the last epoch, and print where its time went")
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs SCRIPT and prints where the time of its steps went. Steps are calls of lt.TrainStep, or what lies in "
+        'with lt.range("step"). Options stand before SCRIPT, its own arguments after it.'
+    )
+    add = parser.add_argument
+    add("--steps", type=_steps, metavar="A:B", help="steps A to B - 1: the first half is timed, the rest traced")
+    add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    add("--csv", type=Path, metavar="DIR", help="write the tables there")
+    add("--plot", type=Path, metavar="FILE", help="draw the roofline, and times beside bytes")
+    add("--json", type=Path, metavar="FILE", help="write everything, for `compare`")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--print-nsys", action="store_true", help="print commands for Nsight Systems instead")
+    add("--print-ncu", action="store_true", help="print a command for Nsight Compute instead")
+    add("--range", metavar="NAME", help="with --print-ncu: only that range, such as forward/layer0")
+    _add_script(parser)
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs SCRIPT, and then checks whether functions that it defines may be captured into a CUDA graph. "
+        "Exits with 1 if one may not."
+    )
+    add = parser.add_argument
+    add("--function", action="append", metavar="NAME", help="one that takes no arguments (default: step)")
+    _add_script(parser)
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", type=Path, metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Says what changed between two profiles that were written with `profile --json` or prof.save."
+    parser.add_argument("before", type=Path, metavar="A.json")
+    parser.add_argument("after", type=Path, metavar="B.json")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_warmup(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +141,14 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, end = text.partition(":")
+    steps = _integer(first), _integer(end if colon else "")
+    if not 0 <= steps[0] < steps[1]:
+        raise argparse.ArgumentTypeError(f"{_shown(text)} are no steps; accepted are two numbers, such as 10:20")
+    return steps
+
+
 def _positive(text: str) -> int:
     value = _integer(text)
     if value < 1:
@@ -123,7 +172,10 @@ def _shown(text: str) -> str:
 
 _COMMANDS: Final = {
     "cache": ("look into the cache of measured plans, and carry it elsewhere", _add_cache),
+    "check": ("say whether functions of a script may be captured into a CUDA graph", _add_check),
+    "compare": ("say what changed between two profiles", _add_compare),
     "demo": ("train a classifier of handwritten digits", _add_demo),
     "doctor": ("say what is installed, what is missing, and how to mend it", _add_doctor),
+    "profile": ("run a script, and say where the time of its steps went", _add_profile),
     "warmup": ("measure how layers run fastest, so that training need not", _add_warmup),
 }

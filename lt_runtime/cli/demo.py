@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
-from rich.table import Column, Table
 
-from lt_runtime import ranges, schedules
+from lt_runtime import schedules
 from lt_runtime.cli.output import print_lines
 from lt_runtime.errors import ArgumentError, MissingLibraryError
 from lt_runtime.files import replacing
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.profiling import LayerTime, RangeTimer
+from lt_runtime.profiling import Layer, Profile, profile
 from lt_runtime.training import MLP, TrainStep
 from lt_runtime.tuner.report import Progress, progress_bar
 
@@ -40,9 +39,9 @@ class Result:
     Attributes:
         device: such as "cpu" or "cuda:0 (NVIDIA H200)".
         accuracy: on the held-out fifth, 0 to 1.
-        samples_per_second: in training, without the first epoch, which compiles, and the last, which times the layers.
+        samples_per_second: in training, without the first epoch, which compiles, and the last, which may be profiled.
         loss: of every step.
-        layers: where the time of a step went.
+        layers: where the time of a step went; empty without `--profile`.
     """
 
     device: str
@@ -50,7 +49,7 @@ class Result:
     accuracy: float
     samples_per_second: float
     loss: list[float]
-    layers: list[LayerTime]
+    layers: list[Layer]
 
 
 class Digits(NamedTuple):
@@ -84,40 +83,51 @@ def load_digits() -> Digits:
     return Digits(images[held_out:], labels[held_out:], images[:held_out], labels[:held_out])
 
 
-def train(device: str, dtype: str, epochs: int, dropout: float, seed: int, progress: Progress | None = None) -> Result:
-    """Trains and evaluates; `progress` is told of every epoch."""
+def train(
+    device: str,
+    dtype: str,
+    epochs: int,
+    dropout: float,
+    seed: int,
+    progress: Progress | None = None,
+    profiled: Profile | None = None,
+) -> Result:
+    """Trains and evaluates.
+
+    Args:
+        progress: is told of every epoch.
+        profiled: looks at the last epoch.
+    """
     digits = load_digits()
     model = MLP((digits.images.shape[1], *_HIDDEN, _CLASSES), dtype=dtype, dropout=dropout, seed=seed, device=device)
     total = epochs * digits.batches
     schedule = schedules.warmup_cosine(min(digits.batches, total - 1), total)
     optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
-    timer = RangeTimer(model.device.ordinal)
     with model.device.current():
-        losses, seconds = _train_epochs(epochs, digits, model, optimizer, timer, progress)
+        losses, seconds = _train_epochs(epochs, digits, model, optimizer, progress, profiled)
         images = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
         scores = model.device.to_host(model(images)).astype(np.float32)
     accuracy = float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
     typical = seconds[1:-1] or seconds
     speed = digits.batches * _BATCH * len(typical) / sum(typical)
-    return Result(model.device.description, dtype, accuracy, speed, losses, timer.layers())
+    layers = [] if profiled is None else [*profiled.layers()]
+    return Result(model.device.description, dtype, accuracy, speed, losses, layers)
 
 
 def _train_epochs(
-    epochs: int, digits: Digits, model: MLP, optimizer: AdamW, timer: RangeTimer, progress: Progress | None
+    epochs: int, digits: Digits, model: MLP, optimizer: AdamW, progress: Progress | None, profiled: Profile | None
 ) -> tuple[list[float], list[float]]:
-    """Losses by step and seconds by epoch. In the last epoch steps are not captured, so that each layer is timed."""
+    """Losses by step and seconds by epoch."""
     device, losses, seconds = model.device, list[float](), list[float]()
-    captured, timed = (TrainStep(model, optimizer, batch_size=_BATCH, graph=graph) for graph in (True, False))
+    step = TrainStep(model, optimizer, batch_size=_BATCH)
     images, labels = device.asarray(digits.images.astype(model.dtype.numpy)), device.asarray(digits.labels)
     generator = np.random.default_rng(model.seed)
     for epoch in range(epochs):
-        is_last = epoch == epochs - 1
-        step = timed if is_last else captured
         if progress:
             progress(epoch, epochs, "training")
         order = generator.permutation(len(digits.labels))[: digits.batches * _BATCH].reshape(-1, _BATCH)
         start = time.perf_counter()
-        with ranges.listening(timer) if is_last else contextlib.nullcontext():
+        with profiled if profiled is not None and epoch == epochs - 1 else contextlib.nullcontext():
             of_steps = [step(images[batch], labels[batch]).copy() for batch in device.asarray(order)]
             # They are read once an epoch, so that no step waits for them.
             losses += map(float, device.to_host(device.namespace.stack(of_steps)))
@@ -128,13 +138,16 @@ def _train_epochs(
 def run(arguments: argparse.Namespace) -> int:
     """Trains with a progress bar and prints the results; returns the exit status."""
     options = {name: getattr(arguments, name) for name in ("device", "dtype", "epochs", "dropout", "seed")}
+    profiled = profile(device=arguments.device) if arguments.profile else None
     if parse_device(arguments.device) is None:
         print_lines(["No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`)."])
     with _json_file(arguments.json) as file:
         with progress_bar() as progress:
-            result = train(**options, progress=progress)
+            result = train(**options, progress=progress, profiled=profiled)
         if file is not None:
             file.write(json.dumps(asdict(result), indent=2).encode() + b"\n")
+    if profiled is not None:
+        print_lines(profiled.report.lines())
     print_lines(_lines(result))
     return 0
 
@@ -154,13 +167,6 @@ def _json_file(path: Path | None) -> Iterator[BinaryIO | None]:
         yield file
 
 
-def _lines(result: Result) -> Iterator[str | Table]:
-    numbers = [Column(heading, justify="right") for heading in ("forward µs", "backward µs", "share")]
-    table = Table("layer", *numbers, title="Where a step's time went")
-    whole = sum(layer.total_us for layer in result.layers)
-    for layer in result.layers:
-        backward = f"{layer.backward_us:.1f}" if layer.backward_us else ""
-        table.add_row(layer.name, f"{layer.forward_us:.1f}", backward, f"{layer.total_us / whole:.0%}")
-    yield table
+def _lines(result: Result) -> Iterator[str]:
     yield f"accuracy: {result.accuracy:.2%} of the held-out digits ({result.dtype})"
     yield f"{result.samples_per_second:,.0f} samples per second on {result.device}"

@@ -12,7 +12,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from lt_runtime.cli import probes
@@ -31,6 +31,7 @@ CUDA_REQUIREMENTS: Final = {
     "NVRTC": "nvidia-cuda-nvrtc>=13,<14",
     "CUDA headers": "nvidia-cuda-runtime>=13,<14",
     "CuPy": "cupy-cuda13x>=14",
+    "CUPTI": "nvidia-cuda-cupti>=13,<14",
 }
 """The requirements of the extra `cuda13`, by what each brings; a test holds the two equal."""
 
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 def examine() -> Report:
     """Looks at everything once."""
     driver, gpus, cache = probes.driver(), probes.gpus(), probes.cache_directory()
-    cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy
+    cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy, probes.cupti
     looks: dict[str, probes.Look] = dict(zip(CUDA_REQUIREMENTS, cuda, strict=True))
     looks |= {name: functools.partial(probes.package, name) for name in PACKAGES}
     libraries = tuple(probes.library(name, look) for name, look in looks.items())
@@ -111,8 +112,11 @@ def diagnose(
         yield Finding(
             f"{_CUBLASLT_VARIABLE} is {named}: {problem}", "running on the GPU", f"unset {_CUBLASLT_VARIABLE}"
         )
+    without_cupti = {name: problems.pop(name) for name in ("CUPTI",) if name in problems}
     if gpus:
         yield from _missing(problems, CUDA_REQUIREMENTS, "running on the GPU")
+        for finding in _missing(without_cupti, CUDA_REQUIREMENTS, "seeing kernels in profiles"):
+            yield replace(finding, needed=False)
     if cache.path is not None and not cache.writable:
         kept = "keeping compiled kernels and plans from one run to the next"
         what = f"{cache.path} cannot be used" if cache.problem is None else f"{cache.path}: {cache.problem}"

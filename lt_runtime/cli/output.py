@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from lt_runtime.store.records import Json
+
+_WIDTH: Final = 160
+"""Columns of a table where no terminal says how many there are."""
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,6 +52,8 @@ def _rendered(line: Text | Table) -> str:
 
     print(end="", flush=True)
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH
     with console.capture() as captured:  # a line must not be broken, because people copy names from it; a table must
         console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
     return captured.get().removesuffix("\n")

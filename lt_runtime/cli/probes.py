@@ -104,6 +104,14 @@ def nvrtc() -> tuple[str, str]:
     return _cuda13(f"{major}.{minor}"), str(path)
 
 
+def cupti() -> tuple[str, str]:
+    """The library by which profiles see kernels, found but not started: that would attach it to this process."""
+    from cuda import pathfinder
+
+    found = pathfinder.load_nvidia_dynamic_lib("cupti").abs_path
+    return importlib.metadata.version("nvidia-cuda-cupti"), str(found)
+
+
 def cuda_headers() -> tuple[str, str]:
     """The headers that the kernels include; one of them states the version of all."""
     from lt_runtime.gpu.compiler import runtime_headers

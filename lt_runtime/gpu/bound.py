@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
+from lt_runtime import ranges
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import is_capturing, launch_graph
@@ -32,11 +33,14 @@ class BoundPlan:
         stream: handle of the stream that each call will run on.
         reserve: allocates what `put` needs of a memory.
 
+    Attributes:
+        known: what watchers of the ranges are told at each call; None if somebody else tells them.
+
     Raises:
         CaptureError: the stream is being captured.
     """
 
-    __slots__ = ("__weakref__", "_graph", "_memory", "_put", "_stream")
+    __slots__ = ("__weakref__", "_graph", "_memory", "_put", "_stream", "known")
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class BoundPlan:
         if is_captured(stream):
             raise CaptureError(f"stream {stream:#x} is being captured; bind a call to it before the capture")
         self._put, self._stream = put, stream
+        self.known: Any = None
         with relaxed_captures():
             self._memory = memory = stream_memory(device, stream)
             with memory.lock, no_collection():
@@ -58,6 +63,8 @@ class BoundPlan:
 
     def __call__(self) -> None:
         """Raises GpuError if the launch fails."""
+        if ranges.watchers and self.known is not None:
+            ranges.tell(self.known)
         with self._memory.lock:
             if self._stream and is_capturing(self._stream):  # the default stream cannot be captured
                 self._put(self._memory)

@@ -5,17 +5,27 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Self, TypeAlias
 
 from cuda.bindings import driver
 
 from lt_runtime.errors import DriverError, GpuError
+from lt_runtime.gpu.captured_nodes import CapturedNodes, nodes_of
 from lt_runtime.gpu.direct import launch_graph
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import private_stream
+from lt_runtime.ranges import listening
+
+StandIn: TypeAlias = "Callable[[Graph, Callable[[], Graph]], Graph]"
+"""Takes a graph that is to be launched, and what captures the same work once more; gives the graph to launch."""
+
+stand_in: StandIn | None = None
+"""A profile has training steps launched from graphs of its own, with events in them. Theirs stay as they are."""
 
 _lock = threading.Lock()
+_with_ranges: weakref.WeakSet[Graph] = weakref.WeakSet()
 _PREFIX = "CU_GRAPH_NODE_TYPE_"
 _ATTEMPTS = 3
 _INVALIDATED = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
@@ -40,9 +50,7 @@ def captured_nodes(run: Callable[[int], object], stream: int) -> list[str]:
     """
     graph = _capture(run, stream)
     try:
-        _, count = call("cuGraphGetNodes", graph, 0)
-        nodes, _ = call("cuGraphGetNodes", graph, count)
-        return [call("cuGraphNodeGetType", node).name.removeprefix(_PREFIX) for node in nodes]
+        return [call("cuGraphNodeGetType", node).name.removeprefix(_PREFIX) for node in nodes_of(graph)]
     finally:
         call("cuGraphDestroy", graph)
 
@@ -58,18 +66,29 @@ class Graph:
 
     Attributes:
         executable: handle of the instantiated graph.
+        template: handle of the graph that was captured, as long as there are ranges; 0 otherwise.
+        ranges: handles of the template's nodes, in the order of their capture, with the path of the ranges that were
+            begun within the capture and open when the node was captured. Nodes outside of all ranges are not in it.
 
     Raises:
         Whatever `run` raises; the capture is ended all the same.
     """
 
     def __init__(self, run: Callable[[int], object], stream: int) -> None:
-        graph = _capture(run, stream)
+        nodes = CapturedNodes(stream)
+        with listening(nodes):
+            graph = _capture(run, stream)
+        self.ranges, self.template = nodes.paths, 0
         try:
             self.executable = int(call("cuGraphInstantiate", graph, 0))
-        finally:
-            with contextlib.suppress(DriverError):  # which could only tell of earlier work
-                call("cuGraphDestroy", graph)
+        except DriverError:
+            _destroy(graph)
+            raise
+        if self.ranges:
+            self.template = int(graph)
+            _with_ranges.add(self)
+        else:
+            _destroy(graph)
 
     def launch(self, stream: int) -> None:
         """Puts the work on `stream`."""
@@ -77,6 +96,10 @@ class Graph:
 
     def close(self) -> None:
         """Frees the graph; launches that are still running finish all the same."""
+        if self.template:
+            _with_ranges.discard(self)
+            _destroy(self.template)
+            self.template = 0
         call("cuGraphExecDestroy", self.executable)
 
     def __enter__(self) -> Self:
@@ -84,6 +107,16 @@ class Graph:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def graphs_with_ranges() -> list[Graph]:
+    """All open graphs within whose capture ranges began, of all devices."""
+    return [*_with_ranges]
+
+
+def _destroy(graph: driver.CUgraph | int) -> None:
+    with contextlib.suppress(DriverError):  # which could only tell of earlier work
+        call("cuGraphDestroy", graph)
 
 
 def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from lt_runtime import ranges
 from lt_runtime.arguments import Fixed, check_instance, flag, not_negative, number, shown
 from lt_runtime.arrays.operand import on_host
 from lt_runtime.errors import ArgumentError, KindError
@@ -164,6 +165,7 @@ class AdamW(Fixed):
             CaptureError: the stream is being captured, and settings have been changed since the last step.
             GpuError: the driver or the compiler failed.
         """
+        ranges.tell(self)
         self._held.check()
         self._state.step(stream)
 

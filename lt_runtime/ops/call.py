@@ -8,6 +8,7 @@ and is the launch of one graph from then on.
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
+from lt_runtime import ranges
 from lt_runtime.arrays.checks import check_device, check_no_overlap
 from lt_runtime.arrays.libraries import Library, Signature, current_streams, signature_of, without_addresses
 from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, on_host, read
@@ -76,11 +78,16 @@ class Operation(ABC):
         names: of the arrays, in their order.
         required: how many of the first may not be absent.
         is_scaled: whether a call's extras are numbers that a bound call keeps, such as α and β.
+        range_name: of the range around each call, such as "lt.linear_forward" for `LinearForward`.
     """
 
     names: ClassVar[tuple[str, ...]]
     required: ClassVar[int]
     is_scaled: ClassVar[bool] = False
+    range_name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.range_name = f"lt.{re.sub(r'(?<!^)(?=[A-Z])', '_', cls.__name__).lower()}"
 
     @abstractmethod
     def read(self, operands: Sequence[Any], asked: Any, extras: Any) -> Reading:
@@ -263,6 +270,13 @@ def perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extr
     Raises:
         LtError: the call is not accepted, or failed; outputs, caches and the stream stay usable.
     """
+    if not ranges.is_heard:
+        return _perform(operation, arrays, asked, extras, stream)
+    with ranges.range_of(operation.range_name):
+        return _perform(operation, arrays, asked, extras, stream)
+
+
+def _perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extras: Any, stream: Any) -> Any:
     signature = signature_of(arrays, (operation, asked))
     if signature is not None and stream.__class__ is not Binding and asked_for.get() is None:
         device = signature[1][1]
@@ -276,6 +290,8 @@ def perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extr
             except TypeError:  # an option that is no value
                 again = signature = None
             if again is not None:
+                if ranges.watchers:
+                    ranges.tell(again.known)
                 return again.run(arrays, extras)
     return _first(operation, arrays, asked, extras, stream, signature)
 
@@ -326,7 +342,10 @@ def _first(
         given = addresses_of(operands)
         if binds:
             _check_bindable(known)
-            return known.plan.bind(operation.call(known, given, extras, handle))
+            bound: BoundPlan = known.plan.bind(operation.call(known, given, extras, handle))
+            bound.known = known
+            return bound
+        ranges.tell(known)
         filled, fresh = known.make(arrays, handle)
         known.put(operation.call(known, known.addresses(given, fresh), extras, handle))
         return known.finish(filled, extras, handle)
@@ -351,6 +370,7 @@ def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
 
 
 def _run_on_host(known: Known, arrays: Sequence[Any], extras: Any) -> None:
+    ranges.tell(known)
     with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
         known.operation.on_host(known.reading, arrays, extras)
 

@@ -9,15 +9,18 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
 
+from lt_runtime import ranges
 from lt_runtime.arrays.arena import arena_size, arena_views
 from lt_runtime.arrays.libraries import cupy, cupy_stream, current_streams, signature_of
 from lt_runtime.arrays.operand import CUPY, Operand, library_of
 from lt_runtime.errors import CaptureError, GpuError
+from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
@@ -194,7 +197,7 @@ class GpuStep:
         handle = current_streams[type(batch[0])](device) if stream is None else stream_handle(stream, device)
         if handle and is_capturing(handle):
             return False
-        with self._turn as turn, range_of("step"):
+        with self._turn as turn, _step(handle):
             turn.give(handle)
             if changes.latest is not self._seen:
                 self._apply_settings(handle)
@@ -214,12 +217,13 @@ class GpuStep:
             operands = read_batch(self._body.model, batch, self._body.loss, handle)
             addresses = tuple(operand.address for operand in operands)
             if not self._captures:
-                replay = self._prepared(operands, handle)
-                _copy(replay.copies, addresses, handle)
-                self._body.run(replay.batches.parts, self.tally, handle)
+                with _step(handle):
+                    replay = self._prepared(operands, handle)
+                    _copy(replay.copies, addresses, handle)
+                    self._body.run(replay.batches.parts, self.tally, handle)
                 return
             _refuse_capture(handle)
-            with self._turn as turn, range_of("step"):
+            with self._turn as turn, _step(handle):
                 turn.give(handle)
                 self._apply_settings(handle)
                 replay = self._prepared(operands, handle)
@@ -241,6 +245,8 @@ class GpuStep:
             return False
         self._batches.move_to_end(replay.key)
         _copy(replay.copies, addresses, stream)
+        if graphs.stand_in is not None:
+            graph = graphs.stand_in(graph, lambda: self._record(replay.batches))
         if status := self._launch_graph(graph.executable, stream):
             check("cuGraphLaunch", status)
         return True
@@ -287,8 +293,23 @@ class GpuStep:
                     self._body.run(batches.parts, self._spare, captured, updates=False)
         finally:
             order_after(stream, captured)
-        with _memory_from(self._pool), no_collection():
+        return self._record(batches)
+
+    def _record(self, batches: Batches) -> Graph:
+        captured = private_stream(self._device, "training")
+        with _memory_from(self._pool), no_collection(), ranges.on(captured):
             return Graph(lambda handle: self._body.run(batches.parts, self.tally, handle), captured)
+
+
+def _step(stream: int) -> AbstractContextManager[Any]:
+    """The range of a step, and for those who hear it the stream that it is on."""
+    return _heard_step(stream) if ranges.is_heard else range_of(ranges.STEP)
+
+
+@contextlib.contextmanager
+def _heard_step(stream: int) -> Iterator[None]:
+    with ranges.on(stream), range_of(ranges.STEP):
+        yield
 
 
 def _copy(copies: Sequence[RowCopy], addresses: Sequence[int], stream: int) -> None:
@@ -298,13 +319,14 @@ def _copy(copies: Sequence[RowCopy], addresses: Sequence[int], stream: int) -> N
         addresses: of x, of the targets and, if there are any, of the row weights.
     """
     copy = function("cuMemcpyDtoDAsync_v2")
-    for operand, offset, buffer, size, strided in copies:
-        source = addresses[operand] + offset
-        if strided is not None:
-            strided.srcDevice = source
-            call("cuMemcpy2DAsync", strided, stream)
-        elif status := copy(buffer, source, size, stream):
-            check("cuMemcpyDtoDAsync", status)
+    with range_of("input"):
+        for operand, offset, buffer, size, strided in copies:
+            source = addresses[operand] + offset
+            if strided is not None:
+                strided.srcDevice = source
+                call("cuMemcpy2DAsync", strided, stream)
+            elif status := copy(buffer, source, size, stream):
+                check("cuMemcpyDtoDAsync", status)
 
 
 def _refuse_capture(stream: int) -> None:

@@ -12,6 +12,7 @@ from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._adamw_parameters import HeldArrays, changes
 from lt_runtime.ops.adamw import AdamW
+from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.body import StepBody
 from lt_runtime.training.ema import EMA
 from lt_runtime.training.inputs import read_batch
@@ -162,7 +163,8 @@ class TrainStep(Fixed):
             on_host({"the model": self.model.layers[0].weight.data, **named})
             self._check(batch)
             _check_host_stream(stream)
-            self._body.run(self._cut(batch), self._tally, None)
+            with range_of(STEP):
+                self._body.run(self._cut(batch), self._tally, None)
             return self._tally.mean.copy()
         if not self._gpu.repeat(batch, stream):
             device_of("x", x)  # refuses what is no array

@@ -486,7 +486,11 @@ ELSEWHERE: Final = {
     "cublaslt": "bindings, which have checks and tests of their own",
     "errors": "exceptions",
     "ACTIVATIONS": "a tuple",
+    "CaptureReport": "what check_capture returns",
+    "check_capture": "tests/cpu/profiling/test_capture_check.py has what it refuses",
     "GradScaler.bind": "called by an optimizer alone",
+    "profile": "tests/cpu/profiling/test_profile_on_host.py has what it refuses",
+    "range": "tests/cpu/test_ranges.py has what it refuses",
 }
 
 

@@ -392,15 +392,29 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a graph that failed leaves its stream captured",
         "lt_runtime/gpu/graphs.py",
-        '            call("cuGraphDestroy", call("cuStreamEndCapture", stream))\n',
-        "            pass\n",
+        '        call("cuGraphDestroy", call("cuStreamEndCapture", stream))\n',
+        "        pass\n",
         "tests/cpu/gpu/test_graphs.py::test_a_capture_that_fails_ends",
+    ),
+    fault(
+        "a capture that another thread has ended is given up",
+        "lt_runtime/gpu/graphs.py",
+        "        return error.status == _INVALIDATED\n",
+        "        return False\n",
+        "tests/cpu/gpu/test_graphs.py::test_a_capture_that_others_end_is_made_anew",
+    ),
+    fault(
+        "a capture is made anew whoever has ended it",
+        "lt_runtime/gpu/graphs.py",
+        "!= _UNSUPPORTED",
+        "!= _INVALIDATED",
+        "tests/cpu/gpu/test_graphs.py::test_what_the_capturing_thread_may_not_do_is_not_tried_again",
     ),
     fault(
         "an instantiated graph's template is not freed",
         "lt_runtime/gpu/graphs.py",
-        '                call("cuGraphDestroy", graph)\n',
-        "                pass\n",
+        "        else:\n            _destroy(graph)\n",
+        "",
         "tests/cpu/gpu/test_clock.py::test_graphs_are_replayed_behind_an_untimed_one",
     ),
     fault(

@@ -13,6 +13,8 @@ from tests.mutants import (
     optimizer_kernels,
     product_kernels,
     products,
+    profiling,
+    reports,
     storing,
     training,
     tuning,
@@ -22,7 +24,7 @@ from tests.mutants.fault import Fault
 
 _AREAS: Final = (
     *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels),
-    *(products, layers, calls, storing, models, training, tuning, weights),
+    *(products, layers, calls, storing, models, training, tuning, weights, profiling, reports),
 )
 
 FAULTS: Final[tuple[Fault, ...]] = tuple(each for area in _AREAS for each in area.FAULTS)

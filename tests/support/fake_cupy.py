@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -277,11 +278,14 @@ class Stream:
 class Graph:
     """`cupy.cuda.Graph`."""
 
+    _handles = itertools.count(0x70_0000, 0x10)
+
     def __init__(self, streams: Streams, capture: Capture) -> None:
-        self._streams, self._capture = streams, capture
+        self._streams, self._capture, self._executable = streams, capture, next(self._handles)
+        streams.observer.instantiated(capture.handle, self._executable)
 
     def launch(self, stream: Stream) -> None:
-        self._streams.launch_graph(self._capture, stream.ptr)
+        self._streams.launch_graph(self._capture, stream.ptr, self._executable)
 
 
 class OutOfMemoryError(Exception):

@@ -7,14 +7,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
 from cuda.bindings import driver
 
 from tests.support.device_memory import DeviceMemory
-from tests.support.fake_streams import KERNEL, MEMCPY, MEMSET, Capture, DriverStatusError, Event, Status, Streams
+from tests.support.fake_streams import KERNEL, MEMCPY, MEMSET, Capture, DriverStatusError, Event, Node, Status, Streams
 
 _ATTRIBUTE = driver.CUdevice_attribute
 H200: Final[Mapping[Any, int]] = {
@@ -56,6 +58,7 @@ class FakeDriver:
 
     Attributes:
         elsewhere: ordinals of the GPUs of streams that are not this GPU's.
+        profiler_calls: "start" and "stop", as profilers from outside were told.
     """
 
     def __init__(
@@ -66,7 +69,10 @@ class FakeDriver:
         self._graphs: dict[int, Capture] = {}
         self._handles = itertools.count(0x1000, 0x10)
         self._pinned: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self._mode = threading.local()
         self.elsewhere: dict[int, int] = {}
+        self.profiler_calls: list[str] = []
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -124,6 +130,12 @@ class FakeDriver:
     def cuDriverGetVersion(self) -> int:
         return 13000
 
+    def cuProfilerStart(self) -> None:
+        self.profiler_calls.append("start")
+
+    def cuProfilerStop(self) -> None:
+        self.profiler_calls.append("stop")
+
     def cuDeviceGetCount(self) -> int:
         return 1
 
@@ -142,6 +154,14 @@ class FakeDriver:
     def cuDevicePrimaryCtxRetain(self, _: int) -> int:
         return 1
 
+    def cuDevicePrimaryCtxGetState(self, _: int) -> tuple[int, int]:
+        return 0, 1
+
+    def cuCtxSynchronize(self) -> None:
+        if self._streams.captures:
+            raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        self._streams.synchronize_all()
+
     def cuCtxGetDevice(self) -> int:
         return 0
 
@@ -157,6 +177,10 @@ class FakeDriver:
     # Memory
 
     def cuMemAlloc(self, size: int) -> int:
+        strict = [each for each in self._streams.captures.values() if each.is_strict]
+        if strict and not getattr(self._mode, "relaxed", False):
+            strict[0].is_broken = True
+            raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         return self._memory.allocate(size)
 
     def cuMemFree(self, address: int) -> None:
@@ -167,6 +191,8 @@ class FakeDriver:
         is_pinned = any(start <= address < start + size for start, size in self._pinned.items())
         if attribute == kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE and is_pinned:
             return int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
+        if attribute == kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE and self._memory.holds(address):
+            return int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
         if attribute != kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL or not self._memory.holds(address):
             raise DriverStatusError(Status.CUDA_ERROR_INVALID_VALUE)
         return 0
@@ -192,19 +218,23 @@ class FakeDriver:
             target[...] = value
 
         self._streams.put(stream, MEMSET, "memset", run)
+        if stream in self._streams.captures:
+            self._streams.captures[stream].nodes[-1].value = value
 
     def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
         to, of = self._memory.view(target, size, "a copy's target"), self._memory.view(source, size, "a copy's source")
-        self._copy(to, of, stream)
+        self._copy(to, of, stream, (target, source))
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
         of = _host_bytes(source, size)
         is_pinned = any(start <= source < start + length for start, length in self._pinned.items())
         # The driver has read ordinary memory when it returns, and page-locked memory when the copy runs.
-        self._copy(self._memory.view(target, size, "a copy's target"), of if is_pinned else of.copy(), stream)
+        to = self._memory.view(target, size, "a copy's target")
+        self._copy(to, of if is_pinned else of.copy(), stream, (target, source))
 
     def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> None:
-        self._copy(_host_bytes(target, size), self._memory.view(source, size, "a copy's source"), stream)
+        of = self._memory.view(source, size, "a copy's source")
+        self._copy(_host_bytes(target, size), of, stream, (target, source))
 
     def cuMemcpy2DAsync(self, copy: Any, stream: int) -> None:
         assert copy.srcMemoryType == copy.dstMemoryType == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -212,11 +242,13 @@ class FakeDriver:
             target, source = int(copy.dstDevice) + row * copy.dstPitch, int(copy.srcDevice) + row * copy.srcPitch
             self.cuMemcpyDtoDAsync(target, source, copy.WidthInBytes, stream)
 
-    def _copy(self, target: Any, source: Any, stream: int) -> None:
+    def _copy(self, target: Any, source: Any, stream: int, ends: tuple[int, int]) -> None:
         def run() -> None:
             target[...] = source
 
         self._streams.put(stream, MEMCPY, "copy", run)
+        if stream in self._streams.captures:
+            self._streams.captures[stream].nodes[-1].ends = ends
 
     # Streams and events
 
@@ -235,7 +267,11 @@ class FakeDriver:
         self._streams.wait_event(stream, self._events[event])
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
-        return mode
+        modes = driver.CUstreamCaptureMode
+        relaxed, other = modes.CU_STREAM_CAPTURE_MODE_RELAXED, modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+        previous = relaxed if getattr(self._mode, "relaxed", False) else other
+        self._mode.relaxed = mode == relaxed
+        return previous
 
     def _store_capturing(self, stream: int | None, out: int) -> None:
         ctypes.c_int.from_address(out).value = int((stream or 0) in self._streams.captures)
@@ -251,6 +287,10 @@ class FakeDriver:
     def cuEventRecord(self, event: int, stream: int) -> None:
         self._streams.record(self._events[event], stream)
 
+    def cuEventRecordWithFlags(self, event: int, stream: int, flags: Any) -> None:
+        assert flags == driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+        self._streams.record_in_graph(self._events[event], stream)
+
     def cuEventSynchronize(self, event: int) -> None:
         self._streams.wait_on_host(self._events[event])
 
@@ -261,28 +301,75 @@ class FakeDriver:
 
     # Captures and graphs
 
-    def cuStreamBeginCapture(self, stream: int, _: Any) -> None:
+    def cuStreamBeginCapture(self, stream: int, mode: Any) -> None:
         self._streams.begin_capture(stream)
+        is_strict = mode == driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        self._streams.captures[stream].is_strict = is_strict
 
     def cuStreamEndCapture(self, stream: int) -> int:
-        handle = next(self._handles)
-        self._graphs[handle] = self._streams.end_capture(stream)
-        return handle
+        captured = self._streams.end_capture(stream)
+        return self._handle_of(captured)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        status, capture = driver.CUstreamCaptureStatus, self._streams.captures.get(stream)
+        if capture is None:
+            return status.CU_STREAM_CAPTURE_STATUS_NONE, 0, 0, [], [], 0
+        if capture.is_broken:
+            return status.CU_STREAM_CAPTURE_STATUS_INVALIDATED, 0, 0, [], [], 0
+        tails = [capture.nodes[index] for index in sorted(capture.tails[stream])]
+        return status.CU_STREAM_CAPTURE_STATUS_ACTIVE, self._handle_of(capture), capture.handle, tails, [], len(tails)
+
+    def _handle_of(self, capture: Capture) -> int:
+        if not capture.handle:
+            capture.handle = next(self._handles)
+            self._graphs[capture.handle] = capture
+        return capture.handle
 
     def cuGraphGetNodes(self, graph: int, count: int) -> tuple[list[Any], int]:
         nodes = self._graphs[graph].nodes
         return list(nodes[:count]), len(nodes)
 
-    def cuGraphNodeGetType(self, node: Any) -> Any:
-        return node.kind
+    def cuGraphNodeGetType(self, node: int) -> Any:
+        return self._node(node).kind
+
+    def cuGraphKernelNodeGetParams(self, node: int) -> Any:
+        arguments = self._node(node).arguments
+        if arguments is None:  # a kernel of cuBLASLt
+            raise DriverStatusError(Status.CUDA_ERROR_INVALID_VALUE)
+        function, block = arguments
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+        self._kept.append(pointers)
+        return SimpleNamespace(func=function, kern=0, kernelParams=ctypes.addressof(pointers))
+
+    def cuGraphMemsetNodeGetParams(self, node: int) -> Any:
+        return SimpleNamespace(value=self._node(node).value)
+
+    def cuGraphMemcpyNodeGetParams(self, node: int) -> Any:
+        target, source = self._node(node).ends
+        host, device = driver.CUmemorytype.CU_MEMORYTYPE_HOST, driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        kinds = [device if self._memory.holds(end) else host for end in (target, source)]
+        return SimpleNamespace(
+            dstMemoryType=kinds[0], dstHost=target, dstDevice=target,
+            srcMemoryType=kinds[1], srcHost=source, srcDevice=source,
+        )  # fmt: skip
+
+    def _node(self, handle: int) -> Node:
+        graph, index = self.place_of(handle)
+        return graph.nodes[index]
+
+    def place_of(self, node: int) -> tuple[Capture, int]:
+        """The graph that a node is in, by its handle, and the node's index there."""
+        places = ((graph, index) for graph in self._graphs.values() for index, each in enumerate(graph.nodes))
+        return next((graph, index) for graph, index in places if graph.nodes[index].handle == node)
 
     def cuGraphInstantiate(self, graph: int, _: int) -> int:
         handle = next(self._handles)
         self._graphs[handle] = self._graphs[graph]
+        self._streams.observer.instantiated(self._graphs[graph].handle, handle)
         return handle
 
     def cuGraphLaunch(self, graph: int, stream: int | None) -> None:
-        self._streams.launch_graph(self._graphs[graph], stream or 0)
+        self._streams.launch_graph(self._graphs[graph], stream or 0, graph)
 
     def cuGraphDestroy(self, graph: int) -> None:
         del self._graphs[graph]
@@ -298,6 +385,10 @@ class FakeDriver:
         grid, block = tuple(config.grid), tuple(config.block)
         run = self._launcher(function, params, grid, block, config.shared_memory)
         self._streams.put(config.stream or 0, KERNEL, "kernel", run)
+        capture = self._streams.captures.get(config.stream or 0)
+        if capture is not None:
+            _, size = self._more["cuFuncGetParamInfo"](function, 0)
+            capture.nodes[-1].arguments = function, ctypes.create_string_buffer(ctypes.string_at(params, size), size)
 
 
 def _host_bytes(address: int, size: int) -> Any:

@@ -25,6 +25,7 @@ from lt_runtime.cublaslt import abi
 from tests.host_kernels.harness import HostKernels
 from tests.support.device_memory import DeviceMemory, matrix_at
 from tests.support.fake_cublaslt import FakeCublasLt
+from tests.support.fake_cupti import FakeCupti
 from tests.support.fake_cupy import fake_cupy
 from tests.support.fake_driver import FakeDriver
 from tests.support.fake_kernels import FakeKernels
@@ -51,6 +52,7 @@ class FakeGpu:
         cp, torch: stand in for CuPy and PyTorch.
         stream, other_stream: two that are not the default stream, for tests to use.
         library: cuBLASLt.
+        cupti: CUPTI.
         calls: every call of cuBLASLt, the driver and NVRTC, one of which may be made to fail.
     """
 
@@ -65,6 +67,7 @@ class FakeGpu:
         self._others: dict[str, ModuleType] = {}
         self.kernels = FakeKernels(kernels, self.memory)
         self.driver = FakeDriver(self.memory, self.streams, self.kernels.launch, self.kernels.driver_functions)
+        self.cupti = FakeCupti(self.streams, self.driver)
         self.library: FakeCublasLt
         self.cp = fake_cupy(self)
         self.torch = fake_torch(self.cp)
@@ -161,6 +164,8 @@ class FakeGpu:
             if not hasattr(self, "library"):
                 self.library = FakeCublasLt(_OPEN(name), self.memory, self.streams)
             return _Library(real, self.library.functions, self.calls)
+        if file.startswith("libcupti.so"):
+            return self.cupti.opened(_OPEN(name, *arguments, **more))
         return _OPEN(name, *arguments, **more)
 
 

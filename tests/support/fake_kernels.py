@@ -13,6 +13,7 @@ from cuda.bindings import nvrtc
 
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.support.device_memory import BadAddressError, DeviceMemory
+from tests.support.fake_streams import DriverStatusError, Status
 from tests.support.kernel_families import ENTRIES
 
 _MACRO: Final = re.compile(r"--define-macro=(\w+)=(.*)")
@@ -62,7 +63,7 @@ class FakeKernels:
         return {
             "cuModuleLoadData": self._load,
             "cuModuleGetFunction": self._find,
-            "cuFuncGetParamInfo": lambda function, _: (0, ctypes.sizeof(self._functions[function][2])),
+            "cuFuncGetParamInfo": self._parameter,
             "cuFuncSetAttribute": lambda *_: None,
         }
 
@@ -91,6 +92,11 @@ class FakeKernels:
         macros = tuple(_OCCUPANCY if key == _OCCUPANCY[0] else (key, value) for key, value in made["macros"])
         self._functions[handle] = name, self._host.get(ENTRIES[name], macros), ENTRIES[name].params
         return handle
+
+    def _parameter(self, function: int, index: int) -> tuple[int, int]:
+        if index:  # each of our kernels has one parameter
+            raise DriverStatusError(Status.CUDA_ERROR_INVALID_VALUE)
+        return 0, ctypes.sizeof(self._functions[function][2])
 
     def launch(
         self, function: int, params: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,6 +15,10 @@ NodeType = driver.CUgraphNodeType
 KERNEL: Final = NodeType.CU_GRAPH_NODE_TYPE_KERNEL
 MEMSET: Final = NodeType.CU_GRAPH_NODE_TYPE_MEMSET
 MEMCPY: Final = NodeType.CU_GRAPH_NODE_TYPE_MEMCPY
+EVENT: Final = NodeType.CU_GRAPH_NODE_TYPE_EVENT_RECORD
+
+
+_node_handles = itertools.count(0x2000_0000, 0x10)
 
 
 class DriverStatusError(Exception):
@@ -25,11 +31,25 @@ class DriverStatusError(Exception):
 
 @dataclass
 class Node:
-    """Work in a graph; `after` are the nodes that must have run before it."""
+    """Work in a graph; `after` are the nodes that must have run before it.
+
+    Attributes:
+        handle: what the driver knows it by.
+        arguments: of a kernel of ours, its function and its argument block.
+        value: of a memset.
+        ends: of a copy, the addresses that it writes to and reads from.
+    """
 
     kind: Any
     run: Callable[[], None]
     after: frozenset[int]
+    arguments: tuple[int, Any] | None = None
+    value: int = 0
+    ends: tuple[int, int] = (0, 0)
+    handle: int = field(default_factory=lambda: next(_node_handles))
+
+    def __int__(self) -> int:
+        return self.handle
 
 
 @dataclass
@@ -41,6 +61,9 @@ class Capture:
         tails: by stream, the nodes that its next one comes after.
         unjoined: streams whose last work nobody in the capture waits for yet.
         workspaces: by address, the stream that uses each.
+        events: are recorded by each launch of the graph.
+        is_strict: whether calls that may do harm end it, work of the default stream among them.
+        handle: what the driver knows the graph by, once somebody has asked; 0 before.
     """
 
     origin: int
@@ -48,7 +71,10 @@ class Capture:
     tails: dict[int, frozenset[int]] = field(default_factory=dict)
     unjoined: set[int] = field(default_factory=set)
     workspaces: dict[int, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
     is_broken: bool = False
+    is_strict: bool = False
+    handle: int = 0
 
     def add(self, stream: int, kind: Any, run: Callable[[], None]) -> None:
         self.nodes.append(Node(kind, run, self.tails[stream]))
@@ -88,6 +114,24 @@ class _Stream:
     done: int = 0
 
 
+class Observer:
+    """Is told of work; this one looks away."""
+
+    def given(self, kind: Any) -> Any:
+        """A call has given a stream work; the kind of a graph is None. What is returned names the call."""
+
+    def running(self, token: Any, kind: Any, name: str, stream: int) -> AbstractContextManager[Any]:
+        """Work runs."""
+        return nullcontext()
+
+    def within_graph(self, token: Any, executable: int, index: int) -> AbstractContextManager[Any]:
+        """A graph's node runs: what runs is this node's, and the launch's."""
+        return nullcontext()
+
+    def instantiated(self, graph: int, executable: int) -> None:
+        """A graph has been instantiated."""
+
+
 class Streams:
     """All streams of a pretended GPU. Nothing runs before its stream is waited for: work on the wrong one shows.
 
@@ -96,6 +140,7 @@ class Streams:
         log: the kinds of work that were given to each stream, captures included.
         costs_us: what each kind of work costs, 1 where nothing is said.
         now_us: the sum of what all that was done has cost.
+        observer: is told of all work.
     """
 
     def __init__(self) -> None:
@@ -104,6 +149,7 @@ class Streams:
         self.log: dict[int, list[str]] = {}
         self.costs_us: dict[str, float] = {}
         self.now_us = 0.0
+        self.observer: Observer = Observer()
         self._launched_on: dict[int, int] = {}
 
     def running_on(self, stream: int) -> int:
@@ -112,10 +158,16 @@ class Streams:
 
     def put(self, stream: int, kind: Any, name: str, run: Callable[[], None]) -> None:
         """Gives a stream work."""
+        strict = [each for each in self.captures.values() if each.is_strict]
+        if stream == 0 and strict:
+            strict[0].is_broken = True
+            raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
         self.log.setdefault(stream, []).append(name)
+        token = self.observer.given(kind)
 
         def work() -> None:
-            run()
+            with self.observer.running(token, kind, name, stream):
+                run()
             self.now_us += self.costs_us.get(name, 1.0)
 
         capture = self.captures.get(stream)
@@ -174,6 +226,16 @@ class Streams:
         self._give(stream, mark, is_work=False)
         event.count = self._streams[stream].given
 
+    def record_in_graph(self, event: Event, stream: int) -> None:
+        """What `cuEventRecordWithFlags` does with an external event: within a capture it makes a node."""
+        capture = self.captures[stream]
+
+        def mark() -> None:
+            event.at_us = self.now_us
+
+        capture.add(stream, EVENT, mark)
+        capture.events.append(event)
+
     def wait_event(self, stream: int, event: Event) -> None:
         """What `cuStreamWaitEvent` does: within a capture it makes an edge, and brings another stream in."""
         capture, own = event.capture, self.captures.get(stream)
@@ -218,18 +280,22 @@ class Streams:
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNJOINED)
         return capture
 
-    def launch_graph(self, capture: Capture, stream: int) -> None:
+    def launch_graph(self, capture: Capture, stream: int, executable: int = 0) -> None:
         """Puts a captured graph on a stream."""
         if stream in self.captures:
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         self.log.setdefault(stream, []).append("graph")
+        token = self.observer.given(None)
 
         def run() -> None:
             self._launched_on = {capture.origin: stream}
             try:
                 for node in in_late_order(capture.nodes):
-                    node.run()
+                    with self.observer.within_graph(token, executable, capture.nodes.index(node)):
+                        node.run()
             finally:
                 self._launched_on = {}
 
         self._give(stream, run)
+        for event in capture.events:
+            event.stream, event.count = stream, self._streams[stream].given

@@ -65,7 +65,10 @@ def fake_torch(cupy: Any) -> ModuleType:
         setattr(module, name, np.dtype(name))
     module.bfloat16 = cupy.bfloat16
     module.cuda = SimpleNamespace(
-        ExternalStream=ExternalStream, stream=stream, current_stream=lambda _=None: current[-1]
+        ExternalStream=ExternalStream,
+        stream=stream,
+        current_stream=lambda _=None: current[-1],
+        is_initialized=lambda: True,
     )
     module._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda _: current[-1].cuda_stream)
     return module  # type: ignore[no-any-return]

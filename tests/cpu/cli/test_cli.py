@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lt_runtime.cli import demo, main
-from lt_runtime.profiling import LayerTime
+from lt_runtime.profiling import Layer
+from lt_runtime.profiling.report import Report
 
 ROOT = Path(__file__).parents[3]
 EPOCHS = 15
@@ -78,7 +80,7 @@ def test_arguments_that_the_command_refuses(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_demo(dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    options = ["--device", "cpu", "--epochs", str(EPOCHS), "--dtype", dtype, "--json", str(file)]
+    options = ["--device", "cpu", "--epochs", str(EPOCHS), "--dtype", dtype, "--json", str(file), "--profile"]
     command = [sys.executable, "-m", "lt_runtime", "demo", *options]
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # threads only wait for each other in products so small
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -93,8 +95,10 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
     steps = EPOCHS * (len(demo.load_digits().labels) // 64)
     assert len(result["loss"]) == steps
     assert np.mean(result["loss"][-20:]) < 0.1 < 2 < result["loss"][0]
-    assert [layer["name"] for layer in result["layers"]] == ["layer0", "layer1", "layer2", "loss", "optimizer"]
-    assert all(set(layer) == {"name", "forward_us", "backward_us"} for layer in result["layers"])
+    rows = {(layer["name"], layer["phase"]): layer for layer in result["layers"]}
+    layers = [(f"layer{i}", phase) for phase in ("forward", "backward") for i in range(3)]
+    assert {*layers, ("", "loss"), ("", "optimizer")} <= set(rows)
+    assert all(rows[key]["us"] > 0 and rows[key]["flops"] > 0 for key in layers)
     for name in ("layer0", "layer1", "layer2", "loss", "optimizer"):
         assert name in done.stdout
 
@@ -102,7 +106,7 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
 def quick_training(monkeypatch: pytest.MonkeyPatch, effect: Callable[[], None] = lambda: None) -> None:
     def train(**_: object) -> demo.Result:
         effect()
-        return demo.Result("cpu", "float32", 0.97, 1000.0, [2.0, 0.1], [LayerTime("layer0", 1.0, 2.0)])
+        return demo.Result("cpu", "float32", 0.97, 1000.0, [2.0, 0.1], [])
 
     monkeypatch.setattr(demo, "train", train)
 
@@ -142,13 +146,15 @@ def test_what_nobody_has_foreseen_is_one_line(
 
 def test_every_sign_of_the_tables_has_a_form_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     quick_training(monkeypatch)
+    layer = Layer("layer0", "forward", calls=1.0, us=2.0, spread_us=0.0, host_us=2.0)
+    profiled = SimpleNamespace(report=Report("the host", 1, 0, [layer]))
+    monkeypatch.setattr(demo, "profile", lambda **_: profiled)
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
-    assert main(["demo", "--device", "cpu"]) == 0
+    assert main(["demo", "--device", "cpu", "--profile"]) == 0
     shown = written.getvalue().decode("ascii")
-    assert "forward \\xb5s" in shown
+    assert " \\xb5s" in shown
     assert "\\u25" not in shown  # lines of tables have better forms
-    assert "accuracy: 97.00%" in shown
 
 
 def test_a_fifth_of_the_digits_is_held_out() -> None:

@@ -9,8 +9,6 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError, ShapeError
-from lt_runtime.profiling import RangeTimer
-from lt_runtime.ranges import listening
 from lt_runtime.schedules import warmup_cosine
 from tests.support.numpy_cases import DTYPES, FORMULAS, Array, DeviceArray, numbers
 
@@ -131,20 +129,6 @@ def test_gradients_accumulate_over_batches() -> None:
         parts.backward(lt.cross_entropy(outputs, labels[half]).gradient / 2, contexts, accumulate=i > 0)
     for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
         np.testing.assert_allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
-
-
-def test_a_timer_has_a_row_for_every_layer() -> None:
-    points, labels = toy_problem("float32")
-    model = model_of()
-    step = lt.TrainStep(model, lt.AdamW(model.parameters()), batch_size=BATCH)
-    timer = RangeTimer()
-    with listening(timer):
-        for _ in range(2):
-            step(points[:BATCH], labels[:BATCH])
-    rows = timer.layers()
-    assert [row.name for row in rows] == ["layer0", "layer1", "layer2", "loss", "optimizer"]
-    assert all(row.forward_us > 0 for row in rows)
-    assert [row.backward_us > 0 for row in rows] == [True, True, True, False, False]
 
 
 LABELS = np.zeros(BATCH, np.int32)

@@ -1,0 +1,87 @@
+"""Runs a script under a profile and prints the report, or the commands that profile it with NVIDIA's tools."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from lt_runtime.cli.output import print_lines
+from lt_runtime.errors import ArgumentError
+from lt_runtime.profiling.plot import plot
+from lt_runtime.profiling.report import load
+from lt_runtime.profiling.session import profiled_device
+
+_TIMED, _TRACED = 10, 10
+_OUTPUT: Final = "lt_runtime-profile"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the script's exit status, or 1 if there is no report."""
+    script: Path = arguments.script
+    if not script.is_file():
+        raise ArgumentError(f"SCRIPT is {script}, which is no file")
+    if arguments.range is not None and not arguments.print_ncu:
+        raise ArgumentError("--range is for --print-ncu")
+    if arguments.print_nsys or arguments.print_ncu:
+        _print_commands(arguments)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="lt_runtime-") as directory:
+        report = Path(directory) / "report.json"
+        trace = None if arguments.trace is None else str(arguments.trace.absolute())
+        files = {"report": str(report), "trace": trace}
+        options = {**_counts(arguments.steps), "device": profiled_device(arguments.device), **files}
+        command = [sys.executable, "-m", "lt_runtime.cli.scripts", json.dumps(options), str(script)]
+        status = subprocess.run([*command, *arguments.arguments], check=False).returncode
+        if not report.exists():
+            return _say_there_is_none(status)
+        _show(report, arguments)
+    return status
+
+
+def _counts(steps: tuple[int, int] | None) -> dict[str, int]:
+    """Of the steps that were asked for, the first half is timed, the other traced."""
+    if steps is None:
+        return {"skip": 0, "timed": _TIMED, "traced": _TRACED}
+    first, end = steps
+    return {"skip": first, "timed": (end - first + 1) // 2, "traced": (end - first) // 2}
+
+
+def _show(file: Path, arguments: argparse.Namespace) -> None:
+    report = load(file)
+    print_lines(report.lines())
+    if arguments.json is not None:
+        report.save(arguments.json)
+    if arguments.csv is not None:
+        report.to_csv(arguments.csv)
+    if arguments.plot is not None:
+        plot(report, arguments.plot)
+
+
+def _say_there_is_none(status: int) -> int:
+    ended = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"at once, with status {status}"
+    print(f"lt_runtime profile: the script was ended {ended}, and left no report", file=sys.stderr)
+    return 128 - status if status < 0 else status or 1
+
+
+def _print_commands(arguments: argparse.Namespace) -> None:
+    """Command lines for Nsight. The profile inside brackets the steps; tracing is left to the tool."""
+    first, end = arguments.steps or (_TIMED, _TIMED + _TRACED)
+    script = [sys.executable, "-m", "lt_runtime", "profile", "--steps", f"{first}:{end}", str(arguments.script)]
+    script += arguments.arguments
+    if arguments.print_nsys:
+        options = ["-t", "cuda,nvtx,cublas", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+        print(shlex.join(["nsys", "profile", *options, "-o", _OUTPUT, *script]))
+        print(shlex.join(["nsys", "stats", "--report", "cuda_gpu_kern_sum,nvtx_gpu_proj_sum", f"{_OUTPUT}.nsys-rep"]))
+    if arguments.print_ncu:
+        options = ["--set", "full", "--target-processes", "all", "--profile-from-start", "off"]
+        if arguments.range is not None:
+            options += ["--nvtx", "--nvtx-include", f"lt_runtime@{arguments.range}/"]
+        print(shlex.join(["ncu", *options, "-o", _OUTPUT, *script]))
+        print("# Kernels of a captured step are in no range: a layer is picked out of TrainStep(..., graph=False).")

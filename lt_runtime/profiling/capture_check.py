@@ -1,0 +1,280 @@
+"""Whether a function can be captured into a graph, and if not, what stands in the way and where."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from cuda.bindings import driver
+
+from lt_runtime.arguments import shown
+from lt_runtime.arrays.libraries import cupy_stream
+from lt_runtime.errors import DriverError, KindError
+from lt_runtime.gpu.devices import activated, current_device
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.graph_nodes import differ, host_values, kind_of, pageable_ends
+from lt_runtime.gpu.graphs import no_collection
+from lt_runtime.gpu.streams import stream_handle
+from lt_runtime.profiling.capture_results import Results
+from lt_runtime.profiling.capture_watch import Place, Watch
+from lt_runtime.profiling.collector import Collector, unusable
+
+_NODES: Final = {"HOST": "a call of a host function", "MEM_ALLOC": "an allocation", "MEM_FREE": "a free"}
+_UNSAFE: Final = {
+    "allocates memory": r"(cudaMalloc|cudaHostAlloc|cudaHostRegister|cuMemAlloc|cuMemHostAlloc|cuMemHostRegister).*",
+    "frees memory": r"(cudaFree|cuMemFree).*",
+    "copies synchronously": r"cu(da)?Memcpy.*",
+    "fills memory synchronously": r"cu(da)?Memset.*",
+    "synchronises": r"cu(da)?(Stream|Device|Ctx|Event|Thread)Synchronize.*",
+}
+"""Calls that no capture allows, by what they do; those that end in Async are no such calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that has no place in a graph, or that a graph does otherwise than the function.
+
+    Attributes:
+        what: the call, the node or the result, and what is wrong with it.
+        range: the path of ranges that it is in, outermost first.
+        where: file and line of the Python code, with that line; "" where it is not known.
+    """
+
+    what: str
+    range: tuple[str, ...] = ()
+    where: str = ""
+
+    def __str__(self) -> str:
+        text = f"{' > '.join(self.range) or 'outside of all ranges'}: {self.what}"
+        return f"{text}\n    {self.where}" if self.where else text
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What `check_capture` found.
+
+    Attributes:
+        faults: in the order in which they were met.
+        nodes: how many nodes the graph has; 0 if there is none.
+        compared: names of the results that were compared between replays and eager runs.
+    """
+
+    faults: tuple[Fault, ...]
+    nodes: int
+    compared: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no fault was found."""
+        return not self.faults
+
+    def __str__(self) -> str:
+        results = ", ".join(self.compared) or "no results, so that values baked into the graph were not looked for"
+        graph = f"{self.nodes} nodes; compared: {results}" if self.nodes else "no graph"
+        return "\n".join([f"{len(self.faults) or 'no'} faults; {graph}", *map(str, self.faults)])
+
+
+def check_capture(fn: Callable[[], Any], *, stream: Any = None) -> CaptureReport:
+    """Captures what a function puts on a GPU, and tells what a graph of it would do wrong.
+
+    The function is called without arguments: twice to warm it, then within a capture, where every call of CUDA that
+    may do harm fails, then in turns with replays of the graph. Its range and its line of Python are told of every
+    fault. The first call that fails ends the capture; calls after it are found in a further run, if CUPTI is there.
+
+    For values of the host that a graph would keep for ever, the graph is replayed twice and the function is run twice,
+    each time from the same contents of the arrays that it returns: what changes from run to run but not from replay to
+    replay comes from the host. Results are compared bit for bit.
+
+    Args:
+        fn: puts its work on the current stream of CuPy or PyTorch, or on `stream`. It returns the arrays to be
+            compared: one, several, a mapping from names to arrays, or None. They should be all that it changes.
+        stream: as everywhere; a stream of its own if left out.
+
+    Raises:
+        KindError: `fn` cannot be called.
+        Whatever `fn` raises outside of the capture.
+    """
+    if not callable(fn):
+        raise KindError(f"fn is {shown(fn)}; it must be a function without arguments")
+    device = current_device()
+    with activated(device):
+        handle = _blocking_stream(device) if stream is None else stream_handle(stream, device)
+        with _current(device, handle):
+            return _Check(fn, handle).report()
+
+
+class _Check:
+    """One check on a stream, which is current."""
+
+    def __init__(self, fn: Callable[[], Any], stream: int) -> None:
+        self._fn, self._stream, self._faults = fn, stream, list[Fault]()
+
+    def report(self) -> CaptureReport:
+        self._run()
+        addresses = self._run().addresses()
+        watch, graph, captured = self._capture()
+        if not graph:
+            self._add_calls()
+            return CaptureReport(tuple(self._faults), 0, ())
+        try:
+            self._faults += _node_faults(watch.nodes)
+            self._compare(watch, graph, captured, captured.kept(addresses))
+        finally:
+            call("cuGraphDestroy", graph)
+        return CaptureReport(tuple(self._faults), len(watch.nodes), captured.names)
+
+    def _run(self) -> Results:
+        """An eager run, over when this returns."""
+        results = Results(self._fn(), self._stream)
+        call("cuStreamSynchronize", self._stream)
+        return results
+
+    def _capture(self) -> tuple[Watch, int, Results]:
+        """The watch, the graph, or 0 and a fault more, and the captured results."""
+        watch, results = Watch(self._stream), Results(None, self._stream)
+        failed: Fault | None = None
+        call("cuStreamBeginCapture", self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        with no_collection():
+            try:
+                with watch.watching():
+                    results = Results(self._fn(), self._stream)
+            except Exception as error:
+                failed = _fault_of(error, watch)
+            except BaseException:
+                self._end_capture(leaves_graph=False)
+                raise
+            graph, problem = self._end_capture(leaves_graph=failed is None)
+        if problem and failed is None:
+            failed = Fault(f"the capture is invalid: {problem}", *(watch.broken or ()))
+        if failed is not None:
+            self._faults.append(failed)
+        return watch, graph, results
+
+    def _end_capture(self, *, leaves_graph: bool) -> tuple[int, str]:
+        """The graph, 0 if it is not wanted or there is none; and why there is none."""
+        try:
+            graph = int(call("cuStreamEndCapture", self._stream))
+        except DriverError as error:
+            return 0, str(error)
+        if not leaves_graph:
+            call("cuGraphDestroy", graph)
+        return (graph if leaves_graph else 0), ""
+
+    def _add_calls(self) -> None:
+        """Names the unsafe calls that an eager run makes, with their ranges, besides the one that ended the capture."""
+        if unusable() is not None:
+            return
+        with Collector() as collector:
+            self._run()
+        found: dict[tuple[tuple[str, ...], str], str] = {}
+        for each in collector.activities:
+            does = _unsafe(each.name) if each.kind == "call" else None
+            if does:
+                found.setdefault((each.range, does), each.name)
+        first = self._faults[0]
+        beside = [key for key in found if key[0] == first.range]
+        if len(beside) == 1:  # that is the call that failed
+            name = found.pop(beside[0])
+            self._faults[0] = replace(first, what=f"{name} {beside[0][1]}: {first.what}")
+        self._faults += [Fault(f"{name} {does}", path) for (path, does), name in found.items()]
+
+    def _compare(self, watch: Watch, graph: int, captured: Results, kept: Results) -> None:
+        """Finds results that differ between replays of the graph and eager runs."""
+        if not captured.names:
+            return
+        begin = kept.read()
+        executable = call("cuGraphInstantiate", graph, 0)
+        try:
+            replays = []
+            for _ in range(2):
+                call("cuGraphLaunch", executable, self._stream)
+                replays.append(captured.read())
+                kept.write(begin)
+        finally:
+            call("cuGraphExecDestroy", executable)
+        runs = []
+        for _ in range(2):
+            runs.append(self._run().read())
+            kept.write(begin)
+        wrong = [*_wrong_results(replays, runs)]
+        if wrong:
+            places = self._baked_places(watch)
+            self._faults += [Fault(what, *place) for place in places for what in wrong]
+
+    def _baked_places(self, watch: Watch) -> Sequence[Place]:
+        """Where nodes come from to which the host gives other values in another capture; one unknown place if none."""
+        before = {node: host_values(node) for node in watch.nodes}
+        again, graph, _ = self._capture()
+        try:
+            after = [host_values(node) for node in again.nodes] if graph else []
+            places = dict.fromkeys(
+                watch.nodes[node]
+                for (node, old), new in zip(before.items(), after, strict=False)
+                if any(len(one) != len(other) or differ(one, other) for one, other in zip(old, new, strict=False))
+            )
+        finally:
+            if graph:
+                call("cuGraphDestroy", graph)
+        return [*places] or [Place()]
+
+
+def _wrong_results(replays: Sequence[Mapping[str, bytes]], runs: Sequence[Mapping[str, bytes]]) -> Iterator[str]:
+    """What is wrong with the results of two replays and two eager runs from the same beginning, by name."""
+    for name in replays[0]:
+        (first, second), (one, other) = ([each.get(name) for each in results] for results in (replays, runs))
+        if one != other and first == second:
+            yield f"a value of the host is baked into the graph: {name} changes from run to run, but not in replays"
+        elif one == other and first != second:
+            yield f"{name} changes from replay to replay, but not from run to run"
+        elif one == other and first != one:
+            yield f"{name} is not what the function gives when it is not captured"
+
+
+def _fault_of(error: Exception, watch: Watch) -> Fault:
+    place = watch.broken or Place()
+    if watch.raised is not None and watch.raised[0] is error:
+        place = Place(max(place.range, watch.raised[1].range, key=len), watch.raised[1].where or place.where)
+    first_line = str(error).strip().partition("\n")[0]
+    return Fault(f"{type(error).__name__}: {first_line}", *place)
+
+
+def _node_faults(nodes: Mapping[int, Place]) -> Iterator[Fault]:
+    for node, place in nodes.items():
+        kind = kind_of(node)
+        if kind in _NODES:
+            yield Fault(f"{_NODES[kind]} is part of the graph", *place)
+        elif kind == "MEMCPY":
+            for end in pageable_ends(node):
+                yield Fault(f"a copy {end} pageable memory of the host is part of the graph", *place)
+
+
+def _unsafe(name: str) -> str | None:
+    """What an unsafe call does; None for a safe one."""
+    bare = re.sub(r"_(v\d+|ptsz|ptds)", "", name)
+    if bare.endswith("Async"):
+        return None
+    return next((does for does, pattern in _UNSAFE.items() if re.fullmatch(pattern, bare)), None)
+
+
+@functools.cache
+def _blocking_stream(device: int) -> int:
+    """A stream that waits for the default stream: work that goes there by mistake ends a capture from it."""
+    return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_DEFAULT))
+
+
+@contextlib.contextmanager
+def _current(device: int, stream: int) -> Iterator[None]:
+    """Makes a stream current for CuPy and PyTorch, where they are in use."""
+    with contextlib.ExitStack() as stack:
+        if "cupy" in sys.modules:
+            stack.enter_context(cupy_stream(device, stream))
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            external = torch.cuda.ExternalStream(stream, device=f"cuda:{device}")
+            stack.enter_context(torch.cuda.stream(external))
+        yield

@@ -1,0 +1,101 @@
+"""What this GPU reaches at most, measured once: a copy, and a large matrix product of each type.
+
+The ceilings are kept beside the plans, in a file for each kind of machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from lt_runtime import paths
+from lt_runtime.gpu.driver import call
+from lt_runtime.layout import packed
+from lt_runtime.plans.decisions import decide
+from lt_runtime.private import read_private, replace_private
+from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
+from lt_runtime.store.fingerprint import fingerprint
+from lt_runtime.tuner.operands import NORMAL, ProductOperands
+from lt_runtime.tuner.timing import Bench, workbench
+
+COPY: Final = "copy"
+_COPIED: Final = 1 << 29  # bytes
+_EXTENT: Final = 8192
+_ROUNDS: Final = 5
+_LIMIT: Final = 1 << 16  # bytes of the file
+
+
+class Ceiling(NamedTuple):
+    """What bounds work.
+
+    Attributes:
+        bound: "compute" or "memory".
+        us: the least time that the work can take.
+    """
+
+    bound: str
+    us: float
+
+
+def ceilings(device: int, kinds: Iterable[str]) -> Mapping[str, float]:
+    """FLOP/s of each kind of matrix product, and bytes/s of a copy by the name `COPY`, read and written both counted.
+
+    What was not measured yet on this kind of machine is measured now, which takes some tenths of a second.
+
+    Raises:
+        GpuError: no memory, or another failure.
+        CaptureError: a stream is being captured.
+    """
+    path = _path(device)
+    known = _read(path)
+    missing = {COPY, *kinds} - known.keys()
+    if missing:
+        with workbench(device) as bench:
+            known |= {kind: measure(bench, kind) for kind in sorted(missing)}
+        with contextlib.suppress(OSError):  # they are measured again next time
+            replace_private(path, json.dumps(known, indent=2).encode())
+    return known
+
+
+def bound_of(flops: float, moved: float, kind: str, known: Mapping[str, float]) -> Ceiling | None:
+    """Which ceiling bounds the work; None if none is known."""
+    times = {"memory": moved / known[COPY] if COPY in known else 0.0}
+    times["compute"] = flops / known[kind] if kind in known else 0.0
+    bound = max(times, key=lambda name: times[name])
+    return Ceiling(bound, 1e6 * times[bound]) if times[bound] else None
+
+
+def measure(bench: Bench, kind: str) -> float:
+    """One ceiling."""
+    if kind == COPY:
+        source, target = (bench.xp.zeros(_COPIED, "uint8") for _ in range(2))
+        copy = target.data.ptr, source.data.ptr, _COPIED
+        return 2e6 * _COPIED / _least_us(bench, lambda stream: call("cuMemcpyDtoDAsync", *copy, stream))
+    dtype = DType.FLOAT32 if kind == "tf32" else DType(kind)
+    compute = {"tf32": Compute.TF32, "float64": Compute.FLOAT64}.get(kind, Compute.FLOAT32)
+    spec = Spec(packed(_EXTENT, _EXTENT), ALIGNMENT)
+    problem = MatmulProblem(dtype, dtype, compute, spec, spec, spec)
+    plan, operands = decide(problem, bench.device), ProductOperands(bench.xp, problem)
+    operands.fill(NORMAL, 0)
+    return 2e6 * _EXTENT**3 / _least_us(bench, lambda stream: plan.run(operands.call(stream)))
+
+
+def _least_us(bench: Bench, run: Callable[[int], object]) -> float:
+    bench.clock.once(run)
+    return min(bench.clock.once(run) for _ in range(_ROUNDS))
+
+
+def _path(device: int) -> Path:
+    return paths.cache_directory() / "ceilings" / fingerprint(device).file_name
+
+
+def _read(path: Path) -> dict[str, float]:
+    """What was measured; nothing if the file is missing or not as it should be."""
+    try:
+        values = json.loads(read_private(path, _LIMIT))
+        return {str(name): float(value) for name, value in values.items() if value > 0}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

@@ -1,0 +1,219 @@
+"""Collects what runs on the GPUs, and to which ranges it belongs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple, Self
+
+from lt_runtime.arrays.libraries import TorchLibrary
+from lt_runtime.errors import GpuError, LtError
+from lt_runtime.gpu.captured_nodes import CapturedNodes, graph_under_capture
+from lt_runtime.gpu.devices import activated, current_device, device_count
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.graphs import graphs_with_ranges
+from lt_runtime.gpu.streams import cupy_current
+from lt_runtime.profiling.attribution import Attribution, Path
+from lt_runtime.profiling.cupti import library as cupti
+from lt_runtime.profiling.cupti.records import Link, read_records
+from lt_runtime.profiling.records import Activity
+from lt_runtime.ranges import listening
+
+MOST_PATHS: Final = 65536
+"""Different paths of ranges that one profile tells apart."""
+
+_NEVER_CAPTURED: Final = {0, 1, 2}
+"""Handles of the default stream, and of CU_STREAM_LEGACY and CU_STREAM_PER_THREAD."""
+
+_numbers: Final = itertools.count(1)
+"""Numbers of paths, each used once in the life of the process: CUPTI keeps those of ranges that outlive a profile."""
+
+
+class _Moment(NamedTuple):
+    """One moment on CUPTI's clock, and on the host's monotonic clock, in nanoseconds."""
+
+    cupti_ns: int
+    host_ns: int
+
+    @classmethod
+    def now(cls) -> Self:
+        return min((cls._read() for _ in range(5)), key=lambda read: read[0])[1]
+
+    @classmethod
+    def _read(cls) -> tuple[int, Self]:
+        before, there, after = time.monotonic_ns(), cupti.timestamp(), time.monotonic_ns()
+        return after - before, cls(there, (before + after) // 2)
+
+
+class _Thread(threading.local):
+    """What is open in a thread: ranges, each with its path and that path's number, and captures of its streams."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[str, Path, int]] = []
+        self.captures: dict[int, CapturedNodes] = {}
+
+
+class Collector:
+    """A context manager that collects what runs on the GPUs meanwhile, and a listener of `lt_runtime.ranges`.
+
+    It waits for all GPUs at its begin and its end. There is one at a time in a process.
+
+    Attributes:
+        activities: sorted by start, with their ranges, on the host's monotonic clock; empty before the end.
+        dropped: how many records were lost, for lack of memory or because CUPTI could not time them.
+        unnamed: how many ranges were counted to the range around them, because there were too many different ones.
+
+    Raises:
+        CuptiError: when it is entered, CUPTI cannot be used: no permission, another profiler, an unknown version.
+        MissingLibraryError: CUPTI is not installed.
+    """
+
+    def __init__(self) -> None:
+        self.activities: list[Activity] = []
+        self.dropped = self.unnamed = 0
+        self._notes, self._by_path = Attribution(), dict[Path, int]()
+        self._own_thread, self._thread = 0, _Thread()
+        self._session = cupti.Session(self._notes.sources.__setitem__)
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        _wait_for_gpus()
+        self._session.start()
+        self._own_thread = threading.get_native_id()
+        self._begun = _Moment.now()
+        self._note_graphs()
+        self._exits.enter_context(listening(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+        try:
+            while self._thread.open:  # ranges that outlive the profile
+                self._thread.open.pop()
+                cupti.pop_id()
+            with contextlib.suppress(GpuError):  # the program's own error, which it gets to know by itself
+                _wait_for_gpus()
+                self._note_graphs()
+            ended = _Moment.now()
+        finally:
+            filled, self.dropped = self._session.stop()
+        records = [
+            record
+            for buffer, offsets, _ in filled
+            for record in read_records(buffer, offsets, cupti.kernel_name, cupti.call_name)
+        ]
+        timed = [each for each in records if isinstance(each, Link) or each.start_ns]
+        self.dropped += len(records) - len(timed)
+        attributed = self._notes.attributed(_on_host_clock(timed, self._begun, ended))
+        self.activities = sorted(attributed, key=lambda each: each.start_ns)
+
+    def enter(self, name: str) -> None:
+        """A range begins."""
+        captures = self._captures()
+        _, path, number = self._thread.open[-1] if self._thread.open else ("", (), 0)
+        path, number = self._numbered((*path, name), number)
+        cupti.push_id(number)
+        self._thread.open.append((name, path, number))
+        self._border(number)
+        for nodes in captures:
+            nodes.enter(name)
+            self._place(nodes)
+
+    def exit(self, name: str) -> None:
+        """The innermost range ends; one that had begun before this listened is passed over."""
+        if not self._thread.open or self._thread.open[-1][0] != name:
+            return
+        for nodes in self._captures():
+            nodes.exit(name)
+            self._place(nodes)
+        cupti.pop_id()
+        self._thread.open.pop()
+        self._border(self._thread.open[-1][2] if self._thread.open else 0)
+
+    def _numbered(self, path: Path, outer: int) -> tuple[Path, int]:
+        """A path with its number, or with that of the path around it if there are too many paths."""
+        number = self._by_path.get(path)
+        if number is None:
+            if len(self._by_path) >= MOST_PATHS:
+                self.unnamed += 1
+                return path[:-1], outer
+            number = self._by_path[path] = next(_numbers)
+            self._notes.paths[number] = path
+        return path, number
+
+    def _border(self, number: int) -> None:
+        thread = threading.get_native_id()
+        self._notes.threads.add(thread)
+        if thread == self._own_thread and not self._notes.timeline.add(time.monotonic_ns(), number):
+            self.unnamed += 1
+
+    def _captures(self) -> list[CapturedNodes]:
+        """The captures from the streams that are current in the calling thread."""
+        graphs = {graph_under_capture(stream)[0]: stream for stream in _current_streams()}
+        known = self._thread.captures
+        self._thread.captures = {
+            graph: known.get(graph) or CapturedNodes(stream) for graph, stream in graphs.items() if graph
+        }
+        return [*self._thread.captures.values()]
+
+    def _place(self, nodes: CapturedNodes) -> None:
+        """Notes the ids of nodes while their graph is there; whoever captures it may soon destroy it."""
+        while nodes.paths:
+            node, path = nodes.paths.popitem()
+            self._notes.place(cupti.node_id(node), path)
+
+    def _note_graphs(self) -> None:
+        """Notes the nodes of the package's own graphs, which were captured at any time."""
+        for graph in graphs_with_ranges():
+            executable = cupti.executable_id(graph.executable)
+            for node, path in graph.ranges.items():
+                self._notes.place(cupti.node_id(node), path, executable)
+
+
+def unusable() -> str | None:
+    """Why nothing can be collected here, in a line; None if it can."""
+    session = cupti.Session(lambda *_: None)
+    try:
+        session.start()
+        session.stop()
+    except LtError as error:
+        return str(error)
+    return None
+
+
+def _current_streams() -> set[int]:
+    """The streams that CuPy and PyTorch put work on now, where they are in use, but for the default streams."""
+    device = current_device()
+    streams = {cupy_current(device)}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        streams.add(TorchLibrary().current_stream(device))
+    return streams - _NEVER_CAPTURED
+
+
+def _wait_for_gpus() -> None:
+    """Waits until all that this process has put on its GPUs is done."""
+    for ordinal in range(device_count()):
+        _, is_active = call("cuDevicePrimaryCtxGetState", call("cuDeviceGet", ordinal))
+        if is_active:
+            with activated(ordinal):
+                call("cuCtxSynchronize")
+
+
+def _on_host_clock(records: Iterable[Activity | Link], begun: _Moment, ended: _Moment) -> Iterator[Activity | Link]:
+    """The records with times on the host's clock, which passed by both clocks at two moments."""
+    rate = (ended.host_ns - begun.host_ns) / max(ended.cupti_ns - begun.cupti_ns, 1)
+
+    def on_host(cupti_ns: int) -> int:
+        return begun.host_ns + round((cupti_ns - begun.cupti_ns) * rate)
+
+    for each in records:
+        if isinstance(each, Activity):
+            yield replace(each, start_ns=on_host(each.start_ns), end_ns=on_host(each.end_ns))
+        else:
+            yield each

@@ -1,0 +1,321 @@
+"""CUPTI's activity interface through ctypes: CUPTI writes records of what runs on the GPUs into our buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_runtime.errors import CuptiError, LtError, MissingLibraryError
+from lt_runtime.profiling.cupti.records import DRIVER, KINDS, OUR_IDS, RECORD_SIZES
+
+_P: Final = ctypes.c_void_p
+_U32, _U64, _SIZE, _INT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
+_ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
+    "cuptiActivityDisable": (_INT,),
+    "cuptiActivityEnable": (_INT,),
+    "cuptiActivityFlushAll": (_U32,),
+    "cuptiActivityGetNextRecord": (_P, _SIZE, _P),
+    "cuptiActivityGetNumDroppedRecords": (_P, _U32, _P),
+    "cuptiActivityGetStructSize": (_INT, _U32, _P),
+    "cuptiActivityPopExternalCorrelationId": (_INT, _P),
+    "cuptiActivityPushExternalCorrelationId": (_INT, _U64),
+    "cuptiActivityRegisterCallbacks": (_P, _P),
+    "cuptiEnableCallback": (_U32, _P, _INT, _U32),
+    "cuptiGetCallbackName": (_INT, _U32, _P),
+    "cuptiGetGraphExecId": (_P, _P),
+    "cuptiGetGraphId": (_P, _P),
+    "cuptiGetGraphNodeId": (_P, _P),
+    "cuptiGetResultString": (_INT, _P),
+    "cuptiGetTimestamp": (_P,),
+    "cuptiGetVersion": (_P,),
+    "cuptiSetThreadIdType": (_INT,),
+    "cuptiSubscribe": (_P, _P, _P),
+    "cuptiUnsubscribe": (_P,),
+}
+_MAX_LIMIT_REACHED: Final = 12
+_REMEDIES: Final = {
+    35: "the driver lets only administrators profile: see NVIDIA's page on ERR_NVGPUCTRPERM",
+    39: "another profiler is attached to this process",
+}
+_SYSTEM_THREAD_IDS: Final = 1
+_FORCED: Final = 1
+_DRIVER_API, _RUNTIME_API, _RESOURCE = 1, 2, 3
+_GRAPH_CLONED, _GRAPH_EXEC_CREATED = 11, 18
+_RESOURCE_DESCRIPTOR: Final = 16
+_GRAPH, _ORIGINAL_GRAPH, _GRAPH_EXEC = 0, 8, 48
+
+BUFFER_SIZE: Final = 8 << 20
+MOST_BUFFERS: Final = 64
+"""Of `BUFFER_SIZE` bytes each: about two million kernels. What comes after them is dropped, and counted."""
+
+_ON_REQUEST: Final = ctypes.CFUNCTYPE(None, _P, _P, _P)
+_ON_COMPLETION: Final = ctypes.CFUNCTYPE(None, _P, _U32, _P, _SIZE, _SIZE)
+_ON_EVENT: Final = ctypes.CFUNCTYPE(None, _P, _INT, _U32, _P)
+
+Copied: TypeAlias = Callable[[int, int], None]
+"""Is told the id of a graph, executable or not, and that of the graph that it was made from."""
+
+
+class Filled(NamedTuple):
+    """A buffer that CUPTI has filled, where its records start, and whether one is damaged and ends them."""
+
+    buffer: memoryview
+    offsets: Sequence[int]
+    damaged: bool
+
+
+@functools.cache
+def _loaded() -> Any:
+    from cuda import pathfinder
+
+    try:
+        return ctypes.CDLL(str(pathfinder.load_nvidia_dynamic_lib("cupti").abs_path))
+    except (pathfinder.DynamicLibNotFoundError, OSError) as error:
+        raise MissingLibraryError("CUPTI is not installed: pip install 'lt_runtime[cuda13]'") from error
+
+
+@functools.cache
+def function(name: str) -> Callable[..., int]:
+    """CUPTI's function of that name, which returns a status.
+
+    Raises:
+        MissingLibraryError: CUPTI is not installed, or too old to have the function.
+    """
+    try:
+        found = _loaded()[name]
+    except AttributeError:
+        raise MissingLibraryError(f"{name} is not in the installed CUPTI; its 13.0 has it") from None
+    found.argtypes, found.restype = _ARGUMENTS[name], _INT
+    return found  # type: ignore[no-any-return]
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Calls a function.
+
+    Raises:
+        CuptiError: it returned another status than success.
+        MissingLibraryError: see `function`.
+    """
+    status = function(name)(*arguments)
+    if status:
+        raise CuptiError(f"{name} failed with {_text(status)}")
+
+
+def _text(status: int) -> str:
+    text = _P()
+    unknown = function("cuptiGetResultString")(status, ctypes.addressof(text)) or not text.value
+    name = f"status {status}" if unknown else f"{_string(text.value)} ({status})"
+    return f"{name}: {_REMEDIES[status]}" if status in _REMEDIES else name
+
+
+def _string(address: int | None) -> str:
+    return ctypes.string_at(address or 0).decode(errors="replace") if address else ""
+
+
+def _number(kind: Any, name: str, *arguments: Any) -> int:
+    """What a function writes to the address that is its last argument."""
+    cell = kind()
+    call(name, *arguments, ctypes.addressof(cell))
+    return int(cell.value)
+
+
+def version() -> int:
+    """Of the loaded library: 130001 is CUDA 13.0, update 1."""
+    return _number(_U32, "cuptiGetVersion")
+
+
+def timestamp() -> int:
+    """CUPTI's clock, in nanoseconds."""
+    return _number(_U64, "cuptiGetTimestamp")
+
+
+def push_id(number: int) -> None:
+    """Joins the calls of this thread to a number, until `pop_id`."""
+    call("cuptiActivityPushExternalCorrelationId", OUR_IDS, number)
+
+
+def pop_id() -> None:
+    """Ends what the last `push_id` of this thread began."""
+    _number(_U64, "cuptiActivityPopExternalCorrelationId", OUR_IDS)
+
+
+def node_id(node: int) -> int:
+    """The id of a graph's node: the graph's id in the upper half, its own within the graph in the lower."""
+    return _number(_U64, "cuptiGetGraphNodeId", node)
+
+
+def graph_id(graph: int) -> int:
+    """The id of a graph."""
+    return _number(_U32, "cuptiGetGraphId", graph)
+
+
+def executable_id(executable: int) -> int:
+    """The id of an executable graph. Its nodes keep the lower halves of the ids that they had in the graph."""
+    return _number(_U32, "cuptiGetGraphExecId", executable)
+
+
+@functools.cache
+def call_name(kind: int, number: int) -> str:
+    """The name of a call of the driver or the runtime, by the kind of its record and its number."""
+    domain = _DRIVER_API if kind == DRIVER else _RUNTIME_API
+    try:
+        return _string(_number(_P, "cuptiGetCallbackName", domain, number))
+    except (CuptiError, TypeError):
+        return f"call {number}"
+
+
+def kernel_name(address: int) -> str:
+    """The demangled name at an address."""
+    return demangled(_string(address))
+
+
+@functools.cache
+def demangled(name: str) -> str:
+    """A C++ symbol as people read it; another name, and any name without the C++ library, as it is."""
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+    except OSError:
+        return name
+    library.__cxa_demangle.restype, library.free.argtypes = _P, (_P,)
+    status = _INT()
+    text = library.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
+    if not text:
+        return name
+    try:
+        return _string(text)
+    finally:
+        library.free(text)
+
+
+def check_layouts() -> None:
+    """Raises `CuptiError` unless the loaded library writes records as they are read here."""
+    found = version()
+    sizes = RECORD_SIZES.get(found // 100)
+    if sizes is None:
+        known = ", ".join(f"{key // 100}.{key % 100}" for key in RECORD_SIZES)
+        raise CuptiError(f"the installed CUPTI is of version {found}, whose records are not known; known are {known}")
+    try:
+        function("cuptiActivityGetStructSize")
+    except MissingLibraryError:  # before 13.2, where the version alone tells
+        return
+    for kind, size in sizes.items():
+        written = _number(_SIZE, "cuptiActivityGetStructSize", kind, 0)
+        if written != size:
+            raise CuptiError(f"CUPTI {found} writes {written} bytes for records of kind {kind}, where {size} are known")
+
+
+class Buffers:
+    """Memory for records. CUPTI asks for it, and gives it back full, from any thread; there is a most of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lent: dict[int, NDArray[np.uint8]] = {}
+        self._full: list[tuple[NDArray[np.uint8], int]] = []
+        # CUPTI calls these two for as long as the process lives.
+        self.on_request, self.on_completion = _ON_REQUEST(self._lend), _ON_COMPLETION(self._take_back)
+
+    def take(self) -> list[tuple[NDArray[np.uint8], int]]:
+        """The full buffers, with their numbers of valid bytes."""
+        with self._lock:
+            full, self._full = self._full, []
+        return full
+
+    def _lend(self, buffer: int, size: int, most: int) -> None:
+        _SIZE.from_address(most).value = 0  # as many records as fit
+        with self._lock:
+            if len(self._lent) + len(self._full) >= MOST_BUFFERS:
+                _P.from_address(buffer).value, _SIZE.from_address(size).value = None, 0
+                return
+            memory = np.empty(BUFFER_SIZE, np.uint8)
+            self._lent[memory.ctypes.data] = memory
+        _P.from_address(buffer).value, _SIZE.from_address(size).value = memory.ctypes.data, BUFFER_SIZE
+
+    def _take_back(self, context: int, stream: int, buffer: int, size: int, valid: int) -> None:
+        with self._lock:
+            self._full.append((self._lent.pop(buffer), valid))
+
+
+_buffers: Final = Buffers()
+
+
+class Session:
+    """CUPTI recording into our buffers, from `start` to `stop`; there is one at a time in a process.
+
+    Args:
+        on_graph: is told of every graph that is cloned or instantiated meanwhile.
+    """
+
+    def __init__(self, on_graph: Copied) -> None:
+        self._on_graph, self._subscriber, self._enabled = on_graph, 0, list[int]()
+        self._on_event = _ON_EVENT(self._event)
+
+    def start(self) -> None:
+        """Begins.
+
+        Raises:
+            CuptiError: CUPTI cannot be used here; nothing is left enabled.
+            MissingLibraryError: it is not installed.
+        """
+        check_layouts()
+        subscriber = _P()
+        call("cuptiSubscribe", ctypes.addressof(subscriber), self._on_event, None)
+        self._subscriber = subscriber.value or 0
+        _buffers.take()
+        try:
+            for event in (_GRAPH_CLONED, _GRAPH_EXEC_CREATED):
+                call("cuptiEnableCallback", 1, self._subscriber, _RESOURCE, event)
+            call("cuptiSetThreadIdType", _SYSTEM_THREAD_IDS)
+            call("cuptiActivityRegisterCallbacks", _buffers.on_request, _buffers.on_completion)
+            for kind in KINDS:
+                call("cuptiActivityEnable", kind)
+                self._enabled.append(kind)
+        except LtError:
+            self._end()
+            raise
+
+    def stop(self) -> tuple[list[Filled], int]:
+        """Ends; all work is done that is to be in the records.
+
+        Returns:
+            The buffers, in the order in which they were filled, and how many records found no room in them.
+        """
+        try:
+            call("cuptiActivityFlushAll", _FORCED)
+            dropped = _number(_SIZE, "cuptiActivityGetNumDroppedRecords", None, 0)
+        finally:
+            self._end()
+        filled = [Filled(memory.data[:valid], *_records(memory, valid)) for memory, valid in _buffers.take()]
+        return filled, dropped + sum(each.damaged for each in filled)
+
+    def _end(self) -> None:
+        """Disables what was enabled. A failure changes nothing that anybody could still do."""
+        while self._enabled:
+            function("cuptiActivityDisable")(self._enabled.pop())
+        function("cuptiUnsubscribe")(self._subscriber)
+
+    def _event(self, _: int, domain: int, number: int, data: int) -> None:
+        graphs = _P.from_address(data + _RESOURCE_DESCRIPTOR).value or 0
+        graph, original, executable = (
+            _P.from_address(graphs + at).value for at in (_GRAPH, _ORIGINAL_GRAPH, _GRAPH_EXEC)
+        )
+        with contextlib.suppress(CuptiError):  # of a graph without an id nothing can be said
+            if number == _GRAPH_CLONED:
+                self._on_graph(graph_id(graph or 0), graph_id(original or 0))
+            elif number == _GRAPH_EXEC_CREATED:
+                self._on_graph(executable_id(executable or 0), graph_id(graph or 0))
+
+
+def _records(memory: NDArray[np.uint8], valid: int) -> tuple[list[int], bool]:
+    """Where the records in a buffer start, and whether one is damaged, so that those after it are lost."""
+    record, base, offsets = _P(), memory.ctypes.data, list[int]()
+    step, out = function("cuptiActivityGetNextRecord"), ctypes.addressof(record)
+    while not (status := step(base, valid, out)):
+        offsets.append((record.value or 0) - base)
+    return offsets, status != _MAX_LIMIT_REACHED

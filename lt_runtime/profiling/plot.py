@@ -1,0 +1,91 @@
+"""Draws a report: the roofline, and each layer's time beside its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lt_runtime.errors import MissingLibraryError
+from lt_runtime.files import replacing
+from lt_runtime.profiling.ceilings import COPY
+from lt_runtime.profiling.layers import Layer
+from lt_runtime.profiling.report import Report
+
+_COLOURS: Final = {
+    "forward": "#3b75af",
+    "backward": "#c85200",
+    "loss": "#7f7f7f",
+    "optimizer": "#5b8c5a",
+    "input": "#b8a000",
+}
+_OTHER: Final = "#9c9c9c"
+_MOST_BARS: Final = 40
+
+
+def plot(report: Report, file: Path) -> None:
+    """Writes the drawing; the file's suffix says in which format.
+
+    Raises:
+        MissingLibraryError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingLibraryError("a plot needs matplotlib: pip install 'lt_runtime[plot]'") from error
+    longest = sorted(report.layers, key=lambda each: -each.us)[:_MOST_BARS]
+    layers = [each for each in report.layers if each in longest and each.us > 0][::-1]  # bars begin at the bottom
+    figure = Figure(figsize=(15, max(5.0, 2.5 + 0.3 * len(layers))), layout="constrained")
+    FigureCanvasAgg(figure)
+    times, moved, roof = figure.subplots(1, 3, width_ratios=(3, 2, 4))
+    _bars(times, layers, [each.us for each in layers], "time of a step, µs")
+    _bars(moved, layers, [each.bytes / 1e6 for each in layers], "bytes moved, MB")
+    moved.set_yticklabels([])
+    _roofline(roof, [each for each in layers if each.bytes], report.ceilings)
+    figure.suptitle(f"{report.device}: {report.totals.step_us:.0f} µs a step")
+    with replacing(file) as out:
+        figure.savefig(out, format=file.suffix.removeprefix(".") or "png", dpi=110)
+
+
+def _bars(axes: Any, layers: Sequence[Layer], values: Sequence[float], label: str) -> None:
+    places = range(len(layers))
+    axes.barh(places, values, color=[_colour(each) for each in layers])
+    axes.set_yticks(places, [_name(each) for each in layers])
+    axes.set_xlabel(label)
+    axes.margins(y=0.01)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float]) -> None:
+    """FLOP/s over FLOPs a byte, of layers that multiply, under the measured ceilings."""
+    points = [(each.flops / each.bytes, each.tflops, each) for each in layers if each.flops]
+    for place, (intensity, tflops, layer) in enumerate(sorted(points, key=lambda point: point[1])):
+        axes.scatter(intensity, tflops, color=_colour(layer), zorder=3)
+        line = {"arrowstyle": "-", "color": _colour(layer), "linewidth": 0.7, "alpha": 0.6}
+        at = {"xytext": (1.03, (place + 0.5) / len(points)), "textcoords": "axes fraction"}
+        axes.annotate(_name(layer), (intensity, tflops), **at, fontsize=8, va="center", arrowprops=line)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOPs a byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.grid(which="both", alpha=0.2)
+    axes.minorticks_off()
+    rates = [rate for kind, rate in ceilings.items() if kind != COPY]
+    if COPY in ceilings and rates and points:
+        low, high = min(x for x, *_ in points) / 10, max(x for x, *_ in points) * 10
+        for kind, flops in ceilings.items():
+            if kind != COPY:
+                ridge = flops / ceilings[COPY]
+                corners = sorted({low, min(max(ridge, low), high), high})
+                axes.plot(corners, [min(flops, x * ceilings[COPY]) / 1e12 for x in corners], label=kind, linewidth=1)
+        axes.set_ylim(min(y for _, y, _ in points) / 10, 2e-12 * max(rates))
+        axes.legend(title="ceilings, measured", loc="lower right")
+
+
+def _name(layer: Layer) -> str:
+    return f"{layer.label} {layer.phase}".strip()
+
+
+def _colour(layer: Layer) -> str:
+    return _COLOURS.get(layer.phase, _OTHER)

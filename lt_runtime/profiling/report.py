@@ -1,0 +1,174 @@
+"""A profile's report as data, and as tables, CSV and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from lt_runtime.errors import ArgumentError
+from lt_runtime.files import replace_file
+from lt_runtime.profiling.layers import Kernel, Layer, Totals, label_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA: Final = 1
+_SHOWN_KERNELS: Final = 25
+_SHOWN_NAME: Final = 72
+_WIDTH: Final = 160  # columns of a table as text
+_Row = TypeVar("_Row", Layer, Kernel)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a profile found.
+
+    Attributes:
+        device: such as "cuda:0 (NVIDIA H200)" or "the host".
+        timed_steps, traced_steps: how many steps the layers' times and the kernels' come from.
+        ceilings: of this GPU, measured: FLOP/s by type, and bytes/s as "copy".
+        notes: what could not be seen, and why.
+    """
+
+    device: str = ""
+    timed_steps: int = 0
+    traced_steps: int = 0
+    layers: Sequence[Layer] = ()
+    kernels: Sequence[Kernel] = ()
+    totals: Totals = field(default_factory=Totals)
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def save(self, file: Path) -> None:
+        """Writes JSON."""
+        content = {"schema": SCHEMA, **asdict(self)}
+        replace_file(file, json.dumps(content, indent=1).encode() + b"\n")
+
+    def to_csv(self, directory: Path) -> None:
+        """Writes `layers.csv` and `kernels.csv`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, kind, rows in (("layers", Layer, self.layers), ("kernels", Kernel, self.kernels)):
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, [each.name for each in fields(kind)])
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
+            replace_file(directory / f"{name}.csv", text.getvalue().encode())
+
+    def lines(self) -> Iterator[str | Table]:
+        """For people: tables and lines."""
+        if self.layers:
+            yield self._layer_table()
+        if self.kernels:
+            yield self._kernel_table()
+        yield from self._sentences()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        file = io.StringIO()
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        console = Console(file=file, force_terminal=is_terminal, width=None if is_terminal else _WIDTH)
+        for each in self.lines():
+            is_text = isinstance(each, str)
+            console.print(each, highlight=False, markup=not is_text, soft_wrap=is_text)
+        return file.getvalue().rstrip("\n")
+
+    def _layer_table(self) -> Table:
+        whole, on_gpu = self.totals.step_us, any(layer.us != layer.host_us for layer in self.layers)
+        headings = ["layer", "", "µs", "±", "share", "host µs", "MB", "TFLOP/s", "GB/s", "bound", "reached"]
+        headings += ["kernels", "kernel µs", "strategy"]
+        rows = []
+        for layer in self.layers:
+            row = [layer.label, layer.phase, f"{layer.us:.1f}", f"{layer.spread_us:.1f}"]
+            row += [f"{layer.us / whole:.1%}" if whole else "", f"{layer.host_us:.1f}" if on_gpu else ""]
+            row += [f"{layer.bytes / 1e6:.2f}" if layer.bytes else "", f"{layer.tflops:.3g}" if layer.flops else ""]
+            row += [f"{layer.gbytes:.3g}" if layer.bytes else "", layer.bound]
+            row.append(f"{layer.fraction:.0%}" if layer.bound else "")
+            row += [f"{layer.kernels:g}", f"{layer.kernel_us:.1f}"] if self.kernels else ["", ""]
+            rows.append([*row, layer.strategy])
+        title = f"Layers: {self.timed_steps} steps on {self.device}"
+        return _table(title, headings, rows, texts={"layer", "", "bound", "strategy"})
+
+    def _kernel_table(self) -> Table:
+        headings = ["share", "µs a step", "count", "mean", "median", "min", "max", "std", "layer", "", "kernel"]
+        rows = []
+        for each in self.kernels[:_SHOWN_KERNELS]:
+            times = (each.total_us, each.count, each.mean_us, each.median_us, each.min_us, each.max_us, each.std_us)
+            name = f"{short(each.name)}{' (copies that the plan chose)' if each.is_planned_copy else ''}"
+            numbers = [f"{each.share:.1%}", *(f"{value:.2f}" for value in times)]
+            rows.append([*numbers, label_of(each.layer, each.phase), each.phase, name])
+        rest = self.kernels[_SHOWN_KERNELS:]
+        if rest:
+            share, total = sum(each.share for each in rest), sum(each.total_us for each in rest)
+            rows.append([f"{share:.1%}", f"{total:.2f}", *[""] * 8, f"{len(rest)} more rows"])
+        return _table(f"Kernels: {self.traced_steps} steps", headings, rows, texts={"layer", "", "kernel"})
+
+    def _sentences(self) -> Iterator[str]:
+        totals = self.totals
+        if totals.phase_us:
+            parts = [f"{phase or 'rest'} {us:.1f}" for phase, us in totals.phase_us.items()]
+            yield f"A step takes {totals.step_us:.1f} µs: {', '.join(parts)}. The host spends {totals.host_us:.1f} µs."
+        if self.kernels:
+            beside = totals.kernel_us - totals.busy_us
+            yield (
+                f"Kernels take {totals.kernel_us:.1f} µs of a step, {beside:.1f} µs of it beside others; "
+                f"{totals.unattributed_us:.1f} µs are in no range. While traced, the GPU paused {totals.gaps:.1f} "
+                f"times, for {totals.gap_us:.1f} µs. Synchronisations: {totals.synchronizations:g}, allocations: "
+                f"{totals.allocations:g}."
+            )
+        if not self.layers and not self.kernels:
+            yield "Nothing was profiled."
+        yield from (f"Note: {note}" for note in self.notes)
+
+
+def load(file: Path) -> Report:
+    """Reads what `Report.save` wrote.
+
+    Raises:
+        ArgumentError: it is something else.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+        schema = content.pop("schema")
+        if schema != SCHEMA:
+            raise ArgumentError(f"{file} is a profile of schema {schema}; this version reads {SCHEMA}")
+        content["layers"], content["kernels"] = _rows(Layer, content["layers"]), _rows(Kernel, content["kernels"])
+        content["totals"] = Totals(**content["totals"])
+        return Report(**content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"{file} is no profile as prof.save writes it ({type(error).__name__}: {error})") from None
+
+
+def short(name: str) -> str:
+    """A kernel's name without the middle of what is too long for a table."""
+    half = _SHOWN_NAME // 2
+    return name if len(name) <= _SHOWN_NAME else f"{name[:half]} … {name[-half + 3 :]}"
+
+
+def _rows(kind: type[_Row], rows: Iterable[Any]) -> list[_Row]:
+    return [kind(**row) for row in rows]
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], texts: Set[str]) -> Table:
+    """A table without the columns that are empty; all are numbers but those of some headings."""
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    used = [place for place in range(len(headings)) if any(row[place] for row in rows)]
+    columns = [
+        Column(headings[place], justify="left" if headings[place] in texts else "right", overflow="fold")
+        for place in used
+    ]
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(escape(row[place]) for place in used))
+    return table

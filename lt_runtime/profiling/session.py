@@ -1,0 +1,336 @@
+"""Profiles a block of code: the steps in it are timed first, and traced after that."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+
+from lt_runtime import ranges
+from lt_runtime.arguments import integer, shown
+from lt_runtime.errors import ArgumentError, KindError, LtError
+from lt_runtime.gpu import graphs
+from lt_runtime.gpu.devices import activated, current_device, device_count, device_info, parse_device
+from lt_runtime.gpu.driver import call
+from lt_runtime.profiling import trace
+from lt_runtime.profiling.ceilings import ceilings
+from lt_runtime.profiling.layers import Kernel, Layer, Totals, kernels_of, layers_of, totals_of, works_at
+from lt_runtime.profiling.plot import plot
+from lt_runtime.profiling.records import Activity
+from lt_runtime.profiling.report import Report
+from lt_runtime.profiling.timer import Timer
+
+_WARM_UP: Final = 2
+_running = threading.Lock()
+
+
+class Profile:
+    """Where the time of a step goes; `lt.profile` makes it, as a context manager or already full.
+
+    It has its rows once the block is over. Printing it gives the report.
+
+    Attributes:
+        report: all of it, as data.
+    """
+
+    def __init__(
+        self, *, skip: int, timed: int, traced: int, device: int | None, is_marked: bool | None = None
+    ) -> None:
+        self.report = Report()
+        self._skip, self._timed, self._traced, self._device = skip, timed, traced, device
+        self._threads = threading.local()
+        self._current: Any = None
+        self._begin_next: Callable[[], None] | None = self._time
+        self._seen = self._traced_steps = 0
+        self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first
+        self._timer: Timer | None = None
+        self._collector: Any = None
+        self._notes: list[str] = []
+        self._is_bracketed = False
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if not _running.acquire(blocking=False):
+            raise ArgumentError("a profile is running already; profiles do not nest, and there is one for all threads")
+        self._undo.callback(_running.release)
+        self._undo.enter_context(ranges.listening(self))
+        if not self._skip:
+            self._next()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._undo:
+            self._stop()
+            if self._is_bracketed:
+                self._tell_profilers()
+        self._make_report()
+
+    def step(self) -> None:
+        """Says that a step is over, for code whose steps are no `lt.TrainStep`.
+
+        Raises:
+            ArgumentError: training steps in the block have counted already.
+        """
+        if self._is_marked is False:
+            raise ArgumentError("prof.step() is for code without lt.TrainStep, whose calls count as steps already")
+        self._is_marked = True
+        self._end_step()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps have been seen that were asked for."""
+        return self._current is None and self._begin_next is None
+
+    def enter(self, name: str) -> None:
+        """A range begins; see `Listener`."""
+        self._open().append(name)
+        if self._current is not None and self._current is self._timer:  # a collector listens by itself
+            self._timer.enter(name)
+
+    def exit(self, name: str) -> None:
+        """A range ends; see `Listener`."""
+        opened = self._open()
+        if name not in opened:
+            return
+        while opened.pop() != name:
+            pass
+        if self._current is not None and self._current is self._timer:
+            self._timer.exit(name)
+        if name == ranges.STEP and name not in opened and not self._is_marked:
+            self._is_marked = False
+            self._end_step()
+
+    def layers(self) -> Sequence[Layer]:
+        """The rows of the layer table."""
+        return self.report.layers
+
+    def kernels(self) -> Sequence[Kernel]:
+        """The rows of the kernel table; none without CUPTI."""
+        return self.report.kernels
+
+    def totals(self) -> Totals:
+        """The sums of a step."""
+        return self.report.totals
+
+    def to_csv(self, directory: str | Path) -> None:
+        """Writes `layers.csv` and `kernels.csv` there, with the attributes of `Layer` and `Kernel` as columns."""
+        self.report.to_csv(Path(directory))
+
+    def save(self, file: str | Path) -> None:
+        """Writes everything as JSON, which `python -m lt_runtime compare` reads."""
+        self.report.save(Path(file))
+
+    def save_trace(self, file: str | Path) -> None:
+        """Writes a trace that Perfetto (ui.perfetto.dev) opens: ranges, kernels and calls on a line of time."""
+        spans = () if self._timer is None else self._timer.spans
+        activities = () if self._collector is None else self._collector.activities
+        trace.write(Path(file), spans, activities, self.report.device)
+
+    def plot(self, file: str | Path) -> None:
+        """Draws the roofline, and each layer's time beside its bytes. Needs the extra `plot`.
+
+        Raises:
+            MissingLibraryError: matplotlib is not installed.
+        """
+        plot(self.report, Path(file))
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def _open(self) -> list[str]:
+        """Names of this thread's open ranges."""
+        try:
+            names: list[str] = self._threads.names
+        except AttributeError:
+            names = self._threads.names = []
+        return names
+
+    def _end_step(self) -> None:
+        self._seen += 1
+        if self._current is None:
+            if self._begin_next is not None and self._seen >= self._skip:
+                self._next()
+        elif self._current is self._timer and self._timer is not None:
+            self._timer.end_step()
+            if self._timer.count >= self._timed:
+                self._next()
+        else:
+            self._traced_steps += 1
+            if self._traced_steps >= self._traced:
+                self._next()
+
+    def _next(self) -> None:
+        """Stops what runs and begins what comes after it, with the ranges that are open."""
+        self._stop()
+        if self._begin_next is not None:
+            self._begin_next()
+        if self._device is not None:
+            self._tell_profilers()
+        if self._current is not None:
+            for name in self._open():
+                self._current.enter(name)
+
+    def _tell_profilers(self) -> None:
+        """Starts and stops profilers from outside, which may have been told to wait for that."""
+        if self._current is not None and not self._is_bracketed:
+            self._is_bracketed = True
+            call("cuProfilerStart")
+        elif self._current is None and self._is_bracketed:
+            self._is_bracketed = False
+            call("cuProfilerStop")
+
+    def _time(self) -> None:
+        self._begin_next = self._trace
+        if not self._timed:
+            self._trace()
+            return
+        with contextlib.nullcontext() if self._device is None else activated(self._device):
+            self._timer = self._current = Timer(self._device)
+        ranges.watchers.append(self._timer.ran)
+        if self._device is not None:
+            graphs.stand_in = self._timer.stand_in
+
+    def _trace(self) -> None:
+        self._begin_next = None
+        if not self._traced or self._device is None:
+            return
+        try:
+            from lt_runtime.profiling.collector import Collector, unusable
+
+            why = unusable()
+            if why is None:
+                collector = Collector()
+                collector.__enter__()
+                self._collector = self._current = collector
+        except (LtError, ImportError) as error:
+            why = str(error)
+        if why is not None:
+            self._notes.append(f"no kernel times: {why}")
+
+    def _stop(self) -> None:
+        current, self._current = self._current, None
+        if current is None:
+            return
+        try:
+            if current is not self._timer:
+                current.__exit__(None, None, None)
+                return
+            graphs.stand_in = None
+            if self._timer is not None:
+                ranges.watchers.remove(self._timer.ran)
+                self._timer.finish()
+        except LtError as error:
+            self._notes.append(f"the profile is not complete ({error})")
+
+    def _make_report(self) -> None:
+        timer = self._timer
+        steps = [] if timer is None else timer.steps
+        activities: Sequence[Activity] = () if self._collector is None else self._collector.activities
+        works = works_at(steps[-1]) if steps else {}
+        kinds = {work.kind for each in works.values() for work in each if work.kind}
+        known = {} if self._device is None or not works else self._ceilings(kinds)
+        copying = [place for place, each in works.items() if any(work.copies for work in each)]
+        kernels = kernels_of(activities, self._traced_steps, copying)
+        name = "the host" if self._device is None else f"cuda:{self._device} ({device_info(self._device).name})"
+        self._explain()
+        self.report = Report(
+            device=name,
+            timed_steps=len(steps),
+            traced_steps=self._traced_steps if self._collector is not None else 0,
+            layers=layers_of(steps, kernels, known),
+            kernels=kernels,
+            totals=totals_of(steps, activities, self._traced_steps),
+            ceilings=known,
+            notes=self._notes,
+        )
+
+    def _ceilings(self, kinds: set[str]) -> dict[str, float]:
+        assert self._device is not None
+        try:
+            return dict(ceilings(self._device, kinds))
+        except LtError as error:
+            self._notes.append(f"the ceilings of this GPU could not be measured ({error})")
+            return {}
+
+    def _explain(self) -> None:
+        """Says what is missing from the report."""
+        timer, notes = self._timer, self._notes
+        if timer is not None:
+            notes += timer.notes
+            if timer.discarded:
+                notes.append(f"{timer.discarded} steps in which graphs were captured are left out")
+            if timer.left_open:
+                notes.append(f"{timer.left_open} ranges were left open and end with the range around them")
+            if timer.lost:
+                notes.append(f"the trace lacks {timer.lost} ranges; the tables have them")
+        if self._seen < self._skip:
+            notes.append(f"the code ended after {self._seen} steps, before step {self._skip}, where the profile begins")
+        elif self._begin_next is not None and self._traced and self._device is not None:
+            notes.append(
+                f"no kernel times: tracing begins once {self._timed} steps have been timed, and the code had "
+                f"{self._seen}; timed=0 traces it from its beginning"
+            )
+        if self._collector is not None and self._collector.dropped:
+            notes.append(f"CUPTI dropped {self._collector.dropped} records")
+
+
+def profiled_device(device: object) -> int | None:
+    """The ordinal of the GPU that "auto" or another name of a device stands for; None for the host."""
+    return current_device() if device == "auto" and device_count() else parse_device(device)
+
+
+def profile(
+    function: Callable[[], object] | None = None,
+    *,
+    steps: int = 20,
+    skip: int = 0,
+    timed: int = 10,
+    traced: int = 10,
+    device: Any = "auto",
+) -> Profile:
+    """Where the time of a step goes, by layer and by kernel.
+
+    ::
+
+        with lt.profile() as prof:
+            for x, labels in batches:
+                step(x, labels)
+        print(prof)
+
+    Steps are the calls of an `lt.TrainStep`, or what lies between calls of `prof.step()`. A block without either is one
+    step. The first `timed` steps are timed by events; a captured training step is launched from a copy of its graph
+    with events in it. The next `traced` steps are traced by CUPTI, which tells of every kernel, copy and call, also of
+    other libraries. A step is never both, because tracing makes launches several times slower. Later steps run as they
+    would without a profile. What belongs to which layer follows from `lt.range`; operations, models and training steps
+    open their ranges themselves. On the host there is nothing to trace, and its clock times the layers.
+
+    Args:
+        function: is called `steps` times to be timed and as often to be traced, after two calls that are not looked
+            at; the profile that comes back is full.
+        steps: see `function`; `skip`, `timed` and `traced` are for blocks.
+        skip: steps before the first that is timed.
+        timed, traced: how many steps of each; 0 for none.
+        device: the GPU to profile, or "cpu"; see `lt.MLP`. "auto" is the current GPU, or the host if there is none.
+
+    Raises:
+        ArgumentError: numbers below 0, or, when the block is entered, another profile that is running.
+    """
+    numbers = {"steps": steps, "skip": skip, "timed": timed, "traced": traced}
+    for name, value in numbers.items():
+        numbers[name] = integer(name, value)
+        if numbers[name] < 0:
+            raise ArgumentError(f"{name} is {shown(value)}; it must not be negative")
+    ordinal = profiled_device(device)
+    if function is None:
+        return Profile(skip=numbers["skip"], timed=numbers["timed"], traced=numbers["traced"], device=ordinal)
+    if not callable(function):
+        raise KindError(f"function is {shown(function)}; it must be None or take no arguments")
+    timed, traced = numbers["steps"], 0 if ordinal is None else numbers["steps"]
+    made = Profile(skip=_WARM_UP, timed=timed, traced=traced, device=ordinal, is_marked=True)
+    with made:
+        for _ in range(_WARM_UP + timed + traced):
+            function()
+            made.step()
+    return made

@@ -1,0 +1,137 @@
+"""What an operation computes and moves, from its plan: each kernel reads and writes each of its operands once."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lt_runtime.ops.adamw import AdamW
+from lt_runtime.ops.call import Known
+from lt_runtime.plans.backward import BackwardPlan
+from lt_runtime.plans.forward import ForwardPlan, leaves_a_pass
+from lt_runtime.plans.strategies import MadeBy
+from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, ForwardProblem, MatmulProblem, Saved, Spec
+from lt_runtime.products.padded import PaddedPlan
+from lt_runtime.products.plan import Plan
+from lt_runtime.products.product import ProductPlan
+from lt_runtime.store.records import to_json
+from lt_runtime.tuner import roofline
+from lt_runtime.tuner.report import strategy_in_words
+
+_BITS = 8
+
+
+class Work(NamedTuple):
+    """One run of an operation.
+
+    Attributes:
+        flops: of its matrix products; a multiply-add is two.
+        bytes: read and written by all its kernels, those that copy operands included.
+        kind: the type that the products are computed in, "tf32" among them; "" where nothing is multiplied.
+        strategy: how the plan splits it, in words; "" where there is nothing to split.
+        copies: whether the plan chose to copy operands.
+    """
+
+    flops: int = 0
+    bytes: int = 0
+    kind: str = ""
+    strategy: str = ""
+    copies: bool = False
+
+
+@functools.lru_cache(maxsize=4096)
+def work_of(ran: Known | AdamW) -> Work:
+    """The work of what watchers of ranges are told."""
+    if isinstance(ran, AdamW):
+        return Work(bytes=_bytes_of_update(ran))
+    problem = ran.reading.problem
+    if not isinstance(problem, (ForwardProblem, BackwardProblem, MatmulProblem)):
+        return Work(bytes=sum(ran.sizes))  # a loss or dropout: each array once
+    kind = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
+    least = roofline.work_of(problem)
+    if ran.plan is None:
+        return Work(least.flops, least.bytes, kind)
+    plan: Plan = ran.plan
+    copied = [name for name, product in _products(plan).items() if isinstance(product, PaddedPlan)]
+    words = "" if plan.strategy is None else strategy_in_words(to_json(plan.strategy))
+    if copied:
+        words = ", ".join([*filter(None, [words]), f"copies for {' and '.join(copied)}"])
+    return Work(least.flops, sum(_moved(plan)), kind, words, bool(copied))
+
+
+def _products(plan: Plan) -> dict[str, Plan]:
+    return {"d": plan.product} if isinstance(plan, ProductPlan) else dict(plan.products)
+
+
+def _moved(plan: Plan) -> Iterator[int]:
+    """Bytes, kernel by kernel."""
+    for product in _products(plan).values():
+        inner = product.inner if isinstance(product, PaddedPlan) else product
+        yield roofline.work_of(inner.problem).bytes
+        for name in ("a", "b", "d"):
+            own, copy = getattr(product.problem, name), getattr(inner.problem, name)
+            if own != copy:
+                yield _bytes(own, product.problem.dtype) + _bytes(copy, product.problem.dtype)
+    if isinstance(plan, ForwardPlan):
+        yield from _forward_pass(plan)
+    elif isinstance(plan, BackwardPlan):
+        yield from _backward_passes(plan)
+    elif isinstance(plan, ProductPlan) and plan.product.problem is not plan.problem:
+        yield _bytes(plan.product.problem.d, plan.product.problem.d_dtype)
+        yield roofline.work_of(plan.problem).bytes - roofline.work_of(plan.product.problem).bytes
+        yield _bytes(plan.problem.d, plan.problem.d_dtype)
+
+
+def _forward_pass(plan: ForwardPlan) -> Iterator[int]:
+    """Reads the product and perhaps the bias, writes y and perhaps what is kept."""
+    problem = plan.problem
+    if not leaves_a_pass(problem, plan.strategy):
+        return
+    product = plan.products["y"].problem
+    yield _bytes(product.d, product.d_dtype) + _bytes(problem.y, problem.dtype)
+    if problem.bias is not None and not plan.strategy.epilogue.has_bias:
+        yield _vector(problem.y, problem.dtype)
+        if plan.kept_spec is not None:
+            yield _bytes(plan.kept_spec, problem.dtype)
+
+
+def _backward_passes(plan: BackwardPlan) -> Iterator[int]:
+    """From dy to dz with the bias gradient, and over dx for the layer below."""
+    problem, strategy = plan.problem, plan.strategy
+    needs_dz = problem.dz is not None or (problem.own.changes and bool(plan.products))
+    if needs_dz or strategy.db is MadeBy.KERNEL:
+        yield _pass(problem, problem.own, problem.dy, writes=needs_dz, sums=strategy.db is MadeBy.KERNEL)
+    below, sums = problem.through, strategy.db_below is MadeBy.KERNEL
+    if below is not None and problem.dx is not None and (sums or strategy.derivative is MadeBy.KERNEL):
+        derives = strategy.derivative is MadeBy.KERNEL
+        yield _pass(problem, below, problem.dx, writes=derives, sums=sums)
+
+
+def _pass(problem: BackwardProblem, derivative: Derivative, gradient: Spec, *, writes: bool, sums: bool) -> int:
+    moved = (1 + writes) * _bytes(gradient, problem.dtype) + sums * _vector(gradient, problem.dtype)
+    if writes and derivative.saved_spec is not None:
+        is_mask = derivative.saved is Saved.MASK
+        moved += derivative.saved_spec.layout.size // _BITS if is_mask else _bytes(derivative.saved_spec, problem.dtype)
+    return moved
+
+
+def _bytes(spec: Spec, dtype: DType) -> int:
+    return spec.layout.size * dtype.itemsize
+
+
+def _vector(matrix: Spec, dtype: DType) -> int:
+    return matrix.layout.cols * dtype.itemsize
+
+
+def _bytes_of_update(optimizer: AdamW) -> int:
+    """Reads gradients, values and moments, writes values and moments; a gradient's norm reads the gradients again."""
+    options, moved = optimizer.options, 0
+    moments = 3 if options.amsgrad else 2
+    for parameter in optimizer.parameters:
+        size, own = math.prod(parameter.data.shape), parameter.data.dtype.itemsize
+        gradients = parameter.grad.dtype.itemsize * (1 + options.judges_gradients)
+        values = own + (own if parameter.master is None else 2 * parameter.master.dtype.itemsize)
+        moved += size * (gradients + values + 2 * moments * options.moments.itemsize)
+    return moved

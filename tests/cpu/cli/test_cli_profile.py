@@ -1,0 +1,191 @@
+"""The commands `profile`, `compare` and `check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_runtime.cli import check, compare, main
+from lt_runtime.profiling.layers import Kernel, Layer
+from lt_runtime.profiling.report import Report
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import os, sys
+import lt_runtime as lt
+
+print("runs with", sys.argv[1:], __name__)
+for number in range(8):
+    with lt.range("step"), lt.range("work"):
+        pass
+    if number == 5 and sys.argv[1:] == ["raise"]:
+        raise RuntimeError("in the script")
+    if number == 5 and sys.argv[1:] == ["exit"]:
+        sys.exit(7)
+    if number == 5 and sys.argv[1:] == ["die"]:
+        os._exit(3)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def profiled(script: Path, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lt_runtime", "profile", "--device", "cpu", *options, str(script), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_script_is_profiled(script: Path) -> None:
+    names = ("--steps", "2:6", "--json", "r.json", "--csv", "tables", "--trace", "t.json", "--plot", "p.png")
+    done = profiled(script, "--its", "own", options=names)
+    assert done.returncode == 0, done.stderr
+    assert "runs with ['--its', 'own'] __main__" in done.stdout
+    assert "Layers: 2 steps on the host" in done.stdout
+    written = script.parent
+    assert json.loads((written / "r.json").read_text())["timed_steps"] == 2
+    assert (written / "tables" / "layers.csv").read_text().startswith("name,phase")
+    assert json.loads((written / "t.json").read_text())["traceEvents"]
+    assert (written / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("how", "status"), [("raise", 1), ("exit", 7)])
+def test_a_script_that_ends_early_is_reported_and_keeps_its_status(script: Path, how: str, status: int) -> None:
+    done = profiled(script, how, options=("--steps", "1:20"))
+    assert done.returncode == status
+    assert "Layers: 5 steps on the host" in done.stdout
+    if how == "raise":
+        assert 'script.py", line 10, in <module>' in done.stderr
+        assert "RuntimeError: in the script" in done.stderr
+        assert "runpy" not in done.stderr
+
+
+def test_a_script_that_leaves_no_report(script: Path) -> None:
+    done = profiled(script, "die")
+    assert done.returncode == 3
+    assert done.stderr == "lt_runtime profile: the script was ended at once, with status 3, and left no report\n"
+
+
+def test_a_script_that_never_comes_to_its_steps(script: Path) -> None:
+    done = profiled(script, options=("--steps", "100:120"))
+    assert done.returncode == 0
+    assert "the code ended after 8 steps, before step 100" in done.stdout
+
+
+def test_commands_for_nsight(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--print-nsys", "--print-ncu", "--range", "forward/layer0", "--steps", "10:20"]
+    assert main(["profile", *options, str(script), "--epochs", "3"]) == 0
+    nsys, stats, ncu, note = capsys.readouterr().out.splitlines()
+    for line in (nsys, ncu):
+        assert f"profile --steps 10:20 {script} --epochs 3" in line
+    assert nsys.startswith(
+        "nsys profile -t cuda,nvtx,cublas --capture-range=cudaProfilerApi --capture-range-end=stop -o"
+    )
+    assert "--report cuda_gpu_kern_sum,nvtx_gpu_proj_sum" in stats
+    assert ncu.startswith("ncu --set full")
+    assert "lt_runtime@forward" in ncu
+    assert "graph=False" in note
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", "nowhere.py"], "SCRIPT is nowhere.py, which is no file"),
+        (["check", "nowhere.py"], "SCRIPT is nowhere.py, which is no file"),
+        (["compare", "a.json", "b.json"], "a.json: No such file or directory"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_range_alone_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--range", "loss", str(script)]) == 1
+    assert "--range is for --print-ncu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", ["5", "5:", ":5", "5:5", "6:5", "-1:5", "a:b", ""])
+def test_steps_are_two_numbers(steps: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["profile", f"--steps={steps}", str(script)])
+    assert "--steps" in capsys.readouterr().err
+
+
+def row(name: str, us: float, *, std: float = 0.0, layer: str = "fc", share: float = 0.1) -> Kernel:
+    return Kernel(name, layer, "forward", share, 1.0, us, us, us, us, us, std)
+
+
+def report(*rows: Kernel) -> Report:
+    return Report("a GPU", 10, 10, [Layer("fc", "forward", 1, 50.0, 1.0, 1.0)], rows)
+
+
+def test_what_changed_is_told_from_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    before = report(row("kept", 10), row("gone", 5), row("slow", 10), row("fast", 10), row("noisy", 10, std=5))
+    after = report(
+        row("kept", 10.1), row("transpose_new", 7), row("slow", 12), row("fast", 8), row("noisy", 12, std=5),
+        row("kept", 10, layer="other"),
+    )  # fmt: skip
+    verdicts = {(each.name, each.layer): each.verdict for each in compare.changes_of(before, after)}
+    assert verdicts == {
+        ("kept", "fc"): "same", ("gone", "fc"): "vanished", ("slow", "fc"): "slower", ("fast", "fc"): "faster",
+        ("noisy", "fc"): "same", ("transpose_new", "fc"): "appeared", ("kept", "other"): "appeared",
+    }  # fmt: skip
+    before.save(tmp_path / "a.json")
+    after.save(tmp_path / "b.json")
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    text = capsys.readouterr().out
+    assert "transpose_new" in text
+    assert "2 kernels took as long as before." in text
+    assert main(["compare", "--json", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    shown: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert shown["shares"]["transposes"] == [0, 0.1]
+
+
+def test_families_of_kernels() -> None:
+    planned = replace(row("resize", 1), is_planned_copy=True)
+    names = {
+        "cupy_copy__float": "copies", "void transpose_kernel<float>": "transposes", "memcpy DtoD": "copies",
+        "generate_seed_pseudo": "seed kernels", "cupy_power__float": "pow", "vectorized_pow": "pow", "gemm": "",
+    }  # fmt: skip
+    assert {name: compare.family_of(row(name, 1)) for name in names} == names
+    assert compare.family_of(planned) == "copies that a plan chose"
+
+
+def test_a_script_s_function_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class CaptureReport:
+        def __init__(self, *faults: str) -> None:
+            self.faults, self.ok = faults, not faults
+
+        def __str__(self) -> str:
+            return "; ".join(self.faults) or "nothing stands against a capture"
+
+    monkeypatch.setattr(check, "check_capture", lambda function: CaptureReport(*function()))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "script.py"
+    path.write_text("def step(): return []\ndef other(): return ['an allocation in forward/fc']\n")
+    assert main(["check", str(path)]) == 0
+    assert main(["check", "--function", "step", "--function", "other", str(path)]) == 1
+    assert main(["check", "--function", "none", str(path)]) == 1
+    output = capsys.readouterr()
+    assert "other: an allocation in forward/fc" in output.out
+    assert "defines no function none(); --function names the one to check" in output.err
+    path.write_text("import sys; sys.exit(4)")
+    assert main(["check", str(path)]) == 4

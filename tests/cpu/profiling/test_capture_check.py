@@ -1,0 +1,367 @@
+"""The check of captures on a pretended GPU: which faults it names, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+
+from tests.support.fake_gpu import FakeGpu
+from tests.support.over_fake_gpu import call, current, own, within
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+@pytest.fixture
+def check(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    watch = own("profiling.capture_watch")
+    libraries = watch._LIBRARIES
+    monkeypatch.setattr(watch, "_LIBRARIES", (*libraries, f"{SUPPORT}{os.sep}"))
+    watch._is_library.cache_clear()
+    yield gpu.lt.check_capture
+    watch._is_library.cache_clear()
+    assert not gpu.streams.captures
+
+
+def line_of(function: Callable[[], Any], text: str) -> str:
+    """How a report shows the line of a function that has this text."""
+    lines, first = inspect.getsourcelines(function)
+    index = next(i for i, line in enumerate(lines) if text in line)
+    return f"{__file__}:{first + index}: {lines[index].strip()}"
+
+
+def test_a_layer_has_no_faults(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    x, w = gpu.cp.ones((16, 16), np.float32), gpu.cp.ones((16, 16), np.float32)
+    out = gpu.cp.zeros((16, 16), np.float32)
+
+    def run() -> Any:
+        with within("fc1"):
+            return {"y": gpu.lt.linear_fwd(x, w, out=out)[0]}
+
+    report = check(run)
+    assert report.ok, str(report)
+    assert (report.faults, report.compared) == ((), ("y",))
+    assert report.nodes > 0
+    assert str(report).startswith("no faults; ")
+
+
+def plant(gpu: FakeGpu, fault: str) -> Callable[[], Any]:
+    """A function with a fault in the range "layer", and work in others."""
+    target, host, count = gpu.cp.zeros((8,), np.uint8), np.zeros(8, np.uint8), iter(range(1, 99))
+
+    def run() -> Any:
+        stream = current(gpu)
+        with within("before"):
+            call("cuMemsetD8Async", target.data.ptr, 1, 8, stream)
+        with within("block"), within("layer"):
+            if fault == "allocation":
+                call("cuMemFree", call("cuMemAlloc", 64))
+            elif fault == "synchronise":
+                call("cuStreamSynchronize", stream)
+            elif fault == "legacy":
+                call("cuMemsetD8Async", target.data.ptr, 1, 8, 0)
+            elif fault == "exception":
+                raise OSError("of the function\nin two lines")
+            elif fault == "pageable":
+                call("cuMemcpyHtoDAsync", target.data.ptr, host.ctypes.data, 8, stream)
+            elif fault == "host":
+                gpu.streams.put(stream, driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_HOST, "host", lambda: None)
+            elif fault == "baked":
+                call("cuMemsetD8Async", target.data.ptr, next(count), 8, stream)
+        with within("after"):
+            call("cuMemsetD8Async", target.data.ptr + 4, 3, 2, stream)
+        return {"target": target, "on the host": host}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "line", "said"),
+    [
+        ("allocation", "cuMemAlloc", "DriverError: cuMemAlloc failed with CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"),
+        ("synchronise", "cuStreamSynchronize", "DriverError: cuStreamSynchronize failed with CUDA_ERROR_STREAM"),
+        ("legacy", "8, 0)", "DriverError: cuMemsetD8Async failed with CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"),
+        ("pageable", "cuMemcpyHtoDAsync", "a copy from pageable memory of the host is part of the graph"),
+        ("host", "gpu.streams.put", "a call of a host function is part of the graph"),
+        ("baked", "next(count)", "a value of the host is baked into the graph: target changes from run to run, but"),
+    ],
+)
+def test_a_planted_fault_is_named(gpu: FakeGpu, check: Callable[..., Any], fault: str, line: str, said: str) -> None:
+    run = plant(gpu, fault)
+    report = check(run)
+    assert not report.ok
+    (found,) = report.faults
+    assert found.range == ("block", "layer")
+    assert found.what.startswith(said)
+    assert found.where == line_of(run, line)
+    assert f"block > layer: {said}" in str(report)
+    assert bool(report.nodes) == (fault in ("pageable", "host", "baked"))
+
+
+def test_nothing_is_left_of_a_capture(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    for fault in ("none", "synchronise", "baked"):
+        before = gpu.calls.open()
+        check(plant(gpu, fault))
+        after = gpu.calls.open()
+        after["cuStreamCreate"] = before["cuStreamCreate"]
+        assert after == before
+    assert check(plant(gpu, "none")).ok
+
+
+def test_an_exception_of_the_function_itself_passes_on_when_eager(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    with pytest.raises(OSError, match="of the function"):
+        check(plant(gpu, "exception"))
+    gpu.synchronize_all()
+
+
+def test_an_exception_within_the_capture_alone_is_a_fault(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    def run() -> None:
+        with within("layer"):
+            if own("gpu.streams").is_captured(current(gpu)):
+                raise OSError("not while capturing\nas the second line says")
+
+    (found,) = check(run).faults
+    assert (found.what, found.range) == ("OSError: not while capturing", ("layer",))
+    assert found.where == line_of(run, "raise OSError")
+
+
+def test_an_exception_within_a_library_has_its_range_and_the_callers_line(
+    gpu: FakeGpu, check: Callable[..., Any]
+) -> None:
+    x, w = gpu.cp.ones((16, 16), np.float32), gpu.cp.ones((16, 16), np.float32)
+    shapes = iter([16, 16, 8, 8])
+
+    def run() -> None:
+        with within("fc1"):
+            gpu.lt.linear_fwd(x[: next(shapes)], w)
+
+    (found,) = check(run).faults
+    assert found.range[0] == "fc1"
+    assert found.what.startswith("CaptureError: ")
+    assert found.where == line_of(run, "linear_fwd")
+
+
+def test_a_fault_that_the_function_swallows_is_named(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    def run() -> None:
+        with within("layer"):
+            with contextlib.suppress(gpu.lt.errors.DriverError):
+                call("cuStreamSynchronize", current(gpu))
+            call("cuStreamGetCaptureInfo", current(gpu))
+
+    (found,) = check(run).faults
+    assert found.what.startswith("the capture is invalid: ")
+    assert found.range == ("layer",)
+    assert found.where == line_of(run, "cuStreamSynchronize")
+
+
+def test_lines_of_functions_that_are_called(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    host, target = np.zeros(8, np.uint8), gpu.cp.zeros((8,), np.uint8)
+
+    def copy() -> int:
+        call("cuMemcpyHtoDAsync", target.data.ptr, host.ctypes.data, 8, current(gpu))
+        return 0
+
+    def run() -> None:
+        zero = copy()
+        call("cuMemcpyHtoDAsync", target.data.ptr, host.ctypes.data, 8 - zero, current(gpu))
+        copy() or call("cuMemcpyHtoDAsync", target.data.ptr, host.ctypes.data, 4, current(gpu))
+
+    copied = line_of(copy, "cuMemcpy")
+    lines = [copied, line_of(run, "8 - zero"), copied, line_of(run, "copy() or")]
+    assert [fault.where for fault in check(run).faults] == lines
+
+
+def test_values_of_the_device_are_no_fault(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    """What changes in replays as it does in runs: here by an array that the function does not return."""
+    counter, result = gpu.cp.zeros((1,), np.uint8), gpu.cp.zeros((1,), np.uint8)
+
+    def add() -> None:
+        gpu.host_of(counter)[...] += 1
+
+    def run() -> Any:
+        gpu.streams.put(current(gpu), driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, "kernel", add)
+        call("cuMemcpyDtoDAsync", result.data.ptr, counter.data.ptr, 1, current(gpu))
+        return result
+
+    for returned, names in ((run, ("result",)), (lambda: (run(), counter), ("result[0]", "result[1]"))):
+        report = check(returned)
+        assert report.ok, str(report)
+        assert report.compared == names
+
+
+def test_results_that_only_replays_change(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    result, state = gpu.cp.zeros((1,), np.uint8), {"captured": 0}
+
+    def run() -> Any:
+        is_capturing = own("gpu.streams").is_captured(current(gpu))
+
+        def work() -> None:
+            state["captured"] += is_capturing
+            gpu.host_of(result)[...] = state["captured"] if is_capturing else 0
+
+        gpu.streams.put(current(gpu), driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, "kernel", work)
+        return result
+
+    (found,) = check(run).faults
+    assert found.what == "result changes from replay to replay, but not from run to run"
+
+
+def test_results_that_a_replay_does_not_give(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    result = gpu.cp.zeros((8,), np.uint8)
+
+    def run() -> Any:
+        value = 5 if own("gpu.streams").is_captured(current(gpu)) else 6
+        with within("layer"):
+            call("cuMemsetD8Async", result.data.ptr, value, 8, current(gpu))
+        return result
+
+    (found,) = check(run).faults
+    assert found.what == "result is not what the function gives when it is not captured"
+
+
+def test_state_begins_each_run_from_the_same_contents(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    state = gpu.cp.zeros((1,), np.uint8)
+    seen = []
+
+    def run() -> Any:
+        def add() -> None:
+            seen.append(int(gpu.host_of(state)[0]))
+            gpu.host_of(state)[...] += 1
+
+        gpu.streams.put(current(gpu), driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, "kernel", add)
+        return state
+
+    assert check(run).ok
+    assert seen == [0, 1, 2, 2, 2, 2]
+    assert int(gpu.host_of(state)[0]) == 2
+
+
+def test_arguments_of_our_kernels_are_compared(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    x, out = gpu.cp.ones((8, 64), np.float32), gpu.cp.zeros((8, 64), np.float32)
+    seeds = iter(range(99))
+
+    def run() -> Any:
+        with within("mask"):
+            gpu.lt.dropout(x, 0.5, gpu.lt.Philox(next(seeds)), out=out)
+        with within("copy"):
+            call("cuMemcpyDtoDAsync", out.data.ptr, out.data.ptr, 8, current(gpu))
+        return out
+
+    (found,) = check(run).faults
+    assert found.range == ("mask", "lt.dropout")
+    assert found.where == line_of(run, "lt.dropout")
+
+
+def test_other_addresses_are_no_baked_values(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    x, out = gpu.cp.ones((8, 64), np.float32), gpu.cp.zeros((8, 64), np.float32)
+    others = [gpu.cp.zeros((8, 64), np.float32) for _ in range(9)]
+    targets, values = iter(others), iter(range(99))
+
+    def run() -> Any:
+        with within("elsewhere"):
+            gpu.lt.dropout(x, 0.5, gpu.lt.Philox(1), out=next(targets))
+        with within("baked"):
+            call("cuMemsetD8Async", out.data.ptr, next(values), 8, current(gpu))
+        return out
+
+    (found,) = check(run).faults
+    assert found.range == ("baked",)
+
+
+def test_without_results_nothing_is_replayed(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    run = plant(gpu, "baked")
+    report = check(lambda: run() and None)
+    assert report.ok
+    assert "values baked into the graph were not looked for" in str(report)
+
+
+def test_further_calls_come_from_a_run_that_cupti_sees(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    def run() -> None:
+        for name in ("first", "second"):
+            with within(name):
+                gpu.cupti.tell("cudaMalloc_v3020")
+                gpu.cupti.tell("cudaMallocAsync_v11020")
+                if name == "first":
+                    call("cuMemFree", call("cuMemAlloc", 64))
+                else:
+                    gpu.cupti.tell("cuStreamSynchronize")
+
+    found = check(run).faults
+    assert [(fault.range, fault.what.partition(":")[0]) for fault in found] == [
+        (("first",), "cudaMalloc_v3020 allocates memory"),
+        (("second",), "cudaMalloc_v3020 allocates memory"),
+        (("second",), "cuStreamSynchronize synchronises"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "does"),
+    [
+        ("cudaMalloc_v3020", "allocates memory"),
+        ("cuMemAllocPitch_v2", "allocates memory"),
+        ("cudaHostAlloc_v3020", "allocates memory"),
+        ("cudaMallocAsync_ptsz_v11020", None),
+        ("cuMemFree_v2", "frees memory"),
+        ("cudaFreeAsync_v11020", None),
+        ("cudaMemcpy_v3020", "copies synchronously"),
+        ("cuMemcpyDtoH_v2", "copies synchronously"),
+        ("cuMemcpyDtoHAsync_v2_ptsz", None),
+        ("cudaMemset_v3020", "fills memory synchronously"),
+        ("cuMemsetD32Async", None),
+        ("cudaStreamSynchronize_ptsz_v7000", "synchronises"),
+        ("cuCtxSynchronize", "synchronises"),
+        ("cuLaunchKernel", None),
+        ("cuMemGetInfo_v2", None),
+    ],
+)
+def test_which_calls_no_capture_allows(gpu: FakeGpu, name: str, does: str | None) -> None:
+    assert own("profiling.capture_check")._unsafe(name) == does
+
+
+def test_another_stream_and_another_trace_function(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    streams = set()
+
+    def run() -> None:
+        streams.add(current(gpu))
+        threads.add(threading.get_ident())
+
+    def trace(*_: Any) -> None:
+        return None
+
+    threads: set[int] = set()
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        check(run, stream=gpu.other_stream)
+        assert sys.gettrace() is trace
+    finally:
+        sys.settrace(previous)
+    assert streams == {gpu.other_stream.ptr}
+    assert threads == {threading.get_ident()}
+
+
+def test_a_script_beside_the_package_is_no_library(gpu: FakeGpu) -> None:
+    watch = own("profiling.capture_watch")
+    package = Path(gpu.lt.__file__).parent
+    assert watch._is_library(str(package / "ops" / "call.py"))
+    assert watch._is_library(contextlib.__file__)
+    assert watch._is_library(np.__file__)
+    assert not watch._is_library(f"{package}_script.py")
+    assert not watch._is_library(__file__)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "step", np.zeros(2)])
+def test_what_is_no_function_is_refused(gpu: FakeGpu, wrong: Any) -> None:
+    with pytest.raises(own("errors").KindError, match=r"fn is .*; it must be a function"):
+        gpu.lt.check_capture(wrong)
+    with pytest.raises(own("errors").LtError, match="stream is 'none'"):
+        gpu.lt.check_capture(list, stream="none")

@@ -1,0 +1,112 @@
+"""CUPTI's records: where their fields are, and what is made of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from cuda import pathfinder
+
+from lt_runtime.profiling.cupti import records as kinds
+from lt_runtime.profiling.cupti.records import Link, read_records
+from lt_runtime.profiling.records import Activity
+from tests.support.cupti_layout import FIELDS, STRUCTS, record
+
+VERSIONS = [*kinds.RECORD_SIZES]
+
+
+def newest(header: str, struct: str) -> str:
+    """The struct's name with the highest number that the header has."""
+    numbers = re.findall(rf"\}} {struct}(\d*);", header)
+    return struct + max(numbers, key=lambda number: int(number or 0))
+
+
+def test_the_installed_header_has_the_fields_where_they_are_read(tmp_path: Path) -> None:
+    directory = Path(pathfinder.find_nvidia_header_directory("cudart") or "")  # NVIDIA's wheels share it
+    header = (directory / "cupti_activity.h").read_text()
+    names = {kind: newest(header, struct) for kind, struct in STRUCTS.items()}
+    lines = [f'printf("{kind} size %zu\\n", sizeof({name}));' for kind, name in names.items()]
+    for kind, fields in FIELDS.items():
+        lines += [f'printf("{kind} {field} %zu\\n", offsetof({names[kind]}, {field}));' for field in fields]
+    lines.append('printf("0 version %d\\n", CUPTI_API_VERSION);')
+    source = tmp_path / "offsets.cpp"
+    source.write_text(
+        "#include <cstddef>\n#include <cstdio>\n#include <cupti.h>\nint main() {\n" + "\n".join(lines) + "\n}\n"
+    )
+    subprocess.run(["g++", f"-I{directory}", str(source), "-o", str(tmp_path / "offsets")], check=True)
+    done = subprocess.run([str(tmp_path / "offsets")], capture_output=True, text=True, check=True)
+    found = {(int(kind), name): int(value) for kind, name, value in map(str.split, done.stdout.splitlines())}
+    version = found.pop((0, "version"))
+    expected = {(kind, "size"): size for kind, size in kinds.RECORD_SIZES[version // 100].items()}
+    expected |= {(kind, name): offset for kind, fields in FIELDS.items() for name, (offset, _) in fields.items()}
+    assert found == expected
+
+
+def read(*records: bytes) -> list[Activity | Link]:
+    data, offsets = b"", []
+    for each in records:
+        offsets.append(len(data))
+        data += each
+    names = {0x7000: "gemm"}
+    return [*read_records(memoryview(data), offsets, names.__getitem__, lambda kind, number: f"{kind}/{number}")]
+
+
+WORK = {"start": 10, "end": 25, "deviceId": 1, "streamId": 13, "correlationId": 77, "graphNodeId": 5 << 32 | 3}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_work_of_every_version(version: int) -> None:
+    found = read(
+        record(kinds.KERNEL, version, **WORK, graphId=5, name=0x7000),
+        record(kinds.MEMCPY, version, **WORK, graphId=5, bytes=4096, copyKind=1),
+        record(kinds.MEMSET, version, **WORK, graphId=5, bytes=512),
+    )
+    place = (10, 25, 1, 13, 77, 5, 5 << 32 | 3)
+    assert found == [
+        Activity("kernel", "gemm", *place),
+        Activity("memcpy", "HtoD", *place, size=4096),
+        Activity("memset", "memset", *place, size=512),
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_calls_and_what_they_wait_for(version: int) -> None:
+    call = {"start": 1, "end": 2, "threadId": 4242, "correlationId": 9}
+    wait = {"start": 1, "end": 8, "correlationId": 9}
+    memory = {"memoryKind": 3, "correlationId": 9, "bytes": 1 << 40, "timestamp": 6, "deviceId": 1}
+    found = read(
+        record(kinds.DRIVER, version, **call, cbid=307),
+        record(kinds.RUNTIME, version, **call, cbid=211),
+        record(kinds.SYNCHRONIZATION, version, **wait, type=3, streamId=7),
+        record(kinds.SYNCHRONIZATION, version, **wait, type=4, streamId=0xFFFFFFFF),
+        record(kinds.MEMORY, version, **memory, memoryOperationType=1, streamId=0xFFFFFFFF),
+        record(kinds.MEMORY, version, **memory, memoryOperationType=2, streamId=7),
+    )
+    allocated = {"device": 1, "correlation": 9, "size": 1 << 40}
+    assert found == [
+        Activity("call", "4/307", 1, 2, correlation=9, thread=4242),
+        Activity("call", "5/211", 1, 2, correlation=9, thread=4242),
+        Activity("synchronization", "stream synchronize", 1, 8, stream=7, correlation=9),
+        Activity("synchronization", "context synchronize", 1, 8, correlation=9),
+        Activity("allocation", "allocate device", 6, 6, stream=-1, **allocated),
+        Activity("allocation", "free device", 6, 6, stream=7, **allocated),
+    ]
+
+
+def test_links_of_other_tools_are_left_out() -> None:
+    links = [
+        record(kinds.EXTERNAL_CORRELATION, 1305, externalKind=kind, externalId=1 << 40, correlationId=9)
+        for kind in (3, kinds.OUR_IDS)
+    ]
+    assert read(*links) == [Link(1 << 40, 9)]
+
+
+def test_what_is_not_known_has_a_name_all_the_same() -> None:
+    found = read(record(kinds.MEMCPY, 1305, **WORK, copyKind=11), record(kinds.SYNCHRONIZATION, 1305, type=5))
+    assert [each.name for each in found if isinstance(each, Activity)] == ["copy", "wait"]
+
+
+def test_records_of_other_kinds_are_left_out() -> None:
+    assert read(b"\x33\0\0\0" + bytes(60)) == []

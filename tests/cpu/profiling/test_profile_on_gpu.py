@@ -1,0 +1,299 @@
+"""Profiles of a pretended GPU: events around layers, also within graphs, and kernels that a stand-in collects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_runtime.profiling.records import Activity
+from tests.support import fake_collector
+from tests.support.fake_collector import kernel
+from tests.support.fake_gpu import FakeGpu
+
+ROWS, DIMS = 16, (32, 16, 8)
+LAYERS = [("layer0", "forward"), ("layer1", "forward"), ("layer1", "backward"), ("layer0", "backward")]
+
+
+@pytest.fixture(autouse=True)
+def _small_ceilings(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lt_runtime.profiling import ceilings
+
+    monkeypatch.setattr(ceilings, "_EXTENT", 16)
+    monkeypatch.setattr(ceilings, "_COPIED", 1 << 12)
+
+
+class Training:
+    """A step of a small model, and a batch."""
+
+    def __init__(self, gpu: FakeGpu, **options: Any) -> None:
+        self.gpu = gpu
+        self.model = gpu.lt.MLP(DIMS, activation="gelu", dropout=0.1, device="cuda", seed=3)
+        self.step = gpu.lt.TrainStep(self.model, gpu.lt.AdamW(self.model.parameters()), batch_size=ROWS, **options)
+        generator = np.random.default_rng(5)
+        self.x = gpu.cp.asarray(generator.standard_normal((ROWS, DIMS[0])).astype(np.float32))
+        self.labels = gpu.cp.asarray((np.arange(ROWS) % DIMS[-1]).astype(np.int32))
+
+    def __call__(self, **options: Any) -> Any:
+        return self.step(self.x, self.labels, **options)
+
+    def values(self) -> list[Any]:
+        self.gpu.synchronize_all()
+        return [self.gpu.host_of(each.data).copy() for each in self.model.parameters()]
+
+
+def rows(prof: Any) -> dict[tuple[str, str], Any]:
+    return {(layer.name, layer.phase): layer for layer in prof.layers()}
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_layers_are_timed_by_events(gpu: FakeGpu, *, graph: bool) -> None:
+    train = Training(gpu, graph=graph)
+    train()
+    gpu.streams.costs_us["kernel"] = 100.0
+    try:
+        with gpu.lt.profile(timed=4, traced=0) as prof:
+            for _ in range(6):
+                train()
+    finally:
+        gpu.synchronize_all()
+        gpu.streams.costs_us.clear()
+    found = rows(prof)
+    assert [key for key in found if key[0]] == LAYERS
+    assert prof.report.timed_steps == 4
+    # A product costs 1; dropout and the gradient before it take a kernel of ours each, the loss and the update one.
+    assert {key: found[key].us for key in LAYERS} == {
+        LAYERS[0]: pytest.approx(101), LAYERS[1]: pytest.approx(1), LAYERS[2]: pytest.approx(202), LAYERS[3]: 1,
+    }  # fmt: skip
+    assert found["", "loss"].us == pytest.approx(100)
+    assert found["", "optimizer"].us == pytest.approx(100)
+    assert found["", "input"].us == 2  # a copy for each array
+    assert all(layer.calls == 1 for key, layer in found.items() if key in LAYERS)
+    assert prof.totals().step_us == pytest.approx(sum(layer.us for layer in prof.layers()))
+
+
+def test_work_and_strategies_are_known_within_graphs(gpu: FakeGpu) -> None:
+    train = Training(gpu)
+    train()
+    with gpu.lt.profile(timed=3, traced=0) as prof:
+        for _ in range(3):
+            train()
+    gpu.synchronize_all()
+    found = rows(prof)
+    assert found[LAYERS[0]].flops == 2 * ROWS * DIMS[0] * DIMS[1]
+    assert found[LAYERS[2]].flops == 4 * ROWS * DIMS[1] * DIMS[2]
+    assert "keeps preactivation" in found[LAYERS[0]].strategy
+    assert found["", "optimizer"].bytes > 0
+    assert found[LAYERS[0]].bound in ("compute", "memory")
+    assert found[LAYERS[0]].fraction > 0
+
+
+def test_a_profile_changes_no_result_and_no_graph(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, plain = Training(gpu), Training(gpu)
+    for train in (watched, plain):
+        train()
+    own = next(iter(watched.step._gpu._batches.values())).graph
+    launched: list[int] = []
+    launch = watched.step._gpu._launch_graph
+    monkeypatch.setattr(
+        watched.step._gpu, "_launch_graph", lambda graph, stream: launched.append(graph) or launch(graph, stream)
+    )
+    with gpu.lt.profile(timed=3, traced=0):
+        for _ in range(5):
+            watched()
+    watched()
+    for _ in range(6):
+        plain()
+    assert next(iter(watched.step._gpu._batches.values())).graph is own
+    assert own.executable not in launched[:3]
+    assert len(set(launched[:3])) == 2  # copies in turn, so that one is read while the other runs
+    assert launched[3:] == [own.executable] * 3
+    for one, other in zip(watched.values(), plain.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_step_that_captures_is_left_out(gpu: FakeGpu) -> None:
+    train = Training(gpu)
+    with gpu.lt.profile(timed=2, traced=0) as prof:
+        for _ in range(4):
+            train()
+    gpu.synchronize_all()
+    assert prof.report.timed_steps == 2
+    assert "1 steps in which graphs were captured are left out" in prof.report.notes
+    assert [key for key in rows(prof) if key[0]] == LAYERS
+
+
+def test_copies_and_events_are_freed(gpu: FakeGpu) -> None:
+    train = Training(gpu)
+    train()
+    gpu.synchronize_all()
+    before = len(gpu.driver._graphs), len(gpu.driver._events)
+    with gpu.lt.profile(timed=3, traced=0):
+        for _ in range(4):
+            train()
+    gpu.synchronize_all()
+    assert (len(gpu.driver._graphs), len(gpu.driver._events)) == before
+
+
+def test_the_stream_of_a_step_is_the_one_that_is_timed(gpu: FakeGpu) -> None:
+    train = Training(gpu)
+    train(stream=gpu.stream)
+    gpu.synchronize_all()
+    with gpu.lt.profile(timed=2, traced=0) as prof:
+        for _ in range(2):
+            train(stream=gpu.stream)
+    gpu.synchronize_all()
+    assert rows(prof)["", "input"].us > 0
+    assert prof.totals().step_us > 5
+
+
+def test_a_failing_copy_of_a_graph_leaves_the_users(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = Training(gpu)
+    train()
+    from lt_runtime.errors import GpuError
+    from lt_runtime.profiling import timer
+
+    def fail(_: int) -> list[int]:
+        raise GpuError("no memory")
+
+    monkeypatch.setattr(timer, "_tail", fail)
+    with gpu.lt.profile(timed=2, traced=0) as prof:
+        for _ in range(3):
+            train()
+    gpu.synchronize_all()
+    assert any("could not be captured with events in it (no memory)" in note for note in prof.report.notes)
+    assert ("", "") in rows(prof)
+
+
+def test_marks_with_nothing_between_are_one_node(gpu: FakeGpu) -> None:
+    train = Training(gpu)
+    train()
+    with gpu.lt.profile(timed=4, traced=0) as prof:
+        train()
+        train()
+        ((copy, _),) = prof._timer._copies.values()
+        nodes = [node.kind.name for node in gpu.driver._graphs[copy.graph.executable].nodes]
+        ranges = len(copy.frames)
+    gpu.synchronize_all()
+    # forward, each layer and its operation, loss and its operation, backward, optimizer
+    assert ranges == 1 + 2 * 2 + 2 + 1 + 2 * 2 + 1
+    # Where the parts and layers begin and end one after the other: start, 2 layers, loss, 2 layers, update.
+    assert nodes.count("CU_GRAPH_NODE_TYPE_EVENT_RECORD") <= 9
+
+
+def test_bound_calls_and_calls_that_repeat_are_known(gpu: FakeGpu) -> None:
+    lt, cp = gpu.lt, gpu.cp
+    x, w = (cp.asarray(np.ones(shape, np.float32)) for shape in ((4, 8), (16, 8)))
+    y = cp.asarray(np.zeros((4, 16), np.float32))
+    bound = lt.bind(lt.matmul, x, w.T, out=y)
+    with lt.profile(traced=0) as prof:
+        with lt.range("bound"):
+            bound()
+        for _ in range(5):
+            with lt.range("repeated"):
+                lt.matmul(x, w.T, out=y)
+    gpu.synchronize_all()
+    flops = 2 * 4 * 8 * 16
+    assert {(layer.name, layer.flops) for layer in prof.layers() if layer.flops} == {
+        ("bound", flops), ("repeated", 5 * flops),
+    }  # fmt: skip
+
+
+def test_kernels_are_traced_after_the_timed_steps(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = ("step", "forward", "forward/layer0"), ("step", "backward", "backward/layer0")
+    activities: list[Activity] = []
+    for step in range(3):
+        at = 1000.0 * step
+        activities += [
+            kernel("gemm", at, 50, *forward),
+            kernel("gemm", at + 60, 70, *backward),
+            kernel("reduce", at + 70, 20, *backward),
+            kernel("other", at + 200, 10),
+            kernel("DtoD", at + 300, 5, "step", "input", kind="memcpy", size=64),
+        ]
+    module = fake_collector.install(monkeypatch, activities, dropped=2)
+    train = Training(gpu)
+    train()
+    gpu.driver.profiler_calls.clear()
+    with gpu.lt.profile(timed=2, traced=3) as prof:
+        with gpu.lt.range("epoch"):
+            train()
+            assert not module.running
+            train()
+            assert module.running
+            train()
+            train()
+            assert gpu.driver.profiler_calls == ["start"]
+            train()
+            assert not module.running
+        assert prof.is_done
+    gpu.synchronize_all()
+    assert gpu.driver.profiler_calls == ["start", "stop"]
+    assert module.entered == ["epoch"]
+    kernels = {(each.name, each.layer, each.phase): each for each in prof.kernels()}
+    assert set(kernels) == {
+        ("gemm", "layer0", "forward"), ("gemm", "layer0", "backward"), ("reduce", "layer0", "backward"),
+        ("other", "(unattributed)", ""), ("memcpy DtoD", "", "input"),
+    }  # fmt: skip
+    assert kernels["gemm", "layer0", "forward"].count == 1
+    assert kernels["gemm", "layer0", "forward"].total_us == pytest.approx(50)
+    assert sum(each.share for each in prof.kernels()) == pytest.approx(1)
+    assert rows(prof)["layer0", "backward"].kernels == 2
+    assert rows(prof)["layer0", "backward"].kernel_us == pytest.approx(90)
+    totals = prof.totals()
+    assert (totals.kernel_us, totals.busy_us) == (pytest.approx(155), pytest.approx(135))
+    assert totals.unattributed_us == pytest.approx(10)
+    assert "CUPTI dropped 2 records" in prof.report.notes
+    assert prof.report.traced_steps == 3
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_without_cupti_the_layers_still_come(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, is_installed: bool
+) -> None:
+    if is_installed:
+        fake_collector.install(monkeypatch, [], why="the driver lets only administrators profile")
+    else:
+        monkeypatch.setitem(__import__("sys").modules, fake_collector.MODULE, None)
+    train = Training(gpu)
+    train()
+    with gpu.lt.profile(timed=2, traced=2) as prof:
+        for _ in range(4):
+            train()
+    gpu.synchronize_all()
+    assert [key for key in rows(prof) if key[0]] == LAYERS
+    (note,) = prof.report.notes
+    assert note.startswith("no kernel times: ")
+    assert ("only administrators" in note) is is_installed
+    assert note in str(prof)
+
+
+def test_a_block_that_is_too_short_to_trace_says_so(gpu: FakeGpu) -> None:
+    train = Training(gpu)
+    train()
+    with gpu.lt.profile() as prof:
+        train()
+    gpu.synchronize_all()
+    (note,) = prof.report.notes
+    assert note.startswith("no kernel times: tracing begins once 10 steps have been timed, and the code had 1")
+
+
+def test_ceilings_are_measured_once(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lt_runtime.profiling import ceilings
+
+    known = ceilings.ceilings(0, ["float32", "tf32"])
+    assert {"copy", "float32", "tf32"} <= set(known)
+    assert all(value > 0 for value in known.values())
+    path = ceilings._path(0)
+    assert path.parent.parent == gpu.directory
+
+    def refuse(*_: object) -> float:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(ceilings, "measure", refuse)
+    assert ceilings.ceilings(0, ["float32"]) == known
+    path.write_text("{damaged")
+    with pytest.raises(AssertionError, match="measured again"):
+        ceilings.ceilings(0, [])
+    path.unlink()

@@ -1,0 +1,233 @@
+"""Profiles of code that runs on the host: steps, layers, and what bad input and accidents cost."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime import ranges
+from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.profiling import Profile, timer
+
+ROWS, DIMS = 16, (12, 8, 4)
+
+
+def trained(**options: Any) -> Any:
+    model = lt.MLP(DIMS, activation="gelu", device="cpu", seed=1)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters()), batch_size=ROWS, **options)
+    x = np.random.default_rng(2).standard_normal((ROWS, DIMS[0])).astype(np.float32)
+    labels = (np.arange(ROWS) % DIMS[-1]).astype(np.int32)
+    return lambda: step(x, labels)
+
+
+def row(prof: Profile, name: str, phase: str) -> Any:
+    (found,) = [layer for layer in prof.layers() if (layer.name, layer.phase) == (name, phase)]
+    return found
+
+
+def test_every_layer_has_a_row_for_each_direction() -> None:
+    step = trained()
+    with lt.profile(device="cpu") as prof:
+        for _ in range(3):
+            step()
+    assert prof.report.timed_steps == 3
+    places = [(layer.name, layer.phase) for layer in prof.layers()]
+    assert [place for place in places if place[0]] == [
+        ("layer0", "forward"), ("layer1", "forward"), ("layer1", "backward"), ("layer0", "backward"),
+    ]  # fmt: skip
+    assert {("", "loss"), ("", "optimizer")} <= set(places)
+    assert all(layer.calls == 1 for layer in prof.layers() if layer.name)
+    m, (k, n, _) = ROWS, DIMS
+    assert row(prof, "layer0", "forward").flops == 2 * m * n * k
+    assert row(prof, "layer0", "backward").flops == 2 * m * n * k  # the first layer needs no input gradient
+    assert row(prof, "layer1", "backward").flops == 2 * 2 * m * DIMS[1] * DIMS[2]
+    assert not prof.kernels()
+    assert prof.report.notes == []
+
+
+def test_the_parts_of_a_step_add_up_to_it() -> None:
+    step = trained()
+    with lt.profile(device="cpu", timed=1) as prof:
+        step()
+    totals, spans = prof.totals(), prof._timer.spans  # type: ignore[union-attr]
+    (whole,) = [span for span in spans if span.path == ("step",)]
+    assert totals.step_us == pytest.approx(whole.us)
+    assert sum(totals.phase_us.values()) == pytest.approx(whole.us)
+    assert sum(layer.us for layer in prof.layers()) == pytest.approx(whole.us)
+
+
+def test_micro_batches_are_counted() -> None:
+    step = trained(accumulate=4)
+    with lt.profile(device="cpu") as prof:
+        step()
+    assert row(prof, "layer0", "forward").calls == 4
+    assert row(prof, "layer0", "forward").flops == 2 * ROWS * DIMS[0] * DIMS[1]
+
+
+def test_ranges_of_a_script_are_layers() -> None:
+    x, w = np.ones((4, 3), np.float32), np.ones((2, 3), np.float32)
+    with lt.profile(device="cpu") as prof:
+        with lt.range("block0.fc1"):
+            y, ctx = lt.linear_fwd(x, w)
+        with lt.range("block0.fc1"):
+            lt.linear_bwd(np.ones_like(y), ctx, need_db=False)
+        lt.matmul(x, w.T)
+    assert [(layer.name, layer.phase, layer.flops) for layer in prof.layers()] == [
+        ("block0.fc1", "forward", 48), ("matmul", "forward", 48), ("block0.fc1", "backward", 96),
+    ]  # fmt: skip
+    assert [layer.calls for layer in prof.layers()] == [1, 1, 1]
+
+
+def test_time_within_a_nested_layer_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0, 10, 30, 70, 100, 0])
+    with lt.profile(device="cpu") as prof:
+        monkeypatch.setattr(timer.time, "monotonic_ns", lambda: 1000 * next(clock))
+        with lt.range("block"):
+            with lt.range("block.a"):
+                pass
+            with lt.range("block.b"):
+                pass
+            next(clock)
+            monkeypatch.undo()
+            monkeypatch.setattr(timer.time, "monotonic_ns", lambda: 120_000)
+    assert {layer.name: layer.us for layer in prof.layers()} == {"block.a": 20, "block.b": 30, "block": 70}
+
+
+def test_a_script_may_mark_its_steps() -> None:
+    with lt.profile(device="cpu", skip=2, timed=3) as prof:
+        for _ in range(9):
+            with lt.range("work"):
+                pass
+            prof.step()
+    assert prof.report.timed_steps == 3
+    assert row(prof, "work", "").calls == 1
+    assert prof.is_done
+
+
+def test_a_block_without_steps_is_one() -> None:
+    with lt.profile(device="cpu") as prof:
+        for _ in range(5):
+            with lt.range("work"):
+                pass
+    assert prof.report.timed_steps == 1
+    assert row(prof, "work", "").calls == 5
+
+
+def test_a_function_is_called_until_the_profile_is_full() -> None:
+    calls = []
+    prof = lt.profile(lambda: calls.append(1), steps=4, device="cpu")
+    assert len(calls) == 2 + 4  # there is nothing to trace
+    assert prof.layers() == []
+    step = trained()
+    assert lt.profile(step, steps=3, device="cpu").report.timed_steps == 3
+
+
+def test_steps_are_counted_one_way() -> None:
+    step = trained()
+    with lt.profile(device="cpu") as prof:
+        step()
+        with pytest.raises(ArgumentError, match="whose calls count as steps already"):
+            prof.step()
+
+
+def test_profiles_do_not_nest() -> None:
+    with lt.profile(device="cpu"), pytest.raises(ArgumentError, match="do not nest"), lt.profile(device="cpu"):
+        pass
+    with lt.profile(device="cpu") as after, lt.range("work"):
+        pass
+    assert [layer.name for layer in after.layers()] == ["work"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"timed": -1}, ArgumentError, "timed is -1; it must not be negative"),
+        ({"skip": 1.5}, KindError, "skip is 1.5; it must be an integer"),
+        ({"function": 5}, KindError, "function is 5; it must be None or take no arguments"),
+        ({"device": "tpu"}, ArgumentError, "device is 'tpu'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        lt.profile(**{"device": "cpu", **options})
+
+
+def test_a_block_that_raises_is_reported_as_far_as_it_came() -> None:
+    step = trained()
+    prof = lt.profile(device="cpu")
+
+    def run() -> None:
+        with prof:
+            step()
+            with lt.range("work"):
+                raise RuntimeError("in the block")
+
+    with pytest.raises(RuntimeError, match="in the block"):
+        run()
+    assert prof.report.timed_steps == 1
+    assert not ranges.watchers
+    assert not ranges.is_heard
+
+
+def test_a_range_that_is_left_open_ends_with_the_range_around_it() -> None:
+    with lt.profile(device="cpu") as prof, lt.range("outer"):
+        lt.range("left open").__enter__()
+        with lt.range("inner"):
+            pass
+    assert {layer.name for layer in prof.layers()} == {"outer", "left open", "inner"}
+    assert any("1 ranges were left open" in note for note in prof.report.notes)
+
+
+def test_ranges_that_began_before_the_profile_are_passed_over() -> None:
+    outer = lt.range("outer")
+    outer.__enter__()
+    with lt.profile(device="cpu") as prof:
+        with lt.range("inner"):
+            pass
+        outer.__exit__(None, None, None)
+    assert [layer.name for layer in prof.layers()] == ["inner"]
+
+
+def test_ranges_of_threads_do_not_mix() -> None:
+    def work(name: str) -> None:
+        for _ in range(50):
+            with lt.range(name), lt.range(f"{name}.part"):
+                pass
+
+    with lt.profile(device="cpu") as prof:
+        threads = [threading.Thread(target=work, args=(f"thread{i}",)) for i in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert {layer.name: layer.calls for layer in prof.layers()} == {
+        f"thread{i}{part}": 50 for i in range(4) for part in ("", ".part")
+    }
+    assert prof.report.notes == []
+
+
+def test_very_many_ranges_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timer, "_MOST_SPANS", 100)
+    monkeypatch.setattr(timer, "_MOST_PLACES", 10)
+    with lt.profile(device="cpu") as prof:
+        for number in range(10_000):
+            with lt.range(f"range {number % 30}"):
+                pass
+        waiting = len(prof._timer._pending)  # type: ignore[union-attr]
+    assert waiting <= timer._MOST_PENDING
+    assert len(prof.layers()) == 11
+    assert sum(layer.calls for layer in prof.layers()) == 10_000
+    assert row(prof, "(other ranges)", "").calls == sum(number % 30 >= 10 for number in range(10_000))
+    assert any("the trace lacks 9900 ranges" in note for note in prof.report.notes)
+
+
+def test_steps_that_never_come_are_said() -> None:
+    step = trained()
+    with lt.profile(device="cpu", skip=10) as prof:
+        step()
+    assert prof.report.notes == ["the code ended after 1 steps, before step 10, where the profile begins"]
+    assert "Nothing was profiled." in str(prof)

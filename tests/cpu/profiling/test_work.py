@@ -1,0 +1,124 @@
+"""What operations compute and move, against the sizes of their arrays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.fake_gpu import FakeGpu
+
+M, N, K = 32, 64, 128
+
+
+@pytest.fixture
+def told(gpu: FakeGpu) -> Iterator[list[Any]]:
+    from lt_runtime import ranges
+
+    seen: list[Any] = []
+    ranges.watchers.append(seen.append)
+    yield seen
+    ranges.watchers.remove(seen.append)
+    gpu.synchronize_all()
+
+
+def arrays(gpu: FakeGpu, *shapes: tuple[int, ...]) -> list[Any]:
+    return [gpu.cp.asarray(np.ones(shape, np.float32)) for shape in shapes]
+
+
+def test_a_product_moves_each_operand_once(gpu: FakeGpu, told: list[Any]) -> None:
+    from lt_runtime.profiling.work import work_of
+
+    a, b = arrays(gpu, (M, K), (K, N))
+    gpu.lt.matmul(a, b)
+    (known,) = told
+    work = work_of(known)
+    assert (work.flops, work.kind, work.strategy, work.copies) == (2 * M * N * K, "float32", "", False)
+    assert work.bytes == 4 * (M * K + K * N + M * N)
+
+
+@pytest.mark.parametrize(
+    ("activation", "kept", "fused"), [("gelu", 1, None), ("relu", 0, "RELU_BIAS")], ids=["gelu", "relu"]
+)
+def test_a_pass_after_a_product_reads_and_writes_again(
+    gpu: FakeGpu, told: list[Any], activation: str, kept: int, fused: str | None
+) -> None:
+    from lt_runtime.errors import PlanError
+    from lt_runtime.plans.decisions import plan_for, strategies_of
+    from lt_runtime.profiling.work import work_of
+
+    x, w, bias = arrays(gpu, (M, K), (N, K), (N,))
+    gpu.lt.linear_fwd(x, w, bias, activation=activation)
+    (known,) = told
+    least = 4 * (M * K + N * K + N + M * N)
+    found = {}
+    for strategy in strategies_of(known.plan.problem):
+        with contextlib.suppress(PlanError):  # the library's GELU is not accurate enough in FP32
+            plan = plan_for(known.plan.problem, 0, strategy)
+            found[strategy.epilogue.name] = work_of(replace(known, plan=plan)).bytes
+    matrix = 4 * M * N
+    if fused is not None:
+        assert found[fused] == least
+    # The product is written, where it is kept or where y is, then read and written once more.
+    assert found["BIAS"] == least + 2 * matrix
+    # The pass reads the bias, and writes what is kept as well as y.
+    assert found["NONE"] == least + (2 + kept) * matrix
+
+
+def test_backward_counts_its_passes(gpu: FakeGpu, told: list[Any]) -> None:
+    from lt_runtime.profiling.work import work_of
+
+    x, w, bias, dy = arrays(gpu, (M, K), (N, K), (N,), (M, N))
+    _, ctx = gpu.lt.linear_fwd(x, w, bias, activation="gelu")
+    gpu.lt.linear_bwd(dy, ctx)
+    work = work_of(told[-1])
+    products = 2 * (M * N + M * K + N * K)
+    passes = 3 * M * N + N  # dy and what was kept, to dz and the bias gradient
+    assert work.flops == 4 * M * N * K
+    assert work.bytes == 4 * (products + passes)
+    assert work.strategy.startswith("db by kernel")
+
+
+def test_copies_that_a_plan_chose_count(gpu: FakeGpu, told: list[Any]) -> None:
+    from lt_runtime.products.padded import PaddedPlan
+    from lt_runtime.products.product import ProductPlan
+    from lt_runtime.profiling.work import work_of
+
+    m, n, k = 128, 64, 127
+    a, b = (gpu.cp.asarray(np.ones(shape, np.float16)) for shape in ((m, k), (k, n)))
+    gpu.lt.matmul(a, b)
+    (known,) = told
+    plan = ProductPlan(known.plan.problem, 0, lambda problem, device: PaddedPlan(problem, device))
+    work = work_of(replace(known, plan=plan))
+    assert work.copies
+    assert "copies for d" in work.strategy
+    whole = 128  # K, as the copies have it
+    product = 2 * (m * whole + whole * n + m * n)
+    assert work.bytes == product + 2 * (m * k + m * whole) + 2 * (k * n + whole * n)
+
+
+def test_losses_and_dropout_move_their_arrays(gpu: FakeGpu, told: list[Any]) -> None:
+    from lt_runtime.profiling.work import work_of
+
+    prediction, target = arrays(gpu, (M, N), (M, N))
+    gpu.lt.mse_loss(prediction, target, out_gradient=arrays(gpu, (M, N))[0], out_loss=arrays(gpu, ())[0])
+    gpu.lt.dropout(prediction, 0.5, rng=gpu.lt.Philox(1), out=target)
+    loss, dropout = map(work_of, told)
+    assert loss.bytes == 4 * (3 * M * N + 1)
+    assert dropout.bytes == 4 * 2 * M * N
+
+
+def test_an_update_moves_values_gradients_and_moments(gpu: FakeGpu, told: list[Any]) -> None:
+    from lt_runtime.profiling.work import work_of
+
+    model = gpu.lt.MLP((K, N), dtype="bfloat16", device="cuda")
+    optimizer = gpu.lt.AdamW(model.parameters())
+    optimizer.step()
+    (ran,) = told
+    size = K * N + N
+    # BF16 gradients and copies; FP32 masters and two moments, read and written.
+    assert work_of(ran).bytes == size * (2 + 2 + 2 * 4 + 2 * 2 * 4)

@@ -1,0 +1,149 @@
+"""Profiles on a GPU: events in graphs, kernels by CUPTI, and what they agree on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from tests.support.gpu_arrays import to_host
+
+ROOT = Path(__file__).parents[2]
+ROWS, DIMS = 2048, (768, 3072, 768, 3072, 768)
+LAYERS = [(f"layer{i}", "forward") for i in range(4)] + [(f"layer{i}", "backward") for i in (3, 2, 1, 0)]
+
+
+def training(*, graph: bool = True, dims: tuple[int, ...] = DIMS, rows: int = ROWS, seed: int = 0) -> Any:
+    model = lt.MLP(dims, activation="gelu", dtype="bfloat16", dropout=0.1, device="cuda", seed=seed)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse", batch_size=rows, graph=graph)
+    random = cp.random.RandomState(7)
+    x, y = (random.standard_normal((rows, n)).astype(cp.float32).astype(model.dtype.numpy) for n in (dims[0], dims[-1]))
+    return model, lambda: step(x, y)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_whole_report(tmp_path: Path, *, graph: bool) -> None:
+    _, step = training(graph=graph)
+    for _ in range(3):
+        step()
+    with lt.profile(timed=20, traced=20) as prof:
+        for _ in range(42):
+            step()
+    print(prof)
+    assert prof.report.notes == []
+    rows = {(layer.name, layer.phase): layer for layer in prof.layers()}
+    assert [key for key in rows if key[0]] == LAYERS
+    for key in LAYERS:
+        assert rows[key].us > rows[key].kernel_us * 0.5 > 0
+        assert 0.05 < rows[key].fraction < 1.2
+        assert rows[key].flops > 0
+        assert rows[key].strategy
+    totals = prof.totals()
+    assert totals.unattributed_us <= 0.01 * totals.kernel_us
+    assert sum(layer.us for layer in prof.layers()) == pytest.approx(totals.step_us, rel=0.03)
+    names = " ".join(kernel.name.lower() for kernel in prof.kernels())
+    assert "transpose" not in names
+    assert "pow" not in names
+    if graph:
+        assert totals.step_us == pytest.approx(totals.busy_us + totals.gap_us, rel=0.2)
+    prof.to_csv(tmp_path)
+    prof.save(tmp_path / "a.json")
+    prof.save_trace(tmp_path / "trace.json")
+    prof.plot(tmp_path / "plot.png")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_profile_changes_no_bit() -> None:
+    results = []
+    for is_watched in (False, True):
+        model, step = training(dims=(256, 512, 64), rows=128)
+        step()
+        if is_watched:
+            with lt.profile(timed=4, traced=4):
+                for _ in range(10):
+                    step()
+        else:
+            for _ in range(10):
+                step()
+        cp.cuda.Device().synchronize()
+        results.append([to_host(each.data).astype(np.float32) for each in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_latency_in_a_graph_is_the_replays() -> None:
+    """The layers' latencies add up to what the whole step takes by events around replays of the user's own graph."""
+    _, step = training()
+    for _ in range(5):
+        step()
+    start, end = cp.cuda.Event(), cp.cuda.Event()
+    start.record()
+    for _ in range(50):
+        step()
+    end.record()
+    end.synchronize()
+    plain = cp.cuda.get_elapsed_time(start, end) * 1e3 / 50
+    with lt.profile(timed=50, traced=0) as prof:
+        for _ in range(51):
+            step()
+    assert prof.totals().step_us == pytest.approx(plain, rel=0.06)
+
+
+def test_kernels_of_others_are_seen() -> None:
+    a = cp.random.standard_normal((2048, 2048)).astype(cp.float32)
+
+    def run() -> None:
+        with lt.range("theirs"):
+            cp.exp(a)
+        with lt.range("ours"):
+            lt.matmul(a, a)
+
+    prof = lt.profile(run, steps=10)
+    places = {kernel.layer for kernel in prof.kernels()}
+    assert {"theirs", "ours"} <= places
+    assert all(layer.kernels >= 1 for layer in prof.layers() if layer.name in ("theirs", "ours"))
+
+
+def test_profiles_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 64)).cuda()
+    x = torch.randn(256, 512, device="cuda")
+
+    def run() -> None:
+        with lt.range("forward"):
+            hidden = x
+            for name, layer in zip(("fc1", "act", "fc2"), model, strict=True):
+                with lt.range(name):
+                    hidden = layer(hidden)
+        with lt.range("backward"):
+            hidden.sum().backward()
+
+    prof = lt.profile(run, steps=10)
+    print(prof)
+    assert {("fc1", "forward"), ("fc2", "forward"), ("", "backward")} <= {(k.layer, k.phase) for k in prof.kernels()}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import cupy as cp, lt_runtime as lt\n"
+        "x = cp.ones((512, 512), cp.float32)\n"
+        "for _ in range(30):\n"
+        "    with lt.range('step'), lt.range('fc'):\n"
+        "        lt.linear(x, x)\n"
+    )
+    options = ["--steps", "5:15", "--json", str(tmp_path / "a.json"), "--trace", str(tmp_path / "t.json")]
+    command = [sys.executable, "-m", "lt_runtime", "profile", *options, str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert (content["timed_steps"], content["traced_steps"]) == (5, 5)
+    assert any(kernel["layer"] == "fc" for kernel in content["kernels"])

@@ -1,0 +1,48 @@
+"""Stands in for the collector of a GPU's activities: gives those that a test has made by hand."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lt_runtime.profiling.records import Activity
+
+MODULE = "lt_runtime.profiling.collector"
+
+
+def kernel(name: str, start_us: float, us: float, *path: str, kind: Any = "kernel", **more: Any) -> Activity:
+    """A kernel on stream 7 of device 0; its times in µs."""
+    start = round(1e3 * start_us)
+    return Activity(kind, name, start, start + round(1e3 * us), **{"device": 0, "stream": 7, "range": path, **more})
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, activities: list[Activity], *, dropped: int = 0, why: str | None = None
+) -> ModuleType:
+    """Puts a collector in place that finds these activities; `why` says why there is none."""
+    module: Any = ModuleType(MODULE)
+
+    class Collector:
+        def __init__(self) -> None:
+            self.activities: list[Activity] = []
+            self.dropped = 0
+
+        def __enter__(self) -> Collector:
+            module.running += 1
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            module.running -= 1
+            self.activities, self.dropped = activities, dropped
+
+        def enter(self, name: str) -> None:
+            module.entered.append(name)
+
+        def exit(self, name: str) -> None:
+            pass
+
+    module.Collector, module.unusable, module.entered, module.running = Collector, lambda: why, [], 0
+    monkeypatch.setitem(__import__("sys").modules, MODULE, module)
+    return module
