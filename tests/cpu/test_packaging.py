@@ -79,7 +79,7 @@ def test_readme_asks_for_the_gpus_that_the_doctor_accepts():
 
 def test_readme_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # one writes a file
-    assert len(examples("example")) == 5
+    assert len(examples("example")) == 9
     exec(compile("".join(examples("example")), "README.md", "exec"), {})
 
 
