@@ -17,6 +17,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
+from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.profiling.collector import Collector, unusable
 from lt_runtime.profiling.cupti import library as cupti
@@ -59,7 +60,7 @@ def run() -> tuple[Collector, list[str]]:
     x, stream = cp.ones(1 << 16, np.float32), cp.cuda.Stream(non_blocking=True)
 
     def work(handle: int) -> None:
-        with cp.cuda.ExternalStream(handle):
+        with cupy_stream(0, handle):
             for name in ("mul", "add"):
                 with range_of(name):
                     getattr(cp, "multiply" if name == "mul" else name)(x, 2, out=x)

@@ -61,6 +61,7 @@ class StepBody:
         # Nothing else in the step waits for the tally, so that on a GPU a stream beside adds to it.
         beside = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
         with beside as memory:
-            tally.add(loss, scores, share, first=index == 0, stream=memory and memory.stream)
+            with range_of("loss"):
+                tally.add(loss, scores, share, first=index == 0, stream=memory and memory.stream)
             with range_of("backward"):
                 self.model.backward(gradient, contexts, accumulate=index > 0, stream=stream)

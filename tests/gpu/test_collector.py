@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
+from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.errors import CuptiError
 from lt_runtime.gpu.graph_nodes import kind_of
 from lt_runtime.gpu.graphs import Graph, graphs_with_ranges
@@ -155,7 +156,7 @@ def test_a_graph_of_known_ranges_node_by_node() -> None:
     arrays = [cp.zeros(1000 + i, np.float32) for i in range(8)]
 
     def run(handle: int) -> None:
-        with cp.cuda.ExternalStream(handle):
+        with cupy_stream(0, handle):
             for i, array in enumerate(arrays):
                 with range_of(f"r{i}"):
                     cp.add(array, 1, out=array)
@@ -241,7 +242,9 @@ def test_a_graph_that_pytorch_captures_meanwhile() -> None:
             x.mul_(3)
         with range_of("replay"):
             graph.replay()
-    assert by_range(collector) == {("replay", "mul"): 1, ("replay", "add"): 2, ("replay",): 1}
+    counts = by_range(collector)
+    counts.pop((), None)  # what PyTorch itself launches when it begins a capture
+    assert counts == {("replay", "mul"): 1, ("replay", "add"): 2, ("replay",): 1}
 
 
 def test_cupys_kernels_and_graph() -> None:

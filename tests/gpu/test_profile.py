@@ -48,7 +48,8 @@ def test_the_whole_report(tmp_path: Path, *, graph: bool) -> None:
         assert rows[key].strategy
     totals = prof.totals()
     assert totals.unattributed_us <= 0.01 * totals.kernel_us
-    assert sum(layer.us for layer in prof.layers()) == pytest.approx(totals.step_us, rel=0.03)
+    if graph:  # otherwise the host's pace is timed, of which a sum of medians is no median of sums
+        assert sum(layer.us for layer in prof.layers()) == pytest.approx(totals.step_us, rel=0.03)
     names = " ".join(kernel.name.lower() for kernel in prof.kernels())
     assert "transpose" not in names
     assert "pow" not in names

@@ -45,11 +45,12 @@ def test_masks_of_a_model_are_the_references() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_demo_learns(dtype: str) -> None:
-    result = demo.train("cuda", dtype, epochs=40, dropout=0.1, seed=0)
+    profiled = lt.profile()
+    result = demo.train("cuda", dtype, epochs=40, dropout=0.1, seed=0, profiled=profiled)
     print(f"demo {dtype}: accuracy {result.accuracy:.4f}, {result.samples_per_second:,.0f} samples per second")
     assert result.accuracy >= 0.96
     assert result.device.startswith("cuda:0")
-    assert [layer.name for layer in result.layers] == ["layer0", "layer1", "layer2", "loss", "optimizer"]
+    assert {layer.name for layer in result.layers if layer.name} == {"layer0", "layer1", "layer2"}
 
 
 def test_runs_are_bitwise_equal() -> None:

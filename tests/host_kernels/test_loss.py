@@ -212,7 +212,8 @@ def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Eleme
 
     assert abs(memory.read() - expected) <= 60 * EPS32 * float(np.mean(magnitude**2))
     exact = expected_gradient * factor
-    assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 4 * EPS32 * magnitude * factor / size)
+    terms = magnitude * (2.0 if asked.loss == "mse" else 1.0) * factor / size  # (p - t)² has the derivative 2 (p - t)
+    assert_close("gradient", gradient.values(), exact, rounding(dtype, exact) + 4 * EPS32 * terms)
     for each in (target, *weights, None if case.in_place else prediction):
         if each is not None:
             each.assert_unchanged()
