@@ -70,7 +70,10 @@ def machine() -> str:
     """What was measured, and the commit of each suite."""
     commits: dict[str, list[str]] = {}
     for suite in ("kernels", "layers", "steps", "host", "cold", "tuning"):
-        commits.setdefault(result(suite)["commit"][:7], []).append(f"`{suite}`")
+        kept = result(suite)
+        others = sum(row.get("commit", kept["commit"]) != kept["commit"] for row in kept["rows"])
+        told_of = f"`{suite}`" + (f" ({others} of {len(kept['rows'])} rows at others)" if others else "")
+        commits.setdefault(kept["commit"][:7], []).append(told_of)
     found = result("layers")["machine"]
     cublaslt = f"{found['cublaslt'] // 10000}.{found['cublaslt'] // 100 % 100}"
     parts = [
