@@ -29,6 +29,7 @@ from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, number
 from tests.host_kernels.cases import FEW, MORE, Shape, axes, orders, seeds
 from tests.host_kernels.harness import HostKernel, HostKernels
 from tests.host_kernels.variants import BF16, F16, F32, TYPES
+from tests.support.placed import COLUMNS
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
@@ -223,6 +224,9 @@ def check_elementwise(runner: Runner, dtype: DType, case: LossCase, asked: Eleme
 @FEW
 @example(case=LossCase((3, 200)), by_row=False)
 @example(case=LossCase((3, 200)), by_row=True)
+@example(case=LossCase((9, 5)), by_row=True)  # octets over several rows
+@example(case=LossCase((24, 5), False, 0, COLUMNS, COLUMNS, COLUMNS), by_row=True)
+@example(case=LossCase((3, 16), prediction=Placement(column_major=False, gap=8, offset=0)), by_row=False)
 @given(case=cases, by_row=st.booleans())
 def test_mse(runner: Runner, dtype: DType, case: LossCase, by_row: bool) -> None:
     check_elementwise(runner, dtype, case, Elementwise("mse", by_row=by_row))
@@ -287,10 +291,10 @@ def test_nan_stays_nan(runner: Runner, loss: str) -> None:
 
 
 def test_huber_is_linear_beyond_delta(runner: Runner) -> None:
-    prediction = np.array([[-9.0, -2.0, -1.0, 0.0, 1.0, 2.0, 9.0, np.inf]])
-    value, gradient = run_elementwise(runner, "huber", prediction[:, :7], np.zeros((1, 7)), 2.0)
-    assert value == pytest.approx((2 * 2 * (9 - 1) + 2 * 2 + 2 * 0.5) / 7)
-    assert gradient.tolist() == [[-2.0, -2.0, -1.0, 0.0, 1.0, 2.0, 2.0]]
+    prediction = np.array([[-9.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 9.0]])
+    value, gradient = run_elementwise(runner, "huber", prediction, np.zeros((1, 9)), 2.0)
+    assert value == pytest.approx((2 * 2 * (9 - 1) + 2 * 2 * (3 - 1) + 2 * 2 + 2 * 0.5) / 9)
+    assert gradient.tolist() == [[-2.0, -2.0, -2.0, -1.0, 0.0, 1.0, 2.0, 2.0, 2.0]]
 
 
 def run_cross_entropy(
@@ -462,7 +466,9 @@ def test_weights(
     "weighted", [Weighted(True, False), Weighted(False, True), Weighted(True, True)], ids=["rows", "classes", "both"]
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("shape", [(1030, 3), (1030, 17), (21, 504), (4, 3000), (4, 3001), (3, 3072)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1030, 3), (1030, 17), (21, 504), (4, 3000), (4, 3001), (3, 3072), (2, 20480)], ids=str
+)
 def test_weights_of_many_rows_and_classes(
     runner: Runner, shape: Shape, smoothing: float, weighted: Weighted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
