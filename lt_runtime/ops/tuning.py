@@ -34,7 +34,7 @@ def tune(
     rows: int | None = None,
     *,
     activation: Chosen | Sequence[Chosen] | None = None,
-    final_activation: Chosen | None = None,
+    output_activation: Chosen | None = None,
     dtype: Any = "float32",
     compute: str = "float32",
     dropout: float | Sequence[float] = 0.0,
@@ -56,7 +56,7 @@ def tune(
         rows: M, the batch.
         activation: of all layers but the last, ReLU if left out; of the only layer, none if left out. A list or tuple
             has one for each layer, the last included.
-        final_activation: of the last layer; none if left out, or if there is a sequence of activations.
+        output_activation: of the last layer; none if left out, or if there is a sequence of activations.
         dtype: float32, float16 or bfloat16, as a name or a type.
         compute: "float32" or "tf32".
         dropout: probability after each layer but the last; or a list or tuple with one for each layer.
@@ -77,7 +77,7 @@ def tune(
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
     checked, shows = checked_effort(effort), flag("progress", progress)
-    given = _given(dims, rows, activation, final_activation, dtype, compute, dropout, bias, input_gradient)
+    given = _given(dims, rows, activation, output_activation, dtype, compute, dropout, bias, input_gradient)
     chains = [given] if isinstance(given, Chain) else chains_of(given)
     ordinal = ordinal_of(device)
     with progress_bar(shown=shows) as show:
@@ -89,7 +89,7 @@ def explain(
     rows: int | None = None,
     *,
     activation: Chosen | Sequence[Chosen] | None = None,
-    final_activation: Chosen | None = None,
+    output_activation: Chosen | None = None,
     dtype: Any = "float32",
     compute: str = "float32",
     dropout: float | Sequence[float] = 0.0,
@@ -112,7 +112,7 @@ def explain(
         ArgumentError, DeviceError: as in `tune`.
         PlanError: cuBLASLt has no algorithm for one of the products.
     """
-    given = _given(dims, rows, activation, final_activation, dtype, compute, dropout, bias, input_gradient)
+    given = _given(dims, rows, activation, output_activation, dtype, compute, dropout, bias, input_gradient)
     ordinal = ordinal_of(device)
     if isinstance(given, Chain):
         return explain_chain(given, ordinal)
@@ -153,7 +153,7 @@ def mlp_chain(
     dims: Sequence[int],
     rows: int,
     activation: Chosen | Sequence[Chosen] | None = None,
-    final_activation: Chosen | None = None,
+    output_activation: Chosen | None = None,
     dtype: Any = "float32",
     compute: str = "float32",
     dropout: float | Sequence[float] = 0.0,
@@ -166,7 +166,7 @@ def mlp_chain(
         raise ArgumentError(
             f"dropout is {dropout}, but of dims {list(dims)} the only layer is the last, which has none"
         )
-    activations = _activations(activation, final_activation, dims)
+    activations = _activations(activation, output_activation, dims)
     _, dropouts = by_layer("dropout", dropout, layers, probability, 0.0)
     _, biases = by_layer("bias", bias, layers, flag)
     kind = DType.parse("the chain", dtype)
@@ -183,15 +183,15 @@ def mlp_chain(
 
 
 def _activations(
-    activation: Chosen | Sequence[Chosen] | None, final_activation: Chosen | None, dims: Sequence[int]
+    activation: Chosen | Sequence[Chosen] | None, output_activation: Chosen | None, dims: Sequence[int]
 ) -> list[Activation]:
     """Each layer's activation; a single one is that of the only layer too."""
     has_all, has_one = isinstance(activation, (list, tuple)), len(dims) == 2
-    if final_activation is not None and (has_all or (has_one and activation is not None)):
-        both = f"activation is {shown(activation)} and final_activation {shown(final_activation)}"
+    if output_activation is not None and (has_all or (has_one and activation is not None)):
+        both = f"activation is {shown(activation)} and output_activation {shown(output_activation)}"
         why = "a sequence has the last layer's too" if has_all else f"dims {list(dims)} has only one layer"
         raise ArgumentError(f"{both}, but {why}")
-    last = activation_of("final_activation", "none" if final_activation is None else final_activation)
+    last = activation_of("output_activation", "none" if output_activation is None else output_activation)
     if activation is None:
         activation = "relu"
     elif has_one and not has_all:

@@ -64,7 +64,7 @@ class Chain:
         dtype: DType,
         compute: Compute,
         *,
-        final_activation: Activation = _LINEAR,
+        output_activation: Activation = _LINEAR,
         dropout: bool | Sequence[bool] = False,
         bias: bool | Sequence[bool] = True,
         input_gradient: bool = False,
@@ -75,7 +75,7 @@ class Chain:
             rows: M of every layer.
             dims: inputs of the first layer, then outputs of each layer.
             activation, dropout: of all layers but the last; or a list or tuple with one for each layer.
-            final_activation: of the last layer where `activation` is a single one.
+            output_activation: of the last layer where `activation` is a single one.
             bias: whether the layers have a bias; or a list or tuple with one for each layer.
             input_gradient: whether the first layer's dx is wanted; that of the other layers always is.
 
@@ -86,7 +86,7 @@ class Chain:
         options = [
             by_layer(name, given, len(dims) - 1, lambda _, value: value, last)[1]
             for name, given, last in (
-                ("activation", activation, final_activation),
+                ("activation", activation, output_activation),
                 ("bias", bias, None),
                 ("dropout", dropout, False),
             )

@@ -320,7 +320,7 @@ STREAM = "none"
 OPTIONS = {"activation": "", "negative_slope": "float", "compute": "", "propagate_nan": "true"}
 FLAG, NUMBER = "true", "float"
 LAYERS = {
-    "dims": "", "rows": "", "activation": "none", "final_activation": "none", "dtype": "", "compute": "",
+    "dims": "", "rows": "", "activation": "none", "output_activation": "none", "dtype": "", "compute": "",
     "dropout": "", "bias": FLAG, "input_gradient": "none true",
 }  # fmt: skip
 LAYER_ALIASES = {"dtype": "the chain"}

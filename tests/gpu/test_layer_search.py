@@ -55,7 +55,7 @@ CASES = {
 }
 CHAINS = {name: case.chain for name, case in CASES.items()}
 CHAINS["bf16 gelu, each by itself"] = by_themselves(
-    Chain.of_mlp(128, (96, 192, 96), GELU, BF16, Compute.FLOAT32, final_activation=GELU)
+    Chain.of_mlp(128, (96, 192, 96), GELU, BF16, Compute.FLOAT32, output_activation=GELU)
 )
 
 

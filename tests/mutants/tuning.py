@@ -210,7 +210,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the last layer has the hidden layers' activation",
         _CHAIN,
-        '("activation", activation, final_activation),',
+        '("activation", activation, output_activation),',
         '("activation", activation, None),',
         "tests/cpu/tuner/test_chain.py::test_forward_has_the_layers_shapes_and_activations",
     ),

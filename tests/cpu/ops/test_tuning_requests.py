@@ -109,8 +109,8 @@ def test_tune_takes_the_layers_of_an_mlp(tuner: Tuner) -> None:
 
 
 def test_tune_takes_a_single_layer_with_all_its_gradients(tuner: Tuner) -> None:
-    lt.tune(np.array([32, 48]), np.int64(64), final_activation="gelu", compute="tf32", effort="deep", device=0)  # type: ignore[arg-type]
-    expected = Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.TF32, final_activation=GELU, input_gradient=True)
+    lt.tune(np.array([32, 48]), np.int64(64), output_activation="gelu", compute="tf32", effort="deep", device=0)  # type: ignore[arg-type]
+    expected = Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.TF32, output_activation=GELU, input_gradient=True)
     assert same(tuner.problems, expected.problems)
     assert (tuner.devices, tuner.efforts) == ({0}, {"deep"})
     tuner.given.clear()
@@ -160,13 +160,13 @@ def test_tune_takes_problems(tuner: Tuner) -> None:
         (([32, 48], 1.5), {}, "rows is 1.5; it must be an integer"),
         (
             ([32, 48], 8),
-            {"activation": "gelu", "final_activation": "relu"},
-            "activation is 'gelu' and final_activation 'relu'",
+            {"activation": "gelu", "output_activation": "relu"},
+            "activation is 'gelu' and output_activation 'relu'",
         ),
         (([32, 48], 8), {"dropout": 0.1}, r"dropout is 0\.1, but of dims"),
         (([32, 48, 10], 8), {"dropout": 1.0}, r"dropout is 1\.0; it must be in"),
         (([32, 48, 10], 8), {"activation": "glu"}, "activation is 'glu'"),
-        (([32, 48, 10], 8), {"final_activation": "glu"}, "final_activation is 'glu'"),
+        (([32, 48, 10], 8), {"output_activation": "glu"}, "output_activation is 'glu'"),
         (
             ([32, 48, 10], 8),
             {"activation": ["gelu"]},
@@ -175,8 +175,8 @@ def test_tune_takes_problems(tuner: Tuner) -> None:
         (([32, 48, 10], 8), {"dropout": [0.1, 2.0]}, r"dropout\[1\] is 2\.0"),
         (
             ([32, 48, 10], 8),
-            {"activation": ["gelu", "none"], "final_activation": "relu"},
-            "final_activation 'relu', but a sequence has the last layer's too",
+            {"activation": ["gelu", "none"], "output_activation": "relu"},
+            "output_activation 'relu', but a sequence has the last layer's too",
         ),
         (([32, 48, 10], 8), {"compute": "fp16"}, "compute is 'fp16'"),
         (([32, 48, 10], 8), {"effort": "deeper"}, "effort is 'deeper'; accepted are default, deep"),
@@ -242,7 +242,7 @@ def test_warmup_of_layers_takes_each_alone(tuner: Tuner, tmp_path: Path) -> None
         for activation in (GELU, RELU)
         for dims in ((32, 48), (48, 10))
         for problem in Chain.of_mlp(
-            64, dims, NONE, dtype, compute, final_activation=activation, input_gradient=True
+            64, dims, NONE, dtype, compute, output_activation=activation, input_gradient=True
         ).problems
     ]
     assert same(tuner.problems, expected)

@@ -49,7 +49,7 @@ def test_forward_has_the_layers_shapes_and_activations() -> None:
 
 
 def test_only_hidden_layers_have_dropout() -> None:
-    chain = mlp(dropout=True, final_activation=Activation("tanh"))
+    chain = mlp(dropout=True, output_activation=Activation("tanh"))
     assert [forward_of(chain, index).dropout for index in range(3)] == [True, True, False]
     assert forward_of(chain, 2).activation == Activation("tanh")
     assert backward_of(chain, 2).own == derivative_of(forward_of(chain, 2))
@@ -119,7 +119,7 @@ def test_problems_are_listed_once_forward_first() -> None:
 
 
 def test_the_plain_backward_of_a_layer() -> None:
-    single = mlp(dims=(32, 48), final_activation=Activation("gelu"), input_gradient=True)
+    single = mlp(dims=(32, 48), output_activation=Activation("gelu"), input_gradient=True)
     assert plain_backward(forward_of(single, 0)) == backward_of(single, 0)
 
 
@@ -154,13 +154,13 @@ def test_each_layer_is_decided_with_the_one_above() -> None:
 
 
 def test_layers_by_themselves_are_decided_with_their_own_backward() -> None:
-    chain = by_themselves(mlp("relu", dims=(8, 24, 8), final_activation=Activation("gelu")))
+    chain = by_themselves(mlp("relu", dims=(8, 24, 8), output_activation=Activation("gelu")))
     assert chain.parts == [Part(1, 1), Part(0, 0)]
     assert chain.reader(0) == (0, "own")
 
 
 def test_the_last_layer_comes_after_the_one_below() -> None:
-    chain = mlp("relu", dims=(8, 24, 8), final_activation=Activation("gelu"))
+    chain = mlp("relu", dims=(8, 24, 8), output_activation=Activation("gelu"))
     assert chain.parts == [Part(0, 1), Part(1, 1), Part(None, 0)]
     decided = chain.keeping({0: Saved.MASK})
     second = decided.cut(Part(1, 1))
@@ -212,7 +212,7 @@ def test_blocks_that_repeat_are_there_once_in_a_condensed_chain() -> None:
 
 
 def test_flat_problems_are_chained_again() -> None:
-    for chain in (mlp("relu"), mlp(input_gradient=True), mlp("relu", final_activation=Activation("gelu"))):
+    for chain in (mlp("relu"), mlp(input_gradient=True), mlp("relu", output_activation=Activation("gelu"))):
         assert chains_of(chain.problems) == [chain]
         assert chains_of(reversed(chain.problems)) == [chain]
         decided = chain.keeping({index: saved_kinds(forward_of(chain, index))[-1] for index in range(3)})
@@ -228,7 +228,7 @@ def test_flat_layers_of_one_shape_are_chained_as_they_ran(activation: str) -> No
 
 
 def test_flat_layers_by_themselves_are_chained_where_shapes_fit() -> None:
-    chain = by_themselves(mlp("relu", final_activation=Activation("gelu")))
+    chain = by_themselves(mlp("relu", output_activation=Activation("gelu")))
     assert chains_of(chain.problems) == [chain]
     (pair,) = chains_of([forward_of(RELU, 0), backward_of(RELU, 1)])
     assert pair == RELU.cut(Part(0, 1))
