@@ -68,7 +68,7 @@ def changes_of(before: Report, after: Report) -> Iterator[Change]:
 
 
 def shares_of(before: Report, after: Report) -> dict[str, tuple[float, float]]:
-    """Of kernel time, the shares of what a training step should not have, before and after."""
+    """The shares of kernel time that each family of kernels takes which a step should not have, before and after."""
     return {
         family: (_share(before.kernels, family), _share(after.kernels, family)) for family in (*_FAMILIES, _PLANNED)
     }
@@ -111,7 +111,7 @@ def _verdict(before: float | None, after: float | None, noise: float) -> str:
 
 
 def _variance(kernel: Kernel | None, report: Report) -> float:
-    """Of the mean of a step's total."""
+    """The variance of a kernel's mean time in a step."""
     if kernel is None or not report.traced_steps:
         return 0.0
     return kernel.count * kernel.std_us**2 / report.traced_steps

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _counts(steps: tuple[int, int] | None) -> dict[str, int]:
-    """Of the steps that were asked for, the first half is timed, the other traced."""
+    """How many steps are skipped, timed and traced. The first half of those asked for is timed, the rest is traced."""
     if steps is None:
         return {"skip": 0, "timed": _TIMED, "traced": _TRACED}
     first, end = steps

@@ -189,7 +189,7 @@ def algo_check(
 
 
 def is_refusal(error: CublasLtError) -> bool:
-    """Whether the library says of an algorithm that it is not for the product: the next call would say so again."""
+    """Whether the error says that the algorithm does not fit the product, which the next call would say again."""
     return error.status in (Status.INVALID_VALUE, Status.NOT_SUPPORTED, Status.ARCH_MISMATCH)
 
 

@@ -53,7 +53,7 @@ def _arguments(params: Any) -> Iterator[bytes]:
 
 
 def differ(first: bytes, second: bytes) -> bool:
-    """Whether two arguments of equal size differ in something else than addresses of the GPUs' memory."""
+    """Whether two arguments of equal size differ in anything but addresses of the GPUs' memory."""
     for start in range(0, len(first), 8):
         one, other = first[start : start + 8], second[start : start + 8]
         if one != other and not (len(one) == 8 and _is_known_address(one) and _is_known_address(other)):

@@ -37,9 +37,9 @@ class AdamW(Fixed):
     set. For a graph that you capture from `step` yourself, see `apply_settings`.
 
     Parameters' data must be the rounding of their master copies, as `Parameter.assign` and every update leave them.
-    Whether they are is checked when the optimizer is made, at each step on the host, and on a GPU before the first step
-    and the first graph of a `TrainStep`. To look at all of them in every later step would cost more than a tenth of it,
-    so that what is written into `data` alone after that is lost silently.
+    The optimizer checks this when it is made and at each step on the host; on a GPU it does so before the first step
+    and before the first graph of a `TrainStep`. Later steps on a GPU do not look, because reading `data` would be an
+    eighth more memory traffic: values that are written into `data` alone after that are lost silently.
 
     Args:
         parameters: at least one, each once; all NumPy arrays, or all on one GPU.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +15,11 @@ from lt_runtime import reference
 from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.problem import DType
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
+from tests.support.peers import NEEDS_TORCH
 from tests.support.strategies import TYPES
 
 F32, F16, BF16 = TYPES
 SHAPES = [(1,), (7,), (64, 33), (4096,), (4097,), (3, 5, 7), (0,), (10000,)]
-NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

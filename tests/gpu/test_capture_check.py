@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.ranges import range_of
-
-NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
+from tests.support.peers import NEEDS_TORCH
 
 Run = Callable[[], Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections import Counter
@@ -21,8 +20,7 @@ from lt_runtime.gpu.graphs import Graph, graphs_with_ranges
 from lt_runtime.profiling.collector import Collector, unusable
 from lt_runtime.profiling.records import Activity
 from lt_runtime.ranges import range_of
-
-NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
+from tests.support.peers import NEEDS_TORCH
 
 Path = tuple[str, ...]
 

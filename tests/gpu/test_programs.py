@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests.programs.checks import CHECKS, check_weights
+from tests.support.peers import NEEDS_TORCH
 from tests.support.torch_weights import weights_of
-
-NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

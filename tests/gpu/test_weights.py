@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import CaptureError, OperandError
+from tests.support.peers import NEEDS_TORCH
 from tests.support.torch_state import sequential_names
 
-NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
 DIMS, BATCH = [40, 96, 10], 64
 TYPES = ["float32", "float16", "bfloat16"]
 

@@ -1,0 +1,9 @@
+"""Libraries that some tests compare with, where they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="a peer, where it is installed")
