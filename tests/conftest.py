@@ -1,4 +1,4 @@
-"""GPU tests skip where there is no GPU, and fail instead where LT_REQUIRE_GPU=1."""
+"""GPU tests skip where there is no GPU, and fail instead where LT_REQUIRE_GPU=1; with 2 those of two GPUs fail too."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ def _limit_examples(item: pytest.Item, count: int) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is None or device_count() > 0:
+    needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
+    usable = device_count() if needed else 0
+    if usable >= needed:
         return
-    if os.environ.get("LT_REQUIRE_GPU") == "1":
-        pytest.fail("LT_REQUIRE_GPU=1, but no GPU is usable: see `python -m lt_runtime doctor`")
-    pytest.skip("needs an NVIDIA GPU")
+    if int(os.environ.get("LT_REQUIRE_GPU", "0")) >= needed:
+        pytest.fail(f"{usable} GPUs are usable, and LT_REQUIRE_GPU asks for {needed}: `python -m lt_runtime doctor`")
+    pytest.skip("needs an NVIDIA GPU" if needed == 1 else "needs two NVIDIA GPUs")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
