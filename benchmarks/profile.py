@@ -1,13 +1,16 @@
 """Profiles against PyTorch's profiler: `python -m benchmarks.profile [--json FILE]`.
 
 Kernel times of the same matrix products, taken by `lt.profile` and by PyTorch's profiler in processes that alternate,
-because one process can have one user of CUPTI; what events cost a training step; and what a range costs.
+because one process can have one user of CUPTI; what events cost a training step, and whether the times of its layers
+add up to the time without events; and what a range costs, alone and with NVTX attached.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -109,22 +112,31 @@ def cost_of_events() -> dict[str, float]:
         return float(cp.cuda.get_elapsed_time(start, end)) * 1e3 / _STEPS
 
     run()
-    plain, timed = [], []
+    plain, timed, by_layers = [], [], []
     for _ in range(5):
         plain.append(run())
-        with lt.profile(timed=2 * _STEPS + 2, traced=0):
+        with lt.profile(timed=2 * _STEPS + 2, traced=0) as prof:
             step(x, target)
-            step(x, target)  # both copies of the graph are there
+            step(x, target)  # the copies of the graph are there, and the one with all events has been launched
             timed.append(run())
-    found = {"plain_us": statistics.median(plain), "timed_us": statistics.median(timed)}
-    return {**found, "cost": found["timed_us"] / found["plain_us"] - 1}
+        by_layers.append(prof.totals().step_us)
+    found = {"plain_us": plain, "timed_us": timed, "by_layers_us": by_layers}
+    medians = {name: statistics.median(each) for name, each in found.items()}
+    return {
+        **medians,
+        "cost": medians["timed_us"] / medians["plain_us"] - 1,
+        "by_layers": medians["by_layers_us"] / medians["plain_us"] - 1,
+    }
 
 
 def cost_of_a_range() -> dict[str, float]:
-    """Nanoseconds of a range that nobody hears, without those of the loop; the least of several loops of a million."""
+    """Nanoseconds of a range without those of the loop, and of a context of Python's that does nothing.
+
+    Each is the least of several loops of a million.
+    """
     import lt_runtime as lt
 
-    made, none = lt.range("benchmark"), [None] * _RANGES
+    made, nothing, none = lt.range("benchmark"), contextlib.nullcontext(), [None] * _RANGES
 
     def loop() -> None:
         for _ in none:
@@ -148,8 +160,24 @@ def cost_of_a_range() -> dict[str, float]:
             times.append(time.perf_counter_ns() - start)
         return min(times) / _RANGES
 
+    def null() -> None:
+        for _ in none:
+            with nothing:
+                pass
+
     empty = least(loop)
-    return {"range_ns": least(silent) - empty, "range_by_name_ns": least(by_name) - empty}
+    calls = {"range_ns": silent, "range_by_name_ns": by_name, "nullcontext_ns": null}
+    return {name: least(call) - empty for name, call in calls.items()}
+
+
+def cost_with_nvtx_attached() -> dict[str, float]:
+    """The same in a process with CUPTI as NVTX's tool."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    tool = {"NVTX_INJECTION64_PATH": str(load_nvidia_dynamic_lib("cupti").abs_path)}
+    command = [sys.executable, "-m", "benchmarks.profile", "--only", "range"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | tool)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
@@ -167,7 +195,12 @@ def main() -> None:
     if options.only:
         print(json.dumps(alone[options.only]()))
         return
-    result = {"range": cost_of_a_range(), "events": cost_of_events(), "kernels": compared()}
+    result = {
+        "range": cost_of_a_range(),
+        "range_with_nvtx": cost_with_nvtx_attached(),
+        "events": cost_of_events(),
+        "kernels": compared(),
+    }
     text = json.dumps(result, indent=2)
     print(text)
     if options.json:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.profiling import profile
-    from lt_runtime.profiling.capture_check import CaptureReport, check_capture
+    from lt_runtime.profiling.capture.check import CaptureReport, check_capture
     from lt_runtime.ranges import range  # noqa: A004
     from lt_runtime.saving.checkpoints import load_checkpoint, save_checkpoint
     from lt_runtime.saving.saved_model import load_model, save_model
@@ -51,7 +51,7 @@ _EXPORTS = {
     "problem": "ACTIVATIONS Activation Philox",
     "profiling": "profile",
     "ranges": "range",
-    "profiling.capture_check": "CaptureReport check_capture",
+    "profiling.capture.check": "CaptureReport check_capture",
     "schedules": "Schedule",
     "training": "EMA MLP TrainStep",
     "saving.checkpoints": "load_checkpoint save_checkpoint",

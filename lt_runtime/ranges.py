@@ -61,8 +61,8 @@ class Range:
     __slots__ = ("_attributes", "name")
 
     # Nobody hears. These two are not Python functions because calling two of those takes three times as long: the
-    # first returns None, the second releases a view of nothing, whatever its arguments are.
-    __enter__: Any = type(None)
+    # first turns an empty list round, the second releases a view of nothing, whatever its arguments are.
+    __enter__: Any = [].reverse
     __exit__: Any = memoryview(b"").__exit__
 
     def __init__(self, name: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from lt_runtime.cli.scripts import run_script
 from lt_runtime.errors import ArgumentError
-from lt_runtime.profiling.capture_check import check_capture
+from lt_runtime.profiling.capture.check import check_capture
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -136,7 +136,8 @@ def layers_of(steps: Sequence[Step], kernels: Iterable[Kernel], ceilings: Mappin
 def _layer(place: Place, steps: Sequence[Step], kernels: Sequence[Kernel], ceilings: Mapping[str, float]) -> Layer:
     cells = [step[place] for step in steps if place in step]
     times = [cell.us for cell in cells]
-    us = statistics.median(times)
+    # A graph's ranges are timed in several replays, so that what is left between them may come out just below 0.
+    us = max(0.0, statistics.median(times))
     works = [work_of(ran) for ran in cells[-1].works]
     flops, moved = sum(work.flops for work in works), sum(work.bytes for work in works)
     kind = next((work.kind for work in works if work.kind), "")

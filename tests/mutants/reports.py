@@ -8,6 +8,7 @@ from tests.mutants.fault import Fault, fault
 
 _RANGES: Final = "lt_runtime/ranges.py"
 _TIMER: Final = "lt_runtime/profiling/timer.py"
+_MARKS: Final = "lt_runtime/profiling/marks.py"
 _SESSION: Final = "lt_runtime/profiling/session.py"
 _LAYERS: Final = "lt_runtime/profiling/layers.py"
 _WORK: Final = "lt_runtime/profiling/work.py"
@@ -46,18 +47,39 @@ FAULTS: Final[tuple[Fault, ...]] = (
         _ON_HOST + "test_ranges_that_began_before_the_profile_are_passed_over",
     ),
     fault(
-        "one copy of a graph is launched again before it is read",
-        _TIMER,
-        "        copies.reverse()\n",
-        "",
+        "one copy of a graph is launched at all times",
+        _MARKS,
+        "            self._turns.append(copy)\n",
+        "            self._turns.appendleft(copy)\n",
         _ON_GPU + "test_a_profile_changes_no_result_and_no_graph",
     ),
     fault(
         "every mark in a graph is a node",
-        _TIMER,
-        "        if not self._tail or self._tail != _tail(stream):\n",
+        _MARKS,
+        "        if not self.count or self._tail != _tail(stream):\n",
         "        if True:\n",
         _ON_GPU + "test_marks_with_nothing_between_are_one_node",
+    ),
+    fault(
+        "what events take is a part of the layers' time",
+        _MARKS,
+        "[max(0.0, us - self.cost_us) for us in times[empty:]]",
+        "times[empty:]",
+        _ON_GPU + "test_what_events_take_is_in_no_time",
+    ),
+    fault(
+        "what events take is a part of the step's time",
+        _TIMER,
+        "            parent.cost += graph.cost_us * len(copy.marks.events)\n",
+        "            pass\n",
+        _ON_GPU + "test_what_events_take_is_in_no_time",
+    ),
+    fault(
+        "a copy is launched again before it was read",
+        _TIMER,
+        "        while copy.is_unread:\n            self._resolve(1)\n",
+        "",
+        _ON_GPU + "test_a_copy_that_has_not_been_read_is_read_before_its_next_launch",
     ),
     fault(
         "the step that captures counts",
@@ -69,8 +91,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "copies of graphs are not freed",
         _TIMER,
-        "                    for each in copies:\n                        each.close()\n",
-        "                    copies.clear()\n",
+        "                    captured.graph.close()\n",
+        "                    pass\n",
         _ON_GPU + "test_copies_and_events_are_freed",
     ),
     fault(

@@ -84,7 +84,8 @@ class Copy:
 
     @property
     def _environment(self) -> dict[str, str]:
-        return {"PYTHONPATH": str(self._root), BUILD_DIRECTORY: str(self._built), "LT_REQUIRE_GPU": "1"}
+        path = os.pathsep.join(filter(None, (str(self._root), os.environ.get("PYTHONPATH"))))  # packages may be there
+        return {"PYTHONPATH": path, BUILD_DIRECTORY: str(self._built), "LT_REQUIRE_GPU": "1"}
 
     def _run(self, fault: Fault) -> Result:
         begun = time.monotonic()

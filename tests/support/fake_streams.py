@@ -138,7 +138,7 @@ class Streams:
     Attributes:
         captures: by stream, the capture that it takes part in.
         log: the kinds of work that were given to each stream, captures included.
-        costs_us: what each kind of work costs, 1 where nothing is said.
+        costs_us: what each kind of work costs, 1 where nothing is said, and events of graphs 0.
         now_us: the sum of what all that was done has cost.
         observer: is told of all work.
     """
@@ -231,6 +231,7 @@ class Streams:
         capture = self.captures[stream]
 
         def mark() -> None:
+            self.now_us += self.costs_us.get("event", 0.0)
             event.at_us = self.now_us
 
         capture.add(stream, EVENT, mark)

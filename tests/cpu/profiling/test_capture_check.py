@@ -23,7 +23,7 @@ SUPPORT = Path(__file__).parents[2] / "support"
 
 @pytest.fixture
 def check(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    watch = own("profiling.capture_watch")
+    watch = own("profiling.capture.watch")
     libraries = watch._LIBRARIES
     monkeypatch.setattr(watch, "_LIBRARIES", (*libraries, f"{SUPPORT}{os.sep}"))
     watch._is_library.cache_clear()
@@ -324,7 +324,7 @@ def test_further_calls_come_from_a_run_that_cupti_sees(gpu: FakeGpu, check: Call
     ],
 )
 def test_which_calls_no_capture_allows(gpu: FakeGpu, name: str, does: str | None) -> None:
-    assert own("profiling.capture_check")._unsafe(name) == does
+    assert own("profiling.capture.check")._unsafe(name) == does
 
 
 def test_another_stream_and_another_trace_function(gpu: FakeGpu, check: Callable[..., Any]) -> None:
@@ -350,7 +350,7 @@ def test_another_stream_and_another_trace_function(gpu: FakeGpu, check: Callable
 
 
 def test_a_script_beside_the_package_is_no_library(gpu: FakeGpu) -> None:
-    watch = own("profiling.capture_watch")
+    watch = own("profiling.capture.watch")
     package = Path(gpu.lt.__file__).parent
     assert watch._is_library(str(package / "ops" / "call.py"))
     assert watch._is_library(contextlib.__file__)

@@ -108,7 +108,7 @@ def test_a_profile_changes_no_result_and_no_graph(gpu: FakeGpu, monkeypatch: pyt
         plain()
     assert next(iter(watched.step._gpu._batches.values())).graph is own
     assert own.executable not in launched[:3]
-    assert len(set(launched[:3])) == 2  # copies in turn, so that one is read while the other runs
+    assert len(set(launched[:3])) == 3  # copies in turn, so that one is read while the other runs
     assert launched[3:] == [own.executable] * 3
     for one, other in zip(watched.values(), plain.values(), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -153,12 +153,12 @@ def test_a_failing_copy_of_a_graph_leaves_the_users(gpu: FakeGpu, monkeypatch: p
     train = Training(gpu)
     train()
     from lt_runtime.errors import GpuError
-    from lt_runtime.profiling import timer
+    from lt_runtime.profiling import marks
 
     def fail(_: int) -> list[int]:
         raise GpuError("no memory")
 
-    monkeypatch.setattr(timer, "_tail", fail)
+    monkeypatch.setattr(marks, "_tail", fail)
     with gpu.lt.profile(timed=2, traced=0) as prof:
         for _ in range(3):
             train()
@@ -167,20 +167,82 @@ def test_a_failing_copy_of_a_graph_leaves_the_users(gpu: FakeGpu, monkeypatch: p
     assert ("", "") in rows(prof)
 
 
+def _events_in(gpu: FakeGpu, copy: Any) -> int:
+    kinds = [node.kind.name for node in gpu.driver._graphs[copy.graph.executable].nodes]
+    return kinds.count("CU_GRAPH_NODE_TYPE_EVENT_RECORD")
+
+
 def test_marks_with_nothing_between_are_one_node(gpu: FakeGpu) -> None:
     train = Training(gpu)
     train()
     with gpu.lt.profile(timed=4, traced=0) as prof:
         train()
         train()
-        ((copy, _),) = prof._timer._copies.values()
-        nodes = [node.kind.name for node in gpu.driver._graphs[copy.graph.executable].nodes]
-        ranges = len(copy.frames)
+        ((graph, frames),) = prof._timer._captured.values()
+        whole, *parts = graph._copies
+        marks = _events_in(gpu, whole) - whole.marks.empty
+        in_parts = [_events_in(gpu, part) for part in parts]
     gpu.synchronize_all()
     # forward, each layer and its operation, loss and its operation, the loss' tally, backward, optimizer
-    assert ranges == 1 + 2 * 2 + 2 + 1 + 1 + 2 * 2 + 1
+    assert len(frames) == 1 + 2 * 2 + 2 + 1 + 1 + 2 * 2 + 1
     # Where the parts and layers begin and end one after the other: start, 2 layers, loss, 2 layers, update.
-    assert nodes.count("CU_GRAPH_NODE_TYPE_EVENT_RECORD") <= 9
+    assert marks == whole.marks.count <= 9
+    # Each part has a quarter of what lies between the marks, and both ends of it.
+    assert len(parts) == 4
+    assert max(in_parts) == -(-(marks - 1) // 4) + 1
+    assert sum(in_parts) == marks - 1 + len(parts)
+
+
+def test_what_events_take_is_in_no_time(gpu: FakeGpu) -> None:
+    train = Training(gpu)
+    train()
+    plain, dear = [], []
+    for found, event_us in ((plain, 0.0), (dear, 7.0)):
+        gpu.streams.costs_us |= {"kernel": 100.0, "event": event_us}
+        try:
+            with gpu.lt.profile(timed=9, traced=0) as prof:
+                for _ in range(11):
+                    train()
+        finally:
+            gpu.synchronize_all()
+            gpu.streams.costs_us.clear()
+        found += [(layer.label, layer.phase, layer.us, layer.spread_us) for layer in prof.layers()]
+        in_graph = {(span.path, span.gpu_us) for span in prof._timer.spans if "forward" in span.path}
+        assert len({path for path, _ in in_graph}) == len(in_graph)
+    assert dear == plain
+
+
+def test_a_copy_that_has_not_been_read_is_read_before_its_next_launch(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lt_runtime.profiling import collector, marks
+
+    train = Training(gpu)
+    train()
+    gpu.streams.costs_us["kernel"] = 100.0
+    were_unread: list[bool] = []
+    launch = marks.MarkedGraph.launch
+
+    def watched(graph: marks.MarkedGraph, copy: marks.MarkedCopy) -> None:
+        were_unread.append(copy.is_unread)
+        launch(graph, copy)
+
+    monkeypatch.setattr(marks.MarkedGraph, "launch", watched)
+
+    def often() -> None:
+        for _ in range(9):  # twice as often as there are copies
+            train()
+
+    monkeypatch.setattr(collector, "unusable", lambda: "it is left out")
+    try:
+        prof = gpu.lt.profile(often, steps=2)
+    finally:
+        gpu.synchronize_all()
+        gpu.streams.costs_us.clear()
+    assert rows(prof)[LAYERS[0]].us == pytest.approx(9 * 101)
+    assert rows(prof)[LAYERS[0]].calls == 9
+    assert were_unread == [False] * 18
+    assert prof.report.timed_steps == 2
 
 
 def test_bound_calls_and_calls_that_repeat_are_known(gpu: FakeGpu) -> None:

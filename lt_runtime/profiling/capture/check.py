@@ -20,8 +20,8 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graph_nodes import differ, host_values, kind_of, pageable_ends
 from lt_runtime.gpu.graphs import no_collection
 from lt_runtime.gpu.streams import stream_handle
-from lt_runtime.profiling.capture_results import Results
-from lt_runtime.profiling.capture_watch import Place, Watch
+from lt_runtime.profiling.capture.results import Results
+from lt_runtime.profiling.capture.watch import Place, Watch
 from lt_runtime.profiling.collector import Collector, unusable
 
 _NODES: Final = {"HOST": "a call of a host function", "MEM_ALLOC": "an allocation", "MEM_FREE": "a free"}

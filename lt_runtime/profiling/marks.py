@@ -1,0 +1,206 @@
+"""Events that mark the moments at which ranges begin and end, on a stream and within graphs of training steps.
+
+An event takes the GPU some 4 µs within a graph. A profile's copy of a graph therefore has those of a quarter of its
+moments, four copies have all, and the copies are launched in turn. What an event takes is measured, and left out of
+every time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Final
+
+from cuda.bindings import driver
+
+from lt_runtime import ranges
+from lt_runtime.errors import DriverError, GpuError
+from lt_runtime.gpu.direct import is_capturing, is_current
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.graphs import Graph
+from lt_runtime.gpu.streams import stream_handle
+
+_COPIES: Final = 4
+_EMPTY: Final = 9
+"""Events in a row, with nothing between them, that tell what an event takes."""
+_EXTERNAL: Final = driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+
+
+class EventMarks:
+    """Events on the stream that this thread's ranges are on, or else on the current one; the device is current."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._free: list[Any] = []
+        self._captured: CapturedMarks | None = None
+        self.captured_by_others = False
+        self._start = self.take()
+
+    def take(self) -> Any:
+        """An event that marks this moment; None where another than the profile itself captures, or for another GPU."""
+        if not is_current(self._device):
+            return None
+        stream = ranges.placed()
+        stream = stream_handle(None, self._device) if stream is None else stream
+        try:
+            if stream and is_capturing(stream):
+                if self._captured is None:
+                    self.captured_by_others = True
+                    return None
+                return self._captured.take(stream)
+            event = self._free.pop() if self._free else call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT)
+            call("cuEventRecord", event, stream)
+        except DriverError:  # the default stream, while another that waits for it is captured
+            return None
+        return event
+
+    def us(self, start: Any, end: Any) -> float:
+        """Microseconds between two events; waits for the second."""
+        if start is None or end is None:
+            return 0.0
+        call("cuEventSynchronize", end)
+        return 1e3 * float(call("cuEventElapsedTime", start, end))
+
+    def since_start(self, mark: Any) -> float:
+        """Microseconds from the first event."""
+        return self.us(self._start, mark)
+
+    def drop(self, *marks: Any) -> None:
+        """Says that the events are not read again."""
+        self._free += [mark for mark in marks if mark is not None]
+
+    def capture(self, marks: CapturedMarks | None) -> None:
+        """Says that a capture which follows is the profile's own."""
+        self._captured = marks
+
+    def close(self) -> None:
+        """Destroys the events; all have been dropped."""
+        for event in filter(None, (*self._free, self._start)):
+            call("cuEventDestroy", event)
+        self._free.clear()
+
+
+class CapturedMarks:
+    """Events that the replays of one graph record.
+
+    Moments are numbered in the order of capture, and two with no work between them are one.
+
+    Args:
+        first, last: the moments that get an event; all from the first on if `last` is None.
+        empty: how many events more come before the first moment, to learn what an event takes.
+
+    Attributes:
+        first, empty: see above.
+        count: moments that there have been.
+        events: in the order in which a replay records them.
+    """
+
+    def __init__(self, first: int = 0, last: int | None = None, *, empty: int = 0) -> None:
+        self.first, self.empty, self.count = first, empty, 0
+        self.events: list[Any] = []
+        self._last, self._tail = last, list[int]()
+
+    def take(self, stream: int) -> int:
+        """The number of this moment of the capture."""
+        if not self.count or self._tail != _tail(stream):
+            if self.count >= self.first and (self._last is None or self.count <= self._last):
+                for _ in range(1 if self.count else 1 + self.empty):
+                    self.events.append(call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT))
+                    call("cuEventRecordWithFlags", self.events[-1], stream, _EXTERNAL)
+            self.count += 1
+            self._tail = _tail(stream)
+        return self.count - 1
+
+    def close(self) -> None:
+        """Destroys the events."""
+        while self.events:
+            call("cuEventDestroy", self.events.pop())
+
+
+def _tail(stream: int) -> list[int]:
+    """The nodes that the next one on a captured stream comes after."""
+    *_, nodes, _, count = call("cuStreamGetCaptureInfo", stream)
+    return sorted(int(node) for node in nodes[:count])
+
+
+class MarkedCopy:
+    """A copy of a graph with events in it. `is_unread` says that a replay's times have not been read."""
+
+    def __init__(self, marks: CapturedMarks, graph: Graph) -> None:
+        self.marks, self.graph, self.is_unread = marks, graph, False
+
+    def close(self) -> None:
+        """Frees graph and events."""
+        self.graph.close()
+        self.marks.close()
+
+
+class MarkedGraph:
+    """The copies of one graph that are launched in its place while it is timed.
+
+    The first has all events and is launched once, so that there is a time between any two moments from then on. A
+    later replay brings those of its copy's moments up to date.
+
+    Args:
+        capture: captures the graph with marks in it.
+
+    Attributes:
+        cost_us: what an event takes.
+        times_us: from each moment to the next, without what the events take.
+
+    Raises:
+        GpuError: the graph could not be captured, or not again with the same moments.
+    """
+
+    def __init__(self, capture: Callable[[CapturedMarks], Graph]) -> None:
+        self.cost_us = 0.0
+        self._copies: list[MarkedCopy] = []
+        try:
+            moments = self._copied(CapturedMarks(empty=_EMPTY), capture)
+            self.times_us = [0.0] * max(0, moments - 1)
+            size = -(-len(self.times_us) // _COPIES) or 1
+            for first in range(0, len(self.times_us), size):
+                found = self._copied(CapturedMarks(first, first + size), capture)
+                if found != moments:
+                    raise GpuError(f"it has {moments} moments, and {found} when it is captured again")
+        except BaseException:
+            self.close()
+            raise
+        self._turns = deque(self._copies if self.times_us else ())
+
+    def _copied(self, marks: CapturedMarks, capture: Callable[[CapturedMarks], Graph]) -> int:
+        try:
+            self._copies.append(MarkedCopy(marks, capture(marks)))
+        except BaseException:
+            marks.close()
+            raise
+        return marks.count
+
+    @property
+    def next(self) -> MarkedCopy | None:
+        """The copy to launch; None if the graph has no two moments."""
+        return self._turns[0] if self._turns else None
+
+    def launch(self, copy: MarkedCopy) -> None:
+        """Says that the next copy is launched."""
+        copy.is_unread = True
+        self._turns.popleft()
+        if not copy.marks.empty:
+            self._turns.append(copy)
+
+    def read(self, copy: MarkedCopy, events: EventMarks) -> float:
+        """Reads the times of a replay; returns when its first moment was, in microseconds from the profile's begin."""
+        copy.is_unread = False
+        first, empty = copy.marks.first, copy.marks.empty
+        times = [events.us(start, end) for start, end in pairwise(copy.marks.events)]
+        if empty:
+            self.cost_us = statistics.median(times[:empty])
+        self.times_us[first : first + len(times) - empty] = [max(0.0, us - self.cost_us) for us in times[empty:]]
+        return events.since_start(copy.marks.events[empty]) - sum(self.times_us[:first])
+
+    def close(self) -> None:
+        """Frees the copies."""
+        while self._copies:
+            self._copies.pop().close()
