@@ -85,19 +85,30 @@ _SILENT: Final = Range.__enter__, Range.__exit__
 
 
 def _enter(self: Range) -> None:
-    domain = _nvtx_domain()
-    if domain is not None:
-        domain.push_range(self._attributes)
+    if _push is not None:
+        _push(self._attributes)
     for listener in _listeners:
         listener.enter(self.name)
 
 
-def _exit(self: Range, *_: object) -> None:
+def _exit(self: Range, kind: object, error: object, trace: object) -> None:
     for listener in _listeners:
         listener.exit(self.name)
-    domain = _nvtx_domain()
-    if domain is not None:
-        domain.pop_range()
+    if _pop is not None:
+        _pop()
+
+
+def _enter_for_tool(self: Range) -> None:
+    _push(self._attributes)  # type: ignore[misc]
+
+
+def _exit_for_tool(self: Range, kind: object, error: object, trace: object) -> None:
+    _pop()  # type: ignore[misc]
+
+
+_push: Callable[[Any], object] | None = None
+_pop: Callable[[], object] | None = None
+"""NVTX's, where a tool is attached."""
 
 
 is_heard = False
@@ -106,9 +117,13 @@ is_heard = False
 
 def _settle() -> None:
     """Gives all ranges the way to begin and end that suits who hears them."""
-    global is_heard
-    is_heard = bool(_listeners) or _nvtx_domain() is not None
-    Range.__enter__, Range.__exit__ = (_enter, _exit) if is_heard else _SILENT
+    global is_heard, _push, _pop
+    domain = _nvtx_domain()
+    if domain is not None:
+        _push, _pop = domain.push_range, domain.pop_range
+    is_heard = bool(_listeners) or domain is not None
+    for_tool = _SILENT if domain is None else (_enter_for_tool, _exit_for_tool)
+    Range.__enter__, Range.__exit__ = (_enter, _exit) if _listeners else for_tool
 
 
 @functools.cache
