@@ -24,6 +24,9 @@ _LAUNCHES: Final = 60
 _TURNS: Final = 3
 _DIMS, _ROWS = (768, 3072, 768, 3072, 768), 8192
 _STEPS: Final = 40
+_EVENT_TURNS: Final = 11
+_WARM_UP: Final = 5
+_PAUSE_S: Final = 0.2
 _RANGES: Final = 10**6
 
 
@@ -103,24 +106,31 @@ def cost_of_events() -> dict[str, float]:
     x, target = (cp.random.standard_normal((_ROWS, n)).astype(model.dtype.numpy) for n in (_DIMS[0], _DIMS[-1]))
 
     def run() -> float:
+        """A step's time over steps back to back, from the same state of the GPU's clocks each time."""
+        cp.cuda.Device().synchronize()
+        time.sleep(_PAUSE_S)
         start, end = cp.cuda.Event(), cp.cuda.Event()
-        start.record()
-        for _ in range(_STEPS):
+        for number in range(_WARM_UP + _STEPS):
+            if number == _WARM_UP:
+                start.record()
             step(x, target)
         end.record()
         end.synchronize()
         return float(cp.cuda.get_elapsed_time(start, end)) * 1e3 / _STEPS
 
-    run()
-    plain, timed, by_layers = [], [], []
-    for _ in range(5):
-        plain.append(run())
-        with lt.profile(timed=2 * _STEPS + 2, traced=0) as prof:
-            step(x, target)
-            step(x, target)  # the copies of the graph are there, and the one with all events has been launched
-            timed.append(run())
+    def profiled() -> float:
+        with lt.profile(timed=_WARM_UP + _STEPS + 2, traced=0) as prof:
+            step(x, target)  # the copies of the graph are made, and the one with all events is launched
+            took = run()
         by_layers.append(prof.totals().step_us)
-    found = {"plain_us": plain, "timed_us": timed, "by_layers_us": by_layers}
+        return took
+
+    by_layers: list[float] = []
+    found: dict[str, list[float]] = {"plain_us": [], "timed_us": [], "by_layers_us": by_layers}
+    run()
+    for turn in range(_EVENT_TURNS):
+        for name, measure in (("plain_us", run), ("timed_us", profiled))[:: -1 if turn % 2 else 1]:
+            found[name].append(measure())
     medians = {name: statistics.median(each) for name, each in found.items()}
     return {
         **medians,

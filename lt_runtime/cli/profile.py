@@ -82,6 +82,7 @@ def _print_commands(arguments: argparse.Namespace) -> None:
     if arguments.print_ncu:
         options = ["--set", "full", "--target-processes", "all", "--profile-from-start", "off"]
         if arguments.range is not None:
-            options += ["--nvtx", "--nvtx-include", f"lt_runtime@{arguments.range}/"]
+            name = arguments.range.replace("/", r"\/")  # a slash by itself ends the name of a range
+            options += ["--nvtx", "--nvtx-include", f"lt_runtime@{name}/"]
         print(shlex.join(["ncu", *options, "-o", _OUTPUT, *script]))
         print("# Kernels of a captured step are in no range: a layer is picked out of TrainStep(..., graph=False).")

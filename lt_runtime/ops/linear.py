@@ -52,7 +52,8 @@ def linear_fwd(
             are scaled up by 1 / (1 - dropout).
         rng: where the mask comes from; needed if `dropout` is not 0.
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores.
-        propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0.
+        propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0, and by whose mask the derivative at exactly 0
+            is 1. Otherwise that derivative is 0 or 1, as the plan has it.
         out: (M, N) buffer for y.
         out_z: (M, N) buffer for the pre-activation x · wᵀ + bias; with both buffers nothing is allocated.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library

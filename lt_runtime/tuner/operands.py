@@ -54,7 +54,6 @@ BETWEEN: Final = Data(
 as well."""
 EDGES: Final = Data("zeros, tiny and large values", _edges, 0)
 ONES: Final = Data("ones", lambda _, size, __: np.ones(size), 2**24 - 2)
-ZEROS: Final = Data("zeros", lambda _, size, __: np.zeros(size), 2**31 - 1)
 
 
 @functools.lru_cache(maxsize=128)

@@ -12,13 +12,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from lt_runtime.reference import activate, derivative
-from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, ZEROS, Data, ProductOperands
+from lt_runtime.tuner.operands import EDGES, LATTICE, ONES, Data, ProductOperands
 
 KINDS: Final = (LATTICE, EDGES, ONES)
 """Random data whose sums are exact in any order, which shows a term too few or too many; data of which no sum is exact,
 which shows an operand or a partial sum in too narrow a type; and ones, whose sums must be K."""
-_KINDS_WITH_MASK: Final = (*KINDS, ZEROS)
-"""Where ReLU's mask is made: its bit is not set where the sum is 0, of which some algorithms think otherwise."""
 _SLAB: Final = 1 << 22  # elements of D that the reference is computed for at a time
 
 # One unit in the last place, relative. Rounding to the nearest costs half of it, but the library does not promise that.
@@ -52,8 +50,7 @@ def verify(launches: Mapping[str, Callable[[], object]], operands: ProductOperan
         operands: of the product; they are overwritten.
     """
     reasons: dict[str, str] = {}
-    makes_mask = operands.has_mask and "aux" in operands.outputs
-    for seed, data in enumerate(_KINDS_WITH_MASK if makes_mask else KINDS):
+    for seed, data in enumerate(KINDS):
         operands.fill(data, seed)
         expected = list(expected_outputs(operands, data))
         for name, launch in launches.items():
@@ -177,13 +174,10 @@ def _expect(problem: MatmulProblem, output: str, rows: slice, values: Any, error
 
 
 def _expect_aux(operands: ProductOperands, rows: slice, product: Any, error: Any) -> Expected:
-    """The pre-activation, or ReLU's mask of it.
-
-    Close to 0, where its sign may be off, either bit is right. Of a sum that is exactly 0 the bit is not set.
-    """
+    """The pre-activation, or ReLU's mask of it. Close to 0, where its sign may be off, either bit is right."""
     if not operands.has_mask:
         return _expect(operands.problem, "aux", rows, product, error)
-    limits = ((abs(product) <= error) & (error > 0)).astype("float64")
+    limits = (abs(product) <= error).astype("float64")
     return Expected("aux", rows, (product > 0).astype("float64"), limits)
 
 

@@ -96,13 +96,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/tuner/test_verification.py::test_one_element_that_is_off",
     ),
     fault(
-        "a mask of exact zeros passes verification",
-        _VERIFICATION,
-        "((abs(product) <= error) & (error > 0))",
-        "(abs(product) <= error)",
-        "tests/cpu/tuner/test_verification.py::test_a_mask_that_has_exact_zeros_in_it",
-    ),
-    fault(
         "NaN passes verification",
         _VERIFICATION,
         "bad = ~(abs(actual - part.values) <= part.limits)",

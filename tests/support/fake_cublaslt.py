@@ -519,7 +519,7 @@ def _finish(
         product = product + vector.astype(np.float64)[:, :, None]
     if epilogue in _AUX_OUT:
         assert aux is not None
-        aux[...] = np.packbits(product > 0, axis=1, bitorder="little") if _is_relu(epilogue) else product
+        aux[...] = np.packbits(product >= 0, axis=1, bitorder="little") if _is_relu(epilogue) else product
     if epilogue in _DERIVATIVES:
         assert aux is not None
         product = product * _derivative(epilogue, aux, product.shape[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,22 @@ class LayerData:
         self.factors = reference.dropout_scale((m, n), case.dropout, case.rng) if case.dropout else np.ones((m, n))
         self.y, self.z = reference.linear_fwd(self.x, self.w, self.bias, case.activation, self.factors)
         self.gradients = reference.linear_bwd(self.dy, self.x, self.w, self.z, case.activation, self.factors)
+        self.readings = readings(self.z, case.activation)
+
+
+def readings(z: Array, activation: Activation) -> list[Array]:
+    """The pre-activations that derivatives may be taken from: by cuBLASLt's mask ReLU's is 1 where z is exactly 0."""
+    if activation.name != "relu" or (z != 0).all():
+        return [z]
+    return [z, np.where(z == 0, 1.0, z)]
+
+
+def check_any(check: Callable[[Array], None], those: Sequence[Array]) -> None:
+    """Fails as the first check does, if every one fails."""
+    for each in those[1:]:
+        with contextlib.suppress(AssertionError):
+            return check(each)
+    return check(those[0])
 
 
 def forward_tolerance(case: LinearCase, data: LayerData) -> Array:
@@ -138,9 +156,21 @@ class Layer:
             assert_close("z", self.z.values(), data.z, 2 * EPSILON[case.dtype] * np.abs(data.z))
 
     def check_backward(self, result: Any, accumulations: int = 1) -> None:
-        """That the gradients are right, where they should be, and the others are not there."""
+        """That the gradients are right, where they should be, and the others are not there.
+
+        Where ReLU's pre-activation is exactly 0 the derivative is 0 everywhere, or 1 everywhere; see `Saved`.
+        """
         self.wait()
-        case, exact, limit = self.case, self.data.gradients, dz_tolerance(self.case, self.data)
+        data = self.data
+
+        def check(z: Array) -> None:
+            exact = reference.linear_bwd(data.dy, data.x, data.w, z, self.case.activation, data.factors)
+            self._check_gradients(result, exact, accumulations)
+
+        check_any(check, data.readings)
+
+    def _check_gradients(self, result: Any, exact: Any, accumulations: int) -> None:
+        case, limit = self.case, dz_tolerance(self.case, self.data)
         need_dx, need_dw, need_db = case.need
         assert (result.dx is None, result.dw is None) == (not need_dx, not need_dw)
         assert (result.db is None) == (not (need_db and case.bias))

@@ -114,22 +114,6 @@ def test_one_bit_of_a_mask() -> None:
     assert fault.startswith("wrong: aux[0, 5, 19] is ")
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.RELU_AUX, Epilogue.RELU_AUX_BIAS])
-def test_a_mask_that_has_exact_zeros_in_it(epilogue: Epilogue) -> None:
-    """ReLU's derivative at 0 is 0."""
-
-    def launch(trial: ProductOperands) -> None:
-        right(trial)
-        a, b = operands(trial)
-        sums = a @ b + (trial.read("vector") if epilogue.has_bias else 0.0)
-        bits = np.packbits(sums >= 0, axis=-1, bitorder="little")
-        trial.buffers["aux"].bits[..., : bits.shape[-1]] = bits
-
-    fault = judge(a_problem(epilogue), launch)
-    assert fault is not None
-    assert fault.startswith("wrong: aux[0, ")
-
-
 def test_an_element_that_is_not_written() -> None:
     def launch(trial: ProductOperands) -> None:
         before = trial.buffers["d"].bits[0, 4, 9].copy()
