@@ -1,8 +1,8 @@
 // Softmax cross-entropy and its gradient. Each row is read once and kept in shared memory, and its gradient is written
 // once. The part of a row that does not fit into shared memory is read again, mostly from L2.
 //
-// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, ROW_LANES, the threads that share a streamed row, and
-// WEIGHTS, which cross_entropy.cuh explains.
+// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, ROW_BLOCKS, the blocks that a multiprocessor shall
+// hold, ROW_LANES, the threads that share a streamed row, and WEIGHTS, which cross_entropy.cuh explains.
 
 #include "cross_entropy.cuh"
 #include "few_classes.cuh"
@@ -58,7 +58,7 @@ __device__ inline float do_rows(const CrossEntropyParams& p, const Group& group,
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 2) cross_entropy(const lt::CrossEntropyParams p) {
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, ROW_BLOCKS) cross_entropy(const lt::CrossEntropyParams p) {
   using namespace lt;
   DYNAMIC_SHARED(uint4, memory);
   __shared__ float scratch[kMaxWarps];

@@ -224,6 +224,15 @@ __device__ inline void copy_async(uint4* to, const uint4* from) {
 #endif
 }
 
+// Brings an octet into L2.
+__device__ inline void prefetch_octet(const SCALAR* p) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#else
+  static_cast<void>(p);
+#endif
+}
+
 __device__ inline void end_batch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

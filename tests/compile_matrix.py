@@ -17,7 +17,7 @@ from typing import Final
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import dropout
 from lt_runtime.kernels.blocks import SCALAR
-from lt_runtime.kernels.cross_entropy import row_macros
+from lt_runtime.kernels.cross_entropy import Sharers, row_macros
 from lt_runtime.kernels.elementwise_loss import LOSSES
 from lt_runtime.kernels.epilogue import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
@@ -141,11 +141,11 @@ VARIANTS: Final = (
     *_epilogue_fwd(),
     *(
         variant
-        for block_rows, weights in itertools.product((False, True), (0, 1, 2))
+        for sharers, weights in itertools.product(Sharers, (0, 1, 2))
         for variant in over(
             "cross_entropy.cu",
             SCALAR=SCALAR.values(),
-            **{name: [value] for name, value in row_macros(block_rows=block_rows, weights=weights)},
+            **{name: [value] for name, value in row_macros(sharers, weights)},
         )
     ),
     *over("elementwise_loss.cu", SCALAR=SCALAR.values(), LOSS=LOSSES.values(), WEIGHTED="01"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from ctypes import Structure, c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -21,13 +22,15 @@ from lt_runtime.problem import DType
 # depend on the GPU: on the number of its multiprocessors, and on whether their shared memory holds a row.
 _WARP_ROW_THREADS: Final = 320  # threads of a block in which a row is shared by a warp or fewer threads
 _BLOCK_ROW_THREADS: Final = 256  # threads of a block that shares a row: fewer threads wait at its barriers
+_LONG_ROW_THREADS: Final = 512  # of a block that shares a long row, and has a multiprocessor for itself
+_LONG_ROW: Final = 112 << 10  # bytes; an H200's shared memory does not hold two longer rows
 _OCTETS_PER_LANE: Final = 2  # a row is shared by so many threads that each has two octets, up to a warp
 _WARP_OCTETS: Final = 256  # a longer row is shared by a whole block
 _FEW_CLASSES: Final = 16  # as few as a thread keeps in registers; few_classes.cuh has the same number
 _ROWS_OF_ONE_BLOCK: Final = 1024  # with few classes a block of a thread a row counts labels itself, and waits for none
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
 _MAX_BLOCKS: Final = 4096  # each writes a partial sum, which the last block adds up; few classes may take more blocks
-_BLOCKS_PER_MULTIPROCESSOR: Final = 2  # they share its memory where rows are long
+_BLOCKS_PER_MULTIPROCESSOR: Final = 2  # they share its memory where rows are a block's but not long
 _RESERVED_SHARED: Final = 2048  # bytes of shared memory a block for the kernel's own variables and the driver's
 # Each block counts up to so many labels itself; more labels are counted by a launch of their own. The number cannot be
 # smaller: several blocks of few classes rely on a launch of its own.
@@ -74,16 +77,35 @@ class Weighting(NamedTuple):
         return 2 if self.classes and smoothing > 0 else int(self.rows or self.classes)
 
 
-def row_macros(*, block_rows: bool, weights: int = 0) -> Macros:
-    """What cross_entropy is compiled for besides a type: threads of a block, how many of them stream a row, weights.
+class Sharers(enum.Enum):
+    """Who shares a row: at most a warp, a block, or the only block of a multiprocessor."""
+
+    WARP = "warp"
+    BLOCK = "block"
+    MULTIPROCESSOR = "multiprocessor"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        of_block = {Sharers.BLOCK: _BLOCK_ROW_THREADS, Sharers.MULTIPROCESSOR: _LONG_ROW_THREADS}
+        return of_block.get(self, _WARP_ROW_THREADS)
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Blocks that share the memory of a multiprocessor."""
+        return 1 if self is Sharers.MULTIPROCESSOR else _BLOCKS_PER_MULTIPROCESSOR
+
+
+def row_macros(sharers: Sharers, weights: int = 0) -> Macros:
+    """What cross_entropy is compiled for besides a type: blocks, their threads, how many of these share a row, weights.
 
     Args:
-        block_rows: whether a whole block shares a row, rather than at most a warp.
         weights: see `Weighting.mode`.
     """
-    threads = _BLOCK_ROW_THREADS if block_rows else _WARP_ROW_THREADS
-    lanes = threads if block_rows else WARP
-    return ("ROW_THREADS", str(threads)), ("ROW_LANES", str(lanes)), ("WEIGHTS", str(weights))
+    lanes = WARP if sharers is Sharers.WARP else sharers.threads
+    numbers = {"ROW_THREADS": sharers.threads, "ROW_LANES": lanes, "WEIGHTS": weights}
+    numbers["ROW_BLOCKS"] = sharers.blocks_per_multiprocessor
+    return tuple((name, str(number)) for name, number in numbers.items())
 
 
 class Labels(NamedTuple):
@@ -98,45 +120,44 @@ class RowSharing:
     """How the threads of cross_entropy's grid share the rows.
 
     Attributes:
+        sharers: who shares a row.
+        itemsize: bytes of a logit.
         lanes: threads that share a row.
-        threads: threads of a block.
         blocks: blocks of the grid.
         octets: octets in the longest share of a row.
     """
 
+    sharers: Sharers
+    itemsize: int
     lanes: int
-    threads: int
     blocks: int
     octets: int
 
     @classmethod
-    def of(cls, logits: Layout) -> RowSharing:
-        """A function of the shape and order alone."""
-        octets, threads = logits.cols // OCTET, _WARP_ROW_THREADS
+    def of(cls, logits: Layout, itemsize: int) -> RowSharing:
+        """A function of shape, order and type alone."""
+        octets, sharers = logits.cols // OCTET, Sharers.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
         elif octets > _WARP_OCTETS:
-            lanes = threads = _BLOCK_ROW_THREADS
+            sharers = Sharers.MULTIPROCESSOR if logits.cols * itemsize > _LONG_ROW else Sharers.BLOCK
+            lanes = sharers.threads
         else:
             lanes = min(WARP, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
-        blocks = min(-(-logits.rows * lanes // threads), _MAX_BLOCKS)
-        return cls(lanes, threads, blocks, -(-octets // lanes))
+        blocks = min(-(-logits.rows * lanes // sharers.threads), _MAX_BLOCKS)
+        return cls(sharers, itemsize, lanes, blocks, -(-octets // lanes))
 
-    @property
-    def shared_by_block(self) -> bool:
-        """Whether a whole block shares a row, rather than at most a warp."""
-        return self.lanes > WARP
-
-    def held_octets(self, itemsize: int, device: int) -> int:
+    def held_octets(self, device: int) -> int:
         """How many octets of each thread fit into the block's share of shared memory."""
         names = "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
         of_block, of_multiprocessor = device_attributes(device, *names)
-        room = min(of_block, of_multiprocessor // _BLOCKS_PER_MULTIPROCESSOR) - _RESERVED_SHARED
-        return min(self.octets, room // self.held_bytes(itemsize))
+        room = min(of_block, of_multiprocessor // self.sharers.blocks_per_multiprocessor) - _RESERVED_SHARED
+        return min(self.octets, room // self.held_bytes)
 
-    def held_bytes(self, itemsize: int) -> int:
+    @property
+    def held_bytes(self) -> int:
         """Bytes of shared memory for one octet of each thread."""
-        return self.threads * OCTET * itemsize
+        return self.sharers.threads * OCTET * self.itemsize
 
 
 class CrossEntropyPass:
@@ -152,21 +173,21 @@ class CrossEntropyPass:
         weighting: Weighting,
         device: int,
     ) -> None:
-        self._rows, self._sharing = logits.rows, RowSharing.of(logits)
+        self._rows, self._sharing = logits.rows, RowSharing.of(logits, dtype.itemsize)
         few = logits.cols <= _FEW_CLASSES
         holds = logits.order is Order.ROW and not few
-        held = self._sharing.held_octets(dtype.itemsize, device) if holds else 0
+        held = self._sharing.held_octets(device) if holds else 0
         self._streams = self._can_stream(dtype, (logits, gradient), held)
         tiling = self._tiling(few, device)
         self._blocks = tiling.grid[0]
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
         weights = weighting.mode(smoothing)
-        macros = (("SCALAR", SCALAR[dtype]), *row_macros(block_rows=self._sharing.shared_by_block, weights=weights))
+        macros = (("SCALAR", SCALAR[dtype]), *row_macros(self._sharing.sharers, weights))
         params = CrossEntropyParams(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
         params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
         params.smoothing, params.wide_labels = smoothing, labels.wide
         params.lanes, params.held = self._sharing.lanes, held
-        shared = held * self._sharing.held_bytes(dtype.itemsize)
+        shared = held * self._sharing.held_bytes
         entry = CROSS_ENTROPY_FEW if few else CROSS_ENTROPY
         self._launches = Launches(entry, macros, device, tiling, params, shared=shared)
         # Few labels are counted by the blocks themselves, which costs less than a launch.
@@ -177,27 +198,29 @@ class CrossEntropyPass:
         self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)
 
     def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
-        """Whether a warp or a block shares a row, holds all of it, and rows begin at multiples of 16 bytes.
+        """Whether rows begin at multiples of 16 bytes, and a warp or a block shares each and holds it, or it is long.
 
         The address of the first row, which is not known yet, is left to `run`.
         """
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
-        return straight and even and self._sharing.lanes >= WARP and held == self._sharing.octets
+        holds = held == self._sharing.octets or self._sharing.sharers is Sharers.MULTIPROCESSOR
+        return straight and even and self._sharing.lanes >= WARP and holds
 
     def _tiling(self, few: bool, device: int) -> Tiling:
-        threads, blocks = self._sharing.threads, self._sharing.blocks
+        sharers, blocks = self._sharing.sharers, self._sharing.blocks
+        threads = sharers.threads
         if few:
             threads = WARP * -(-self._rows // WARP) if self._rows <= _ROWS_OF_ONE_BLOCK else THREADS
             blocks = -(-self._rows // threads)
         elif self._streams:
-            blocks = min(blocks, device_info(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR)
+            blocks = min(blocks, device_info(device).multiprocessors * sharers.blocks_per_multiprocessor)
         return Tiling((blocks, 1), (threads, 1))
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch memory: the number of rows that count, then losses of blocks or rows."""
-        keeps_rows = self._streams and self._sharing.shared_by_block
+        keeps_rows = self._streams and self._sharing.sharers is not Sharers.WARP
         sums = max(self._blocks, self._rows) if keeps_rows else self._blocks
         return 4 * (1 + max(sums, self._count_blocks))
 

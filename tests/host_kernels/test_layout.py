@@ -41,6 +41,7 @@ MACROS = (
     ("STOCHASTIC", "1"),
     ("ROW_THREADS", "320"),
     ("ROW_LANES", "32"),
+    ("ROW_BLOCKS", "2"),
     ("WIDTH", "16"),
     ("ROWS", "1"),
 )

@@ -497,7 +497,7 @@ def test_a_label_out_of_range_has_no_weight(runner: Runner, classes: int) -> Non
 
 @pytest.mark.parametrize("little_memory", [False, True], ids=["held", "read again"])
 @pytest.mark.parametrize("offset", [0, 1, 8])
-@pytest.mark.parametrize(("dtype", "classes"), [(BF16, 50304), (F16, 50257), (F32, 30000)], ids=str)
+@pytest.mark.parametrize(("dtype", "classes"), [(BF16, 50304), (F16, 50257), (F32, 30000), (F32, 70000)], ids=str)
 def test_many_classes(runner: Runner, dtype: DType, classes: int, offset: int, little_memory: bool) -> None:
     place = Placement(column_major=False, gap=0, offset=offset)
     case = LossCase((2, classes), False, 2, place, FLAT, place, little_memory)
@@ -516,6 +516,17 @@ def test_a_block_goes_from_row_to_row(
         monkeypatch.setattr(family, "_MAX_BLOCKS", blocks)
         case = LossCase((rows, classes), in_place=True, prediction=place)
         check_cross_entropy(runner, dtype, case, np.arange(rows) % 3, 0.1, 1)
+
+
+@pytest.mark.parametrize("dtype", [F32, DType.BFLOAT16], ids=str)
+@pytest.mark.parametrize("room", [10, 42, 227], ids=["none", "of one batch", "of all"])
+def test_long_rows(runner: Runner, room: int, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block goes from row to row; a thread has its last octets in registers, and reads again what has no room."""
+    monkeypatch.setattr(family, "_LONG_ROW", 0)
+    monkeypatch.setitem(globals(), "MUCH_SHARED_MEMORY", (room << 10, room << 10))
+    for classes, smoothing in ((37000, 0.1), (16392, 0.0)):
+        case = LossCase((4, classes), in_place=True, order=classes % 3)
+        check_cross_entropy(runner, dtype, case, np.arange(4) * (classes // 4), smoothing, classes // 4)
 
 
 @pytest.mark.parametrize("classes", [3, 40, 3000])

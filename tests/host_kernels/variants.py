@@ -12,7 +12,6 @@ from typing import Final
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels.blocks import SCALAR
-from lt_runtime.kernels.cross_entropy import row_macros
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.narrow import _SHARED_ROWS, narrow_macros
 from lt_runtime.kernels.tiling import access_macros
@@ -121,10 +120,6 @@ def _access_name(aligned: bool) -> str:
 
 def scalar_macros(dtype: DType) -> Macros:
     return (("SCALAR", SCALAR[dtype]),)
-
-
-def cross_entropy_macros(dtype: DType, block_rows: bool) -> Macros:
-    return (*scalar_macros(dtype), *row_macros(block_rows=block_rows))
 
 
 def _saved_modes(activation: str) -> tuple[Saved, ...]:

@@ -291,6 +291,27 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/host_kernels/test_loss.py::test_a_block_goes_from_row_to_row[504-DType.FLOAT32]",
     ),
     fault(
+        "a long row's octets without room are those with room",
+        "cuda_src/stream_rows.cuh",
+        "const Batch read(from + batch * kBatchStride, kOctetsInFlight);",
+        "const Batch read(from + (batch - batches.held) * kBatchStride, kOctetsInFlight);",
+        f"{_LOSS}::test_long_rows[of one batch-DType.BFLOAT16]",
+    ),
+    fault(
+        "a long row's last octets are the row's before",
+        "cuda_src/stream_rows.cuh",
+        "if (has_next) rest.fetch(held, batches, next);",
+        "if (has_next && !kLongRows) rest.fetch(held, batches, next);",
+        f"{_LOSS}::test_long_rows[of all-DType.FLOAT32]",
+    ),
+    fault(
+        "a long row is written where it was read last",
+        "cuda_src/stream_rows.cuh",
+        "const Batch again(from + batch * kBatchStride, kOctetsInFlight);",
+        "const Batch again(from, kOctetsInFlight);",
+        f"{_LOSS}::test_long_rows[none-DType.FLOAT32]",
+    ),
+    fault(
         "a row's single last elements are left out",
         "cuda_src/stream_rows.cuh",
         "if (single < p.cols) take_in(softmax, p, to_float(row.logits[single]), single);",

@@ -7,31 +7,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_runtime.kernels import cross_entropy
-from lt_runtime.kernels.cross_entropy import RowSharing
+from lt_runtime.kernels.cross_entropy import RowSharing, Sharers
 from lt_runtime.kernels.elementwise_loss import flattened
 from lt_runtime.layout import Layout, Order, packed
 
 
-@given(rows=st.integers(1, 10**6), cols=st.integers(1, 10**6), order=st.sampled_from(Order))
-def test_every_row_has_threads(rows: int, cols: int, order: Order) -> None:
-    sharing = RowSharing.of(Layout(rows, cols, order, max(rows, cols)))
-    threads = sharing.threads
-    assert threads == (cross_entropy._BLOCK_ROW_THREADS if sharing.lanes > 32 else cross_entropy._WARP_ROW_THREADS)
+@given(
+    rows=st.integers(1, 10**6),
+    cols=st.integers(1, 10**6),
+    order=st.sampled_from(Order),
+    itemsize=st.sampled_from((2, 4)),
+)
+def test_every_row_has_threads(rows: int, cols: int, order: Order, itemsize: int) -> None:
+    sharing = RowSharing.of(Layout(rows, cols, order, max(rows, cols)), itemsize)
+    threads = sharing.sharers.threads
+    assert (sharing.lanes > 32) == (sharing.sharers is not Sharers.WARP)
+    is_long = order is Order.ROW and cols * itemsize > 112 << 10
+    assert is_long == (sharing.sharers is Sharers.MULTIPROCESSOR)
     assert sharing.lanes == threads or (sharing.lanes <= 32 and sharing.lanes & (sharing.lanes - 1) == 0)
     assert threads % sharing.lanes == 0 == threads % 32
     assert 1 <= sharing.blocks <= cross_entropy._MAX_BLOCKS
     assert sharing.octets * sharing.lanes >= cols // 8
 
 
-@pytest.mark.parametrize(("itemsize", "held"), [(2, 25), (4, 14)])
-def test_rows_are_held_as_far_as_two_blocks_have_memory(
-    itemsize: int, held: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("classes", "itemsize", "octets", "held"), [(50304, 2, 25, 25), (50304, 4, 13, 13), (128256, 2, 32, 28)]
+)
+def test_rows_are_held_as_far_as_blocks_have_memory(
+    classes: int, itemsize: int, octets: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """50,304 classes on an H200: the whole row of a 16-bit type, half of one in FP32."""
+    """On an H200: of two rows, of one, and of one but for what threads have in registers."""
     monkeypatch.setattr(cross_entropy, "device_attributes", lambda *_: (227 << 10, 228 << 10))
-    sharing = RowSharing.of(packed(8192, 50304))
-    assert sharing.octets == 25
-    assert sharing.held_octets(itemsize, 0) == held
+    sharing = RowSharing.of(packed(8192, classes), itemsize)
+    assert sharing.octets == octets
+    assert sharing.held_octets(0) == held
 
 
 def test_matrices_without_gaps_are_one_row() -> None:
