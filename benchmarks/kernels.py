@@ -160,7 +160,11 @@ def _adamw(shapes: Shapes, dtype: str, max_norm: float | None, _: int) -> Builde
         step = optimizer_step(shapes, dtype, max_norm)
         return Contender(lambda _, stream: step(stream=stream))
 
-    return {"lt": ours, "torch": peer("torch_kernels", "adamw", shapes, dtype, max_norm)}
+    return {
+        "lt": ours,
+        "torch": peer("torch_kernels", "adamw", shapes, dtype, max_norm),
+        "torch_compiled_flat": peer("torch_kernels", "flat_adamw", shapes, dtype, max_norm),
+    }
 
 
 def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Callable[..., object]:
@@ -171,24 +175,32 @@ def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | Non
     return lt.AdamW(parameters, lr=1e-5, **({} if max_norm is None else {"max_norm": max_norm})).step
 
 
-# Softmax cross-entropy and its gradient, in BF16: the floor is one read of the logits and one write.
+# Softmax cross-entropy and its gradient: the floor is one read of the logits and one write.
 
 
 def cross_entropy(
-    rows: int, classes: int, *, weighted: bool = False, target: Target = NO_TARGET, rotated: bool = True
+    rows: int,
+    classes: int,
+    dtype: str = "bfloat16",
+    *,
+    weighted: bool = False,
+    target: Target = NO_TARGET,
+    rotated: bool = True,
 ) -> Case:
     """The loss and its gradient.
 
     Args:
         weighted: by class, and by row.
     """
-    name = f"cross_entropy{', class and row weights,' if weighted else ''} + gradient BF16 {rows}×{classes}"
+    weights = ", class and row weights," if weighted else ""
+    name = f"cross_entropy{weights} + gradient {_SHORT[dtype]} {rows}×{classes}"
     builders = _weighted_cross_entropy if weighted else _cross_entropy
-    return Case(name, 4 * rows * classes, partial(builders, (rows, classes)), target, rotated)
+    moved = 2 * itemsize(dtype) * rows * classes
+    return Case(name, moved, partial(builders, dtype, (rows, classes)), target, rotated)
 
 
-def _weighted_cross_entropy(shape: tuple[int, int], sets: int) -> Builders:
-    made, targets = buffers.matrices(shape, "bfloat16", sets, 2), buffers.labels(*shape)
+def _weighted_cross_entropy(dtype: str, shape: tuple[int, int], sets: int) -> Builders:
+    made, targets = buffers.matrices(shape, dtype, sets, 2), buffers.labels(*shape)
     weights = {"row_weights": normal(shape[:1], "float32"), "class_weights": abs(normal(shape[1:], "float32"))}
     return {
         "lt": partial(our_cross_entropy, made, targets, **weights),
@@ -197,11 +209,12 @@ def _weighted_cross_entropy(shape: tuple[int, int], sets: int) -> Builders:
     }
 
 
-def _cross_entropy(shape: tuple[int, int], sets: int) -> Builders:
-    made, targets = buffers.matrices(shape, "bfloat16", sets, 2), buffers.labels(*shape)
+def _cross_entropy(dtype: str, shape: tuple[int, int], sets: int) -> Builders:
+    made, targets = buffers.matrices(shape, dtype, sets, 2), buffers.labels(*shape)
     return {
         "lt": partial(our_cross_entropy, made, targets),
         "torch": peer("torch_kernels", "cross_entropy", made, targets),
+        "torch_compiled": peer("torch_kernels", "cross_entropy", made, targets, compiled=True),
         "torch_log_softmax": peer("torch_kernels", "log_softmax_gradient", made, targets),
     }
 
@@ -288,6 +301,8 @@ CASES: Final[Sequence[Case]] = (
     adamw_step(GPT2_NAME, GPT2, "bfloat16", 1.0, target=Target(0.92)),
     adamw_step("12 k parameters", SMALL, "float32", target=Target(ratio={"torch": 1.0})),
     cross_entropy(8192, 50304, target=Target(0.85)),
+    cross_entropy(8192, 50304, "float32", target=Target(0.85)),
+    cross_entropy(4096, 128256, target=Target(0.85)),
     cross_entropy(65536, 1000),
     cross_entropy(8192, 10, rotated=False),
     cross_entropy(8192, 50304, weighted=True, target=Target(0.85)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -128,28 +129,50 @@ def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None)
     return Contender(run, capture)
 
 
-def cross_entropy(buffers: Sets, targets: Any) -> Contender:
+def flat_adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
+    """The same update written out for one tensor of all elements, by torch.compile."""
+    size = (sum(map(math.prod, shapes)),)
+    value, gradient = tensor(normal(size, "float32")), tensor(normal(size, dtype))
+    copy = None if dtype == "float32" else tensor(normal(size, dtype))
+    first, second, time = torch.zeros_like(value), torch.zeros_like(value), torch.zeros((), device="cuda")
+
+    def update() -> None:
+        time.add_(1)
+        g = gradient.float()
+        if max_norm is not None:
+            g = g * (max_norm / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0)
+        first.lerp_(g, 1 - 0.9)
+        second.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
+        root = (second / (1 - 0.999**time)).sqrt() + 1e-8
+        value.mul_(1 - 1e-5 * 0.01).sub_(1e-5 / (1 - 0.9**time) * first / root)
+        if copy is not None:
+            copy.copy_(value)
+
+    step = torch.compile(update, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return Contender(lambda *_: step(), capture)
+
+
+def cross_entropy(buffers: Sets, targets: Any, *, compiled: bool = False) -> Contender:
     """F.cross_entropy and its gradient through autograd."""
     labels = tensor(targets)
 
-    def task(logits: torch.Tensor) -> object:
-        loss = torch.nn.functional.cross_entropy(logits, labels)
-        return loss.detach(), *torch.autograd.grad(loss, logits)
+    def cost(logits: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits, labels)
 
-    return _over([(logits.requires_grad_(),) for (logits,) in _inputs(buffers, 1)], task)
+    return _with_gradient(cost, _inputs(buffers, 1), compiled)
 
 
 def log_softmax_gradient(buffers: Sets, targets: Any) -> Contender:
     """The same by hand, from log_softmax: autograd would write the gradient of log_softmax's output as well."""
-    labels = tensor(targets)[:, None]
-    minus_one = torch.full(labels.shape, -1.0, device="cuda", dtype=torch.bfloat16)
+    labels, inputs = tensor(targets)[:, None], _inputs(buffers, 1)
+    minus_one = torch.full(labels.shape, -1.0, device="cuda", dtype=inputs[0][0].dtype)
 
     def task(logits: torch.Tensor) -> object:
         log_p = torch.log_softmax(logits, 1)
         loss = -log_p.gather(1, labels).mean()
         return loss, log_p.exp_().scatter_add_(1, labels, minus_one).mul_(1 / len(labels))
 
-    return _over(_inputs(buffers, 1), task)
+    return _over(inputs, task)
 
 
 def weighted_cross_entropy(
