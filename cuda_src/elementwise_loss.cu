@@ -8,15 +8,17 @@
 
 namespace lt {
 
-constexpr int kInFlight = WEIGHTED ? 1 : 2;  // octets of each operand that a thread waits for at once
-// Blocks that a multiprocessor shall hold, which bounds a thread's registers: as many as let it keep all in them. From
-// Blackwell on the compiler takes more.
+// Octets of each operand that a thread waits for at once where all are whole. A loss of many instructions needs more warps
+// instead: while some compute, others wait.
+constexpr int kInFlight = LOSS::kIsShort && !WEIGHTED ? 2 : 1;
+// Blocks that a multiprocessor shall hold, which bounds a thread's registers: as many as let it keep all in them. With
+// weights the compiler takes more from Blackwell on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kFewBlocks = 2;
+constexpr int kWeightedBlocks = LOSS::kIsShort ? 4 : 2;
 #else
-constexpr int kFewBlocks = 3;
+constexpr int kWeightedBlocks = LOSS::kIsShort ? 5 : 4;
 #endif
-constexpr int kBlocks = LOSS::kIsShort && !WEIGHTED ? 4 : kFewBlocks;
+constexpr int kBlocks = WEIGHTED ? kWeightedBlocks : LOSS::kIsShort ? 4 : 6;
 
 struct ElementwiseLossParams {
   Matrix prediction;
@@ -50,55 +52,11 @@ __device__ inline OctetPlace place_octet(const ElementwiseLossParams& p, int64 i
   return {row, col, exists ? octet_count(col, p.cols) : 0};
 }
 
-// How octets are moved where not all of them are whole and aligned to 16 bytes: decided for each octet.
-struct EachAsItLies {
-  using Raw = Octet;
-  using Place = OctetPlace;
-  static __device__ Place place(const ElementwiseLossParams& p, int64 index, int64 octets_per_row) {
-    return place_octet(p, index, octets_per_row);
-  }
-  static __device__ Raw load(const Matrix& m, const OctetPlace& at) {
-    return lt::load<SCALAR>(m, at.row, at.col, at.count);
-  }
-  static __device__ Octet unpack(const Raw& raw) { return raw; }
-  static __device__ int count(const OctetPlace& at) { return at.count; }
-  static __device__ OctetPlace octet(const OctetPlace& at) { return at; }
-  static __device__ void store(const Matrix& m, const OctetPlace& at, const Octet& octet) {
-    lt::store<SCALAR>(m, at.row, at.col, at.count, octet);
-  }
-};
-
-// How they are moved where all are. Nothing is converted before all loads are under way.
-struct Whole {
-  using Raw = Packed<SCALAR>;
-  using Place = int64;  // index of the octet's first element; there is none beyond the last
-  static __device__ Place place(const ElementwiseLossParams&, int64 index, int64 octets) {
-    return index < octets ? index * kOctet : -1;
-  }
-  static __device__ Raw load(const Matrix& m, Place at) {
-    return at >= 0 ? load_packed(static_cast<const SCALAR*>(m.data) + at) : Raw{};
-  }
-  static __device__ Octet unpack(const Raw& raw) { return lt::unpack<SCALAR>(raw); }
-  static __device__ int count(Place at) { return at >= 0 ? kOctet : 0; }
-  static __device__ OctetPlace octet(Place at) { return {0, at, count(at)}; }
-  static __device__ void store(const Matrix& m, Place at, const Octet& octet) {
-    if (at >= 0) store_packed(static_cast<SCALAR*>(m.data) + at, pack<SCALAR>(octet));
-  }
-};
-
-__device__ inline bool all_whole(const ElementwiseLossParams& p) {
-  const uint64 addresses = reinterpret_cast<uint64>(p.prediction.data) | reinterpret_cast<uint64>(p.target.data) |
-                           reinterpret_cast<uint64>(p.gradient.data);
-  const bool contiguous = p.prediction.col_stride == 1 && p.target.col_stride == 1 && p.gradient.col_stride == 1;
-  return p.rows == 1 && p.cols % kOctet == 0 && contiguous && addresses % 16 == 0;
-}
-
 // Row and column of an element, and then of the elements after it.
 struct Position {
   int64 row;
   int64 col;
 
-  Position() = default;
   // Rows that were joined have fewer elements than 32 bits count: a division of 64 bits takes registers that loads need.
   __device__ Position(const ElementwiseLossParams& p, const OctetPlace& at) : row(at.row), col(at.col) {
     if (p.width == p.cols) return;
@@ -113,32 +71,93 @@ struct Position {
   }
 };
 
-// The weights of an octet's elements: 0 for those that do not exist.
+// The weights of an octet's elements.
 struct Weights {
-  Octet of_rows;
+  float of_all;
+  Octet of_rows;  // besides; 0 for elements that do not exist
   Octet of_columns;
+};
 
-  // Of the first `count` elements from `at` on.
-  __device__ Weights(const ElementwiseLossParams& p, Position at, int count) {
-    if (count == kOctet && at.col + kOctet <= p.width) {  // in one row
-      const float weight = p.row_weights ? p.row_weights[at.row] : 1.0f;
-      if (p.pos_weight) of_columns = load<float>(Matrix{const_cast<float*>(p.pos_weight), 0, 1}, 0, at.col, kOctet);
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        of_rows.v[i] = weight;
-        if (!p.pos_weight) of_columns.v[i] = 1.0f;
-      }
-      return;
-    }
+// How octets are moved where not all of them are whole and aligned to 16 bytes: decided for each octet.
+struct EachAsItLies {
+  static constexpr int kInFlight = 1;
+  using Raw = Octet;
+  using Place = OctetPlace;
+  struct RawWeights {};
+  static __device__ Place place(const ElementwiseLossParams& p, int64 index, int64 octets_per_row, bool) {
+    return place_octet(p, index, octets_per_row);
+  }
+  static __device__ Raw load(const Matrix& m, const Place& at) { return lt::load<SCALAR>(m, at.row, at.col, at.count); }
+  static __device__ RawWeights load_weights(const ElementwiseLossParams&, const Place&) { return {}; }
+  static __device__ Octet unpack(const Raw& raw) { return raw; }
+  static __device__ Weights weights(const ElementwiseLossParams& p, const Place& at, const RawWeights&) {
+    Position position(p, at);
+    Weights out;
+    out.of_all = 1.0f;
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-      const bool exists = i < count;
-      of_rows.v[i] = !exists ? 0.0f : p.row_weights ? p.row_weights[at.row] : 1.0f;
-      of_columns.v[i] = exists && p.pos_weight ? p.pos_weight[at.col] : 1.0f;
-      at.advance(p.width);
+      const bool exists = i < at.count;
+      out.of_rows.v[i] = !exists ? 0.0f : p.row_weights ? p.row_weights[position.row] : 1.0f;
+      out.of_columns.v[i] = exists && p.pos_weight ? p.pos_weight[position.col] : 1.0f;
+      position.advance(p.width);
     }
+    return out;
+  }
+  static __device__ int count(const Place& at) { return at.count; }
+  static __device__ void store(const Matrix& m, const Place& at, const Octet& octet) {
+    lt::store<SCALAR>(m, at.row, at.col, at.count, octet);
   }
 };
+
+// How they are moved where all are, and each is in one row. Nothing is converted before all loads are under way.
+struct Whole {
+  static constexpr int kInFlight = lt::kInFlight;
+  using Raw = Packed<SCALAR>;
+  struct Place {
+    int64 octet;
+    bool exists;
+  };
+  struct RawWeights {
+    float of_row;
+    Packed<float> of_columns;
+  };
+  static __device__ Place place(const ElementwiseLossParams&, int64 index, int64, bool exists) { return {index, exists}; }
+  static __device__ Raw load(const Matrix& m, const Place& at) {
+    return at.exists ? load_packed(static_cast<const SCALAR*>(m.data) + at.octet * kOctet) : Raw{};
+  }
+  static __device__ RawWeights load_weights(const ElementwiseLossParams& p, const Place& at) {
+    const uint32 octets = static_cast<uint32>(p.width / kOctet), index = at.exists ? static_cast<uint32>(at.octet) : 0;
+    const uint32 row = index / octets;
+    RawWeights raw;
+    raw.of_row = p.row_weights ? p.row_weights[row] : 1.0f;
+    if (p.pos_weight) raw.of_columns = load_packed(p.pos_weight + (index - row * octets) * kOctet);
+    return raw;
+  }
+  static __device__ Octet unpack(const Raw& raw) { return lt::unpack<SCALAR>(raw); }
+  static __device__ Weights weights(const ElementwiseLossParams& p, const Place&, const RawWeights& raw) {
+    Weights out;
+    out.of_all = raw.of_row;
+    out.of_columns = lt::unpack<float>(raw.of_columns);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      out.of_rows.v[i] = 1.0f;
+      if (!p.pos_weight) out.of_columns.v[i] = 1.0f;
+    }
+    return out;
+  }
+  static __device__ int count(const Place& at) { return at.exists ? kOctet : 0; }
+  static __device__ void store(const Matrix& m, const Place& at, const Octet& octet) {
+    if (at.exists) store_packed(static_cast<SCALAR*>(m.data) + at.octet * kOctet, pack<SCALAR>(octet));
+  }
+};
+
+__device__ inline bool all_whole(const ElementwiseLossParams& p) {
+  const uint64 addresses = reinterpret_cast<uint64>(p.prediction.data) | reinterpret_cast<uint64>(p.target.data) |
+                           reinterpret_cast<uint64>(p.gradient.data) | reinterpret_cast<uint64>(p.pos_weight);
+  const bool contiguous = p.prediction.col_stride == 1 && p.target.col_stride == 1 && p.gradient.col_stride == 1;
+  const int64 in_one_row = WEIGHTED ? p.width : p.cols;
+  return p.rows == 1 && in_one_row % kOctet == 0 && contiguous && addresses % 16 == 0;
+}
 
 __device__ inline void weighted_terms(const ElementwiseLossParams& p, const Octet& prediction, const Octet& target,
                                       const Weights& weights, LossTerm (&terms)[kOctet]) {
@@ -161,39 +180,48 @@ __device__ inline void plain_terms(const ElementwiseLossParams& p, const Octet& 
 // Writes the gradient, and returns the calling thread's share of the sum of losses.
 template <class Octets>
 __device__ inline float sum_losses(const ElementwiseLossParams& p, float scale) {
+  constexpr int kCount = Octets::kInFlight;
   const int64 octets_per_row = (p.cols + kOctet - 1) / kOctet, octets = p.rows * octets_per_row;
   float sum = 0.0f;
-  for (int64 first = static_cast<int64>(blockIdx.x) * blockDim.x * kInFlight; first < octets;
-       first += static_cast<int64>(gridDim.x) * blockDim.x * kInFlight) {
-    typename Octets::Place at[kInFlight];
-    typename Octets::Raw prediction[kInFlight], target[kInFlight];
-#if WEIGHTED
-    Position position[kInFlight];
-#endif
+#pragma unroll 1
+  for (int64 first = static_cast<int64>(blockIdx.x) * blockDim.x * kCount + threadIdx.x; first < octets;
+       first += static_cast<int64>(gridDim.x) * blockDim.x * kCount) {
+    typename Octets::Place at[kCount];
+    typename Octets::Raw prediction[kCount], target[kCount];
+    [[maybe_unused]] typename Octets::RawWeights weights[kCount];
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      at[k] = Octets::place(p, first + k * blockDim.x + threadIdx.x, octets_per_row);
-#if WEIGHTED
-      position[k] = Position(p, Octets::octet(at[k]));
-#endif
+    for (int k = 0; k < kCount; ++k) {
+      const int64 index = first + k * blockDim.x;
+      at[k] = Octets::place(p, index, octets_per_row, k == 0 || index < octets);
       prediction[k] = Octets::load(p.prediction, at[k]);
       target[k] = Octets::load(p.target, at[k]);
+#if WEIGHTED
+      weights[k] = Octets::load_weights(p, at[k]);
+#endif
     }
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
+    for (int k = 0; k < kCount; ++k) {
       const Octet left = Octets::unpack(prediction[k]), right = Octets::unpack(target[k]);
       LossTerm terms[kOctet];
 #if WEIGHTED
-      weighted_terms(p, left, right, Weights(p, position[k], Octets::count(at[k])), terms);
+      const Weights octet = Octets::weights(p, at[k], weights[k]);
+      weighted_terms(p, left, right, octet, terms);
+      const float of_octet = octet.of_all * scale;
+      float value = 0.0f;
 #else
       plain_terms(p, left, right, Octets::count(at[k]), terms);
+      const float of_octet = scale;
+      float& value = sum;
 #endif
       Octet gradient;
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) {
-        sum += terms[i].value;
-        gradient.v[i] = terms[i].slope * scale;
+        value += terms[i].value;
+        gradient.v[i] = terms[i].slope * of_octet;
       }
+#if WEIGHTED
+      sum += octet.of_all * value;
+#endif
       Octets::store(p.gradient, at[k], gradient);
     }
   }

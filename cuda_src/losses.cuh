@@ -1,5 +1,5 @@
 // Losses of one element: each has its value, and its derivative with respect to the prediction, divided by kFactor.
-// lt_runtime/reference/loss.py holds the same functions in float64.
+// lt_runtime/reference/loss.py holds the same functions in float64. Compiled for WEIGHTED 0 or 1.
 #pragma once
 
 #include "approx.cuh"
@@ -14,7 +14,7 @@ struct LossTerm {
 // What a loss may depend on besides prediction and target.
 struct LossOptions {
   float delta;       // where Huber's loss becomes linear
-  float pos_weight;  // what a positive target counts, against 1 for a negative one
+  float pos_weight;  // what a positive target counts, against 1 for a negative one; 1 unless WEIGHTED
 };
 
 // kZeroAtZero: prediction and target 0 have no loss, so that places without an element may be added up as zeros.
@@ -65,11 +65,12 @@ struct BinaryCrossEntropy {
   static constexpr bool kZeroAtZero = false;
   static constexpr bool kIsShort = false;
   static __device__ LossTerm of(float z, float target, const LossOptions& options) {
-    const float e = exp2_approx(-kLog2E * fabsf(z)), large = reciprocal_approx(1.0f + e), small = e * large;
+    const float e = exp2_approx(-kLog2E * fabsf(z)), large = reciprocal_approx(1.0f + e);
     const float negative = 1.0f - target, positive = options.pos_weight * target;
-    const float sigmoid = z >= 0.0f ? large : small, complement = z >= 0.0f ? small : large;
-    const float wrong = z >= 0.0f ? negative : positive;  // the part of the target that the logit's sign is against
-    return {(negative + positive) * log_of_one_and(e) + wrong * fabsf(z), negative * sigmoid - positive * complement};
+    // the parts of the target that the logit's sign is against and for
+    const float wrong = z >= 0.0f ? negative : positive, right = z >= 0.0f ? positive : negative;
+    const float slope = large * fmaf(-right, e, wrong), both = WEIGHTED ? wrong + right : 1.0f;
+    return {both * log_of_one_and(e) + wrong * fabsf(z), z >= 0.0f ? slope : -slope};
   }
 };
 
