@@ -20,7 +20,7 @@ _SPECIAL: Final = {
     "soak": ("steps",),
     "prefetch": ("steps",),
     "profile": ("host",),
-    "ours": ("host", "layers", "steps"),
+    "ours": ("host", "kernels", "layers", "steps"),
     "keep_plans": ("layers", "steps"),
 }
 """Options that mean nothing to the other suites."""
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--resume", action="store_true", help="keep the file's rows, and measure those that it lacks")
     told = f"the folder for SUITE.json; for a whole suite and with --resume it is {report.RESULTS} by default"
     made.add_argument("--out", metavar="DIR", help=told)
-    made.add_argument("--ours", action="store_true", help="host, layers, steps: only our public calls")
+    made.add_argument("--ours", action="store_true", help="host, kernels, layers, steps: only our own calls")
     told = "layers, steps: tune in the plan cache of $LT_RUNTIME_CACHE_DIR, not in an empty one for each row"
     made.add_argument("--keep-plans", action="store_true", help=told)
     made.add_argument("--dtype", choices=("bf16", "tf32"), help="layers: only this type")

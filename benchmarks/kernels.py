@@ -313,12 +313,15 @@ CASES: Final[Sequence[Case]] = (
 )
 
 
-def measure_case(case: Case, rounds: int, copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    """One row; `copies` measures the ceiling, or knows it already."""
+def measure_case(case: Case, rounds: int, copies: Callable[[Any], Ceiling], stream: Any, *, ours: bool = False) -> Row:
+    """One row; `copies` measures the ceiling, or knows it already. With `ours`, no other library takes part."""
     ceiling = copies(stream)
     sets = timing.buffer_sets(case.bytes, timing.cache_size()) if case.rotated else 1
     count = timing.repetitions(case.bytes, sets)
-    timings, left_out = timing.measure(case.builders(sets), sets, count, rounds, stream)
+    builders = case.builders(sets)
+    if ours:
+        builders = {name: build for name, build in builders.items() if name.startswith("lt")}
+    timings, left_out = timing.measure(builders, sets, count, rounds, stream)
     setting = {"buffer_sets": sets, "repetitions": count, "rounds": rounds}
     return Row(case.name, timings, "lt", case.bytes, ceiling.gb_s, case.target, setting, left_out)
 
@@ -337,7 +340,9 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
             measured.append(measure_copies(stream))
         return measured[0]
 
-    made: dict[str, Job] = {case.name: partial(measure_case, case, options.rounds, copies) for case in CASES}
+    made: dict[str, Job] = {
+        case.name: partial(measure_case, case, options.rounds, copies, ours=options.ours) for case in CASES
+    }
     return made | {COPY: partial(_copy_row, copies)}
 
 
