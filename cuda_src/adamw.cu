@@ -139,11 +139,15 @@ __device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
   *p.growth_tracker = grows ? 0 : successes;
 }
 
-// Counts the block in after it has read the state; the last block writes the state that the next step will read. It need
-// not wait for any block's update.
-__device__ inline void advance(const AdamWParams& p, const Progress& now, bool skipped) {
+// Counts the block in after it has read the state; returns how many were before it.
+__device__ inline uint32 count_in(const AdamWParams& p) {
   __threadfence();
-  if (atomicInc(&p.state->update_ticket, gridDim.x - 1) != gridDim.x - 1) return;
+  return atomicInc(&p.state->update_ticket, gridDim.x - 1);
+}
+
+// The block that was counted last writes the state that the next step will read. It need not wait for any block's update.
+__device__ inline void advance(const AdamWParams& p, const Progress& now, bool skipped, uint32 before) {
+  if (before != gridDim.x - 1) return;
   if (skipped) {
     p.state->skipped = now.skipped + 1;
   } else {
@@ -155,8 +159,8 @@ __device__ inline void advance(const AdamWParams& p, const Progress& now, bool s
 
 constexpr int kMoment = kTypeOf<MOMENT>;
 // Blocks that a multiprocessor shall hold. A variant that moves fewer bytes an element needs more blocks to hide the time
-// for which each waits for memory; with one block more than here, registers spill.
-constexpr int kBlocks = kMoment == kBfloat16 && !AMSGRAD ? 5 : 4;
+// for which each waits for memory; with two blocks more than here, registers spill.
+constexpr int kBlocks = kMoment == kBfloat16 && !AMSGRAD ? 10 : 8;
 
 struct Tensors {
   Bits value, m, v, v_max, gradient;
@@ -228,26 +232,30 @@ __device__ inline void store_value(const AdamWChunk& chunk, const Quads& at, con
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) adamw(const lt::AdamWParams p) {
+extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) adamw(const lt::AdamWParams p) {
   using namespace lt;
   __shared__ AdamWChunk chunk;  // values that are needed after the loads stay here rather than in registers
   __shared__ Progress now;
   __shared__ AdamWStep step;
   const AdamWChunk own_chunk = p.chunks[blockIdx.x];  // the table never changes
   wait_for_predecessor();
-  if (threadIdx.x == 0) {
-    chunk = own_chunk;
-    now = read_progress(p, own_chunk.tensor);
-  }
+  if (threadIdx.x == 0) chunk = own_chunk;
   const Quads at = quads_of_thread(own_chunk.count, own_chunk.aligned);
   const Tensors old = load_tensors(own_chunk, at);
-  if (threadIdx.x == 0) step = make_step(p, now);  // while the loads are on their way
+  if (threadIdx.x == 0) {  // while the loads are on their way
+    now = read_progress(p, own_chunk.tensor);
+    step = make_step(p, now);
+  }
   __syncthreads();
-  if (threadIdx.x == 0) advance(p, now, step.skipped);
-  if (step.skipped) return;
-  const Octets result = update(p, chunk, step, old);
-  const bool rounds = STOCHASTIC || kMoment == kBfloat16;
-  const Words random = rounds ? rounding_words(p.seed, chunk.octet + threadIdx.x, chunk.tensor, step.number) : Words{};
-  store_value(chunk, at, random, result.value);
-  store_moments(chunk, at, random, result);
+  uint32 before = 0;
+  if (threadIdx.x == 0) before = count_in(p);  // whose answer nobody waits for until the end
+  if (!step.skipped) {
+    const Octets result = update(p, chunk, step, old);
+    const bool rounds = STOCHASTIC || kMoment == kBfloat16;
+    const Words random =
+        rounds ? rounding_words(p.seed, chunk.octet + threadIdx.x, chunk.tensor, step.number) : Words{};
+    store_value(chunk, at, random, result.value);
+    store_moments(chunk, at, random, result);
+  }
+  if (threadIdx.x == 0) advance(p, now, step.skipped, before);
 }

@@ -22,7 +22,9 @@ from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import DECAYS
 
-UPDATE_CHUNK: Final = THREADS * OCTET  # elements: a thread loads all of its own at once
+UPDATE_THREADS: Final = 128
+UPDATE_CHUNK: Final = UPDATE_THREADS * OCTET  # elements: a thread loads all of its own at once
+_EMA_CHUNK: Final = THREADS * OCTET
 _NORM_CHUNK: Final = 16384  # elements, at least
 _NORM_CHUNKS: Final = 8192  # about the most sums that are left to the last block
 WORD_BYTES: Final = 4
@@ -188,7 +190,7 @@ def update_launches(
     """
     amsgrad, moment = str(int(options.amsgrad)), SCALAR[options.moments]
     macros = ("MOMENT", moment), ("AMSGRAD", amsgrad), ("STOCHASTIC", str(int(stochastic)))
-    return Launches(ADAMW, macros, device, Tiling((rows, 1), (THREADS, 1)), params)
+    return Launches(ADAMW, macros, device, Tiling((rows, 1), (UPDATE_THREADS, 1)), params)
 
 
 def norm_launches(params: GradientNormParams, rows: int, device: int) -> Launches[GradientNormParams]:
@@ -238,11 +240,11 @@ def ema_table(tensors: Sequence[tuple[int, int, DType, int]]) -> NDArray[Any]:
 
 
 def _ema_rows(average: int, value: int, dtype: DType, size: int) -> NDArray[Any]:
-    starts = np.arange(0, size, UPDATE_CHUNK, dtype=np.uint64)
+    starts = np.arange(0, size, _EMA_CHUNK, dtype=np.uint64)
     rows = np.zeros(starts.size, np.dtype(EmaChunk))
     rows["average"] = np.uint64(average) + starts * np.uint64(DType.FLOAT32.itemsize)
     rows["value"] = np.uint64(value) + starts * np.uint64(dtype.itemsize)
-    rows["count"] = np.minimum(np.uint64(size) - starts, np.uint64(UPDATE_CHUNK))
+    rows["count"] = np.minimum(np.uint64(size) - starts, np.uint64(_EMA_CHUNK))
     rows["type"], rows["aligned"] = _TYPES[dtype], average % VECTOR_BYTES == value % VECTOR_BYTES == 0
     return rows
 
