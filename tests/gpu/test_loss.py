@@ -104,7 +104,9 @@ def test_a_vocabulary(dtype: DType, classes: int, place: Placement | None) -> No
 
 @pytest.mark.parametrize("out", [_FLAT, None], ids=["apart", "in place"])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=str)
-@pytest.mark.parametrize(("rows", "classes"), [(20000, 10), (8000, 1000), (5000, 300), (5000, 3000)])
+@pytest.mark.parametrize(
+    ("rows", "classes"), [(20000, 10), (8000, 1000), (5000, 300), (5000, 3000), (300, 70000), (150, 128256)]
+)
 def test_many_rows(rows: int, classes: int, dtype: DType, out: Placement | None) -> None:
     """So many that blocks, or warps, go from row to row, and that the ignored are counted beforehand."""
     generator = np.random.default_rng(rows)
