@@ -223,7 +223,7 @@ def totals_of(steps: Sequence[Step], activities: Iterable[Activity], traced: int
             phases[phase].append(us)
     return Totals(
         step_us=_median(sum(cell.us for cell in step.values()) for step in steps),
-        phase_us={phase: _median(phases[phase]) for phase in (*PHASES, "") if phase in phases},
+        phase_us={phase: max(0.0, _median(phases[phase])) for phase in (*PHASES, "") if phase in phases},
         host_us=_median(sum(cell.host_us for cell in step.values()) for step in steps),
         kernel_us=sum(_us(each) for each in on_gpu) / traced,
         busy_us=busy / 1e3 / traced,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = 1
 _SHOWN_KERNELS: Final = 25
+_LEAST_SHOWN_US: Final = 0.05
+"""What takes less between the layers is in the data alone."""
 _SHOWN_NAME: Final = 72
 _WIDTH: Final = 160  # columns of a table as text
 _Row = TypeVar("_Row", Layer, Kernel)
@@ -85,10 +87,12 @@ class Report:
         headings += ["kernels", "kernel µs", "strategy"]
         rows = []
         for layer in self.layers:
+            if not layer.name and not layer.kernels and max(layer.us, layer.host_us) < _LEAST_SHOWN_US:
+                continue
             row = [layer.label, layer.phase, f"{layer.us:.1f}", f"{layer.spread_us:.1f}"]
             row += [f"{layer.us / whole:.1%}" if whole else "", f"{layer.host_us:.1f}" if on_gpu else ""]
-            row += [f"{layer.bytes / 1e6:.2f}" if layer.bytes else "", f"{layer.tflops:.3g}" if layer.flops else ""]
-            row += [f"{layer.gbytes:.3g}" if layer.bytes else "", layer.bound]
+            row += [f"{layer.bytes / 1e6:.2f}" if layer.bytes else "", _rate(layer.tflops) if layer.flops else ""]
+            row += [_rate(layer.gbytes) if layer.bytes else "", layer.bound]
             row.append(f"{layer.fraction:.0%}" if layer.bound else "")
             row += [f"{layer.kernels:g}", f"{layer.kernel_us:.1f}"] if self.kernels else ["", ""]
             rows.append([*row, layer.strategy])
@@ -119,8 +123,8 @@ class Report:
             yield (
                 f"Kernels take {totals.kernel_us:.1f} µs of a step, {beside:.1f} µs of it beside others; "
                 f"{totals.unattributed_us:.1f} µs are in no range. While traced, the GPU paused {totals.gaps:.1f} "
-                f"times, for {totals.gap_us:.1f} µs. Synchronisations: {totals.synchronizations:g}, allocations: "
-                f"{totals.allocations:g}."
+                f"times, for {totals.gap_us:.1f} µs. Synchronisations: {totals.synchronizations:.2g}, allocations: "
+                f"{totals.allocations:.2g}."
             )
         if not self.layers and not self.kernels:
             yield "Nothing was profiled."
@@ -146,6 +150,10 @@ def load(file: Path) -> Report:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(f"{file} is no profile as prof.save writes it ({type(error).__name__}: {error})") from None
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def short(name: str) -> str:
