@@ -54,7 +54,7 @@ class _Search:
         self._bench, self._chain, self._products = bench, chain, Products(store)
         self._layers = {problem: replace(decided[problem], in_chain=True, when=now()) for problem in chain.problems}
         self._plans = {problem: self._plan(problem, entry) for problem, entry in self._layers.items()}
-        self._us: list[float] = []
+        self._before_us, self._left = 0.0, 1.0  # the share that is left, of ratios that were each taken side by side
         self._changes: list[str] = []
         self._operands = OperandSets(bench, chain)
 
@@ -70,8 +70,10 @@ class _Search:
         timings = self._operands.take_times(contenders, _BUDGET_S, _ROUNDS, in_a_loop=True)
         chosen = fastest(timings, _AS_IT_IS)
         takes = chosen != _AS_IT_IS and self._agrees(problem, options[chosen][0])
-        self._us += [timings[_AS_IT_IS].median_us, timings[chosen if takes else _AS_IT_IS].median_us]
+        as_it_is = timings[_AS_IT_IS].median_us
+        self._before_us = self._before_us or as_it_is
         if takes:
+            self._left *= timings[chosen].median_us / as_it_is
             self._plans[problem], self._layers[problem], products = options[chosen]
             self._products.found |= products
             self._changes.append(f"{chosen} in {describe(problem)}")
@@ -115,5 +117,5 @@ class _Search:
         """What has been decided by now."""
         words = "as a chain: " + ("; ".join(self._changes) or "as decided")
         problems, measured = (*self._chain.problems,), self._operands.measured
-        tuned = Tuned(problems, self._us[0], self._us[-1], words, measured)
+        tuned = Tuned(problems, self._before_us, self._before_us * self._left, words, measured)
         return tuned, {**self._products.found, **self._layers}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,11 @@ from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.store.entries import Alternative
 from lt_runtime.store.keys import problem_key
 from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.chain_operands import OperandSets
 from lt_runtime.tuner.layer_search import plan_name
 from lt_runtime.tuner.report import Tuned, describe, strategy_in_words
 from lt_runtime.tuner.search import tune_chains
+from lt_runtime.tuner.timing import Timing
 from tests.support.chain_problems import backward_of, forward_of
 from tests.support.layer_gpu import BY_HEURISTIC, LayerGpu
 
@@ -63,6 +67,23 @@ def test_what_is_faster_by_itself_stays_where_the_chain_is_faster_with_it(gpu: L
     assert decided_beside(gpu)
     assert tuned.strategy == "as a chain: as decided"
     assert tuned.before_us == tuned.after_us == 39.0
+
+
+def test_a_gpu_that_gets_slower_meanwhile_makes_no_chain_slower(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of different moments are not compared: a GPU gets warm."""
+    take_times, measurements = OperandSets.take_times, itertools.count(1)
+
+    def slower_and_slower(*arguments: Any, **options: Any) -> dict[Any, Timing]:
+        factor = 1.1 ** next(measurements)
+        taken = take_times(*arguments, **options)
+        return {name: replace(each, median_us=factor * each.median_us) for name, each in taken.items()}
+
+    monkeypatch.setattr(OperandSets, "take_times", slower_and_slower)
+    gpu.us = {BESIDE: 9.0}
+    tuned = whole(tune())
+    assert tuned.strategy == "as a chain: as decided"
+    assert tuned.after_us == tuned.before_us
+    assert next(measurements) > 3
 
 
 def test_the_chain_decides_against_what_is_faster_by_itself(gpu: LayerGpu) -> None:
