@@ -51,8 +51,12 @@ def check_no_overlap(out: Operand, *others: Operand) -> None:
     The answer is exact for operands whose elements have the same size, such as two column slices of one array; others
     are judged by their address ranges.
     """
+    if 0 in out.shape:
+        return
     memory = _memory(out)
     for other in others:
+        if 0 in other.shape:  # it may be nowhere, and to NumPy 2.0 address 0 is none
+            continue
         work: Any = _WORK if out.itemsize == other.itemsize else 0
         if np.may_share_memory(memory, _memory(other), max_work=work):
             raise OverlapError(f"{out.name} shares memory with {other.name}; it must not")

@@ -196,7 +196,9 @@ def test_data_and_master_copies_go_together(tmp_path: Path, value: float, in_flo
     saved(path, run)
     forge(path, lambda arrays: arrays["layer0.weight.master"].__setitem__((3, 2), value))
     refused(
-        path, run, r"cannot be used: layer0.weight.data has -?0\.\d+ at \(3, 2\), but its master copy (nan|-inf|1e\+06)"
+        path,
+        run,
+        r"cannot be used: layer0.weight.data has -?0\.\d+ at \(3, 2\), but its master copy (nan|-inf|1e\+06|1000000.0)",
     )
     forge(path, lambda arrays: arrays["layer0.weight"].__setitem__((3, 2), in_float16))
     lt.load_checkpoint(path, *run)
