@@ -66,10 +66,13 @@ def test_listeners_come_and_go() -> None:
     with range_of("unheard"):
         pass
     with listening(first):
+        assert ranges.is_heard
         with listening(second), range_of("both"):
             pass
+        assert ranges.is_heard
         with range_of("one"):
             pass
+    assert not ranges.is_heard
     with range_of("unheard"):
         pass
     assert first.seen == ["+both", "-both", "+one", "-one"]

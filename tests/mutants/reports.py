@@ -21,9 +21,16 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "ranges stay silent when somebody listens",
         _RANGES,
+        "(_enter, _exit) if _listeners else for_tool",
+        "for_tool",
+        "tests/cpu/test_ranges.py::test_ranges_nest",
+    ),
+    fault(
+        "operations open no ranges when somebody listens",
+        _RANGES,
         "    is_heard = bool(_listeners) or domain is not None\n",
         "    is_heard = domain is not None\n",
-        "tests/cpu/test_ranges.py::test_ranges_nest",
+        "tests/cpu/test_ranges.py::test_listeners_come_and_go",
     ),
     fault(
         "ranges around a step name layers",
