@@ -10,7 +10,7 @@ from typing import Final
 
 from benchmarks import report, suite
 
-SUITES: Final = ("kernels", "layers", "steps", "host", "tuning", "cold")
+SUITES: Final = ("kernels", "layers", "steps", "narrow", "host", "tuning", "cold")
 _COMMANDS: Final = {"compare": "compare", "readme": "readme", "derive-priors": "priors"}
 _SPECIAL: Final = {
     "dtype": ("layers",),

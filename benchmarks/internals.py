@@ -6,9 +6,10 @@ a suite can run on another version of the package without them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,23 @@ from lt_runtime.problem import (
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.store.recording import read_recorded
-from lt_runtime.training import captured
+from lt_runtime.training import captured, narrow
 
 Call = Callable[[], object]
+
+# The suite `narrow`.
+
+
+@contextlib.contextmanager
+def one_kernel_a_pass(fused: bool) -> Iterator[None]:
+    """Lets narrow MLPs that kernels take run in one kernel a pass, or layer by layer, whatever was measured."""
+    kept = narrow.is_fused
+    narrow.is_fused = lambda *_: fused
+    try:
+        yield
+    finally:
+        narrow.is_fused = kept
+
 
 # The suite `kernels`: the epilogue kernels alone, in BF16.
 

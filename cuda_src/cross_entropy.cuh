@@ -5,13 +5,9 @@
 
 #include <math_constants.h>
 
+#include "dynamic_shared.cuh"
 #include "reduce.cuh"
 #include "vector.cuh"
-
-// Shared memory, whose size the launch decides; the tests that run on the host have a definition of their own.
-#ifndef DYNAMIC_SHARED
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
-#endif
 
 namespace lt {
 

@@ -404,3 +404,25 @@ class BackwardProblem:
 
     operands: ClassVar = ("dy", "x", "w", "saved", "saved_below", "dx", "dw", "db", "dz", "db_below")
     """Names of a call's addresses, in their order; `saved_below` and `db_below` belong to the layer of `through`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLPProblem:
+    """Linear layers in a row, without dropout: inputs to outputs, or a training step's forward and backward pass.
+
+    Attributes:
+        rows: M, of every matrix.
+        dims: columns of inputs, of each hidden layer and of outputs.
+        biases: whether each layer has a bias.
+        activation: of every layer but the last, which has none.
+        backward: whether the gradients of all parameters are wanted too.
+    """
+
+    dtype: DType
+    rows: int
+    dims: tuple[int, ...]
+    biases: tuple[bool, ...]
+    activation: Activation
+    backward: bool = False
+
+    compute: ClassVar = Compute.FLOAT32

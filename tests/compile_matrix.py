@@ -20,6 +20,7 @@ from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.cross_entropy import Sharers, row_macros
 from lt_runtime.kernels.elementwise_loss import LOSSES
 from lt_runtime.kernels.epilogue import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
+from lt_runtime.kernels.mlp import TYPES, WIDTHS, backward_macros, forward_macros, gradients_macros
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.tiling import access_macros
 from lt_runtime.layout import packed
@@ -128,6 +129,15 @@ def _narrow() -> list[Variant]:
     ]
 
 
+def _mlp() -> list[Variant]:
+    choices = [*itertools.product(TYPES, ACTIVATIONS, WIDTHS)]
+    return [
+        *(Variant("mlp_fwd.cu", forward_macros(*each)) for each in choices),
+        *(Variant("mlp_bwd.cu", backward_macros(*each)) for each in choices),
+        *(Variant("mlp_gradients.cu", gradients_macros(dtype)) for dtype in TYPES),
+    ]
+
+
 VARIANTS: Final = (
     *over("adamw.cu", MOMENT=[SCALAR[DType.FLOAT32], SCALAR[DType.BFLOAT16]], AMSGRAD="01", STOCHASTIC="01"),
     *over("gradient_norm.cu"),
@@ -153,6 +163,7 @@ VARIANTS: Final = (
     *over("resize.cu", SCALAR=SCALAR.values()),
     *_matmul_epilogue(),
     *_narrow(),
+    *_mlp(),
 )
 """All of them, from the runtime's own tables: a new activation or type is among them by itself."""
 

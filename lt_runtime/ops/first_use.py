@@ -17,11 +17,12 @@ from lt_runtime.arguments import one_of
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.plans.decisions import decide, known_layer
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.plans.mlp import known_mlp
+from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.choose import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import EFFORTS, Effort, is_as_deep
-from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 
 TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
@@ -30,7 +31,7 @@ _MODES: Final = ("off", "first-use")
 asked_for: Final[ContextVar[Effort | None]] = ContextVar("lt_runtime_tuning", default=None)
 """The effort at which the calling thread is to measure even what it has run before; None if it is not to."""
 _is_busy: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_tuning", default=False)
-_seen: Final[set[tuple[Problem, int, Effort]]] = set()
+_seen: Final[set[tuple[Remembered, int, Effort]]] = set()
 """Problems that have been measured, or cannot be, with device and effort."""
 _one_at_a_time = threading.Lock()
 
@@ -67,7 +68,7 @@ def checked_effort(effort: str) -> Effort:
     return cast(Effort, one_of("effort", effort, EFFORTS))
 
 
-def before_first_use(problem: Problem, device: int) -> None:
+def before_first_use(problem: Remembered, device: int) -> None:
     """Verifies what another machine has measured of a problem, and measures what is not known, if that is asked for.
 
     What cannot be done costs a warning, and the problem runs as it would without.
@@ -96,15 +97,19 @@ def _effort_of_process() -> Effort | None:
     return "default" if mode == "first-use" else None
 
 
-def is_measured(problem: Problem, device: int, effort: Effort = "default") -> bool:
+def is_measured(problem: Remembered, device: int, effort: Effort = "default") -> bool:
     """Whether the plan cache knows a problem, measured with no less than an effort."""
+    if isinstance(problem, MLPProblem):
+        return is_as_deep(known_mlp(problem, device), effort)
     store = plan_store(device)
     entry = store.product(problem_key(problem)) if isinstance(problem, MatmulProblem) else known_layer(problem, store)
     return is_as_deep(entry, effort)
 
 
-def _prove(problem: Problem, device: int) -> None:
+def _prove(problem: Remembered, device: int) -> None:
     """Verifies other machines' algorithms of those products that the problem's plan will be made of."""
+    if isinstance(problem, MLPProblem):  # which is made of no products
+        return
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:
         store, key = plan_store(on), problem_key(product)
@@ -122,13 +127,17 @@ def _prove(problem: Problem, device: int) -> None:
         warnings.warn(f"merged algorithms could not be verified and are not used ({error})", stacklevel=2)
 
 
-def _tune(problem: Problem, device: int, effort: Effort) -> None:
+def _tune(problem: Remembered, device: int, effort: Effort) -> None:
     from lt_runtime.tuner import search
     from lt_runtime.tuner.chain import Chain
 
     token = _is_busy.set(True)
     try:
-        given = problem if isinstance(problem, MatmulProblem) else Chain.of_problem(problem)
+        given: Chain | MatmulProblem
+        if isinstance(problem, MLPProblem):
+            given = Chain.of_narrow(problem)
+        else:
+            given = problem if isinstance(problem, MatmulProblem) else Chain.of_problem(problem)
         for _ in search.tune_chains([given], device, effort=effort):
             pass
     except (LtError, MemoryError) as error:

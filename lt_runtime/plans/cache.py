@@ -12,7 +12,7 @@ from lt_runtime.gpu.direct import is_capturing
 from lt_runtime.plans.decisions import decide
 from lt_runtime.problem import BackwardProblem, Derivative, Saved
 from lt_runtime.products.plan import Plan
-from lt_runtime.store.keys import Problem
+from lt_runtime.store.keys import Problem, Remembered
 from lt_runtime.store.recording import record
 
 OnMiss: TypeAlias = Callable[[Problem, int], None]
@@ -59,7 +59,7 @@ def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew
     return plan
 
 
-def forget(problems: Iterable[Problem], device: int) -> None:
+def forget(problems: Iterable[Remembered], device: int) -> None:
     """Lets go of the plans for problems, because something better is known: their next use plans anew.
 
     Backward problems that differ only in what forward has saved are forgotten together: that was decided with them.
@@ -75,7 +75,7 @@ def forget(problems: Iterable[Problem], device: int) -> None:
         repeats.clear()
 
 
-def _without_saved(problem: Problem) -> Problem:
+def _without_saved(problem: Remembered) -> Remembered:
     if not isinstance(problem, BackwardProblem):
         return problem
     through = problem.through and _saving_nothing(problem.through)

@@ -11,8 +11,19 @@ from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.call import Known
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan, leaves_a_pass
+from lt_runtime.plans.mlp import ONE_KERNEL
 from lt_runtime.plans.strategies import MadeBy
-from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, ForwardProblem, MatmulProblem, Saved, Spec
+from lt_runtime.problem import (
+    BackwardProblem,
+    Compute,
+    Derivative,
+    DType,
+    ForwardProblem,
+    MatmulProblem,
+    MLPProblem,
+    Saved,
+    Spec,
+)
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import Plan
 from lt_runtime.products.product import ProductPlan
@@ -47,6 +58,8 @@ def work_of(ran: Known | AdamW) -> Work:
     if isinstance(ran, AdamW):
         return Work(bytes=_bytes_of_update(ran))
     problem = ran.reading.problem
+    if isinstance(problem, MLPProblem):
+        return _work_of_mlp(problem)
     if not isinstance(problem, (ForwardProblem, BackwardProblem, MatmulProblem)):
         return Work(bytes=sum(ran.sizes))  # a loss or dropout: each array once
     kind = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
@@ -59,6 +72,11 @@ def work_of(ran: Known | AdamW) -> Work:
     if copied:
         words = ", ".join([*filter(None, [words]), f"copies for {' and '.join(copied)}"])
     return Work(least.flops, sum(_moved(plan)), kind, words, bool(copied))
+
+
+def _work_of_mlp(problem: MLPProblem) -> Work:
+    """Of one pass: the backward pass makes the forward pass again."""
+    return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({ONE_KERNEL: True}))
 
 
 def _products(plan: Plan) -> dict[str, Plan]:

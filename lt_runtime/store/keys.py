@@ -18,13 +18,15 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
-from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem
+from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
 from lt_runtime.store.records import field_types
 
 SCHEMA: Final = 3
 """Version of keys, entries and files. Nothing written under another version is read."""
 
 Problem: TypeAlias = MatmulProblem | ForwardProblem | BackwardProblem
+Remembered: TypeAlias = Problem | MLPProblem
+"""What the plan cache has entries for: problems, and whole MLPs, which are made of problems."""
 
 _LONGEST: Final = 10_000
 _SCALARS: Final = (bool, int, float, str)
@@ -35,12 +37,12 @@ _FAILURES: Final = (
 """What a text that is no key may lead to."""
 
 
-def problem_key(problem: Problem) -> str:
+def problem_key(problem: Remembered) -> str:
     """The key of a problem."""
     return _text_of_record(problem, typing.cast(Any, type(problem)))
 
 
-def parse_key(key: str) -> Problem:
+def parse_key(key: str) -> Remembered:
     """The problem that has a key.
 
     Raises:
@@ -50,7 +52,7 @@ def parse_key(key: str) -> Problem:
         if len(key) > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST} characters")
         problem = _value(ast.parse(key, mode="eval").body)
-        if not isinstance(problem, Problem):
+        if not isinstance(problem, Remembered):
             raise TypeError("it names something else")
         if problem_key(problem) != key:  # this also finds values that are not of their field's type
             raise ValueError(f"it should be {problem_key(problem)}")
@@ -70,6 +72,8 @@ def _text(value: Any, kind: Any, is_optional: bool) -> str:
     """A value written as its field's type: in a field of floats 1 and True are both 1.0, because they are equal."""
     if value is None and is_optional:
         return "None"
+    if typing.get_origin(kind) is tuple:
+        return f"[{', '.join([_text(each, typing.get_args(kind)[0], False) for each in value])}]"
     if kind in _SCALARS:
         return repr(kind(value) + 0.0 if kind is float else kind(value))  # + 0.0, because -0.0 equals 0.0
     if issubclass(kind, enum.Enum):
@@ -96,17 +100,21 @@ def _value(node: ast.expr) -> Any:
             return _classes()[name](**{str(each.arg): _value(each.value) for each in fields})
         case ast.Attribute(value=ast.Name(id=name), attr=member):
             return _classes()[name][member]
+        case ast.List(elts=items):
+            return tuple([_value(each) for each in items])
     return ast.literal_eval(node)
 
 
 @functools.cache
 def _classes() -> dict[str, Any]:
     """Every dataclass and enumeration that keys may name."""
-    return {kind.__name__: kind for problem in typing.get_args(Problem) for kind in _classes_in(problem)}
+    return {kind.__name__: kind for problem in typing.get_args(Remembered) for kind in _classes_in(problem)}
 
 
 def _classes_in(kind: Any) -> Iterator[Any]:
-    if kind not in _SCALARS:
+    if typing.get_origin(kind) is tuple:
+        yield from _classes_in(typing.get_args(kind)[0])
+    elif kind not in _SCALARS:
         yield kind
         for inner, _ in () if issubclass(kind, enum.Enum) else _kinds(kind).values():
             yield from _classes_in(inner)

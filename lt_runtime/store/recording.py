@@ -23,6 +23,7 @@ from typing import Final
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import read_regular, try_lock
+from lt_runtime.problem import MLPProblem
 from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 
 RECORD_VARIABLE: Final = "LT_RUNTIME_RECORD"
@@ -149,7 +150,10 @@ def _read_line(place: str, line: str) -> Problem:
     try:
         if len(line) > _LONGEST:
             raise ValueError(f"it has {len(line)} characters")
-        return parse_key(json.loads(line)["problem"])
+        problem = parse_key(json.loads(line)["problem"])
+        if isinstance(problem, MLPProblem):
+            raise ValueError("it is no single problem")
+        return problem
     except (ArithmeticError, KeyError, MemoryError, RecursionError, TypeError, ValueError) as error:
         accepted = 'lines such as {"problem": KEY} of this version of lt_runtime'
         raise ArgumentError(f"{place} is {line[:80]!r}; accepted are {accepted} ({error})") from None

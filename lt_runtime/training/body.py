@@ -12,6 +12,7 @@ from lt_runtime.ranges import range_of
 from lt_runtime.training.ema import EMA
 from lt_runtime.training.losses import StepLoss
 from lt_runtime.training.mlp import MLP
+from lt_runtime.training.narrow import passes_of
 from lt_runtime.training.tally import Scores, Tally
 
 IGNORE_INDEX: Final = -100
@@ -26,6 +27,7 @@ class StepBody:
 
     def __init__(self, model: MLP, optimizer: AdamW, loss: StepLoss, ema: EMA | None = None) -> None:
         self.model, self.optimizer, self.loss, self.ema = model, optimizer, loss, ema
+        self._narrow = passes_of(model.layers, model.dims, model.dtype, model.device.ordinal)
 
     def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
         """Puts a step on a stream.
@@ -49,10 +51,15 @@ class StepBody:
     def _run_part(self, part: tuple[Any, ...], index: int, share: float, tally: Tally, stream: Any) -> None:
         x, target, *weights = part
         scaler, row_weights = self.optimizer.scaler, weights[0] if weights else None
+        narrow = self._narrow if self._narrow is not None and self._narrow.take(x, backward=True) else None
+        contexts: list[Any] = []
         with range_of("forward"):
-            outputs, contexts = self.model.forward(
-                x, self.optimizer.steps, micro_batch=index, copy_step=False, stream=stream
-            )
+            if narrow is not None:
+                outputs = narrow.outputs(x, stream)
+            else:
+                outputs, contexts = self.model.forward(
+                    x, self.optimizer.steps, micro_batch=index, copy_step=False, stream=stream
+                )
         with range_of("loss"):
             scale = None if scaler is None else scaler.scale
             loss, gradient = self.loss.compute(outputs, target, row_weights, scale=scale, share=share, stream=stream)
@@ -64,4 +71,7 @@ class StepBody:
             with range_of("loss"):
                 tally.add(loss, scores, share, first=index == 0, stream=memory and memory.stream)
             with range_of("backward"):
-                self.model.backward(gradient, contexts, accumulate=index > 0, stream=stream)
+                if narrow is not None:
+                    narrow.backward(x, gradient, accumulate=index > 0, stream=stream)
+                else:
+                    self.model.backward(gradient, contexts, accumulate=index > 0, stream=stream)

@@ -23,6 +23,7 @@ from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
 from lt_runtime.problem import Activation, Chosen, Compute, DType, Philox, activation_of, probability
 from lt_runtime.ranges import range_of
 from lt_runtime.training.device import ComputeDevice
+from lt_runtime.training.narrow import passes_of
 from lt_runtime.training.state_dict import LeftOut, by_name, copied, load
 
 _Value = TypeVar("_Value")
@@ -128,6 +129,7 @@ class MLP:
             Linear(f"layer{i}", made[f"layer{i}.weight"], made.get(f"layer{i}.bias"), activations[i], dropouts[i])
             for i in range(count)
         ]
+        self._narrow = passes_of(self.layers, self.dims, self.dtype, self.device.ordinal)
 
     def parameters(self) -> list[Parameter]:
         """Weights and biases, layer by layer; a layer without a bias has its weight alone."""
@@ -225,6 +227,9 @@ class MLP:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
         """
+        narrow = self._narrow
+        if narrow is not None and narrow.take(x, backward=False):
+            return narrow.outputs(x, stream)
         for each in self.layers:
             bias = None if each.bias is None else each.bias.data
             x = linear(x, each.weight.data, bias, activation=each.activation, compute=self.compute, stream=stream)

@@ -21,6 +21,7 @@ from lt_runtime.problem import (
     DType,
     ForwardProblem,
     MatmulProblem,
+    MLPProblem,
     Saved,
     Spec,
 )
@@ -113,6 +114,29 @@ class Chain:
         if isinstance(problem, BackwardProblem):
             return cls((Layer(None, problem),))
         return cls((Layer(problem, plain_backward(problem) if problem.backward else None),))
+
+    @classmethod
+    def of_narrow(cls, problem: MLPProblem) -> Chain:
+        """The layers of a narrow MLP."""
+        last = len(problem.dims) - 2
+        activations = [problem.activation if i < last else _LINEAR for i in range(last + 1)]
+        options = problem.dtype, Compute.FLOAT32
+        chain = cls.of_mlp(problem.rows, problem.dims, activations, *options, bias=problem.biases)
+        if problem.backward:
+            return chain
+        return cls(tuple(Layer(replace(each, backward=False)) for each in chain.forwards.values()))
+
+    @property
+    def narrow(self) -> MLPProblem | None:
+        """The MLP that the chain has the layers of, if one kernel might make each of its passes; None otherwise."""
+        forwards = [*self.forwards.values()]
+        if len(forwards) < max(2, len(self.layers)):
+            return None
+        first = forwards[0]
+        dims = (first.x.layout.cols, *(each.y.layout.cols for each in forwards))
+        biases, backward = tuple(each.bias is not None for each in forwards), bool(self.backwards)
+        problem = MLPProblem(first.dtype, first.x.layout.rows, dims, biases, first.activation, backward)
+        return problem if Chain.of_narrow(problem) == self else None
 
     @property
     def forwards(self) -> dict[int, ForwardProblem]:

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
 from lt_runtime.plans.decisions import LayerPlan, LayerProblem
+from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import BackwardProblem, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_threshold
 from lt_runtime.tuner.chain import Chain, saved_kinds
@@ -80,7 +81,7 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
 
 
 _Place: TypeAlias = tuple[str, int, Spec | None]
-Placed: TypeAlias = Sequence[tuple[int, LayerPlan]]
+Placed: TypeAlias = Sequence[tuple[int, LayerPlan | MlpForwardPlan | MlpBackwardPlan]]
 """Plans that run one after the other, each with the index of its layer in the chain."""
 
 
@@ -115,7 +116,10 @@ class ChainOperands(Operands):
             if tensor not in self.buffers:
                 dtype = None if tensor.is_mask else problem.dtype
                 self.buffers[tensor] = Buffer(xp, tensor.spec, dtype, scale=tensor.scale)
-        self._results |= {name: tensors[name] for name in _RESULTS if name in tensors}
+        for name in (each for each in _RESULTS if each in tensors):
+            is_new = self._results.setdefault(name, tensors[name]) != tensors[name]
+            if is_new:
+                self._results[f"{name} of layer {tensors[name].layer}"] = tensors[name]
         read = _ADDED_TO if isinstance(problem, BackwardProblem) and problem.accumulate else ()
         self.outputs += [tensors[name] for name in (*_RESULTS, "kept") if name in tensors and name not in read]
 
@@ -129,9 +133,11 @@ class ChainOperands(Operands):
             buffer.fill(BETWEEN if tensor.role == "bias" else LATTICE, number, 0)
         self.poison()
 
-    def call(self, layer: int, plan: LayerPlan, stream: int) -> Call:
+    def call(self, layer: int, plan: LayerPlan | MlpForwardPlan | MlpBackwardPlan, stream: int) -> Call:
         """The call that runs a plan of one of the chain's layers on these operands."""
         problem = plan.problem
+        if isinstance(plan, MlpForwardPlan | MlpBackwardPlan):
+            return Call(self._addresses_of_mlp(plan), stream)
         if isinstance(problem, ForwardProblem):
             tensors, dropouts = tensors_of(layer, problem, plan.strategy.saved), (problem.dropout, False)
         else:
@@ -141,8 +147,16 @@ class ChainOperands(Operands):
         own, below = (_DROPOUT if each else None for each in dropouts)
         return Call(tuple(addresses), stream, dropouts=(own, below))
 
+    def _addresses_of_mlp(self, plan: MlpForwardPlan | MlpBackwardPlan) -> tuple[int, ...]:
+        layers, goes_back = range(len(plan.problem.biases)), isinstance(plan, MlpBackwardPlan)
+        places = [("output", -1), ("gradient" if goes_back else "output", layers[-1])]
+        kinds = [("weight", "bias"), *([("weight gradient", "bias gradient")] if goes_back else [])]
+        places += [(role, layer) for roles in kinds for layer in layers for role in roles]
+        found = {(tensor.role, tensor.layer): buffer.address for tensor, buffer in self.buffers.items()}
+        return tuple(found.get(place, 0) for place in places)
+
     def results(self) -> dict[str, Any]:
-        """What a chain of one problem in each direction computes, in float64, by the operand's name."""
+        """What a chain computes, in float64, by the operand's name, and by its layer if one before has the name."""
         return {name: self.buffers[tensor].values() for name, tensor in self._results.items()}
 
 

@@ -8,15 +8,16 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 from lt_runtime.errors import PlanError
-from lt_runtime.plans.decisions import LayerPlan, LayerProblem, plan_for, stored_strategy
-from lt_runtime.problem import ForwardProblem, MatmulProblem
+from lt_runtime.plans.decisions import LayerPlan, LayerProblem, decide_layer, plan_for, stored_strategy
+from lt_runtime.plans.mlp import ONE_KERNEL, mlp_plans
+from lt_runtime.problem import ForwardProblem, MatmulProblem, MLPProblem
 from lt_runtime.products.choose import Choose, heuristic_algorithm
-from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, now
+from lt_runtime.store.entries import Alternative, Effort, LayerEntry, ProductEntry, RejectedStrategy, now
 from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.tuner.chain import Chain, Layer
 from lt_runtime.tuner.chain_operands import OperandSets, Placed
 from lt_runtime.tuner.product_search import Products
-from lt_runtime.tuner.report import Decided, Tuned, describe, strategy_in_words
+from lt_runtime.tuner.report import Decided, Tuned, describe, rejection_in_words, strategy_in_words
 from lt_runtime.tuner.timing import Bench, fastest
 
 _NEAR: Final = 1.25
@@ -45,6 +46,41 @@ def decide_chain(bench: Bench, store: PlanStore, chain: Chain, decided: Mapping[
         if not sum([search.improve(problem) for problem in chain.problems]):
             break
     return search.decision()
+
+
+def decide_mlp(bench: Bench, chain: Chain, problem: MLPProblem, effort: Effort) -> Decided:
+    """Times the passes of a narrow MLP, each in one kernel, against its layers as they run now.
+
+    Args:
+        chain: the MLP's layers.
+        problem: one that the kernels take.
+
+    Raises:
+        PlanError: there is no algorithm for one of the layers.
+        MemoryError: the GPU has not enough memory for all operands of the chain.
+    """
+    saved = {index: decide_layer(each, bench.device).strategy.saved for index, each in chain.forwards.items()}
+    chain = chain.keeping(saved)
+    layers: Placed = [(index, decide_layer(each, bench.device)) for index, each in chain.runs]
+    fused: Placed = [(0, plan) for plan in mlp_plans(problem, bench.device)]
+    operands = OperandSets(bench, chain)
+    contenders = {by_layer: layers if by_layer else fused for by_layer in (True, False)}
+    timings = operands.take_times(contenders, _BUDGET_S, _ROUNDS, in_a_loop=True)
+    expected = {name: each for name, each in operands.results(layers).items() if _is_outcome(name, chain)}
+    wrong = operands.disagreement(fused, expected)
+    by_layer = wrong is not None or fastest(timings, True)
+    us, strategy, other = timings[by_layer].median_us, {ONE_KERNEL: not by_layer}, {ONE_KERNEL: by_layer}
+    rejected = () if wrong is None else (RejectedStrategy(other, f"wrong: {wrong[1]}"),)
+    measured = () if rejected or len(timings) < 2 else (Alternative(other, timings[not by_layer].median_us),)
+    words, reasons = strategy_in_words(strategy), tuple(map(rejection_in_words, rejected))
+    tuned = Tuned((problem,), timings[True].median_us, us, words, operands.measured, reasons)
+    return tuned, {problem: LayerEntry(strategy, us, measured, rejected, effort=effort)}
+
+
+def _is_outcome(name: str, chain: Chain) -> bool:
+    """Whether a result is one of the whole chain: not what only its own layers read."""
+    last = max(chain.forwards)
+    return name.startswith(("dw", "db")) or name == f"y of layer {last}"
 
 
 class _Search:

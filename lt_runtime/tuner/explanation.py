@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated, device_attributes, device_info
+from lt_runtime.kernels.mlp import takes
 from lt_runtime.plans.decisions import decide_layer
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.plans.mlp import ONE_KERNEL, is_fused, known_mlp
+from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.choose import configuration
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.products.product import ProductPlan
-from lt_runtime.store.entries import ProductEntry
-from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.entries import LayerEntry, ProductEntry
+from lt_runtime.store.keys import Problem, Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.store.records import to_json
 from lt_runtime.tuner import report
@@ -67,7 +69,7 @@ class Explanation:
         rejected: strategies that must not be used, and why.
     """
 
-    problem: Problem
+    problem: Remembered
     strategy: str
     products: tuple[ProductExplanation, ...]
     us: float | None
@@ -123,7 +125,27 @@ def explain_chain(chain: Chain, device: int) -> Explanations:
     """
     with activated(device):
         saved = {index: decide_layer(problem, device).strategy.saved for index, problem in chain.forwards.items()}
-    return Explanations(explain_problem(problem, device) for problem in chain.keeping(saved).problems)
+    found = [explain_problem(problem, device) for problem in chain.keeping(saved).problems]
+    narrow = chain.narrow
+    if narrow is not None and takes(narrow, device):
+        found.append(_explain_mlp(narrow, device))
+    return Explanations(found)
+
+
+def _explain_mlp(problem: MLPProblem, device: int) -> Explanation:
+    """Whether a narrow MLP runs layer by layer at all."""
+    least, entry = least_us(problem, hardware(device)), known_mlp(problem, device)
+    if entry is None:
+        words = report.strategy_in_words({ONE_KERNEL: is_fused(problem, device)})
+        return Explanation(problem, f"{words} (by the priors)", (), None, least)
+    return Explanation(problem, report.choice_in_words(entry), (), entry.us, least, *_others(entry))
+
+
+def _others(entry: LayerEntry) -> tuple[tuple[tuple[str, float], ...], tuple[str, ...]]:
+    """In words, strategies that are slower, with their times, and those that must not be used."""
+    slower = sorted(entry.alternatives, key=lambda each: each.us)
+    alternatives = tuple((report.choice_in_words(each), each.us) for each in slower)
+    return alternatives, tuple(map(report.rejection_in_words, entry.rejected))
 
 
 def explain_problem(problem: Problem, device: int) -> Explanation:
@@ -145,10 +167,7 @@ def explain_problem(problem: Problem, device: int) -> Explanation:
         products = tuple(_explained(name, each, device) for name, each in plan.products.items())
         if entry is None:
             return Explanation(problem, f"{strategy} (by the priors)", products, None, least)
-        slower = sorted(entry.alternatives, key=lambda each: each.us)
-        alternatives = tuple((report.choice_in_words(each), each.us) for each in slower)
-        rejected = tuple(map(report.rejection_in_words, entry.rejected))
-        return Explanation(problem, strategy, products, entry.us, least, alternatives, rejected)
+        return Explanation(problem, strategy, products, entry.us, least, *_others(entry))
 
 
 def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanation:

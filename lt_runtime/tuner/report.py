@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
+from lt_runtime.plans.mlp import ONE_KERNEL
 from lt_runtime.plans.strategies import MadeBy
-from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, Saved
+from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, MLPProblem, Saved
 from lt_runtime.store.entries import Alternative, Entry, ProductEntry, RejectedAlgorithm, RejectedStrategy
-from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.keys import Remembered, problem_key
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,12 +38,15 @@ _WIDTH: Final = 140  # columns of the table as text
 _PREFIXES: Final = ("TILE_", "STAGES_", "SHAPE_")
 
 
-def describe(problem: Problem) -> str:
+def describe(problem: Remembered) -> str:
     """A problem in a few words, M×N×K among them, such as "matmul 8192x3072x768 bfloat16 gelu_aux_bias"."""
     dtype = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
     if isinstance(problem, MatmulProblem):
         times = f" batch {problem.batch}" if problem.batch > 1 else ""
         return f"matmul {problem.m}x{problem.n}x{problem.k}{times} {dtype} {problem.epilogue.value}"
+    if isinstance(problem, MLPProblem):
+        kind = "training" if problem.backward else "inference"
+        return f"{kind} {problem.rows}x{'-'.join(map(str, problem.dims))} {dtype} {problem.activation.name}"
     if isinstance(problem, ForwardProblem):
         kind, out, words = "forward", problem.y, problem.activation.name
     else:
@@ -54,6 +58,8 @@ def describe(problem: Problem) -> str:
 
 def strategy_in_words(strategy: Mapping[str, object]) -> str:
     """A strategy, as it stands in the plan cache, such as "gelu_aux_bias, keeps preactivation"."""
+    if strategy.keys() == {ONE_KERNEL}:
+        return "one kernel a pass" if strategy[ONE_KERNEL] else "layer by layer"
     if strategy.keys() == {"epilogue", "saved"}:
         keeps = "" if strategy["saved"] == Saved.NOTHING.value else f", keeps {strategy['saved']}"
         return f"{strategy['epilogue']}{keeps}"
@@ -120,7 +126,7 @@ class Tuned:
         seconds: that it took.
     """
 
-    problems: tuple[Problem, ...]
+    problems: tuple[Remembered, ...]
     before_us: float
     after_us: float
     strategy: str

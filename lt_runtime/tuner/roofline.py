@@ -19,11 +19,12 @@ assumes the highest clock, which few GPUs hold under load: 75 % of it is good fo
 
 from __future__ import annotations
 
+import itertools
 from typing import Final, NamedTuple
 
 from lt_runtime.plans.decisions import LayerProblem
-from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem, Spec
-from lt_runtime.store.keys import Problem
+from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem, MLPProblem, Spec
+from lt_runtime.store.keys import Remembered
 from lt_runtime.tuner.chain_operands import tensors_of
 from lt_runtime.tuner.operands import operands_of
 
@@ -78,7 +79,7 @@ class Work(NamedTuple):
     bytes: int
 
 
-def least_us(problem: Problem, hardware: Hardware) -> float | None:
+def least_us(problem: Remembered, hardware: Hardware) -> float | None:
     """The least time of a problem in microseconds: computing or moving data, whichever takes longer.
 
     None where the GPU's peaks are not known.
@@ -90,8 +91,10 @@ def least_us(problem: Problem, hardware: Hardware) -> float | None:
     return 1e6 * max(work.flops / peak, work.bytes / hardware.bytes_per_s)
 
 
-def work_of(problem: Problem) -> Work:
+def work_of(problem: Remembered) -> Work:
     """The work of a problem, however it is split."""
+    if isinstance(problem, MLPProblem):
+        return _work_of_mlp(problem)
     if isinstance(problem, MatmulProblem):
         flops, batch, moved = 2 * problem.batch * problem.m * problem.n * problem.k, problem.batch, operands_of(problem)
     else:
@@ -100,6 +103,17 @@ def work_of(problem: Problem) -> Work:
         flops = 2 * problem.x.layout.size * problem.w.layout.rows * sum(each is not None for each in products)
     sizes = [(spec.layout.size * (batch if spec.batch_stride else 1), dtype) for spec, dtype in moved.values()]
     return Work(flops, sum(size * (_BITS * dtype.itemsize if dtype else 1) for size, dtype in sizes) // _BITS)
+
+
+def _work_of_mlp(problem: MLPProblem) -> Work:
+    """Inputs, outputs and parameters; in training also the gradients of outputs and parameters, not of inputs."""
+    products = [above * below for above, below in itertools.pairwise(problem.dims)]
+    weights, biases = sum(products), sum(itertools.compress(problem.dims[1:], problem.biases))
+    inputs, outputs = problem.dims[0], problem.dims[-1]
+    passes = 3 * weights - products[0] if problem.backward else weights
+    each = 1 + problem.backward  # outputs and parameters have gradients
+    moved = problem.rows * (inputs + each * outputs) + each * (weights + biases)
+    return Work(2 * problem.rows * passes, problem.dtype.itemsize * moved)
 
 
 def _moved(problem: LayerProblem) -> dict[str, tuple[Spec, DType | None]]:

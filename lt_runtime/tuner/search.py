@@ -10,15 +10,17 @@ from functools import partial
 from typing import TypeAlias
 
 from lt_runtime.errors import PlanError
+from lt_runtime.kernels.mlp import takes
 from lt_runtime.plans.cache import forget
 from lt_runtime.plans.decisions import LayerProblem, known_layer
-from lt_runtime.problem import ForwardProblem, MatmulProblem, Saved
+from lt_runtime.plans.mlp import known_mlp
+from lt_runtime.problem import ForwardProblem, MatmulProblem, MLPProblem, Saved
 from lt_runtime.products.product import library_may_fuse, plain_product
 from lt_runtime.store.entries import Effort, LayerEntry, ProductEntry, is_as_deep
-from lt_runtime.store.keys import Problem, problem_key
+from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.tuner.chain import Chain, Part
-from lt_runtime.tuner.chain_search import decide_chain
+from lt_runtime.tuner.chain_search import decide_chain, decide_mlp
 from lt_runtime.tuner.layer_search import decide_part
 from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
 from lt_runtime.tuner.report import Decided, Progress, Tuned, choice_in_words, describe
@@ -67,7 +69,7 @@ def tune_chains(
     tell(len(groups), len(groups), "")
 
 
-_Group: TypeAlias = tuple[Sequence[Problem], Callable[[], Tuned | None]]
+_Group: TypeAlias = tuple[Sequence[Remembered], Callable[[], Tuned | None]]
 """Problems that are decided together, and the function that decides them; None if there is nothing to decide."""
 
 
@@ -84,7 +86,11 @@ class _Session:
         parts: list[_Group] = [
             (given.cut(part).problems, partial(self._tune_part, given, part)) for part in given.parts
         ]
-        return parts if len(parts) < 2 else [*parts, (given.problems, partial(self._tune_chain, given))]
+        whole: list[_Group] = [(given.problems, partial(self._tune_chain, given))] if len(parts) > 1 else []
+        narrow = given.narrow
+        if narrow is not None and takes(narrow, self._device):
+            whole.append(([narrow], partial(self._tune_mlp, given, narrow)))
+        return [*parts, *whole]
 
     def _tune_part(self, chain: Chain, part: Part) -> Tuned | None:
         """Decides a part; None if it is empty, or equal layers have brought it up before."""
@@ -124,7 +130,7 @@ class _Session:
         """The chain with what its forward problems were decided to keep."""
         return chain.keeping({index: self._saved(each) for index, each in chain.forwards.items()})
 
-    def _measure(self, problems: Sequence[Problem], decide: Callable[[Bench], Decided]) -> Tuned:
+    def _measure(self, problems: Sequence[Remembered], decide: Callable[[Bench], Decided]) -> Tuned:
         """Decides problems on a bench, and remembers what was decided."""
         started = time.monotonic()
         try:
@@ -144,6 +150,13 @@ class _Session:
         if len(chain.parts) < 2 or all(entry.in_chain for entry in known.values()):
             return None
         return self._measure(chain.problems, lambda bench: decide_chain(bench, self._store, chain, known))
+
+    def _tune_mlp(self, chain: Chain, problem: MLPProblem) -> Tuned:
+        """Decides whether an MLP's passes are one kernel each, once its layers are decided."""
+        entry = known_mlp(problem, self._device)
+        if entry is not None and is_as_deep(entry, self._effort):
+            return Tuned((problem,), entry.us, entry.us, choice_in_words(entry))
+        return self._measure([problem], lambda bench: decide_mlp(bench, chain, problem, self._effort))
 
     def _tune_product(self, problem: MatmulProblem) -> Tuned | None:
         """Decides a product, or what of it is left to the library (see `ProductPlan`); None if it is empty."""

@@ -11,6 +11,7 @@ import pytest
 from lt_runtime.paths import kernel_sources
 from tests.host_kernels.build import Variant
 from tests.host_kernels.harness import HostKernels, get_array
+from tests.support.kernel_digest import included
 from tests.support.kernel_families import ENTRIES, FAMILIES
 
 STRUCTS = [
@@ -44,7 +45,11 @@ MACROS = (
     ("ROW_BLOCKS", "2"),
     ("WIDTH", "16"),
     ("ROWS", "1"),
+    ("ROW_TILES", "1"),
+    ("THREADS", "512"),
 )
+TILES = "mma.cuh"
+"""Kernels that include it multiply numbers of 16 bits."""
 
 
 def name_in_c(struct: type[ctypes.Structure]) -> str:
@@ -74,7 +79,8 @@ def members_of(struct: type[ctypes.Structure]) -> dict[str, int]:
 def test_structs_agree(host: HostKernels, source: str) -> None:
     structs = [struct for struct in STRUCTS if defining_file(struct) == source]
     expected = {member: value for struct in structs for member, value in members_of(struct).items()}
-    library = host.library(Variant(source, (*MACROS, ("LAYOUT", ", ".join(expected)))))
+    macros = dict(MACROS) | ({"SCALAR": "__half"} if TILES in {each.name for each in included(source)} else {})
+    library = host.library(Variant(source, (*macros.items(), ("LAYOUT", ", ".join(expected)))))
     assert dict(zip(expected, get_array(library, len(expected)), strict=True)) == expected
 
 

@@ -10,6 +10,7 @@ from tests.mutants import (
     layers,
     loss_kernels,
     models,
+    narrow_mlps,
     optimizer_kernels,
     product_kernels,
     products,
@@ -23,7 +24,7 @@ from tests.mutants import (
 from tests.mutants.fault import Fault
 
 _AREAS: Final = (
-    *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels),
+    *(epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps),
     *(products, layers, calls, storing, models, training, tuning, weights, profiling, reports),
 )
 

@@ -89,8 +89,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "gradients of micro-batches replace each other",
         _BODY,
-        "accumulate=index > 0, stream=stream",
-        "accumulate=False, stream=stream",
+        "contexts, accumulate=index > 0, stream=stream",
+        "contexts, accumulate=False, stream=stream",
         "tests/cpu/training/test_train_step.py::test_micro_batches_make_the_whole_batchs_gradient",
     ),
     fault(

@@ -231,8 +231,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a chain is not measured as a loop",
         _CHAIN_SEARCH,
-        "_BUDGET_S, _ROUNDS, in_a_loop=True)",
-        "_BUDGET_S, _ROUNDS, in_a_loop=False)",
+        "self._operands.take_times(contenders, _BUDGET_S, _ROUNDS, in_a_loop=True)",
+        "self._operands.take_times(contenders, _BUDGET_S, _ROUNDS, in_a_loop=False)",
         "tests/cpu/tuner/test_chain_search.py::test_the_chain_decides_against_what_is_faster_by_itself",
     ),
     fault(

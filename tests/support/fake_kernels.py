@@ -123,5 +123,8 @@ def _addresses(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str
         value = getattr(params, field)
         if isinstance(value, ctypes.Structure):
             yield from _addresses(value, f"{prefix}{field}.")
+        elif isinstance(value, ctypes.Array) and issubclass(value._type_, ctypes.Structure):
+            for i, each in enumerate(value):
+                yield from _addresses(each, f"{prefix}{field}[{i}].")
         elif kind is ctypes.c_void_p and value:
             yield prefix + field, value

@@ -63,6 +63,8 @@ struct Lane {
   unsigned group = 0;
   unsigned odd = 0;
 
+  unsigned gathers = 0;  // gatherings of the whole warp that this lane has come to
+
   void exchange(Place at, unsigned mask_, unsigned source_, unsigned bits_);
   void wait_at_barrier(Place at);
 };
@@ -70,6 +72,10 @@ struct Lane {
 // The lanes of a warp and the exchanges between them.
 struct Warp {
   std::array<Lane, kWarp> lanes;
+
+  // What the lanes lay down for all to read, in turn in two places: a lane may be at the next gathering before the others
+  // have read what was laid down for the last one, but not at the one after that.
+  std::array<Gathered, 2> gathered;
 
   // Lets those go on whose exchange is complete: all lanes of its mask that have not returned are there, at the same
   // place and with the same mask. Says whether there were any.

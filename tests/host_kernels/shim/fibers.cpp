@@ -2,6 +2,7 @@
 // its warp. A warp runs as far as it can before the next, so that they are out of step wherever no barrier holds them.
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 
@@ -123,6 +124,14 @@ unsigned exchange(const char* file, int line, unsigned mask, unsigned source, un
     if (lane.group >> i & 1u) acquire(warps[thread / kWarp].lanes[i].places[lane.odd >> i & 1u]);
   }
   return lane.bits;
+}
+
+const Gathered& gather(const char* file, int line, const unsigned* words, unsigned count) {
+  const unsigned thread = thread_index(), self = thread % kWarp;
+  Gathered& gathered = warps[thread / kWarp].gathered[lane_of(thread).gathers++ % 2];
+  std::copy_n(words, count, gathered[self].begin());
+  exchange(file, line, 0xFFFFFFFF, self, 0);
+  return gathered;
 }
 
 std::string run_block(Body body, Order& order) {

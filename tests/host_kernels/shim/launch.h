@@ -3,6 +3,8 @@
 
 #include <vector_types.h>
 
+#include <array>
+
 extern uint3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace shim {
@@ -32,5 +34,12 @@ inline unsigned thread_index() { return threadIdx.y * blockDim.x + threadIdx.x; 
 // Waits for the lanes of its warp that `mask` names, and reads the 32 bits that lane `source` hands over. All ones, a
 // NaN, come from a lane that has returned, that `mask` does not name, or that no warp has.
 unsigned exchange(const char* file, int line, unsigned mask, unsigned source, unsigned bits);
+
+// The words of each lane of a warp.
+using Gathered = std::array<std::array<unsigned, 8>, kWarp>;
+
+// Waits for all lanes of its warp, each of which lays down `count` words, at most eight, and gives those of all. They stay
+// until the lane comes to its next gathering but one.
+const Gathered& gather(const char* file, int line, const unsigned* words, unsigned count);
 
 }  // namespace shim

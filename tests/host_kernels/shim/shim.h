@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "launch.h"
+#include "warp_matrix.h"
 
 #undef __global__
 #undef __device__

@@ -1,0 +1,266 @@
+// What the kernels of a narrow MLP share. Its weights lie in shared memory, and the numbers of a row pass from layer to
+// layer in registers: what a product gives, with its bias, activated and rounded, is the left operand of the next product.
+//
+// Compiled for:
+//   SCALAR      the type of all matrices: __half or __nv_bfloat16
+//   ACTIVATION  a struct of activations.cuh, that of all layers but the last, which has none
+//   WIDTH       columns of the hidden layers, a multiple of 16; narrower layers are padded with zeros
+//
+// Inputs and outputs have any number of columns up to kMaxWidth; they too are padded to multiples of 16.
+#pragma once
+
+#include "activations.cuh"
+#include "dynamic_shared.cuh"
+#include "mma.cuh"
+#include "predecessor.cuh"
+
+namespace lt {
+
+constexpr int kMaxLayers = 16;
+constexpr int kWarp = 32;
+constexpr int kStep = 16;           // rows of a tile, and columns of a step of a product
+constexpr int kSteps = WIDTH / kStep;
+constexpr int kTiles = WIDTH / 8;   // tiles of 8 columns
+constexpr int kSkew = 8;            // elements between rows, so that eight rows lie in different banks
+
+struct MlpLayer {
+  void* weight;  // (outputs, inputs), without gaps
+  void* bias;    // (outputs,); may be absent
+  int inputs;
+  int outputs;
+};
+
+struct MlpParams {
+  MlpLayer layers[kMaxLayers];
+  Matrix x;        // (rows, inputs of the first layer)
+  Matrix y;        // (rows, outputs of the last layer); in the backward pass its gradient
+  float* partial;  // sums of each block, in the backward pass
+  int64 rows;
+  int count;      // layers, at least two
+  int tile_rows;  // of a block, in the backward pass
+  float slope;
+};
+
+__device__ inline int whole_steps(int columns) { return (columns + kStep - 1) / kStep * kStep; }
+
+// The weights of all layers in shared memory: (outputs, inputs) each, padded, rows kSkew apart.
+struct Weights {
+  SCALAR* first;
+  int inputs;  // columns of the first layer
+
+  __device__ int pitch(int layer) const { return (layer ? WIDTH : inputs) + kSkew; }
+  __device__ SCALAR* of(int layer) const {
+    return layer ? first + WIDTH * (inputs + kSkew) + (layer - 1) * WIDTH * (WIDTH + kSkew) : first;
+  }
+};
+
+// Where a lane's row of four 8 × 8 matrices begins, which make a 16 × 16 tile. ACROSS: the second lies beside the first,
+// and not below it.
+template <bool ACROSS>
+__device__ inline const SCALAR* row_of_tile(const SCALAR* tile, int pitch) {
+  const int lane = threadIdx.x % kWarp, inner = lane / 8 % 2 * 8, outer = lane / 16 * 8, row = lane % 8;
+  return tile + (row + (ACROSS ? outer : inner)) * pitch + (ACROSS ? inner : outer);
+}
+
+// The left operand of a product: rows and columns of a tile as they are, or exchanged.
+__device__ inline void load_left(uint32 (&a)[4], const SCALAR* tile, int pitch) {
+  load_matrices<false>(a, row_of_tile<false>(tile, pitch));
+}
+__device__ inline void load_left_transposed(uint32 (&a)[4], const SCALAR* tile, int pitch) {
+  load_matrices<true>(a, row_of_tile<true>(tile, pitch));
+}
+
+// The right operand of two products that stand side by side: rows of the tile are the products' columns, or their steps.
+__device__ inline void load_right(uint32 (&b)[4], const SCALAR* tile, int pitch) {
+  load_matrices<true>(b, row_of_tile<false>(tile, pitch));
+}
+__device__ inline void load_right_transposed(uint32 (&b)[4], const SCALAR* tile, int pitch) {
+  load_matrices<false>(b, row_of_tile<true>(tile, pitch));
+}
+
+// One step of a product of R tiles of rows with WIDTH columns. TRANSPOSED: `weights` are (columns, steps), as in the
+// forward pass, and not (steps, columns).
+template <bool TRANSPOSED, int R>
+__device__ inline void multiply_step(float (&sums)[R][kTiles][4], const uint32 (&left)[R][4], const SCALAR* weights,
+                                     int pitch, int step) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    uint32 right[4];
+    if (TRANSPOSED) {
+      load_right_transposed(right, weights + i * kStep * pitch + step * kStep, pitch);
+    } else {
+      load_right(right, weights + step * kStep * pitch + i * kStep, pitch);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      multiply_add<SCALAR>(sums[r][2 * i], left[r], right[0], right[1]);
+      multiply_add<SCALAR>(sums[r][2 * i + 1], left[r], right[2], right[3]);
+    }
+  }
+}
+
+// The product of rows in shared memory, of any whole number of steps.
+template <bool TRANSPOSED, int R>
+__device__ inline void multiply_tile(float (&sums)[R][kTiles][4], const SCALAR* rows, int row_pitch, int columns,
+                                     const SCALAR* weights, int pitch) {
+#pragma unroll 1
+  for (int step = 0; step < columns / kStep; ++step) {
+    uint32 left[R][4];
+#pragma unroll
+    for (int r = 0; r < R; ++r) load_left(left[r], rows + r * kStep * row_pitch + step * kStep, row_pitch);
+    multiply_step<TRANSPOSED>(sums, left, weights, pitch, step);
+  }
+}
+
+// The product of rows in registers.
+template <bool TRANSPOSED, int R>
+__device__ inline void multiply_rows(float (&sums)[R][kTiles][4], const uint32 (&rows)[kSteps][R][4],
+                                     const SCALAR* weights) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    multiply_step<TRANSPOSED>(sums, rows[step], weights, WIDTH + kSkew, step);
+  }
+}
+
+template <int R>
+__device__ inline void start_with_bias(float (&sums)[R][kTiles][4], const float* bias) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const float2 pair = reinterpret_cast<const float2*>(bias + 8 * i)[threadIdx.x % 4];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      sums[r][i][0] = sums[r][i][2] = pair.x;
+      sums[r][i][1] = sums[r][i][3] = pair.y;
+    }
+  }
+}
+
+// ReLU takes no instruction of its own: it is made as sums are rounded, and zero then is zero before.
+template <class A>
+constexpr bool kIsRelu = false;
+template <>
+constexpr bool kIsRelu<Relu> = true;
+
+// Activates sums, unless that is left to `round_activated`.
+template <int R>
+__device__ inline void activate(float (&sums)[R][kTiles][4], float slope) {
+#pragma unroll
+  for (int r = 0; r < R && !kIsRelu<ACTIVATION>; ++r) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[r][i][j] = ACTIVATION::forward(sums[r][i][j], slope);
+    }
+  }
+}
+
+// Zeros in the columns that a layer does not have: infinity or NaN there, as the product of an infinite number and a
+// padded weight, would reach the columns that it has.
+template <int R>
+__device__ inline void clear_padding(float (&sums)[R][kTiles][4], int columns) {
+  if (columns == WIDTH) return;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const bool exists = 8 * i + static_cast<int>(threadIdx.x) % 4 * 2 + j % 2 < columns;
+#pragma unroll
+      for (int r = 0; r < R; ++r) sums[r][i][j] = exists ? sums[r][i][j] : 0.0f;
+    }
+  }
+}
+
+__device__ inline uint32 rounded_pair(float x, float y) {
+  const auto pair = Pair<SCALAR>::pack(float2{x, y});
+  uint32 word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+
+// Sums, rounded, as the left operand of the next product. RELU: zeros in place of negative ones.
+template <bool RELU, int R>
+__device__ inline void round_sums(uint32 (&rows)[kSteps][R][4], const float (&sums)[R][kTiles][4]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&four)[4] = sums[r][2 * step + i / 2];
+        const float x = four[i % 2 * 2], y = four[i % 2 * 2 + 1];
+        rows[step][r][i] = RELU ? rounded_positive_pair<SCALAR>(x, y) : rounded_pair(x, y);
+      }
+    }
+  }
+}
+
+// The same of sums that `activate` has been given.
+template <int R>
+__device__ inline void round_activated(uint32 (&rows)[kSteps][R][4], const float (&sums)[R][kTiles][4]) {
+  round_sums<kIsRelu<ACTIVATION>>(rows, sums);
+}
+
+// Where word `i` of a lane's left operand lies in a tile of shared memory.
+__device__ inline SCALAR* place_of_word(SCALAR* tile, int pitch, int i) {
+  const int lane = threadIdx.x % kWarp;
+  return tile + (lane / 4 + i % 2 * 8) * pitch + lane % 4 * 2 + i / 2 * 8;
+}
+
+// Copies rows from `first` on to shared memory, with zeros in columns up to `padded` and in rows that are not there. Begins
+// the copy, which is to be waited for, or makes it at once. Each of `threads` threads takes its part; `padded` is a multiple
+// of 8.
+__device__ inline void copy_rows(SCALAR* to, int pitch, int padded_rows, int padded, const Matrix& from, int64 first,
+                                 int64 rows, int columns, int thread, int threads) {
+  const int octets = padded / kOctet, down = threads / octets, across = threads % octets;
+  const bool is_whole = from.col_stride == 1 && columns % kOctet == 0 && from.row_stride % kOctet == 0 &&
+                        reinterpret_cast<uint64>(from.data) % 16 == 0;
+  int row = thread / octets, octet = thread % octets;
+  if (is_whole && across == 0) {  // a thread stays in its columns
+    const int bytes = octet * kOctet < columns ? 16 : 0;
+    const SCALAR* source = bytes ? element<SCALAR>(from, first + row, octet * kOctet) : static_cast<SCALAR*>(from.data);
+    const int64 step = bytes ? down * from.row_stride : 0;
+    SCALAR* place = to + row * pitch + octet * kOctet;
+    const int left = rows - first < padded_rows ? static_cast<int>(rows - first) : padded_rows;
+    for (; row < padded_rows; row += down, place += down * pitch, source += step) {
+      const bool exists = row < left;
+      copy_async(place, exists ? source : static_cast<SCALAR*>(from.data), exists ? bytes : 0);
+    }
+    return;
+  }
+  while (row < padded_rows) {
+    const int left = first + row < rows ? columns - octet * kOctet : 0;
+    const int count = left < 0 ? 0 : left < kOctet ? left : kOctet;
+    SCALAR* place = to + row * pitch + octet * kOctet;
+    const SCALAR* source = count ? element<SCALAR>(from, first + row, octet * kOctet) : static_cast<SCALAR*>(from.data);
+    if (is_whole) {
+      copy_async(place, source, count * static_cast<int>(sizeof(SCALAR)));
+    } else {
+      store_packed(place, pack<SCALAR>(Scattered<SCALAR>::load(source, from.col_stride, count)));
+    }
+    row += down;
+    octet += across;
+    if (octet >= octets) {
+      octet -= octets;
+      ++row;
+    }
+  }
+}
+
+// Brings the weights and, as FP32, the biases of the first `count` layers to shared memory; the block has to wait for the
+// copies, and for all its threads.
+__device__ inline void load_layers(const MlpParams& p, const Weights& weights, float* biases, int count) {
+  const int thread = threadIdx.x, threads = blockDim.x;
+  for (int i = 0; i < p.count; ++i) {
+    const MlpLayer layer = p.layers[i];
+    const bool is_last = i == p.count - 1;
+    const int outputs = is_last ? whole_steps(layer.outputs) : WIDTH;
+    copy_rows(weights.of(i), weights.pitch(i), outputs, i ? WIDTH : weights.inputs, Matrix{layer.weight, layer.inputs, 1}, 0,
+              layer.outputs, layer.inputs, thread, threads);
+    for (int col = thread; i < count && col < outputs; col += threads) {
+      const bool has = layer.bias && col < layer.outputs;
+      biases[i * WIDTH + col] = has ? to_float(static_cast<const SCALAR*>(layer.bias)[col]) : 0.0f;
+    }
+  }
+}
+
+}  // namespace lt

@@ -1,0 +1,118 @@
+// The forward pass of a narrow MLP: x and the weights are read once, the outputs written, and nothing between them. See
+// mlp.cuh for what it is compiled for.
+//
+// A warp has some rows to itself, from the first layer to the last, so that the block waits for nothing but its weights.
+
+#include "mlp.cuh"
+
+namespace lt {
+
+constexpr int kRowTiles = WIDTH <= 64 ? 2 : 1;  // of a warp: with two, weights are read from shared memory half as often
+constexpr int kWarpRows = kRowTiles * kStep;
+
+// The last layer, without an activation, into the first `columns` columns of a tile.
+__device__ inline void last_layer(SCALAR* tile, int pitch, int columns, const uint32 (&rows)[kSteps][kRowTiles][4],
+                                  const SCALAR* weights, const float* bias) {
+#pragma unroll 1
+  for (int col = 0; col < columns; col += kStep) {
+    float sums[kRowTiles][2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 pair = reinterpret_cast<const float2*>(bias + col + 8 * i)[threadIdx.x % 4];
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        sums[r][i][0] = sums[r][i][2] = pair.x;
+        sums[r][i][1] = sums[r][i][3] = pair.y;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint32 right[4];
+      load_right_transposed(right, weights + col * (WIDTH + kSkew) + step * kStep, WIDTH + kSkew);
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        multiply_add<SCALAR>(sums[r][0], rows[step][r], right[0], right[1]);
+        multiply_add<SCALAR>(sums[r][1], rows[step][r], right[2], right[3]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&four)[4] = sums[r][i / 2];
+        SCALAR* place = place_of_word(tile + r * kStep * pitch + col, pitch, i);
+        *reinterpret_cast<uint32*>(place) = rounded_pair(four[i % 2 * 2], four[i % 2 * 2 + 1]);
+      }
+    }
+  }
+}
+
+// Writes a warp's rows, 16 bytes at a time if they lie so.
+__device__ inline void store_rows(const Matrix& y, int64 first, int64 rows, int columns, const SCALAR* tile, int pitch) {
+  const int lane = threadIdx.x % kWarp, count = rows < kWarpRows ? static_cast<int>(rows) : kWarpRows;
+  const bool is_whole = y.col_stride == 1 && columns % kOctet == 0 && y.row_stride % kOctet == 0 &&
+                        reinterpret_cast<uint64>(y.data) % 16 == 0;
+  if (is_whole) {
+    const int octets = columns / kOctet;
+    for (int i = lane; i < count * octets; i += kWarp) {
+      const int row = i / octets, col = i % octets * kOctet;
+      store_packed(element<SCALAR>(y, first + row, col), load_packed(tile + row * pitch + col));
+    }
+    return;
+  }
+  for (int i = lane; i < count * columns; i += kWarp) {
+    const int row = i / columns, col = i % columns;
+    *element<SCALAR>(y, first + row, col) = tile[row * pitch + col];
+  }
+}
+
+}  // namespace lt
+
+extern "C" __global__ void __launch_bounds__(256, 1) mlp_fwd(const lt::MlpParams p) {
+  using namespace lt;
+  DYNAMIC_SHARED(uint4, memory);
+  const int last = p.count - 1, x_columns = p.layers[0].inputs, y_columns = p.layers[last].outputs;
+  const int inputs = whole_steps(x_columns), outputs = whole_steps(y_columns);
+  const int pitch = (inputs > outputs ? inputs : outputs) + kSkew;
+  const Weights weights{reinterpret_cast<SCALAR*>(memory), inputs};
+  float* biases = reinterpret_cast<float*>(weights.of(last) + outputs * (WIDTH + kSkew));
+  // Each warp has two tiles: one that it works on, and one that its next rows are copied to meanwhile.
+  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp, lane = threadIdx.x % kWarp;
+  SCALAR* tiles = reinterpret_cast<SCALAR*>(biases + last * WIDTH + outputs) + warp * 2 * kWarpRows * pitch;
+  const int64 stride = static_cast<int64>(gridDim.x) * warps * kWarpRows;
+  int64 row = (static_cast<int64>(blockIdx.x) * warps + warp) * kWarpRows;
+  const auto copy_x = [&](int turn, int64 first) {
+    SCALAR* tile = tiles + turn * kWarpRows * pitch;
+    if (first < p.rows) copy_rows(tile, pitch, kWarpRows, inputs, p.x, first, p.rows, x_columns, lane, kWarp);
+    end_copies();
+  };
+  wait_for_predecessor();
+  load_layers(p, weights, biases, p.count);
+  copy_x(0, row);
+  wait_for_copies<0>();
+  __syncthreads();
+  for (int turn = 0; row < p.rows; row += stride, turn ^= 1) {
+    SCALAR* tile = tiles + turn * kWarpRows * pitch;
+    copy_x(turn ^ 1, row + stride);
+    wait_for_copies<1>();
+    __syncwarp();
+    float sums[kRowTiles][kTiles][4];
+    uint32 rows[kSteps][kRowTiles][4];
+    start_with_bias(sums, biases);
+    multiply_tile<true>(sums, tile, pitch, inputs, weights.of(0), weights.pitch(0));
+#pragma unroll 1
+    for (int i = 0;;) {
+      activate(sums, p.slope);
+      clear_padding(sums, p.layers[i].outputs);
+      round_activated(rows, sums);
+      if (++i == last) break;
+      start_with_bias(sums, biases + i * WIDTH);
+      multiply_rows<true>(sums, rows, weights.of(i));
+    }
+    __syncwarp();
+    last_layer(tile, pitch, outputs, rows, weights.of(last), biases + last * WIDTH);
+    __syncwarp();
+    store_rows(p.y, row, p.rows - row, y_columns, tile, pitch);
+    __syncwarp();
+  }
+}

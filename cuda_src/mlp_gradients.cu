@@ -1,0 +1,73 @@
+// Adds up the sums that the blocks of mlp_bwd.cu have written, always in the same order, and rounds them to gradients.
+// Compiled for one SCALAR type.
+//
+// A thread in x has a sum, a thread in y some of the blocks.
+
+#include "predecessor.cuh"
+#include "vector.cuh"
+
+namespace lt {
+
+constexpr int kMaxLayers = 16;
+constexpr int kSums = 32;   // threads in x
+constexpr int kParts = 8;   // threads in y
+constexpr int kFragment = 128;
+
+struct MlpGradient {
+  SCALAR* weight;  // (outputs, inputs), without gaps
+  SCALAR* bias;    // (outputs,); may be absent
+  int inputs;
+  int outputs;
+};
+
+struct MlpGradientsParams {
+  MlpGradient layers[kMaxLayers];
+  const float* partial;  // (blocks, sums)
+  int blocks;
+  int sums;
+  int count;       // layers
+  int width;       // columns of the hidden layers in the sums
+  int accumulate;  // add to what the gradients hold
+};
+
+// Where the sum with a number goes; null where it belongs to padding, or to a bias that there is not.
+__device__ inline SCALAR* place_of_sum(const MlpGradientsParams& p, int number) {
+#pragma unroll 1
+  for (int i = 0; i < p.count; ++i) {
+    const MlpGradient layer = p.layers[i];
+    const int outputs = i == p.count - 1 ? (layer.outputs + 15) / 16 * 16 : p.width;
+    const int inputs = i ? p.width : (layer.inputs + 15) / 16 * 16;
+    const int across = inputs / 8 + 1, size = outputs / 16 * across * kFragment;
+    if (number >= size) {
+      number -= size;
+      continue;
+    }
+    const int fragment = number / kFragment, lane = number % kFragment / 4, word = number % 4;
+    const int row = fragment / across * 16 + lane / 4 + word / 2 * 8, col = fragment % across * 8 + lane % 4 * 2 + word % 2;
+    if (row >= layer.outputs) return nullptr;
+    if (col >= inputs) return layer.bias && col == inputs ? layer.bias + row : nullptr;
+    return col < layer.inputs ? layer.weight + row * layer.inputs + col : nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace lt
+
+extern "C" __global__ void __launch_bounds__(256) mlp_gradients(const lt::MlpGradientsParams p) {
+  using namespace lt;
+  __shared__ float parts[kParts][kSums];
+  const int number = blockIdx.x * kSums + threadIdx.x;
+  SCALAR* place = place_of_sum(p, number);
+  wait_for_predecessor();
+  float sum = 0.0f;
+#pragma unroll 8
+  for (int block = threadIdx.y; block < p.blocks; block += kParts) {
+    if (number < p.sums) sum += p.partial[static_cast<int64>(block) * p.sums + number];
+  }
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || !place) return;
+#pragma unroll
+  for (int i = 1; i < kParts; ++i) sum += parts[i][threadIdx.x];
+  *place = from_float<SCALAR>(p.accumulate ? to_float(*place) + sum : sum);
+}

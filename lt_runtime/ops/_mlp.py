@@ -1,0 +1,163 @@
+"""What the passes of a narrow MLP add to the driver, each of which is one operation on all its layers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+from lt_runtime import reference
+from lt_runtime.arrays.checks import check_same, check_shape
+from lt_runtime.arrays.operand import Operand
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.mlp import MAX_LAYERS
+from lt_runtime.layout import packed
+from lt_runtime.ops.call import Known, New, Operation, Reading
+from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
+from lt_runtime.problem import Activation, DType, MLPProblem
+from lt_runtime.products.plan import Plan
+
+_PLACES: Final = 2 * MAX_LAYERS  # a weight and a bias each
+_FIRST: Final = 2  # place of the first weight among the arrays
+_OUT: Final = 1
+_forward_plan: Final = functools.lru_cache(maxsize=1024)(MlpForwardPlan)
+_backward_plan: Final = functools.lru_cache(maxsize=1024)(MlpBackwardPlan)
+
+
+def _named(suffix: str = "") -> tuple[str, ...]:
+    return tuple(f"layer{i}.{each}{suffix}" for i in range(MAX_LAYERS) for each in ("weight", "bias"))
+
+
+def filled(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """Each layer's weight and bias, in turn, with None for the layers that there are not."""
+    return (*arrays, *(None,) * (_PLACES - len(arrays)))
+
+
+class MlpOutputs(Operation):
+    """The outputs of an MLP without dropout, whose last layer has no activation.
+
+    What is asked is the activation of the others.
+    """
+
+    names = ("x", "out", *_named())
+    required = 1
+
+    def read(self, operands: Sequence[Any], asked: Any, extras: None) -> Reading:
+        """See `Operation`."""
+        x, out, *parameters = operands
+        problem = _problem(x, parameters, asked, backward=False)
+        shape = (problem.rows, problem.dims[-1])
+        if out is not None:
+            check_shape(out.name, out.shape, shape, "the result's shape")
+            check_same(x, out)
+        y = packed(*shape) if out is None else out.layout
+        new = {} if out is not None else {_OUT: New(shape, problem.dtype.numpy, x.library)}
+        return Reading(problem, (_OUT,), new, (x.layout, y))
+
+    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+        """See `Operation`."""
+        return _forward_plan(reading.problem, *reading.detail, device)
+
+    def call(self, known: Known, addresses: tuple[int, ...], extras: None, stream: int) -> Call:
+        """See `Operation`."""
+        return Call(addresses[: _FIRST + 2 * len(known.reading.problem.biases)], stream)
+
+    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: None) -> None:
+        """See `Operation`."""
+        x, out, *parameters = arrays
+        *_, (_, y) = _layers_on_host(reading.problem, x, parameters)
+        out[...] = y
+
+    def result(self, known: Known, arrays: Sequence[Any], extras: None) -> Any:
+        """See `Operation`."""
+        return arrays[_OUT]
+
+
+class MlpGradients(Operation):
+    """The gradients of all parameters of an MLP, from its inputs and the gradient of its outputs.
+
+    What is asked is the hidden layers' activation, and whether the gradients are added to what their buffers hold.
+    """
+
+    names = ("x", "dy", *_named(), *_named(".grad"))
+    required = 2
+
+    def read(self, operands: Sequence[Any], asked: Any, extras: None) -> Reading:
+        """See `Operation`."""
+        activation, accumulate = asked
+        x, dy, *rest = operands
+        parameters, gradients = rest[:_PLACES], rest[_PLACES:]
+        problem = _problem(x, parameters, activation, backward=True)
+        check_shape(dy.name, dy.shape, (problem.rows, problem.dims[-1]), "the outputs' shape")
+        check_same(x, dy)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter is not None:
+                check_shape(gradient.name, gradient.shape, parameter.shape, f"that of {parameter.name}")
+                check_same(x, gradient)
+                gradient.check_packed()
+        first = _FIRST + _PLACES
+        written = tuple(first + place for place, each in enumerate(parameters) if each is not None)
+        return Reading(problem, written, {}, (x.layout, dy.layout, accumulate))
+
+    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+        """See `Operation`."""
+        return _backward_plan(reading.problem, *reading.detail, device)
+
+    def call(self, known: Known, addresses: tuple[int, ...], extras: None, stream: int) -> Call:
+        """See `Operation`."""
+        count, first = 2 * len(known.reading.problem.biases), _FIRST + _PLACES
+        return Call((*addresses[: _FIRST + count], *addresses[first : first + count]), stream)
+
+    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: None) -> None:
+        """See `Operation`."""
+        x, dy, *rest = arrays
+        parameters, gradients = rest[:_PLACES], rest[_PLACES:]
+        problem: MLPProblem = reading.problem
+        *_, accumulate = reading.detail
+        made = _layers_on_host(problem, x, parameters)
+        inputs, last = [x, *(y for _, y in made)], len(made) - 1
+        for i in range(last, -1, -1):
+            activation = Activation() if i == last else problem.activation
+            found = reference.linear_bwd(dy, inputs[i], parameters[2 * i], made[i][0], activation)
+            for out, exact in zip(gradients[2 * i : 2 * i + 2], (found.dw, found.db), strict=True):
+                if out is not None:
+                    out[...] = (out.astype(exact.dtype) + exact if accumulate else exact).astype(out.dtype)
+            dy = found.dx
+
+    def result(self, known: Known, arrays: Sequence[Any], extras: None) -> None:
+        """See `Operation`: the gradients are in their buffers."""
+
+
+MLP_OUTPUTS: Final = MlpOutputs()
+MLP_GRADIENTS: Final = MlpGradients()
+
+
+def _problem(x: Operand, parameters: Sequence[Operand | None], activation: Activation, *, backward: bool) -> MLPProblem:
+    """What is asked, once each operand is found to fit the one before."""
+    weights = [each for each in parameters[::2] if each is not None]
+    dims = (weights[0].shape[1], *(each.shape[0] for each in weights))
+    pairs = zip(parameters[::2], parameters[1::2], itertools.pairwise(dims), strict=False)
+    for weight, bias, (inputs, outputs) in pairs:
+        assert weight is not None
+        check_shape(weight.name, weight.shape, (outputs, inputs), "as the layer below has it")
+        if bias is not None:
+            check_shape(bias.name, bias.shape, (outputs,), f"as {weight.name} has it")
+        for each in (weight, bias):
+            if each is not None:
+                each.check_packed()
+    check_shape(x.name, x.shape, (*x.shape[:1], dims[0]), f"as {weights[0].name} has it")
+    check_same(x, *(each for each in parameters if each is not None))
+    biases = tuple(each is not None for each in parameters[1 : 2 * len(weights) : 2])
+    return MLPProblem(DType.parse(x.name, x.dtype), x.shape[0], dims, biases, activation, backward)
+
+
+def _layers_on_host(problem: MLPProblem, x: Any, parameters: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each layer's pre-activation in float64, and its output, rounded."""
+    made, last = [], len(problem.biases) - 1
+    for i in range(last + 1):
+        activation = Activation() if i == last else problem.activation
+        exact, z = reference.linear_fwd(x, parameters[2 * i], parameters[2 * i + 1], activation)
+        x = exact.astype(problem.dtype.numpy)
+        made.append((z, x))
+    return made

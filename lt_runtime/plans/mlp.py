@@ -1,0 +1,72 @@
+"""Plans of a narrow MLP as a whole, and whether it runs by them or layer by layer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.blocks import Matrix
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.mlp import MlpBackward, MlpForward, is_likely_faster, takes
+from lt_runtime.layout import Layout, packed
+from lt_runtime.problem import MLPProblem
+from lt_runtime.products.plan import Plan
+from lt_runtime.store.entries import LayerEntry
+from lt_runtime.store.keys import problem_key
+from lt_runtime.store.plan_store import plan_store
+
+ONE_KERNEL: Final = "one_kernel"
+"""What the plan cache has of an MLP: whether each of its passes is one kernel, or each layer runs by itself."""
+
+
+def is_fused(problem: MLPProblem, device: int) -> bool:
+    """Whether an MLP's passes run in one kernel each: as was measured; if nothing was, where that is likely faster."""
+    entry = known_mlp(problem, device)
+    if not takes(problem, device):
+        return False
+    return is_likely_faster(problem, device) if entry is None else entry.strategy[ONE_KERNEL] is True
+
+
+def known_mlp(problem: MLPProblem, device: int) -> LayerEntry | None:
+    """What was measured of an MLP as a whole; None if nothing was, or what the store has is none of its strategies."""
+    entry = plan_store(device).layer(problem_key(problem))
+    return entry if entry is not None and entry.strategy in ({ONE_KERNEL: True}, {ONE_KERNEL: False}) else None
+
+
+def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpForwardPlan | MlpBackwardPlan, ...]:
+    """The plans of an MLP's passes over matrices without gaps."""
+    x, y = packed(problem.rows, problem.dims[0]), packed(problem.rows, problem.dims[-1])
+    forward = MlpForwardPlan(problem, x, y, device)
+    return (forward, MlpBackwardPlan(problem, x, y, False, device)) if problem.backward else (forward,)
+
+
+class MlpForwardPlan(Plan):
+    """The outputs of an MLP; a call's addresses are those of x, y, and each layer's weight and bias."""
+
+    def __init__(self, problem: MLPProblem, x: Layout, y: Layout, device: int) -> None:
+        self.problem, self.device = problem, device
+        self._pass = MlpForward(problem, Matrix.of(x), Matrix.of(y), device)
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        self._pass.run(call, memory)
+
+
+class MlpBackwardPlan(Plan):
+    """The gradients of an MLP's parameters.
+
+    A call's addresses are those of x, of the gradient dy of the outputs, of each layer's weight and bias, and of their
+    gradients.
+    """
+
+    def __init__(self, problem: MLPProblem, x: Layout, dy: Layout, accumulate: bool, device: int) -> None:
+        self.problem, self.device = problem, device
+        self._pass = MlpBackward(problem, Matrix.of(x), Matrix.of(dy), accumulate, device)
+
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        memory.scratch(self._pass.scratch_bytes)
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        self._pass.run(call, memory)

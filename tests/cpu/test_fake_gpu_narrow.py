@@ -1,0 +1,270 @@
+"""Narrow MLPs on the pretended GPU: which of them run in one kernel a pass, and that it is what layers compute."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.support.fake_gpu import FakeGpu
+from tests.support.hurry import hurry
+from tests.support.placed import host_of
+
+FORWARD, BACKWARD, GRADIENTS = "mlp_fwd", "mlp_bwd", "mlp_gradients"
+DIMS = (20, 32, 24, 5)
+ROWS = 40
+BF16 = ml_dtypes.bfloat16
+
+
+def _model(gpu: FakeGpu, dims: Sequence[int] = DIMS, **options: Any) -> Any:
+    return gpu.lt.MLP(dims, **{"dtype": "bfloat16", "seed": 3, "device": "cuda", **options})
+
+
+def _inputs(gpu: FakeGpu, rows: int = ROWS, columns: int = DIMS[0], seed: int = 0, dtype: Any = BF16) -> Any:
+    return gpu.cp.asarray(np.random.default_rng(seed).standard_normal((rows, columns)).astype(dtype))
+
+
+def _names(gpu: FakeGpu) -> set[str]:
+    """Of our kernels of MLPs that were launched since the last look; waits for them."""
+    gpu.streams.synchronize_all()
+    found = {FORWARD, BACKWARD, GRADIENTS} & {*gpu.kernels.launched}
+    gpu.kernels.launched.clear()
+    return found
+
+
+def _by_layers(gpu: FakeGpu, model: Any, x: Any) -> NDArray[np.float64]:
+    outputs, _ = model.forward(x, 0)
+    gpu.synchronize(0)
+    return host_of(gpu, outputs).astype(np.float64)
+
+
+def _values(gpu: FakeGpu, array: Any) -> NDArray[np.float64]:
+    gpu.synchronize(0)
+    return host_of(gpu, array).astype(np.float64)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_launched(gpu: FakeGpu) -> None:
+    gpu.streams.synchronize_all()
+    gpu.kernels.launched.clear()
+
+
+@pytest.mark.parametrize(("activation", "dtype"), [("relu", "bfloat16"), ("gelu", "float16")])
+def test_inference(gpu: FakeGpu, activation: str, dtype: str) -> None:
+    model = _model(gpu, activation=activation, dtype=dtype)
+    x = _inputs(gpu, dtype=model.dtype.numpy)
+    for _ in range(5):  # the fourth time by a graph
+        outputs = model(x)
+        assert outputs.shape == (ROWS, DIMS[-1])
+        made = _values(gpu, outputs)
+        np.testing.assert_allclose(made, _by_layers(gpu, model, x), atol=1e-2)
+    assert _names(gpu) == {FORWARD}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32"},
+        {"output_activation": "relu"},
+        {"activation": ["relu", "tanh", "none"]},
+        {"dims": (20, 5)},
+        {"dims": (20, 136, 5)},
+        {"dims": (136, 32, 5)},
+        {"dims": [16] * 18},
+    ],
+    ids=str,
+)
+def test_other_models_run_layer_by_layer(gpu: FakeGpu, options: dict[str, Any]) -> None:
+    dims = options.get("dims", DIMS)
+    model = _model(gpu, **options)
+    x = _inputs(gpu, columns=dims[0], dtype=model.dtype.numpy)
+    assert model(x).shape == (ROWS, dims[-1])
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse")
+    step(x, _inputs(gpu, columns=dims[-1], dtype=model.dtype.numpy))
+    assert _names(gpu) == set()
+
+
+def test_what_the_layers_refuse_is_refused(gpu: FakeGpu) -> None:
+    model = _model(gpu)
+    with pytest.raises(gpu.lt.errors.ShapeError, match="x"):
+        model(_inputs(gpu, columns=21))
+    with pytest.raises(gpu.lt.errors.ShapeError, match="x"):
+        model(_inputs(gpu)[0])
+    with pytest.raises(gpu.lt.errors.DTypeError, match="float32"):
+        model(_inputs(gpu, dtype=np.float32))
+    with pytest.raises(gpu.lt.errors.LtError, match="x"):
+        model(np.zeros((ROWS, DIMS[0]), BF16))
+    assert _names(gpu) == set()
+
+
+def test_inputs_of_any_layout(gpu: FakeGpu) -> None:
+    model, x = _model(gpu), _inputs(gpu)
+    wide = _inputs(gpu, columns=50)[:, 3 : 3 + DIMS[0]]
+    turned = _inputs(gpu, rows=DIMS[0], columns=ROWS).T
+    for each in (x, wide, turned):
+        np.testing.assert_allclose(_values(gpu, model(each)), _by_layers(gpu, model, each), atol=1e-2)
+    assert _names(gpu) == {FORWARD}
+
+
+def test_inference_has_no_dropout_and_training_has_it(gpu: FakeGpu) -> None:
+    model, x = _model(gpu, dropout=0.5), _inputs(gpu)
+    model(x)
+    assert _names(gpu) == {FORWARD}
+    gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()))(x, gpu.cp.asarray(np.zeros(ROWS, np.int32)))
+    assert _names(gpu) == set()
+
+
+def _gradients(gpu: FakeGpu, model: Any) -> list[NDArray[np.float64]]:
+    return [_values(gpu, each.grad) for each in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "gelu", "dtype": "float16"},
+        {"bias": [False, True, False]},
+        {"loss": "cross_entropy"},
+        {"accumulate": 2},
+    ],
+    ids=str,
+)
+def test_a_step_makes_the_layers_gradients(gpu: FakeGpu, options: dict[str, Any]) -> None:
+    loss, accumulate = options.get("loss", "mse"), options.get("accumulate", 1)
+    made_of = {name: value for name, value in options.items() if name not in ("loss", "accumulate")}
+    model = _model(gpu, **made_of)
+    x = _inputs(gpu, dtype=model.dtype.numpy)
+    labels, targets = np.arange(ROWS) % DIMS[-1], _inputs(gpu, columns=DIMS[-1], seed=1, dtype=model.dtype.numpy)
+    target = gpu.cp.asarray(labels) if loss == "cross_entropy" else targets
+    outputs, contexts = model.forward(x)
+    function = gpu.lt.cross_entropy if loss == "cross_entropy" else gpu.lt.mse_loss
+    model.backward(function(outputs, target).gradient, contexts)
+    expected = _gradients(gpu, model)
+    assert _names(gpu) == set()
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=0.0), loss=loss, accumulate=accumulate)
+    step(x, target)
+    for made, exact in zip(_gradients(gpu, model), expected, strict=True):
+        assert np.linalg.norm(made - exact) <= 2e-2 * np.linalg.norm(exact)
+    assert _names(gpu) == {FORWARD, BACKWARD, GRADIENTS}
+
+
+def test_a_graph_changes_no_bit(gpu: FakeGpu) -> None:
+    trained = []
+    for graph in (True, False):
+        model = _model(gpu)
+        step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=1e-2), loss="mse", graph=graph)
+        for seed in range(4):
+            step(_inputs(gpu, seed=seed), _inputs(gpu, columns=DIMS[-1], seed=9))
+        trained.append([_values(gpu, each.data) for each in model.parameters()])
+    for one, other in zip(*trained, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_the_plan_cache_decides(gpu: FakeGpu) -> None:
+    rows = 41
+    model, x, target = _model(gpu), _inputs(gpu, rows), _inputs(gpu, rows, DIMS[-1])
+    model(x)
+    assert _names(gpu) == {FORWARD}
+    _remember(gpu, model, rows, backward=False, one_kernel=False)
+    model(x)
+    assert _names(gpu) == set()
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", graph=False)
+    step(x, target)
+    assert _names(gpu) == {FORWARD, BACKWARD, GRADIENTS}
+    _remember(gpu, model, rows, backward=True, one_kernel=False)
+    step(x, target)
+    assert _names(gpu) == set()
+
+
+def _remember(gpu: FakeGpu, model: Any, rows: int, *, backward: bool, one_kernel: object) -> None:
+    """What the tuner would remember of a model."""
+    names = ("problem", "store.keys", "store.entries", "store.plan_store", "plans.cache")
+    problem, keys, entries, plan_store, cache = (importlib.import_module(f"lt_runtime.{each}") for each in names)
+    assert problem is gpu.lt.problem, "of the package that is on the pretended GPU"
+    biases = (True,) * (len(model.dims) - 1)
+    asked = problem.MLPProblem(model.dtype, rows, model.dims, biases, problem.Activation("relu"), backward)
+    entry = entries.LayerEntry({"one_kernel": one_kernel}, 1.0)
+    plan_store.plan_store(0).put({keys.problem_key(asked): entry})
+    cache.forget([asked], 0)
+
+
+def test_what_is_none_of_its_strategies_is_not_followed(gpu: FakeGpu) -> None:
+    rows = 42
+    model = _model(gpu)
+    _remember(gpu, model, rows, backward=False, one_kernel="no")
+    model(_inputs(gpu, rows))
+    assert _names(gpu) == {FORWARD}
+
+
+@pytest.fixture
+def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """The pretended GPU, on which searches soon are over."""
+    hurry(gpu, monkeypatch)
+    return gpu
+
+
+@pytest.mark.parametrize(("slow", "rows"), [("matmul", 17), ("kernel", 18)])
+def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, rows: int) -> None:
+    """What is faster is taken, remembered and explained."""
+    gpu, dims = hurried, (16, 16, 4)
+    monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 1e3, "matmul": 1e3} | {slow: 2e4})
+    report = gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
+    is_fused = slow == "matmul"
+    chosen, other = ("one kernel a pass", "layer by layer")[:: 1 if is_fused else -1]
+    assert report[-1].strategy == chosen
+    explained = gpu.lt.explain(dims, rows, dtype="bfloat16")[-1]
+    assert (explained.strategy, [words for words, _ in explained.alternatives]) == (chosen, [other])
+    assert f"training {rows}x16-16-4 bfloat16 relu" in str(explained)
+    again = gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
+    assert (again[-1].strategy, again[-1].measured) == (chosen, 0)
+    gpu.kernels.launched.clear()
+    model = _model(gpu, dims)
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse")
+    step(_inputs(gpu, rows, 16), _inputs(gpu, rows, 4))
+    assert _names(gpu) == ({FORWARD, BACKWARD, GRADIENTS} if is_fused else set())
+
+
+def test_inference_is_measured_where_that_is_asked_for(hurried: FakeGpu) -> None:
+    gpu, rows = hurried, 19
+    model, x = _model(gpu, (16, 16, 4)), _inputs(gpu, rows, 16)
+    with gpu.lt.tuning():
+        outputs = model(x)
+    entries = importlib.import_module("lt_runtime.store.plan_store").plan_store(0)._document.raw
+    (entry,) = (each for key, each in entries.items() if "MLPProblem" in key and f"rows={rows}," in key)
+    assert set(entry["strategy"]) == {"one_kernel"}
+    np.testing.assert_allclose(_values(gpu, outputs), _by_layers(gpu, model, x), atol=1e-2)
+
+
+def test_an_untuned_chain_is_explained_by_the_priors(gpu: FakeGpu) -> None:
+    explained = gpu.lt.explain([16, 16, 4], 43, dtype="bfloat16")
+    assert explained[-1].strategy == "one kernel a pass (by the priors)"
+    assert "one kernel" not in str(gpu.lt.explain([16, 16, 4], 43, dtype="float32"))
+
+
+def test_operations_follow_their_reference(gpu: FakeGpu) -> None:
+    """The whole operation on NumPy arrays, rounded as the layers are, and on the GPU."""
+    of_mlp, call = (importlib.import_module(f"lt_runtime.ops.{each}") for each in ("_mlp", "call"))
+    activation = gpu.lt.Activation("gelu")
+    generator = np.random.default_rng(5)
+    host = [generator.standard_normal((ROWS, DIMS[0])), generator.standard_normal((ROWS, DIMS[-1]))]
+    shapes = [shape for k, n in itertools.pairwise(DIMS) for shape in ((n, k), (n,))]
+    host += [generator.standard_normal(shape) / np.sqrt(shape[-1]) for shape in shapes]
+    x, dy, *parameters = (each.astype(BF16) for each in host)
+    results = []
+    for place in (np.asarray, gpu.cp.asarray):
+        on = [place(each) for each in (x, dy, *parameters)]
+        gradients = [place(np.ones(each.shape, BF16)) for each in parameters]
+        weights = of_mlp.filled(on[2:])
+        y = call.perform(of_mlp.MLP_OUTPUTS, (on[0], None, *weights), activation, None, None)
+        arrays = (*on[:2], *weights, *of_mlp.filled(gradients))
+        call.perform(of_mlp.MLP_GRADIENTS, arrays, (activation, True), None, None)
+        results.append([y, *gradients])
+    for expected, made in zip(*results, strict=True):
+        exact = expected.astype(np.float64)
+        assert np.linalg.norm(_values(gpu, made) - exact) <= 2e-2 * np.linalg.norm(exact)

@@ -1,0 +1,140 @@
+"""A narrow MLP's passes in one kernel each: against float64, the same bits each time, and in training steps."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import lt_runtime as lt
+from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
+from lt_runtime.ops.call import perform
+from lt_runtime.problem import ACTIVATIONS, Activation, DType
+from lt_runtime.training.narrow import NarrowPasses
+from tests.host_kernels.arrays import EPSILON
+
+Array = NDArray[Any]
+SHAPES = (
+    ((64, 64, 64, 64, 3), 1000),
+    ((64, 64, 64, 64, 3), 40_000),
+    ((16, 16, 16), 70),
+    ((20, 24, 9, 5), 129),
+    ((3, *[32] * 6, 1), 4097),
+    ((48, 48, 48, 40), 3333),
+    ((100, 112, 7), 515),
+    ((128, 128, 10), 5000),
+    (((16,) * 17), 300),
+)
+
+
+class _Network:
+    """Values of an MLP on the host and on the GPU."""
+
+    def __init__(self, dims: tuple[int, ...], rows: int, dtype: DType, activation: str, integers: bool = False) -> None:
+        generator = np.random.default_rng(rows)
+        shapes = [(rows, dims[0]), (rows, dims[-1])]
+        shapes += [shape for k, n in itertools.pairwise(dims) for shape in ((n, k), (n,))]
+        draw = _integers if integers else _normal
+        self.host = [draw(generator, shape).astype(dtype.numpy) for shape in shapes]
+        self.gpu = [cp.asarray(each) for each in self.host]
+        self.activation = Activation(activation)
+
+    def results(self, arrays: list[Any]) -> list[Any]:
+        """Outputs, and the gradients of all parameters."""
+        x, dy, *parameters = arrays
+        gradients = [each.copy() for each in parameters]
+        y = perform(MLP_OUTPUTS, (x, None, *filled(parameters)), self.activation, None, None)
+        operands = (x, dy, *filled(parameters), *filled(gradients))
+        perform(MLP_GRADIENTS, operands, (self.activation, False), None, None)
+        return [y, *gradients]
+
+    @property
+    def made(self) -> list[Array]:
+        return [cp.asnumpy(each).astype(np.float64) for each in self.results(self.gpu)]
+
+    @property
+    def expected(self) -> list[Array]:
+        return [each.astype(np.float64) for each in self.results(self.host)]
+
+
+def _normal(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return generator.standard_normal(shape) / np.sqrt(shape[-1])
+
+
+def _integers(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Few and small ones, so that most sums are exact."""
+    values = generator.integers(-1, 2, shape)
+    return np.where(generator.random(shape) < min(1.0, 4.0 / shape[-1]), values, 0)
+
+
+def _off(made: Array, exact: Array) -> float:
+    return float(np.linalg.norm(made - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize(("dims", "rows"), SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda each: each.value)
+def test_shapes(dims: tuple[int, ...], rows: int, dtype: DType) -> None:
+    network = _Network(dims, rows, dtype, "tanh")
+    for made, exact in zip(network.made, network.expected, strict=True):
+        assert _off(made, exact) < 2 * len(dims) * EPSILON[dtype]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    network = _Network((40, 64, 48, 8), 2000, DType.BFLOAT16, activation)
+    for made, exact in zip(network.made, network.expected, strict=True):
+        assert _off(made, exact) < 16 * EPSILON[DType.BFLOAT16]
+
+
+def test_small_integers_are_exact() -> None:
+    """What would be hidden among roundings: a row, a column or a step that is left out, or counted twice."""
+    network = _Network((24, 64, 32, 8), 50, DType.BFLOAT16, "relu", integers=True)
+    for made, exact in zip(network.made, network.expected, strict=True):
+        assert np.array_equal(made, exact)
+
+
+def test_bits_are_the_same_each_time() -> None:
+    network = _Network((64, 64, 64, 64, 3), 100_000, DType.BFLOAT16, "relu")
+    first = [each.tobytes() for each in network.made]
+    assert all([each.tobytes() for each in network.made] == first for _ in range(5))
+
+
+def _trained(graph: bool, rows: int = 3000, **options: Any) -> tuple[list[Array], list[float]]:
+    model = lt.MLP([64, 64, 64, 10], "relu", dtype="bfloat16", seed=2, device="cuda", **options)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=3e-3), graph=graph)
+    generator = np.random.default_rng(4)
+    x = cp.asarray(generator.standard_normal((rows, 64)).astype(model.dtype.numpy))
+    labels = cp.asarray(generator.integers(0, 10, rows))
+    losses = [float(step(x, labels)) for _ in range(12)]
+    return [cp.asnumpy(each.data).astype(np.float64) for each in model.parameters()], losses
+
+
+def test_a_graph_changes_no_bit_of_training() -> None:
+    (captured, losses), (eager, others) = _trained(graph=True), _trained(graph=False)
+    assert losses == others
+    for one, other in zip(captured, eager, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_training_follows_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, losses = _trained(graph=True)
+    monkeypatch.setattr(NarrowPasses, "take", lambda *_, **__: False)
+    _, by_layers = _trained(graph=True)
+    assert losses[-1] < 0.98 * losses[0]
+    np.testing.assert_allclose(losses, by_layers, rtol=1e-2)
+
+
+def test_an_overflow_skips_the_update() -> None:
+    """FP16 gradients that are infinite behind ReLU's zeros are not lost."""
+    scaler = lt.GradScaler(2.0**24, growth_interval=1000)
+    model = lt.MLP([32, 32, 32, 4], "relu", dtype="float16", seed=2, device="cuda")
+    optimizer = lt.AdamW(model.parameters(), scaler=scaler)
+    before = [cp.asnumpy(each.data) for each in model.parameters()]
+    x = cp.full((64, 32), 100.0, cp.float16)
+    lt.TrainStep(model, optimizer, loss="mse")(x, cp.full((64, 4), 6e4, cp.float16))
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert np.array_equal(cp.asnumpy(parameter.data), old)

@@ -1,0 +1,341 @@
+"""The kernels of a narrow MLP, launched by the runtime, against float64."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels import mlp, tiling
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.kernel import Entry
+from lt_runtime.kernels.mlp import MlpBackward, MlpForward, is_likely_faster, takes
+from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
+from lt_runtime.reference.activations import activate, derivative
+from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
+from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels
+from tests.host_kernels.variants import BF16, F16, F32
+from tests.support.strategies import Placement
+
+Array = NDArray[np.float64]
+SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=1, memory=0)
+SHARED = 227 << 10
+ORDERS = (FORWARD, REVERSE, SHUFFLED)
+
+
+class _Turns:
+    """A kernel on the CPU whose blocks and threads take their turns in a given order."""
+
+    def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
+        self._kernel, self._order = host.get(entry, macros), order
+
+    def prepare(self, *arguments: Any) -> Callable[[], None]:
+        return functools.partial(self._kernel.launch, *arguments, order=self._order)
+
+
+class _Memory:
+    """A stream's scratch memory, just as large as it is needed."""
+
+    stream = 0
+
+    def scratch(self, size: int) -> int:
+        self._sums = vector(np.full(size // 4, np.nan), F32)
+        return self._sums.address
+
+
+@pytest.fixture(autouse=True)
+def _on_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (mlp, tiling):
+        monkeypatch.setattr(module, "device_info", lambda _: SMALL_GPU)
+    monkeypatch.setattr(mlp, "device_attributes", lambda _, *names: (SHARED,) * len(names))
+
+
+@dataclass
+class _Network:
+    """Weights, biases, inputs and the gradient of outputs, guarded, and what they hold in float64."""
+
+    problem: MLPProblem
+    x: Guarded
+    dy: Guarded
+    weights: list[Guarded]
+    biases: list[Guarded | None]
+
+    @property
+    def parameters(self) -> list[int]:
+        pairs = zip(self.weights, self.biases, strict=True)
+        return [each.address if each else 0 for pair in pairs for each in pair]
+
+    def forward(self, host: HostKernels, monkeypatch: pytest.MonkeyPatch, placement: Placement, order: int) -> Array:
+        y = Guarded(np.full((self.problem.rows, self.problem.dims[-1]), 7.0), placement, self.problem.dtype)
+        _launching(host, monkeypatch, order)
+        made = MlpForward(self.problem, self.x.matrix, y.matrix, 0)
+        made.run(Call((self.x.address, y.address, *self.parameters), 0), _Memory())
+        self._check_unchanged()
+        return y.values()
+
+    def backward(
+        self, host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int, start: float | None = None
+    ) -> list[Array]:
+        """Gradients of each weight and bias, added to `start`."""
+        kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
+        fill = np.nan if start is None else start
+        grads = [each and Guarded(np.full(each.array.shape, fill), FLAT, self.problem.dtype) for each in kinds]
+        _launching(host, monkeypatch, order)
+        made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, start is not None, 0)
+        places = [each.address if each else 0 for each in grads]
+        made.run(Call((self.x.address, self.dy.address, *self.parameters, *places), 0), _Memory())
+        self._check_unchanged()
+        return [each.values() for each in grads if each]
+
+    def _check_unchanged(self) -> None:
+        for each in (self.x, self.dy, *self.weights, *self.biases):
+            if each:
+                each.assert_unchanged()
+
+    @property
+    def exact(self) -> tuple[list[Array], list[Array]]:
+        """Pre-activation and output of each layer, in float64 and never rounded."""
+        h, zs, hs = _values(self.x), [], []
+        for i, (w, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            z = h @ _values(w).T + (_values(bias)[0] if bias else 0.0)
+            h = z if i == len(self.weights) - 1 else activate(z, self.problem.activation)
+            zs.append(z)
+            hs.append(h)
+        return zs, hs
+
+    @property
+    def exact_gradients(self) -> list[Array]:
+        zs, hs = self.exact
+        dz, found = _values(self.dy), []
+        for i in reversed(range(len(self.weights))):
+            below = hs[i - 1] if i else _values(self.x)
+            found = [dz.T @ below, *([dz.sum(axis=0)[None]] if self.biases[i] else []), *found]
+            if i:
+                dz = (dz @ _values(self.weights[i])) * derivative(zs[i - 1], self.problem.activation)
+        return found
+
+
+def _values(array: Guarded) -> Array:
+    return array.array.astype(np.float64)
+
+
+def _launching(host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int) -> None:
+    def get(entry: Entry, macros: Macros, _: int) -> _Turns:
+        return _Turns(host, entry, macros, order)
+
+    monkeypatch.setattr(kernels, "get_kernel", get)
+
+
+def _network(
+    dims: Sequence[int],
+    rows: int,
+    draw: Callable[[tuple[int, ...]], NDArray[Any]],
+    *,
+    dtype: DType = BF16,
+    activation: str = "relu",
+    biases: Sequence[bool] | None = None,
+    placement: Placement = FLAT,
+) -> _Network:
+    has = tuple(biases) if biases is not None else (True,) * (len(dims) - 1)
+    problem = MLPProblem(dtype, rows, tuple(dims), has, Activation(activation), backward=True)
+    sizes = [*itertools.pairwise(dims)]
+    return _Network(
+        problem,
+        Guarded(draw((rows, dims[0])), placement, dtype),
+        Guarded(draw((rows, dims[-1])), placement, dtype),
+        [Guarded(draw((n, k)), FLAT, dtype) for k, n in sizes],
+        [vector(draw((n,)), dtype) if each else None for each, (_, n) in zip(has, sizes, strict=True)],
+    )
+
+
+def _integers(seed: int) -> Callable[[tuple[int, ...]], NDArray[Any]]:
+    """Few and small ones, so that every sum is exact in 16 bits where it is rounded to them."""
+    generator = np.random.default_rng(seed)
+
+    def draw(shape: tuple[int, ...]) -> NDArray[Any]:
+        values = generator.integers(-1, 2, shape)
+        return np.where(generator.random(shape) < min(1.0, 5.0 / shape[-1]), values, 0)
+
+    return draw
+
+
+def _is_telling(network: _Network) -> bool:
+    """Whether all sums are exact, and no result is zero everywhere."""
+    results = [network.exact[1][-1], *network.exact_gradients]
+    return max(np.abs(each).max() for each in network.exact[1]) <= 256 and all(each.any() for each in results)
+
+
+def _normal(seed: int) -> Callable[[tuple[int, ...]], NDArray[Any]]:
+    generator = np.random.default_rng(seed)
+    return lambda shape: generator.standard_normal(shape) / np.sqrt(shape[-1])
+
+
+SHAPES = (
+    ((16, 16, 16), 16),
+    ((16, 32, 32, 16), 70),
+    ((3, 16, 16, 16, 1), 33),
+    ((20, 24, 9, 5), 129),
+    ((1, 7, 2), 1),
+    ((40, 16, 16, 24), 50),
+    ((16, 48, 48, 40), 40),
+    ((128, 32, 128), 20),
+    ((8, 112, 3), 17),
+    ((64, 64, 64, 64, 3), 200),
+    ((24, 128, 128, 10), 35),
+)
+
+
+@pytest.mark.parametrize(("dims", "rows"), SHAPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_exact_sums(
+    host: HostKernels, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, ...], rows: int, order: int
+) -> None:
+    seen = (_network(dims, rows, _integers(seed)) for seed in itertools.count())
+    network = next(each for each in seen if _is_telling(each))
+    outputs, gradients = network.exact[1][-1], network.exact_gradients
+    made = network.forward(host, monkeypatch, FLAT, order)
+    assert np.array_equal(made, outputs.astype(ml_dtypes.bfloat16).astype(np.float64))
+    for gradient, expected in zip(network.backward(host, monkeypatch, order), gradients, strict=True):
+        assert np.array_equal(gradient, expected.astype(ml_dtypes.bfloat16).astype(np.float64))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_go_from_tile_to_tile(host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int) -> None:
+    """More rows than all warps have at a time."""
+    network = _network((8, 16, 8), 900, _integers(0))
+    assert np.array_equal(network.forward(host, monkeypatch, FLAT, order), network.exact[1][-1])
+    for made, exact in zip(network.backward(host, monkeypatch, order), network.exact_gradients, strict=True):
+        assert np.array_equal(made, exact.astype(ml_dtypes.bfloat16).astype(np.float64))
+
+
+ACTIVATIONS_AND_TYPES = [(name, (BF16, F16)[i % 2]) for i, name in enumerate(ACTIVATIONS)]
+
+
+@pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_TYPES, ids=str)
+def test_activations(host: HostKernels, monkeypatch: pytest.MonkeyPatch, activation: str, dtype: DType) -> None:
+    """Within what the roundings of layers can add up to: half a unit each, passed on by a gain of about one."""
+    network = _network((20, 32, 24, 5), 75, _normal(7), dtype=dtype, activation=activation)
+    outputs, gradients = network.exact[1][-1], network.exact_gradients
+    assert _off(network.forward(host, monkeypatch, FLAT, SHUFFLED), outputs) < 4 * EPSILON[dtype]
+    for made, exact in zip(network.backward(host, monkeypatch, SHUFFLED), gradients, strict=True):
+        assert _off(made, exact) < 12 * EPSILON[dtype]
+
+
+def _off(made: Array, exact: Array) -> float:
+    """The error's norm, relative."""
+    return float(np.linalg.norm(made - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(column_major=False, gap=3, offset=1),
+        Placement(column_major=False, gap=8, offset=0),
+        Placement(column_major=True, gap=0, offset=0),
+    ],
+    ids=str,
+)
+def test_any_layout(host: HostKernels, monkeypatch: pytest.MonkeyPatch, placement: Placement) -> None:
+    seen = (_network((24, 32, 16, 8), 50, _integers(seed), placement=placement) for seed in itertools.count())
+    network = next(each for each in seen if _is_telling(each))
+    assert np.array_equal(network.forward(host, monkeypatch, placement, FORWARD), network.exact[1][-1])
+    for made, exact in zip(network.backward(host, monkeypatch, REVERSE), network.exact_gradients, strict=True):
+        assert np.array_equal(made, exact)
+
+
+@pytest.mark.parametrize("biases", list(itertools.product((False, True), repeat=3)), ids=str)
+def test_absent_biases(host: HostKernels, monkeypatch: pytest.MonkeyPatch, biases: tuple[bool, ...]) -> None:
+    seen = (_network((16, 16, 16, 4), 40, _integers(seed), biases=biases) for seed in itertools.count())
+    network = next(each for each in seen if _is_telling(each))
+    assert np.array_equal(network.forward(host, monkeypatch, FLAT, FORWARD), network.exact[1][-1])
+    for made, exact in zip(network.backward(host, monkeypatch, FORWARD), network.exact_gradients, strict=True):
+        assert np.array_equal(made, exact)
+
+
+def test_gradients_are_added(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = (_network((16, 16, 4), 40, _integers(seed)) for seed in itertools.count())
+    network = next(each for each in seen if _is_telling(each))
+    alone = network.backward(host, monkeypatch, FORWARD)
+    for made, exact in zip(network.backward(host, monkeypatch, FORWARD, start=3.0), alone, strict=True):
+        assert np.array_equal(made, exact + 3.0)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 5])
+def test_the_order_of_turns_changes_no_bit(
+    host: HostKernels, monkeypatch: pytest.MonkeyPatch, multiprocessors: int
+) -> None:
+    few = replace(SMALL_GPU, multiprocessors=multiprocessors)
+    monkeypatch.setattr(mlp, "device_info", lambda _: few)
+    network = _network((20, 32, 24, 5), 300, _normal(3), activation="gelu")
+    first, *others = (network.backward(host, monkeypatch, order) for order in ORDERS)
+    for other in others:
+        assert all(np.array_equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def test_infinities_stay_in_their_rows_and_columns(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An infinite input is infinite or zero behind ReLU, by the sign of its weight, and reaches no other row."""
+
+    def draw(shape: tuple[int, ...]) -> NDArray[Any]:
+        values = np.ones(shape)
+        if shape == (40, 20):
+            values[7, 3] = np.inf
+        elif shape[0] < 40:
+            values[1::2] = -1
+        return values
+
+    network = _network((20, 9, 7, 3), 40, draw)
+    with np.errstate(invalid="ignore"):
+        exact = network.exact[1][-1].astype(ml_dtypes.bfloat16).astype(np.float64)
+    assert not np.isfinite(exact[7]).all()
+    assert np.isfinite(np.delete(exact, 7, axis=0)).all()
+    assert np.array_equal(network.forward(host, monkeypatch, FLAT, FORWARD), exact, equal_nan=True)
+
+
+def _taken(*dims: int, dtype: DType = BF16, rows: int = 8, backward: bool = True) -> bool:
+    return takes(MLPProblem(dtype, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), backward), 0)
+
+
+@pytest.mark.parametrize("dims", [(64, 64, 64, 64, 3), (1, 1, 1), (128, 128, 10), (16,) * 17], ids=str)
+def test_narrow_models_are_taken(dims: tuple[int, ...]) -> None:
+    assert _taken(*dims)
+    assert _taken(*dims, backward=False)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (64, 129, 64), (129, 64, 64), (64, 64, 129), (16,) * 18], ids=str)
+def test_other_models_are_not_taken(dims: tuple[int, ...]) -> None:
+    assert not _taken(*dims)
+    assert not _taken(*dims, backward=False)
+
+
+def test_small_tiles_are_not_likely_faster() -> None:
+    def problem(*dims: int, rows: int, backward: bool = True) -> MLPProblem:
+        return MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), backward)
+
+    shallow, deep = (64, 64, 64, 64, 3), (64,) * 7
+    assert is_likely_faster(problem(*shallow, rows=5000), 0)
+    assert not is_likely_faster(problem(*deep, rows=5000), 0)
+    assert is_likely_faster(problem(*deep, rows=32), 0)
+    assert is_likely_faster(problem(*deep, rows=5000, backward=False), 0)
+
+
+def test_shared_memory_bounds_the_depth() -> None:
+    assert _taken(*[128] * 5, backward=False)
+    assert not _taken(*[128] * 5)
+    assert not _taken(*[128] * 9, backward=False)
+
+
+def test_other_problems_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _taken(64, 64, 64, rows=0)
+    assert not _taken(64, 64, 64, dtype=F32)
+    monkeypatch.setattr(mlp, "device_info", lambda _: replace(SMALL_GPU, capability=75))
+    assert not _taken(64, 64, 64)
