@@ -160,11 +160,7 @@ def _adamw(shapes: Shapes, dtype: str, max_norm: float | None, _: int) -> Builde
         step = optimizer_step(shapes, dtype, max_norm)
         return Contender(lambda _, stream: step(stream=stream))
 
-    return {
-        "lt": ours,
-        "torch": peer("torch_kernels", "adamw", shapes, dtype, max_norm),
-        "torch_compiled_flat": peer("torch_kernels", "flat_adamw", shapes, dtype, max_norm),
-    }
+    return {"lt": ours, "torch": peer("torch_kernels", "adamw", shapes, dtype, max_norm)}
 
 
 def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Callable[..., object]:
@@ -214,7 +210,6 @@ def _cross_entropy(dtype: str, shape: tuple[int, int], sets: int) -> Builders:
     return {
         "lt": partial(our_cross_entropy, made, targets),
         "torch": peer("torch_kernels", "cross_entropy", made, targets),
-        "torch_compiled": peer("torch_kernels", "cross_entropy", made, targets, compiled=True),
         "torch_log_softmax": peer("torch_kernels", "log_softmax_gradient", made, targets),
     }
 

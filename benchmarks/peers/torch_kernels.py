@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -129,37 +128,14 @@ def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None)
     return Contender(run, capture)
 
 
-def flat_adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
-    """The same update written out for one tensor of all elements, by torch.compile."""
-    size = (sum(map(math.prod, shapes)),)
-    value, gradient = tensor(normal(size, "float32")), tensor(normal(size, dtype))
-    copy = None if dtype == "float32" else tensor(normal(size, dtype))
-    first, second, time = torch.zeros_like(value), torch.zeros_like(value), torch.zeros((), device="cuda")
-
-    def update() -> None:
-        time.add_(1)
-        g = gradient.float()
-        if max_norm is not None:
-            g = g * (max_norm / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0)
-        first.lerp_(g, 1 - 0.9)
-        second.mul_(0.999).addcmul_(g, g, value=1 - 0.999)
-        root = (second / (1 - 0.999**time)).sqrt() + 1e-8
-        value.mul_(1 - 1e-5 * 0.01).sub_(1e-5 / (1 - 0.9**time) * first / root)
-        if copy is not None:
-            copy.copy_(value)
-
-    step = torch.compile(update, mode="max-autotune-no-cudagraphs", dynamic=False)
-    return Contender(lambda *_: step(), capture)
-
-
-def cross_entropy(buffers: Sets, targets: Any, *, compiled: bool = False) -> Contender:
+def cross_entropy(buffers: Sets, targets: Any) -> Contender:
     """F.cross_entropy and its gradient through autograd."""
     labels = tensor(targets)
 
     def cost(logits: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits, labels)
 
-    return _with_gradient(cost, _inputs(buffers, 1), compiled)
+    return _with_gradient(cost, _inputs(buffers, 1), compiled=False)
 
 
 def log_softmax_gradient(buffers: Sets, targets: Any) -> Contender:

@@ -1,7 +1,7 @@
 """Events that mark the moments at which ranges begin and end, on a stream and within graphs of training steps.
 
-An event takes the GPU some 4 µs within a graph. A profile's copy of a graph therefore has those of a quarter of its
-moments, four copies have all, and the copies are launched in turn. What an event takes is measured, and left out of
+An event takes the GPU a few µs within a graph. A profile's copy of a graph therefore has those of an eighth of its
+moments, eight copies have all, and the copies are launched in turn. What an event takes is measured, and left out of
 every time.
 """
 
@@ -22,7 +22,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import stream_handle
 
-_COPIES: Final = 4
+_COPIES: Final = 8
 _EMPTY: Final = 9
 """Events in a row, with nothing between them, that tell what an event takes."""
 _EXTERNAL: Final = driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL

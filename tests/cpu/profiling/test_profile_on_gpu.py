@@ -187,9 +187,10 @@ def test_marks_with_nothing_between_are_one_node(gpu: FakeGpu) -> None:
     assert len(frames) == 1 + 2 * 2 + 2 + 1 + 1 + 2 * 2 + 1
     # Where the parts and layers begin and end one after the other: start, 2 layers, loss, 2 layers, update.
     assert marks == whole.marks.count <= 9
-    # Each part has a quarter of what lies between the marks, and both ends of it.
-    assert len(parts) == 4
-    assert max(in_parts) == -(-(marks - 1) // 4) + 1
+    # Each part has an eighth of what lies between the marks, and both ends of it.
+    size = -(-(marks - 1) // 8)
+    assert len(parts) == -(-(marks - 1) // size)
+    assert max(in_parts) == size + 1
     assert sum(in_parts) == marks - 1 + len(parts)
 
 
@@ -200,8 +201,8 @@ def test_what_events_take_is_in_no_time(gpu: FakeGpu) -> None:
     for found, event_us in ((plain, 0.0), (dear, 7.0)):
         gpu.streams.costs_us |= {"kernel": 100.0, "event": event_us}
         try:
-            with gpu.lt.profile(timed=9, traced=0) as prof:
-                for _ in range(11):
+            with gpu.lt.profile(timed=19, traced=0) as prof:
+                for _ in range(21):
                     train()
         finally:
             gpu.synchronize_all()
@@ -230,7 +231,7 @@ def test_a_copy_that_has_not_been_read_is_read_before_its_next_launch(
     monkeypatch.setattr(marks.MarkedGraph, "launch", watched)
 
     def often() -> None:
-        for _ in range(9):  # twice as often as there are copies
+        for _ in range(20):  # twice as often as there are copies
             train()
 
     monkeypatch.setattr(collector, "unusable", lambda: "it is left out")
@@ -239,9 +240,9 @@ def test_a_copy_that_has_not_been_read_is_read_before_its_next_launch(
     finally:
         gpu.synchronize_all()
         gpu.streams.costs_us.clear()
-    assert rows(prof)[LAYERS[0]].us == pytest.approx(9 * 101)
-    assert rows(prof)[LAYERS[0]].calls == 9
-    assert were_unread == [False] * 18
+    assert rows(prof)[LAYERS[0]].us == pytest.approx(20 * 101)
+    assert rows(prof)[LAYERS[0]].calls == 20
+    assert were_unread == [False] * 40
     assert prof.report.timed_steps == 2
 
 
