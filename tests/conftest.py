@@ -44,12 +44,13 @@ def examples() -> Counter[str]:
     return EXAMPLES
 
 
-_WITH_CUPTI = {"test_collector.py", "test_profile.py"}
+_FIRST = {"gpu/test_collector.py": 0, "gpu/test_profile.py": 0, "host_kernels/test_sanitizers.py": 1}
+"""A process can have one user of CUPTI, and some peers of the benchmarks keep it to the process's end. Sanitizers take
+long: other processes would be idle if these tests came last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # A process can have one user of CUPTI, and some peers of the benchmarks keep it to the process's end.
-    items.sort(key=lambda item: item.path.name not in _WITH_CUPTI or item.path.parent.name != "gpu")
+    items.sort(key=lambda item: _FIRST.get(f"{item.path.parent.name}/{item.path.name}", 2))
     for item in items:
         if item.path.parent == Path(__file__).parent / "gpu":
             item.add_marker(pytest.mark.gpu)
