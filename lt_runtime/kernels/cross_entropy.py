@@ -198,8 +198,9 @@ class CrossEntropyPass:
         self._count_launches = Launches(COUNT_LABELS, macros, device, counting, count)
 
     def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
-        """Whether rows begin at multiples of 16 bytes, and a warp or a block shares each and holds it, or it is long.
+        """Whether a row can be copied while the row before it is worked on.
 
+        Rows must begin at multiples of 16 bytes. A warp or a block must hold a row, or a multiprocessor work on one.
         The address of the first row, which is not known yet, is left to `run`.
         """
         straight = all(layout.order is Order.ROW for layout in layouts)

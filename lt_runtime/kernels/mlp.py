@@ -74,7 +74,11 @@ MLP_GRADIENTS: Final = Entry("mlp_gradients", "mlp_gradients.cu", MlpGradientsPa
 
 
 def takes(problem: MLPProblem, device: int) -> bool:
-    """Whether the kernels compute it: 16-bit types, narrow and not too deep for shared memory, on Ampere or later."""
+    """Whether the kernels can run an MLP.
+
+    Its type must have 16 bits, and its layers must be narrow, and few enough for shared memory. The GPU must be an
+    Ampere or a later one.
+    """
     layers = len(problem.dims) - 1
     fits = 2 <= layers <= MAX_LAYERS and max(problem.dims) <= MAX_WIDTH and problem.rows > 0
     if not fits or problem.dtype not in TYPES or device_info(device).capability < _CAPABILITY:
@@ -85,7 +89,7 @@ def takes(problem: MLPProblem, device: int) -> bool:
 
 
 def is_likely_faster(problem: MLPProblem, device: int) -> bool:
-    """Whether the kernels are probably faster than layers by themselves, of a problem that they take.
+    """Whether an MLP that the kernels can run is probably faster by them than layer by layer.
 
     In training small tiles do not pay, unless a multiprocessor has only one.
     """
@@ -215,14 +219,14 @@ def _warp_rows(problem: MLPProblem) -> int:
 
 
 def _resident_bytes(problem: MLPProblem, biases: int) -> int:
-    """Of the weights of all layers, and of so many biases."""
+    """How many bytes the weights of all layers and so many biases take."""
     (inputs, outputs), width, hidden = _ends(problem), _width(problem), len(problem.dims) - 2
     weights = width * (inputs + _SKEW) + ((hidden - 1) * width + outputs) * (width + _SKEW)
     return 2 * weights + 4 * biases
 
 
 def _forward_bytes(problem: MLPProblem) -> int:
-    """Of a block's shared memory: weights, biases, and two tiles of each warp."""
+    """How many bytes of shared memory a block of mlp_fwd takes: for weights, biases, and two tiles of each warp."""
     inputs, outputs = _ends(problem)
     biases = (len(problem.dims) - 2) * _width(problem) + outputs
     tiles = 2 * _FORWARD_WARPS * _warp_rows(problem) * (max(inputs, outputs) + _SKEW)
@@ -237,9 +241,10 @@ def _sums(problem: MLPProblem) -> list[int]:
 
 
 def _backward_bytes(problem: MLPProblem, rows: int) -> int:
-    """Of a block's shared memory: weights, hidden biases, sums; two tiles each of x and dy, tiles of hidden layers.
+    """How many bytes of shared memory a block of mlp_bwd takes.
 
-    Besides, there is a spare tile, or two where the number of hidden layers is even; see mlp_bwd.cu.
+    It holds the weights, the hidden layers' biases and the sums, two tiles each of x and dy, a tile or two of each
+    hidden layer, and a spare tile, or two where the number of hidden layers is even; see mlp_bwd.cu.
 
     Args:
         rows: of a tile.
@@ -288,7 +293,7 @@ def _row_tiles(activation: str, width: int) -> int:
 
 
 def _threads(activation: str, width: int, rows: int) -> int:
-    """Of a block of mlp_bwd: those of its row warps, and of a sum warp for each 16 rows."""
+    """How many threads a block of mlp_bwd has: those of its row warps, and of a sum warp for each 16 rows."""
     return WARP * (rows // (_STEP * _row_tiles(activation, width)) + rows // _STEP)
 
 

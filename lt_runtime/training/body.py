@@ -12,7 +12,6 @@ from lt_runtime.ranges import range_of
 from lt_runtime.training.ema import EMA
 from lt_runtime.training.losses import StepLoss
 from lt_runtime.training.mlp import MLP
-from lt_runtime.training.narrow import passes_of
 from lt_runtime.training.tally import Scores, Tally
 
 IGNORE_INDEX: Final = -100
@@ -27,7 +26,6 @@ class StepBody:
 
     def __init__(self, model: MLP, optimizer: AdamW, loss: StepLoss, ema: EMA | None = None) -> None:
         self.model, self.optimizer, self.loss, self.ema = model, optimizer, loss, ema
-        self._narrow = passes_of(model.layers, model.dims, model.dtype, model.device.ordinal)
 
     def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
         """Puts a step on a stream.
@@ -51,7 +49,9 @@ class StepBody:
     def _run_part(self, part: tuple[Any, ...], index: int, share: float, tally: Tally, stream: Any) -> None:
         x, target, *weights = part
         scaler, row_weights = self.optimizer.scaler, weights[0] if weights else None
-        narrow = self._narrow if self._narrow is not None and self._narrow.take(x, backward=True) else None
+        narrow = self.model.narrow
+        if narrow is not None and not narrow.take(x, backward=True):
+            narrow = None
         contexts: list[Any] = []
         with range_of("forward"):
             if narrow is not None:

@@ -89,6 +89,7 @@ class MLP:
         layers: of `Linear`.
         device: where the model lives.
         dims, dtype, seed, compute, master_weights: as given.
+        narrow: runs the model as a whole where it has few columns; None where it never does.
 
     Raises:
         ArgumentError: an option that is not accepted.
@@ -129,7 +130,7 @@ class MLP:
             Linear(f"layer{i}", made[f"layer{i}.weight"], made.get(f"layer{i}.bias"), activations[i], dropouts[i])
             for i in range(count)
         ]
-        self._narrow = passes_of(self.layers, self.dims, self.dtype, self.device.ordinal)
+        self.narrow = passes_of(self.layers, self.dims, self.dtype, self.device.ordinal)
 
     def parameters(self) -> list[Parameter]:
         """Weights and biases, layer by layer; a layer without a bias has its weight alone."""
@@ -227,9 +228,8 @@ class MLP:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
         """
-        narrow = self._narrow
-        if narrow is not None and narrow.take(x, backward=False):
-            return narrow.outputs(x, stream)
+        if self.narrow is not None and self.narrow.take(x, backward=False):
+            return self.narrow.outputs(x, stream)
         for each in self.layers:
             bias = None if each.bias is None else each.bias.data
             x = linear(x, each.weight.data, bias, activation=each.activation, compute=self.compute, stream=stream)
