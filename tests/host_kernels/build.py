@@ -132,10 +132,15 @@ class Builder:
 
 
 def _digest(command: Sequence[str], files: Sequence[Path]) -> str:
-    digest = hashlib.sha256(repr((_output_of("--version"), command)).encode())
+    digest = hashlib.sha256(repr((compiler_version(), command)).encode())
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def compiler_version() -> str:
+    """What the compiler says of itself."""
+    return _output_of("--version")
 
 
 @functools.cache

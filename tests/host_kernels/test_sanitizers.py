@@ -1,4 +1,7 @@
-"""The tests of every kernel again, in a process of their own, with the kernels built with sanitizers."""
+"""The tests of every kernel again, in a process of their own, with the kernels built with sanitizers.
+
+That takes minutes, and is done when something has changed since they passed: see sanitized.py.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import pytest
 from lt_runtime.problem import DType
 from tests.host_kernels.build import BUILD_DIRECTORY, HERE, Builder, Sanitizer
 from tests.host_kernels.probes import PROBE
+from tests.host_kernels.sanitized import is_to_run
 from tests.host_kernels.variants import (
     BF16,
     F32,
@@ -103,6 +107,8 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])  # as long as each other
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
 def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool) -> None:
+    if not is_to_run():
+        pytest.skip("nothing has changed since the sanitizers passed; LT_COMPILE_ALL=1 runs them")
     tests = TESTS if sanitizer is Sanitizer.ADDRESS else SHARED_MEMORY_TESTS
     paths = [f"tests/host_kernels/{test}" for test in tests if test.startswith("test_narrow") == narrow]
     done = run_python(sanitizer, build_directory, ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *paths])
