@@ -39,6 +39,19 @@ def host_values(node: int) -> tuple[bytes, ...]:
         return ()
 
 
+def exchange_values(executable: Any, node: int, source: int) -> None:
+    """Gives an executable graph's kernel or memset what `source` has, a node of the same kind, of any graph.
+
+    Raises:
+        DriverError: they are too different.
+    """
+    if kind_of(node) == "MEMSET":
+        context = call("cuCtxGetCurrent")
+        call("cuGraphExecMemsetNodeSetParams", executable, node, call("cuGraphMemsetNodeGetParams", source), context)
+    else:
+        call("cuGraphExecKernelNodeSetParams", executable, node, call("cuGraphKernelNodeGetParams", source))
+
+
 def _arguments(params: Any) -> Iterator[bytes]:
     by_function = int(params.func)
     about = ("cuFuncGetParamInfo", params.func) if by_function else ("cuKernelGetParamInfo", params.kern)

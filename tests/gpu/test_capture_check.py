@@ -137,6 +137,25 @@ def test_a_host_scalar_is_found(plant: Callable[[], Run]) -> None:
     assert (fault.range, fault.where) == (("update",), line_of(run, "# fault")), str(report)
 
 
+def test_a_word_that_no_kernel_reads_is_not_named() -> None:
+    """CuPy's own arguments have such words, which are as they were in memory."""
+    source = """struct Scale { float factor; int unread; };
+    extern "C" __global__ void scale(float* x, Scale by) { x[threadIdx.x] *= by.factor; }"""
+    kernel, kind = cp.RawKernel(source, "scale"), np.dtype([("factor", np.float32), ("unread", np.int32)])
+    x, values = cp.ones(256, np.float32), iter(range(2, 99))
+
+    def run() -> Any:
+        value = next(values)
+        with range_of("scale"):
+            kernel((1,), (256,), (x, np.array((1, value), kind)[()]))
+        with range_of("update"):
+            kernel((1,), (256,), (x, np.array((value, 0), kind)[()]))  # fault
+        return x
+
+    (fault,) = lt.check_capture(run).faults
+    assert (fault.range, fault.where) == (("update",), line_of(run, "# fault"))
+
+
 def test_a_copy_to_pageable_memory_within_the_graph() -> None:
     x, host = cp.ones(1 << 10, np.float32), np.empty(1 << 10, np.float32)
 

@@ -25,7 +25,7 @@ _LAUNCHERS: Final = Path(kernels.__file__).parent
 
 
 def digest() -> str:
-    """Changes with the kernels, what launches them, their tests, the shim and the compiler; not with a comment in C++."""
+    """Changes with the kernels, their launchers and tests, the shim and the compiler; not with a comment in C++."""
     made = hashlib.sha256(compiler_version().encode())
     for file in [*_files(kernel_sources(), ".cu", ".cuh"), *_files(HERE, ".cu", ".cuh", ".cpp", ".h")]:
         made.update(without_comments(file.read_text()).encode())

@@ -119,8 +119,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "runs of a check begin from what replays left",
         _CHECK,
-        "                replays.append(captured.read())\n                kept.write(begin)\n",
-        "                replays.append(captured.read())\n",
+        "            results = captured.read()\n            kept.write(begin)\n",
+        "            results = captured.read()\n",
         f"{_CHECKING}::test_state_begins_each_run_from_the_same_contents",
     ),
     fault(
@@ -129,6 +129,20 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "if one != other and first == second:",
         "if one != other:",
         f"{_CHECKING}::test_values_of_the_device_are_no_fault",
+    ),
+    fault(
+        "values that change no result are called baked",
+        _CHECK,
+        "            if len(found) > 1:\n",
+        "            if not found:\n",
+        f"{_CHECKING}::test_values_that_change_no_result_are_not_named",
+    ),
+    fault(
+        "a node keeps another one's values",
+        _CHECK,
+        "exchange_values(executable, node, node)",
+        "pass",
+        f"{_CHECKING}::test_values_that_change_no_result_are_not_named",
     ),
     fault(
         "a line has the nodes of the line before it",

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
 import functools
 import itertools
 import threading
@@ -18,6 +20,7 @@ from cuda.bindings import driver
 from tests.support.device_memory import DeviceMemory
 from tests.support.fake_streams import KERNEL, MEMCPY, MEMSET, Capture, DriverStatusError, Event, Node, Status, Streams
 
+_CONTEXT: Final = 1
 _ATTRIBUTE = driver.CUdevice_attribute
 H200: Final[Mapping[Any, int]] = {
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
@@ -161,6 +164,9 @@ class FakeDriver:
         if self._streams.captures:
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         self._streams.synchronize_all()
+
+    def cuCtxGetCurrent(self) -> int:
+        return _CONTEXT
 
     def cuCtxGetDevice(self) -> int:
         return 0
@@ -339,10 +345,19 @@ class FakeDriver:
         function, block = arguments
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
         self._kept.append(pointers)
-        return SimpleNamespace(func=function, kern=0, kernelParams=ctypes.addressof(pointers))
+        values = ctypes.addressof(pointers)
+        return SimpleNamespace(func=function, kern=0, kernelParams=values, run=self._node(node).run)
 
     def cuGraphMemsetNodeGetParams(self, node: int) -> Any:
-        return SimpleNamespace(value=self._node(node).value)
+        return SimpleNamespace(value=self._node(node).value, run=self._node(node).run)
+
+    def cuGraphExecKernelNodeSetParams(self, graph: int, node: int, params: Any) -> None:
+        _, index = self.place_of(node)
+        self._graphs[graph].nodes[index].run = params.run
+
+    def cuGraphExecMemsetNodeSetParams(self, graph: int, node: int, params: Any, context: int) -> None:
+        assert context == _CONTEXT
+        self.cuGraphExecKernelNodeSetParams(graph, node, params)
 
     def cuGraphMemcpyNodeGetParams(self, node: int) -> Any:
         target, source = self._node(node).ends
@@ -364,7 +379,8 @@ class FakeDriver:
 
     def cuGraphInstantiate(self, graph: int, _: int) -> int:
         handle = next(self._handles)
-        self._graphs[handle] = self._graphs[graph]
+        nodes = [copy.copy(node) for node in self._graphs[graph].nodes]
+        self._graphs[handle] = dataclasses.replace(self._graphs[graph], nodes=nodes)
         self._streams.observer.instantiated(self._graphs[graph].handle, handle)
         return handle
 

@@ -17,7 +17,7 @@ from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.errors import DriverError, KindError
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.graph_nodes import differ, host_values, kind_of, pageable_ends
+from lt_runtime.gpu.graph_nodes import differ, exchange_values, host_values, kind_of, pageable_ends
 from lt_runtime.gpu.graphs import no_collection
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.profiling.capture.results import Results
@@ -189,38 +189,63 @@ class _Check:
             return
         begin = kept.read()
         executable = call("cuGraphInstantiate", graph, 0)
+
+        def replay() -> Mapping[str, bytes]:
+            call("cuGraphLaunch", executable, self._stream)
+            results = captured.read()
+            kept.write(begin)
+            return results
+
         try:
-            replays = []
+            replays = [replay() for _ in range(2)]
+            runs = []
             for _ in range(2):
-                call("cuGraphLaunch", executable, self._stream)
-                replays.append(captured.read())
+                runs.append(self._run().read())
                 kept.write(begin)
+            wrong = [*_wrong_results(replays, runs)]
+            if wrong:
+                places = self._baked_places(watch, executable, lambda: replay() != replays[0])
+                self._faults += [Fault(what, *place) for place in places for what in wrong]
         finally:
             call("cuGraphExecDestroy", executable)
-        runs = []
-        for _ in range(2):
-            runs.append(self._run().read())
-            kept.write(begin)
-        wrong = [*_wrong_results(replays, runs)]
-        if wrong:
-            places = self._baked_places(watch)
-            self._faults += [Fault(what, *place) for place in places for what in wrong]
 
-    def _baked_places(self, watch: Watch) -> Sequence[Place]:
-        """Where nodes come from to which the host gives other values in another capture; one unknown place if none."""
+    def _baked_places(self, watch: Watch, executable: Any, changes: Callable[[], bool]) -> Sequence[Place]:
+        """Where nodes come from to which the host gives other values in another capture; one unknown place if none.
+
+        Of several those alone with which another replay `changes` its results. The others are never read: CuPy leaves a
+        part of its arguments as it was in memory.
+        """
         before = {node: host_values(node) for node in watch.nodes}
         again, graph, _ = self._capture()
         try:
-            after = [host_values(node) for node in again.nodes] if graph else []
-            places = dict.fromkeys(
-                watch.nodes[node]
-                for (node, old), new in zip(before.items(), after, strict=False)
-                if any(len(one) != len(other) or differ(one, other) for one, other in zip(old, new, strict=False))
-            )
+            pairs = zip(before.items(), again.nodes if graph else (), strict=False)
+            found = {node: other for (node, old), other in pairs if _is_other(old, host_values(other))}
+            telling = [*found]
+            if len(found) > 1:
+                telling = [node for node in found if _with_values(executable, node, found[node], changes)] or telling
+            places = dict.fromkeys(watch.nodes[node] for node in telling)
         finally:
             if graph:
                 call("cuGraphDestroy", graph)
         return [*places] or [Place()]
+
+
+def _is_other(values: Sequence[bytes], others: Sequence[bytes]) -> bool:
+    """Whether what the host put into one node differs from what it put into another."""
+    pairs = zip(values, others, strict=False)
+    return any(len(one) != len(other) or differ(one, other) for one, other in pairs)
+
+
+def _with_values(executable: Any, node: int, other: int, test: Callable[[], bool]) -> bool:
+    """What a test says while an executable graph's node has another node's values; True where it cannot have them."""
+    try:
+        exchange_values(executable, node, other)
+    except DriverError:
+        return True
+    try:
+        return test()
+    finally:
+        exchange_values(executable, node, node)
 
 
 def _wrong_results(replays: Sequence[Mapping[str, bytes]], runs: Sequence[Mapping[str, bytes]]) -> Iterator[str]:

@@ -277,6 +277,40 @@ def test_other_addresses_are_no_baked_values(gpu: FakeGpu, check: Callable[..., 
     assert found.range == ("baked",)
 
 
+def test_values_that_change_no_result_are_not_named(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    """CuPy's arguments hold words that it never writes and no kernel reads."""
+    unread, out = gpu.cp.zeros((8,), np.uint8), gpu.cp.zeros((8, 64), np.float32)
+    values = iter(range(99))
+
+    def run() -> Any:
+        value = next(values)
+        with within("unread"):
+            call("cuMemsetD8Async", unread.data.ptr, value, 8, current(gpu))
+            gpu.lt.dropout(out, 0.5, gpu.lt.Philox(value), out=gpu.cp.zeros((8, 64), np.float32))
+        with within("baked"):
+            call("cuMemsetD8Async", out.data.ptr, value, 8, current(gpu))
+        with within("unread, too"):
+            call("cuMemsetD8Async", unread.data.ptr, value + 1, 8, current(gpu))
+        return out
+
+    (found,) = check(run).faults
+    assert found.range == ("baked",)
+    assert found.where == line_of(run, "out.data.ptr")
+
+
+def test_all_values_that_change_results_are_named(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+    out = gpu.cp.zeros((8, 64), np.float32)
+    values = iter(range(99))
+
+    def run() -> Any:
+        for row, name in enumerate(("first", "second")):
+            with within(name):
+                call("cuMemsetD8Async", out[row].data.ptr, next(values), 8, current(gpu))
+        return out
+
+    assert [fault.range for fault in check(run).faults] == [("first",), ("second",)]
+
+
 def test_without_results_nothing_is_replayed(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     run = plant(gpu, "baked")
     report = check(lambda: run() and None)
