@@ -27,7 +27,8 @@ _ADDED_TO: Final = ("dw", "db", "db_below")
 # Two strategies differ by how often they round, and by the library's GELU. So much may the whole of an output be off,
 # relative to its norm; a single element may be off a good deal more.
 _HALF_UNIT: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
-_ROUNDINGS: Final = 4
+_ROUNDINGS: Final = 2  # of each layer that a value has passed
+_LAYERS: Final = 2  # of a forward pass and the backward pass that reads what it keeps
 _APPROXIMATION: Final = 2e-3
 _PEAK: Final = 32
 
@@ -202,14 +203,20 @@ class OperandSets:
         self._sets[0].fill(NORMAL, 0)
         return found
 
-    def disagreement(self, plans: Placed, expected: Mapping[str, Any]) -> tuple[str, str] | None:
+    def disagreement(self, plans: Placed, expected: Mapping[str, Any], layers: int = _LAYERS) -> tuple[str, str] | None:
         """See `disagreement`, of what the plans compute."""
-        return disagreement(self.results(plans), expected, self._dtype)
+        return disagreement(self.results(plans), expected, self._dtype, layers)
 
 
-def disagreement(actual: Mapping[str, Any], expected: Mapping[str, Any], dtype: DType) -> tuple[str, str] | None:
-    """The first output that is not what another strategy made of the same data, and by how much; None if all agree."""
-    tolerance = _APPROXIMATION + _ROUNDINGS * _HALF_UNIT[dtype]
+def disagreement(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], dtype: DType, layers: int = _LAYERS
+) -> tuple[str, str] | None:
+    """The first output that is not what another strategy made of the same data, and by how much; None if all agree.
+
+    Args:
+        layers: that the values pass, each of which may round them otherwise.
+    """
+    tolerance = _APPROXIMATION + _ROUNDINGS * layers * _HALF_UNIT[dtype]
     for name, wanted in expected.items():
         norm, error = _norm(wanted), abs(actual[name] - wanted)
         off = _norm(error)

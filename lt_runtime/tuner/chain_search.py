@@ -67,7 +67,7 @@ def decide_mlp(bench: Bench, chain: Chain, problem: MLPProblem, effort: Effort) 
     contenders = {by_layer: layers if by_layer else fused for by_layer in (True, False)}
     timings = operands.take_times(contenders, _BUDGET_S, _ROUNDS, in_a_loop=True)
     expected = {name: each for name, each in operands.results(layers).items() if _is_outcome(name, chain)}
-    wrong = operands.disagreement(fused, expected)
+    wrong = operands.disagreement(fused, expected, len(problem.biases))
     by_layer = wrong is not None or fastest(timings, True)
     us, strategy, other = timings[by_layer].median_us, {ONE_KERNEL: not by_layer}, {ONE_KERNEL: by_layer}
     rejected = () if wrong is None else (RejectedStrategy(other, f"wrong: {wrong[1]}"),)

@@ -189,8 +189,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "another strategy's results may be off by a half",
         _CHAIN_OPERANDS,
-        "tolerance = _APPROXIMATION + _ROUNDINGS * _HALF_UNIT[dtype]",
-        "tolerance = 0.5 + _APPROXIMATION + _ROUNDINGS * _HALF_UNIT[dtype]",
+        "tolerance = _APPROXIMATION + _ROUNDINGS * layers * _HALF_UNIT[dtype]",
+        "tolerance = 0.5 + _APPROXIMATION + _ROUNDINGS * layers * _HALF_UNIT[dtype]",
         "tests/cpu/tuner/test_chain_operands.py::test_results_that_do_not_agree",
     ),
     fault(

@@ -185,6 +185,15 @@ def test_results_that_do_not_agree(dtype: DType) -> None:
         assert disagreement(one, wanted, dtype) is not None
 
 
+def test_values_that_have_passed_more_layers_may_differ_by_more() -> None:
+    """As a gradient of 16 columns did on an H200, behind six layers that round in another order."""
+    wanted = outputs()
+    off = {name: values * 1.0224 for name, values in wanted.items()}
+    assert disagreement(off, wanted, DType.BFLOAT16) is not None
+    assert disagreement(off, wanted, DType.BFLOAT16, layers=6) is None
+    assert disagreement({name: values * 1.06 for name, values in wanted.items()}, wanted, DType.BFLOAT16, 6) is not None
+
+
 def test_a_forgotten_bias_is_found() -> None:
     data, gelu = prepared("gelu"), Activation("gelu")
     with_bias, _ = reference.linear_fwd(data["x"][0], data["w"][0], data["bias"][0, 0], gelu)
