@@ -1,4 +1,4 @@
-"""Memory that belongs to a stream: cuBLASLt's workspace, and scratch space between the kernels of one operation."""
+"""Memory that belongs to a stream: cuBLASLt's workspace, and what kernels of one operation leave to each other."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final, Self
 
 from lt_runtime.errors import CaptureError
@@ -32,11 +33,19 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class StreamMemory:
-    """A workspace of fixed size and a scratch buffer that grows; two streams never share either.
+@dataclass
+class _Buffer:
+    """Bytes of a GPU's memory."""
 
-    Nothing is ever freed, because a captured graph may hold the address. The scratch buffer at least doubles when it
-    grows, so that the buffers which it has outgrown take at most as much memory again.
+    address: int = 0
+    size: int = 0
+
+
+class StreamMemory:
+    """A workspace of fixed size and two buffers that grow; two streams never share any of them.
+
+    Nothing is ever freed, because a captured graph may hold the address. A buffer at least doubles when it grows, so
+    that those which it has outgrown take at most as much memory again.
 
     Attributes:
         stream: handle of the stream.
@@ -53,7 +62,7 @@ class StreamMemory:
         self.stream = stream
         self._device = device
         self._branch: StreamMemory | None = None
-        self._scratch, self._scratch_size = 0, 0
+        self._scratch, self._copies = _Buffer(), _Buffer()
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)
         with contextlib.ExitStack() as undo:
@@ -72,15 +81,22 @@ class StreamMemory:
         return view
 
     def scratch(self, size: int) -> int:
-        """Address of `size` bytes, 256-byte aligned, valid until the next call.
+        """Address of `size` bytes for an operation, 256-byte aligned, valid until the next call.
 
         Raises:
             CaptureError: the buffer would have to grow while the stream is captured.
         """
-        if size > self._scratch_size:
-            grown = max(aligned(size), 2 * self._scratch_size, _MIN_SCRATCH)
-            self._scratch, self._scratch_size = self._allocate(grown), grown
-        return self._scratch
+        return self._at_least(self._scratch, size)
+
+    def copies(self, size: int) -> int:
+        """The same for the copies of a product's operands, which may be made while an operation uses `scratch`."""
+        return self._at_least(self._copies, size)
+
+    def _at_least(self, buffer: _Buffer, size: int) -> int:
+        if size > buffer.size:
+            grown = max(aligned(size), 2 * buffer.size, _MIN_SCRATCH)
+            buffer.address, buffer.size = self._allocate(grown), grown
+        return buffer.address
 
     @property
     def branch(self) -> StreamMemory:

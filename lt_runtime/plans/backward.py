@@ -95,8 +95,14 @@ class BackwardPlan(Plan):
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
         memory.scratch(self._dz_bytes + self._partial_bytes)
-        if self.strategy.beside:
-            _ = memory.branch
+        for product in self.products.values():
+            product.reserve(memory)
+        self._reserve_branch(memory)
+
+    def _reserve_branch(self, memory: StreamMemory) -> None:
+        """Allocates what dw needs beside dx, be there a branch or not: nothing can be allocated during a capture."""
+        if self.strategy.beside and self._dw is not None:
+            self._dw.reserve(memory.branch)
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
@@ -111,6 +117,7 @@ class BackwardPlan(Plan):
             dz = dy
             if self.strategy.db is MadeBy.KERNEL:
                 self._zero(db, self.problem.dy.layout.cols, memory.stream)
+        self._reserve_branch(memory)
         beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
         with beside as other:
             if self._dw is not None:

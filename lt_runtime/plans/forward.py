@@ -73,6 +73,7 @@ class ForwardPlan(Plan):
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
         memory.scratch(self._scratch_bytes)
+        self._product.reserve(memory)
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""

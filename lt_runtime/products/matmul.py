@@ -40,7 +40,6 @@ class MatmulPlan(AlgorithmPlan):
         rank: which of the candidates to use; None for the first that can be launched leanly, see `launches_leanly`.
         algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
             The heuristic is then not asked.
-        reserved: bytes at the end of the workspace that the library may not use.
 
     Attributes:
         types: what the library's algorithms are listed by; see `library_types`.
@@ -62,14 +61,12 @@ class MatmulPlan(AlgorithmPlan):
         rank: int | None = None,
         *,
         algorithm: bytes | None = None,
-        reserved: int = 0,
     ) -> None:
         self.problem, self.device = problem, device
         self.types = library_types(problem)
         self.reductions = cublaslt.ReductionScheme.NONE if problem.one_kernel else _REDUCTIONS
-        self.workspace_size = workspace_size(device) - reserved
+        self.workspace_size = workspace_size(device)
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
-        self._reserved = reserved
         self._swapped = problem.d.layout.order is Order.ROW
         self._first, self._second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
         self.library_shape = (problem.n, problem.m) if self._swapped else (problem.m, problem.n)
@@ -267,8 +264,7 @@ class MatmulPlan(AlgorithmPlan):
             if aux and aux != self._aux:
                 self._desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
                 self._aux = aux
-            size = memory.workspace_size - self._reserved
-            prepared(alpha, a, b, beta, c, d, memory.workspace, size, memory.stream)
+            prepared(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, memory.stream)
 
     def _put_without(self, call: Call, stream: int) -> None:
         """Puts β·C where nothing is to be multiplied: a sum over no terms is zero."""

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Final
 
 from lt_runtime.errors import PlanError
+from lt_runtime.gpu.devices import device_info
 from lt_runtime.gpu.memory import StreamMemory, aligned, workspace_size
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.resize import Resize, ResizePass
@@ -33,6 +34,7 @@ PADDED: Final = b"lt_runtime: padded".ljust(64, b"\0")
 K_MAJOR: Final = b"lt_runtime: k-major".ljust(64, b"\0")
 """The same of copies that also lie along K."""
 
+_MEMORY_SHARE: Final = 64  # the part of a GPU's memory that copies may take, as they are never freed
 _PAYS: Final = 1 << 29
 """Multiply-adds from which padding is faster without a measurement: of half as many the copies take as long as they
 save (H200, BF16 and TF32)."""
@@ -100,7 +102,7 @@ def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spe
 
 
 class PaddedPlan(AlgorithmPlan):
-    """A product on one device over padded copies, which lie at the end of the stream's workspace.
+    """A product on one device over padded copies, which lie in a buffer of the stream.
 
     Args:
         algorithm: 64 bytes, an algorithm for the product of the copies; None for the heuristic's choice.
@@ -110,8 +112,8 @@ class PaddedPlan(AlgorithmPlan):
         inner: the plan of the product of the copies.
 
     Raises:
-        PlanError: there is nothing to copy, no room for the copies, or the library does not make the product; see
-            `MatmulPlan`.
+        PlanError: there is nothing to copy, or so much that copies take more than a 64th of the GPU's memory, or the
+            library does not make the product; see `MatmulPlan`.
     """
 
     def __init__(
@@ -122,13 +124,14 @@ class PaddedPlan(AlgorithmPlan):
             raise PlanError(f"padding is not for {problem}")
         self._mark = K_MAJOR if k_major else PADDED
         self.problem, self.device = problem, device
-        self._sources, self._offsets, self._reserved = _resizes(problem, padded), dict[str, int](), 0
+        self._sources, self._offsets, self._size = _resizes(problem, padded), dict[str, int](), 0
         for name, resize in self._sources.items():
-            self._offsets[name] = self._reserved
-            self._reserved += aligned(resize.target.size * problem.dtype.itemsize)
-        if 2 * self._reserved > workspace_size(device):
-            raise PlanError(f"padded copies of {self._reserved} bytes have no room in the workspace: {problem}")
-        self.inner = MatmulPlan(padded, device, algorithm=algorithm, reserved=self._reserved)
+            self._offsets[name] = self._size
+            self._size += aligned(resize.target.size * problem.dtype.itemsize)
+        most = max(workspace_size(device), device_info(device).memory // _MEMORY_SHARE)
+        if self._size > most:
+            raise PlanError(f"padded copies take {self._size} bytes, more than {most}: {problem}")
+        self.inner = MatmulPlan(padded, device, algorithm=algorithm)
         self.algorithm = self.inner.algorithm
         result = self._sources.pop("d", None)
         self._before = ResizePass(problem.dtype, [*self._sources.values()], device) if self._sources else None
@@ -149,9 +152,13 @@ class PaddedPlan(AlgorithmPlan):
         """See `AlgorithmPlan`: whether the product of the copies is."""
         return self.inner.is_lean
 
+    def reserve(self, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        memory.copies(self._size)
+
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        base = memory.workspace + memory.workspace_size - self._reserved
+        base = memory.copies(self._size)
         own = dict(zip(self.problem.operands, call.addresses, strict=True))
         copies = {name: base + offset for name, offset in self._offsets.items()}
         if self._before is not None:

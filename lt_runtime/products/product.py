@@ -114,6 +114,7 @@ class ProductPlan(Plan):
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
         memory.scratch(self._scratch_bytes)
+        self.product.reserve(memory)
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""

@@ -51,13 +51,14 @@ def a_problem(
 
 
 def faults(problem: MatmulProblem, plan: PaddedPlan | None = None) -> dict[str, str]:
-    """What is wrong with a product, its workspace being NaN before each launch."""
+    """What is wrong with a product, its workspace and copies being NaN before each launch."""
     plan, stream = plan or PaddedPlan(problem, 0), cp.cuda.get_current_stream().ptr
     memory, trial = stream_memory(0, stream), ProductOperands(cp, problem)
 
     def launch() -> None:
         with memory.lock:
             call("cuMemsetD8Async", memory.workspace, 0xFF, memory.workspace_size, stream)
+            call("cuMemsetD8Async", memory.copies(plan._size), 0xFF, plan._size, stream)
             plan.put(trial.call(stream), memory)
 
     return verify({"padded": launch}, trial)

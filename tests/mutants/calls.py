@@ -273,14 +273,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "scratch that grows at each call",
         _MEMORY,
-        "        if size > self._scratch_size:\n",
+        "        if size > buffer.size:\n",
         "        if size:\n",
         "tests/cpu/test_fake_gpu_calls.py::test_same_buffers_with_other_contents[relu]",
     ),
     fault(
         "scratch grows byte by byte",
         _MEMORY,
-        "grown = max(aligned(size), 2 * self._scratch_size, _MIN_SCRATCH)",
+        "grown = max(aligned(size), 2 * buffer.size, _MIN_SCRATCH)",
         "grown = aligned(size)",
         "tests/cpu/test_fake_gpu_calls.py::test_same_buffers_with_other_contents[gelu]",
     ),

@@ -79,13 +79,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/test_fake_gpu_matmul.py::test_matmul",
     ),
     fault(
-        "the library may use the reserved end of the workspace",
-        _MATMUL,
-        "size = memory.workspace_size - self._reserved",
-        "size = memory.workspace_size",
-        "tests/cpu/test_fake_gpu_matmul.py::test_matmul",
-    ),
-    fault(
         "partial sums may be added in the output's type",
         _MATMUL,
         "cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.COMPUTE_TYPE",
@@ -111,7 +104,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         _MATMUL,
         "if checked.workspace_size > most:",
         "if checked.workspace_size > 2 * most:",
-        "tests/cpu/products/test_padded.py::test_the_library_keeps_to_its_part_of_the_workspace",
+        "tests/cpu/products/test_padded.py::test_the_library_keeps_to_the_workspace",
     ),
     fault(
         "three kernels are lean",
@@ -359,6 +352,41 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/host_kernels/test_matmul_epilogue.py::test_epilogues[float32-float32-relu]",
     ),
     fault(
+        "copies lie in the scratch memory of the operation around them",
+        "lt_runtime/gpu/memory.py",
+        "return self._at_least(self._copies, size)",
+        "return self._at_least(self._scratch, size)",
+        "tests/cpu/gpu/test_branches.py::test_buffers_grow_apart_and_not_during_a_capture",
+    ),
+    fault(
+        "the copies of a forward pass are not reserved",
+        "lt_runtime/plans/forward.py",
+        "        self._product.reserve(memory)\n",
+        "",
+        "tests/cpu/test_fake_gpu_padded.py::test_a_bound_layer_has_room_for_its_copies[False]",
+    ),
+    fault(
+        "the copies of a backward pass are not reserved",
+        "lt_runtime/plans/backward.py",
+        "            product.reserve(memory)\n",
+        "            pass\n",
+        "tests/cpu/test_fake_gpu_padded.py::test_a_bound_layer_has_room_for_its_copies[True]",
+    ),
+    fault(
+        "the copies of a branch are not reserved",
+        "lt_runtime/plans/backward.py",
+        "            self._dw.reserve(memory.branch)\n",
+        "            _ = memory.branch\n",
+        "tests/cpu/test_fake_gpu_padded.py::test_a_captured_step_has_room_for_the_copies_of_its_branches",
+    ),
+    fault(
+        "copies may take all memory",
+        _PADDED,
+        "        if self._size > most:\n",
+        "        if self._size > 64 * most:\n",
+        "tests/cpu/products/test_padded.py::test_copies_take_a_small_part_of_the_memory_at_most",
+    ),
+    fault(
         "padded copies are not rounded up",
         _PADDED,
         "-(-extent // OCTET) * OCTET if grows else extent",
@@ -389,7 +417,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "copies lie at the beginning of the workspace",
         _PADDED,
-        "base = memory.workspace + memory.workspace_size - self._reserved",
+        "base = memory.copies(self._size)",
         "base = memory.workspace",
         "tests/cpu/test_fake_gpu_matmul.py::test_matmul",
     ),

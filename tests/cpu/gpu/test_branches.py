@@ -63,6 +63,20 @@ def test_a_branch_is_joined_whatever_happens(driver: Driver) -> None:
     assert driver.waits[-1] == (STREAM, BESIDE)
 
 
+def test_buffers_grow_apart_and_not_during_a_capture(driver: Driver) -> None:
+    own = StreamMemory(0, STREAM)
+    scratch, copies = own.scratch(2 << 20), own.copies(1 << 20)
+    assert scratch != copies
+    view = own.on(BESIDE)
+    assert (view.scratch(2 << 20), view.copies(1 << 20)) == (scratch, copies)
+    driver.captured.add(STREAM)
+    assert own.copies(1 << 10) == copies
+    with pytest.raises(CaptureError, match="run the operation once on this stream before the capture"):
+        own.copies(2 << 20)
+    driver.captured.clear()
+    assert view.copies(2 << 20) == own.copies(0) != copies
+
+
 def test_a_first_branch_in_a_capture_says_what_to_do(driver: Driver) -> None:
     own = StreamMemory(0, STREAM)
     driver.captured.add(STREAM)

@@ -12,6 +12,7 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
+from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.resize import Resize
 from lt_runtime.layout import Layout, Order, packed
@@ -25,6 +26,7 @@ from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
 from tests.support.calls import addresses, call_of
 
 M, N, K = 2048, 1024, 479
+COPIES = 1 << 20
 SHAPES = [(2048, 1024, 479), (2048, 479, 1024), (479, 1024, 2048), (33, 35, 37), (1, 3, 1001)]
 
 
@@ -182,7 +184,11 @@ class _Passes:
 
 class _Memory:
     stream = 5
-    workspace, workspace_size = 1 << 20, WORKSPACE
+    size = 0
+
+    def copies(self, size: int) -> int:
+        self.size = size
+        return COPIES
 
 
 @pytest.fixture
@@ -190,6 +196,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Passes]:
     made = _Passes()
     monkeypatch.setattr(padded, "ResizePass", made)
     monkeypatch.setattr(padded, "workspace_size", lambda _: WORKSPACE)
+    monkeypatch.setattr(padded, "device_info", lambda _: DeviceInfo(0, "pretended", 90, 132, 1 << 33))
     monkeypatch.setattr(MatmulPlan, "launches_leanly", lambda *_: True)
     return made
 
@@ -199,26 +206,26 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     return FakeLibrary(monkeypatch)
 
 
-def _offer(library: FakeLibrary, *ids: int, reserved: int) -> None:
-    library.offered = {(WORKSPACE - reserved, BOTH): [*ids]}
+def _offer(library: FakeLibrary, *ids: int) -> None:
+    library.offered = {(WORKSPACE, BOTH): [*ids]}
 
 
-def test_copies_lie_at_the_end_of_the_workspace(
+def test_copies_lie_apart_in_a_buffer_of_the_stream(
     library: FakeLibrary, passes: _Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"a": 2 * 2048 * 1024, "b": 2 * 1024 * 480, "d": 2 * 2048 * 480}
-    reserved = sum(sizes.values()) - sizes["a"] + ALIGNMENT * 4
     problem = replace(forward(2048, 479, 1024), epilogue=Epilogue.BIAS)
-    _offer(library, 1, reserved=reserved)
+    _offer(library, 1)
     plan = PaddedPlan(problem, 0)
     ran: list[Call] = []
+    memory, reserved = _Memory(), _Memory()
+    plan.reserve(reserved)  # type: ignore[arg-type]
     monkeypatch.setattr(plan.inner, "put", lambda call, memory: ran.append(call))
-    plan.put(call_of(problem, 5, a=0x1000, b=0x2002, d=0x3002, vector=0x4002), _Memory())  # type: ignore[arg-type]
+    plan.put(call_of(problem, 5, a=0x1000, b=0x2002, d=0x3002, vector=0x4002), memory)  # type: ignore[arg-type]
     (before, filled), (after, trimmed) = passes.done
-    end = _Memory.workspace + _Memory.workspace_size
     inner = SimpleNamespace(**addresses(problem, ran[0]))
     assert inner.a == 0x1000, "is whole octets, and read where it is"
-    assert end - reserved <= min(inner.b, inner.d, inner.vector)
+    assert min(inner.b, inner.d, inner.vector) == COPIES
     assert not any(address % ALIGNMENT for address in (inner.b, inner.d, inner.vector))
     assert filled == [(0x2002, inner.b), (0x4002, inner.vector)]
     assert trimmed == [(inner.d, 0x3002)]
@@ -226,38 +233,43 @@ def test_copies_lie_at_the_end_of_the_workspace(
     assert [(each.source.shape, each.target.shape) for each in after] == [((2048, 480), (2048, 479))]
     ends = sorted([(inner.b, sizes["b"]), (inner.d, sizes["d"]), (inner.vector, 960)])
     assert all(start + size <= following for (start, size), (following, _) in itertools.pairwise(ends))
-    assert ends[-1][0] + ends[-1][1] <= end
+    assert ends[-1][0] + ends[-1][1] <= COPIES + memory.size
+    assert memory.size == reserved.size
 
 
-def test_the_library_keeps_to_its_part_of_the_workspace(library: FakeLibrary, passes: _Passes) -> None:
-    reserved = 2 * 480 * (2048 + 1024)
-    _offer(library, 1, reserved=reserved)
-    library.workspace = lambda _: WORKSPACE - reserved
+def test_the_library_keeps_to_the_workspace(library: FakeLibrary, passes: _Passes) -> None:
+    _offer(library, 1)
+    library.workspace = lambda _: WORKSPACE
     blob = PaddedPlan(forward(M, N, K), 0).blob
     assert plan_by(forward(M, N, K), 0, blob).blob == blob
-    library.workspace = lambda _: WORKSPACE - reserved + 1
+    library.workspace = lambda _: WORKSPACE + 1
     with pytest.raises(PlanError, match="workspace"):
         plan_by(forward(M, N, K), 0, blob)
 
 
-def test_no_room_for_copies(library: FakeLibrary, passes: _Passes) -> None:
-    library.offered = {(WORKSPACE, BOTH): [1]}
-    problem = forward(1 << 16, 64, 479)
-    with pytest.raises(PlanError, match="no room"):
+def test_copies_take_a_small_part_of_the_memory_at_most(library: FakeLibrary, passes: _Passes) -> None:
+    _offer(library, 1)
+    rows = (1 << 27) // (2 * 480) - 64  # of copies beside those of 64 x 480 weights
+    PaddedPlan(forward(rows, 64, 479), 0)
+    problem = forward(rows + 1, 64, 479)
+    with pytest.raises(PlanError, match="copies take 134218752 bytes, more than 134217728"):
         PaddedPlan(problem, 0)
     assert type(algorithms.heuristic_algorithm(problem, 0)) is MatmulPlan
 
 
 def test_untuned_large_ones_are_padded(library: FakeLibrary, passes: _Passes) -> None:
-    _offer(library, 1, reserved=2 * 480 * (2048 + 1024))
+    _offer(library, 1)
     assert type(algorithms.heuristic_algorithm(forward(M, N, K), 0)) is PaddedPlan
     library.offered = {(WORKSPACE, BOTH): [1]}
     assert type(algorithms.heuristic_algorithm(forward(64, 64, 479), 0)) is MatmulPlan
 
 
-def test_copies_where_the_library_offers_nothing_else(library: FakeLibrary, passes: _Passes) -> None:
-    problem = forward(64, 64, 63)
-    _offer(library, 1, reserved=2 * 64 * (64 + 64))
+def test_copies_where_the_library_offers_nothing_else(
+    library: FakeLibrary, passes: _Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, query = forward(64, 64, 63), MatmulPlan.query
+    monkeypatch.setattr(MatmulPlan, "query", lambda self, *of: query(self, *of) if self.problem.k == 64 else [])
+    _offer(library, 1)
     assert not pays_untuned(problem)
     assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
     with pytest.raises(PlanError, match="is not asked"):  # for which a pass of ours makes the epilogue
@@ -273,7 +285,7 @@ def test_a_blob_of_another_version(library: FakeLibrary) -> None:
 
 
 def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
-    _offer(library, 7, reserved=2 * 480 * (2048 + 1024))
+    _offer(library, 7)
     plan = PaddedPlan(forward(M, N, K), 0)
     assert plan.blob == PADDED + plan.inner.algorithm.blob
     assert configuration(plan.blob) == configuration(plan.inner.blob) | {"PADDED": 1}
@@ -286,7 +298,7 @@ def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
 
 def test_what_stands_for_copies_along_k(library: FakeLibrary, passes: _Passes) -> None:
     problem = input_gradient(256, 512, 384, **TF32)
-    _offer(library, 7, reserved=4 * 512 * 384)
+    _offer(library, 7)
     plan = PaddedPlan(problem, 0, k_major=True)
     assert plan.blob == K_MAJOR + plan.inner.algorithm.blob
     assert configuration(plan.blob) == configuration(plan.inner.blob) | {"K_MAJOR": 1}

@@ -1,0 +1,71 @@
+"""Products on padded copies on the pretended GPU, within layers, bound calls and captured steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.fake_gpu import FakeGpu
+from tests.support.over_fake_gpu import own
+
+DIMS, ROWS = (19, 33, 27, 7), 21
+
+
+@pytest.fixture
+def copies(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every product that can be is made on copies, dw beside dx; the memories that copies were made in."""
+    choose, priors, plan = own("products.choose"), own("plans.decisions"), own("products.padded").PaddedPlan
+    padded_problem, backward_priors = own("products.padded").padded_problem, own("plans.priors").backward_priors
+    monkeypatch.setattr(choose, "pays_untuned", lambda problem: padded_problem(problem) is not None)
+
+    def beside_first(problem: Any, device: int) -> Any:
+        return sorted(backward_priors(problem, device), key=lambda each: not each.beside)
+
+    monkeypatch.setattr(priors, "backward_priors", beside_first)
+    memories: list[Any] = []
+    put = plan.put
+    monkeypatch.setattr(plan, "put", lambda self, call, memory: (memories.append(memory), put(self, call, memory))[1])
+    return memories
+
+
+def trained(gpu: FakeGpu, *, graph: bool) -> tuple[list[float], dict[str, Any]]:
+    lt, cp, random = gpu.lt, gpu.cp, np.random.default_rng(0)
+    model = lt.MLP(DIMS, activation="relu", dtype="float32", compute="tf32", seed=3, device=0)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=0.01), loss="mse", graph=graph)
+    losses = []
+    for _ in range(3):
+        x, target = (cp.asarray(random.standard_normal((ROWS, n)).astype(model.dtype.numpy)) for n in (19, 7))
+        losses.append(float(gpu.host_of(step(x, target))))
+    gpu.synchronize_all()
+    return losses, {each.name: gpu.host_of(each.data).copy() for each in model.parameters()}
+
+
+def test_a_captured_step_has_room_for_the_copies_of_its_branches(gpu: FakeGpu, copies: list[Any]) -> None:
+    eager, values = trained(gpu, graph=False)
+    assert copies
+    copies.clear()
+    captured, others = trained(gpu, graph=True)
+    assert len({memory.stream for memory in copies}) == 2
+    assert captured == eager
+    for name, value in values.items():
+        assert np.array_equal(others[name], value), name
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_bound_layer_has_room_for_its_copies(gpu: FakeGpu, copies: list[Any], backward: bool) -> None:
+    lt, cp, random = gpu.lt, gpu.cp, np.random.default_rng(0)
+    x, w, dy = (random.standard_normal(shape).astype(np.float32) for shape in ((21, 19), (33, 19), (21, 33)))
+    y, dx, dw = (cp.zeros(shape, np.float32) for shape in ((21, 33), (21, 19), (33, 19)))
+    _, ctx = lt.linear_fwd(cp.asarray(x), cp.asarray(w), compute="tf32")
+    gpu.synchronize_all()
+    if backward:
+        bound = lt.bind(lt.linear_bwd, cp.asarray(dy), ctx, out_dx=dx, out_dw=dw, stream=gpu.stream)
+    else:
+        bound = lt.bind(lt.linear, cp.asarray(x), cp.asarray(w), compute="tf32", out=y, stream=gpu.stream)
+    assert copies
+    bound()
+    gpu.synchronize_all()
+    for made, wanted in ((dx, dy @ w), (dw, dy.T @ x)) if backward else ((y, x @ w.T),):
+        np.testing.assert_allclose(gpu.host_of(made), wanted, rtol=4e-3, atol=0.05)
