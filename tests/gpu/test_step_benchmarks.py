@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import steps, suite
 from benchmarks.__main__ import options_of
+from benchmarks.internals import one_kernel_a_pass
 from benchmarks.layers import tune
 from benchmarks.steps import Setup, StepCase, measure_calls, measure_case, measure_prefetch, measure_soak, pinned
 from benchmarks.suite import plan_cache
@@ -48,6 +49,16 @@ def test_a_step_of_ours(case: StepCase, stream: Any) -> None:
     stream.synchronize()
     assert setup.optimizer.steps.item() == 7
     assert not np.array_equal(before, to_host(setup.model.layers[0].weight.data))
+
+
+def test_a_narrow_step_in_one_kernel_a_pass_and_by_its_layers(stream: Any) -> None:
+    case = StepCase("narrow", "bf16", 256, (16, 16, 16, 16, 3), "relu", "mse", 1.0)
+    with plan_cache():
+        setup, kernels = Setup(case, stream), []
+        for fused in (True, False, True):
+            with one_kernel_a_pass(fused):
+                kernels.append(steps.contender(setup).nodes["kernel"])
+    assert kernels[0] == kernels[2] < kernels[1]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.name} {case.loss}")
