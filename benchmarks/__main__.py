@@ -1,4 +1,4 @@
-"""The one entry: `python -m benchmarks SUITE... [options]`, or one of the commands compare, readme, derive-priors."""
+"""The one entry: `python -m benchmarks SUITE... [options]`, or one of the commands compare, report, derive-priors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Final
 from benchmarks import report, suite
 
 SUITES: Final = ("kernels", "layers", "steps", "narrow", "host", "tuning", "cold")
-_COMMANDS: Final = {"compare": "compare", "readme": "readme", "derive-priors": "priors"}
+_COMMANDS: Final = {"compare": "compare", "report": "readme", "derive-priors": "priors"}
 _SPECIAL: Final = {
     "dtype": ("layers",),
     "activation": ("layers",),
-    "max_autotune": ("layers", "steps"),
-    "torch_compile": ("steps",),
+    "max_autotune": ("layers", "steps", "narrow"),
+    "torch_compile": ("kernels", "steps"),
+    "jax": ("layers", "steps", "narrow"),
     "soak": ("steps",),
     "prefetch": ("steps",),
     "profile": ("host",),
@@ -41,9 +42,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--keep-plans", action="store_true", help=told)
     made.add_argument("--dtype", choices=("bf16", "tf32"), help="layers: only this type")
     made.add_argument("--activation", choices=("gelu", "relu"), help="layers: only this activation")
-    told = "layers, steps: torch.compile in this mode too, a minute each; layers: six representative ones"
+    told = "layers, steps, narrow: torch.compile in this mode too, a minute each; layers: six representative ones"
     made.add_argument("--max-autotune", action="store_true", help=told)
-    made.add_argument("--torch-compile", action="store_true", help="steps: torch.compile in its default mode too")
+    made.add_argument(
+        "--torch-compile", action="store_true", help="steps, kernels: torch.compile too, in steps by default"
+    )
+    told = "layers, steps, narrow: JAX too; layers: six representative ones"
+    made.add_argument("--jax", action="store_true", help=told)
     made.add_argument(
         "--compile-seconds", type=float, default=150.0, metavar="N", help="for each; default: %(default)g"
     )

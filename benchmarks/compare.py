@@ -7,6 +7,8 @@ median over processes of their medians, and a ratio is the new time by the old o
 Each checkout has a cache of its own. A first process, which does not count, fills it: it compiles and tunes. Everything
 is kept under --work, so that the same command goes on where an earlier one ended: give --minutes, and run it again.
 With --gpus both processes of a pair run on the same one, and pairs run side by side; figures of the host want one GPU.
+
+Two result files instead are compared by `agreement`: `python -m benchmarks compare OLD.json NEW.json`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
-from benchmarks import report
+from benchmarks import agreement, report
 from benchmarks.report import Finding, Json
 from benchmarks.suite import CACHE_VARIABLE, matches
 
@@ -232,7 +234,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs what is not done yet, as long as there is time, and compares what there is."""
+    """Runs what is not done yet, as long as there is time, and compares what there is; or compares two files."""
+    if len(argv) == len(_SIDES) and all(each.endswith(".json") for each in argv):
+        agreement.main(argv)
+        return
     options = parser().parse_args(argv)
     checkouts = {side: getattr(options, side).resolve() for side in _SIDES}
     comparison = Comparison(checkouts, options.work.resolve(), options.only, options.rounds)

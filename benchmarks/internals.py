@@ -20,7 +20,7 @@ from benchmarks.splits import DEVICE, chain_of
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import captured_nodes, no_collection
-from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.gpu.memory import MAX_TICKETS, stream_memory
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import Call as PlanCall
 from lt_runtime.kernels.call import DropoutState
@@ -152,6 +152,13 @@ def nodes_of(step: lt.TrainStep) -> dict[str, int]:
             lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(DEVICE, "training")
         )
     return dict(Counter(name.lower() for name in names))
+
+
+def memory_of_step(step: lt.TrainStep) -> int:
+    """Bytes of a captured step's own memory: the pool of its graphs, and the scratch space of their streams."""
+    memory = stream_memory(DEVICE, private_stream(DEVICE, "training"))
+    streams = [memory] if memory._branch is None else [memory, memory._branch]
+    return int(step._gpu._pool.total_bytes()) + sum(each._scratch.size + each._copies.size for each in streams)
 
 
 def unmeasured(file: Path) -> int:

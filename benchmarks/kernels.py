@@ -19,7 +19,7 @@ from benchmarks.buffers import Sets, itemsize, normal
 from benchmarks.copies import Ceiling, measure_copies
 from benchmarks.peers import peer
 from benchmarks.report import NO_TARGET, Json, Row, Target
-from benchmarks.suite import Job, Suite
+from benchmarks.suite import TORCH_COMPILE, Job, Suite, plan_cache
 from benchmarks.timing import Contender
 
 COPY: Final = "copy of 1 GiB"
@@ -66,6 +66,7 @@ def _epilogue_backward(shape: tuple[int, int], dropout: float, sets: int) -> Bui
     both = {
         "lt": partial(epilogue_backward_pass, made, dropout),
         "torch": peer("torch_kernels", "epilogue_backward", made, dropout),
+        TORCH_COMPILE: peer("torch_kernels", "epilogue_backward", made, dropout, compiled=True),
     }
     if dropout:
         return {**both, "lt_without_dropout": partial(epilogue_backward_pass, made)}
@@ -105,7 +106,11 @@ def _epilogue_forward(shape: tuple[int, int], dropout: float, sets: int) -> Buil
         run = forward_pass(shape, dropout, _RNG)
         return Contender(lambda i, stream: run(*addresses[i], stream))
 
-    return {"lt": ours, "torch": peer("torch_kernels", "epilogue_forward", made, dropout)}
+    return {
+        "lt": ours,
+        "torch": peer("torch_kernels", "epilogue_forward", made, dropout),
+        TORCH_COMPILE: peer("torch_kernels", "epilogue_forward", made, dropout, compiled=True),
+    }
 
 
 # Dropout of x and of dy: two passes, each of which reads and writes once.
@@ -160,7 +165,11 @@ def _adamw(shapes: Shapes, dtype: str, max_norm: float | None, _: int) -> Builde
         step = optimizer_step(shapes, dtype, max_norm)
         return Contender(lambda _, stream: step(stream=stream))
 
-    return {"lt": ours, "torch": peer("torch_kernels", "adamw", shapes, dtype, max_norm)}
+    return {
+        "lt": ours,
+        "torch": peer("torch_kernels", "adamw", shapes, dtype, max_norm),
+        TORCH_COMPILE: peer("torch_kernels", "flat_adamw", shapes, dtype, max_norm),
+    }
 
 
 def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Callable[..., object]:
@@ -201,7 +210,7 @@ def _weighted_cross_entropy(dtype: str, shape: tuple[int, int], sets: int) -> Bu
     return {
         "lt": partial(our_cross_entropy, made, targets, **weights),
         "torch": peer("torch_kernels", "weighted_cross_entropy", made, targets, **weights),
-        "torch_compiled": peer("torch_kernels", "weighted_cross_entropy", made, targets, **weights, compiled=True),
+        TORCH_COMPILE: peer("torch_kernels", "weighted_cross_entropy", made, targets, **weights, compiled=True),
     }
 
 
@@ -211,6 +220,7 @@ def _cross_entropy(dtype: str, shape: tuple[int, int], sets: int) -> Builders:
         "lt": partial(our_cross_entropy, made, targets),
         "torch": peer("torch_kernels", "cross_entropy", made, targets),
         "torch_log_softmax": peer("torch_kernels", "log_softmax_gradient", made, targets),
+        TORCH_COMPILE: peer("torch_kernels", "cross_entropy", made, targets, compiled=True),
     }
 
 
@@ -265,7 +275,42 @@ def _elementwise_loss(loss: str, shape: tuple[int, int], weighted: bool, sets: i
     return {
         "lt": ours,
         "torch": peer("torch_kernels", "elementwise_loss", loss, made, **weights),
-        "torch_compiled": peer("torch_kernels", "elementwise_loss", loss, made, **weights, compiled=True),
+        TORCH_COMPILE: peer("torch_kernels", "elementwise_loss", loss, made, **weights, compiled=True),
+    }
+
+
+# A layer for a few rows: the floor is one read of the weights.
+
+
+def inference(rows: int, outputs: int, inputs: int, *, target: Target = NO_TARGET) -> Case:
+    """y = GELU(x · wᵀ + bias) in BF16, tuned, and nothing kept for backward."""
+    moved = 2 * (outputs * inputs + rows * inputs + outputs + rows * outputs)
+    shape = rows, outputs, inputs
+    return Case(f"linear GELU BF16 {rows}×{outputs}×{inputs}", moved, partial(_inference, shape), target)
+
+
+def _inference(shape: tuple[int, int, int], sets: int) -> Builders:
+    rows, outputs, inputs = shape
+    shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
+    made = [tuple(normal(each, "bfloat16") for each in shapes) for _ in range(sets)]
+
+    def ours() -> Contender:
+        import lt_runtime as lt
+
+        def run(i: int, stream: int) -> None:
+            x, w, bias, y = made[i]
+            lt.linear(x, w, bias, activation="gelu", out=y, stream=stream)
+
+        with plan_cache(), lt.tuning():
+            run(0, 0)
+        timing.synchronize()
+        return Contender(run)
+
+    return {
+        "lt": ours,
+        "torch": peer("torch_kernels", "linear", made),
+        "torch_addmm_activation": peer("torch_kernels", "addmm_activation", made),
+        TORCH_COMPILE: peer("torch_kernels", "linear", made, compiled=True),
     }
 
 
@@ -305,15 +350,34 @@ CASES: Final[Sequence[Case]] = (
     elementwise_loss("huber_loss", 8192, 4096),
     elementwise_loss("bce_with_logits", 8192, 4096),
     elementwise_loss("bce_with_logits", 8192, 4096, weighted=True),
+    *(
+        inference(rows, *layer, target=Target(0.9 if rows <= 64 else None, {"torch_addmm_activation": 1.0}))
+        for layer in ((14336, 4096), (4096, 14336))
+        for rows in (1, 16, 64, 128)
+    ),
 )
 
 
-def measure_case(case: Case, rounds: int, copies: Callable[[Any], Ceiling], stream: Any, *, ours: bool = False) -> Row:
-    """One row; `copies` measures the ceiling, or knows it already. With `ours`, no other library takes part."""
+def measure_case(
+    case: Case,
+    rounds: int,
+    copies: Callable[[Any], Ceiling],
+    stream: Any,
+    *,
+    ours: bool = False,
+    compiled: bool = False,
+) -> Row:
+    """One row.
+
+    Args:
+        copies: measures the ceiling, or knows it already.
+        ours: no other library takes part.
+        compiled: torch.compile does, which takes a minute.
+    """
     ceiling = copies(stream)
     sets = timing.buffer_sets(case.bytes, timing.cache_size()) if case.rotated else 1
     count = timing.repetitions(case.bytes, sets)
-    builders = case.builders(sets)
+    builders = {name: build for name, build in case.builders(sets).items() if compiled or name != TORCH_COMPILE}
     if ours:
         builders = {name: build for name, build in builders.items() if name.startswith("lt")}
     timings, left_out = timing.measure(builders, sets, count, rounds, stream)
@@ -336,7 +400,10 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
         return measured[0]
 
     made: dict[str, Job] = {
-        case.name: partial(measure_case, case, options.rounds, copies, ours=options.ours) for case in CASES
+        case.name: partial(
+            measure_case, case, options.rounds, copies, ours=options.ours, compiled=options.torch_compile
+        )
+        for case in CASES
     }
     return made | {COPY: partial(_copy_row, copies)}
 
@@ -346,4 +413,6 @@ def _facts(rows: Sequence[Json]) -> Json:
     return {name: row[name] for row in rows if row["case"] == COPY for name in ("copy_gb_s", "copy") if name in row}
 
 
-SUITE: Final = Suite(rounds=21, order=[*(case.name for case in CASES), COPY], jobs=_jobs, facts=_facts)
+_NAMES: Final = [case.name for case in CASES]
+_OPTIONAL: Final = {TORCH_COMPILE: [name for name in _NAMES if not name.startswith("dropout")]}
+SUITE: Final = Suite(rounds=21, order=[*_NAMES, COPY], jobs=_jobs, facts=_facts, optional=_OPTIONAL)

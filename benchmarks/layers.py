@@ -19,9 +19,10 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks import report, timing
 from benchmarks.buffers import itemsize, normal
+from benchmarks.fastest import is_peer
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row, speedups
-from benchmarks.suite import MAX_AUTOTUNE, Job, Suite, plan_cache
+from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
 from benchmarks.timing import Contender, Timing
 
 TYPES: Final[Mapping[str, tuple[str, str]]] = {"bf16": ("bfloat16", "float32"), "tf32": ("float32", "tf32")}
@@ -35,7 +36,7 @@ REPRESENTATIVE: Final = (
     (4096, 4096, 1024),
     (8192, 3072, 768),
 )
-"""The layers that are compared with torch.compile as well, which takes its time."""
+"""The layers that are compared with torch.compile and JAX as well, which takes its time."""
 
 FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8}  # what an H200 reaches, about
 BYTES_PER_US: Final = 4.2e6
@@ -46,6 +47,7 @@ _CACHES: Final = 3  # Rotating buffers take at least this many times the size of
 _MOST_SETS: Final = 16
 _NEAR: Final = 1.25  # Candidates that are further behind by the tuner's times are not measured again.
 _MOST_CANDIDATES: Final = 10
+_SUSTAINED: Final = ("lt", "torch_graph")
 _SHOWN: Final = 200  # characters of a reason
 
 Builders = dict[str, Callable[[], Contender]]
@@ -142,7 +144,7 @@ def chosen_blocks(options: argparse.Namespace) -> list[Block]:
         for block in blocks()
         if options.dtype in (None, block.kind)
         and options.activation in (None, block.activation)
-        and (block.layer in REPRESENTATIVE or not options.max_autotune)
+        and (block.layer in REPRESENTATIVE or not (options.max_autotune or options.jax))
     ]
 
 
@@ -253,6 +255,12 @@ def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row
     """Tunes a block, in a fresh plan cache unless the options say otherwise, and lets all contenders take turns."""
     sets = block.sets(timing.cache_size())
     count = block.repetitions(sets)
+    sustained: dict[str, Any] = {}
+
+    def run_long(name: str, replay: timing.Replay, took: Timing) -> None:
+        if name in _SUSTAINED and took.median >= timing.LONG_US:
+            sustained[name] = timing.sustained(partial(timing.repeat, replay), took.median, stream, count)
+
     with plan_cache(keep=options.keep_plans):
         tuned = tune(block)
         buffers = [arrays(block) for _ in range(sets)]
@@ -262,11 +270,12 @@ def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row
         if not options.ours:
             others, candidates, facts = _others(block, buffers)
             builders |= others | candidates | _peers(block, buffers, options)
-        timings, left_out = timing.measure(builders, sets, count, options.rounds, stream)
+        timings, left_out = timing.measure(builders, sets, count, options.rounds, stream, run_long)
     setting = block.as_json() | {"when": report.now()}
     setting |= {"buffer_sets": sets, "repetitions": count, "rounds": options.rounds} | tuned.as_json()
     setting |= {name: facts[name] for name in ("splits", "fusion_refused") if name in facts}
     setting |= no_loss(timings, candidates) if candidates else {}
+    setting |= {"sustained": sustained} if sustained else {}
     setting |= {"entries": facts["entries"]} if facts else {}
     timings = {name: each for name, each in timings.items() if name not in candidates}
     return Row(block.name, timings, setting=setting, left_out=left_out)
@@ -301,18 +310,20 @@ def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace)
     made: Builders = {"torch_graph": peer("torch_layers", "eager", block, buffers)}
     if options.max_autotune:
         made[MAX_AUTOTUNE] = peer("torch_layers", "compiled", block, buffers, options.compile_seconds)
+    if options.jax:
+        made[JAX] = peer("jax", "block", block, buffers)
     return made
 
 
 # The figures over all rows.
 
 _TORCH: Final = {"bf16": 1.15, "tf32": 1.10}
-_COLUMNS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE)
+_COLUMNS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE, JAX)
 
 
 def no_loss(timings: Mapping[str, Timing], candidates: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """The candidates' times, and the chosen plan's as a multiple of the best of all that are ours."""
-    medians = {name: each.median for name, each in timings.items() if not name.startswith("torch")}
+    medians = {name: each.median for name, each in timings.items() if not is_peer(name)}
     loss = {"chosen_vs_best": round(medians["lt"] / min(medians.values()), 4)} if "lt" in medians else {}
     return loss | {"candidates": {name: round(medians[name], 4) for name in candidates if name in medians}}
 
@@ -332,6 +343,7 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
         made.append(report.mean(f"torch_graph / lt, {kind.upper()}", torch, target))
         made.append(report.worst(f"torch_graph / lt, {kind.upper()}", torch, 0.97))
     made.append(report.mean(f"{MAX_AUTOTUNE} / lt", speedups(rows, MAX_AUTOTUNE), 1.08))
+    made.append(report.worst(f"{JAX} / lt", speedups(rows, JAX)))
     made.append(report.mean("lt / lt_priors", speedups(rows, "lt", "lt_priors"), 0.90))
     return made
 
@@ -349,4 +361,6 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
 
 
 _NAMES: Final = [block.name for block in blocks()]
-SUITE: Final = Suite(rounds=9, order=_NAMES, jobs=_jobs, findings=findings, lines=_lines, compiled=_NAMES)
+SUITE: Final = Suite(
+    rounds=9, order=_NAMES, jobs=_jobs, findings=findings, lines=_lines, optional={MAX_AUTOTUNE: _NAMES, JAX: _NAMES}
+)

@@ -1,4 +1,4 @@
-"""The suite `narrow`: training steps of narrow MLPs, tuned, in one kernel a pass, layer by layer, and PyTorch's.
+"""The suite `narrow`: training steps of narrow MLPs, tuned, in one kernel a pass, layer by layer, PyTorch's and JAX's.
 
 Each step is one CUDA graph, and is measured as in the suite `steps`.
 """
@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
 from benchmarks import report
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row, speedups
-from benchmarks.steps import Setup, StepCase, contender, tune
-from benchmarks.suite import Job, Suite, plan_cache
-from benchmarks.timing import built, take_turns, timed
+from benchmarks.steps import MODES, Setup, StepCase, StepContender, contender, graph_turn, tune
+from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
+from benchmarks.timing import built, take_turns
 
 _INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 128: (128, 10)}
 _FUSED: Final = "lt_one_kernel"
 _LAYERS: Final = "lt_layers"
 _TORCH: Final = "torch_graph_bf16"
 _NAMED: Final = "64x3 2^18"
-_LEAD: Final = 8
 
 
 def _case(width: int, hidden: int, power: int) -> StepCase:
@@ -55,17 +54,25 @@ def measure(case: StepCase, options: argparse.Namespace, stream: Any) -> Row:
         for name, fused in ((_FUSED, True), (_LAYERS, False)):
             with one_kernel_a_pass(fused):
                 contenders[name] = contender(setup)
-        theirs, left_out = built({_TORCH: peer("torch_steps", "contender", setup, "bf16")})
+        theirs, left_out = built(_peers(setup, options))
         contenders |= theirs
-        turns = {
-            name: timed(partial(each.replays, case.replays), case.replays, stream, partial(each.replays, 1 + _LEAD))
-            for name, each in contenders.items()
-        }
+        turns = {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}
         timings = take_turns(turns, options.rounds)
     setting = case.as_json() | {"when": report.now(), "rounds": options.rounds, "replays": case.replays} | tuned
     setting |= {"nodes": {name: each.nodes for name, each in contenders.items()}}
     setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
     return Row(case.name, timings, setting=setting, left_out=left_out)
+
+
+def _peers(setup: Setup, options: argparse.Namespace) -> dict[str, Callable[[], StepContender]]:
+    """PyTorch's own kernels, and what is asked for besides."""
+    made = {_TORCH: peer("torch_steps", "contender", setup, "bf16")}
+    if options.max_autotune:
+        mode = MODES[MAX_AUTOTUNE]
+        made[MAX_AUTOTUNE] = peer("torch_steps", "contender", setup, "bf16", mode, options.compile_seconds)
+    if options.jax:
+        made[JAX] = peer("jax", "step", setup)
+    return made
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
@@ -74,7 +81,7 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
 
 
 def _ratios(rows: Sequence[Json]) -> Iterator[Finding]:
-    for name in (_FUSED, _LAYERS, _TORCH):
+    for name in (_FUSED, _LAYERS, _TORCH, MAX_AUTOTUNE, JAX):
         found = speedups(rows, name)
         worst = min(found, key=found.__getitem__, default=None)
         value = None if worst is None else found[worst]
@@ -91,4 +98,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
     return {case.name: partial(measure, case, options) for case in CASES}
 
 
-SUITE: Final = Suite(rounds=9, order=[case.name for case in CASES], jobs=_jobs, findings=findings)
+_NAMES: Final = [case.name for case in CASES]
+SUITE: Final = Suite(
+    rounds=9, order=_NAMES, jobs=_jobs, findings=findings, optional={MAX_AUTOTUNE: _NAMES, JAX: _NAMES}
+)

@@ -1,36 +1,27 @@
-"""Writes the tables in README.md and benchmarks/README.md from the kept results: `python -m benchmarks readme`.
+"""Writes the tables of README.md and benchmarks/README.md, and the plots, from the kept results.
 
-A table stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`, where NAME is one of `TABLES`. Ratios
-are a peer's time by ours, so more than 1 is faster; those in which we lose are set in bold.
+`python -m benchmarks report` does it. A table stands between `<!-- benchmarks:NAME -->` and
+`<!-- /benchmarks:NAME -->`, where NAME is one of `TABLES`. Ratios are a peer's time by ours, so more than 1 is faster;
+those in which we lose are set in bold.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.report import RESULTS, Json, geometric_mean, speedups
+from benchmarks import plots
+from benchmarks.fastest import COMPARED, Comparison, against, comparisons, label, result, rows_of
+from benchmarks.report import Json, geometric_mean, speedups
 
 ROOT: Final = Path(__file__).parents[1]
 FILES: Final = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
 
 Table = Sequence[Sequence[str]]
-
-
-def result(suite: str) -> dict[str, Any]:
-    """The kept results of a suite."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{suite}.json").read_text())
-    return found
-
-
-def rows_of(suite: str) -> list[dict[str, Any]]:
-    """The rows of a suite that hold times."""
-    return [row for row in result(suite)["rows"] if row["us"]]
 
 
 def us(value: float | None) -> str:
@@ -47,14 +38,9 @@ def times(ratio: float | None) -> str:
     return f"**{ratio:.2f}×**" if ratio < 1 else f"{ratio:.2f}×"
 
 
-def fastest(row: Json, names: Iterable[str]) -> float | None:
-    """The least time of some contenders; None if none was measured."""
-    return min((row["us"][name] for name in names if name in row["us"]), default=None)
-
-
-def ratio_to(row: Json, ours: str, theirs: float | None) -> str:
-    """A peer's time as a multiple of ours."""
-    return "" if theirs is None else times(theirs / row["us"][ours])
+def peer(found: Comparison | None) -> str:
+    """The fastest peer: its time, who it is, and the ratio; empty for None."""
+    return "" if found is None else f"{us(found.theirs)} {label(found.peer)}, {times(found.ratio)}"
 
 
 def markdown(headings: Sequence[str], lines: Table) -> str:
@@ -78,6 +64,7 @@ def machine() -> str:
     cublaslt = f"{found['cublaslt'] // 10000}.{found['cublaslt'] // 100 % 100}"
     parts = [
         f"On an {found['gpu']} with driver {found['driver']}, cuBLASLt {cublaslt}, PyTorch {found['torch']}",
+        *([f"JAX {found['jax']}"] if "jax" in found else []),
         f"CuPy {found['cupy']} and nvmath-python {found['nvmath']}",
     ]
     told = "; ".join(f"{', '.join(suites)} at commit {commit}" for commit, suites in commits.items())
@@ -85,25 +72,26 @@ def machine() -> str:
 
 
 def kernels() -> str:
-    """Every kernel against the copy and PyTorch."""
+    """Every kernel against the copy and the fastest peer."""
     lines = []
     for row in rows_of("kernels"):
         if "lt" not in row["us"]:
             continue  # the copies themselves
-        theirs = fastest(row, ("torch", "torch_log_softmax"))
         less = row["us"].get("torch_without_bias_gradient")
         also = "" if less is None else f" ({us(less)} without the bias gradient)"
         fraction = f"{100 * row['fraction_of_copy']:.0f} %"
-        cells = us(row["us"]["lt"]), fraction, us(theirs) + also, ratio_to(row, "lt", theirs)
-        lines.append([row["case"], *cells])
+        lines.append([row["case"], us(row["us"]["lt"]), fraction, peer(against(row)) + also])
     copy = result("kernels")["copy_gb_s"]
-    return markdown(["Kernel", "µs", f"of the copy's {copy:.0f} GB/s", "PyTorch's fastest, µs", "ratio"], lines)
+    return markdown(["Kernel", "µs", f"of the copy's {copy:.0f} GB/s", "fastest peer, µs"], lines)
 
 
 _ACTIVATIONS: Final = {"gelu": "GELU", "relu": "ReLU"}
+_PEER: Final = "the fastest peer"
 _AGAINST: Final = {
+    _PEER: "the fastest peer of each block",
     "torch_graph": "PyTorch's kernels in a graph",
     "torch_max_autotune": "torch.compile, max-autotune",
+    "jax": "JAX, jit",
     "lt_fused_top1": "everything fused that cuBLASLt can, first algorithms",
     "lt_split_top1": "nothing fused, first algorithms",
     "lt_priors": "the shipped priors, nothing measured",
@@ -112,22 +100,38 @@ _AGAINST: Final = {
 
 def layers() -> str:
     """The geometric mean and the worst block against each contender."""
-    rows, commit, lines = rows_of("layers"), result("layers")["commit"], []
-    for contender, label in _AGAINST.items():
-        for kind in sorted({row["type"] for row in rows}):
-            some = [row for row in rows if row["type"] == kind and contender in row["us"]]
+    return _means("layers", lambda row: "")
+
+
+def wide() -> str:
+    """The same of shapes drawn by a seed, by stratum."""
+    return _means("wide", lambda row: f" {row['stratum']}")
+
+
+def _means(suite: str, group: Callable[[Json], str]) -> str:
+    lines, rows = [], [_with_fastest(row) for row in rows_of(suite)]
+    commit = result(suite)["commit"] if rows else ""
+    groups = sorted({(row["type"], group(row)) for row in rows})
+    for contender, told_as in _AGAINST.items():
+        for kind, of_group in groups:
+            some = [row for row in rows if (row["type"], group(row)) == (kind, of_group) and contender in row["us"]]
             if not some:
                 continue
             activations = " and ".join(sorted({_ACTIVATIONS[row["activation"]] for row in some}))
             found = speedups(some, contender)
             where = min(found, key=found.__getitem__)
             earlier = sum(row.get("commit", commit) != commit for row in some)
-            told = f"{len(some)} {kind.upper()} {activations}"
+            told = f"{len(some)}{of_group} {kind.upper()} {activations}"
             told += f", {earlier} of them at other commits" if earlier else ""
             lost = sum(value < 1 for value in found.values())
             mean = times(geometric_mean(found.values()))
-            lines.append([label, told, mean, f"{times(found[where])} ({where})", str(lost)])
+            lines.append([told_as, told, mean, f"{times(found[where])} ({where})", str(lost)])
     return markdown(["Against", "blocks", "geometric mean", "worst", "lost"], lines)
+
+
+def _with_fastest(row: dict[str, Any]) -> dict[str, Any]:
+    found = against(row)
+    return row if found is None else row | {"us": {**row["us"], _PEER: found.theirs}}
 
 
 def tuned() -> str:
@@ -148,55 +152,50 @@ def steps() -> str:
     for row in rows_of("steps"):
         if "lt" not in row["us"]:
             continue  # the soak and the prefetched training
-        found = row["us"]
         masters = ", FP32 masters" if row["type"] == "bf16" and row["master"] else ""
         sizes = "-".join(map(str, row["dims"]))
         of_layers = f"{_ACTIVATIONS[row['activation']]}, {row['loss'].replace('_', '-')}"
         what = f"{sizes}, batch {row['rows']}, {of_layers}, {row['type'].upper()}{masters}"
-        cells = [us(found["lt"]), us(found["lt_call"])]
-        for name in ("torch_graph", "torch_max_autotune", "torch_graph_call", "lt_untuned"):
-            ours = "lt_call" if name.endswith("_call") else "lt"
-            theirs = found.get(name)
-            cells.append(", ".join(filter(None, (us(theirs), ratio_to(row, ours, theirs)))))
-        lines.append([what, *cells])
-    theirs = "PyTorch in a graph", "torch.compile, max-autotune", "PyTorch's graph, called", "lt_runtime untuned"
-    headings = ["MLP", "lt_runtime", "called", *theirs]
+        memory = row.get("memory_ratio")
+        untuned = f"{us(row['us']['lt_untuned'])}, {times(row['us']['lt_untuned'] / row['us']['lt'])}"
+        cells = us(row["us"]["lt"]), peer(against(row)), us(row["us"]["lt_call"]), peer(against(row, ours="lt_call"))
+        lines.append([what, *cells, untuned, "" if memory is None else f"{memory:.2f}"])
+    called = "called", "fastest peer, called"
+    headings = "MLP", "lt_runtime", "fastest peer", *called, "lt_runtime untuned", "memory by PyTorch's"
     return markdown(headings, lines)
 
 
-_KEEPS: Final = ("torch_eager_recording",)
-_PRODUCTS: Final = ("torch_eager", "torch_linear")
-_CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str], bool]]]] = {
-    "matmul": {
-        "lt": ("matmul{}", _PRODUCTS, True),
-        "lt_bound": ("matmul{}, through lt.bind", _PRODUCTS, False),
-    },
-    "linear_fwd": {
-        "lt_inference": ("linear{}, which keeps nothing for backward", ("torch_eager",), True),
-        "lt": ("linear_fwd{}", _KEEPS, False),
-        "lt_out_z": ("linear_fwd{} out_z=", _KEEPS, False),
-        "lt_elsewhere": ("linear_fwd{} out_z=, x at a new address each time", _KEEPS, False),
-        "lt_bound": ("linear_fwd{} out_z=, through lt.bind", _KEEPS, False),
-    },
-    "linear_fwd + linear_bwd": {"lt": ("linear_fwd + linear_bwd{}", ("torch_eager_one_thread",), False)},
-    "AdamW": {"lt": ("AdamW{}", ("torch_eager",), False)},
-    "TrainStep": {"lt": ("TrainStep{}", ("torch_graph",), False)},
-}
-"""For each kind of case and contender of ours: the call (without the kind's name in it), PyTorch's contenders for the
-same, and whether CuPy and nvmath-python do the same as well."""
+def sustained() -> str:
+    """Blocks and steps in a run of two seconds beside their time in turns."""
+    lines = []
+    for row in (*rows_of("layers"), *rows_of("steps")):
+        long = {name: each["us"] for name, each in row.get("sustained", {}).items()}
+        if found := against({"case": row["case"], "us": long}):
+            state = row["sustained"]["lt"]
+            power = f"{state['sm_mhz']:.0f} MHz, {state['watts']:.0f} W" if "watts" in state else ""
+            lines.append([row["case"], us(row["us"]["lt"]), us(found.ours), peer(found), power])
+    return markdown(["Row", "lt_runtime in turns", "for two seconds", "fastest peer", "lt_runtime at"], lines)
+
+
+def narrow() -> str:
+    """Training steps of narrow MLPs."""
+    found = [against(row) for row in rows_of("narrow")]
+    return markdown(
+        ["MLP", "lt_runtime", "fastest peer"], [[each.what, us(each.ours), peer(each)] for each in found if each]
+    )
 
 
 def host() -> str:
     """The host's time of a call. Autograd's is that of one thread, which is faster than its default."""
-    lines = []
-    for row in rows_of("host"):
-        kind = max((each for each in _CALLS if row["case"].startswith(each)), key=len)
-        for contender, (call, names, has_others) in _CALLS[kind].items():
-            theirs = fastest(row, names)
-            others = [us(row["us"].get(name)) if has_others else "" for name in ("cupy", "nvmath")]
-            what = call.format(row["case"].removeprefix(kind))
-            lines.append([what, us(row["us"][contender]), us(theirs), ratio_to(row, contender, theirs), *others])
-    return markdown(["Call", "lt_runtime", "PyTorch", "ratio", "CuPy", "nvmath-python"], lines)
+    lines = [[each.what, us(each.ours), peer(each)] for each in comparisons("host")]
+    return markdown(["Call", "lt_runtime", "fastest peer"], lines)
+
+
+def lost() -> str:
+    """Every row of every suite in which some peer is faster, the worst first."""
+    slower = [each for suite in COMPARED for each in comparisons(suite) if each.ratio < 1]
+    lines = [[each.suite, each.what, us(each.ours), peer(each)] for each in sorted(slower, key=lambda each: each.ratio)]
+    return markdown(["Suite", "row", "lt_runtime", "fastest peer"], lines)
 
 
 def cold() -> str:
@@ -225,9 +224,13 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     "machine": machine,
     "kernels": kernels,
     "layers": layers,
+    "wide": wide,
     "tuned": tuned,
     "steps": steps,
+    "sustained": sustained,
+    "narrow": narrow,
     "host": host,
+    "lost": lost,
     "cold": cold,
     "tuning": tuning,
 }
@@ -243,7 +246,8 @@ def rendered(text: str) -> str:
 
 
 def main(_: Sequence[str]) -> None:
-    """Writes both files."""
+    """Writes both files and the plots."""
     for file in FILES:
         file.write_text(rendered(file.read_text()))
+    for file in (*FILES, *plots.write()):
         print(f"written to {file}")

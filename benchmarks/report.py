@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -318,6 +320,7 @@ def machine() -> dict[str, Any]:
         "cublaslt": cublaslt.get_version(),
         "nvrtc": f"{major}.{minor}",
         **{name: version for name, version in libraries.items() if version is not None},
+        **({"jax": metadata.version("jax")} if find_spec("jax") else {}),  # is slow to import, and seldom takes part
     }
 
 

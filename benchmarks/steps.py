@@ -24,8 +24,8 @@ from benchmarks.buffers import labels, normal
 from benchmarks.layers import BYTES_PER_US, FLOPS_PER_US, TYPES, presets, tune
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row, Target, speedups
-from benchmarks.suite import MAX_AUTOTUNE, Job, Suite, plan_cache, variable
-from benchmarks.timing import Timing, Turn, built, reason, synchronize, take_turns, timed
+from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, plan_cache, variable
+from benchmarks.timing import LONG_US, Timing, Turn, built, reason, sustained, synchronize, take_turns, timed
 
 LEARNING_RATE: Final = 1e-3
 WEIGHT_DECAY: Final = 0.01
@@ -33,8 +33,7 @@ PREFETCH: Final = "prefetch gpt2-mlp-x2 BF16"
 SOAK: Final = "soak mnist BF16"
 
 _GRAPH: Final = "torch_graph"
-_COMPILE: Final = "torch_compile"
-_MODES: Final = {_COMPILE: "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
+MODES: Final = {TORCH_COMPILE: "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 # Compiling takes a minute and more. Autocast is not compiled: it was 16 % to 27 % slower than BF16 parameters.
 _COMPILED_WAYS: Final = (None, "bf16")
 _PROFILED: Final = ("lt", _GRAPH, f"{_GRAPH}_bf16")
@@ -45,7 +44,7 @@ _MOST_REPLAYS: Final = 200
 _LEAD: Final = 8  # An eighth as many replays go before those of a turn; meanwhile the host gets ahead of the GPU.
 _LAUNCHES_US: Final = 40.0  # Some dozens of kernels do not take less.
 _OPTIMIZER_BYTES: Final = 28  # of a parameter: gradient and copy in BF16; master and moments, read and written
-_BATCHES: Final = 4  # different batches of the prefetched training, which come again and again
+_BATCHES: Final = 4  # different batches, which come again and again
 _LEAST_STEPS: Final = 50  # of the prefetched training in a turn
 _SOAK_WARM_UP: Final = 100
 
@@ -143,19 +142,24 @@ class StepContender(NamedTuple):
         calls: the same as a script does it, which copies a batch into those buffers for each step.
         first_loss: with the initial parameters.
         nodes: of the graph, by kind.
+        memory: the most bytes on the GPU that parameters, optimizer, batch and step take at a time; 0 if not known.
+        turn: how its replays are timed, if not by events.
     """
 
     replays: Callable[[int], object]
     calls: Callable[[int], object]
     first_loss: float
     nodes: Mapping[str, int]
+    memory: int = 0
+    turn: Turn | None = None
 
 
 class Setup:
-    """What the contenders of a case share: our model, its initial parameters, a batch, and the stream.
+    """What the contenders of a case share: our model, its initial parameters, batches, and the stream.
 
     Attributes:
-        x, target: the batch, on the GPU.
+        batches: on the GPU. Calls take them in turn, and so do the graphs' buffers from turn to turn.
+        x, target: the first.
         stream: a CuPy stream that can be captured.
     """
 
@@ -176,7 +180,8 @@ class Setup:
         self.optimizer = lt.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **kept)
         arrays = [array for each in parameters for array in (each.data, each.master) if array is not None]
         self._initial = [(array, array.copy()) for array in arrays]
-        self.x, self.target = batch(case)
+        self.batches = [batch(case) for _ in range(_BATCHES)]
+        self.x, self.target = self.batches[0]
         synchronize()
 
     @property
@@ -199,8 +204,14 @@ class Setup:
         return lt.TrainStep(self.model, self.optimizer, loss=self.case.loss, batch_size=self.case.rows)
 
     def calls(self, step: Any) -> Callable[[int], None]:
-        """So many steps over the batch, as a script makes them."""
-        return _training(step, itertools.repeat((self.x, self.target)), self.stream)
+        """So many steps over the batches, as a script makes them."""
+        return _training(step, itertools.cycle(self.batches), self.stream)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Of what a script would not hold: all batches but that in the graph's buffers, and the initial parameters."""
+        held = itertools.chain((values for _, values in self._initial), *self.batches)
+        return sum(array.nbytes for array in held)
 
 
 def batch(case: StepCase) -> tuple[Any, Any]:
@@ -226,6 +237,20 @@ def contender(setup: Setup) -> StepContender:
     return StepContender(replays, setup.calls(step), first_loss, nodes_of(step))
 
 
+def memory_of(case: StepCase, stream: Any) -> int:
+    """Bytes on the GPU that a model, its optimizer and a captured step take, from the plans that are known by now."""
+    import cupy as cp
+
+    from benchmarks.internals import memory_of_step
+
+    pool = cp.get_default_memory_pool()
+    before = pool.used_bytes()
+    setup = Setup(case, stream)
+    step = setup.step()
+    setup.calls(step)(1)
+    return int(pool.used_bytes() - before - setup.extra_bytes) + memory_of_step(step)
+
+
 def tuned_contender(setup: Setup, directory: Path) -> tuple[StepContender, int]:
     """Our step by what the tuner has found, and how many of the problems that it meets have not been measured.
 
@@ -247,16 +272,28 @@ def measure_case(case: StepCase, options: argparse.Namespace, stream: Any) -> Ro
     """Tunes a step in a fresh plan cache and lets all contenders take turns."""
     setup = Setup(case, stream)
     contenders, facts = _ours(setup, keep=options.keep_plans)
-    theirs, left_out = built(dict(_torch(setup, options)))
+    theirs, left_out = built(dict(_peers(setup, options)))
     contenders |= theirs
     timings = with_fastest(take_turns(_turns(contenders, case.replays, stream), options.rounds))
     setting = case.as_json() | {"when": report.now(), "rounds": options.rounds, "replays": case.replays} | facts
     setting |= {"nodes": {name: each.nodes for name, each in contenders.items()}}
     setting |= {"kernel_us": {name: _kernel_times(each) for name, each in contenders.items() if name in _PROFILED}}
     setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
+    long = {name: each for name, each in contenders.items() if name in _PROFILED and timings[name].median >= LONG_US}
+    took = {name: sustained(each.replays, timings[name].median, stream) for name, each in long.items()}
+    setting |= {"sustained": took} if took else {}
+    setting |= memory_facts(contenders)
     target = Target(ratio={MAX_AUTOTUNE: case.least})
     left_out |= without_any(left_out, timings)
     return Row(case.name, timings, target=target, setting=setting, left_out=left_out)
+
+
+def memory_facts(contenders: Mapping[str, StepContender]) -> dict[str, Any]:
+    """The contenders' memory, and ours as a fraction of the least that PyTorch takes."""
+    known = {name: each.memory for name, each in contenders.items() if each.memory}
+    theirs = min((size for name, size in known.items() if name.startswith(_GRAPH)), default=None)
+    ratio = {} if theirs is None or "lt" not in known else {"memory_ratio": round(known["lt"] / theirs, 4)}
+    return {"memory_bytes": known} | ratio
 
 
 def measure_calls(case: StepCase, options: argparse.Namespace, stream: Any) -> Row:
@@ -291,35 +328,47 @@ def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[s
         untuned = contender(setup)
         facts = tune(setup.case).as_json()
         tuned, unmeasured = tuned_contender(setup, directory)
+        tuned = tuned._replace(memory=memory_of(setup.case, setup.stream))
         made = {"lt": tuned, "lt_untuned": untuned}
         if not setup.case.master:
             made["lt_master"] = contender(Setup(replace(setup.case, master=True), setup.stream))
     return made, facts | {"unmeasured_problems": unmeasured}
 
 
-def _torch(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
-    """PyTorch's contenders by name, each to be built."""
-    asked = {_COMPILE: options.torch_compile, MAX_AUTOTUNE: options.max_autotune}
+def _peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
+    """The contenders of PyTorch and JAX by name, each to be built."""
+    asked = {TORCH_COMPILE: options.torch_compile, MAX_AUTOTUNE: options.max_autotune}
     for way in setup.case.ways:
         suffix = "" if way is None else f"_{way}"
         yield _GRAPH + suffix, peer("torch_steps", "contender", setup, way)
         for name, is_asked in asked.items():
             if is_asked and way in _COMPILED_WAYS:
                 seconds = options.compile_seconds
-                yield name + suffix, peer("torch_steps", "contender", setup, way, _MODES[name], seconds)
+                yield name + suffix, peer("torch_steps", "contender", setup, way, MODES[name], seconds)
+    if options.jax:
+        yield JAX, peer("jax", "step", setup)
 
 
 def _turns(contenders: Mapping[str, StepContender], count: int, stream: Any) -> dict[str, Turn]:
-    """Graphs alone; and for ours and PyTorch's own kernels also calls as a script makes them."""
-    turns = {
-        name: timed(partial(each.replays, count), count, stream, partial(each.replays, 1 + count // _LEAD))
-        for name, each in contenders.items()
-    }
+    """Graphs alone; and for ours, PyTorch's own kernels and JAX also calls as a script makes them."""
+    turns = {name: graph_turn(each, count, stream) for name, each in contenders.items()}
     for name, each in contenders.items():
-        base = name if name == "lt" else _GRAPH if name.startswith(_GRAPH) else None
+        base = name if name in ("lt", JAX) else _GRAPH if name.startswith(_GRAPH) else None
         if base is not None:
             turns[name.replace(base, f"{base}_call")] = timed_calls(each.calls, count, stream)
     return turns
+
+
+def graph_turn(contender: StepContender, count: int, stream: Any) -> Turn:
+    """A turn of the graph alone, on another batch than the turn before."""
+    if contender.turn is not None:
+        return contender.turn
+
+    def lead() -> None:
+        contender.calls(1)
+        contender.replays(1 + count // _LEAD)
+
+    return timed(partial(contender.replays, count), count, stream, lead)
 
 
 def timed_calls(calls: Callable[[int], object], count: int, stream: Any) -> Turn:
@@ -435,8 +484,9 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 # The figures over all rows.
 
 _MNIST: Final = ("mnist TF32", "mnist BF16")
+_MEMORY: Final = "gpt2-mlp-x2 BF16"
 _FORBIDDEN: Final = ("memcpy", "mem_alloc", "mem_free", "host")
-_COLUMNS: Final = ("lt_untuned", "lt_master", _GRAPH, _COMPILE, MAX_AUTOTUNE, "lt_call", f"{_GRAPH}_call")
+_COLUMNS: Final = ("lt_untuned", "lt_master", _GRAPH, TORCH_COMPILE, MAX_AUTOTUNE, JAX, "lt_call", f"{_GRAPH}_call")
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
@@ -447,14 +497,15 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
         *(finding for name in _MNIST for finding in _kernels(name, by_name.get(name, {}))),
         _most("nodes in a step that copy, allocate, free or call the host", _forbidden(rows)),
         _most("problems in a step without a measured plan", _counts(rows, "unmeasured_problems")),
+        _memory(by_name.get(_MEMORY, {})),
         *_soak(by_name.get(SOAK, {})),
         _prefetch(by_name.get(PREFETCH, {})),
     ]
 
 
 def _against_torch(rows: Sequence[Json]) -> Iterator[Finding]:
-    """Each case against torch.compile, which the target is about, and against PyTorch's own kernels."""
-    for name, is_judged in ((MAX_AUTOTUNE, True), (_GRAPH, False)):
+    """Each case against torch.compile, which the target is about, against PyTorch's own kernels, and against JAX."""
+    for name, is_judged in ((MAX_AUTOTUNE, True), (_GRAPH, False), (JAX, False)):
         found = speedups(rows, name)
         for case in CASES:
             target = case.least if is_judged else None
@@ -485,6 +536,11 @@ def _most(what: str, counts: Mapping[str, float]) -> Finding:
         return Finding(f"{what}, most", None, 0, 0, at_most=True)
     where = max(counts, key=counts.__getitem__)
     return Finding(f"{what}, most", counts[where], 0, len(counts), where if counts[where] else None, at_most=True)
+
+
+def _memory(row: Json) -> Finding:
+    ratio = row.get("memory_ratio")
+    return Finding(f"memory of a step / PyTorch's, {_MEMORY}", ratio, 0.9, int(ratio is not None), at_most=True)
 
 
 def _soak(row: Json) -> Iterator[Finding]:
@@ -521,6 +577,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
 
 
 _NAMES: Final = [case.name for case in CASES]
+_OPTIONAL: Final = dict.fromkeys((MAX_AUTOTUNE, TORCH_COMPILE, JAX), _NAMES)
 SUITE: Final = Suite(
-    rounds=15, order=[*_NAMES, PREFETCH, SOAK], jobs=_jobs, findings=findings, lines=_lines, compiled=_NAMES
+    rounds=15, order=[*_NAMES, PREFETCH, SOAK], jobs=_jobs, findings=findings, lines=_lines, optional=_OPTIONAL
 )

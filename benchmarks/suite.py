@@ -10,8 +10,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import report
+from benchmarks.clocks import gpu_state
 from benchmarks.report import Finding, Json, Row
 from benchmarks.timing import has_gpu, release
 
 MAX_AUTOTUNE: Final = "torch_max_autotune"
+TORCH_COMPILE: Final = "torch_compile"
+JAX: Final = "jax"
+_OPTIONS: Final = {MAX_AUTOTUNE: "max_autotune", TORCH_COMPILE: "torch_compile", JAX: "jax"}
+"""The option that asks for a contender."""
 CACHE_VARIABLE: Final = "LT_RUNTIME_CACHE_DIR"
 _ROOT: Final = Path(__file__).parents[1]
 
@@ -48,7 +53,7 @@ class Suite:
         findings: the figures over all rows.
         facts: what else a file says beside its rows.
         lines: a table of rows as they stand in the file, printed at the end instead of one after each row.
-        compiled: the cases in which torch.compile takes part under --max-autotune.
+        optional: by contender that takes part only if it is asked for, the cases in which it then does.
         has_context: whether the jobs work on the GPU themselves, and not only in other processes.
     """
 
@@ -58,7 +63,7 @@ class Suite:
     findings: Callable[[Sequence[Json]], Sequence[Finding]] = _nothing
     facts: Callable[[Sequence[Json]], Json] = _nothing
     lines: Callable[[Sequence[Json]], Table] | None = None
-    compiled: Sequence[str] = ()
+    optional: Mapping[str, Collection[str]] = field(default_factory=dict)
     has_context: bool = True
 
 
@@ -70,18 +75,26 @@ def kept_rows(file: Path | None) -> Rows:
     return {row["case"]: {**row, "commit": row.get("commit", result["commit"])} for row in result["rows"]}
 
 
-def is_done(row: Json | None, *, needs_compiled: bool = False) -> bool:
-    """Whether a row holds every figure that it is to hold, or the reason why it does not."""
+def is_done(row: Json | None, wanted: Iterable[str] = ()) -> bool:
+    """Whether a row holds every figure that it is to hold, or the reason why it does not.
+
+    Args:
+        wanted: contenders that take part only if they are asked for.
+    """
     if not row or "error" in row or not row["us"]:
         return False
-    return not needs_compiled or MAX_AUTOTUNE in row["us"] or MAX_AUTOTUNE in row.get("left_out", {})
+    return all(name in row["us"] or name in row.get("left_out", {}) for name in wanted)
 
 
 def missing(suite: Suite, options: argparse.Namespace, rows: Rows) -> dict[str, Job]:
     """The jobs that the command line asks for and whose rows are not done."""
-    compiled = suite.compiled if options.max_autotune else ()
     jobs = {name: job for name, job in suite.jobs(options).items() if matches(options.only, name)}
-    return {name: job for name, job in jobs.items() if not is_done(rows.get(name), needs_compiled=name in compiled)}
+    asked = {contender: cases for contender, cases in suite.optional.items() if getattr(options, _OPTIONS[contender])}
+
+    def wanted(name: str) -> list[str]:
+        return [contender for contender, cases in asked.items() if name in cases]
+
+    return {name: job for name, job in jobs.items() if not is_done(rows.get(name), wanted(name))}
 
 
 def matches(pattern: str | None, name: str) -> bool:
@@ -118,7 +131,10 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
             if time.monotonic() - start > 60 * options.minutes:
                 break
             progress.update(task, description=case)
+            before = gpu_state() if suite.has_context else {}
             rows[case] = _measured(case, job, stream, None if suite.lines else console)
+            if before:
+                rows[case]["gpu"] = {"before": before, "after": gpu_state()}
             if suite.has_context:
                 release()
             save(suite, rows, file)

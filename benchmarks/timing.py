@@ -14,16 +14,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
+
+from benchmarks import clocks
 
 WARM_UP: Final = 2
 """Rounds that run before those that count."""
+LONG_US: Final = 1000.0
+"""What takes so long is measured in a long run as well: such work is bound by the power that the GPU may draw."""
 
 _REPLAY_US: Final = 2000.0  # One replay takes at least this long, because an event's resolution is half a microsecond.
 _MAX_REPETITIONS: Final = 200  # of a task in one graph
 _BYTES_PER_US: Final = 4.8e6  # The bandwidth in the datasheet of an H200, which no kernel exceeds.
 _LAUNCH_US: Final = 1.5  # No kernel in a graph takes less than this.
 _CACHES: Final = 4  # Rotating buffers take at least this many times the size of the L2 cache.
+_SUSTAINED_US: Final = 2e6
+_BY_HOST_US: Final = 10_000.0  # The shorter part of a turn by the wall clock takes at least about this long.
 _PROFILE_LINES: Final = 25
 
 Call = Callable[[], object]
@@ -190,42 +197,6 @@ def warm_up(run: Run, sets: int, stream: Any) -> None:
     stream.synchronize()
 
 
-class Contender(NamedTuple):
-    """How a contender does the task, and how that is captured."""
-
-    run: Run
-    capture: Callable[[Run, int, int, Any], Replay] = capture
-
-
-class Measured(NamedTuple):
-    """Times by contender, and for each contender without a time the reason."""
-
-    timings: dict[str, Timing]
-    left_out: dict[str, str]
-
-
-def measure(
-    builders: Mapping[str, Callable[[], Contender]], sets: int, repetitions: int, rounds: int, stream: Any
-) -> Measured:
-    """Captures every contender and lets the contenders take turns; those that fail are left out with their reason.
-
-    Args:
-        sets: number of buffer sets that the repetitions rotate through.
-        repetitions: of the task in one graph.
-        stream: a CuPy stream that can be captured, on which everything runs.
-    """
-
-    def turn(build: Callable[[], Contender]) -> Turn:
-        contender = build()
-        run = timed(contender.capture(contender.run, repetitions, sets, stream), repetitions, stream)
-        kept.append(contender)
-        return run
-
-    kept: list[Contender] = []  # their graphs read what they hold
-    turns, left_out = built({name: lambda build=build: turn(build) for name, build in builders.items()})
-    return Measured(take_turns(turns, rounds), left_out)
-
-
 def timed(replay: Replay, repetitions: int, stream: Any, lead: Replay | None = None) -> Turn:
     """A turn that takes the GPU's microseconds for each of the repetitions in a replay.
 
@@ -245,6 +216,95 @@ def timed(replay: Replay, repetitions: int, stream: Any, lead: Replay | None = N
         return float(cp.cuda.get_elapsed_time(start, end)) * 1e3 / repetitions
 
     return turn
+
+
+def timed_by_host(replay: Replay, repetitions: int, wait: Callable[[Any], object]) -> Turn:
+    """A turn by the wall clock, for a library that launches on streams of its own, which no event of ours reaches.
+
+    It takes by how much twice as many replays take longer. What the host does before the first kernel and after the
+    last is in both times, and what it does in between it does while the GPU is busy: the difference is the GPU's time.
+
+    Args:
+        replay: queues the repetitions; what it returns tells `wait` what to wait for.
+    """
+
+    def elapsed(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            done = replay()
+        wait(done)
+        return (time.perf_counter() - start) * 1e6
+
+    elapsed(1)  # compiles
+    count = max(1, math.ceil(_BY_HOST_US / elapsed(1)))
+
+    def turn() -> float:
+        once = elapsed(count)
+        return (elapsed(2 * count) - once) / (count * repetitions)
+
+    return turn
+
+
+class Contender(NamedTuple):
+    """How a contender does the task, how that is captured, and how the captured is timed."""
+
+    run: Run
+    capture: Callable[[Run, int, int, Any], Replay] = capture
+    timed: Callable[[Replay, int, Any], Turn] = timed
+
+
+def sustained(queue: Callable[[int], object], us: float, stream: Any, repetitions: int = 1) -> dict[str, float]:
+    """Microseconds of a repetition over two seconds without a pause, and the GPU's clock, power and temperature.
+
+    In a turn the GPU is cooler, and may draw more power for a moment than it can keep up.
+
+    Args:
+        queue: puts so many replays on the stream.
+        us: what a repetition takes in a turn.
+        repetitions: in a replay.
+    """
+    count = math.ceil(_SUSTAINED_US / (us * repetitions))
+    turn = timed(partial(queue, count), count * repetitions, stream, partial(queue, 1))
+    long, state = clocks.during(turn, 0.5e-6 * _SUSTAINED_US)
+    return {"us": round(long, 4), **state}
+
+
+class Measured(NamedTuple):
+    """Times by contender, and for each contender without a time the reason."""
+
+    timings: dict[str, Timing]
+    left_out: dict[str, str]
+
+
+def measure(
+    builders: Mapping[str, Callable[[], Contender]],
+    sets: int,
+    repetitions: int,
+    rounds: int,
+    stream: Any,
+    then: Callable[[str, Replay, Timing], None] | None = None,
+) -> Measured:
+    """Captures every contender and lets the contenders take turns; those that fail are left out with their reason.
+
+    Args:
+        sets: number of buffer sets that the repetitions rotate through.
+        repetitions: of the task in one graph.
+        stream: a CuPy stream that can be captured, on which everything runs.
+        then: is given each contender's name, replay and time when all have been measured.
+    """
+
+    def turn(name: str, build: Callable[[], Contender]) -> Turn:
+        contender = build()
+        replay = contender.capture(contender.run, repetitions, sets, stream)
+        kept[name] = contender, replay
+        return contender.timed(replay, repetitions, stream)
+
+    kept: dict[str, tuple[Contender, Replay]] = {}  # their graphs read what they hold
+    turns, left_out = built({name: partial(turn, name, build) for name, build in builders.items()})
+    timings = take_turns(turns, rounds)
+    for name, each in timings.items() if then else ():
+        then(name, kept[name][1], each)
+    return Measured(timings, left_out)
 
 
 def has_gpu() -> bool:

@@ -1,4 +1,4 @@
-"""The other libraries that do the same work: PyTorch and nvmath-python. Each module imports its library."""
+"""The other libraries that do the same work: PyTorch, JAX and nvmath-python. Each module imports its library."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,11 @@ def _over(sets: list[tuple[torch.Tensor, ...]], task: Callable[..., object]) -> 
     return Contender(lambda i, _: task(*sets[i]), capture)
 
 
+def _compiled(task: Callable[..., Any], *, wanted: bool = True) -> Callable[..., Any]:
+    """The task by torch.compile at its greatest effort, or as it is."""
+    return torch.compile(task, mode="max-autotune-no-cudagraphs", dynamic=False) if wanted else task
+
+
 def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
     """The first arrays of each set as tensors; PyTorch allocates its results itself."""
     return [tuple(tensor(array) for array in arrays[:count]) for arrays in buffers]
@@ -62,7 +68,7 @@ def gelu_backward(buffers: Sets) -> Contender:
     return _over(_inputs(buffers, 2), lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"))
 
 
-def epilogue_backward(buffers: Sets, dropout: float = 0.0) -> Contender:
+def epilogue_backward(buffers: Sets, dropout: float = 0.0, *, compiled: bool = False) -> Contender:
     """dz, and its column sums as the bias gradient."""
 
     def task(dy: torch.Tensor, z: torch.Tensor) -> object:
@@ -74,17 +80,18 @@ def epilogue_backward(buffers: Sets, dropout: float = 0.0) -> Contender:
 
     inputs = _inputs(buffers, 2)
     if not dropout:
-        return _over(inputs, task)
-    return _over([(dy, z, torch.rand_like(dy) >= dropout) for dy, z in inputs], task_with_dropout)
+        return _over(inputs, _compiled(task, wanted=compiled))
+    masked = [(dy, z, torch.rand_like(dy) >= dropout) for dy, z in inputs]
+    return _over(masked, _compiled(task_with_dropout, wanted=compiled))
 
 
-def epilogue_forward(buffers: Sets, dropout: float) -> Contender:
+def epilogue_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -> Contender:
     """GELU, then dropout, which stores its mask."""
 
     def task(z: torch.Tensor) -> object:
         return torch.native_dropout(torch.nn.functional.gelu(z, approximate="tanh"), dropout, True)
 
-    return _over(_inputs(buffers, 1), task)
+    return _over(_inputs(buffers, 1), _compiled(task, wanted=compiled))
 
 
 def dropout(buffers: Sets, p: float) -> Contender:
@@ -128,14 +135,58 @@ def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None)
     return Contender(run, capture)
 
 
-def cross_entropy(buffers: Sets, targets: Any) -> Contender:
+def flat_adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
+    """AdamW by torch.compile over one flat tensor; BF16 parameters have FP32 masters, and gradients may be clipped."""
+    size, is_fp32 = sum(map(math.prod, shapes)), dtype == "float32"
+    value, gradient = tensor(normal((size,), "float32")), tensor(normal((size,), dtype))
+    mean, square, number = torch.zeros_like(value), torch.zeros_like(value), torch.zeros((), device="cuda")
+    copies = () if is_fp32 else (value.to(torch.bfloat16),)
+    rate, decay, (first, second) = 1e-5, 0.01, (0.9, 0.999)
+
+    def update(
+        value: torch.Tensor,
+        gradient: torch.Tensor,
+        mean: torch.Tensor,
+        square: torch.Tensor,
+        number: torch.Tensor,
+        *copies: torch.Tensor,
+    ) -> None:
+        slope = gradient.float()
+        if max_norm is not None:
+            slope = slope * (max_norm / (torch.linalg.vector_norm(slope) + 1e-6)).clamp(max=1.0)
+        number.add_(1)
+        mean.mul_(first).add_(slope, alpha=1 - first)
+        square.mul_(second).addcmul_(slope, slope, value=1 - second)
+        size = (square / (1 - second**number)).sqrt() + 1e-8
+        value.mul_(1 - rate * decay).sub_(rate * (mean / (1 - first**number)) / size)
+        for copy in copies:
+            copy.copy_(value)
+
+    return _over([(value, gradient, mean, square, number, *copies)], _compiled(update))
+
+
+def linear(buffers: Sets, *, compiled: bool = False) -> Contender:
+    """F.linear and GELU, of x, w and bias."""
+
+    def task(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(torch.nn.functional.linear(x, w, bias), approximate="tanh")
+
+    return _over(_inputs(buffers, 3), _compiled(task, wanted=compiled))
+
+
+def addmm_activation(buffers: Sets) -> Contender:
+    """The same by PyTorch's private product with a fused bias and GELU."""
+    return _over(_inputs(buffers, 3), lambda x, w, bias: torch._addmm_activation(bias, x, w.T, use_gelu=True))
+
+
+def cross_entropy(buffers: Sets, targets: Any, *, compiled: bool = False) -> Contender:
     """F.cross_entropy and its gradient through autograd."""
     labels = tensor(targets)
 
     def cost(logits: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits, labels)
 
-    return _with_gradient(cost, _inputs(buffers, 1), compiled=False)
+    return _with_gradient(cost, _inputs(buffers, 1), compiled)
 
 
 def log_softmax_gradient(buffers: Sets, targets: Any) -> Contender:
@@ -188,8 +239,8 @@ def elementwise_loss(
 def _with_gradient(
     cost: Callable[..., torch.Tensor], sets: list[tuple[torch.Tensor, ...]], compiled: bool
 ) -> Contender:
-    """A cost and its gradient with respect to the first tensor; `compiled` by torch.compile at its greatest effort."""
-    run = torch.compile(cost, mode="max-autotune-no-cudagraphs", dynamic=False) if compiled else cost
+    """A cost and its gradient with respect to the first tensor."""
+    run = _compiled(cost, wanted=compiled)
 
     def task(first: torch.Tensor, *others: torch.Tensor) -> object:
         value = run(first, *others)

@@ -38,22 +38,25 @@ def contender(setup: Setup, way: str | None, mode: str | None = None, seconds: f
     """
     outside = torch.cuda.ExternalStream(setup.stream.ptr)
     with torch.cuda.stream(outside):
+        torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # makes the workspace of the stream
+        before = torch.cuda.memory_allocated()
         made = _Step(setup, way, mode)
         if mode is None:
             made.warm_up()
         else:
             with time_limit(seconds):
                 made.warm_up()
+    torch.cuda.reset_peak_memory_stats()
     made.capture(outside)
-    return made.contender(outside)
+    return made.contender(outside, torch.cuda.max_memory_allocated() - before)
 
 
 class _Step:
     """Parameters, optimizer, and buffers for a batch."""
 
     def __init__(self, setup: Setup, way: str | None, mode: str | None) -> None:
-        self._given = tensor(setup.x), tensor(setup.target)
-        self._buffers = tuple(each.clone() for each in self._given)
+        self._given = itertools.cycle([(tensor(x), tensor(target)) for x, target in setup.batches])
+        self._buffers = tuple(tensor(each).clone() for each in (setup.x, setup.target))
         network = _network(setup, torch.bfloat16 if way == "bf16" else torch.float32)
         self._optimizer = torch.optim.AdamW(
             network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
@@ -89,7 +92,9 @@ class _Step:
             self._loss = self._run()
         self._graph.instantiate()
 
-    def contender(self, stream: torch.cuda.Stream) -> StepContender:
+    def contender(self, stream: torch.cuda.Stream, memory: int) -> StepContender:
+        """See `StepContender`."""
+
         def replays(count: int) -> None:
             with torch.cuda.stream(stream):
                 for _ in range(count):
@@ -97,12 +102,12 @@ class _Step:
 
         def calls(count: int) -> None:
             with torch.cuda.stream(stream):
-                for _ in range(count):
-                    for buffer, given in zip(self._buffers, self._given, strict=True):
+                for batch in itertools.islice(self._given, count):
+                    for buffer, given in zip(self._buffers, batch, strict=True):
                         buffer.copy_(given)
                     self._graph.replay()
 
-        return StepContender(replays, calls, self._first_loss, _nodes(self._graph))
+        return StepContender(replays, calls, self._first_loss, _nodes(self._graph), memory)
 
 
 def _network(setup: Setup, dtype: torch.dtype) -> torch.nn.Sequential:

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import buffers, kernels
 from benchmarks.copies import Ceiling
 from benchmarks.kernels import Case, measure_case
+from benchmarks.suite import TORCH_COMPILE
 from benchmarks.timing import cache_size, measure
 from tests.support.gpu_arrays import to_host
 
@@ -27,12 +28,13 @@ CASES: list[Case] = [
     kernels.adamw_step("small", SHAPES, "float32"),
     kernels.adamw_step("small", SHAPES, "bfloat16", 1.0),
     kernels.cross_entropy(32, 50),
+    kernels.inference(8, 64, 48),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_contender_is_measured(case: Case) -> None:
-    builders = case.builders(3)
+    builders = {name: build for name, build in case.builders(3).items() if name != TORCH_COMPILE}  # takes a minute
     timings, left_out = measure(builders, 3, 6, rounds=2, stream=cp.cuda.Stream(non_blocking=True))
     assert set(left_out) == (set() if HAS_TORCH else {name for name in builders if name.startswith("torch")})
     assert all(timing.median > 0 for timing in timings.values())
@@ -63,6 +65,29 @@ def test_buffers_hold_normal_numbers_that_differ(dtype: str) -> None:
     assert abs(first.mean()) < 0.02
     assert abs(first.std() - 1) < 0.02
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")
+@pytest.mark.parametrize(("dtype", "max_norm"), [("float32", None), ("bfloat16", 1.0)])
+def test_what_is_compiled_for_adamw_can_be_captured_as_it_is(
+    dtype: str, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.peers import torch_kernels
+
+    monkeypatch.setattr(torch_kernels, "_compiled", lambda task: task)
+    builders = {"flat": lambda: torch_kernels.flat_adamw(SHAPES, dtype, max_norm)}
+    timings, left_out = measure(builders, 1, 2, rounds=1, stream=cp.cuda.Stream(non_blocking=True))
+    assert (set(timings), left_out) == ({"flat"}, {})
+
+
+@pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")
+def test_pytorch_s_fused_layer_does_the_same() -> None:
+    from benchmarks.peers import torch_kernels
+
+    shapes = (8, 48), (64, 48), (64,)
+    made = [tuple(buffers.normal(shape, "bfloat16") for shape in shapes)]
+    plain, fused = (each(made).run(0, 0) for each in (torch_kernels.linear, torch_kernels.addmm_activation))
+    np.testing.assert_allclose(plain.float().cpu().numpy(), fused.float().cpu().numpy(), rtol=0.02, atol=0.05)
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")

@@ -20,6 +20,7 @@ from lt_runtime.reference import activate, derivative
 from tests.support.gpu_arrays import to_host
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_JAX = importlib.util.find_spec("jax") is not None
 SMALL = [Block("small", 96, 64, 40, kind, activation) for kind in ("bf16", "tf32") for activation in ("gelu", "relu")]
 
 
@@ -40,6 +41,26 @@ def expected(block: Block, at: Arrays) -> dict[str, Any]:
         "dw1": have["dz1"].T @ have["x"],
         "dx": have["dz1"] @ have["w1"],
     }
+
+
+@pytest.mark.skipif(not HAS_JAX, reason="a peer, where it is installed")
+@pytest.mark.parametrize("block", SMALL, ids=lambda block: block.name)
+def test_jax_does_as_many_blocks_as_are_asked_for(block: Block) -> None:
+    from benchmarks.peers import jax
+
+    at = arrays(block)
+    x, dy = at.x, at.dy
+    contender = jax.block(block, [at])
+    for count in (1, 2):
+        y2, dx, _ = contender.capture(contender.run, count, 1, None)()
+        w1, w2 = (to_host(at.w1) * block.k**-0.5, to_host(at.w2) * (2 / block.n) ** 0.5)
+        scaled = at._replace(x=x, dy=dy, w1=cp.asarray(w1.astype(at.w1.dtype)), w2=cp.asarray(w2.astype(at.w2.dtype)))
+        run_block(block, scaled)
+        for actual, ours in ((y2, at.y2), (dx, at.dx)):
+            wanted = to_host(ours).astype(np.float64)
+            far = np.abs(np.asarray(actual, np.float64) - wanted) > 0.05 * np.abs(wanted).max()
+            assert far.mean() <= 0.01
+        x, dy = at.y2.copy(), at.dx.copy()
 
 
 @pytest.mark.parametrize("block", SMALL, ids=lambda block: block.name)

@@ -21,6 +21,7 @@ from lt_runtime.training.staging import is_pinned
 from tests.support.gpu_arrays import to_host
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_JAX = importlib.util.find_spec("jax") is not None
 CLASSES = StepCase("small", "tf32", 64, (48, 32, 16), "relu", "cross_entropy", 1.0)
 SMALL = [CLASSES, replace(CLASSES, kind="bf16"), replace(CLASSES, kind="bf16", activation="gelu", loss="mse")]
 FORBIDDEN = ("memcpy", "mem_alloc", "mem_free", "host")
@@ -83,9 +84,24 @@ def test_pytorch_begins_with_the_same_loss(case: StepCase, stream: Any) -> None:
         theirs = torch_steps.contender(setup, way)
         assert theirs.first_loss == pytest.approx(ours.first_loss, rel=0.02)
         assert theirs.nodes["kernel"] > ours.nodes["kernel"]
+        assert theirs.memory > sum(each.nbytes for each in (setup.x, setup.target))
         theirs.replays(2)
         theirs.calls(2)
         stream.synchronize()
+
+
+@pytest.mark.skipif(not HAS_JAX, reason="a peer, where it is installed")
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.name} {case.loss}")
+def test_jax_begins_with_the_same_loss(case: StepCase, stream: Any) -> None:
+    from benchmarks.peers import jax
+
+    setup = Setup(case, stream)
+    theirs = jax.step(setup)
+    assert theirs.first_loss == pytest.approx(steps.contender(setup).first_loss, rel=0.02)
+    assert theirs.memory > 0
+    assert theirs.turn is not None
+    assert theirs.turn() > 0
+    theirs.calls(2)
 
 
 def test_a_row(stream: Any) -> None:
@@ -93,6 +109,7 @@ def test_a_row(stream: Any) -> None:
     theirs = {f"torch_graph{call}{way}" for call in ("", "_call") for way in ("", "_autocast", "_bf16")}
     assert set(row["us"]) == {"lt", "lt_untuned", "lt_call"} | (theirs if HAS_TORCH else set())
     assert row["unmeasured_problems"] == 0
+    assert set(row["memory_bytes"]) == {"lt", *(name for name in theirs if HAS_TORCH and name in row["nodes"])}
     assert suite.is_done(row)
 
 

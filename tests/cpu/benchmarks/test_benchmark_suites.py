@@ -31,6 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(suite, "has_gpu", lambda: True)
     monkeypatch.setattr(suite, "release", lambda: None)
+    monkeypatch.setattr(suite, "gpu_state", dict)
     monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     monkeypatch.setenv("GIT_COMMIT", "abc")
@@ -48,7 +49,7 @@ def suite_of(*names: str, **jobs: Any) -> Suite:
         jobs=lambda _: made,
         findings=lambda rows: [Finding("rows", len(rows), 1)],
         facts=lambda rows: {"first": rows[0]["case"]},
-        compiled=["two"],
+        optional={"torch_max_autotune": ["two"], "jax": ["two", "three"]},
     )
 
 
@@ -115,6 +116,13 @@ def test_a_suite_of_other_processes_has_no_context_of_its_own(tmp_path: Path) ->
     assert [name for name in SUITES if not import_module(f"benchmarks.{name}").SUITE.has_context] == ["cold"]
 
 
+def test_a_row_holds_the_gpu_s_state_before_and_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    states = iter(({"watts": 80.0}, {"watts": 600.0}))
+    monkeypatch.setattr(suite, "gpu_state", lambda: next(states))
+    rows = suite.run("some", suite_of("one"), asked("--out", str(tmp_path)))
+    assert rows["one"]["gpu"] == {"before": {"watts": 80.0}, "after": {"watts": 600.0}}
+
+
 def test_the_file_is_whole_after_each_row(tmp_path: Path) -> None:
     file, seen = tmp_path / "some.json", list[list[str]]()
 
@@ -141,19 +149,20 @@ def test_rows_are_written_in_the_order_of_the_suite_and_name_their_commit(
 
 
 @pytest.mark.parametrize(
-    ("kept", "needs_compiled", "done"),
+    ("kept", "wanted", "done"),
     [
-        (None, False, False),
-        ({"us": {"lt": 1.0}}, False, True),
-        ({"us": {"lt": 1.0}}, True, False),
-        ({"us": {"lt": 1.0, "torch_max_autotune": 1.0}}, True, True),
-        ({"us": {"lt": 1.0}, "left_out": {"torch_max_autotune": "TimeoutError"}}, True, True),
-        ({"us": {}, "error": "DriverError"}, False, False),
-        ({"us": {"lt": 1.0}, "error": "DriverError"}, False, False),
+        (None, [], False),
+        ({"us": {"lt": 1.0}}, [], True),
+        ({"us": {"lt": 1.0}}, ["jax"], False),
+        ({"us": {"lt": 1.0, "jax": 1.0}}, ["jax"], True),
+        ({"us": {"lt": 1.0, "jax": 1.0}}, ["jax", "torch_max_autotune"], False),
+        ({"us": {"lt": 1.0}, "left_out": {"jax": "ModuleNotFoundError"}}, ["jax"], True),
+        ({"us": {}, "error": "DriverError"}, [], False),
+        ({"us": {"lt": 1.0}, "error": "DriverError"}, [], False),
     ],
 )
-def test_a_row_is_resumed_until_it_holds_all(kept: Any, needs_compiled: bool, done: bool) -> None:
-    assert suite.is_done(kept, needs_compiled=needs_compiled) is done
+def test_a_row_is_resumed_until_it_holds_all(kept: Any, wanted: list[str], done: bool) -> None:
+    assert suite.is_done(kept, wanted) is done
 
 
 def test_only_what_is_missing_is_measured() -> None:
@@ -163,6 +172,7 @@ def test_only_what_is_missing_is_measured() -> None:
     assert [*suite.missing(some, asked("--max-autotune"), rows)] == ["two", "three"]
     rows["two"] = measured("two", torch_max_autotune=2.0).as_json()
     assert [*suite.missing(some, asked("--max-autotune"), rows)] == ["three"]
+    assert [*suite.missing(some, asked("--max-autotune", "--jax"), rows)] == ["two", "three"]
 
 
 def test_a_fresh_plan_cache_shares_only_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

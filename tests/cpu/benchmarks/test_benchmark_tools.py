@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from benchmarks import readme
+from benchmarks import fastest, plots, readme
 from benchmarks.__main__ import main
 from benchmarks.compare import Comparison, Process, compared, findings, lacking
 
@@ -171,7 +172,7 @@ def test_a_comparison_goes_on_where_one_ended(
 @pytest.mark.parametrize("file", readme.FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_tables_are_those_that_the_results_give(file: Path) -> None:
     text = file.read_text()
-    assert readme.rendered(text) == text, "run `python -m benchmarks readme`"
+    assert readme.rendered(text) == text, "run `python -m benchmarks report`"
 
 
 def test_every_table_is_shown_once() -> None:
@@ -186,7 +187,7 @@ def block(name: str, inside: str = "") -> str:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Writes results for the generator."""
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    monkeypatch.setattr(fastest, "RESULTS", tmp_path)
 
     def write(suite: str, *rows: dict[str, Any], **more: Any) -> None:
         (tmp_path / f"{suite}.json").write_text(json.dumps({"commit": "abc", **more, "rows": rows}))
@@ -213,20 +214,93 @@ def test_losses_are_shown(results: Any) -> None:
             "case": "linear_fwd + linear_bwd, eager",
             "us": {"lt": 18.4, "torch_eager": 167.0, "torch_eager_one_thread": 128.0},
         },
+        {"case": "matmul", "us": {"lt": 9.0, "torch_eager": 12.0, "cupy": 8.0, "lt_bound": 2.0}},
+        {"case": "a thousand ranges", "us": {"lt": 50.0, "nullcontext": 20.0}},
     )
     lines = readme.host().splitlines()
-    assert lines[2] == "| TrainStep call | 20.0 | 13.0 | **0.65×** | | |"
-    assert lines[3] == "| linear_fwd + linear_bwd, eager | 18.4 | 128 | 6.96× | | |"
+    assert lines[2:] == [
+        "| TrainStep call | 20.0 | 13.0 PyTorch in a graph, **0.65×** |",
+        "| linear_fwd + linear_bwd, eager | 18.4 | 128 PyTorch, 6.96× |",
+        "| matmul | 9.00 | 8.00 CuPy, **0.89×** |",
+        "| matmul, through lt.bind | 2.00 | 12.0 PyTorch, 6.00× |",
+    ]
+    results(
+        "steps",
+        {"case": "a", "us": {"lt": 10.0, "jax": 8.0, "lt_call": 11.0, "torch_graph_call": 12.0, "jax_call": 10.9}},
+    )
+    results("kernels", {"case": "b", "us": {"lt": 10.0, "torch": 11.0, "torch_without_bias_gradient": 1.0}})
+    assert readme.lost().splitlines()[2:] == [
+        "| host | TrainStep call | 20.0 | 13.0 PyTorch in a graph, **0.65×** |",
+        "| steps | a | 10.0 | 8.00 JAX, **0.80×** |",
+        "| host | matmul | 9.00 | 8.00 CuPy, **0.89×** |",
+        "| steps | a, called | 11.0 | 10.9 JAX, **0.99×** |",
+    ]
 
 
 def test_the_fastest_peer_that_does_the_same_counts(results: Any) -> None:
-    us = {"lt": 2.0, "torch": 8.0, "torch_log_softmax": 6.0}
+    us = {"lt": 2.0, "torch": 8.0, "torch_log_softmax": 6.0, "torch_without_bias_gradient": 1.0}
     results("kernels", {"case": "loss", "us": us, "fraction_of_copy": 0.5}, copy_gb_s=4000.0)
-    assert readme.kernels().splitlines()[-1] == "| loss | 2.00 | 50 % | 6.00 | 3.00× |"
+    told = "6.00 PyTorch log_softmax by hand, 3.00× (1.00 without the bias gradient)"
+    assert readme.kernels().splitlines()[-1] == f"| loss | 2.00 | 50 % | {told} |"
+
+
+def test_long_runs_stand_beside_turns(results: Any) -> None:
+    state = {"sm_mhz": 1455.0, "watts": 689.7, "celsius": 60.0}
+    long = {"lt": {"us": 4300.0, **state}, "torch_graph": {"us": 4386.0}, "torch_graph_bf16": {"us": 4257.0}}
+    results("layers", {"case": "short", "us": {"lt": 9.0}})
+    results("steps", {"case": "long", "us": {"lt": 4200.0}, "sustained": long})
+    told = "| long | 4200 | 4300 | 4257 PyTorch in a graph, **0.99×** | 1455 MHz, 690 W |"
+    assert readme.sustained().splitlines()[2:] == [told]
 
 
 def test_what_was_compiled_is_told(results: Any) -> None:
     row = {"type": "bf16", "activation": "gelu", "us": {"lt": 2.0, "torch_max_autotune": 1.5}, "case": "a"}
     results("layers", row, row | {"case": "b", "commit": "other", "us": {"lt": 1.0, "torch_max_autotune": 3.0}})
-    told = "torch.compile, max-autotune | 2 BF16 GELU, 1 of them at other commits | 1.50× | **0.75×** (a) | 1 |"
-    assert readme.layers().splitlines()[-1] == f"| {told}"
+    told = "2 BF16 GELU, 1 of them at other commits | 1.50× | **0.75×** (a) | 1 |"
+    lines = readme.layers().splitlines()[2:]
+    assert lines == [f"| the fastest peer of each block | {told}", f"| torch.compile, max-autotune | {told}"]
+
+
+def test_shapes_drawn_by_a_seed_are_told_by_stratum(results: Any) -> None:
+    row = {"type": "bf16", "activation": "gelu", "stratum": "odd", "us": {"lt": 2.0, "torch_graph": 3.0, "jax": 1.5}}
+    assert len(readme.wide().splitlines()) == 2, "nothing was measured"
+    results("wide", row | {"case": "a"}, row | {"case": "b", "stratum": "tall", "us": {"lt": 1.0, "torch_graph": 4.0}})
+    assert readme.wide().splitlines()[2:] == [
+        "| the fastest peer of each block | 1 odd BF16 GELU | **0.75×** | **0.75×** (a) | 1 |",
+        "| the fastest peer of each block | 1 tall BF16 GELU | 4.00× | 4.00× (b) | 0 |",
+        "| PyTorch's kernels in a graph | 1 odd BF16 GELU | 1.50× | 1.50× (a) | 0 |",
+        "| PyTorch's kernels in a graph | 1 tall BF16 GELU | 4.00× | 4.00× (b) | 0 |",
+        "| JAX, jit | 1 odd BF16 GELU | **0.75×** | **0.75×** (a) | 1 |",
+    ]
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_plots_are_those_that_the_results_give(name: str) -> None:
+    file = plots.FOLDER / f"{name}.png"
+    with Image.open(file) as picture:
+        assert picture.info[plots.DIGEST] == plots.digest(plots.PLOTS[name][0]), "run `python -m benchmarks report`"
+    assert file.stat().st_size < 100_000
+
+
+def test_plots_are_drawn_from_the_results(results: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "FOLDER", tmp_path / "plots")
+    block = {"type": "bf16", "activation": "gelu", "layer": [64, 32, 16], "us": {"lt": 2.0, "torch_graph": 1.5}}
+    machine = {"gpu": "a GPU"}
+    others = {
+        "case": "b 64×32×16 TF32 ReLU",
+        "type": "tf32",
+        "activation": "relu",
+        "us": {"lt": 1.0, "torch_graph": 9.0},
+    }
+    results("layers", {"case": "a 64×32×16 BF16 GELU", **block}, block | others, machine=machine)
+    results("kernels", copy_gb_s=4000.0)
+    step = {"case": "mnist BF16", "type": "bf16", "activation": "relu", "us": {"lt": 3.0, "jax": 4.0}}
+    results("steps", step, {"case": "soak", "us": {"lt_call": 1.0}})
+    results("wide", block | {"case": "odd fit 64×31×15 BF16 GELU", "stratum": "odd"})
+    results("narrow", step | {"case": "16x1 2^10 BF16"}, step | {"case": "16x1 2^14 BF16"})
+    results("host", {"case": "AdamW", "us": {"lt": 2.0, "torch_eager": 8.0}}, machine=machine)
+    files = plots.write()
+    assert [each.name for each in files] == ["speedup.png", "roofline.png", "host.png"]
+    before = [each.read_bytes() for each in files]
+    results("host", {"case": "AdamW", "us": {"lt": 12.0, "torch_eager": 8.0}}, machine=machine)
+    assert [each.read_bytes() == old for each, old in zip(plots.write(), before, strict=True)] == [True, True, False]

@@ -12,6 +12,7 @@ import weakref
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import kernels, report, suite, timing
+from benchmarks import clocks, kernels, report, suite, timing
 from benchmarks.__main__ import SUITES, main, options_of
 from benchmarks.copies import Ceiling
 from benchmarks.report import Row, Target
@@ -51,6 +52,95 @@ def test_contenders_take_turns_in_alternating_order() -> None:
     assert timings["a"] == summarise([7.0, 12.0, 13.0])
 
 
+def test_by_the_wall_clock_only_what_grows_with_the_replays_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated machine: a replay takes 600 µs, queuing it 50 µs of the host's, and waiting 300 µs at the end."""
+    clock, busy = [0.0], [0.0]
+
+    def replay() -> str:
+        clock[0] += 50e-6
+        busy[0] = max(busy[0], clock[0]) + 600e-6
+        return "done"
+
+    def wait(given: str) -> None:
+        assert given == "done"
+        clock[0] = max(clock[0], busy[0]) + 300e-6
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    turn = timing.timed_by_host(replay, 4, wait)
+    before = clock[0]
+    assert turn() == pytest.approx(150.0)
+    assert clock[0] - before > 20e-3, "long enough for the clock"
+
+
+def test_a_long_run_takes_two_seconds_and_tells_the_gpu_s_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[int] = []
+
+    def timed(replay: Any, repetitions: int, stream: Any, lead: Any) -> Any:
+        return lambda: (lead(), replay(), 1234.5 + repetitions)[-1]
+
+    monkeypatch.setattr(timing, "timed", timed)
+    monkeypatch.setattr(timing.clocks, "during", lambda work, seconds: (work(), {"watts": seconds}))
+    assert timing.sustained(queued.append, 1000.0, None, 4) == {"us": 3234.5, "watts": 1.0}
+    assert queued == [1, 500]
+
+
+def test_contenders_bring_their_own_capture_and_clock() -> None:
+    def capture(run: Any, repetitions: int, sets: int, stream: Any) -> Any:
+        return lambda: run(repetitions, sets)
+
+    def timed(replay: Any, repetitions: int, stream: Any) -> Any:
+        return lambda: float(replay()) / repetitions
+
+    def refused() -> Any:
+        raise RuntimeError("no GPU")
+
+    good = timing.Contender(lambda repetitions, sets: 10 * repetitions + sets, capture, timed)
+    given: list[tuple[str, int, Timing]] = []
+    measured = timing.measure(
+        {"good": lambda: good, "bad": refused},
+        sets=2,
+        repetitions=4,
+        rounds=3,
+        stream=None,
+        then=lambda name, replay, took: given.append((name, replay(), took)),
+    )
+    assert measured == ({"good": Timing(10.5, 0.0)}, {"bad": "RuntimeError: no GPU"})
+    assert given == [("good", 42, Timing(10.5, 0.0))]
+
+
+class NvidiaSmi:
+    """Stands for the process."""
+
+    def __init__(self, answer: str | Exception) -> None:
+        self.answer, self.commands = answer, list[list[str]]()
+
+    def __call__(self, command: list[str], **_: Any) -> Any:
+        self.commands.append(command)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return SimpleNamespace(stdout=self.answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        ("1755, 689.32, 54\n", {"sm_mhz": 1755.0, "watts": 689.32, "celsius": 54.0}),
+        ("1755, [N/A], 54\n", {}),
+        ("No devices were found\n", {}),
+        (FileNotFoundError("nvidia-smi"), {}),
+        (subprocess.TimeoutExpired("nvidia-smi", 10.0), {}),
+        (subprocess.CalledProcessError(9, "nvidia-smi"), {}),
+    ],
+)
+def test_the_gpu_s_state(answer: Any, state: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    smi, device = NvidiaSmi(answer), SimpleNamespace(pci_bus_id="0000:18:00.0")
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
+    monkeypatch.setattr(subprocess, "run", smi)
+    assert clocks.gpu_state() == state
+    assert clocks.during(lambda: "done", 0.0) == ("done", state)
+    assert {command[1] for command in smi.commands} == {"--id=0000:18:00.0"}
+
+
 @given(st.integers(1, 1 << 36), st.integers(1, 1 << 28))
 def test_what_repetitions_go_round_exceeds_the_cache(size: int, cache: int) -> None:
     sets = buffer_sets(size, cache)
@@ -78,6 +168,7 @@ def test_bytes_are_those_counted_by_hand() -> None:
     for dtype in ("float32", "bfloat16"):
         assert kernels.adamw_step("three", ((3,),), dtype).bytes == 3 * 28
     assert kernels.adamw_step("three", ((3,),), "bfloat16", 1.0).bytes == 3 * 30
+    assert kernels.inference(2, 5, 3).bytes == 2 * (2 * 3 + 5 * 3 + 5 + 2 * 5)
     assert kernels.adamw_step("three", ((3,),), "float32", 1.0).bytes == 3 * 32
 
 
@@ -212,7 +303,7 @@ def test_reading_the_cases_loads_no_gpu_library() -> None:
     modules = ", ".join(f"benchmarks.{name}" for name in (*SUITES, "compare", "readme", "priors"))
     code = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert {"cupy", "torch", "nvmath"}.isdisjoint(done.stdout.split())
+    assert {"cupy", "jax", "torch", "nvmath", "matplotlib"}.isdisjoint(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -248,6 +339,24 @@ def test_a_kernel_s_fraction_is_of_the_copy_of_the_same_run(monkeypatch: pytest.
     assert row.fraction_of_copy == pytest.approx(case.bytes / 1e6 / 4000)
     assert measured == ["stream"], "once in a run"
     assert kernels.SUITE.facts([row.as_json(), copy.as_json()]) == {"copy_gb_s": 4000.0, "copy": "fast"}
+
+
+def test_torch_compile_takes_part_only_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[set[str]] = []
+
+    def measure(builders: dict[str, Any], *_: Any) -> Measured:
+        given.append({*builders})
+        return Measured({"lt": Timing(1.0, 0.0)}, {})
+
+    monkeypatch.setattr(timing, "cache_size", lambda: 50 << 20)
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(kernels, "measure_copies", lambda _: Ceiling("fast", 4000.0, {}))
+    case = replace(kernels.CASES[0], builders=lambda sets: dict.fromkeys(("lt", "torch", "torch_compile"), print))
+    monkeypatch.setattr(kernels, "CASES", [case])
+    for options in ((), ("--torch-compile",), ("--torch-compile", "--ours")):
+        jobs = kernels.SUITE.jobs(options_of(["kernels", "--rounds", "3", *options]))
+        jobs[case.name](None)
+    assert given == [{"lt", "torch"}, {"lt", "torch", "torch_compile"}, {"lt"}]
 
 
 class Graph:

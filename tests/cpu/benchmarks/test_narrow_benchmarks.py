@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import narrow
+from benchmarks.__main__ import options_of
 from benchmarks.narrow import CASES, SUITE, findings
 from benchmarks.splits import chain_of
 from benchmarks.steps import StepCase
@@ -12,15 +14,21 @@ from lt_runtime.kernels.mlp import MAX_WIDTH
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_case_is_a_narrow_mlp(case: StepCase) -> None:
-    narrow = chain_of(case).narrow
-    assert narrow is not None
-    assert (narrow.rows, narrow.dims) == (case.rows, case.dims)
+    passes = chain_of(case).narrow
+    assert passes is not None
+    assert (passes.rows, passes.dims) == (case.rows, case.dims)
     assert max(case.dims) <= MAX_WIDTH
 
 
 def test_names_tell_cases_apart() -> None:
     assert len({*SUITE.order}) == len(CASES)
     assert "64x3 2^18 BF16" in SUITE.order
+
+
+def test_who_takes_part() -> None:
+    every = ["torch_graph_bf16", "torch_max_autotune", "jax"]
+    for asked, names in (([], every[:1]), (["--jax"], every[::2]), (["--max-autotune", "--jax"], every)):
+        assert list(narrow._peers(None, options_of(["narrow", *asked]))) == names
 
 
 def test_findings() -> None:

@@ -70,15 +70,35 @@ def test_names_of_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "timed_calls", lambda *_: "call")
     contender = StepContender(print, print, 0.0, {})
     names = "lt", "lt_untuned", "torch_graph_bf16", "torch_max_autotune_bf16"
-    turns = steps._turns(dict.fromkeys(names, contender), 1, None)
-    graphs, calls = dict.fromkeys(names, "graph"), dict.fromkeys(("lt_call", "torch_graph_call_bf16"), "call")
-    assert turns == graphs | calls
+    loop = contender._replace(turn=lambda: 5.0)
+    turns = steps._turns(dict.fromkeys(names, contender) | {"jax": loop}, 1, None)
+    called = "lt_call", "torch_graph_call_bf16", "jax_call"
+    assert turns == dict.fromkeys(names, "graph") | {"jax": loop.turn} | dict.fromkeys(called, "call")
 
 
-def test_contenders_of_pytorch() -> None:
+def test_each_turn_of_a_graph_is_on_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    contender = StepContender(lambda count: done.append(f"replay {count}"), lambda _: done.append("batch"), 0.0, {})
+    monkeypatch.setattr(steps, "timed", lambda replay, count, stream, lead: (lead(), replay()))
+    steps.graph_turn(contender, 16, None)
+    assert done == ["batch", "replay 3", "replay 16"]
+
+
+def test_our_memory_is_compared_with_the_least_of_pytorch() -> None:
+    sizes = {"lt": 900, "lt_untuned": 0, "torch_graph_autocast": 2000, "torch_graph_bf16": 1000, "jax": 800}
+    made = {name: StepContender(print, print, 0.0, {}, size) for name, size in sizes.items()}
+    known = {name: size for name, size in sizes.items() if size}
+    assert steps.memory_facts(made) == {"memory_bytes": known, "memory_ratio": 0.9}
+    assert steps.memory_facts({"jax": made["jax"]}) == {"memory_bytes": {"jax": 800}}
+    name = "memory of a step / PyTorch's"
+    assert found([row("gpt2-mlp-x2 BF16") | {"memory_ratio": 0.9}], name).met is True
+    assert found([row("gpt2-mlp-x2 BF16") | {"memory_ratio": 0.91}], name).met is False
+
+
+def test_contenders_of_others() -> None:
     def of(name: str, *options: str) -> list[str]:
         setup: Any = SimpleNamespace(case=BY_NAME[name])
-        return [made for made, _ in steps._torch(setup, arguments(*options))]
+        return [made for made, _ in steps._peers(setup, arguments(*options))]
 
     both = "--torch-compile", "--max-autotune"
     assert of("mnist TF32") == ["torch_graph"]
@@ -86,6 +106,7 @@ def test_contenders_of_pytorch() -> None:
     assert of("mnist BF16") == ["torch_graph_autocast", "torch_graph_bf16"]
     compiled = ["torch_graph_autocast", "torch_graph_bf16", "torch_max_autotune_bf16"]
     assert of("mnist BF16", "--max-autotune") == compiled
+    assert of("mnist TF32", "--jax") == ["torch_graph", "jax"]
 
 
 def test_a_row_of_our_public_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:

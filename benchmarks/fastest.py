@@ -1,0 +1,132 @@
+"""The kept results, and in them our times beside the time of the fastest peer that does the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from benchmarks.report import RESULTS, Json
+
+COMPARED: Final = ("kernels", "layers", "wide", "steps", "narrow", "host")
+"""The suites in which other libraries take part."""
+
+_LABELS: Final = {
+    "torch_max_autotune": "torch.compile max-autotune",
+    "torch_compile": "torch.compile",
+    "torch_graph": "PyTorch in a graph",
+    "torch_log_softmax": "PyTorch log_softmax by hand",
+    "torch": "PyTorch",
+    "jax": "JAX",
+    "cupy": "CuPy",
+    "nvmath": "nvmath-python",
+}
+"""How tables call the contenders whose names begin so; the first that fits counts."""
+_DOES_LESS: Final = "without"  # in the name of a contender that leaves a part of the task out
+_CALL: Final = "_call"  # in the name of a step as a script calls it
+
+
+def result(suite: str) -> dict[str, Any]:
+    """The kept results of a suite."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{suite}.json").read_text())
+    return found
+
+
+def rows_of(suite: str) -> list[dict[str, Any]]:
+    """The rows of a suite that hold times; none if nothing is kept of it."""
+    if not (RESULTS / f"{suite}.json").exists():
+        return []
+    return [row for row in result(suite)["rows"] if row["us"]]
+
+
+def is_peer(name: str) -> bool:
+    """Whether a contender is another library's, and does the whole task."""
+    return name.startswith(tuple(_LABELS)) and _DOES_LESS not in name
+
+
+def label(name: str) -> str:
+    """How tables call a peer."""
+    return next(told for start, told in _LABELS.items() if name.startswith(start))
+
+
+class Comparison(NamedTuple):
+    """A time of ours beside the fastest peer's, in microseconds.
+
+    Attributes:
+        what: the case, and the call where a case has several.
+        peer, theirs: the contender's name, and its time.
+        row: all that was measured of the case.
+    """
+
+    suite: str
+    what: str
+    ours: float
+    peer: str
+    theirs: float
+    row: Json
+
+    @property
+    def ratio(self) -> float:
+        """The peer's time by ours: more than 1 is faster."""
+        return self.theirs / self.ours
+
+
+def fastest(row: Json, names: Iterable[str]) -> str | None:
+    """The name of the fastest of some contenders; None if none of them was measured."""
+    return min((name for name in names if name in row["us"]), key=row["us"].__getitem__, default=None)
+
+
+def against(row: Json, suite: str = "", ours: str = "lt", what: str = "", *names: str) -> Comparison | None:
+    """A contender of ours against the fastest of some peers; None if ours or all of them were not measured.
+
+    Args:
+        what: the row's case if left out.
+        names: all peers that do the same if left out; for a step that is called, those that are called as well.
+    """
+    theirs = names or [name for name in row["us"] if is_peer(name) and (_CALL in name) == (_CALL in ours)]
+    peer = fastest(row, theirs)
+    if peer is None or ours not in row["us"]:
+        return None
+    return Comparison(suite, what or row["case"], row["us"][ours], peer, row["us"][peer], row)
+
+
+def comparisons(suite: str) -> Iterator[Comparison]:
+    """All comparisons of a suite, in the order of its rows."""
+    for row in rows_of(suite):
+        if suite == "host":
+            yield from _of_calls(row)
+            continue
+        for ours, told in (("lt", row["case"]), ("lt_call", f"{row['case']}, called")):
+            if found := against(row, suite, ours, told):
+                yield found
+
+
+# The suite `host`: each call against those of other libraries that do the same.
+
+_KEEPS: Final = ("torch_eager_recording",)
+_PRODUCTS: Final = ("torch_eager", "torch_linear")
+_OTHERS: Final = ("cupy", "nvmath")
+_CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
+    "matmul": {
+        "lt": ("matmul{}", (*_PRODUCTS, *_OTHERS)),
+        "lt_bound": ("matmul{}, through lt.bind", _PRODUCTS),
+    },
+    "linear_fwd": {
+        "lt_inference": ("linear{}, which keeps nothing for backward", ("torch_eager", *_OTHERS)),
+        "lt": ("linear_fwd{}", _KEEPS),
+        "lt_out_z": ("linear_fwd{} out_z=", _KEEPS),
+        "lt_elsewhere": ("linear_fwd{} out_z=, x at a new address each time", _KEEPS),
+        "lt_bound": ("linear_fwd{} out_z=, through lt.bind", _KEEPS),
+    },
+    "linear_fwd + linear_bwd": {"lt": ("linear_fwd + linear_bwd{}", ("torch_eager_one_thread",))},
+    "AdamW": {"lt": ("AdamW{}", ("torch_eager",))},
+    "TrainStep": {"lt": ("TrainStep{}", ("torch_graph",))},
+}
+"""For each kind of case and contender of ours: the call (without the kind's name in it), and who does the same."""
+
+
+def _of_calls(row: Json) -> Iterator[Comparison]:
+    kind = max((each for each in _CALLS if row["case"].startswith(each)), key=len, default=None)
+    for ours, (call, names) in _CALLS.get(kind or "", {}).items():
+        if found := against(row, "host", ours, call.format(row["case"].removeprefix(kind or "")), *names):
+            yield found

@@ -1,0 +1,173 @@
+"""JAX's contenders in the suites `layers`, `steps` and `narrow`: compiled loops of blocks and of training steps.
+
+JAX launches on streams of its own, so its turns are by the wall clock, see `timed_by_host`. A loop of many repetitions
+is one call: what the host does for a call is measured only where a contender's name says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # The others need memory as well.
+
+import cupy as cp
+import jax
+import jax.numpy as jnp
+
+from benchmarks.layers import Arrays, Block
+from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepContender
+from benchmarks.timing import Contender, Replay, Run, timed_by_host
+
+_BETAS: Final = (0.9, 0.999)
+_EPSILON: Final = 1e-8
+_ACTIVATIONS: Final[Mapping[str, Callable[[jax.Array], jax.Array]]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def _check_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(f"JAX finds no GPU, only {jax.default_backend()}")
+
+
+def _array(values: Any) -> jax.Array:
+    """A copy of an array on the GPU by way of the host, which knows every type."""
+    return jnp.asarray(cp.asnumpy(values))
+
+
+def _linear(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+    """Of FP32 operands in TF32."""
+    return jnp.matmul(x, w.T, precision="tensorfloat32" if x.dtype == jnp.float32 else None) + bias
+
+
+# The suite `layers`.
+
+
+def block(case: Block, buffers: list[Arrays]) -> Contender:
+    """Forward and all gradients, in a loop in which y2 is the next block's x, and dx its dy.
+
+    So no block can be left out or taken out of the loop. The weights are scaled so that numbers keep their size.
+    """
+    _check_gpu()
+    scales = (case.k**-0.5, 1.0, (2 / case.n) ** 0.5, 1.0)
+    weights = [
+        tuple(_array(each) * scale for each, scale in zip((at.w1, at.b1, at.w2, at.b2), scales, strict=True))
+        for at in buffers
+    ]
+    x, dy, held = _array(buffers[0].x), _array(buffers[0].dy), [jax.tree.map(jnp.zeros_like, weights)]
+
+    def capture(_run: Run, repetitions: int, sets: int, _stream: Any) -> Replay:
+        def replay() -> object:
+            done = blocks(weights, x, dy, held[0], repetitions // sets, case.activation)
+            held[0] = done[-1]
+            return done
+
+        return replay
+
+    return Contender(lambda *_: None, capture, _timed)
+
+
+def _timed(replay: Replay, repetitions: int, _stream: Any) -> Callable[[], float]:
+    return timed_by_host(replay, repetitions, jax.block_until_ready)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "activation"), donate_argnames="gradients")
+def blocks(weights: Any, x: jax.Array, dy: jax.Array, gradients: Any, count: int, activation: str) -> Any:
+    """As many blocks with each set of weights; returns the last y2 and dx, and the last gradients of each set."""
+
+    def forward(x: jax.Array, w1: jax.Array, b1: jax.Array, w2: jax.Array, b2: jax.Array) -> jax.Array:
+        return _linear(_ACTIVATIONS[activation](_linear(x, w1, b1)), w2, b2)
+
+    def every_set(_: Any, carried: Any) -> Any:
+        (x, dy, _), made = carried, []
+        for each in weights:
+            x, pull = jax.vjp(forward, x, *each)
+            dy, *of_weights = pull(dy)
+            made.append(tuple(of_weights))
+        return x, dy, made
+
+    return jax.lax.fori_loop(0, count, every_set, (x, dy, gradients))
+
+
+# The suites `steps` and `narrow`.
+
+
+def step(setup: Setup) -> StepContender:
+    """Steps whose parameters, moments and number are donated; in BF16 parameters and moments are BF16.
+
+    A loop runs on one batch. Steps that are called take the batches in turn.
+    """
+    _check_gpu()
+    case, count = setup.case, setup.case.replays
+    batches = [(_array(x), _array(target)) for x, target in setup.batches]
+    parameters = [_array(each).astype(case.dtype) for each in setup.values]
+    moments = [(jnp.zeros_like(each), jnp.zeros_like(each)) for each in parameters]
+    state = (parameters, moments, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+    train = functools.partial(trained, activation=case.activation, loss=case.loss)
+    one = jax.jit(train, donate_argnums=0)
+    sizes = one.lower(state, *batches[0]).compile().memory_analysis()
+    held, source = [one(state, *batches[0])], itertools.cycle(batches)
+    first_loss = float(held[0][-1])
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(state: Any, x: jax.Array, target: jax.Array) -> Any:
+        return jax.lax.fori_loop(0, count, lambda _, state: train(state, x, target), state)
+
+    def replay() -> object:
+        held[0] = loop(held[0], *next(source))
+        return held[0]
+
+    def calls(times: int) -> None:
+        for x, target in itertools.islice(source, times):
+            held[0] = one(held[0], x, target)
+        jax.block_until_ready(held[0])
+
+    def replays(times: int) -> None:
+        for _ in range(-(-times // count)):
+            replay()
+        jax.block_until_ready(held[0])
+
+    memory = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    turn = timed_by_host(replay, count, jax.block_until_ready)
+    return StepContender(replays, calls, first_loss, {}, memory - sizes.alias_size_in_bytes, turn)
+
+
+def trained(state: Any, x: jax.Array, target: jax.Array, *, activation: str, loss: str) -> Any:
+    """Parameters, moments, number of steps and loss after a step of AdamW, whose arithmetic is FP32."""
+    parameters, moments, number, _ = state
+    value, gradients = jax.value_and_grad(cost)(parameters, x, target, activation, loss)
+    number = number + 1
+    updated = [
+        _adamw(parameter, gradient, *both, number)
+        for parameter, gradient, both in zip(parameters, gradients, moments, strict=True)
+    ]
+    return [first for first, _ in updated], [both for _, both in updated], number, value
+
+
+def cost(parameters: list[jax.Array], x: jax.Array, target: jax.Array, activation: str, loss: str) -> jax.Array:
+    """Forward and loss."""
+    layers = list(zip(parameters[::2], parameters[1::2], strict=True))
+    for w, bias in layers[:-1]:
+        x = _ACTIVATIONS[activation](_linear(x, w, bias))
+    outputs = _linear(x, *layers[-1]).astype(jnp.float32)
+    if loss == "cross_entropy":
+        return -jnp.take_along_axis(jax.nn.log_softmax(outputs), target[:, None], 1).mean()
+    return jnp.square(outputs - target.astype(jnp.float32)).mean()
+
+
+def _adamw(
+    parameter: jax.Array, gradient: jax.Array, mean: jax.Array, square: jax.Array, number: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The parameter and its moments after an update, each in the type in which it is kept."""
+    (first, second), kept = _BETAS, parameter.dtype
+    value, slope, mean, square = (each.astype(jnp.float32) for each in (parameter, gradient, mean, square))
+    mean = first * mean + (1 - first) * slope
+    square = second * square + (1 - second) * jnp.square(slope)
+    size = jnp.sqrt(square / (1 - second**number)) + _EPSILON
+    value = value * (1 - LEARNING_RATE * WEIGHT_DECAY) - LEARNING_RATE * (mean / (1 - first**number)) / size
+    return value.astype(kept), (mean.astype(kept), square.astype(kept))
