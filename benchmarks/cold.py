@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import CACHE_VARIABLE, Job, Suite, last_line
+from benchmarks.suite import CACHE_VARIABLE, UNTUNED, Job, Suite, last_line
 from benchmarks.timing import summarise
 
 IMPORT: Final = "import of lt_runtime"
@@ -28,7 +28,7 @@ NAMES: Final = {
 _IMPORT_MS: Final = 200.0
 _NO_OTHER_CACHE: Final = "CUDA_CACHE_DISABLE"
 """Keeps the driver and NVRTC from a cache of their own, which would not be empty when ours is."""
-_OTHER_SETTINGS: Final = ("LT_RUNTIME_TUNE", "LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
+_OTHER_SETTINGS: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
 """Variables that are unset. Without the last, a first process leaves bytecode for the others, as installing does."""
 
 Found = Mapping[str, Any]
@@ -38,7 +38,7 @@ Found = Mapping[str, Any]
 def child(task: str, cache: str) -> Found:
     """What a process does with a task, given the folder of its caches."""
     environment = {name: value for name, value in os.environ.items() if name not in _OTHER_SETTINGS}
-    environment |= {CACHE_VARIABLE: cache, _NO_OTHER_CACHE: "1"}
+    environment |= {CACHE_VARIABLE: cache, _NO_OTHER_CACHE: "1", **dict([UNTUNED])}
     return last_line([sys.executable, "-m", "benchmarks.processes", task], environment)
 
 

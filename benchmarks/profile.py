@@ -102,7 +102,7 @@ def cost_of_events() -> dict[str, float]:
     import lt_runtime as lt
 
     model = lt.MLP(_DIMS, activation="gelu", dtype="bfloat16", dropout=0.1, device="cuda")
-    step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse", batch_size=_ROWS)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse", batch_size=_ROWS, tune=False)
     x, target = (cp.random.standard_normal((_ROWS, n)).astype(model.dtype.numpy) for n in (_DIMS[0], _DIMS[-1]))
 
     def run() -> float:

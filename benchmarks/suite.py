@@ -30,6 +30,8 @@ JAX: Final = "jax"
 _OPTIONS: Final = {MAX_AUTOTUNE: "max_autotune", TORCH_COMPILE: "torch_compile", JAX: "jax"}
 """The option that asks for a contender."""
 CACHE_VARIABLE: Final = "LT_RUNTIME_CACHE_DIR"
+UNTUNED: Final = ("LT_RUNTIME_TUNE", "off")
+"""A variable, by which training steps follow what is known. What a suite wants tuned it tunes itself, and says so."""
 _ROOT: Final = Path(__file__).parents[1]
 
 Rows = dict[str, dict[str, Any]]
@@ -125,7 +127,7 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     jobs, console = missing(suite, options, rows), report.console()
     stream, start = _stream() if suite.has_context else None, time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress, variable(*UNTUNED):
         task = progress.add_task(name, total=len(jobs))
         for case, job in jobs.items():
             if time.monotonic() - start > 60 * options.minutes:

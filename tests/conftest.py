@@ -13,6 +13,8 @@ from hypothesis import Phase, settings
 # The reference's products are small: on a machine of many cores their threads would only wait for each other.
 # NumPy reads the variable when it is loaded, which the imports below do.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Training steps are not tuned, unless a test asks for it.
+os.environ["LT_RUNTIME_TUNE"] = "off"
 
 from lt_runtime.gpu.devices import device_count
 from tests.host_kernels.build import BUILD_DIRECTORY, Builder

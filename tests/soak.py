@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a soak on the current GPU."""
     options = parse(argv)
     with tempfile.TemporaryDirectory() as directory:
-        os.environ["LT_RUNTIME_CACHE_DIR"] = str(Path(directory, "cache"))
+        os.environ |= {"LT_RUNTIME_CACHE_DIR": str(Path(directory, "cache")), "LT_RUNTIME_TUNE": "off"}
         from tests.support.real_gpu import RealGpu
 
         return soak(lambda: RealGpu(Path(directory)), options)

@@ -44,8 +44,8 @@ class _Buffer:
 class StreamMemory:
     """A workspace of fixed size and two buffers that grow; two streams never share any of them.
 
-    Nothing is ever freed, because a captured graph may hold the address. A buffer at least doubles when it grows, so
-    that those which it has outgrown take at most as much memory again.
+    Nothing is freed before `release`, because a captured graph may hold the address. A buffer at least doubles when it
+    grows, so that those which it has outgrown take at most as much memory again.
 
     Attributes:
         stream: handle of the stream.
@@ -63,13 +63,13 @@ class StreamMemory:
         self._device = device
         self._branch: StreamMemory | None = None
         self._scratch, self._copies = _Buffer(), _Buffer()
+        self._allocated: list[int] = []
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)
         with contextlib.ExitStack() as undo:
+            undo.callback(self.free)
             self.workspace = self._allocate(self.workspace_size)
-            undo.callback(call, "cuMemFree", self.workspace)
             self.zeros = self._allocate(ALIGNMENT + 4 * MAX_TICKETS)
-            undo.callback(call, "cuMemFree", self.zeros)
             call("cuMemsetD8Async", self.zeros, 0, ALIGNMENT + 4 * MAX_TICKETS, stream)
             undo.pop_all()
         self.tickets = self.zeros + ALIGNMENT
@@ -112,6 +112,13 @@ class StreamMemory:
             self._branch = own
         return self._branch
 
+    def free(self) -> None:
+        """Frees everything, the branch's memory too. See `release`."""
+        while self._allocated:
+            call("cuMemFree", self._allocated.pop())
+        if self._branch is not None:
+            release(self._device, self._branch.stream)
+
     def _check_capture(self, size: int) -> None:
         if is_capturing(self.stream):
             raise CaptureError(
@@ -121,7 +128,9 @@ class StreamMemory:
 
     def _allocate(self, size: int) -> int:
         self._check_capture(size)
-        return int(call("cuMemAlloc", size))
+        address = int(call("cuMemAlloc", size))
+        self._allocated.append(address)
+        return address
 
 
 memories: dict[tuple[int, int], StreamMemory] = {}
@@ -138,6 +147,14 @@ def stream_memory(device: int, stream: int) -> StreamMemory:
         if (device, stream) not in memories:
             memories[device, stream] = StreamMemory(device, stream)
         return memories[device, stream]
+
+
+def release(device: int, stream: int) -> None:
+    """Frees the memory of a stream that has done its work, and of which no captured graph is left."""
+    with _memories_lock:
+        memory = memories.pop((device, stream), None)
+    if memory is not None:
+        memory.free()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What is done of problems when they are first met: other machines' algorithms are verified, and problems are tuned.
+"""What is done of problems before they first run: other machines' algorithms are verified, and problems are tuned.
 
 This module only decides whether to measure. What measures is imported when the first problem is to be measured.
 """
@@ -6,16 +6,20 @@ This module only decides whether to measure. What measures is imported when the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from lt_runtime.arguments import one_of
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.streams import relaxed_captures
+from lt_runtime.kernels.mlp import takes
 from lt_runtime.plans.decisions import decide, known_layer
 from lt_runtime.plans.mlp import known_mlp
 from lt_runtime.problem import MatmulProblem, MLPProblem
@@ -25,15 +29,21 @@ from lt_runtime.store.entries import EFFORTS, Effort, is_as_deep
 from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 
+if TYPE_CHECKING:
+    from lt_runtime.tuner.chain import Chain
+    from lt_runtime.tuner.report import Progress
+
 TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
 _MODES: Final = ("off", "first-use")
 
 asked_for: Final[ContextVar[Effort | None]] = ContextVar("lt_runtime_tuning", default=None)
 """The effort at which the calling thread is to measure even what it has run before; None if it is not to."""
+_is_switched_off: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_not_tuning", default=False)
 _is_busy: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_tuning", default=False)
-_seen: Final[set[tuple[Remembered, int, Effort]]] = set()
-"""Problems that have been measured, or cannot be, with device and effort."""
+_seen: Final[set[tuple[Remembered | Chain, int, Effort]]] = set()
+"""Problems and chains that have been measured, or cannot be, with device and effort."""
 _one_at_a_time = threading.Lock()
+_logger: Final = logging.getLogger("lt_runtime")
 
 
 @contextlib.contextmanager
@@ -43,7 +53,7 @@ def tuning(effort: Effort = "default") -> Iterator[None]:
     A layer's forward pass is decided together with the backward pass that goes with it. What is decided goes to the
     plan cache and is used from then on, by other threads and processes as well. While its stream is being captured
     nothing is measured. `LT_RUNTIME_TUNE=first-use` does the same for a whole process, at default effort, to problems
-    that it runs for the first time.
+    that it runs for the first time. A `TrainStep` needs neither.
 
     Args:
         effort: "default" takes about a second a problem at most on an H200, "deep" tries many more algorithms. What
@@ -57,6 +67,16 @@ def tuning(effort: Effort = "default") -> Iterator[None]:
         yield
     finally:
         asked_for.reset(token)
+
+
+@contextlib.contextmanager
+def not_tuning() -> Iterator[None]:
+    """Within a `with` block, the calling thread measures nothing that it meets, whoever else asks for it."""
+    token = _is_switched_off.set(True)
+    try:
+        yield
+    finally:
+        _is_switched_off.reset(token)
 
 
 def checked_effort(effort: str) -> Effort:
@@ -76,7 +96,8 @@ def before_first_use(problem: Remembered, device: int) -> None:
     Raises:
         ArgumentError: the environment asks for something unknown.
     """
-    effort = asked_for.get() or _effort_of_process()
+    asked = asked_for.get() or ("default" if _mode() == "first-use" else None)
+    effort = None if _is_switched_off.get() else asked
     if _is_busy.get():
         return
     if plan_store(device).has_unproven:
@@ -90,11 +111,48 @@ def before_first_use(problem: Remembered, device: int) -> None:
             _tune(problem, device, effort)
 
 
-def _effort_of_process() -> Effort | None:
-    mode = os.environ.get(TUNE_VARIABLE) or "off"
-    if mode not in _MODES:
+def before_first_step(chains: Sequence[Chain], device: int, stream: int, effort: Effort) -> None:
+    """Measures what a training step is about to meet and nobody has measured, and the step's layers as a whole.
+
+    A terminal shows a bar meanwhile; where there is none, a line is logged. The stream is waited for, so that nothing
+    of the caller's runs beside what is measured. What cannot be done costs a warning, and the step runs as it would
+    without.
+
+    Args:
+        chains: the layers of the step, more than once if it runs them in several ways.
+        stream: that the step is on; nobody captures it.
+    """
+    with _one_at_a_time:
+        new = [each for each in chains if (each, device, effort) not in _seen]
+        unknown = [each for each in new if not _is_known(each, device, effort)]
+        if unknown:
+            with relaxed_captures():
+                call("cuStreamSynchronize", stream)
+            _tune_step(unknown, device, effort)
+        _seen.update((each, device, effort) for each in new)
+
+
+def effort_of_step(tune: bool | None) -> Effort | None:
+    """The effort at which a training step measures what is not known; None if it is not to measure.
+
+    Args:
+        tune: what the step was made with, which decides before `tuning()`, and that before the environment.
+
+    Raises:
+        ArgumentError: the environment asks for something unknown.
+    """
+    if tune is False:
+        return None
+    asked = asked_for.get()
+    return None if not tune and asked is None and _mode() == "off" else asked or "default"
+
+
+def _mode() -> str | None:
+    """What the environment asks for; None if it says nothing."""
+    mode = os.environ.get(TUNE_VARIABLE) or None
+    if mode is not None and mode not in _MODES:
         raise ArgumentError(f"{TUNE_VARIABLE} is {mode!r}; accepted are {' and '.join(map(repr, _MODES))}")
-    return "default" if mode == "first-use" else None
+    return mode
 
 
 def is_measured(problem: Remembered, device: int, effort: Effort = "default") -> bool:
@@ -104,6 +162,16 @@ def is_measured(problem: Remembered, device: int, effort: Effort = "default") ->
     store = plan_store(device)
     entry = store.product(problem_key(problem)) if isinstance(problem, MatmulProblem) else known_layer(problem, store)
     return is_as_deep(entry, effort)
+
+
+def _is_known(chain: Chain, device: int, effort: Effort) -> bool:
+    """Whether all problems of a chain are measured, and whether its layers run as a whole if kernels take them."""
+    from lt_runtime.tuner.chain import as_decided
+
+    problems: list[Remembered] = [*as_decided(chain, plan_store(device), effort).problems]
+    if chain.narrow is not None and takes(chain.narrow, device):
+        problems.append(chain.narrow)
+    return all(is_measured(each, device, effort) for each in problems)
 
 
 def _prove(problem: Remembered, device: int) -> None:
@@ -128,19 +196,37 @@ def _prove(problem: Remembered, device: int) -> None:
 
 
 def _tune(problem: Remembered, device: int, effort: Effort) -> None:
-    from lt_runtime.tuner import search
     from lt_runtime.tuner.chain import Chain
+
+    given: Chain | MatmulProblem
+    if isinstance(problem, MLPProblem):
+        given = Chain.of_narrow(problem)
+    else:
+        given = problem if isinstance(problem, MatmulProblem) else Chain.of_problem(problem)
+    _measure([given], device, effort, str(problem))
+
+
+def _tune_step(chains: Sequence[Chain], device: int, effort: Effort) -> None:
+    from lt_runtime.tuner.report import progress_bar
+
+    layers = chains[0].forwards
+    what = f"a training step of {len(layers)} layer{'s' * (len(layers) > 1)} on {layers[0].x.layout.rows} rows"
+    with progress_bar() as progress:
+        if progress is None:
+            _logger.info("measuring what is fastest for %s; tune=False or %s=off leaves that out", what, TUNE_VARIABLE)
+        _measure(chains, device, effort, what, progress)
+
+
+def _measure(
+    given: Sequence[Chain | MatmulProblem], device: int, effort: Effort, what: str, progress: Progress | None = None
+) -> None:
+    from lt_runtime.tuner import search
 
     token = _is_busy.set(True)
     try:
-        given: Chain | MatmulProblem
-        if isinstance(problem, MLPProblem):
-            given = Chain.of_narrow(problem)
-        else:
-            given = problem if isinstance(problem, MatmulProblem) else Chain.of_problem(problem)
-        for _ in search.tune_chains([given], device, effort=effort):
+        for _ in search.tune_chains(given, device, effort=effort, progress=progress):
             pass
     except (LtError, MemoryError) as error:
-        warnings.warn(f"{problem} could not be tuned and runs untuned ({error})", stacklevel=2)
+        warnings.warn(f"{what} could not be tuned and runs untuned ({error})", stacklevel=2)
     finally:
         _is_busy.reset(token)

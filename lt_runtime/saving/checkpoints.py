@@ -19,6 +19,7 @@ from lt_runtime.ops._adamw_parameters import check_rounding
 from lt_runtime.ops.adamw import AdamW, Parameter
 from lt_runtime.saving import checkpoint_file
 from lt_runtime.saving.checkpoint_file import Kinds, check_kinds, kind_of
+from lt_runtime.saving.plan_choices import choices_of, take_choices
 from lt_runtime.saving.saved_model import (
     FORMAT,
     MASTER,
@@ -41,6 +42,7 @@ _CHANGEABLE: Final[Mapping[str, tuple[str, ...]]] = {
     "betas": ("beta1", "beta2"),
 }
 """Options that need not be as they were when a run goes on, and what descriptions call them."""
+_PLANS: Final = "plans"
 _SEEN_OTHERWISE: Final = frozenset({"master_weights"})  # the arrays show whether there are any
 _OF_TRAINING: Final = frozenset({"compute", "dropout", "seed"})
 """Options that make no difference to what a model's values are for."""
@@ -56,6 +58,7 @@ _LAST_STEP: Final = 2**32 - 2
 def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
     """Writes parameters, master copies, moments, steps, seeds, the loss scale and all options to a safetensors file.
 
+    What the plan cache knows of the model's training steps goes with them, see `load_checkpoint`.
     An older file of that name is replaced in one step, when the new one is on the disk as a whole. It keeps its mode,
     and a symbolic link stays one: the file that it leads to is replaced. A digest of everything is saved too. What
     killed saves to the same file have left beside it is removed. Waits for the GPU.
@@ -74,7 +77,9 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
     model.device.synchronize()
     host = {name: model.device.to_host(array) for name, array in arrays.items()}
     _check_values(f"{os.fspath(path)} is not written", host, model, optimizer)
-    checkpoint_file.write(path, host, json.dumps(_description(model, optimizer)))
+    plans = choices_of(model)
+    described = _description(model, optimizer) | ({} if plans is None else {_PLANS: plans})
+    checkpoint_file.write(path, host, json.dumps(described))
 
 
 def load_checkpoint(
@@ -85,6 +90,10 @@ def load_checkpoint(
     Training then continues bit by bit as it would have. Captured graphs continue too, because the arrays are written in
     place. Waits for the GPU. The host holds the old values until all new ones are written, and puts them back if a
     write fails.
+
+    What the plan cache has not measured of the model's training steps is taken from the checkpoint, if that is of an
+    equal machine, as `python -m lt_runtime cache merge` takes it: algorithms are rebuilt, and verified before their
+    first use. A step that has run before keeps its plans.
 
     The file's digest is checked: it shows damage, but is no signature. A file of an earlier version has none, which
     costs a UserWarning. Values that training cannot reach are refused: a loss scale that is no positive, normal FP32
@@ -113,9 +122,12 @@ def load_checkpoint(
         write_saved(path, model, values)
         return
     arrays, ours = _arrays(model, optimizer), _description(model, optimizer)
+    plans: object = None
 
     def wanted(text: str, kinds: Kinds) -> Kinds:
+        nonlocal plans
         theirs = description_of(path, text)
+        plans = theirs.pop(_PLANS, None)
         if "optimizer" not in theirs:
             raise CheckpointError(f"{path} has no optimizer: lt.save_model wrote it; load it without an optimizer")
         _check_options(path, theirs, ours, may_differ)
@@ -126,6 +138,7 @@ def load_checkpoint(
     _check_values(f"{os.fspath(path)} cannot be used", values, model, optimizer)
     model.device.synchronize()
     _replace(model.device, arrays, values)
+    take_choices(path, plans, model)
 
 
 def _replace(device: ComputeDevice, arrays: Mapping[str, Any], values: Mapping[str, Any]) -> None:

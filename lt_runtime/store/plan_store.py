@@ -83,6 +83,19 @@ class PlanStore:
         """The entry of a layer; None if there is none that may be used."""
         return self._find(key, LayerEntry)
 
+    def choice(self, key: str) -> Entry | None:
+        """The entry under a key, its algorithm verified or not; None if there is none, or it is barred."""
+        with self._lock:
+            entry = self._undamaged(key)
+        return None if entry is None or entry.barred is not None else entry
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of all entries, whether they may be used or not."""
+        with self._lock:
+            self._reload()
+            return frozenset(self._document.raw)
+
     def put(self, *parts: Mapping[str, Entry]) -> bool:
         """Adds entries by key, in memory and in the file; returns whether they are in the file.
 

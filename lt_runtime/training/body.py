@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.ops.adamw import AdamW
+from lt_runtime.problem import Compute
 from lt_runtime.ranges import range_of
 from lt_runtime.training.ema import EMA
 from lt_runtime.training.losses import StepLoss
 from lt_runtime.training.mlp import MLP
 from lt_runtime.training.tally import Scores, Tally
 
+if TYPE_CHECKING:
+    from lt_runtime.tuner.chain import Chain
+
 IGNORE_INDEX: Final = -100
+
+
+def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[Chain]:
+    """What a model's layers are asked for by a training step.
+
+    Args:
+        rows: of a micro-batch.
+        accumulates: whether there are several, of which all but the first add to the gradients.
+    """
+    from lt_runtime.tuner.chain import Chain  # where nothing is to be measured, nobody needs it
+
+    chain = Chain.of_mlp(
+        rows,
+        model.dims,
+        [each.activation for each in model.layers],
+        model.dtype,
+        Compute(model.compute),
+        dropout=[each.dropout > 0 for each in model.layers],
+        bias=[each.bias is not None for each in model.layers],
+    )
+    return [chain, chain.accumulating] if accumulates else [chain]
 
 
 class StepBody:

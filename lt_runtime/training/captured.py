@@ -25,10 +25,11 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
 from lt_runtime.gpu.graphs import Graph, no_collection
-from lt_runtime.gpu.streams import order_after, private_stream, relaxed_captures, stream_handle
+from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.ops._adamw_parameters import changes, check_masters
+from lt_runtime.ops.first_use import before_first_step, effort_of_step, not_tuning
 from lt_runtime.ranges import range_of
-from lt_runtime.training.body import StepBody
+from lt_runtime.training.body import StepBody, chains_of
 from lt_runtime.training.inputs import Batch, read_batch
 from lt_runtime.training.tally import GpuTally, Totals
 
@@ -152,10 +153,12 @@ class GpuStep:
     Args:
         parts: micro-batches of a step.
         graph: whether a step is captured once and then launched as one graph.
+        tune: see `TrainStep`.
     """
 
-    def __init__(self, body: StepBody, device: int, parts: int, *, graph: bool) -> None:
+    def __init__(self, body: StepBody, device: int, parts: int, *, graph: bool, tune: bool | None) -> None:
         self._body, self._device, self._parts, self._captures = body, device, parts, graph
+        self._tune = tune
         self._batches: OrderedDict[_Key, Batches] = OrderedDict()
         self._replays: dict[Hashable, Replay] = {}
         self._current_stream = CUPY.current_stream
@@ -220,7 +223,8 @@ class GpuStep:
                 with _step(handle):
                     replay = self._prepared(operands, handle)
                     _copy(replay.copies, addresses, handle)
-                    self._body.run(replay.batches.parts, self.tally, handle)
+                    with self._own_tuning():
+                        self._body.run(replay.batches.parts, self.tally, handle)
                 return
             _refuse_capture(handle)
             with self._turn as turn, _step(handle):
@@ -256,12 +260,24 @@ class GpuStep:
         _, target, *weights = batch
         key = (*target.shape, target.dtype, len(weights))
         if key not in self._batches:
+            self._measure(batch, stream)
             while len(self._batches) >= MAX_GRAPHS:
                 self._replays.clear()  # some of them may be of the graph that goes
                 _close(self._device, self._batches, 1)
             self._batches[key] = self._make(batch, stream)
         self._batches.move_to_end(key)
         return Replay(key, self._batches[key].copies(batch), self._batches[key])
+
+    def _measure(self, batch: Batch, stream: int) -> None:
+        """Measures what is not known of the problems that a size of batch brings, if that is to be done."""
+        effort = effort_of_step(self._tune)
+        if effort is not None and not is_captured(stream):
+            rows, several = batch[0].shape[0] // self._parts, self._parts > 1
+            before_first_step(chains_of(self._body.model, rows, accumulates=several), self._device, stream, effort)
+
+    def _own_tuning(self) -> AbstractContextManager[None]:
+        """Keeps the operations of a step that is not to be tuned from being tuned as they are met."""
+        return not_tuning() if self._tune is False else contextlib.nullcontext()
 
     def _make(self, batch: Batch, stream: int) -> Batches:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
@@ -280,8 +296,8 @@ class GpuStep:
     def _capture(self, batches: Batches, stream: int) -> Graph:
         """The graph of a step, which is rehearsed twice before, without the update.
 
-        The first rehearsal makes the plans, and measures them where that is asked for; its memory is given back. The
-        second allocates the memory that the graph keeps. Before the first graph, master copies are checked.
+        The first rehearsal makes the plans; its memory is given back. The second allocates the memory that the graph
+        keeps. Before the first graph, master copies are checked.
         """
         if not self._batches:
             check_masters(self._body.optimizer.parameters, stream)
@@ -289,7 +305,7 @@ class GpuStep:
         order_after(captured, stream)
         try:
             for pool in (cupy().cuda.MemoryPool(), self._pool):
-                with _memory_from(pool):
+                with self._own_tuning(), _memory_from(pool):
                     self._body.run(batches.parts, self._spare, captured, updates=False)
         finally:
             order_after(stream, captured)

@@ -38,10 +38,11 @@ class Metrics(NamedTuple):
 class TrainStep(Fixed):
     """Trains a model by one batch a call.
 
-    On a GPU the whole step is one CUDA graph. The first batch of each size is rehearsed without the update, which makes
-    the plans from what has been tuned until then; then the graph is captured, and it is launched for this batch and for
-    every later one. Batches are copied into buffers that stay. The step's number, the learning rate, the loss scale and
-    dropout's masks advance on the device. No call waits for the GPU, and only the first of a size allocates memory.
+    On a GPU the whole step is one CUDA graph. Before the first batch of each size, what is not known yet of its layers
+    is measured and kept in the plan cache, see `tune`. Then the step is rehearsed without the update, which makes the
+    plans; the graph is captured, and launched for this batch and for every later one. Batches are copied into buffers
+    that stay. The step's number, the learning rate, the loss scale and dropout's masks advance on the device. No call
+    waits for the GPU, and none allocates memory, but the first of a size.
 
     With `graph=False` the same operations are launched one by one, each in a range of its own, and give the same
     results bit by bit. Models on the host always run so.
@@ -64,6 +65,11 @@ class TrainStep(Fixed):
             batch's loss, unless the mean divides by something that differs between micro-batches, as that of
             "cross_entropy" does with ignored rows or class weights.
         ema: an `lt.EMA` of the model, which is updated after the optimizer, in the same graph.
+        tune: whether to measure how the layers run fastest, where the plan cache does not know it: about a second a
+            layer on an H200, for each size of batch, with a progress bar on a terminal, and otherwise a line of the
+            logger "lt_runtime". Later steps and processes find it in the cache. None measures unless
+            `LT_RUNTIME_TUNE=off`; README's table "Tune it" has all combinations. What cannot be measured costs a
+            warning. Nothing is measured on the host, or while the stream is being captured.
 
     A loss of your own is a function of (outputs, target, gradient, stream). It writes the gradient of its loss with
     respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape, and
@@ -108,10 +114,12 @@ class TrainStep(Fixed):
         graph: bool = True,
         accumulate: int = 1,
         ema: EMA | None = None,
+        tune: bool | None = None,
     ) -> None:
         check_instance("model", model, MLP, "an lt.MLP")
         check_instance("optimizer", optimizer, AdamW, "an lt.AdamW")
         graph, accumulate = flag("graph", graph), integer("accumulate", accumulate)
+        tune = None if tune is None else flag("tune", tune)
         batch_size = None if batch_size is None else integer("batch_size", batch_size)
         for name, value in (("batch_size", batch_size), ("accumulate", accumulate)):
             if value is not None and value < 1:
@@ -128,7 +136,7 @@ class TrainStep(Fixed):
         if model.device.ordinal is not None:
             from lt_runtime.training.captured import GpuStep
 
-            self._gpu = GpuStep(self._body, model.device.ordinal, accumulate, graph=graph)
+            self._gpu = GpuStep(self._body, model.device.ordinal, accumulate, graph=graph, tune=tune)
             self._tally = self._gpu.tally
         self._is_made = True
 

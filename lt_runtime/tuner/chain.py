@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from lt_runtime.arguments import by_layer, shown
 from lt_runtime.errors import ArgumentError
 from lt_runtime.layout import packed
-from lt_runtime.plans.decisions import LayerProblem
+from lt_runtime.plans.decisions import LayerProblem, known_layer
 from lt_runtime.plans.strategies import forward_strategies, kept_spec, unchanged
 from lt_runtime.problem import (
     ALIGNMENT,
@@ -25,7 +25,9 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
+from lt_runtime.store.entries import is_as_deep
 from lt_runtime.store.keys import Problem
+from lt_runtime.store.plan_store import PlanStore
 
 _LINEAR: Final = Activation()
 _Item = TypeVar("_Item")
@@ -202,6 +204,16 @@ class Chain:
             return Chain((Layer(forward, backward),))
         return Chain((Layer(forward), Layer(None, backward)))
 
+    @property
+    def accumulating(self) -> Chain:
+        """The chain with gradients of parameters that are added to what their buffers hold."""
+        return Chain(
+            tuple(
+                layer._replace(backward=layer.backward and replace(layer.backward, accumulate=True))
+                for layer in self.layers
+            )
+        )
+
     def only(self, problems: Container[LayerProblem]) -> Chain:
         """The chain without the problems that are not among these."""
         return Chain(tuple(Layer._make(each if each in problems else None for each in layer) for layer in self.layers))
@@ -217,6 +229,17 @@ class Chain:
                     del kept[-size:]
                     break
         return Chain(tuple(kept))
+
+
+def saved_as(problem: ForwardProblem, store: PlanStore, effort: str) -> Saved | None:
+    """What a forward problem was decided to keep, with no less effort; None if nothing was decided."""
+    entry = known_layer(problem, store)
+    return Saved(entry.strategy["saved"]) if entry is not None and is_as_deep(entry, effort) else None
+
+
+def as_decided(chain: Chain, store: PlanStore, effort: str) -> Chain:
+    """A chain with what its forward problems were decided to keep."""
+    return chain.keeping({index: saved_as(each, store, effort) for index, each in chain.forwards.items()})
 
 
 def saved_kinds(problem: ForwardProblem) -> tuple[Saved, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -16,10 +17,14 @@ from lt_runtime.store.entries import Alternative, Entry, ProductEntry, RejectedA
 from lt_runtime.store.keys import Remembered, problem_key
 
 if TYPE_CHECKING:
+    import rich.progress
     from rich.table import Table
 
 Progress: TypeAlias = Callable[[int, int, str], None]
 """Is told how many groups of problems are done, how many there are, and in words what comes next."""
+
+_shown: ContextVar[rich.progress.Progress | None] = ContextVar("lt_runtime_progress", default=None)
+"""The bars that are on the terminal."""
 
 _PARTS: Final[Mapping[str, tuple[str, type[int]]]] = {
     "PADDED": ("padded", int),
@@ -206,17 +211,25 @@ class TuningReport(tuple[Tuned, ...]):
 
 @contextlib.contextmanager
 def progress_bar(*, shown: bool = True) -> Iterator[Progress | None]:
-    """A bar that shows on the terminal what is being measured and how long it will take; None without a terminal."""
+    """A bar that shows on the terminal what is being measured and how long it will take; None without a terminal.
+
+    Within another, it is a line under that, and goes at its end.
+    """
     from rich import progress
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console, outer = Console(stderr=True), _shown.get()
     if not shown or not console.is_terminal:
         yield None
         return
     columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
     left = progress.TextColumn("left:"), progress.TimeRemainingColumn()
     text = progress.TextColumn("{task.description}", markup=False)
-    with progress.Progress(*columns, *left, text, console=console) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, description: bar.update(task, completed=done, total=total, description=description)
+    with contextlib.ExitStack() as stack:
+        bars = outer or stack.enter_context(progress.Progress(*columns, *left, text, console=console))
+        task = bars.add_task("", total=None)
+        if outer is None:
+            stack.callback(_shown.reset, _shown.set(bars))
+        else:
+            stack.callback(bars.remove_task, task)
+        yield lambda done, total, description: bars.update(task, completed=done, total=total, description=description)

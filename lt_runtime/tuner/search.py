@@ -14,17 +14,17 @@ from lt_runtime.kernels.mlp import takes
 from lt_runtime.plans.cache import forget
 from lt_runtime.plans.decisions import LayerProblem, known_layer
 from lt_runtime.plans.mlp import known_mlp
-from lt_runtime.problem import ForwardProblem, MatmulProblem, MLPProblem, Saved
+from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.product import library_may_fuse, plain_product
 from lt_runtime.store.entries import Effort, LayerEntry, ProductEntry, is_as_deep
 from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.tuner.chain import Chain, Part
+from lt_runtime.tuner.chain import Chain, Part, as_decided, saved_as
 from lt_runtime.tuner.chain_search import decide_chain, decide_mlp
 from lt_runtime.tuner.layer_search import decide_part
 from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
 from lt_runtime.tuner.report import Decided, Progress, Tuned, choice_in_words, describe
-from lt_runtime.tuner.timing import Bench, workbench
+from lt_runtime.tuner.timing import Bench, clear_bench, workbench
 
 
 def tune_chains(
@@ -42,6 +42,7 @@ def tune_chains(
 
     What was decided at that effort, or at a greater one, is not measured again. Empty problems are left out. What the
     GPU has not enough memory for costs a warning and stays as it is. Plans made from now on follow what was decided.
+    All memory that measuring took is given back at the end.
 
     Args:
         device: ordinal of the GPU.
@@ -56,17 +57,20 @@ def tune_chains(
     given = list(dict.fromkeys(chains))
     session, tell = _Session(device, effort), progress or (lambda *_: None)
     groups = [group for each in given for group in session.groups(each)]
-    for done, (problems, decide) in enumerate(groups):
-        names = " and ".join([*map(describe, problems[:2]), *([f"{len(problems) - 2} more"] * (len(problems) > 2))])
-        tell(done, len(groups), names)
-        try:
-            tuned = decide()
-        except MemoryError as error:
-            warnings.warn(f"not tuned, for want of memory on the GPU: {names} ({error})", stacklevel=2)
-            continue
-        if tuned is not None:
-            yield tuned
-    tell(len(groups), len(groups), "")
+    try:
+        for done, (problems, decide) in enumerate(groups):
+            names = " and ".join([*map(describe, problems[:2]), *([f"{len(problems) - 2} more"] * (len(problems) > 2))])
+            tell(done, len(groups), names)
+            try:
+                tuned = decide()
+            except MemoryError as error:
+                warnings.warn(f"not tuned, for want of memory on the GPU: {names} ({error})", stacklevel=2)
+                continue
+            if tuned is not None:
+                yield tuned
+        tell(len(groups), len(groups), "")
+    finally:
+        clear_bench(device)
 
 
 _Group: TypeAlias = tuple[Sequence[Remembered], Callable[[], Tuned | None]]
@@ -94,7 +98,11 @@ class _Session:
 
     def _tune_part(self, chain: Chain, part: Part) -> Tuned | None:
         """Decides a part; None if it is empty, or equal layers have brought it up before."""
-        kept = {index: self._saved(each) for index, each in chain.forwards.items() if each in self._met}
+        kept = {
+            index: saved_as(each, self._store, self._effort)
+            for index, each in chain.forwards.items()
+            if each in self._met
+        }
         chain = chain.keeping(kept)
         if part.forward is not None and kept.get(part.forward) is not None:
             part = part._replace(forward=None)
@@ -109,7 +117,7 @@ class _Session:
 
     def _known(self, part: Chain) -> Tuned | None:
         """What is known of a part's forward problem, and of the backward problem that reads what that keeps."""
-        problems = self._as_saved(part).problems
+        problems = as_decided(part, self._store, self._effort).problems
         found = [entry for problem in problems if (entry := self._entry(problem)) is not None]
         if len(found) < len(part.problems):
             return None
@@ -120,15 +128,6 @@ class _Session:
         """What was decided with no less effort, and is a strategy of the problem; None if nothing was."""
         entry = known_layer(problem, self._store)
         return entry if is_as_deep(entry, self._effort) else None
-
-    def _saved(self, problem: ForwardProblem) -> Saved | None:
-        """What a forward problem was decided to keep."""
-        entry = self._entry(problem)
-        return None if entry is None else Saved(entry.strategy["saved"])
-
-    def _as_saved(self, chain: Chain) -> Chain:
-        """The chain with what its forward problems were decided to keep."""
-        return chain.keeping({index: self._saved(each) for index, each in chain.forwards.items()})
 
     def _measure(self, problems: Sequence[Remembered], decide: Callable[[Bench], Decided]) -> Tuned:
         """Decides problems on a bench, and remembers what was decided."""
@@ -144,7 +143,7 @@ class _Session:
 
     def _tune_chain(self, chain: Chain) -> Tuned | None:
         """Decides a chain as a whole, as far as its layers are decided by themselves; None if nothing is to be done."""
-        chain = self._as_saved(chain.condensed)
+        chain = as_decided(chain.condensed, self._store, self._effort)
         known = {each: entry for each in chain.problems if (entry := known_layer(each, self._store)) is not None}
         chain = chain.only(known)
         if len(chain.parts) < 2 or all(entry.in_chain for entry in known.values()):

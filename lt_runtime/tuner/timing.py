@@ -20,7 +20,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated, device_attributes
-from lt_runtime.gpu.streams import beside_captures
+from lt_runtime.gpu.memory import release
+from lt_runtime.gpu.streams import beside_captures, relaxed_captures
 
 Name = TypeVar("Name")
 """What tells contenders apart."""
@@ -84,6 +85,12 @@ def workbench(device: int) -> Iterator[Bench]:
                 finally:
                     clock.wait()
             pool.free_all_blocks()
+
+
+def clear_bench(device: int) -> None:
+    """Gives back the memory that belongs to the clock's stream, once nothing more is to be measured."""
+    with _lock, activated(device), relaxed_captures():
+        release(device, Clock(device).stream)
 
 
 def take_times(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,8 @@ assert PlanStore(plans_directory() / fingerprint.file_name, fingerprint).layer("
 def modules_after(code: str) -> set[str]:
     """What a process of its own has imported once it has done something."""
     command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "LT_RUNTIME_TUNE"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 

@@ -415,7 +415,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "TrainStep": Row(
         train_step,
         {"model": "", "optimizer": "", "loss": "", "loss_options": "none dict", "batch_size": "none huge"}
-        | {"graph": FLAG, "accumulate": "huge", "ema": "none"},
+        | {"graph": FLAG, "accumulate": "huge", "ema": "none", "tune": f"none {FLAG}"},
     ),
     "EMA": Row(lambda world: (world.lt.EMA, {"model": world.model()}), {"model": "", "decay": ""}),
     "EMA.update": Row(lambda world: (averages(world).update, {}), {"stream": STREAM}),

@@ -20,6 +20,14 @@ _STATES: Final = "lt_runtime/ops/_adamw_states.py"
 _PARAMETERS: Final = "lt_runtime/ops/_adamw_parameters.py"
 _OPTIMIZER: Final = "lt_runtime/ops/adamw.py"
 _EMA: Final = "lt_runtime/training/ema.py"
+_FIRST_USE: Final = "lt_runtime/ops/first_use.py"
+_REPORT: Final = "lt_runtime/tuner/report.py"
+_SEARCH: Final = "lt_runtime/tuner/search.py"
+_MEMORY: Final = "lt_runtime/gpu/memory.py"
+_CHOICES: Final = "lt_runtime/saving/plan_choices.py"
+_TUNED_STEPS: Final = "tests/cpu/test_fake_gpu_step_tuning.py"
+_MEASURED: Final = f"{_TUNED_STEPS}::test_a_step_measures_all_that_it_meets_and_later_ones_find_it"
+_TAKEN_ALONG: Final = f"{_TUNED_STEPS}::test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache"
 _SETTINGS: Final = "tests/cpu/test_fake_gpu_settings.py"
 
 FAULTS: Final[tuple[Fault, ...]] = (
@@ -627,5 +635,187 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "                    self.ema.update(stream=stream)\n"
         '            with range_of("optimizer"):\n                self.optimizer.step(stream=stream)\n',
         "tests/cpu/training/test_ema.py::test_a_training_step_averages_what_it_has_updated",
+    ),
+    fault(
+        "a training step measures nothing",
+        _CAPTURED,
+        "            self._measure(batch, stream)\n",
+        "            pass\n",
+        f"{_MEASURED}[{{}}-8]",
+    ),
+    fault(
+        "a training step measures although the environment says off",
+        _FIRST_USE,
+        'and asked is None and _mode() == "off"',
+        'and asked is None and _mode() == "never"',
+        f"{_TUNED_STEPS}::test_the_argument_decides_before_the_environment[True-off-None-False]",
+    ),
+    fault(
+        "the environment decides before the argument",
+        _FIRST_USE,
+        "None if not tune and asked is None",
+        "None if asked is None",
+        f"{_TUNED_STEPS}::test_the_argument_decides_before_the_environment[True-off-True-True]",
+    ),
+    fault(
+        "a step that is not to be tuned is tuned",
+        _FIRST_USE,
+        "    if tune is False:\n",
+        "    if tune is True:\n",
+        f"{_TUNED_STEPS}::test_the_argument_decides_before_the_environment[True-None-False-False]",
+    ),
+    fault(
+        "what a step that is not to be tuned meets is measured at its first use",
+        _FIRST_USE,
+        "None if _is_switched_off.get() else asked",
+        "asked",
+        f"{_TUNED_STEPS}::test_the_argument_decides_before_the_environment[True-first-use-False-False]",
+    ),
+    fault(
+        "single launches of a step that is not to be tuned are measured",
+        _CAPTURED,
+        "                    with self._own_tuning():\n",
+        "                    with contextlib.nullcontext():\n",
+        f"{_TUNED_STEPS}::test_the_argument_decides_before_the_environment[False-first-use-False-False]",
+    ),
+    fault(
+        "a block's effort is not a step's",
+        _FIRST_USE,
+        'else asked or "default"',
+        'else "default"',
+        f"{_TUNED_STEPS}::test_a_block_decides_before_the_environment_and_says_how_hard",
+    ),
+    fault(
+        "micro-batches that add to the gradients are not measured",
+        _BODY,
+        "return [chain, chain.accumulating] if accumulates else [chain]",
+        "return [chain]",
+        f"{_MEASURED}[{{'accumulate': 2}}-16]",
+    ),
+    fault(
+        "a step measures whole batches instead of micro-batches",
+        _CAPTURED,
+        "rows, several = batch[0].shape[0] // self._parts,",
+        "rows, several = batch[0].shape[0],",
+        f"{_MEASURED}[{{'accumulate': 2}}-16]",
+    ),
+    fault(
+        "a step imports the tuner although all is known",
+        _FIRST_USE,
+        "if not _is_known(each, device, effort)]",
+        "if True]",
+        f"{_MEASURED}[{{}}-8]",
+    ),
+    fault(
+        "a narrow MLP's layers are all that has to be known",
+        _FIRST_USE,
+        "        problems.append(chain.narrow)\n",
+        "        pass\n",
+        f"{_TUNED_STEPS}::test_a_narrow_mlp_is_measured_as_a_whole_once_its_layers_are_known",
+    ),
+    fault(
+        "what could not be measured is tried at every step",
+        _FIRST_USE,
+        "        _seen.update((each, device, effort) for each in new)\n",
+        "        pass\n",
+        f"{_TUNED_STEPS}::test_what_cannot_be_measured_costs_a_warning[PlanError]",
+    ),
+    fault(
+        "a step in a capture measures",
+        _CAPTURED,
+        "if effort is not None and not is_captured(stream):",
+        "if effort is not None:",
+        f"{_TUNED_STEPS}::test_nothing_is_measured_while_the_stream_is_being_captured",
+    ),
+    fault(
+        "the terminal's bar has a line of the log beside it",
+        _FIRST_USE,
+        "        if progress is None:\n",
+        "        if True:\n",
+        f"{_TUNED_STEPS}::test_on_a_terminal_a_bar_says_so_within_that_of_the_caller",
+    ),
+    fault(
+        "a bar within another stays",
+        _REPORT,
+        "            stack.callback(bars.remove_task, task)\n",
+        "            pass\n",
+        f"{_TUNED_STEPS}::test_on_a_terminal_a_bar_says_so_within_that_of_the_caller",
+    ),
+    fault(
+        "tuning keeps its stream's memory",
+        _SEARCH,
+        "    finally:\n        clear_bench(device)\n",
+        "    finally:\n        pass\n",
+        f"{_MEASURED}[{{}}-8]",
+    ),
+    fault(
+        "a branch's memory is not freed with its stream's",
+        _MEMORY,
+        "        if self._branch is not None:\n            release",
+        "        if self._branch is None:\n            release",
+        f"{_MEASURED}[{{}}-8]",
+    ),
+    fault(
+        "a checkpoint takes no plan choices along",
+        _CHECKPOINTS,
+        "    plans = choices_of(model)\n",
+        "    plans = None\n",
+        f"{_TAKEN_ALONG}[{{}}-8]",
+    ),
+    fault(
+        "plan choices of a checkpoint are not taken",
+        _CHECKPOINTS,
+        "    take_choices(path, plans, model)\n",
+        "    pass\n",
+        f"{_TAKEN_ALONG}[{{}}-8]",
+    ),
+    fault(
+        "a checkpoint's plan choices take the place of ours",
+        _CHOICES,
+        "if key not in known}",
+        "if key}",
+        f"{_TUNED_STEPS}::test_what_is_measured_here_is_not_taken_from_a_checkpoint",
+    ),
+    fault(
+        "a checkpoint has no algorithms of products",
+        _CHOICES,
+        "                yield from _products(problem, device)\n",
+        "                pass\n",
+        f"{_TAKEN_ALONG}[{{}}-8]",
+    ),
+    fault(
+        "a checkpoint has no plan choices of micro-batches that add up",
+        _CHOICES,
+        "chains_of(model, rows, accumulates=True)",
+        "chains_of(model, rows, accumulates=False)",
+        f"{_TAKEN_ALONG}[{{'accumulate': 2}}-16]",
+    ),
+    fault(
+        "a checkpoint does not say which narrow MLPs run as a whole",
+        _CHOICES,
+        "        if chain.narrow is not None:\n            yield chain.narrow\n",
+        "",
+        f"{_TAKEN_ALONG}[{{'dims': (16, 16, 16), 'dtype': 'bfloat16'}}-8]",
+    ),
+    fault(
+        "a checkpoint has the backward passes of what untuned layers keep",
+        _CHOICES,
+        'as_decided(chain, store, "default").problems',
+        "chain.problems",
+        f"{_TAKEN_ALONG}[{{'dims': (40, 32, 24), 'activation': 'relu'}}-16]",
+    ),
+    fault(
+        "of many sizes of batch the first measured are taken along",
+        _CHOICES,
+        "sorted(measured)[-_MOST_SIZES:]]",
+        "sorted(measured)[:_MOST_SIZES]]",
+        f"{_TUNED_STEPS}::test_of_many_sizes_of_batch_the_latest_are_taken_along",
+    ),
+    fault(
+        "plan choices that are too long are saved",
+        _CHOICES,
+        "        if len(text) <= _LARGEST:\n",
+        "        if text:\n",
+        f"{_TUNED_STEPS}::test_plan_choices_that_are_too_long_are_left_out",
     ),
 )

@@ -71,6 +71,11 @@ class DeviceMemory:
         for start, (block, _) in self._blocks.items():
             _check_guards(block, start)
 
+    def block(self, address: int) -> NDArray[np.uint8] | None:
+        """What tells the allocation that starts at an address from all others; None if none does."""
+        found = self._blocks.get(address)
+        return None if found is None else found[0]
+
     def holds(self, address: int) -> bool:
         """Whether an address belongs to an allocation."""
         return self._around(address) is not None

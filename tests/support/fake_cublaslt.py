@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
@@ -158,7 +159,7 @@ class FakeCublasLt:
         self.calls: list[Matmul] = []
         self.refused: frozenset[int] = frozenset()
         self.fault: Callable[[Matmul], Matmul] = lambda call: call
-        self._workspaces: dict[int, int] = {}
+        self._workspaces: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     @property
     def functions(self) -> dict[str, Callable[..., int]]:
@@ -378,7 +379,12 @@ class FakeCublasLt:
 
     def _check_owner(self, workspace: int, stream: int, captured: int) -> None:
         """A workspace belongs to one stream: the one that work runs on, or the one that a graph was captured from."""
-        owner = self._workspaces.setdefault(workspace, stream)
+        block = self._memory.block(workspace)
+        if block is None:
+            raise LibraryMisuseError(f"the workspace at {workspace:#x} was freed before the work was done")
+        known, owner = self._workspaces.get(workspace, (None, stream))
+        if known is None or known() is not block:
+            self._workspaces[workspace], owner = (weakref.ref(block), stream), stream
         if owner not in (stream, captured):
             raise LibraryMisuseError(f"streams {owner:#x} and {stream:#x} share a workspace")
 

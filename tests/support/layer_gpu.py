@@ -92,6 +92,7 @@ class LayerGpu:
         monkeypatch.setattr(chain_operands, "ChainOperands", self._allocate)
         monkeypatch.setattr(chain_operands, "take_times", self._take_times)
         monkeypatch.setattr(search, "workbench", self._workbench)
+        monkeypatch.setattr(search, "clear_bench", lambda _: None)
         monkeypatch.setattr(search, "forget", lambda problems, _: self.forgotten.extend(problems))
         monkeypatch.setattr(time, "monotonic", lambda: self.clock.now)
 

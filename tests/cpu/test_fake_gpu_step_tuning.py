@@ -1,0 +1,442 @@
+"""Training steps that measure what is not known of their layers, on the pretended GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.host_kernels.harness import HostKernels
+from tests.support.fake_gpu import FakeGpu
+from tests.support.hurry import hurry
+from tests.support.over_fake_gpu import call, own
+from tests.support.placed import host_of
+
+DIMS = (8, 16, 3)
+ROWS = 8
+VARIABLE = "LT_RUNTIME_TUNE"
+TUNER = "lt_runtime.tuner.search"
+
+Process = Callable[..., contextlib.AbstractContextManager[FakeGpu]]
+
+
+@pytest.fixture
+def process(host: HostKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Process:
+    """Makes another process, with a plan cache that is empty at first, or another one; the environment says nothing."""
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("LT_RUNTIME_RECORD", str(tmp_path / "met.jsonl"))
+
+    @contextlib.contextmanager
+    def started(cache: str = "cache") -> Iterator[FakeGpu]:
+        gpu = FakeGpu(host, tmp_path / cache)
+        with gpu.active(), pytest.MonkeyPatch.context() as patch:
+            hurry(gpu, patch)
+            try:
+                yield gpu
+            finally:
+                _end_steps()
+            gpu.settle()
+
+    return started
+
+
+def _end_steps() -> None:
+    """Frees the graphs of steps, which a test's variables would keep until there is no GPU."""
+    for each in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        waiting = each.peek()
+        if waiting is not None and str(waiting[1].__module__).endswith("training.captured"):
+            each()
+
+
+class Run:
+    """A model that is trained from the same values on the same batches each time."""
+
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        dims: tuple[int, ...] = DIMS,
+        dtype: str = "float32",
+        activation: str = "gelu",
+        **options: Any,
+    ) -> None:
+        self.gpu, lt = gpu, gpu.lt
+        self.model = lt.MLP(dims, activation, dtype=dtype, seed=3, device="cuda")
+        self.optimizer = lt.AdamW(self.model.parameters(), lr=1e-2)
+        self.step = lt.TrainStep(self.model, self.optimizer, loss="mse", **options)
+        gpu.streams.synchronize_all()
+
+    def train(self, rows: int = ROWS, steps: int = 3) -> list[bytes]:
+        """Losses of the steps, and the parameters after them."""
+        losses = []
+        for i in range(steps):
+            generator = np.random.default_rng(i)
+            inputs, outputs = self.model.dims[0], self.model.dims[-1]
+            batch = [generator.standard_normal((rows, n)).astype(self.model.dtype.numpy) for n in (inputs, outputs)]
+            loss = self.step(*map(self.gpu.cp.asarray, batch), stream=self.gpu.stream)
+            self.gpu.synchronize(self.gpu.stream.ptr)
+            losses.append(host_of(self.gpu, loss).tobytes())
+        return [*losses, *(host_of(self.gpu, each.data).tobytes() for each in self.model.parameters())]
+
+
+def measured(gpu: FakeGpu) -> int:
+    """How many entries the plan cache has."""
+    return len(entries(gpu))
+
+
+def entries(gpu: FakeGpu) -> dict[str, Any]:
+    """What the plan cache's file has."""
+    found: dict[str, Any] = {}
+    for file in (gpu.directory / "plans").glob("*.json"):
+        found |= own("store.document").Document.read(file).raw
+    return found
+
+
+def choices(gpu: FakeGpu) -> dict[str, Any]:
+    """Strategies and configurations of algorithms in the plan cache, by key."""
+    return {key: {name: raw.get(name) for name in ("strategy", "config")} for key, raw in entries(gpu).items()}
+
+
+def unmeasured(tmp_path: Path) -> list[Any]:
+    """The problems that were met and are not measured."""
+    problems = own("store.recording").read_recorded(tmp_path / "met.jsonl")
+    assert problems
+    return [each for each in problems if not own("ops.first_use").is_measured(each, 0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [({}, ROWS), ({"graph": False}, ROWS), ({"accumulate": 2}, 2 * ROWS), ({"dims": (8, 3)}, ROWS)],
+    ids=str,
+)
+def test_a_step_measures_all_that_it_meets_and_later_ones_find_it(
+    process: Process, tmp_path: Path, options: dict[str, Any], rows: int
+) -> None:
+    with process() as gpu:
+        first = Run(gpu, **options).train(rows)
+        assert unmeasured(tmp_path) == []
+        count, memory = measured(gpu), gpu.memory_used()
+        sys.modules[TUNER].tune_chains = None  # type: ignore[attr-defined]
+        assert Run(gpu, **options).train(rows) == first
+    for tune in (None, False):
+        with process() as gpu:
+            # What was measured at a first step has not touched what it trains, and left no memory behind.
+            assert Run(gpu, **options, tune=tune).train(rows) == first
+            assert gpu.memory_used() == memory
+            assert TUNER not in sys.modules
+            assert measured(gpu) == count
+
+
+def test_a_graph_follows_the_plans_of_single_launches(process: Process) -> None:
+    with process() as gpu:
+        single = Run(gpu, graph=False).train()
+        assert measured(gpu)
+        assert Run(gpu).train() == single
+
+
+def test_a_narrow_mlp_is_measured_as_a_whole_once_its_layers_are_known(process: Process) -> None:
+    dims = (16, 16, 16)
+    with process() as gpu:
+        model = gpu.lt.MLP(dims, "gelu", dtype="bfloat16", device="cuda")
+        (chain,) = own("training.body").chains_of(model, ROWS, accumulates=False)
+        is_measured = own("ops.first_use").is_measured
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(own("tuner.search"), "takes", lambda *_: False)
+            [*own("tuner.search").tune_chains([chain], 0)]
+        assert is_measured(chain.forwards[0], 0)
+        assert not is_measured(chain.narrow, 0)
+        Run(gpu, dims, "bfloat16").train()
+        assert is_measured(chain.narrow, 0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "tune", "expected"),
+    [
+        (None, None, True),
+        ("", None, True),
+        ("off", None, False),
+        ("first-use", None, True),
+        (None, True, True),
+        ("off", True, True),
+        (None, False, False),
+        ("first-use", False, False),
+    ],
+)
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_argument_decides_before_the_environment(
+    process: Process,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
+    tune: bool | None,
+    expected: bool,
+    graph: bool,
+) -> None:
+    if variable is not None:
+        monkeypatch.setenv(VARIABLE, variable)
+    with process() as gpu:
+        Run(gpu, (8, 3), tune=tune, graph=graph).train(steps=1)
+        assert bool(measured(gpu)) is expected
+
+
+def test_a_block_decides_before_the_environment_and_says_how_hard(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "off")
+    with process() as gpu:
+        search, efforts = own("tuner.search"), list[str]()
+        tune_chains = search.tune_chains
+
+        def noted(*arguments: Any, effort: str, **options: Any) -> Any:
+            efforts.append(effort)
+            return tune_chains(*arguments, effort=effort, **options)
+
+        monkeypatch.setattr(search, "tune_chains", noted)
+        with gpu.lt.tuning("deep"):
+            Run(gpu, (8, 3), tune=False).train(steps=1)
+            assert not measured(gpu)
+            Run(gpu, (8, 3)).train(steps=1)
+        assert efforts == ["deep"]
+        (chain,) = own("training.body").chains_of(gpu.lt.MLP((8, 3)), ROWS, accumulates=False)
+        (problem, *_) = chain.problems
+        assert own("ops.first_use").is_measured(problem, 0, "deep")
+
+
+def test_an_unknown_wish_is_refused(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    with process() as gpu:
+        with pytest.raises(gpu.lt.errors.ArgumentError, match="tune"):
+            Run(gpu, tune="yes")
+        monkeypatch.setenv(VARIABLE, "no")
+        run = Run(gpu, (8, 3))
+        with pytest.raises(gpu.lt.errors.ArgumentError, match="LT_RUNTIME_TUNE is 'no'"):
+            run.train(steps=1)
+
+
+def test_each_size_of_batch_is_measured(process: Process) -> None:
+    with process() as gpu:
+        run = Run(gpu, (8, 3))
+        run.train(steps=2)
+        before = measured(gpu)
+        run.train(rows=5, steps=1)
+        assert measured(gpu) == 2 * before
+
+
+@pytest.mark.parametrize("failure", ["PlanError", "MemoryError"])
+def test_what_cannot_be_measured_costs_a_warning(
+    process: Process, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    with process() as gpu:
+        untuned = Run(gpu, tune=False).train()
+        kind = MemoryError if failure == "MemoryError" else own("errors").PlanError
+
+        def tune_chains(*_: Any, **__: Any) -> Any:
+            raise kind("no luck")
+
+        monkeypatch.setattr(own("tuner.search"), "tune_chains", tune_chains)
+        told = r"a training step of 2 layers on 8 rows could not be tuned and runs untuned \(no luck\)"
+        with pytest.warns(UserWarning, match=told):
+            assert Run(gpu).train() == untuned
+        assert Run(gpu).train() == untuned  # without another warning
+        assert not measured(gpu)
+
+
+def test_a_measurement_that_is_interrupted_goes_on_at_the_next_step(
+    process: Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with process() as gpu:
+        run, search = Run(gpu), own("tuner.search")
+        with monkeypatch.context() as patch:
+            decide, calls = search.decide_part, list[None]()
+
+            def interrupted(*arguments: Any) -> Any:
+                calls.append(None)
+                if len(calls) > 1:
+                    raise KeyboardInterrupt
+                return decide(*arguments)
+
+            patch.setattr(search, "decide_part", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run.train()
+        assert measured(gpu)
+        before = [host_of(gpu, each.data).tobytes() for each in run.model.parameters()]
+        assert before == [host_of(gpu, each.data).tobytes() for each in Run(gpu).model.parameters()]
+        run.train()
+        assert unmeasured(tmp_path) == []
+
+
+def test_nothing_is_measured_while_the_stream_is_being_captured(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process() as gpu:
+        run = Run(gpu, (8, 3), graph=False)
+        batch = [gpu.cp.asarray(np.zeros((ROWS, n), np.float32)) for n in (8, 3)]
+        Run(gpu, (8, 3), graph=False, tune=False).train(steps=2)
+        stream = gpu.stream.ptr
+        call(
+            "cuStreamBeginCapture", stream, own("gpu.graphs").driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )
+        run.step(*batch, stream=stream)
+        call("cuGraphDestroy", call("cuStreamEndCapture", stream))
+        assert not measured(gpu)
+
+
+def test_a_line_says_what_the_step_waits_for(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lt_runtime")
+    with process() as gpu:
+        for _ in range(2):
+            Run(gpu).train(steps=2)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "measuring what is fastest for a training step of 2 layers on 8 rows; tune=False or LT_RUNTIME_TUNE=off leaves "
+        "that out"
+    )
+
+
+def test_on_a_terminal_a_bar_says_so_within_that_of_the_caller(
+    process: Process,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO, "lt_runtime")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "150")
+    with process() as gpu:
+        with own("tuner.report").progress_bar() as progress:
+            progress(0, 2, "training")
+            Run(gpu, (8, 3)).train(steps=1)
+        shown = capsys.readouterr().err
+    assert "forward 8x3x8" in shown
+    assert "left:" not in shown[shown.rindex("training") :]  # the line of the measurement is gone at the end
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, ROWS),
+        ({"accumulate": 2}, 2 * ROWS),
+        ({"dims": (16, 16, 16), "dtype": "bfloat16"}, ROWS),
+        ({"dims": (40, 32, 24), "activation": "relu"}, 16),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache(
+    process: Process, tmp_path: Path, options: dict[str, Any], rows: int
+) -> None:
+    path = tmp_path / "run"
+    with process() as gpu:
+        run = Run(gpu, **options)
+        run.train(rows)
+        gpu.lt.save_checkpoint(path, run.model, run.optimizer)
+        expected, chosen = run.train(rows), choices(gpu)
+    with process("elsewhere") as gpu:
+        run = Run(gpu, **options)
+        gpu.lt.load_checkpoint(path, run.model, run.optimizer)
+        brought = entries(gpu)
+        assert brought.keys() <= chosen.keys()
+        assert {raw.get("algorithm") for raw in brought.values()} == {None, ""}  # none is taken on trust
+        assert run.train(rows) == expected
+        assert TUNER not in sys.modules
+        assert choices(gpu) == {key: chosen[key] for key in brought}
+        again = tmp_path / "again"
+        gpu.lt.save_checkpoint(again, run.model, run.optimizer)
+    with process("a third") as gpu:
+        run = Run(gpu, **options)
+        gpu.lt.load_checkpoint(again, run.model, run.optimizer)
+        assert entries(gpu).keys() == brought.keys()
+
+
+def test_what_is_measured_here_is_not_taken_from_a_checkpoint(process: Process, tmp_path: Path) -> None:
+    with process() as gpu:
+        run = Run(gpu)
+        run.train()
+        gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
+        text, values = own("saving.checkpoint_file").read(tmp_path / "run", lambda _, kinds: kinds)
+        described = json.loads(text)
+        theirs = own("store.document").Document.parse(described["plans"].encode())
+        for key in [*theirs.raw]:
+            theirs.add(key, dataclasses.replace(theirs.get(key), effort="deep"))  # which would be better than ours
+        described["plans"] = theirs.render().decode()
+        own("saving.checkpoint_file").write(tmp_path / "run", values, json.dumps(described))
+    with process("elsewhere") as gpu:
+        run = Run(gpu)
+        run.train()
+        ours = entries(gpu)
+        assert ours
+        gpu.lt.load_checkpoint(tmp_path / "run", run.model, run.optimizer)
+        assert entries(gpu) == ours
+
+
+@pytest.mark.parametrize("what", ["of another GPU", "no plans", "half a character", "a number"])
+def test_plan_choices_that_cannot_be_used_are_left_alone(
+    process: Process, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    caplog.set_level(logging.INFO, "lt_runtime")
+    path = tmp_path / "run"
+    with process() as gpu:
+        run = Run(gpu)
+        run.train()
+        caplog.clear()
+        gpu.lt.save_checkpoint(path, run.model, run.optimizer)
+        saved = own("saving.checkpoint_file").read(path, lambda _, kinds: kinds)
+        described = json.loads(saved[0])
+        assert "MatmulProblem" in described["plans"]
+        changed = {
+            "of another GPU": described["plans"].replace('"gpu": "', '"gpu": "another '),
+            "no plans": "[1, 2",
+            "half a character": described["plans"][:-1] + "\ud800",
+            "a number": 7,
+        }
+        assert changed[what] != described["plans"]
+        own("saving.checkpoint_file").write(path, saved[1], json.dumps(described | {"plans": changed[what]}))
+    with process("elsewhere") as gpu:
+        run = Run(gpu, tune=False)
+        gpu.lt.load_checkpoint(path, run.model, run.optimizer)
+        assert not measured(gpu)
+    assert len(caplog.records) == (what != "a number")
+    assert all("its plan choices are not used" in record.getMessage() for record in caplog.records)
+
+
+def test_plan_choices_of_other_models_stay_where_they_are(process: Process, tmp_path: Path) -> None:
+    with process() as gpu:
+        Run(gpu, (8, 3)).train()
+        run = Run(gpu, tune=False)
+        gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
+        text, _ = own("saving.checkpoint_file").read(tmp_path / "run", lambda _, kinds: kinds)
+        assert "plans" not in json.loads(text)
+
+
+def test_of_many_sizes_of_batch_the_latest_are_taken_along(
+    process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process() as gpu:
+        run = Run(gpu, (8, 3))
+        for rows in (5, 6, 7):
+            run.train(rows, steps=1)
+        monkeypatch.setattr(own("saving.plan_choices"), "_MOST_SIZES", 2)
+        gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
+        text, _ = own("saving.checkpoint_file").read(tmp_path / "run", lambda _, kinds: kinds)
+        plans = json.loads(text)["plans"]
+        assert [f"(rows={rows}, cols=8," in plans for rows in (5, 6, 7)] == [False, True, True]
+
+
+def test_plan_choices_that_are_too_long_are_left_out(
+    process: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process() as gpu:
+        run = Run(gpu, (8, 3))
+        run.train()
+        monkeypatch.setattr(own("saving.plan_choices"), "_LARGEST", 1000)
+        with pytest.warns(UserWarning, match=r"the plan choices are \d+: too many for a checkpoint"):
+            gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
+        text, _ = own("saving.checkpoint_file").read(tmp_path / "run", lambda _, kinds: kinds)
+        assert "plans" not in json.loads(text)

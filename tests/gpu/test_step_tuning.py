@@ -1,0 +1,98 @@
+"""A training step measures what is not known of its layers; what it finds serves the steps after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cupy as cp
+import numpy as np
+import pytest
+
+import lt_runtime as lt
+from lt_runtime.ops import first_use
+from lt_runtime.paths import CACHE_VARIABLE
+from lt_runtime.plans import cache
+from lt_runtime.store.plan_store import plan_store
+from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
+
+DIMS = (72, 160, 24)
+ROWS = 64
+
+
+@pytest.fixture
+def met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of problems that are met, by a process that has made no plan yet and whose plan cache is empty."""
+    monkeypatch.delenv(first_use.TUNE_VARIABLE)
+    monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "met.jsonl"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    _forget(monkeypatch)
+    return tmp_path / "met.jsonl"
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another process."""
+    monkeypatch.setattr(cache, "_plans", {})
+    cache.calls.clear()
+    monkeypatch.setattr(first_use, "_seen", set())
+
+
+def _made(**options: Any) -> tuple[lt.MLP, lt.AdamW, lt.TrainStep]:
+    model = lt.MLP(DIMS, activation="gelu", dtype="bfloat16", seed=3, device="cuda")
+    optimizer = lt.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, lt.TrainStep(model, optimizer, loss="mse", **options)
+
+
+def _trained(rows: int = ROWS, **options: Any) -> list[bytes]:
+    model, _, step = _made(**options)
+    return _train(model, step, rows)
+
+
+def _train(model: lt.MLP, step: lt.TrainStep, rows: int = ROWS) -> list[bytes]:
+    """Losses of three steps, and the parameters after them."""
+    losses = []
+    for i in range(3):
+        generator = np.random.default_rng(i)
+        batch = [generator.standard_normal((rows, n)).astype(model.dtype.numpy) for n in (DIMS[0], DIMS[-1])]
+        losses.append(cp.asnumpy(step(*map(cp.asarray, batch))).tobytes())
+    return [*losses, *(cp.asnumpy(each.data).tobytes() for each in model.parameters())]
+
+
+@pytest.mark.parametrize(("options", "rows"), [({}, ROWS), ({"accumulate": 2}, 2 * ROWS)], ids=str)
+def test_a_step_measures_its_layers_and_later_ones_follow(
+    met: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], rows: int
+) -> None:
+    first = _trained(rows, **options)
+    problems = read_recorded(met)
+    assert problems
+    assert all(first_use.is_measured(each, 0) for each in problems)
+    known = {**plan_store(0)._document.raw}
+    for others in ({}, {"graph": False}, {"tune": False}, {"tune": False, "graph": False}):
+        _forget(monkeypatch)
+        assert _trained(rows, **options, **others) == first
+    assert plan_store(0)._document.raw == known
+
+
+def test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache(
+    met: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    model, optimizer, step = _made()
+    _train(model, step)
+    lt.save_checkpoint(path, model, optimizer)
+    expected = _train(model, step)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "another"))
+    _forget(monkeypatch)
+    model, optimizer, step = _made()
+    lt.load_checkpoint(path, model, optimizer)
+    brought = plan_store(0).keys
+    assert brought
+    assert _train(model, step) == expected
+    assert plan_store(0).keys == brought  # nothing was measured
+
+
+def test_nothing_is_measured_where_that_is_switched_off(met: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _trained(tune=False)
+    monkeypatch.setenv(first_use.TUNE_VARIABLE, "off")
+    _trained()
+    assert not any(first_use.is_measured(each, 0) for each in read_recorded(met))
