@@ -127,6 +127,13 @@ def linear_elsewhere(at: Layer) -> Call:
     return lambda: lt.linear_fwd(next(places), at.w, at.bias, activation="gelu", out=at.y, out_z=at.z)
 
 
+def linear_new(at: Layer) -> Call:
+    """`linear_fwd` that makes both of its results anew."""
+    import lt_runtime as lt
+
+    return partial(lt.linear_fwd, at.x, at.w, at.bias, activation="gelu")
+
+
 def linear_bound(at: Layer) -> Call:
     """`lt.bind` of `linear_fwd` with all buffers."""
     import lt_runtime as lt
@@ -152,17 +159,31 @@ def linear_both(at: Layer) -> Call:
     return call
 
 
+def linear_both_new(at: Layer) -> Call:
+    """Forward and all gradients, each made anew."""
+    import lt_runtime as lt
+
+    def call() -> object:
+        _, ctx = lt.linear_fwd(at.x, at.w, at.bias, activation="gelu")
+        return lt.linear_bwd(at.dy, ctx)
+
+    return call
+
+
 def _linear_forward(m: int, n: int, k: int) -> Builders:
     at = layer(m, n, k)
     return {
         "lt": partial(linear_forward, at, keeps=False),
         "lt_out_z": partial(linear_forward, at),
         "lt_elsewhere": partial(linear_elsewhere, at),
+        "lt_new": partial(linear_new, at),
         "lt_inference": partial(linear_inference, at),
         "lt_bound": partial(linear_bound, at),
         "lt_plan": _internal("linear_plan", at.x, at.w, at.bias, at.y, at.z),
+        "graph_launch": lambda: _internal("bound_launch", linear_bound(at))(),
         "torch_eager": peer("torch_host", "linear_forward", at),
         "torch_eager_recording": peer("torch_host", "linear_forward", at, gradients=True),
+        "torch_graph": peer("torch_host", "linear_replay", at),
         "nvmath": peer("nvmath", "linear_forward", at),
     }
 
@@ -171,6 +192,7 @@ def _linear(m: int, n: int, k: int) -> Builders:
     at = layer(m, n, k)
     return {
         "lt": partial(linear_both, at),
+        "lt_new": partial(linear_both_new, at),
         "torch_eager": peer("torch_host", "linear_both", at),
         "torch_eager_one_thread": peer("torch_host", "linear_both_one_thread", at),
     }
@@ -183,20 +205,37 @@ def _adamw() -> Builders:
     return {"lt": partial(optimizer_step, GPT2), "torch_eager": peer("torch_host", "adamw", GPT2)}
 
 
+_BATCHES: Final = 4  # that a loop's batches go round in, as those of `lt.prefetch` do
+
+
 def _train_step() -> Builders:
     preset = presets()["mlps"]["mnist"]
     rows, dims = preset["rows"], tuple(preset["dims"])
-    batch = normal((rows, dims[0]), "bfloat16"), labels(rows, dims[-1])
-    return {"lt": partial(_our_train_step, dims, batch), "torch_graph": peer("torch_host", "train_step", dims, *batch)}
+    batches = [(normal((rows, dims[0]), "bfloat16"), labels(rows, dims[-1])) for _ in range(_BATCHES)]
+    return {
+        "lt": partial(_our_train_step, dims, batches[:1]),
+        "lt_elsewhere": partial(_our_train_step, dims, batches),
+        "graph_launch": lambda: _internal("step_launch", *_step_of(dims, *batches[0]))(),
+        "torch_graph": peer("torch_host", "train_step", dims, *batches[0]),
+    }
 
 
-def _our_train_step(dims: tuple[int, ...], batch: tuple[Any, Any]) -> Call:
-    """Copies of the batch into the graph's buffers, and the launch of the graph."""
+def _our_train_step(dims: tuple[int, ...], batches: list[tuple[Any, Any]]) -> Call:
+    """The launch of a graph that copies the batch into its buffers; where the batch lies elsewhere, it is told so."""
+    step, *_ = _step_of(dims, *batches[0])
+    if len(batches) == 1:
+        return partial(step, *batches[0])
+    turns = itertools.cycle(batches)
+    return lambda: step(*next(turns))
+
+
+def _step_of(dims: tuple[int, ...], x: Any, targets: Any) -> tuple[Any, Any, Any]:
+    """A training step, and a batch for it."""
     import lt_runtime as lt
 
     model = lt.MLP(dims, activation="relu", dtype="bfloat16", device="cuda")
     optimizer = lt.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    return partial(lt.TrainStep(model, optimizer, loss="cross_entropy", batch_size=len(batch[0])), *batch)
+    return lt.TrainStep(model, optimizer, loss="cross_entropy", batch_size=len(x)), x, targets
 
 
 def _ranges() -> Builders:

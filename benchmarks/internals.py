@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import cupy as cp
+from cuda.bindings import driver
 
 import lt_runtime as lt
 from benchmarks.splits import DEVICE, chain_of
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.graphs import captured_nodes, no_collection
+from lt_runtime.gpu.graphs import Graph, captured_nodes, no_collection
 from lt_runtime.gpu.memory import MAX_TICKETS, stream_memory
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import Call as PlanCall
@@ -46,6 +47,29 @@ from lt_runtime.store.recording import read_recorded
 from lt_runtime.training import captured, narrow
 
 Call = Callable[[], object]
+
+# The suite `host`: what is left when a call is nothing but the driver's launch of its graph, by the bindings.
+
+
+def bound_launch(bound: Any) -> Call:
+    """The launch of a bound call's graph."""
+    return _launch(bound._graph.executable, bound._stream, bound)
+
+
+def step_launch(step: Any, x: Any, targets: Any) -> Call:
+    """The launch of a training step's graph, on the default stream."""
+    step(x, targets, stream=0)
+    return _launch(step._gpu._latest.graph.executable, 0, (step, x, targets))
+
+
+def _launch(executable: int, stream: int, held: object) -> Call:
+    graph, on = driver.CUgraphExec(executable), driver.CUstream(stream)
+
+    def call(_held: object = held) -> object:
+        return driver.cuGraphLaunch(graph, on)
+
+    return call
+
 
 # The suite `narrow`.
 
@@ -137,10 +161,20 @@ def forget_plans(case: Any) -> None:
 
 
 def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
-    """Launches the graph alone of a step that has run once, on a stream."""
-    (batches,) = step._gpu._batches.values()
-    assert batches.graph is not None
-    return batches.graph.launch
+    """Launches the operations of a step that has run once, as a graph on a stream.
+
+    The step's own graph copies the batch before them, which those of its peers do not.
+    """
+    gpu = step._gpu
+    (batches,) = gpu._batches.values()
+    with activated(DEVICE), captured._memory_from(gpu._pool), no_collection():
+        stream = private_stream(DEVICE, "training")
+        graph = Graph(lambda handle: gpu._body.run(batches.parts, gpu.tally, handle), stream)
+
+    def launch(stream: int, _held: object = step) -> None:
+        graph.launch(stream)
+
+    return launch
 
 
 def nodes_of(step: lt.TrainStep) -> dict[str, int]:

@@ -161,6 +161,7 @@ VARIANTS: Final = (
     *over("elementwise_loss.cu", SCALAR=SCALAR.values(), LOSS=LOSSES.values(), WEIGHTED="01"),
     *over("tally.cu", SCALAR=SCALAR.values()),
     *over("resize.cu", SCALAR=SCALAR.values()),
+    *over("copy_rows.cu"),
     *_matmul_epilogue(),
     *_narrow(),
     *_mlp(),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
 from typing import Any, Final, TypeAlias
@@ -18,10 +19,12 @@ from lt_runtime.gpu.streams import cupy_current
 
 _ALIGNED: Final = 256  # the best alignment that makes a difference
 
-Look: TypeAlias = Callable[[Any], tuple[Any, ...]]
-"""Gives an array's address, device, shape, strides and type."""
-Signature: TypeAlias = tuple[Any, ...]
-"""What a call asks for, then the look of each of its arrays, None for an absent one."""
+Look: TypeAlias = tuple[Callable[[Any], int], Callable[[Any], tuple[Any, ...]]]
+"""A function that gives an array's address, and one that gives its device, shape, strides and type."""
+Signature: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
+"""All of a call's arrays but their addresses, None for an absent one; and the addresses, 0 for an absent one.
+
+If not all of them are aligned to 256 bytes, the first part ends with how well each of them is."""
 
 _looks: dict[type, Look] = {}
 
@@ -41,6 +44,10 @@ class Library(ABC):
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int, stream: int) -> Any:
         """An uninitialised row-major array whose memory is ordered with `stream`."""
+
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
+        """A function that makes such an array where `device`, and the stream, are the library's current ones."""
+        return lambda: self.empty(shape, dtype, device, self.current_stream(device))
 
     def current_stream(self, device: int) -> int:
         """The handle of the stream that the library itself puts work on now; 0 for a library of the host."""
@@ -99,6 +106,10 @@ class CupyLibrary(Library):
         with cupy_stream(device, stream):
             return module.ndarray(shape, dtype)
 
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
+        """See `Library`."""
+        return functools.partial(cupy().ndarray, shape, dtype)
+
     def current_stream(self, device: int) -> int:
         """See `Library`; the default stream where CuPy is not in use."""
         return cupy_current(device)
@@ -117,6 +128,11 @@ class TorchLibrary(Library):
             return torch.empty(shape, dtype=kind, device=f"cuda:{device}")
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=f"cuda:{device}")):
             return torch.empty(shape, dtype=kind, device=f"cuda:{device}")
+
+    def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
+        """See `Library`."""
+        torch = sys.modules["torch"]
+        return functools.partial(torch.empty, shape, dtype=getattr(torch, dtype.name), device=f"cuda:{device}")
 
     def current_stream(self, device: int) -> int:
         """See `Library`."""
@@ -173,11 +189,8 @@ def is_from(array: Any, library: str) -> bool:
     return module is not None and isinstance(array, module.Tensor if library == "torch" else module.ndarray)
 
 
-def signature_of(arrays: tuple[Any, ...], asked: Hashable) -> Signature | None:
-    """The signature of a call with these arrays, any of which but the first may be None.
-
-    Args:
-        asked: all else that the call's course depends on.
+def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
+    """The signature of a call's arrays, any of which but the first may be None.
 
     Returns:
         None unless all arrays are CuPy's, or all are PyTorch's.
@@ -186,36 +199,33 @@ def signature_of(arrays: tuple[Any, ...], asked: Hashable) -> Signature | None:
     look = _looks.get(kind) or _look_of(kind)
     if look is None:
         return None
+    address_of, form_of = look
     try:
-        return (asked, *[None if array is None else look(array) for array in arrays])
+        forms = tuple([None if array is None else form_of(array) for array in arrays])
+        addresses = tuple([0 if array is None else address_of(array) for array in arrays])
     except (AttributeError, TypeError):  # an array of another library than the first
         return None
-
-
-def without_addresses(signature: Signature) -> tuple[Hashable, tuple[int, ...]]:
-    """The part that is the same for all calls whose arrays differ in nothing but their addresses; and the addresses.
-
-    An absent array has address 0. How well the addresses are aligned is in the first part.
-    """
-    asked, *looks = signature
-    addresses = tuple([0 if look is None else look[0] for look in looks])
-    alignments = tuple([address & -address & _ALIGNED - 1 for address in addresses])
-    return (asked, *[look and look[1:] for look in looks], alignments), addresses
+    bits = 0
+    for address in addresses:
+        bits |= address
+    if bits & _ALIGNED - 1:
+        forms += (tuple([address & -address & _ALIGNED - 1 for address in addresses]),)
+    return forms, addresses
 
 
 def _look_of(kind: type) -> Look | None:
     """None for classes that are not known through and through, subclasses among them."""
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:
-        look: Look = attrgetter("data.ptr", "data.device_id", "shape", "strides", "dtype")
+        look: Look = attrgetter("data.ptr"), attrgetter("data.device_id", "shape", "strides", "dtype")
         current_streams[kind] = lambda device: int(cupy.cuda.get_current_stream(device).ptr)
     elif torch is not None and kind in (torch.Tensor, torch.nn.Parameter):
-        look = _look_at_tensor
+        look = methodcaller("data_ptr"), _form_of_tensor
         current_streams[kind] = TorchLibrary().current_stream
     else:
         return None
     return _looks.setdefault(kind, look)
 
 
-def _look_at_tensor(tensor: Any) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.get_device(), tensor.shape, tensor.stride(), tensor.dtype
+def _form_of_tensor(tensor: Any) -> tuple[Any, ...]:
+    return tensor.get_device(), tensor.shape, tensor.stride(), tensor.dtype

@@ -9,7 +9,8 @@ from typing import Any, Final
 from lt_runtime import ranges
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.direct import is_capturing, launch_graph
+from lt_runtime.gpu.direct import function, is_capturing
+from lt_runtime.gpu.driver import check
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.memory import StreamMemory, stream_memory
 from lt_runtime.gpu.streams import is_captured, private_stream, relaxed_captures
@@ -40,7 +41,10 @@ class BoundPlan:
         CaptureError: the stream is being captured.
     """
 
-    __slots__ = ("__weakref__", "_graph", "_memory", "_put", "_stream", "known")
+    __slots__ = (
+        *("__weakref__", "_executable", "_graph", "_launch", "_lock"),
+        *("_memory", "_put", "_stream", "known"),
+    )
 
     def __init__(
         self,
@@ -53,23 +57,27 @@ class BoundPlan:
             raise CaptureError(f"stream {stream:#x} is being captured; bind a call to it before the capture")
         self._put, self._stream = put, stream
         self.known: Any = None
+        self._launch = function("cuGraphLaunch")
         with relaxed_captures():
             self._memory = memory = stream_memory(device, stream)
+            self._lock = memory.lock
             with memory.lock, no_collection():
                 _free_ended()
                 reserve(memory)
                 self._graph = Graph(lambda handle: put(memory.on(handle)), private_stream(device, f"bound to {stream}"))
+                self._executable = self._graph.executable
                 weakref.finalize(self, _ended.append, (self._graph, device)).atexit = False
 
     def __call__(self) -> None:
         """Raises GpuError if the launch fails."""
         if ranges.watchers and self.known is not None:
             ranges.tell(self.known)
-        with self._memory.lock:
-            if self._stream and is_capturing(self._stream):  # the default stream cannot be captured
+        stream = self._stream
+        with self._lock:
+            if stream and is_capturing(stream):  # the default stream cannot be captured
                 self._put(self._memory)
-            else:
-                launch_graph(self._graph.executable, self._stream)
+            elif status := self._launch(self._executable, stream):
+                check("cuGraphLaunch", status)
 
 
 def _free_ended() -> None:

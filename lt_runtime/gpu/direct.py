@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuEventRecord": (_POINTER, _POINTER),
     "cuGraphLaunch": (_POINTER, _POINTER),
     "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
-    "cuMemcpyDtoDAsync_v2": (_POINTER, _POINTER, ctypes.c_size_t, _POINTER),
+    "cuMemcpyHtoDAsync_v2": (_POINTER, _POINTER, ctypes.c_size_t, _POINTER),
     "cuStreamIsCapturing": (_POINTER, _POINTER),
 }
 
@@ -40,11 +41,21 @@ def function(name: str) -> Callable[..., int]:
     return found
 
 
+class _Ordinal(threading.local):
+    """Each thread's own place for the driver to write a device's ordinal to."""
+
+    def __init__(self) -> None:
+        self.cell = ctypes.c_int()
+        self.address = ctypes.addressof(self.cell)
+
+
+_ordinal: Final = _Ordinal()
+
+
 def is_current(device: int) -> bool:
     """Whether the calling thread has a current context, and it belongs to `device`."""
-    ordinal = ctypes.c_int()
-    status = function("cuCtxGetDevice")(ctypes.addressof(ordinal))
-    return not status and ordinal.value == device  # another status than 0 says that there is no context
+    status = function("cuCtxGetDevice")(_ordinal.address)
+    return not status and _ordinal.cell.value == device  # another status than 0 says that there is no context
 
 
 def is_capturing(stream: int) -> bool:

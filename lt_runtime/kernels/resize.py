@@ -1,14 +1,19 @@
-"""resize.cu: copies of matrices into others of a different size or order, several in one launch."""
+"""resize.cu and copy_rows.cu: copies of matrices into others of a different size or order, and of rows into buffers."""
 
 from __future__ import annotations
 
+import itertools
+import struct
+import threading
 from collections.abc import Iterable, Sequence
-from ctypes import Structure, c_int64
-from typing import Final, NamedTuple
+from ctypes import Structure, c_int64, c_void_p, sizeof
+from typing import Final, NamedTuple, TypeAlias
 
+from lt_runtime.gpu.direct import function
+from lt_runtime.gpu.driver import check
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import grid_for, turning
+from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, Tiling, grid_for, turning
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
 
@@ -28,7 +33,36 @@ class ResizeParams(Structure):
     _fields_ = fields(("items", Resized * RESIZED))
 
 
+class Rows(Structure):
+    """`lt::Rows`: where the rows of an array begin, and how many bytes one begins after the other."""
+
+    _fields_ = fields(("data", c_void_p), ("pitch", c_int64))
+
+
+class RowBuffers(Structure):
+    """`lt::RowBuffers`: parts of equally many rows, `width` bytes each, which begin `stride` bytes apart."""
+
+    _fields_ = fields(("data", c_void_p), ("rows width stride", c_int64))
+
+
+COPIED: Final = 3
+"""Arrays whose rows one launch of `copy_rows` copies, at most."""
+TABLE_BYTES: Final = COPIED * sizeof(Rows)
+"""Of a table on the device that says where the arrays are."""
+Place: TypeAlias = tuple[int, int]
+"""An array's address, and bytes from row to row."""
+
+
+class CopyRowsParams(Structure):
+    """`lt::CopyRowsParams`."""
+
+    _fields_ = fields(
+        ("table", c_void_p), ("sources", Rows * COPIED), ("targets", RowBuffers * COPIED), ("parts", c_int64)
+    )
+
+
 RESIZE: Final = Entry("resize", "resize.cu", ResizeParams)
+COPY_ROWS: Final = Entry("copy_rows", "copy_rows.cu", CopyRowsParams)
 
 
 class Resize(NamedTuple):
@@ -72,3 +106,45 @@ class ResizePass:
         for item, (source, target) in zip(params.items, addresses, strict=False):
             item.from_.data, item.to.data = source, target
         launch()
+
+
+class RowsCopy:
+    """Copies of arrays' rows, of any types, into buffers that stay, in one kernel.
+
+    Args:
+        targets: for each array, at most `COPIED` of them.
+        parts: of each array's buffers.
+    """
+
+    def __init__(self, targets: Sequence[RowBuffers], parts: int, device: int) -> None:
+        size = max(parts * each.rows * each.width for each in targets)
+        tiling = Tiling((max(1, -(-size // (VECTOR_BYTES * THREADS))), len(targets)), (THREADS, 1))
+        params = CopyRowsParams(targets=(RowBuffers * COPIED)(*targets), parts=parts)
+        self._launches = Launches(COPY_ROWS, (), device, tiling, params)
+        self._lock = threading.Lock()
+
+    def run(self, places: Sequence[Place], stream: int) -> None:
+        """Puts the copies of arrays at these places on a stream."""
+        self._run(None, [Rows(*each) for each in places], stream)
+
+    def run_by_table(self, table: int, stream: int) -> None:
+        """Puts copies on a stream that find their arrays when they run, in the table at this address of the device."""
+        self._run(table, (), stream)
+
+    def _run(self, table: int | None, sources: Sequence[Rows], stream: int) -> None:
+        with self._lock:
+            params, launch = self._launches[stream]
+            params.table, params.sources = table, (Rows * COPIED)(*sources)
+            launch()
+
+
+def write_table(table: int, places: Sequence[Place], stream: int) -> None:
+    """Puts on a stream that a table at this address of the device holds these places from then on.
+
+    Raises:
+        DriverError: the driver refused; nobody knows what the table holds then.
+    """
+    rows = struct.pack(f"{2 * len(places)}q", *itertools.chain.from_iterable(places))
+    status = function("cuMemcpyHtoDAsync_v2")(table, rows, len(rows), stream)
+    if status:  # otherwise the driver has read the bytes: they are not page-locked
+        check("cuMemcpyHtoDAsync", status)

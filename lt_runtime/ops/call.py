@@ -19,7 +19,7 @@ import numpy as np
 
 from lt_runtime import ranges
 from lt_runtime.arrays.checks import check_device, check_no_overlap
-from lt_runtime.arrays.libraries import Library, Signature, current_streams, signature_of, without_addresses
+from lt_runtime.arrays.libraries import Library, Signature, current_streams, signature_of
 from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, on_host, read
 from lt_runtime.errors import ArgumentError, CaptureError, GpuError, OperandError, OverlapError
 from lt_runtime.gpu.bound import BoundPlan
@@ -140,6 +140,7 @@ class Known:
         plan: None on the host.
         sizes: bytes from each operand's first element to its last; 0 for an absent one.
         generation: `cache.generation` before the plan was asked for; a later one makes the call unknown.
+        makers: of new arrays, see `Library.maker`.
     """
 
     operation: Operation
@@ -149,6 +150,7 @@ class Known:
     sizes: tuple[int, ...]
     is_bindable: bool
     generation: object
+    makers: tuple[Callable[[], Any], ...] = ()
 
     def is_sound(self, addresses: Sequence[int]) -> bool:
         """Whether no operand that is written shares an address with another, by where they begin and end."""
@@ -161,15 +163,20 @@ class Known:
                     return False
         return True
 
-    def make(self, arrays: Sequence[Any], stream: int) -> tuple[Sequence[Any], tuple[int, ...]]:
-        """The arrays with those that this call makes in their places, and the addresses of these, in their order."""
+    def make(self, arrays: Sequence[Any], stream: int | None) -> tuple[Sequence[Any], tuple[int, ...]]:
+        """The arrays with those that this call makes in their places, and the addresses of these, in their order.
+
+        Args:
+            stream: that the new arrays' memory is ordered with; None if it is the current one of their library, and the
+                device is too.
+        """
         new = self.reading.new
         if not new:
             return arrays, ()
         filled, fresh = list(arrays), []
-        for place, each in new.items():
+        for (place, each), maker in zip(new.items(), self.makers, strict=True):
             library = each.library
-            array = library.empty(each.shape, each.dtype, self.device, stream)
+            array = maker() if stream is None else library.empty(each.shape, each.dtype, self.device, stream)
             fresh.append(library.address(array))
             filled[place] = array if each.view is None else each.view(array)
         return filled, tuple(fresh)
@@ -208,20 +215,26 @@ class Repeat:
         given: addresses of the caller's arrays, 0 where there is none.
         bound: launches of it, by what may still differ: addresses of arrays that it makes, scalars. None after the
             first such call.
+        is_bound: whether any of them has been bound.
     """
 
     known: Known
     given: tuple[int, ...]
     stream: int
     bound: dict[Any, BoundPlan | None] = field(default_factory=dict)
+    is_bound: bool = False
     has_failed: bool = False
 
-    def run(self, arrays: Sequence[Any], extras: Any) -> Any:
-        """Makes the call once more."""
+    def run(self, arrays: Sequence[Any], extras: Any, *, is_current: bool) -> Any:
+        """Makes the call once more.
+
+        Args:
+            is_current: whether the stream is the current one of the arrays' library.
+        """
         known, stream = self.known, self.stream
         fresh: tuple[int, ...] = ()
-        if known.reading.new:
-            arrays, fresh = known.make(arrays, stream)
+        if known.makers:
+            arrays, fresh = known.make(arrays, None if is_current else stream)
         differing = (fresh, extras) if known.operation.is_scaled else fresh
         launch = self.bound.get(differing)
         if launch is not None:
@@ -243,6 +256,7 @@ class Repeat:
                 return
             try:
                 self.bound[differing] = self.known.plan.bind(call)
+                self.is_bound = True
             except (GpuError, CaptureError) as error:  # a capture may have begun in between
                 self.has_failed = True
                 warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
@@ -277,40 +291,39 @@ def perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extr
 
 
 def _perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extras: Any, stream: Any) -> Any:
-    signature = signature_of(arrays, (operation, asked))
+    signature = signature_of(arrays)
     if signature is not None and stream.__class__ is not Binding and asked_for.get() is None:
-        device = signature[1][1]
+        forms, addresses = signature
+        device = forms[0][0]
         if device >= 0 and is_current(device):  # a tensor on the CPU is refused below, with or without a driver
             current = current_streams[type(arrays[0])]
             handle = current(device) if stream is None else stream_handle(stream, device)
             try:
-                again = cache.repeats.get((signature, handle))
-                if again is None or again.known.generation is not cache.generation:
-                    again = _first_repeat(signature, handle)
+                known: Known | None = cache.calls.get((operation, asked, forms))
             except TypeError:  # an option that is no value
-                again = signature = None
-            if again is not None:
-                if ranges.watchers:
-                    ranges.tell(again.known)
-                return again.run(arrays, extras)
+                known = signature = None
+            if known is not None and known.generation is cache.generation:
+                again = cache.repeats.get((known, handle, addresses)) or _first_repeat(known, handle, addresses)
+                if again is not None:
+                    if ranges.watchers:
+                        ranges.tell(known)
+                    return again.run(arrays, extras, is_current=stream is None)
     return _first(operation, arrays, asked, extras, stream, signature)
 
 
-def _first_repeat(signature: Signature, stream: int) -> Repeat | None:
-    """The call as one like it was made before; None if it takes another look."""
-    key, addresses = without_addresses(signature)
-    known: Known | None = cache.calls.get(key)
-    if known is None or known.generation is not cache.generation or not known.is_sound(addresses):
+def _first_repeat(known: Known, stream: int, addresses: tuple[int, ...]) -> Repeat | None:
+    """A known call with arrays that it has not been made with before; None if it takes another look."""
+    if not known.is_sound(addresses):
         return None
     if len(cache.repeats) >= _MOST_REPEATS:
         _make_room()
-    found = cache.repeats[signature, stream] = Repeat(known, addresses, stream)
+    found = cache.repeats[known, stream, addresses] = Repeat(known, addresses, stream)
     return found
 
 
 def _make_room() -> None:
     """Lets go of the repeated calls that are not bound; of all, if most of them are."""
-    unbound = [key for key, repeat in list(cache.repeats.items()) if not any(repeat.bound.values())]
+    unbound = [key for key, repeat in list(cache.repeats.items()) if not repeat.is_bound]
     if 2 * len(unbound) < _MOST_REPEATS:
         cache.repeats.clear()
     for key in unbound:
@@ -338,7 +351,7 @@ def _first(
             calls = cache.calls
             if len(calls) >= _MOST_CALLS:
                 calls.clear()
-            calls[without_addresses(signature)[0]] = known
+            calls[operation, asked, signature[0]] = known
         given = addresses_of(operands)
         if binds:
             _check_bindable(known)
@@ -361,7 +374,8 @@ def look(operation: Operation, operands: Sequence[Operand | None], asked: Any, e
     plan = None if device == HOST else operation.plan(reading, device, stream)
     reading = operation.settle(reading, plan, operands)
     sizes = tuple([0 if operand is None else operand.extent * operand.itemsize for operand in operands])
-    return Known(operation, device, reading, plan, sizes, operation.is_bindable(reading), generation)
+    makers = tuple([each.library.maker(each.shape, each.dtype, device) for each in reading.new.values()])
+    return Known(operation, device, reading, plan, sizes, operation.is_bindable(reading), generation, makers)
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple, Self, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
@@ -26,6 +26,7 @@ from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
 from lt_runtime.gpu.graphs import Graph, no_collection
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
+from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
 from lt_runtime.ops._adamw_parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, effort_of_step, not_tuning
 from lt_runtime.ranges import range_of
@@ -44,31 +45,29 @@ class Turn:
     """Lets the graphs of a device run one after another, on whichever streams they are launched.
 
     They are captured on one stream and therefore share its scratch memory and workspace.
+
+    Attributes:
+        lock: held during a turn, which ends with `end`.
+        stream: the one that was given the last turn; None before the first.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        self.stream: int | None = None
         self._event = int(call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._record = function("cuEventRecord")
-        self._stream: int | None = None
-
-    def __enter__(self) -> Self:
-        self._lock.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            if self._record(self._event, self._stream):
-                # The work is on the stream, and no later turn could wait for it there.
-                call("cuStreamSynchronize", self._stream)
-        finally:
-            self._lock.release()
 
     def give(self, stream: int) -> None:
         """Gives this turn to a stream, which waits for everything that earlier turns put on other streams."""
-        if self._stream not in (None, stream):
+        if self.stream not in (None, stream):
             call("cuStreamWaitEvent", stream, self._event, 0)
-        self._stream = stream
+        self.stream = stream
+
+    def end(self) -> None:
+        """Notes what was put on the stream."""
+        if self._record(self._event, self.stream):
+            # The work is on the stream, and no later turn could wait for it there.
+            call("cuStreamSynchronize", self.stream)
 
     def wait(self) -> None:
         """Waits on the host until everything that was put on a stream within a turn is done."""
@@ -80,42 +79,11 @@ def _turn(device: int) -> Turn:
     return Turn()
 
 
-class RowCopy(NamedTuple):
-    """The copy of a batch's rows into one of a step's buffers, which has no gaps between its rows.
-
-    Attributes:
-        operand: 0 for x, 1 for the targets, 2 for the weights of rows.
-        offset: bytes from the start of that array to the first of these rows.
-        buffer: address of the buffer.
-        size: bytes of the buffer.
-        strided: the driver's description of the copy if the rows have gaps between them; each copy sets its source.
-    """
-
-    operand: int
-    offset: int
-    buffer: int
-    size: int
-    strided: driver.CUDA_MEMCPY2D | None
-
-
-def row_copies(operand: int, source: Operand, buffers: Sequence[Any]) -> Iterator[RowCopy]:
-    """The copies that fill row-major buffers, one after another, with the rows of a source."""
-    width = source.itemsize * math.prod(source.shape[1:])
-    pitch = source.strides[0] * source.itemsize if source.shape[0] > 1 else width
-    offset = 0
-    for buffer in buffers:
-        strided = None
-        if pitch != width:
-            strided = driver.CUDA_MEMCPY2D()
-            strided.srcMemoryType = strided.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-            strided.srcPitch, strided.WidthInBytes, strided.Height = pitch, width, buffer.shape[0]
-            strided.dstDevice, strided.dstPitch = buffer.data.ptr, width
-        yield RowCopy(operand, offset, buffer.data.ptr, buffer.nbytes, strided)
-        offset += buffer.shape[0] * pitch
-
-
 class Batches:
     """Buffers for the micro-batches of one size, filled with zeros, and the graph that runs over them, if there is one.
+
+    The graph begins with the copy of a batch, which it finds by a table on the device: where the arrays are is written
+    there before a launch if it is not where those of the launch before were.
 
     Attributes:
         parts: inputs, targets and, if there are any, row weights of each micro-batch.
@@ -125,11 +93,42 @@ class Batches:
         self._buffers = [_zeros(operand, parts, stream) for operand in batch]
         self.parts = [*zip(*self._buffers, strict=True)]
         self.graph: Graph | None = None
+        device = batch[0].device
+        with cupy_stream(device, stream) as module:
+            self._table = module.zeros(TABLE_BYTES, np.uint8)
+        self._copy = RowsCopy([_targets(*each) for each in zip(batch, self._buffers, strict=True)], parts, device)
+        self._there: tuple[Any, ...] | None = None
+        self._range = range_of("input")
 
-    def copies(self, batch: Batch) -> tuple[RowCopy, ...]:
-        """The copies that bring a batch into the buffers."""
-        pairs = enumerate(zip(batch, self._buffers, strict=True))
-        return tuple(copy for i, (source, buffers) in pairs for copy in row_copies(i, source, buffers))
+    def fill(self, places: Sequence[Place], stream: int) -> None:
+        """Copies the arrays of a batch into the buffers."""
+        with self._range:
+            self._copy.run(places, stream)
+
+    def fill_by_table(self, stream: int) -> None:
+        """Copies the arrays that the table names when the copy runs."""
+        with self._range:
+            self._copy.run_by_table(self._table.data.ptr, stream)
+
+    def find(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
+        """Has the next launch of the graph, on this stream, copy the arrays at these addresses."""
+        wanted = addresses, pitches
+        if wanted != self._there:
+            self._there = None  # what the table holds after a write that fails is unknown
+            with self._range:
+                write_table(self._table.data.ptr, [*zip(addresses, pitches, strict=True)], stream)
+            self._there = wanted
+
+
+def _pitch(array: Operand) -> int:
+    """Bytes from row to row; of a single row, its own."""
+    return array.itemsize * (array.strides[0] if array.shape[0] > 1 else math.prod(array.shape[1:]))
+
+
+def _targets(array: Operand, buffers: Sequence[Any]) -> RowBuffers:
+    width, first, last = array.itemsize * math.prod(array.shape[1:]), buffers[0], buffers[-1]
+    stride = (last.data.ptr - first.data.ptr) // max(len(buffers) - 1, 1)
+    return RowBuffers(first.data.ptr, first.shape[0], width, stride)
 
 
 def _zeros(operand: Operand, parts: int, stream: int) -> list[Any]:
@@ -143,7 +142,7 @@ class Replay(NamedTuple):
     """All that is needed to run a batch that looks like one before."""
 
     key: _Key
-    copies: tuple[RowCopy, ...]
+    pitches: tuple[int, ...]
     batches: Batches
 
 
@@ -160,6 +159,7 @@ class GpuStep:
         self._body, self._device, self._parts, self._captures = body, device, parts, graph
         self._tune = tune
         self._batches: OrderedDict[_Key, Batches] = OrderedDict()
+        self._latest: Batches | None = None
         self._replays: dict[Hashable, Replay] = {}
         self._current_stream = CUPY.current_stream
         self._seen: object = None
@@ -185,26 +185,20 @@ class GpuStep:
         Batches look the same if they differ in nothing but their addresses and values, so that nothing is to be
         checked. This is the shortest way from a call to the launch of the graph.
         """
-        signature = signature_of(batch, ())
-        if signature is None or batch[1] is None:
+        signature = signature_of(batch)
+        if signature is None:
             return False
-        _, x_looks, target_looks = signature[:3]
-        addresses: tuple[int, ...] = x_looks[0], target_looks[0]
-        looks: tuple[Any, ...] = x_looks[1:], target_looks[1:]
-        for weights_looks in signature[3:]:
-            addresses, looks = (*addresses, weights_looks[0]), (*looks, weights_looks[1:])
-        replay = self._replays.get(looks)
-        device = self._device
+        forms, addresses = signature
+        replay, device = self._replays.get(forms), self._device
         if replay is None or not is_current(device):
             return False
         handle = current_streams[type(batch[0])](device) if stream is None else stream_handle(stream, device)
         if handle and is_capturing(handle):
             return False
-        with self._turn as turn, _step(handle):
-            turn.give(handle)
-            if changes.latest is not self._seen:
-                self._apply_settings(handle)
-            return self._launch(replay, addresses, handle)
+        if ranges.is_heard:
+            with _heard_step(handle):
+                return self._take_turn(replay, addresses, handle)
+        return self._take_turn(replay, addresses, handle)
 
     def run(self, batch: tuple[Any, ...], stream: Any) -> None:
         """Runs a step on a batch that has not been seen before; its x has the right shape.
@@ -222,38 +216,52 @@ class GpuStep:
             if not self._captures:
                 with _step(handle):
                     replay = self._prepared(operands, handle)
-                    _copy(replay.copies, addresses, handle)
+                    replay.batches.fill([*zip(addresses, replay.pitches, strict=True)], handle)
                     with self._own_tuning():
                         self._body.run(replay.batches.parts, self.tally, handle)
                 return
             _refuse_capture(handle)
-            with self._turn as turn, _step(handle):
-                turn.give(handle)
-                self._apply_settings(handle)
-                replay = self._prepared(operands, handle)
-                self._launch(replay, addresses, handle)
-                signature = signature_of(batch, ())
+            with self._turn.lock, _step(handle):
+                try:
+                    self._turn.give(handle)
+                    self._apply_settings(handle)
+                    replay = self._prepared(operands, handle)
+                finally:
+                    self._turn.end()
+                self._take_turn(replay, addresses, handle)
+                signature = signature_of(batch)
                 if signature is not None:
-                    self._replays[tuple(looks[1:] for looks in signature[1:])] = replay
+                    self._replays[signature[0]] = replay
+
+    def _take_turn(self, replay: Replay, addresses: tuple[int, ...], stream: int) -> bool:
+        """Puts a step's graph on a stream; False if another thread's batch has just taken the graph's place."""
+        turn, batches = self._turn, replay.batches
+        with turn.lock:
+            try:
+                if turn.stream != stream:
+                    turn.give(stream)
+                if changes.latest is not self._seen:
+                    self._apply_settings(stream)
+                graph = batches.graph
+                if graph is None:
+                    return False
+                if batches is not self._latest:
+                    self._batches.move_to_end(replay.key)
+                    self._latest = batches
+                batches.find(addresses, replay.pitches, stream)
+                if graphs.stand_in is not None:
+                    graph = graphs.stand_in(graph, lambda: self._record(batches))
+                if status := self._launch_graph(graph.executable, stream):
+                    check("cuGraphLaunch", status)
+                return True
+            finally:
+                turn.end()
 
     def _apply_settings(self, stream: int) -> None:
         """Brings to the device what was changed of the optimizer's settings; a graph only reads them there."""
         latest = changes.latest
         self._body.optimizer.apply_settings(stream=stream)
         self._seen = latest
-
-    def _launch(self, replay: Replay, addresses: Sequence[int], stream: int) -> bool:
-        """Puts copies and graph on a stream; False if another thread's batch has just taken the graph's place."""
-        graph = replay.batches.graph
-        if graph is None:
-            return False
-        self._batches.move_to_end(replay.key)
-        _copy(replay.copies, addresses, stream)
-        if graphs.stand_in is not None:
-            graph = graphs.stand_in(graph, lambda: self._record(replay.batches))
-        if status := self._launch_graph(graph.executable, stream):
-            check("cuGraphLaunch", status)
-        return True
 
     def _prepared(self, batch: Batch, stream: int) -> Replay:
         """What runs a batch of this size; its buffers and its graph are made at the first batch of the size."""
@@ -265,8 +273,9 @@ class GpuStep:
                 self._replays.clear()  # some of them may be of the graph that goes
                 _close(self._device, self._batches, 1)
             self._batches[key] = self._make(batch, stream)
+        self._latest = self._batches[key]
         self._batches.move_to_end(key)
-        return Replay(key, self._batches[key].copies(batch), self._batches[key])
+        return Replay(key, tuple(map(_pitch, batch)), self._latest)
 
     def _measure(self, batch: Batch, stream: int) -> None:
         """Measures what is not known of the problems that a size of batch brings, if that is to be done."""
@@ -314,7 +323,12 @@ class GpuStep:
     def _record(self, batches: Batches) -> Graph:
         captured = private_stream(self._device, "training")
         with _memory_from(self._pool), no_collection(), ranges.on(captured):
-            return Graph(lambda handle: self._body.run(batches.parts, self.tally, handle), captured)
+
+            def run(handle: int) -> None:
+                batches.fill_by_table(handle)
+                self._body.run(batches.parts, self.tally, handle)
+
+            return Graph(run, captured)
 
 
 def _step(stream: int) -> AbstractContextManager[Any]:
@@ -326,23 +340,6 @@ def _step(stream: int) -> AbstractContextManager[Any]:
 def _heard_step(stream: int) -> Iterator[None]:
     with ranges.on(stream), range_of(ranges.STEP):
         yield
-
-
-def _copy(copies: Sequence[RowCopy], addresses: Sequence[int], stream: int) -> None:
-    """Puts a batch's copies on a stream.
-
-    Args:
-        addresses: of x, of the targets and, if there are any, of the row weights.
-    """
-    copy = function("cuMemcpyDtoDAsync_v2")
-    with range_of("input"):
-        for operand, offset, buffer, size, strided in copies:
-            source = addresses[operand] + offset
-            if strided is not None:
-                strided.srcDevice = source
-                call("cuMemcpy2DAsync", strided, stream)
-            elif status := copy(buffer, source, size, stream):
-                check("cuMemcpyDtoDAsync", status)
 
 
 def _refuse_capture(stream: int) -> None:

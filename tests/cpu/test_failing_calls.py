@@ -47,7 +47,7 @@ _IN_A_SEARCH: Final = {
 _NAMES: Final = {
     "cuDeviceGetCount": "usable GPU",
     "cuInit": "usable GPU",
-    "cuMemcpyDtoDAsync_v2": "cuMemcpyDtoDAsync",
+    "cuMemcpyHtoDAsync_v2": "cuMemcpyHtoDAsync",
     "nvrtcCompileProgram": "NVRTC could not compile",
 }
 """What errors may call a call, if not by its name."""

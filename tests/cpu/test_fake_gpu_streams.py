@@ -73,3 +73,23 @@ def test_tensors_without_a_stream(gpu: FakeGpu, calls: Callable[[FakeGpu], Calls
             assert used == {gpu.stream.ptr}, name
             gpu.synchronize(gpu.stream.ptr)
             assert not gpu.streams.left_undone(), name  # by the first calls either
+
+
+def test_new_results_are_of_the_calls_stream_each_time(gpu: FakeGpu) -> None:
+    x, w = (gpu.cp.asarray(np.ones((8, 8), np.float32)) for _ in range(2))
+    gpu.synchronize_all()
+    pool, ordered = gpu.cp.cuda.MemoryPool(), []
+
+    def allocate(size: int) -> Any:
+        ordered.append(gpu.cp.cuda.get_current_stream().ptr)
+        return pool.malloc(size)
+
+    kept = []
+    with gpu.stream, gpu.cp.cuda.using_allocator(allocate):
+        for stream, expected in ((gpu.other_stream, gpu.other_stream.ptr), (None, gpu.stream.ptr)):
+            for _ in range(4):
+                ordered.clear()
+                kept.append(gpu.lt.linear(x, w, stream=stream))
+                assert set(ordered) == {expected}
+    gpu.synchronize_all()
+    assert all((gpu.host_of(each) == 8).all() for each in kept)

@@ -6,7 +6,7 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from lt_runtime.kernels.resize import Resize, ResizePass
+from lt_runtime.kernels.resize import TABLE_BYTES, Resize, ResizePass, RowBuffers, RowsCopy, write_table
 from lt_runtime.layout import Layout, layout_of
 from lt_runtime.problem import DType
 from tests.support.gpu_arrays import Guarded
@@ -38,3 +38,20 @@ def test_several_in_one_launch(dtype: DType, source: Placement, target: Placemen
 
 def _layout(array: cp.ndarray) -> Layout:
     return layout_of("copy", array.shape, [stride // array.itemsize for stride in array.strides])
+
+
+@pytest.mark.parametrize("gap", [0, 3], ids=["packed", "with gaps"])
+def test_rows_are_copied_from_where_a_table_says(gap: int) -> None:
+    rows, cols = 37, 20
+    wide = cp.random.default_rng(6).standard_normal((2, rows, cols + gap), dtype=cp.float32)
+    x, labels = wide[:, :, :cols], cp.arange(2 * rows, dtype=cp.int64).reshape(2, rows)
+    buffers = cp.zeros((rows, cols), cp.float32), cp.zeros(rows, cp.int64)
+    copies = RowsCopy([RowBuffers(each.data.ptr, rows, each.nbytes // rows, 0) for each in buffers], 1, 0)
+    table, stream = cp.zeros(TABLE_BYTES, cp.uint8), cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device().synchronize()
+    for i in range(2):
+        write_table(table.data.ptr, [(x[i].data.ptr, x.strides[1]), (labels[i].data.ptr, 8)], stream.ptr)
+        copies.run_by_table(table.data.ptr, stream.ptr)
+        stream.synchronize()
+        assert (buffers[0] == x[i]).all()
+        assert (buffers[1] == labels[i]).all()

@@ -74,6 +74,7 @@ TESTS = [
     ),
     "test_dropout.py::test_known_answers",
     f"test_resize.py::test_copies[{DType.FLOAT16.value}]",
+    "test_copy_rows.py::test_copies",
     # alignment is judged there
     *(f"test_launches.py::test_{test}" for test in ("forward_pass", "backward_pass", "backward_pass_with_a_mask")),
     "test_adamw.py::test_schedules",

@@ -90,7 +90,7 @@ class FakeDriver:
             "cuEventRecord": self.cuEventRecord,
             "cuGraphLaunch": self.cuGraphLaunch,
             "cuLaunchKernelEx": self._launch,
-            "cuMemcpyDtoDAsync_v2": self.cuMemcpyDtoDAsync,
+            "cuMemcpyHtoDAsync_v2": self._upload,
             "cuStreamIsCapturing": self._store_capturing,
         }[name]
 
@@ -237,6 +237,10 @@ class FakeDriver:
         # The driver has read ordinary memory when it returns, and page-locked memory when the copy runs.
         to = self._memory.view(target, size, "a copy's target")
         self._copy(to, of if is_pinned else of.copy(), stream, (target, source))
+
+    def _upload(self, target: int, source: bytes, size: int, stream: int) -> None:
+        to = self._memory.view(target, size, "a copy's target")
+        self._copy(to, np.frombuffer(source[:size], np.uint8), stream, (target, id(source)))
 
     def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> None:
         of = self._memory.view(source, size, "a copy's source")

@@ -52,7 +52,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "activated": lambda _: contextlib.nullcontext(),
         "is_captured": lambda stream: stream == CAPTURED,
         "is_capturing": lambda stream: stream == CAPTURED,
-        "launch_graph": lambda executable, stream: calls.append(("launch", stream)),
+        "function": lambda name: lambda executable, stream: calls.append(("launch", stream)),
         "private_stream": lambda *_: PRIVATE,
         "relaxed_captures": relaxed,
         "stream_memory": FakeMemory,

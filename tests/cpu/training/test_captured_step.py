@@ -7,6 +7,7 @@ import ctypes
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.arrays import libraries as signatures
+from lt_runtime.arrays.arena import host_zeros
 from lt_runtime.errors import CaptureError, DriverError, GpuError, OperandError, ShapeError
 from lt_runtime.gpu import direct, driver, streams
+from lt_runtime.kernels import resize
 from lt_runtime.training import captured, inputs
 from lt_runtime.training.captured import MAX_GRAPHS
 from lt_runtime.training.device import ComputeDevice
@@ -61,9 +64,8 @@ class Gpu:
                 ctypes.c_int.from_address(arguments[0]).value = self.device
             elif name == "cuStreamIsCapturing":
                 ctypes.c_int.from_address(arguments[1]).value = arguments[0] == CAPTURED
-            elif name == "cuMemcpyDtoDAsync_v2":
-                ctypes.memmove(*arguments[:3])
-                self.log.append(("copy", arguments[3]))
+            elif name == "cuMemcpyHtoDAsync_v2":
+                self.log.append(("table", arguments[3]))
             else:
                 self.log.append((name, *arguments))
             return self.statuses.get(name, 0)
@@ -89,6 +91,13 @@ class Gpu:
     def free_all_blocks(self) -> None:
         self.freed += 1
 
+    def copies(self, *_: Any) -> Any:
+        """Stands in for `RowsCopy`."""
+        return SimpleNamespace(
+            run=lambda places, stream: self.log.append(("copy", stream)),
+            run_by_table=lambda table, stream: self.log.append(("copy by table", stream)),
+        )
+
     def named(self, *names: str) -> list[Any]:
         return [entry for entry in self.log if entry[0] in names]
 
@@ -107,6 +116,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for name, fake in {
         "GpuTally": lambda *_: next(tallies),
         "Graph": made.graph,
+        "RowsCopy": made.copies,
         "library_of": lambda _: SimpleNamespace(current_stream=lambda _: 6),
         "activated": lambda _: contextlib.nullcontext(),
         "call": made.call,
@@ -118,11 +128,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     }.items():
         monkeypatch.setattr(captured, name, fake)
     monkeypatch.setattr(direct, "function", made.function)
+    monkeypatch.setattr(resize, "function", made.function)
     monkeypatch.setattr(driver, "_explanation", lambda _: "it was told to")
     monkeypatch.setattr(inputs, "read", operand_of)
     monkeypatch.setattr(streams, "_check_place", lambda *_: None)
     monkeypatch.setitem(signatures.current_streams, DeviceArray, lambda _: 6)
-    monkeypatch.setitem(signatures._looks, DeviceArray, lambda a: (a.ctypes.data, 0, a.shape, a.strides, a.dtype))
+    look = attrgetter("ctypes.data"), lambda array: (0, array.shape, array.strides, array.dtype)
+    monkeypatch.setitem(signatures._looks, DeviceArray, look)
     captured._turn.cache_clear()
     yield made
     made.body_error = None  # its traceback holds a step
@@ -142,8 +154,8 @@ def step_of(gpu: Gpu, **options: Any) -> lt.TrainStep:
 
 
 def batch(rows: int, labels: str = "int32") -> tuple[Any, Any]:
-    x = np.random.default_rng(rows).standard_normal((rows, INPUTS)).astype(np.float32)
-    return x.view(DeviceArray), np.zeros(rows, labels).view(DeviceArray)
+    x = host_zeros(rows * INPUTS, np.dtype(np.float32)).reshape(rows, INPUTS)  # aligned as a GPU's arrays are
+    return x.view(DeviceArray), host_zeros(rows, np.dtype(labels)).view(DeviceArray)
 
 
 def test_the_first_batch_is_rehearsed_captured_and_launched(gpu: Gpu) -> None:
@@ -155,34 +167,43 @@ def test_the_first_batch_is_rehearsed_captured_and_launched(gpu: Gpu) -> None:
         ("run", PRIVATE, "spare", False),  # for the memory
         ("order", 5, PRIVATE),
         ("capture", PRIVATE),
+        ("copy by table", PRIVATE),
         ("run", PRIVATE, "tally", True),
-        *(("copy", 5),) * 2,
+        (*RECORD, 5),  # of the rehearsals
+        ("table", 5),
         ("cuGraphLaunch", 1, 5),
         (*RECORD, 5),
     ]
-    for _ in range(2):
+
+
+def test_the_table_is_written_where_a_batch_lies_elsewhere(gpu: Gpu) -> None:
+    step, launch = step_of(gpu), [("cuGraphLaunch", 1, 5), (*RECORD, 5)]
+    first, second = batch(8), batch(8)
+    for given, expected in (
+        (first, None), (first, []), (second, [("table", 5)]), (second, []), ((first[0], second[1]), [("table", 5)]),
+    ):  # fmt: skip
         gpu.log.clear()
-        step(*batch(8), stream=5)
-        assert gpu.log == [("copy", 5), ("copy", 5), ("cuGraphLaunch", 1, 5), (*RECORD, 5)]
+        step(*given, stream=5)
+        assert expected is None or gpu.log == [*expected, *launch]
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_every_batch_comes_into_the_buffers(gpu: Gpu, accumulate: int) -> None:
-    step = step_of(gpu, accumulate=accumulate)
-    for i in range(3):
-        x, labels = (array + i for array in batch(8))
-        step(x, labels, stream=5)
-        assert step._gpu is not None
-        (batches,) = step._gpu._batches.values()
-        for given, parts in zip((x, labels), zip(*batches.parts, strict=True), strict=True):
-            assert np.concatenate(parts).tolist() == given.tolist()
+def test_a_table_whose_write_failed_is_written_again(gpu: Gpu) -> None:
+    step, (first, second) = step_of(gpu), (batch(8), batch(8))
+    step(*first, stream=5)
+    gpu.statuses["cuMemcpyHtoDAsync_v2"] = 719
+    with pytest.raises(DriverError):
+        step(*second, stream=5)
+    gpu.statuses.clear()
+    gpu.log.clear()
+    step(*first, stream=5)
+    assert gpu.named("table") == [("table", 5)]
 
 
 def test_without_graphs_everything_is_on_the_callers_stream(gpu: Gpu) -> None:
     step = step_of(gpu, graph=False, accumulate=2)
     for _ in range(2):
         step(*batch(8), stream=CAPTURED)
-    assert gpu.log == [*(("copy", CAPTURED),) * 4, ("run", CAPTURED, "tally", True)] * 2
+    assert gpu.log == [("copy", CAPTURED), ("run", CAPTURED, "tally", True)] * 2
 
 
 def test_each_size_and_type_has_a_graph_and_the_oldest_goes(gpu: Gpu) -> None:
@@ -227,7 +248,7 @@ def test_a_failure_leaves_nothing_behind(gpu: Gpu, error: type[Exception]) -> No
     gpu.body_error = error("all is used")
     with pytest.raises(GpuError, match="all is used"):
         step(*batch(8), stream=5)
-    assert gpu.named("cuGraphLaunch", "copy") == []
+    assert gpu.named("cuGraphLaunch", "table") == []
     assert ("order", 5, PRIVATE) in gpu.log
     assert gpu.freed == 1
     gpu.body_error = None
@@ -240,16 +261,16 @@ def test_a_failure_leaves_nothing_behind(gpu: Gpu, error: type[Exception]) -> No
     step(*batch(8), stream=5)
 
 
-@pytest.mark.parametrize("name", ["cuGraphLaunch", "cuMemcpyDtoDAsync_v2"])
+@pytest.mark.parametrize("name", ["cuGraphLaunch", "cuMemcpyHtoDAsync_v2"])
 def test_a_failing_launch_is_raised_and_ends_the_turn(gpu: Gpu, name: str) -> None:
-    step = step_of(gpu)
-    step(*batch(8), stream=5)
+    step, first, second = step_of(gpu), batch(8), batch(8)
+    step(*first, stream=5)
     gpu.statuses[name] = 719
     with pytest.raises(DriverError, match=name.removesuffix("_v2")):
-        step(*batch(8), stream=5)
+        step(*second, stream=5)
     assert gpu.log[-1] == (*RECORD, 5)
     gpu.statuses.clear()
-    step(*batch(8), stream=5)
+    step(*second, stream=5)
 
 
 def test_a_graph_cannot_be_captured_in_another(gpu: Gpu) -> None:
@@ -266,13 +287,13 @@ def test_a_graph_cannot_be_captured_in_another(gpu: Gpu) -> None:
 
 
 def test_streams_wait_for_the_turn_before(gpu: Gpu) -> None:
-    steps = [step_of(gpu), step_of(gpu)]
+    steps, given = [step_of(gpu), step_of(gpu)], [batch(8) for _ in range(3)]
     for step in steps:
-        step(*batch(8), stream=1)
+        step(*given[0], stream=1)
     gpu.log.clear()
-    for step, stream in zip(steps * 2, (1, 1, 2, 1), strict=True):
-        step(*batch(8), stream=stream)
-    work = [[("copy", i), ("copy", i), ("cuGraphLaunch", 1, i), (*RECORD, i)] for i in (1, 2)]
+    for step, each, stream in zip(steps * 2, given[1:2] * 2 + given[2:] * 2, (1, 1, 2, 1), strict=True):
+        step(*each, stream=stream)
+    work = [[("table", i), ("cuGraphLaunch", 1, i), (*RECORD, i)] for i in (1, 2)]
     graphs = [[(*entry[:1], 2, entry[2]) if entry[0] == "cuGraphLaunch" else entry for entry in each] for each in work]
     wait = [[("cuStreamWaitEvent", i, 77, 0)] for i in (1, 2)]
     assert gpu.log == [*work[0], *graphs[0], *wait[1], *work[1], *wait[0], *graphs[0]]
@@ -301,7 +322,7 @@ def test_the_current_stream_is_that_of_the_batchs_library(gpu: Gpu, graph: bool)
     step(*batch(8))
     gpu.log.clear()
     step(*batch(8))
-    assert gpu.log[0] == ("copy", 6)
+    assert gpu.log[-2 if graph else 0][-1] == 6
     assert step.metrics() == (4, 0.5, 0.75)
     assert step.metrics(stream=3).steps == 4
     assert gpu.log[-2:] == [("read", 6), ("read", 3)]

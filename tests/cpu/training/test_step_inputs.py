@@ -13,11 +13,13 @@ import pytest
 import lt_runtime as lt
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import DeviceError, DTypeError, LayoutError, LtError, ShapeError
+from lt_runtime.kernels import kernel
 from lt_runtime.training import captured, inputs, staging
 from lt_runtime.training.captured import Batches
 from lt_runtime.training.inputs import read_batch
 from lt_runtime.training.losses import NamedLoss, OwnLoss, StepLoss
 from lt_runtime.training.staging import Slot
+from tests.host_kernels.harness import HostKernels
 from tests.support.fake_device import DeviceArray, call, operand_of
 from tests.support.numpy_cases import DTYPES, Array
 
@@ -25,19 +27,14 @@ ROWS, INPUTS, OUTPUTS = 12, 5, 3
 
 
 @pytest.fixture(autouse=True)
-def _memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def _memory_of_the_host(monkeypatch: pytest.MonkeyPatch, host: HostKernels) -> None:
     @contextlib.contextmanager
     def stream(device: int, handle: int) -> Iterator[Any]:
         yield SimpleNamespace(zeros=lambda *arguments: np.zeros(*arguments).view(DeviceArray))
 
     monkeypatch.setattr(captured, "cupy_stream", stream)
 
-    def copy(*arguments: Any) -> int:
-        call("cuMemcpyDtoDAsync", *arguments)
-        return 0
-
-    monkeypatch.setattr(captured, "call", call)
-    monkeypatch.setattr(captured, "function", {"cuMemcpyDtoDAsync_v2": copy}.__getitem__)
+    monkeypatch.setattr(kernel, "get_kernel", host.get)
     host_read = inputs.read
 
     def read(name: str, array: Any, stream: int) -> Operand:
@@ -60,7 +57,7 @@ OWN = OwnLoss(lambda *_: None, lt.MLP([INPUTS, OUTPUTS], device="cpu"))
 
 
 def fill(batches: Batches, operands: tuple[Operand, ...]) -> None:
-    captured._copy(batches.copies(operands), [operand.address for operand in operands], 0)
+    batches.fill([(operand.address, captured._pitch(operand)) for operand in operands], 0)
 
 
 def on_gpu(values: Array) -> Array:
