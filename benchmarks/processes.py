@@ -1,7 +1,7 @@
 """What a process of its own does for the suites `cold` and `tuning`: `python -m benchmarks.processes TASK`.
 
-The tasks are import, linear, step, and plans BLOCK... Each prints a line of JSON. What is imported here at the top is
-imported before the clock starts, so it is as little as possible.
+The tasks are import, linear, step, trained MODEL, and plans BLOCK... Each prints a line of JSON. What is imported at the
+top is imported before the clock starts, so it is as little as possible.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any, Final
 
 _M, _N, _K = 256, 512, 784
-_DIMS: Final = (784, 512, 512, 10)
+MODELS: Final[Mapping[str, tuple[int, tuple[int, ...]]]] = {
+    "mnist MLP BF16, batch 256": (_M, (784, 512, 512, 10)),
+    "gpt2-mlp-x2 BF16": (8192, (768, 3072, 768, 3072, 768)),
+}
+"""Rows of a batch, and columns, of BF16 models with ReLU."""
+_STEPS: Final = 500
 
 
 class Stages:
@@ -52,15 +57,31 @@ def linear(stages: Stages) -> None:
 
 def step(stages: Stages) -> None:
     """A model's training step, twice: the first makes the plans, compiles the kernels and captures the graph."""
+    _first_steps(stages, next(iter(MODELS)))
+
+
+def trained(stages: Stages, model: str) -> None:
+    """The same of a model by its name, and then many steps; `step` is a step's part of them."""
+    cp, train = _first_steps(stages, model)
+    for _ in range(_STEPS):
+        train()
+    _done(cp, stages, "step")
+    stages.us["step"] /= _STEPS
+
+
+def _first_steps(stages: Stages, name: str) -> tuple[Any, Callable[[], object]]:
+    """CuPy, and a training step on the same batch each time."""
     cp, lt, to_gpu = _libraries(stages)
-    model = lt.MLP(_DIMS, activation="relu", dtype="bfloat16", device="cuda")
+    rows, dims = MODELS[name]
+    model = lt.MLP(dims, activation="relu", dtype="bfloat16", device="cuda")
     optimizer = lt.AdamW(model.parameters(), lr=1e-3)
-    train = lt.TrainStep(model, optimizer, loss="cross_entropy", batch_size=_M)
-    x, labels = to_gpu((_M, _DIMS[0])), cp.zeros(_M, cp.int64)
+    train = lt.TrainStep(model, optimizer, loss="cross_entropy", batch_size=rows)
+    x, labels = to_gpu((rows, dims[0])), cp.zeros(rows, cp.int64)
     _done(cp, stages, "operands")
-    for name in ("first", "second"):
+    for stage in ("first", "second"):
         train(x, labels)
-        _done(cp, stages, name)
+        _done(cp, stages, stage)
+    return cp, lambda: train(x, labels)
 
 
 def _libraries(stages: Stages) -> tuple[Any, Any, Callable[[tuple[int, ...]], Any]]:
@@ -98,7 +119,12 @@ def plans(names: Sequence[str]) -> dict[str, Any]:
     return {"measurements": process.measurements, "known": process.known, "us": process.us}
 
 
-TASKS: Final[Mapping[str, Callable[[Stages], None]]] = {"import": import_, "linear": linear, "step": step}
+TASKS: Final[Mapping[str, Callable[..., None]]] = {
+    "import": import_,
+    "linear": linear,
+    "step": step,
+    "trained": trained,
+}
 
 
 def main(task: str, names: Sequence[str]) -> None:
@@ -107,7 +133,7 @@ def main(task: str, names: Sequence[str]) -> None:
         found = plans(names)
     else:
         stages = Stages()
-        TASKS[task](stages)
+        TASKS[task](stages, *names)
         found = {"us": stages.us, "loads_driver": loads_driver()}
     print(json.dumps(found))
 

@@ -94,6 +94,12 @@ def test_a_profile_of_our_calls(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.large
+def test_a_process_that_measures_before_its_first_step() -> None:
+    tuned, untuned = cold.measuring("mnist MLP BF16, batch 256")
+    assert tuned["us"]["first"] > untuned["us"]["first"] > untuned["us"]["step"] > 0
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("task", cold.NAMES)
 def test_a_second_process_finds_what_the_first_compiled(task: str) -> None:
     row = cold.row_of_firsts(task, [cold.pair(task)])
