@@ -1,4 +1,7 @@
-"""The one entry: `python -m benchmarks SUITE... [options]`, or one of the commands compare, report, derive-priors."""
+"""The one entry: `python -m benchmarks SUITE... [options]`, or a command.
+
+Commands are compare, report, derive-priors and judge-priors.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from typing import Final
 
 from benchmarks import report, suite
 
-SUITES: Final = ("kernels", "layers", "steps", "narrow", "host", "tuning", "cold")
-_COMMANDS: Final = {"compare": "compare", "report": "readme", "derive-priors": "priors"}
+SUITES: Final = ("kernels", "layers", "wide", "steps", "narrow", "host", "tuning", "cold")
+_COMMANDS: Final = {"compare": "compare", "report": "readme", "derive-priors": "priors", "judge-priors": "judge"}
 _SPECIAL: Final = {
-    "dtype": ("layers",),
+    "dtype": ("layers", "wide"),
     "activation": ("layers",),
-    "max_autotune": ("layers", "steps", "narrow"),
+    "max_autotune": ("layers", "wide", "steps", "narrow"),
     "torch_compile": ("kernels", "steps"),
     "jax": ("layers", "steps", "narrow"),
     "soak": ("steps",),
     "prefetch": ("steps",),
     "profile": ("host",),
     "ours": ("host", "kernels", "layers", "steps"),
-    "keep_plans": ("layers", "steps"),
+    "keep_plans": ("layers", "wide", "steps"),
 }
 """Options that mean nothing to the other suites."""
 
@@ -38,11 +41,11 @@ def parser() -> argparse.ArgumentParser:
     told = f"the folder for SUITE.json; for a whole suite and with --resume it is {report.RESULTS} by default"
     made.add_argument("--out", metavar="DIR", help=told)
     made.add_argument("--ours", action="store_true", help="host, kernels, layers, steps: only our own calls")
-    told = "layers, steps: tune in the plan cache of $LT_RUNTIME_CACHE_DIR, not in an empty one for each row"
+    told = "layers, wide, steps: tune in the plan cache of $LT_RUNTIME_CACHE_DIR, not in an empty one for each row"
     made.add_argument("--keep-plans", action="store_true", help=told)
-    made.add_argument("--dtype", choices=("bf16", "tf32"), help="layers: only this type")
+    made.add_argument("--dtype", choices=("bf16", "tf32"), help="layers, wide: only this type")
     made.add_argument("--activation", choices=("gelu", "relu"), help="layers: only this activation")
-    told = "layers, steps, narrow: torch.compile in this mode too, a minute each; layers: six representative ones"
+    told = "layers, wide, steps, narrow: torch.compile in this mode too, a minute each; layers: six representative ones"
     made.add_argument("--max-autotune", action="store_true", help=told)
     made.add_argument(
         "--torch-compile", action="store_true", help="steps, kernels: torch.compile too, in steps by default"

@@ -348,7 +348,7 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
     return made
 
 
-def _lines(rows: Sequence[Json]) -> report.Table:
+def lines(rows: Sequence[Json]) -> report.Table:
     more = {
         "÷ best": lambda row: f"{row['chosen_vs_best']:.3f}" if "chosen_vs_best" in row else "",
         "tuned in": lambda row: f"{row['tuning_s']:.2f} s",
@@ -362,5 +362,5 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
 
 _NAMES: Final = [block.name for block in blocks()]
 SUITE: Final = Suite(
-    rounds=9, order=_NAMES, jobs=_jobs, findings=findings, lines=_lines, optional={MAX_AUTOTUNE: _NAMES, JAX: _NAMES}
+    rounds=9, order=_NAMES, jobs=_jobs, findings=findings, lines=lines, optional={MAX_AUTOTUNE: _NAMES, JAX: _NAMES}
 )

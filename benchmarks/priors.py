@@ -1,7 +1,8 @@
-"""Fits the shipped priors to measured times of strategies: `python -m benchmarks derive-priors [FILE] [--out FILE]`.
+"""Fits the shipped priors to measured times of strategies: `python -m benchmarks derive-priors [FILE...] [--out FILE]`.
 
-FILE is what the suite `layers` writes. For each type and activation, a small tree of limits on sizes is fitted that
-chooses the strategy: first for backward, then for forward together with the backward that follows from what it keeps.
+FILE is what the suites `layers` and `wide` write; of the latter only the half for fitting is read. For each type and
+activation, a small tree of limits on sizes is fitted that chooses the strategy: first for backward, then for forward
+together with the backward that follows from what it keeps.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any, Final, NamedTuple
 
 import lt_runtime
 from benchmarks import report
+from benchmarks.wide import FIT
 
 _ITEMSIZE: Final = {"bf16": 2, "tf32": 4}
+_OCTET: Final = 8
 _DEPTH: Final = 2
-_LEAST_GAIN: Final = 0.05  # logarithm of time over all samples that a further limit has to save
-_LEAST_SAMPLES: Final = 2  # on either side of a limit
+_LEAST_GAIN: Final = 0.5  # logarithm of time over all samples that a further limit has to save
+_LEAST_SAMPLES: Final = 4  # on either side of a limit
 _UNKNOWN: Final = 2.0  # A strategy that was too slow or refused counts as this multiple of the slowest.
 _FORWARD: Final = ("epilogue", "saved")
 _BACKWARD: Final = ("db", "derivative", "db_below", "beside")
@@ -95,7 +98,8 @@ def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
     m, n, k = row["layer"]
     outputs, inputs = (n, k) if layer == 0 else (k, n)
     cols, inner = (inputs, outputs) if backward else (outputs, inputs)
-    return {"output_bytes": m * cols * _ITEMSIZE[row["type"]], "inner": inner, "rows": m}
+    sizes = {"output_bytes": m * cols * _ITEMSIZE[row["type"]], "inner": inner, "rows": m}
+    return sizes | {"least": min(cols, inner), "whole": int(cols % _OCTET == inner % _OCTET == 0)}
 
 
 def backward_samples(rows: Iterable[Row]) -> Samples:
@@ -162,9 +166,25 @@ def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
     return tree | {branch: _with_leaves(tree[branch], make) for branch in ("then", "otherwise")}
 
 
+def fitting(rows: Iterable[Row]) -> list[Row]:
+    """The rows to fit: those of `wide` with the times of untuned passes, each in the way that is the fastest for it."""
+    made = []
+    for row in rows:
+        entries = dict(row.get("entries", {}))
+        for role, ways in row.get("strategies", {}).items():
+            names = dict.fromkeys(name for times in ways.values() for name in times)
+            entries[role] = {name: min(times[name] for times in ways.values() if name in times) for name in names}
+            if role.endswith("forward") and any(extent % _OCTET for extent in row["layer"][1:]):
+                # Whether an epilogue is worth copies is the cost model's to say, which refuses it otherwise.
+                entries[role] = {name: us for name, us in entries[role].items() if not name.startswith("none")}
+        if entries and row.get("half", FIT) == FIT:
+            made.append({**row, "entries": entries})
+    return made
+
+
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
     """The trees of forward and backward as a table has them; and by tree the number of samples and their mean loss."""
-    usable = [row for row in rows if row.get("entries")]
+    usable = fitting(rows)
     of_backward = backward_samples(usable)
     backward = {name: fit(samples) for name, samples in sorted(of_backward.items())}
     of_forward = forward_samples(usable, backward)
@@ -194,15 +214,17 @@ def _table_of(capability: int) -> Path:
 def main(argv: Sequence[str]) -> None:
     """Writes the table of the architecture that was measured, and prints what following it costs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks derive-priors", description=__doc__)
-    default = report.RESULTS / "layers.json"
-    parser.add_argument("file", type=Path, nargs="?", default=default, help="default: %(default)s")
+    default = [report.RESULTS / "layers.json", report.RESULTS / "wide_parts.json"]
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=default, help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the package's table of the architecture")
     arguments = parser.parse_args(argv)
-    measured = json.loads(arguments.file.read_text())
-    trees, quality = derive(measured["rows"])
-    machine, dates = measured["machine"], sorted(row["when"] for row in measured["rows"] if "when" in row)
+    documents = [json.loads(file.read_text()) for file in arguments.files]
+    machine, rows = documents[0]["machine"], [row for document in documents for row in document["rows"]]
+    trees, quality = derive(rows)
+    dates = sorted(row["when"] for row in rows if "when" in row)
     source = {name: machine[name] for name in ("gpu", "driver", "cublaslt")}
-    source |= {"commit": measured["commit"], "when": dates[-1] if dates else None, "blocks": len(measured["rows"])}
+    source |= {"commit": ", ".join(dict.fromkeys(each["commit"] for each in documents))}
+    source |= {"when": dates[-1] if dates else None, "blocks": len(fitting(rows))}
     out = arguments.out or _table_of(machine["capability"])
     report.write_json(out, {"source": source} | trees)
     for name, (count, loss) in quality.items():

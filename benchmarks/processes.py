@@ -1,7 +1,7 @@
 """What a process of its own does for the suites `cold` and `tuning`: `python -m benchmarks.processes TASK`.
 
-The tasks are import, linear, step, trained MODEL, and plans BLOCK... Each prints a line of JSON. What is imported at the
-top is imported before the clock starts, so it is as little as possible.
+The tasks are import, linear, step, trained MODEL, and plans BLOCK... Each prints a line of JSON. What is imported at
+the top is imported before the clock starts, so it is as little as possible.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The passes of a two-layer block by strategies of our choice, for what no public call can ask for.
 
-This module and `internals` are the only ones that import what is inside lt_runtime.
+This module, `internals`, `judge` and `parts` are the only ones that import what is inside lt_runtime.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.layers import Arrays
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.call import Call
 from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import decide_layer, prior_plan
+from lt_runtime.plans.decisions import LayerProblem, decide_layer, prior_plan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.strategies import (
     BackwardStrategy,
@@ -208,11 +208,12 @@ def entries_of(chain: Chain) -> Entries:
     Backward through the first layer has a role for each thing that forward of that layer may keep.
     """
     store = plan_store(DEVICE)
-    found = {role: (problem, store.layer(problem_key(problem))) for role, problem in _roles(chain)}
+    found = {role: (problem, store.layer(problem_key(problem))) for role, problem in roles(chain)}
     return {role: _times(problem, entry) for role, (problem, entry) in found.items() if entry is not None}
 
 
-def _roles(chain: Chain) -> Iterator[tuple[str, Problem]]:
+def roles(chain: Chain) -> Iterator[tuple[str, LayerProblem]]:
+    """A block's problems by what they are for; backward through the first layer for each thing that may be kept."""
     first, second = (layer.forward for layer in chain.layers)
     yield "forward", first
     yield "last forward", second

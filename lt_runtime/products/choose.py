@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, TypeAlias
 
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
-from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, LtError, PlanError
-from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.cost import Way, fastest_first
 from lt_runtime.products.library_terms import library_types
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW, NarrowPlan
-from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, pays_untuned
+from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
@@ -24,6 +23,12 @@ Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
 """Makes the plan of a product on a device, which is current. PlanError if neither cuBLASLt nor our kernel does it."""
 _ALGORITHM: Final = 64  # bytes of the library's
 _MARKS: Final = {PADDED: "PADDED", K_MAJOR: "K_MAJOR"}
+_MAKERS: Final[Mapping[Way, Choose]] = {
+    Way.PLAIN: MatmulPlan,
+    Way.PADDED: PaddedPlan,
+    Way.K_MAJOR: partial(PaddedPlan, k_major=True),
+    Way.NARROW: NarrowPlan,
+}
 
 
 def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
@@ -44,23 +49,21 @@ def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
 
 
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
-    """By the first that the heuristic offers that is lean, whatever was measured; on padded copies where that pays.
+    """In the way that `fastest_first` estimates to be the fastest of those that are possible, whatever was measured.
 
-    Where the library offers none, by our kernel; or else a plain product is made on padded copies, and an epilogue is
-    left to our own pass.
+    Where the library makes it, by the first algorithm that the heuristic offers that is lean.
+
+    Raises:
+        PlanError: why the library does not make the product as it is.
     """
-    if pays_untuned(problem):
-        with contextlib.suppress(PlanError):  # as where there is no room for the copies
-            return PaddedPlan(problem, device)
-    try:
-        return MatmulPlan(problem, device)
-    except PlanError:
-        if takes(problem):
-            return NarrowPlan(problem, device)
-        if problem.epilogue is Epilogue.NONE:
-            with contextlib.suppress(PlanError):
-                return PaddedPlan(problem, device)
-        raise
+    refused: PlanError | None = None
+    for way in fastest_first(problem):
+        try:
+            return _MAKERS[way](problem, device)
+        except PlanError as error:
+            refused = error if way is Way.PLAIN or refused is None else refused
+    assert refused is not None, "there is always a way"
+    raise refused
 
 
 def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:

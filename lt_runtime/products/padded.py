@@ -14,7 +14,6 @@ To the tuner and the plan cache the copies are a part of the algorithm.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Final
 
@@ -35,12 +34,6 @@ K_MAJOR: Final = b"lt_runtime: k-major".ljust(64, b"\0")
 """The same of copies that also lie along K."""
 
 _MEMORY_SHARE: Final = 64  # the part of a GPU's memory that copies may take, as they are never freed
-_PAYS: Final = 1 << 29
-"""Multiply-adds from which padding is faster without a measurement: of half as many the copies take as long as they
-save (H200, BF16 and TF32)."""
-_PAYING_AXIS: Final = 128
-"""The shortest axis of a product that is padded without a measurement: with a shorter one there is more to copy for as
-many multiply-adds."""
 
 
 def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulProblem | None:
@@ -51,7 +44,7 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
     Args:
         k_major: A and B are to lie along K; None, then, where they do, or in other types than TF32.
     """
-    if problem.dtype is not problem.d_dtype or problem.batch != 1 or not _on_tensor_cores(problem):
+    if problem.dtype is not problem.d_dtype or problem.batch != 1 or not on_tensor_cores(problem):
         return None
     lie_along_k = Order.ROW, Order.COLUMN
     orders = problem.a.layout.order, problem.b.layout.order
@@ -72,13 +65,8 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
     return replace(problem, a=a, b=b, d=d, vector=256)
 
 
-def pays_untuned(problem: MatmulProblem) -> bool:
-    """Whether a product is large enough to be padded although nobody has measured it."""
-    axes = problem.m, problem.n, problem.k
-    return min(axes) >= _PAYING_AXIS and math.prod(axes) >= _PAYS and padded_problem(problem) is not None
-
-
-def _on_tensor_cores(problem: MatmulProblem) -> bool:
+def on_tensor_cores(problem: MatmulProblem) -> bool:
+    """Whether there is something to multiply, in types that tensor cores take."""
     sixteen_bits = problem.dtype.itemsize == 2
     return 0 not in (problem.m, problem.n, problem.k) and (sixteen_bits or problem.compute is Compute.TF32)
 
@@ -124,7 +112,7 @@ class PaddedPlan(AlgorithmPlan):
             raise PlanError(f"padding is not for {problem}")
         self._mark = K_MAJOR if k_major else PADDED
         self.problem, self.device = problem, device
-        self._sources, self._offsets, self._size = _resizes(problem, padded), dict[str, int](), 0
+        self._sources, self._offsets, self._size = copies_of(problem, padded), dict[str, int](), 0
         for name, resize in self._sources.items():
             self._offsets[name] = self._size
             self._size += aligned(resize.target.size * problem.dtype.itemsize)
@@ -168,7 +156,7 @@ class PaddedPlan(AlgorithmPlan):
             self._after.run([(copies["d"], own["d"])], memory.stream)
 
 
-def _resizes(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:
+def copies_of(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:
     """What is copied, by the names of a call's addresses; that of D is made from its copy."""
     pairs = {name: (getattr(problem, name), getattr(inner, name)) for name in ("a", "b", "d")}
     found = {name: Resize(own.layout, copy.layout) for name, (own, copy) in pairs.items() if own != copy}

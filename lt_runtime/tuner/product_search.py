@@ -13,9 +13,10 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.choose import configuration, known_algorithm, plan_by
+from lt_runtime.products.cost import Way, fastest_first
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.narrow import NARROW
-from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, pays_untuned
+from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 from lt_runtime.store.entries import Effort, ProductEntry, RejectedAlgorithm, now
 from lt_runtime.store.keys import problem_key
@@ -28,6 +29,8 @@ from lt_runtime.tuner.verification import verify
 BUDGET_S: Final = {"default": 2.0, "deep": 20.0}
 """Seconds of timing after which nothing more is timed, by effort; see `Stopwatch`."""
 _FIRST: Final = "first"
+_MARKS: Final = {Way.PLAIN: b"", Way.PADDED: PADDED, Way.K_MAJOR: K_MAJOR}
+"""What stands before the library's algorithms in the plan cache."""
 
 
 def find_algorithm(bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> ProductEntry:
@@ -63,8 +66,8 @@ class Candidates:
     """The algorithms that compete for one product.
 
     Attributes:
-        plans: one for each candidate that is left, by name; "first" is the one that runs untuned, if the library has
-            one.
+        plans: one for each candidate that is left, by name; "first" is the one that the library would run untuned, if
+            it has any.
         rejected: the candidates that are out.
         refusals: why the library offers no algorithm for the product as it is.
     """
@@ -74,9 +77,8 @@ class Candidates:
         self.plans: dict[str, AlgorithmPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
         self.refusals: list[str] = []
-        plain, *copies = (self._offered(mark, effort) for mark in (b"", PADDED, K_MAJOR))
-        padded = [blob for blobs in copies for blob in blobs]
-        blobs = padded + plain if pays_untuned(problem) else plain + padded
+        ways = sorted(_MARKS, key=[*fastest_first(problem), *_MARKS].index)
+        blobs = [blob for way in ways for blob in self._offered(_MARKS[way], effort)]
         self._blobs = {f"candidate {number}" if number else _FIRST: blob for number, blob in enumerate(blobs)}
         if takes(problem):
             self._blobs["ours"] = NARROW.blob

@@ -9,6 +9,7 @@ from tests.mutants.fault import Fault, fault
 _MATMUL: Final = "lt_runtime/products/matmul.py"
 _PRODUCT: Final = "lt_runtime/products/product.py"
 _PADDED: Final = "lt_runtime/products/padded.py"
+_COST: Final = "lt_runtime/products/cost.py"
 _TERMS: Final = "lt_runtime/products/library_terms.py"
 _KNOWN_BAD: Final = "lt_runtime/cublaslt/known_bad.py"
 _PASS: Final = "lt_runtime/kernels/matmul_epilogue.py"
@@ -401,11 +402,67 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/products/test_padded.py::test_a_column_major_d_grows_along_its_rows",
     ),
     fault(
-        "small products are padded unmeasured",
-        _PADDED,
-        "_PAYS: Final = 1 << 29",
-        "_PAYS: Final = 1 << 26",
-        "tests/cpu/products/test_padded.py::test_small_ones_wait_for_a_measurement",
+        "a product without whole octets is thought fast",
+        _COST,
+        "_RAGGED_16_BITS: Final = _Rates(5.0, 60e6, 1.7e6)",
+        "_RAGGED_16_BITS: Final = _Rates(5.0, 500e6, 2.8e6)",
+        "tests/cpu/products/test_cost.py::test_the_way_that_was_measured_to_be_the_fastest",
+    ),
+    fault(
+        "copies are thought to be free",
+        _COST,
+        'return len({name == "d" for name in copies}) * _PASS_US + moved / _PASS_MOVED',
+        "return 0.0",
+        "tests/cpu/products/test_cost.py::test_the_way_that_was_measured_to_be_the_fastest",
+    ),
+    fault(
+        "the bytes of copies are thought to be free",
+        _COST,
+        " * _PASS_US + moved / _PASS_MOVED",
+        " * _PASS_US",
+        "tests/cpu/products/test_cost.py::test_copies_cost_what_they_move",
+    ),
+    fault(
+        "our kernel for narrow products waits for a measurement",
+        _COST,
+        "found = {Way.PLAIN: _library_us(problem)} | narrow",
+        "found = {Way.PLAIN: _library_us(problem)}",
+        "tests/cpu/products/test_cost.py::test_the_way_that_was_measured_to_be_the_fastest",
+    ),
+    fault(
+        "copies along K are thought no faster",
+        _COST,
+        "_K_MAJOR_TF32 if lies_along_k else _WHOLE_TF32",
+        "_WHOLE_TF32",
+        "tests/cpu/products/test_cost.py::test_the_way_that_was_measured_to_be_the_fastest",
+    ),
+    fault(
+        "whole operands are copied along K unmeasured",
+        _COST,
+        "    if padded is not None:\n",
+        "    if padded is not None or padded_problem(problem, k_major=True):\n        padded = padded or problem\n",
+        "tests/cpu/products/test_cost.py::test_copies_are_considered_only_where_something_is_to_be_padded",
+    ),
+    fault(
+        "nothing is counted for an epilogue that is left to a pass",
+        _COST,
+        "us += _PASS_US",
+        "us += 0 * _PASS_US",
+        "tests/cpu/products/test_cost.py::test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower",
+    ),
+    fault(
+        "our kernel is preferred off the tensor cores",
+        _COST,
+        "return {Way.PLAIN: 0.0} | narrow",
+        "return {Way.PLAIN: 99.0} | narrow",
+        "tests/cpu/products/test_cost.py::test_off_the_tensor_cores_the_library_comes_first",
+    ),
+    fault(
+        "the library sums rows that are no whole octets",
+        "lt_runtime/plans/priors.py",
+        'problem.own.changes or not features["whole"]',
+        "problem.own.changes",
+        "tests/cpu/plans/test_priors.py::test_the_library_sums_no_rows_that_are_no_whole_octets",
     ),
     fault(
         "a padded bias is not copied",
@@ -431,8 +488,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "padding is not the last resort of a plain product",
         "lt_runtime/products/choose.py",
-        "        if problem.epilogue is Epilogue.NONE:\n",
-        "        if problem.epilogue is not Epilogue.NONE:\n",
+        "    for way in fastest_first(problem):\n",
+        "    for way in fastest_first(problem)[:1]:\n",
         "tests/cpu/products/test_padded.py::test_copies_where_the_library_offers_nothing_else",
     ),
     fault(

@@ -85,7 +85,7 @@ def test_limits_are_on_the_problem_s_sizes(table: dict[str, Any], feature: str, 
 
 
 def test_backward_s_sizes_are_those_of_the_input_gradient() -> None:
-    expected = {"output_bytes": 256 * 512 * 2, "inner": 64, "rows": 256}
+    expected = {"output_bytes": 256 * 512 * 2, "inner": 64, "rows": 256, "least": 64, "whole": 1}
     assert priors.backward_features(backward_of(GELU, 1)) == expected
 
 
@@ -111,6 +111,13 @@ def test_a_bias_gradient_is_our_kernel_s_where_it_reads_dy_in_any_case(table: di
     assert first_backward(GELU, through=None).db is EPILOGUE
     own = derivative_of(forward_of(GELU))
     assert first_backward(GELU, 0, own=own, through=None).db is KERNEL
+
+
+def test_the_library_sums_no_rows_that_are_no_whole_octets(table: dict[str, Any]) -> None:
+    table["backward"]["bf16 gelu preactivation"] = FUSED
+    odd = Chain.of_mlp(256, (64, 511, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True)
+    assert first_backward(odd).db is KERNEL
+    assert first_backward(GELU).db is EPILOGUE
 
 
 def test_backward_that_is_products_alone_has_a_tree_of_its_own(table: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from lt_runtime.problem import (
 )
 from lt_runtime.products import choose
 from lt_runtime.products.choose import heuristic_algorithm
+from lt_runtime.products.cost import Way
 from lt_runtime.products.matmul import MatmulPlan
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
 
@@ -103,7 +104,8 @@ def test_our_kernel_for_narrow_products_keeps_its_derivative(
     epilogue: Epilogue, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That kernel computes GELU's derivative in FP32 as accurately as our pass."""
-    monkeypatch.setattr(choose, "NarrowPlan", lambda problem, _: SimpleNamespace(narrow=problem))
+    makers = {**choose._MAKERS, Way.NARROW: lambda problem, _: SimpleNamespace(narrow=problem)}
+    monkeypatch.setattr(choose, "_MAKERS", makers)
     problem = a_product(FULL, epilogue, k=8)
     assert heuristic_algorithm(problem, 0).narrow is problem  # type: ignore[attr-defined]
 

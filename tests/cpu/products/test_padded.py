@@ -21,7 +21,7 @@ from lt_runtime.products import choose as algorithms
 from lt_runtime.products import padded
 from lt_runtime.products.choose import configuration, plan_by
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem, pays_untuned
+from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
 from tests.support.calls import addresses, call_of
 
@@ -131,9 +131,9 @@ def test_a_bias_that_a_padded_d_has_aligned_is_copied() -> None:
     problem = forward(256, 512, 480, epilogue=Epilogue.BIAS, vector=2, d=d)
     inner = found(problem)
     assert (inner.n, inner.vector) == (512, 256)
-    assert padded._resizes(problem, inner).keys() == {"d", "vector"}
+    assert padded.copies_of(problem, inner).keys() == {"d", "vector"}
     aligned = replace(problem, vector=256)
-    assert padded._resizes(aligned, found(aligned)).keys() == {"d"}
+    assert padded.copies_of(aligned, found(aligned)).keys() == {"d"}
 
 
 TF32 = {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32, "compute": Compute.TF32}
@@ -155,15 +155,6 @@ def test_copies_along_k(make: Any, shape: tuple[int, int, int]) -> None:
 def test_what_lies_along_k_is_not_turned() -> None:
     assert padded_problem(forward(256, 512, 384, **TF32), k_major=True) is None
     assert padded_problem(weight_gradient(256, 512, 384, epilogue=Epilogue.BGRADA, **TF32), k_major=True) is None
-
-
-def test_small_ones_wait_for_a_measurement() -> None:
-    assert pays_untuned(forward(2048, 1024, 479))
-    assert not pays_untuned(forward(2048, 1024, 480))
-    assert pays_untuned(forward(2048, 1024, 257))
-    assert not pays_untuned(forward(2048, 1024, 255)), "a multiplication fewer than what pays"
-    assert not pays_untuned(forward(256, 10, 511))
-    assert not pays_untuned(forward(1 << 20, 1, 512)), "little is multiplied for what would be copied"
 
 
 class _Passes:
@@ -261,19 +252,17 @@ def test_untuned_large_ones_are_padded(library: FakeLibrary, passes: _Passes) ->
     _offer(library, 1)
     assert type(algorithms.heuristic_algorithm(forward(M, N, K), 0)) is PaddedPlan
     library.offered = {(WORKSPACE, BOTH): [1]}
-    assert type(algorithms.heuristic_algorithm(forward(64, 64, 479), 0)) is MatmulPlan
+    assert type(algorithms.heuristic_algorithm(forward(64, 63, 479), 0)) is MatmulPlan
 
 
 def test_copies_where_the_library_offers_nothing_else(
     library: FakeLibrary, passes: _Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem, query = forward(64, 64, 63), MatmulPlan.query
+    problem, query = forward(64, 63, 63), MatmulPlan.query
     monkeypatch.setattr(MatmulPlan, "query", lambda self, *of: query(self, *of) if self.problem.k == 64 else [])
     _offer(library, 1)
-    assert not pays_untuned(problem)
     assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
-    with pytest.raises(PlanError, match="is not asked"):  # for which a pass of ours makes the epilogue
-        algorithms.heuristic_algorithm(replace(problem, epilogue=Epilogue.RELU), 0)
+    assert type(algorithms.heuristic_algorithm(replace(problem, epilogue=Epilogue.RELU), 0)) is PaddedPlan
     library.offered = {}
     with pytest.raises(PlanError, match="offers 0"):
         algorithms.heuristic_algorithm(problem, 0)

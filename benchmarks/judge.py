@@ -1,0 +1,165 @@
+"""What the priors would reach, from committed times and without a GPU: `python -m benchmarks judge-priors [FILE...]`.
+
+FILE is what the suite `wide` writes, with the times of parts. For every row the priors choose strategies, and
+`fastest_first` the algorithms of their products. What that changes against the run's own untuned choice is added to
+the run's untuned time, from the times of the parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from benchmarks import report
+from benchmarks.layers import Block
+from benchmarks.splits import DEVICE, chain_of, roles, strategy_name
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.layout import Layout, Order
+from lt_runtime.plans import priors
+from lt_runtime.plans.decisions import LayerProblem, priors_of
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.cost import Way, estimated_us, fastest_first
+
+Row: TypeAlias = Mapping[str, Any]
+Product: TypeAlias = tuple[MatmulProblem, Mapping[Way, float]]
+_WAYS: Final = {"plain": Way.PLAIN, "PADDED": Way.PADDED, "K_MAJOR": Way.K_MAJOR, "ours": Way.NARROW}
+_ROLES: Final = ("forward", "last forward", "backward", "last backward")
+_DISTURBED: Final = 2.5  # A first algorithm that is this many times the best of its way was disturbed.
+
+_DISTURBED_SUM: Final = 1.15  # So is a sum of parts that is this many times the whole.
+
+
+def products_of(row: Row) -> list[Product]:
+    """The products of a row, with the microseconds of the first algorithm in each way."""
+    return [(_problem(each), _times(each["algorithms"])) for each in row["products"]]
+
+
+def _times(algorithms: Sequence[Sequence[Any]]) -> dict[Way, float]:
+    found: dict[Way, list[float]] = {}
+    for name, *_, us in algorithms:
+        found.setdefault(_WAYS[name], []).append(us)
+    return {way: us[0] if us[0] < _DISTURBED * min(us) else min(us) for way, us in found.items()}
+
+
+def _problem(product: Mapping[str, Any]) -> MatmulProblem:
+    (m, n, k), epilogue = product["shape"], Epilogue(product["epilogue"])
+    dtype, d_dtype, compute = product["types"]
+    shapes = {"a": (m, k), "b": (k, n), "d": (m, n)}
+    specs = {
+        name: Spec(Layout(*shapes[name], Order(order), leading))
+        for name, (order, leading) in product["layouts"].items()
+    }
+    aux = specs["d"] if epilogue.has_aux_output or epilogue.is_derivative else None
+    return MatmulProblem(DType(dtype), DType(d_dtype), Compute(compute), **specs, epilogue=epilogue, aux=aux)
+
+
+def _untuned(product: Product) -> tuple[Way, float] | None:
+    """What is chosen untuned; the time is an estimate where copies had no room when it was measured."""
+    problem, times = product
+    estimates = estimated_us(problem)
+    for way in fastest_first(problem):
+        if way in times or way in (Way.PADDED, Way.K_MAJOR):
+            return way, times.get(way, estimates[way])
+    return None
+
+
+class Parts:
+    """What a row's passes take by their strategies, with the algorithms that are chosen untuned."""
+
+    def __init__(self, row: Row) -> None:
+        self._row, self._m, self._n, self._k = row, *row["layer"]
+        self._strategies, self._products = row["strategies"], products_of(row)
+        block = Block(row["stratum"], *row["layer"], row["type"], row["activation"])
+        self.problems: dict[str, LayerProblem] = dict(roles(chain_of(block)))
+
+    def chosen(self, role: str) -> tuple[str, float]:
+        """The first strategy of the priors that is possible, and its microseconds."""
+        for strategy in map(strategy_name, priors_of(self.problems[role], DEVICE)):
+            us = self.us(role, strategy)
+            if us is not None:
+                return strategy, us
+        raise ValueError(f"{self._row['case']}: no strategy of the priors was measured for {role}")
+
+    def us(self, role: str, strategy: str) -> float | None:
+        """The time on the operands as they are, or else on copies, but for what its products take in other ways."""
+        for name, preferred in (("plain", Way.PLAIN), ("padded", Way.PADDED)):
+            us = self._strategies[role][name].get(strategy)
+            if us is None:
+                continue
+            if is_whole := all(extent % 8 == 0 for extent in (self._n, self._k)):
+                us = min(ways[strategy] for ways in self._strategies[role].values() if strategy in ways)
+            for product in self._of(role, strategy):
+                found, times = _untuned(product), product[1]
+                if found is None:
+                    return None
+                own = next((way for way in (preferred, Way.PLAIN, Way.NARROW, Way.PADDED) if way in times), None)
+                if own is not None and not (is_whole and found[0] is own):
+                    us += found[1] - times[own]
+            return float(us)
+        return None
+
+    def _of(self, role: str, strategy: str) -> Iterator[Product]:
+        parts, (m, n, k) = strategy.split(), (self._m, self._n, self._k)
+        if role.endswith("forward"):
+            yield from self._find((m, n, k) if role == "forward" else (m, k, n), parts[0], Order.COLUMN)
+            return
+        db, derivative, below, _ = parts
+        is_last = role == "last backward"
+        epilogue = f"d{self._row['activation']}" + ("_bgrad" if below == "epilogue" else "")
+        yield from self._find((m, k, n) if is_last else (m, n, k), epilogue if derivative == "epilogue" else "none")
+        yield from self._find((n, k, m) if is_last else (k, n, m), "bgrada" if db == "epilogue" else "none")
+
+    def _find(self, shape: tuple[int, int, int], epilogue: str, order: Order = Order.ROW) -> Iterator[Product]:
+        for problem, times in self._products:
+            is_it = (problem.m, problem.n, problem.k) == shape and problem.epilogue.value == epilogue
+            if is_it and problem.b.layout.order is order:
+                yield problem, times
+                return
+
+
+def untuned_us(row: Row) -> float:
+    """What the row's block would take untuned."""
+    parts, before, after = Parts(row), 0.0, 0.0
+    was = dict(zip(_ROLES, row["splits"]["lt_priors"].split(" | "), strict=True))
+    for role in _ROLES:
+        own = role if role != "backward" else f"backward {was['forward'].split()[1]}"
+        before += _was_us(row["strategies"][own], was[role], row)
+    forward, us = parts.chosen("forward")
+    after += us + parts.chosen("last forward")[1] + parts.chosen("last backward")[1]
+    after += parts.chosen(f"backward {forward.split()[1]}")[1]
+    was_us: float = row["us"]["lt_priors"]
+    return was_us + after - (before if before < _DISTURBED_SUM * was_us else was_us)
+
+
+def _was_us(times: Mapping[str, Mapping[str, float]], strategy: str, row: Row) -> float:
+    us = times["heuristic"][strategy]
+    if any(extent % 8 for extent in row["layer"][1:]):
+        return us
+    return min(ways[strategy] for ways in times.values() if strategy in ways)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints by half and stratum what untuned reaches of tuned: as it was measured, and as the priors are now."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks judge-priors", description=__doc__)
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=[report.RESULTS / "wide_parts.json"])
+    parser.add_argument("--rows", action="store_true", help="show the rows as well")
+    arguments = parser.parse_args(argv)
+    priors.device_info = lambda _: DeviceInfo(0, "", 90, multiprocessors=132, memory=0)
+    groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in (row for file in arguments.files for row in json.loads(file.read_text())["rows"]):
+        now, tuned = untuned_us(row), row["us"]["lt"]
+        was = tuned / row["us"]["lt_priors"]
+        groups.setdefault((row["half"], row["stratum"]), []).append((was, tuned / now))
+        if arguments.rows:
+            print(f"{row['case']}: {was:.2f} -> {tuned / now:.2f}")
+    for (half, stratum), ratios in groups.items():
+        columns = [*zip(*ratios, strict=True)]
+        texts = [
+            f"mean {math.exp(sum(map(math.log, each)) / len(each)):.3f}, worst {min(each):.2f}" for each in columns
+        ]
+        print(f"{half} {stratum}: {texts[0]} -> {texts[1]}")

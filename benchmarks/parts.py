@@ -1,0 +1,116 @@
+"""What the parts of a block take: each pass by each strategy, untuned, and each product by each algorithm.
+
+This module, `judge`, `splits` and `internals` are the only ones that import what is inside lt_runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, Final
+
+from benchmarks.splits import DEVICE, chain_of, roles, strategy_name
+from lt_runtime.errors import PlanError
+from lt_runtime.plans.decisions import LayerPlan, LayerProblem, plan_for, priors_of
+from lt_runtime.problem import ForwardProblem, MatmulProblem
+from lt_runtime.products.choose import Choose, configuration, heuristic_algorithm
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.padded import PaddedPlan, padded_problem
+from lt_runtime.products.plan import AlgorithmPlan
+from lt_runtime.tuner.chain import Chain, Layer
+from lt_runtime.tuner.chain_operands import OperandSets
+from lt_runtime.tuner.operands import ProductOperands, operand_sets
+from lt_runtime.tuner.product_search import Candidates, launcher
+from lt_runtime.tuner.timing import Bench, Timing, take_times, workbench
+
+_BUDGET_S: Final = 0.2
+_ROUNDS: Final = 3
+_CONFIG: Final = ("ID", "TILE_ID", "STAGES_ID", "SPLITK_NUM", "CTA_SWIZZLING", "CLUSTER_SHAPE_ID")
+"""What is told of an algorithm's configuration, in this order."""
+
+
+def padded_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
+    """By the heuristic's first on padded copies, wherever there is something to pad."""
+    with contextlib.suppress(PlanError):
+        return PaddedPlan(problem, device)
+    return heuristic_algorithm(problem, device)
+
+
+def plain_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
+    """By the heuristic's first on the operands as they are, wherever the library takes them."""
+    with contextlib.suppress(PlanError):
+        return MatmulPlan(problem, device)
+    return heuristic_algorithm(problem, device)
+
+
+WAYS: Final[dict[str, Choose]] = {
+    "heuristic": heuristic_algorithm,
+    "padded": padded_algorithm,
+    "plain": plain_algorithm,
+}
+"""How the algorithms of a pass's products may be chosen without a measurement; the first is what runs untuned."""
+
+
+def times_of_parts(case: Any) -> dict[str, Any]:
+    """Microseconds of each pass, by role, way and strategy, in the order of the priors; and of each product."""
+    products: dict[MatmulProblem, None] = {}
+    with workbench(DEVICE) as bench:
+        passes = {role: _by_strategies(bench, problem, products) for role, problem in roles(chain_of(case))}
+        return {"strategies": passes, "products": [_product(bench, each) for each in products]}
+
+
+def _by_strategies(
+    bench: Bench, problem: LayerProblem, products: dict[MatmulProblem, None]
+) -> dict[str, dict[str, float]]:
+    """The times of a pass; the products of its plans are added to `products`."""
+    plans = {(way, plan.strategy): plan for way, choose in WAYS.items() for plan in _plans(problem, choose)}
+    products |= dict.fromkeys(each.problem for plan in plans.values() for each in plan.products.values())
+    layer = Layer(problem) if isinstance(problem, ForwardProblem) else Layer(None, problem)
+    operands = OperandSets(bench, Chain((layer,)))
+    times = operands.take_times({key: [(0, plan)] for key, plan in plans.items()}, _BUDGET_S, _ROUNDS)
+    found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    for (way, strategy), timing in times.items():
+        found[way][strategy_name(strategy)] = round(timing.median_us, 3)
+    return found
+
+
+def _plans(problem: LayerProblem, choose: Choose) -> Iterator[LayerPlan]:
+    choose = functools.cache(choose)
+    for strategy in priors_of(problem, DEVICE):
+        with contextlib.suppress(PlanError):
+            yield plan_for(problem, DEVICE, strategy, choose)
+
+
+def _product(bench: Bench, problem: MatmulProblem) -> dict[str, Any]:
+    """What a product is, with the microseconds of each algorithm; and of the product of its padded copies alone."""
+    plans = Candidates(problem, bench.device, "default").plans
+    times = _times(bench, problem, plans)
+    algorithms = [_described(plans[name], timing) for name, timing in times.items()]
+    padded = padded_problem(problem)
+    inner = {}
+    if padded is not None:
+        with contextlib.suppress(PlanError):
+            inner = _times(bench, padded, {"inner": MatmulPlan(padded, bench.device)})
+    specs = {name: getattr(problem, name).layout for name in ("a", "b", "d")}
+    return {
+        "shape": [problem.m, problem.n, problem.k],
+        "epilogue": problem.epilogue.value,
+        "types": [problem.dtype.value, problem.d_dtype.value, problem.compute.value],
+        "layouts": {name: [each.order.value, each.leading_dimension] for name, each in specs.items()},
+        "algorithms": algorithms,
+    } | {name: round(timing.median_us, 3) for name, timing in inner.items()}
+
+
+def _times(bench: Bench, problem: MatmulProblem, plans: dict[str, AlgorithmPlan]) -> dict[str, Timing]:
+    operands = operand_sets(lambda: ProductOperands(bench.xp, problem), bench.device)
+    calls = [each.call(bench.clock.stream) for each in operands]
+    launches = {name: launcher(plan, calls) for name, plan in plans.items()}
+    return take_times(launches, bench.clock, len(operands), _BUDGET_S, _ROUNDS) if launches else {}
+
+
+def _described(plan: AlgorithmPlan, timing: Timing) -> list[Any]:
+    """On which copies it works ("ours" is our kernel), its `_CONFIG`, its waves, and its microseconds."""
+    config, waves = configuration(plan.blob), plan.algorithm.waves_count if plan.algorithm else 0.0
+    copies = next((name for name in ("PADDED", "K_MAJOR") if name in config), "plain" if config else "ours")
+    return [copies, *(config.get(name, 0) for name in _CONFIG), round(waves, 3), round(timing.median_us, 3)]

@@ -1,0 +1,117 @@
+"""The suite `wide`: blocks as in `layers`, of shapes that nobody chose; half of them fit priors, and half judge them.
+
+The shapes are drawn by a seed, so that they are what they are before anything is fitted. Each stratum's first half is
+for fitting, and its second for judging. A row also holds what each pass takes untuned by each of its strategies, and
+what each product takes by each algorithm that the library or we have for it, on padded copies as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from benchmarks import layers, report
+from benchmarks.layers import Block, measure_block
+from benchmarks.report import Finding, Json, Row, speedups
+from benchmarks.suite import MAX_AUTOTUNE, Job, Suite
+
+FIT: Final = "fit"
+JUDGE: Final = "judge"
+_SEED: Final = 18
+_SHAPES: Final = 16  # of each stratum
+_MOST_MULTIPLICATIONS: Final = 1 << 35  # of one product, so that the suite takes minutes
+_PEERS: Final = ("torch_graph", MAX_AUTOTUNE)
+
+Shape = tuple[int, int, int]
+Draw = Callable[[random.Random, int], Shape]
+
+
+def _between(generator: random.Random, low: int, high: int, step: int = 1) -> int:
+    """A multiple of `step` between two limits, evenly on a logarithmic scale."""
+    return max(low, round(low * (high / low) ** generator.random() / step) * step)
+
+
+def _odd(generator: random.Random, number: int) -> Shape:
+    """In turn: N is odd, K is, both are, and both are in a large layer with thousands of rows."""
+    kind = number % 4
+    n, k = (_between(generator, 500 if kind == 3 else 13, 4999) | 1 for _ in range(2))
+    n, k = (n + 7 & -8 if kind == 1 else n), (k + 7 & -8 if kind == 0 else k)
+    return _between(generator, 2048 if kind == 3 else 128, 16384), n, k
+
+
+def _tall(generator: random.Random, number: int) -> Shape:
+    """A few columns, as in networks that are called for each point or ray."""
+    n, k = (_between(generator, 16, 128, 8) for _ in range(2))
+    return 1 << 16 + number % 3, n, k
+
+
+def _narrow(generator: random.Random, number: int) -> Shape:
+    """A few classes or values from hundreds or thousands of inputs."""
+    return _between(generator, 64, 8192), 1 + int(24 * generator.random()), _between(generator, 128, 2048, 8)
+
+
+def _ordinary(generator: random.Random, number: int) -> Shape:
+    """Multiples of 64, as layers mostly have."""
+    n, k = (_between(generator, 64, 8192, 64) for _ in range(2))
+    return _between(generator, 16, 16384), n, k
+
+
+STRATA: Final[dict[str, Draw]] = {"odd": _odd, "tall": _tall, "narrow": _narrow, "ordinary": _ordinary}
+
+
+def shapes(stratum: str) -> list[Shape]:
+    """M, N and K of a stratum's layers: those for fitting, then those for judging, all different."""
+    generator, found = random.Random(f"{_SEED} {stratum}"), list[Shape]()
+    while len(found) < _SHAPES:
+        m, n, k = STRATA[stratum](generator, len(found))
+        if m * n * k <= _MOST_MULTIPLICATIONS and (m, n, k) not in found:
+            found.append((m, n, k))
+    return found
+
+
+def blocks() -> list[Block]:
+    """Every shape in BF16 with GELU, and the odd ones in TF32 as well; the half is told by the group."""
+    return [*_blocks()]
+
+
+def _blocks() -> Iterator[Block]:
+    for stratum in STRATA:
+        for number, shape in enumerate(shapes(stratum)):
+            block = Block(f"{stratum} {FIT if 2 * number < _SHAPES else JUDGE}", *shape, "bf16", "gelu")
+            yield block
+            if stratum == "odd":
+                yield replace(block, kind="tf32")
+
+
+def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
+    """A row as the suite `layers` has it, with the times of the block's parts."""
+    from benchmarks.parts import times_of_parts
+
+    row = measure_block(block, options, stream)
+    stratum, half = block.group.split()
+    return replace(row, setting={**row.setting, "stratum": stratum, "half": half, **times_of_parts(block)})
+
+
+def findings(rows: Sequence[Json]) -> list[Finding]:
+    """Priors on the half that they were not fitted on; and odd shapes, tuned and untuned, against every peer."""
+    untuned = speedups([row for row in rows if row.get("half") == JUDGE], "lt", "lt_priors")
+    odd = [row for row in rows if row.get("stratum") == "odd"]
+    made = [report.mean("lt / lt_priors", untuned, 0.96), report.worst("lt / lt_priors", untuned, 0.88)]
+    for ours in ("lt", "lt_priors"):
+        made += [report.worst(f"{peer} / {ours}, odd", speedups(odd, peer, ours), 1.1) for peer in _PEERS]
+    return made
+
+
+def _jobs(options: argparse.Namespace) -> dict[str, Job]:
+    found = [each for each in blocks() if options.dtype in (None, each.kind)]
+    return {block.name: partial(measure, block, options) for block in found}
+
+
+_NAMES: Final = [block.name for block in blocks()]
+SUITE: Final = Suite(
+    rounds=5, order=_NAMES, jobs=_jobs, findings=findings, lines=layers.lines, optional={MAX_AUTOTUNE: _NAMES}
+)

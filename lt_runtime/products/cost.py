@@ -1,0 +1,110 @@
+"""What a product takes in each of the ways to make it, estimated from its sizes; nothing is asked of the library.
+
+A way takes a launch, the time of its multiplications, and the time to move its operands and its result once; copies
+take launches and time of their own. The constants are of an H200 (cuBLASLt 13.1). They were fitted to that half of the
+suite `wide` that is for fitting, whose rows hold each product's time by each of its ways.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.kernels.narrow import takes
+from lt_runtime.kernels.tiling import is_whole_octets
+from lt_runtime.layout import Order
+from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.padded import copies_of, on_tensor_cores, padded_problem
+
+
+class Way(Enum):
+    """On what a product is made, and by whom."""
+
+    PLAIN = auto()
+    """By the library on the operands as they are."""
+    PADDED = auto()
+    K_MAJOR = auto()
+    """By the library on copies; see `PaddedPlan`."""
+    NARROW = auto()
+    """By our kernel."""
+
+
+class _Rates(NamedTuple):
+    """Microseconds until a kernel has begun and ended; multiply-adds and bytes in a microsecond."""
+
+    launch_us: float
+    multiplied: float
+    moved: float
+
+    def us(self, problem: MatmulProblem) -> float:
+        """Microseconds of a product."""
+        m, n, k = problem.m, problem.n, problem.k
+        moved = (m * k + k * n) * problem.dtype.itemsize + m * n * problem.d_dtype.itemsize
+        return self.launch_us + m * n * k / self.multiplied + moved / self.moved
+
+
+# The library's kernels are Hopper's own where all rows are whole vectors, and otherwise those of older GPUs.
+_WHOLE_16_BITS: Final = _Rates(2.5, 500e6, 2.8e6)
+_RAGGED_16_BITS: Final = _Rates(5.0, 60e6, 1.7e6)
+_WHOLE_TF32: Final = _Rates(4.0, 100e6, 2.8e6)
+_K_MAJOR_TF32: Final = _Rates(4.0, 150e6, 2.8e6)
+_RAGGED_TF32: Final = _Rates(4.0, 50e6, 1.8e6)
+_NARROW: Final = _Rates(2.0, 10e6, 1.8e6)
+_PASS_US: Final = 2.0
+"""Microseconds until an elementwise kernel of ours has begun and ended."""
+_PASS_MOVED: Final = 2.8e6
+"""Bytes that it reads and writes in a microsecond."""
+_FP32_AND_BACK: Final = 8
+"""Bytes an element that it adds to write a result in FP32, to read it, and to write it in 16 bits."""
+
+
+def fastest_first(problem: MatmulProblem) -> list[Way]:
+    """The ways to try untuned, in their order.
+
+    An epilogue that the library is not asked for, since it would round the product before, is not made on copies where
+    the plain product and a pass of ours are faster.
+    """
+    estimates = estimated_us(problem)
+    ways = sorted(estimates, key=estimates.__getitem__)
+    if problem.epilogue is Epilogue.NONE:
+        return ways
+    plain = ways.index(Way.PLAIN)
+    return ways[: plain + 1] + [way for way in ways[plain:] if way is Way.NARROW]
+
+
+def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
+    """Microseconds of each way that there is. Off the tensor cores, where nothing is known, the library comes first."""
+    narrow = {Way.NARROW: _NARROW.us(problem)} if takes(problem) else {}
+    if not on_tensor_cores(problem):
+        return {Way.PLAIN: 0.0} | narrow
+    found = {Way.PLAIN: _library_us(problem)} | narrow
+    padded = padded_problem(problem)
+    if padded is not None:
+        found[Way.PADDED] = _library_us(padded) + _copies_us(problem, padded)
+        along_k = padded_problem(problem, k_major=True)
+        if along_k is not None:
+            found[Way.K_MAJOR] = _library_us(along_k) + _copies_us(problem, along_k)
+    return found
+
+
+def _library_us(problem: MatmulProblem) -> float:
+    specs, is_16_bits = (problem.a, problem.b, problem.d), problem.dtype.itemsize == 2
+    if all(is_whole_octets(spec, problem.dtype) for spec in specs):
+        if is_16_bits:
+            return _WHOLE_16_BITS.us(problem)
+        lies_along_k = (problem.a.layout.order, problem.b.layout.order) == (Order.ROW, Order.COLUMN)
+        return (_K_MAJOR_TF32 if lies_along_k else _WHOLE_TF32).us(problem)
+    if not is_16_bits:
+        return _RAGGED_TF32.us(problem)
+    us = _RAGGED_16_BITS.us(problem)
+    if problem.epilogue is not Epilogue.NONE:  # The product is written in FP32, and a pass of ours reads that.
+        us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
+    return us
+
+
+def _copies_us(problem: MatmulProblem, padded: MatmulProblem) -> float:
+    """One kernel fills all copies that are read, and another trims the result."""
+    copies = copies_of(problem, padded)
+    moved = sum(each.source.size + each.target.size for each in copies.values()) * problem.dtype.itemsize
+    return len({name == "d" for name in copies}) * _PASS_US + moved / _PASS_MOVED

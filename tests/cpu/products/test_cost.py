@@ -1,0 +1,82 @@
+"""In which way a product is made that nobody has measured; the times in the comments are an H200's, in microseconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.layout import Order, packed
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.cost import Way, estimated_us, fastest_first
+
+COLUMN = Order.COLUMN
+FP32 = DType.FLOAT32
+
+
+def forward(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
+    compute = Compute.TF32 if dtype is FP32 else Compute.FLOAT32
+    a, b, d = Spec(packed(m, k)), Spec(packed(k, n, order=COLUMN)), Spec(packed(m, n))
+    return MatmulProblem(dtype, dtype, compute, a, b, d, epilogue)
+
+
+def input_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> MatmulProblem:
+    return replace(forward(m, n, k, dtype), b=Spec(packed(k, n)))
+
+
+def weight_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> MatmulProblem:
+    return replace(input_gradient(m, n, k, dtype), a=Spec(packed(m, k, order=COLUMN)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "way"),
+    [
+        (input_gradient(798, 1093, 2720), Way.PADDED),  # 19.1 against 58.5
+        (weight_gradient(381, 3112, 674), Way.PADDED),  # 9.9 against 25.7
+        (input_gradient(3567, 3379, 843), Way.PADDED),  # copies larger than a workspace
+        (input_gradient(2825, 2681, 23), Way.PLAIN),  # 15.4 against 33.3
+        (weight_gradient(1075, 35, 2596), Way.PLAIN),  # 10.5 against 14.2
+        (input_gradient(2596, 35, 1075), Way.PLAIN),  # 10.6 against 11.2
+        (input_gradient(712, 105, 112, FP32), Way.PLAIN),  # 4.3 against 6.7
+        (forward(674, 3112, 381, FP32), Way.PADDED),  # 18.5 against 32.0
+        (weight_gradient(1093, 2720, 798, FP32), Way.K_MAJOR),  # 33.6; 47.0 on copies that lie as the operands do
+        (input_gradient(798, 1093, 2720, FP32), Way.K_MAJOR),  # 42.0 and 50.5
+        (forward(457, 11, 312, epilogue=Epilogue.BIAS), Way.NARROW),  # 3.2
+        (weight_gradient(6, 840, 1108), Way.NARROW),  # 4.0 against 5.7
+        (forward(256, 512, 784), Way.PLAIN),
+    ],
+)
+def test_the_way_that_was_measured_to_be_the_fastest(problem: MatmulProblem, way: Way) -> None:
+    assert fastest_first(problem)[0] is way
+
+
+def test_copies_are_considered_only_where_something_is_to_be_padded() -> None:
+    assert [*estimated_us(forward(256, 512, 784))] == [Way.PLAIN]
+    assert [*estimated_us(input_gradient(256, 512, 784, FP32))] == [Way.PLAIN], "not measured untuned"
+    assert set(estimated_us(input_gradient(256, 512, 783, FP32))) == {Way.PLAIN, Way.PADDED, Way.K_MAJOR}
+
+
+def test_off_the_tensor_cores_the_library_comes_first() -> None:
+    problem = replace(forward(1108, 6, 840, FP32), compute=Compute.FLOAT32)
+    assert fastest_first(problem) == [Way.PLAIN, Way.NARROW]
+
+
+def test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower() -> None:
+    wide = forward(1 << 20, 129, 8, epilogue=Epilogue.RELU)
+    product = replace(wide, epilogue=Epilogue.NONE)
+    assert fastest_first(product) == [Way.PLAIN, Way.PADDED]
+    large = forward(2048, 1024, 479, epilogue=Epilogue.RELU)
+    assert fastest_first(large) == [Way.PADDED, Way.PLAIN]
+    us = estimated_us(forward(64, 64, 63, epilogue=Epilogue.BIAS))
+    assert us[Way.PLAIN] > 2 + estimated_us(forward(64, 64, 63))[Way.PLAIN], "our pass takes time as well"
+    tf32 = forward(64, 64, 63, FP32, Epilogue.BIAS)
+    assert fastest_first(tf32) == [Way.PLAIN], "the library makes this epilogue"
+
+
+def test_copies_cost_what_they_move() -> None:
+    few, many = 1 << 10, 1 << 14
+    padded = estimated_us(forward(many, 512, 511))[Way.PADDED] - estimated_us(forward(few, 512, 511))[Way.PADDED]
+    whole = estimated_us(forward(many, 512, 512))[Way.PLAIN] - estimated_us(forward(few, 512, 512))[Way.PLAIN]
+    moved = 2 * (511 + 512) * (many - few)
+    assert padded - whole == pytest.approx(moved / 2.8e6)
