@@ -68,7 +68,7 @@ class TrainStep(Fixed):
         tune: whether to measure how the layers run fastest, where the plan cache does not know it: about a second a
             layer on an H200, for each size of batch, with a progress bar on a terminal, and otherwise a line of the
             logger "lt_runtime". Later steps and processes find it in the cache. None measures unless
-            `LT_RUNTIME_TUNE=off`; README's table "Tune it" has all combinations. What cannot be measured costs a
+            `LT_RUNTIME_TUNE=off`; `docs/tuning.md` has a table of all combinations. What cannot be measured costs a
             warning. Nothing is measured on the host, or while the stream is being captured.
 
     A loss of your own is a function of (outputs, target, gradient, stream). It writes the gradient of its loss with
