@@ -242,7 +242,7 @@ def test_nothing_is_left_behind() -> None:
         for name in ("fp32 bias", "bf16 gelu aux", "bf16 dgelu"):
             tune(PROBLEMS[name])
 
-    assert memory_taken(tune_some, times=3) < 8 * _MIB
+    assert memory_taken(tune_some, times=6) < 8 * _MIB
     assert cp.get_default_memory_pool().total_bytes() == pooled
 
 

@@ -451,6 +451,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/products/test_cost.py::test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower",
     ),
     fault(
+        "a third kernel need not pay",
+        _COST,
+        "_MARGIN_US: Final = 2.0",
+        "_MARGIN_US: Final = 0.0",
+        "tests/cpu/products/test_cost.py::test_small_products_are_two_kernels_at_most",
+    ),
+    fault(
         "our kernel is preferred off the tensor cores",
         _COST,
         "return {Way.PLAIN: 0.0} | narrow",

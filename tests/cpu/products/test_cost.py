@@ -74,6 +74,14 @@ def test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower() -> None:
     assert fastest_first(tf32) == [Way.PLAIN], "the library makes this epilogue"
 
 
+@pytest.mark.parametrize("size", [1, 63, 257])
+@pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU])
+def test_small_products_are_two_kernels_at_most(size: int, epilogue: Epilogue) -> None:
+    """With copies it takes three, one of them to trim the result."""
+    for dtype in (DType.FLOAT16, DType.BFLOAT16, FP32):
+        assert fastest_first(forward(size, size, size, dtype, epilogue))[0] is not Way.PADDED
+
+
 def test_copies_cost_what_they_move() -> None:
     few, many = 1 << 10, 1 << 14
     padded = estimated_us(forward(many, 512, 511))[Way.PADDED] - estimated_us(forward(few, 512, 511))[Way.PADDED]
