@@ -42,8 +42,9 @@ Found = Mapping[str, Any]
 
 def child(task: Sequence[str], cache: str, *, tunes: bool = False) -> Found:
     """What a process does with a task and its arguments, given the folder of its caches."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OTHER_SETTINGS}
-    environment |= {CACHE_VARIABLE: cache, _NO_OTHER_CACHE: "1", **({} if tunes else dict([UNTUNED]))}
+    variable, off = UNTUNED
+    environment = {name: value for name, value in os.environ.items() if name not in (*_OTHER_SETTINGS, variable)}
+    environment |= {CACHE_VARIABLE: cache, _NO_OTHER_CACHE: "1", **({} if tunes else {variable: off})}
     return last_line([sys.executable, "-m", "benchmarks.processes", *task], environment)
 
 

@@ -96,9 +96,7 @@ def test_a_profile_of_our_calls(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.large
 def test_a_process_that_measures_before_its_first_step() -> None:
     tuned, untuned = cold.measuring("mnist MLP BF16, batch 256")
-    for each in (tuned, untuned):
-        assert each["us"]["first"] > each["us"]["second"] > 0
-        assert each["us"]["step"] > 0
+    assert tuned["us"]["first"] > untuned["us"]["first"] > untuned["us"]["step"] > 0
 
 
 @pytest.mark.large

@@ -124,6 +124,17 @@ def test_the_import_s_verdict(us: float, loads_driver: bool, met: list[bool]) ->
     assert {each.met for each in cold.findings([])} == {None}
 
 
+@pytest.mark.parametrize("tunes", [False, True])
+def test_only_processes_that_are_to_measure_do(monkeypatch: pytest.MonkeyPatch, tunes: bool) -> None:
+    """Whatever the process that starts them has been told."""
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(cold, "last_line", lambda command, environment: seen.append(environment))
+    for value in ("off", "first-use"):
+        monkeypatch.setenv("LT_RUNTIME_TUNE", value)
+        cold.child(["trained"], "a folder", tunes=tunes)
+    assert [each.get("LT_RUNTIME_TUNE") for each in seen] == [None if tunes else "off"] * 2
+
+
 def test_a_process_that_imports_loads_no_driver(tmp_path: Path) -> None:
     found = cold.child(["import"], str(tmp_path))
     assert set(found["us"]) == {"import", "names"}
