@@ -64,8 +64,9 @@ _FP32_AND_BACK: Final = 8
 def fastest_first(problem: MatmulProblem) -> list[Way]:
     """The ways to try untuned, in their order.
 
-    An epilogue that the library is not asked for, since it would round the product before, is not made on copies where
-    the plain product and a pass of ours are about as fast: those are two kernels, and with copies it takes three.
+    An epilogue that the library is not asked for, since it would round the product before, is left to a pass of ours
+    where nothing is faster than that and the plain product. Copies have to be so by more than a little: those are two
+    kernels, and with copies it takes three.
     """
     estimates = estimated_us(problem)
     if problem.epilogue is Epilogue.NONE:
@@ -74,7 +75,7 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
         estimates[way] += _MARGIN_US
     ways = sorted(estimates, key=estimates.__getitem__)
     plain = ways.index(Way.PLAIN)
-    return ways[: plain + 1] + [way for way in ways[plain:] if way is Way.NARROW]
+    return ways[: plain + 1] + [way for way in ways[plain:] if way is Way.NARROW and not _leaves_a_pass(problem)]
 
 
 def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
@@ -102,9 +103,16 @@ def _library_us(problem: MatmulProblem) -> float:
     if not is_16_bits:
         return _RAGGED_TF32.us(problem)
     us = _RAGGED_16_BITS.us(problem)
-    if problem.epilogue is not Epilogue.NONE:  # The product is written in FP32, and a pass of ours reads that.
+    if _leaves_a_pass(problem):  # The product is written in FP32, and a pass of ours reads that.
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
     return us
+
+
+def _leaves_a_pass(problem: MatmulProblem) -> bool:
+    """Whether the library is not asked for the epilogue; see `MatmulPlan`."""
+    specs = problem.a, problem.b, problem.d
+    is_whole = all(is_whole_octets(spec, problem.dtype) for spec in specs)
+    return problem.epilogue is not Epilogue.NONE and problem.dtype.itemsize == 2 and not is_whole
 
 
 def _copies_us(problem: MatmulProblem, padded: MatmulProblem) -> float:

@@ -451,6 +451,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/products/test_cost.py::test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower",
     ),
     fault(
+        "our kernel stands in for a pass that is faster",
+        _COST,
+        "if way is Way.NARROW and not _leaves_a_pass(problem)]",
+        "if way is Way.NARROW]",
+        "tests/cpu/products/test_cost.py::test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel",
+    ),
+    fault(
         "a third kernel need not pay",
         _COST,
         "_MARGIN_US: Final = 2.0",

@@ -156,6 +156,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         _ARGUMENTS,
         "if one != other and not (len(one) == 8 and _is_known_address(one) and _is_known_address(other)):",
         "if one != other:",
-        f"{_CHECKING}::test_other_addresses_are_no_baked_values",
+        f"{_CHECKING}::test_addresses_do_not_differ",
     ),
 )

@@ -74,6 +74,13 @@ def test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower() -> None:
     assert fastest_first(tf32) == [Way.PLAIN], "the library makes this epilogue"
 
 
+def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
+    ragged = forward(3890, 15, 3247, epilogue=Epilogue.BIAS)  # 40.8 and a pass against 181
+    assert fastest_first(ragged) == [Way.PLAIN]
+    whole = forward(3890, 16, 3248, epilogue=Epilogue.BIAS)
+    assert fastest_first(whole) == [Way.PLAIN, Way.NARROW], "the library may have no algorithm for the epilogue"
+
+
 @pytest.mark.parametrize("size", [1, 63, 257])
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU])
 def test_small_products_are_two_kernels_at_most(size: int, epilogue: Epilogue) -> None:

@@ -277,6 +277,18 @@ def test_other_addresses_are_no_baked_values(gpu: FakeGpu, check: Callable[..., 
     assert found.range == ("baked",)
 
 
+def test_addresses_do_not_differ(gpu: FakeGpu) -> None:
+    arrays, differ = [gpu.cp.zeros((8,), np.uint8) for _ in range(2)], own("gpu.graph_nodes").differ
+
+    def argument(address: int, number: int) -> bytes:
+        return b"".join(value.to_bytes(8, "little") for value in (address, number))
+
+    one, other = (each.data.ptr for each in arrays)
+    assert not differ(argument(one, 5), argument(other, 5))
+    assert differ(argument(one, 5), argument(one, 6))
+    assert differ(argument(one, 5), argument(7, 5)), "what is no address is a value"
+
+
 def test_values_that_change_no_result_are_not_named(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     """CuPy's arguments hold words that it never writes and no kernel reads."""
     unread, out = gpu.cp.zeros((8,), np.uint8), gpu.cp.zeros((8, 64), np.float32)
