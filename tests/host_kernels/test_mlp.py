@@ -218,6 +218,14 @@ def test_blocks_go_from_tile_to_tile(host: HostKernels, monkeypatch: pytest.Monk
         assert np.array_equal(made, exact.astype(ml_dtypes.bfloat16).astype(np.float64))
 
 
+def test_the_sums_of_many_blocks_are_added_up(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = replace(SMALL_GPU, multiprocessors=19)
+    monkeypatch.setattr(mlp, "device_info", lambda _: many)
+    network = _network((8, 16, 8), 900, _integers(0))
+    for made, exact in zip(network.backward(host, monkeypatch, FORWARD), network.exact_gradients, strict=True):
+        assert np.array_equal(made, exact.astype(ml_dtypes.bfloat16).astype(np.float64))
+
+
 ACTIVATIONS_AND_TYPES = [(name, (BF16, F16)[i % 2]) for i, name in enumerate(ACTIVATIONS)]
 
 
