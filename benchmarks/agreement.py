@@ -20,7 +20,7 @@ BETWEEN_RUNS: Final = {"kernels": 0.01, "layers": 0.03, "steps": 0.05, "host": 0
 """By suite, what the times of two runs differ by beyond their quartiles, as a fraction: the least of these steps within
 which 95 % of 593 times of PyTorch, CuPy and nvmath-python stayed, which no change of this package can have made."""
 
-_OF_OTHERS: Final = 0.03
+_OTHERWISE: Final = 0.03  # in the suites that have no runs to compare yet
 _AGREEING: Final = 0.95
 
 
@@ -39,13 +39,13 @@ class Pair(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether the intervals meet."""
+        """Whether the intervals of the two times meet."""
         return abs(self.new - self.old) <= self.allowed
 
 
 def pairs(suite: str, old: Sequence[Json], new: Sequence[Json]) -> list[Pair]:
     """The times that both files hold, those first that differ most."""
-    before, between = {row["case"]: row for row in old}, BETWEEN_RUNS.get(suite, _OF_OTHERS)
+    before, between = {row["case"]: row for row in old}, BETWEEN_RUNS.get(suite, _OTHERWISE)
     made = []
     for row in new:
         kept = before.get(row["case"], {"us": {}})

@@ -40,7 +40,7 @@ def rows_of(suite: str) -> list[dict[str, Any]]:
 
 
 def is_peer(name: str) -> bool:
-    """Whether a contender is another library's, and does the whole task."""
+    """Whether a contender is of another library and does the whole task."""
     return name.startswith(tuple(_LABELS)) and _DOES_LESS not in name
 
 

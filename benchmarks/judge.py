@@ -29,9 +29,10 @@ Row: TypeAlias = Mapping[str, Any]
 Product: TypeAlias = tuple[MatmulProblem, Mapping[Way, float]]
 _WAYS: Final = {"plain": Way.PLAIN, "PADDED": Way.PADDED, "K_MAJOR": Way.K_MAJOR, "ours": Way.NARROW}
 _ROLES: Final = ("forward", "last forward", "backward", "last backward")
-_DISTURBED: Final = 2.5  # A first algorithm that is this many times the best of its way was disturbed.
-
-_DISTURBED_SUM: Final = 1.15  # So is a sum of parts that is this many times the whole.
+# A measurement was disturbed if the first algorithm takes so many times the best of its way, or the parts so many
+# times the whole.
+_DISTURBED: Final = 2.5
+_DISTURBED_SUM: Final = 1.15
 
 
 def products_of(row: Row) -> list[Product]:
@@ -59,7 +60,7 @@ def _problem(product: Mapping[str, Any]) -> MatmulProblem:
 
 
 def _untuned(product: Product) -> tuple[Way, float] | None:
-    """What is chosen untuned; the time is an estimate where copies had no room when it was measured."""
+    """The way that is chosen untuned, and its microseconds, estimated where copies had no room when it was measured."""
     problem, times = product
     estimates = estimated_us(problem)
     for way in fastest_first(problem):

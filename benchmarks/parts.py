@@ -27,7 +27,7 @@ from lt_runtime.tuner.timing import Bench, Timing, take_times, workbench
 _BUDGET_S: Final = 0.2
 _ROUNDS: Final = 3
 _CONFIG: Final = ("ID", "TILE_ID", "STAGES_ID", "SPLITK_NUM", "CTA_SWIZZLING", "CLUSTER_SHAPE_ID")
-"""What is told of an algorithm's configuration, in this order."""
+"""The attributes of an algorithm's configuration that a row holds, in this order."""
 
 
 def padded_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:

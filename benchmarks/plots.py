@@ -33,7 +33,7 @@ _TICKS: Final = (0.5, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 30, 
 
 
 def digest(suites: Sequence[str]) -> str:
-    """Of the rows of some suites."""
+    """A digest of the rows of some suites."""
     text = json.dumps([rows_of(suite) for suite in suites], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -99,7 +99,7 @@ _PANELS: Final[Mapping[str, Sequence[str]]] = {
 
 
 def _by_shape(suites: Sequence[str]) -> dict[str, list[Comparison]]:
-    """What is not called, by the name of its line."""
+    """The comparisons of some suites, but those of calls, by the name of their line in the picture."""
     lines: dict[str, list[Comparison]] = {}
     for each in itertools.chain.from_iterable(map(comparisons, suites)):
         if not each.what.endswith(", called"):

@@ -175,7 +175,7 @@ def fitting(rows: Iterable[Row]) -> list[Row]:
             names = dict.fromkeys(name for times in ways.values() for name in times)
             entries[role] = {name: min(times[name] for times in ways.values() if name in times) for name in names}
             if role.endswith("forward") and any(extent % _OCTET for extent in row["layer"][1:]):
-                # Whether an epilogue is worth copies is the cost model's to say, which refuses it otherwise.
+                # The cost model says whether an epilogue is worth copies, and refuses it if it is not.
                 entries[role] = {name: us for name, us in entries[role].items() if not name.startswith("none")}
         if entries and row.get("half", FIT) == FIT:
             made.append({**row, "entries": entries})

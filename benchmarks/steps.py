@@ -204,7 +204,7 @@ class Setup:
         return lt.TrainStep(self.model, self.optimizer, loss=self.case.loss, batch_size=self.case.rows)
 
     def calls(self, step: Any) -> Callable[[int], None]:
-        """So many steps over the batches, as a script makes them."""
+        """Makes so many steps over the batches, as a script does."""
         return _training(step, itertools.cycle(self.batches), self.stream)
 
     @property

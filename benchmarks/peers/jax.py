@@ -41,7 +41,7 @@ def _array(values: Any) -> jax.Array:
 
 
 def _linear(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
-    """Of FP32 operands in TF32."""
+    """A layer's product and bias; FP32 operands are multiplied in TF32."""
     return jnp.matmul(x, w.T, precision="tensorfloat32" if x.dtype == jnp.float32 else None) + bias
 
 
@@ -78,7 +78,7 @@ def _timed(replay: Replay, repetitions: int, _stream: Any) -> Callable[[], float
 
 @functools.partial(jax.jit, static_argnames=("count", "activation"), donate_argnames="gradients")
 def blocks(weights: Any, x: jax.Array, dy: jax.Array, gradients: Any, count: int, activation: str) -> Any:
-    """As many blocks with each set of weights; returns the last y2 and dx, and the last gradients of each set."""
+    """Runs `count` blocks with each set of weights; returns the last y2 and dx, and the last gradients of each set."""
 
     def forward(x: jax.Array, w1: jax.Array, b1: jax.Array, w2: jax.Array, b2: jax.Array) -> jax.Array:
         return _linear(_ACTIVATIONS[activation](_linear(x, w1, b1)), w2, b2)
