@@ -331,6 +331,7 @@ _DROPOUT_IS_CHEAP: Final = Target(ratio={"lt_without_dropout": 1 / 1.04})
 CASES: Final[Sequence[Case]] = (
     epilogue_backward(8192, 3072, target=Target(0.88, {"torch": 1.5})),
     epilogue_backward(8192, 12288, target=Target(0.93, {"torch": 1.33})),
+    epilogue_backward(8192, 3071, target=Target(0.6, {"torch": 1.0})),
     epilogue_backward(8192, 3072, 0.1, target=_DROPOUT_IS_CHEAP),
     epilogue_backward(8192, 12288, 0.1, target=_DROPOUT_IS_CHEAP),
     epilogue_backward(256, 512, target=Target(ratio={"torch_without_bias_gradient": 1.0}), rotated=False),
