@@ -13,11 +13,11 @@
 #include "dynamic_shared.cuh"
 #include "mma.cuh"
 #include "predecessor.cuh"
+#include "reduce.cuh"
 
 namespace lt {
 
 constexpr int kMaxLayers = 16;
-constexpr int kWarp = 32;
 constexpr int kStep = 16;           // rows of a tile, and columns of a step of a product
 constexpr int kSteps = WIDTH / kStep;
 constexpr int kTiles = WIDTH / 8;   // tiles of 8 columns
@@ -32,13 +32,15 @@ struct MlpLayer {
 
 struct MlpParams {
   MlpLayer layers[kMaxLayers];
-  Matrix x;        // (rows, inputs of the first layer)
-  Matrix y;        // (rows, outputs of the last layer); in the backward pass its gradient
-  float* partial;  // sums of each block, in the backward pass
+  Matrix x;  // (rows, inputs of the first layer)
+  Matrix y;  // (rows, outputs of the last layer); in the backward pass their gradient or, with a loss, their targets
+  float* partial;           // sums of each block, in the backward pass
+  const float* grad_scale;  // what a loss's gradient is multiplied by, on the device; may be absent
   int64 rows;
-  int count;      // layers, at least two
-  int tile_rows;  // of a block, in the backward pass
+  int count;  // layers, at least two
   float slope;
+  float gradient_scale;  // 1 / (rows · outputs), times the factor of a loss's gradient
+  float delta;           // of Huber's loss
 };
 
 __device__ inline int whole_steps(int columns) { return (columns + kStep - 1) / kStep * kStep; }
@@ -99,11 +101,11 @@ __device__ inline void multiply_step(float (&sums)[R][kTiles][4], const uint32 (
   }
 }
 
-// The product of rows in shared memory, of any whole number of steps.
-template <bool TRANSPOSED, int R>
+// The product of rows in shared memory, of any whole number of steps, UNROLLED at a time.
+template <bool TRANSPOSED, int UNROLLED, int R>
 __device__ inline void multiply_tile(float (&sums)[R][kTiles][4], const SCALAR* rows, int row_pitch, int columns,
                                      const SCALAR* weights, int pitch) {
-#pragma unroll 1
+#pragma unroll UNROLLED
   for (int step = 0; step < columns / kStep; ++step) {
     uint32 left[R][4];
 #pragma unroll
@@ -206,14 +208,18 @@ __device__ inline SCALAR* place_of_word(SCALAR* tile, int pitch, int i) {
   return tile + (lane / 4 + i % 2 * 8) * pitch + lane % 4 * 2 + i / 2 * 8;
 }
 
+// Whether all rows are whole octets that lie as such.
+__device__ inline bool lies_whole(const Matrix& m, int columns) {
+  return m.col_stride == 1 && columns % kOctet == 0 && m.row_stride % kOctet == 0 && reinterpret_cast<uint64>(m.data) % 16 == 0;
+}
+
 // Copies rows from `first` on to shared memory, with zeros in columns up to `padded` and in rows that are not there. Begins
 // the copy, which is to be waited for, or makes it at once. Each of `threads` threads takes its part; `padded` is a multiple
 // of 8.
 __device__ inline void copy_rows(SCALAR* to, int pitch, int padded_rows, int padded, const Matrix& from, int64 first,
                                  int64 rows, int columns, int thread, int threads) {
   const int octets = padded / kOctet, down = threads / octets, across = threads % octets;
-  const bool is_whole = from.col_stride == 1 && columns % kOctet == 0 && from.row_stride % kOctet == 0 &&
-                        reinterpret_cast<uint64>(from.data) % 16 == 0;
+  const bool is_whole = lies_whole(from, columns);
   int row = thread / octets, octet = thread % octets;
   if (is_whole && across == 0) {  // a thread stays in its columns
     const int bytes = octet * kOctet < columns ? 16 : 0;

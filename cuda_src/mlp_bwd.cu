@@ -1,93 +1,172 @@
-// The backward pass of a narrow MLP from the gradient of its outputs to the gradients of its weights and biases. The forward
-// pass up to the last hidden layer is made again, since that costs less than to write and read its results. See mlp.cuh for
-// what it is compiled for, and SAVED, what the derivative of the activation is taken from: 0 nothing, 1 the pre-activation,
-// 2 the output; ROW_TILES, tiles of 16 rows of a row warp: with two, it reads weights half as often; THREADS, those of the
-// largest block.
+// The backward pass of a narrow MLP, to the gradients of its weights and biases: from the gradient of its outputs or, with
+// a LOSS, from their targets, so that a whole training step but for the optimizer is this kernel. The forward pass is made
+// again, since that costs less than to write and read its results.
 //
-// A block goes through tiles of rows. Some of its warps, the row warps, have rows of a tile each, and take them through the
-// layers and back. The others, the sum warps, make the gradients of the weights of what the row warps have left in shared
-// memory a phase before: the outputs of the hidden layers and the gradients of their pre-activations, row by row. Each
-// gradient has its FP32 sums in shared memory too, as the lanes of mma.cuh's products have them, over all tiles of the block.
-// They are written once, at the end, for mlp_gradients.cu to add them up. A block's tiles, and with them the order of all
-// sums, depend on nothing but the grid.
+// Compiled for what mlp.cuh says, and
+//   INPUTS, OUTPUTS        columns of x and of the outputs, padded to multiples of 16
+//   HIDDEN                 hidden layers
+//   SAVED                  what the derivative of the activation is taken from: 0 nothing, 1 the pre-activation, 2 the output
+//   ROW_WARPS, ROW_TILES   warps that take rows through the layers, and tiles of 16 rows that each has at a time
+//   SUM_WARPS              warps that make the gradients of the weights
+//   THREADS                those of the block
+//   LOSS                   a struct of losses.cuh, or not defined
+//
+// A row warp takes its rows through all layers and back, and leaves what the gradients are made of in shared memory: inputs
+// and outputs of the layers and gradients of their pre-activations, row by row. When it has all, the sum warps make products
+// of them, while it begins with its next rows; it waits for them only before it writes again. The sum warps take the row
+// warps in turn, and keep the FP32 sums of all gradients in registers, until at the end they write them for mlp_gradients.cu
+// to add up. So which rows are added in which order depends on nothing but the grid.
 
+#define WEIGHTED 0
+
+#include "losses.cuh"
 #include "mlp.cuh"
+#include "named_barrier.cuh"
 
 namespace lt {
 
-constexpr int kFragment = 4 * kWarp;  // sums of a 16 × 8 tile
-constexpr int kUnit = 2;              // pairs of such tiles that a warp makes at a time: their left operand is the same
-constexpr int kPitch = WIDTH + kSkew;
 constexpr int kRowTiles = ROW_TILES;
-constexpr int kWarpRows = kRowTiles * kStep;
+constexpr int kChunk = kRowTiles * kStep;  // rows that a row warp has at a time
+constexpr int kInputSteps = INPUTS / kStep;
+constexpr int kOutputSteps = OUTPUTS / kStep;
+constexpr int kPitch = WIDTH + kSkew;
+constexpr int kInputPitch = INPUTS + kSkew;
+constexpr int kOutputPitch = OUTPUTS + kSkew;
+constexpr int kFragment = 4 * kWarp;  // sums of a 16 × 8 tile
+constexpr int kTogether = (1 + SUM_WARPS) * kWarp;  // threads at a barrier between a row warp and the sum warps
+#ifdef LOSS
+constexpr bool kHasLoss = true;
+#else
+constexpr bool kHasLoss = false;
+#endif
 
-// Tiles of a layer's sums in a row: those of the weight's gradient, and one more for the bias.
-__device__ inline int tiles_across(int inputs) { return inputs / 8 + 1; }
+// The barriers at which a row warp says that its chunk is ready, and the sum warps that they have read it.
+__device__ inline int full(int row_warp) { return 1 + row_warp; }
+__device__ inline int empty(int row_warp) { return 1 + ROW_WARPS + row_warp; }
 
-// Adds to PAIRS pairs of neighbouring tiles of sums, and to those of the bias if it HAS_BIAS, the products of 16 columns of a
-// gradient with those of an input, of which `gradient` and `input` are the calling lane's rows of the first step.
-template <int PAIRS, bool HAS_BIAS>
-__device__ inline void add_unit(float4* at, float4* of_bias, const SCALAR* gradient, int gradient_pitch, const SCALAR* input,
-                                int input_pitch, int rows) {
-  const uint32 ones = rounded_pair(1.0f, 1.0f);
-  float four[2 * PAIRS][4], bias[4] = {};
-#pragma unroll
-  for (int i = 0; i < 2 * PAIRS; ++i) {
-    const float4 held = at[i * kWarp];
-    four[i][0] = held.x, four[i][1] = held.y, four[i][2] = held.z, four[i][3] = held.w;
+// What a row warp has in shared memory: two tiles of x, of which one is copied while the other is read; for each hidden layer
+// its outputs, and the gradients of its pre-activations, in whose place the pre-activations are before, if the derivative
+// needs them; and the gradients of the outputs.
+struct Rows {
+  SCALAR* memory;
+
+  static constexpr int kSize = kChunk * (2 * kInputPitch + 2 * HIDDEN * kPitch + kOutputPitch);
+  __device__ SCALAR* x(int turn) const { return memory + turn * kChunk * kInputPitch; }
+  __device__ SCALAR* output(int layer) const { return memory + kChunk * (2 * kInputPitch + layer * kPitch); }
+  __device__ SCALAR* gradient(int layer) const { return output(HIDDEN + layer); }
+};
+
+// How many warps the tiles of a layer's gradient are split among: with the fewest tiles for each, of those with the fewest
+// rows and columns of tiles, which are what a warp has to read, and of those with the fewest rows, each of which has a sum
+// for the bias.
+struct Split {
+  int down, across;
+};
+__device__ constexpr int parts_of(int tiles, int parts) { return (tiles + parts - 1) / parts; }
+__device__ constexpr Split split_of(int down, int across) {
+  Split best{SUM_WARPS, 1};
+  for (int i = SUM_WARPS; i > 0; --i) {
+    const int j = SUM_WARPS / i;
+    const int rows = parts_of(down, i), columns = parts_of(across, j);
+    const int best_rows = parts_of(down, best.down), best_columns = parts_of(across, best.across);
+    const int more = rows * columns - best_rows * best_columns;
+    if (more < 0 || (more == 0 && rows + columns < best_rows + best_columns)) best = Split{i, j};
   }
-#pragma unroll 4
-  for (int row = 0; row < rows; row += kStep) {
-    uint32 left[4];
-    load_matrices<true>(left, gradient);
-#pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
-      uint32 right[4];
-      load_matrices<true>(right, input + i * kStep);
-      multiply_add<SCALAR>(four[2 * i], left, right[0], right[1]);
-      multiply_add<SCALAR>(four[2 * i + 1], left, right[2], right[3]);
-    }
-    if (HAS_BIAS) multiply_add<SCALAR>(bias, left, ones, ones);
-    gradient += kStep * gradient_pitch;
-    input += kStep * input_pitch;
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * PAIRS; ++i) at[i * kWarp] = float4{four[i][0], four[i][1], four[i][2], four[i][3]};
-  if (HAS_BIAS) {
-    const float4 held = *of_bias;
-    *of_bias = float4{held.x + bias[0], held.y + bias[1], held.z + bias[2], held.w + bias[3]};
-  }
+  return best;
 }
 
-// Adds to the sums of one layer's gradients: the products of all columns of `gradient`, whose rows are those of the block's
-// tile, with all columns of `input`. The calling warp is one of `warps`.
-__device__ inline void add_products(float* sums, const SCALAR* gradient, int gradient_pitch, int outputs, const SCALAR* input,
-                                    int input_pitch, int inputs, int rows, int warp, int warps) {
-  const int lane = threadIdx.x % kWarp, pairs = inputs / kStep, across = (pairs + kUnit - 1) / kUnit;
-  int down = 0, first = warp;  // in units
-  while (true) {
-    for (; first >= across; first -= across) ++down;
-    if (down >= outputs / kStep) return;
-    float4* at = reinterpret_cast<float4*>(sums) + down * tiles_across(inputs) * kWarp + lane;
-    float4* of_bias = at + 2 * pairs * kWarp;
-    at += 2 * kUnit * first * kWarp;
-    const SCALAR* left = row_of_tile<true>(gradient + down * kStep, gradient_pitch);
-    const SCALAR* right = row_of_tile<false>(input + first * kUnit * kStep, input_pitch);
-    const bool is_whole = (first + 1) * kUnit <= pairs;
-    if (first == 0) {
-      if (is_whole) {
-        add_unit<kUnit, true>(at, of_bias, left, gradient_pitch, right, input_pitch, rows);
-      } else {
-        add_unit<1, true>(at, of_bias, left, gradient_pitch, right, input_pitch, rows);
+// A warp's sums of the gradients of one layer with DOWN outputs and ACROSS inputs, in tiles of 16.
+template <int DOWN, int ACROSS>
+struct Sums {
+  static constexpr Split kSplit = split_of(DOWN, ACROSS);
+  static constexpr int kDown = parts_of(DOWN, kSplit.down);
+  static constexpr int kAcross = parts_of(ACROSS, kSplit.across);
+  // Tiles of 8 columns in a row as they are written: those of the weight's gradient, and one more for the bias.
+  static constexpr int kTilesAcross = 2 * ACROSS + 1;
+  static constexpr int kSize = DOWN * kTilesAcross * kFragment;
+
+  float of_weight[kDown][kAcross][2][4];
+  float of_bias[kDown][4];
+
+  __device__ void clear() {
+    memset(of_weight, 0, sizeof(of_weight));
+    memset(of_bias, 0, sizeof(of_bias));
+  }
+
+  // The first tile of the calling warp, one of the sum warps; the last part may have fewer tiles than others.
+  static __device__ int first_down(int warp) { return warp / kSplit.across * kDown; }
+  static __device__ int first_across(int warp) { return warp % kSplit.across * kAcross; }
+  static constexpr bool kIsEven = kDown * kSplit.down == DOWN && kAcross * kSplit.across == ACROSS;
+  static __device__ bool has(int down, int across) { return kIsEven || (down < DOWN && across < ACROSS); }
+  static __device__ bool has_any(int warp) {
+    return (kSplit.down * kSplit.across == SUM_WARPS || warp < kSplit.down * kSplit.across) &&
+           has(first_down(warp), first_across(warp));
+  }
+
+  // Adds the products of all rows of a chunk's gradients with its inputs. Tiles that do not exist take the numbers of the
+  // last one, and are not written.
+  __device__ void add(int warp, const SCALAR* gradient, int gradient_pitch, const SCALAR* input, int input_pitch) {
+    if (!has_any(warp)) return;
+    const int down = first_down(warp), across = first_across(warp);
+    const uint32 ones = rounded_pair(1.0f, 1.0f);
+    uint32 left[kRowTiles][kDown][4], right[kRowTiles][kAcross][4];
+#pragma unroll
+    for (int step = 0; step < kRowTiles; ++step) {
+#pragma unroll
+      for (int i = 0; i < kDown; ++i) {
+        const int tile = kIsEven || down + i < DOWN ? down + i : DOWN - 1;
+        load_left_transposed(left[step][i], gradient + step * kStep * gradient_pitch + tile * kStep, gradient_pitch);
       }
-    } else if (is_whole) {
-      add_unit<kUnit, false>(at, of_bias, left, gradient_pitch, right, input_pitch, rows);
-    } else {
-      add_unit<1, false>(at, of_bias, left, gradient_pitch, right, input_pitch, rows);
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        const int tile = kIsEven || across + j < ACROSS ? across + j : ACROSS - 1;
+        load_right(right[step][j], input + step * kStep * input_pitch + tile * kStep, input_pitch);
+      }
     }
-    first += warps;
+#pragma unroll
+    for (int step = 0; step < kRowTiles; ++step) {
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+#pragma unroll
+        for (int i = 0; i < kDown; ++i) {
+          multiply_add<SCALAR>(of_weight[i][j][0], left[step][i], right[step][j][0], right[step][j][1]);
+          multiply_add<SCALAR>(of_weight[i][j][1], left[step][i], right[step][j][2], right[step][j][3]);
+        }
+      }
+      if (across != 0) continue;
+#pragma unroll
+      for (int i = 0; i < kDown; ++i) multiply_add<SCALAR>(of_bias[i], left[step][i], ones, ones);
+    }
   }
-}
+
+  // Writes them, a float4 a lane for each tile of 8 columns.
+  __device__ void write(int warp, float* sums) const {
+    if (!has_any(warp)) return;
+#pragma unroll
+    for (int i = 0; i < kDown; ++i) {
+      const int down = first_down(warp) + i;
+      float4* row = reinterpret_cast<float4*>(sums) + down * kTilesAcross * kWarp + threadIdx.x % kWarp;
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        const int across = first_across(warp) + j;
+        if (!has(down, across)) break;
+        row[2 * across * kWarp] = as_word(of_weight[i][j][0]);
+        row[(2 * across + 1) * kWarp] = as_word(of_weight[i][j][1]);
+      }
+      if (first_across(warp) == 0 && has(down, 0)) row[2 * ACROSS * kWarp] = as_word(of_bias[i]);
+    }
+  }
+
+ private:
+  static __device__ float4 as_word(const float (&four)[4]) { return float4{four[0], four[1], four[2], four[3]}; }
+};
+
+using FirstSums = Sums<kSteps, kInputSteps>;
+using HiddenSums = Sums<kSteps, kSteps>;
+using LastSums = Sums<kOutputSteps, kSteps>;
+constexpr int kBetween = HIDDEN - 1;  // layers whose inputs and outputs are both hidden
+constexpr int kLossPlaces = kHasLoss ? 4 : 0;  // behind the gradients' sums: that of the loss, and a gap up to 16 bytes
+constexpr int kPartial = FirstSums::kSize + kBetween * HiddenSums::kSize + LastSums::kSize + kLossPlaces;  // sums of a block
 
 __device__ inline void store_words(SCALAR* tile, const uint32 (&rows)[kSteps][kRowTiles][4]) {
 #pragma unroll
@@ -146,122 +225,231 @@ __device__ inline void multiply_relu_derivative(uint32 (&rows)[kSteps][kRowTiles
   }
 }
 
+// Sixteen columns of a matrix from `col` on, of the rows of a chunk that exist, in the places of a left operand's words;
+// zeros elsewhere. Nothing is made of them at once, so that nobody waits for them before they are needed.
+struct Given {
+  SCALAR pairs[kRowTiles][4][2];
+
+  __device__ void load(const Matrix& m, int64 first, int64 rows, int columns, int col) {
+    const int row = threadIdx.x % kWarp / 4, own = col + threadIdx.x % 4 * 2;
+    const int count = rows - first < kChunk ? static_cast<int>(rows - first) : kChunk;
+    const SCALAR* place = element<SCALAR>(m, first + row, own);
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const SCALAR* pair = place + (r * kStep + i % 2 * 8) * m.row_stride;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int across = i / 2 * 8 + j;
+          const bool exists = row + r * kStep + i % 2 * 8 < count && own + across < columns;
+          pairs[r][i][j] = exists ? pair[across * m.col_stride] : from_float<SCALAR>(0.0f);
+        }
+      }
+    }
+  }
+  __device__ float2 pair(int r, int i) const { return float2{to_float(pairs[r][i][0]), to_float(pairs[r][i][1])}; }
+};
+
+#ifdef LOSS
+// Sixteen outputs of each row of a chunk, from the last layer's weights and bias.
+__device__ inline void last_outputs(float (&sums)[kRowTiles][2][4], const uint32 (&rows)[kSteps][kRowTiles][4],
+                                    const SCALAR* weights, const float* bias) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 pair = reinterpret_cast<const float2*>(bias + 8 * i)[threadIdx.x % 4];
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      sums[r][i][0] = sums[r][i][2] = pair.x;
+      sums[r][i][1] = sums[r][i][3] = pair.y;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32 right[4];
+    load_right_transposed(right, weights + step * kStep, kPitch);
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      multiply_add<SCALAR>(sums[r][0], rows[step][r], right[0], right[1]);
+      multiply_add<SCALAR>(sums[r][1], rows[step][r], right[2], right[3]);
+    }
+  }
+}
+
+// The sum of the losses of sixteen outputs, rounded, of each row against their targets, and their gradient.
+__device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], const float (&outputs)[kRowTiles][2][4],
+                                          const Given& targets, const MlpParams& p, int64 first, int col) {
+  const int lane = threadIdx.x % kWarp, columns = p.layers[HIDDEN].outputs;
+  const LossOptions options{p.delta, 1.0f};
+  const float factor = LOSS::kFactor * p.gradient_scale, scale = p.grad_scale ? factor * *p.grad_scale : factor;
+  float sum = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool has_row = first + r * kStep + lane / 4 + i % 2 * 8 < p.rows;
+      const int at = col + lane % 4 * 2 + i / 2 * 8;
+      const float(&four)[4] = outputs[r][i / 2];
+      const float2 target = targets.pair(r, i);
+      const float2 output = Pair<SCALAR>::unpack(Pair<SCALAR>::pack(float2{four[i % 2 * 2], four[i % 2 * 2 + 1]}));
+      LossTerm left = LOSS::of(output.x, target.x, options), right = LOSS::of(output.y, target.y, options);
+      if (!has_row || at >= columns) left = LossTerm{};
+      if (!has_row || at + 1 >= columns) right = LossTerm{};
+      sum += left.value + right.value;
+      gradient[r][i] = rounded_pair(left.slope * scale, right.slope * scale);
+    }
+  }
+  return sum;
+}
+#endif
+
+// Begins to copy a chunk of x whose rows all exist and are whole octets.
+__device__ inline void copy_octets(SCALAR* to, int64 first, const Matrix& x) {
+  constexpr int kOctets = INPUTS / kOctet;
+  const int lane = threadIdx.x % kWarp;
+  const SCALAR* from = element<SCALAR>(x, first, 0);
+#pragma unroll
+  for (int i = lane; i < kChunk * kOctets; i += kWarp) {
+    const int row = i / kOctets, col = i % kOctets * kOctet;
+    copy_async(to + row * kInputPitch + col, from + row * x.row_stride + col, 16);
+  }
+}
+
+// Takes the calling warp's chunks through the layers and back, and leaves of each what the sum warps need. Returns the
+// calling lane's share of the sum of losses.
+__device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const Rows& own, int warp) {
+  const int x_columns = p.layers[0].inputs, y_columns = p.layers[HIDDEN].outputs;
+  const int64 stride = static_cast<int64>(gridDim.x) * ROW_WARPS * kChunk;
+  const int64 first = (static_cast<int64>(gridDim.x) * warp + blockIdx.x) * kChunk;
+  const bool is_whole = lies_whole(p.x, x_columns);
+  const auto copy_x = [&](int turn, int64 row) {
+    if (is_whole && x_columns == INPUTS && row + kChunk <= p.rows) {
+      copy_octets(own.x(turn), row, p.x);
+    } else if (row < p.rows) {
+      copy_rows(own.x(turn), kInputPitch, kChunk, INPUTS, p.x, row, p.rows, x_columns, threadIdx.x % kWarp, kWarp);
+    }
+    end_copies();
+  };
+  float loss = 0.0f;
+  float products[kRowTiles][kTiles][4];
+  uint32 rows[kSteps][kRowTiles][4];
+  int turn = 0;
+  copy_x(turn, first);
+  for (int64 row = first; row < p.rows; row += stride, turn ^= 1) {
+    Given given;  // gradients of the outputs or, with a loss, targets
+    given.load(p.y, row, p.rows, y_columns, 0);
+    wait_for_copies<0>();
+    __syncwarp();
+    start_with_bias(products, biases);
+    multiply_tile<true, kInputSteps>(products, own.x(turn), kInputPitch, INPUTS, weights.of(0), kInputPitch);
+    if (row != first) wait_at_barrier(empty(warp), kTogether);
+    copy_x(turn ^ 1, row + stride);
+#pragma unroll 1
+    for (int i = 0;;) {
+#if SAVED == 1
+      round_sums<false>(rows, products);
+      store_words(own.gradient(i), rows);
+#endif
+      activate(products, p.slope);
+      clear_padding(products, p.layers[i].outputs);
+      round_activated(rows, products);
+      store_words(own.output(i), rows);
+      if (++i == HIDDEN) break;
+      start_with_bias(products, biases + i * WIDTH);
+      multiply_rows<true>(products, rows, weights.of(i));
+    }
+    memset(products, 0, sizeof(products));
+#pragma unroll 1
+    for (int step = 0;;) {
+      uint32 words[kRowTiles][4];
+#ifdef LOSS
+      float outputs[kRowTiles][2][4];
+      last_outputs(outputs, rows, weights.of(HIDDEN) + step * kStep * kPitch, biases + HIDDEN * WIDTH + step * kStep);
+      loss += loss_and_gradient(words, outputs, given, p, row, step * kStep);
+#endif
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!kHasLoss) words[r][i] = rounded_pair(given.pair(r, i).x, given.pair(r, i).y);
+          SCALAR* tile = own.gradient(HIDDEN) + r * kStep * kOutputPitch + step * kStep;
+          *reinterpret_cast<uint32*>(place_of_word(tile, kOutputPitch, i)) = words[r][i];
+        }
+      }
+      multiply_step<false>(products, words, weights.of(HIDDEN), kPitch, step);
+      if (++step == kOutputSteps) break;
+      given.load(p.y, row, p.rows, y_columns, step * kStep);
+    }
+#pragma unroll 1
+    for (int i = HIDDEN - 1;; --i) {
+      SCALAR* saved = SAVED == 1 ? own.gradient(i) : own.output(i);
+      if (SAVED && !kIsRelu<ACTIVATION>) multiply_derivative(products, saved, p.slope);
+      clear_padding(products, p.layers[i].outputs);
+      round_sums<false>(rows, products);
+      if (kIsRelu<ACTIVATION>) multiply_relu_derivative(rows, saved);
+      store_words(own.gradient(i), rows);
+      if (i == 0) break;
+      memset(products, 0, sizeof(products));
+      multiply_rows<false>(products, rows, weights.of(i));
+    }
+    pass_barrier(full(warp), kTogether);
+  }
+  return loss;
+}
+
+// Adds up the products of all chunks of the block, and writes the sums. The calling warp is one of the sum warps.
+__device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp) {
+  FirstSums first;
+  HiddenSums between[kBetween ? kBetween : 1];
+  LastSums last;
+  first.clear();
+#pragma unroll
+  for (int i = 0; i < kBetween; ++i) between[i].clear();
+  last.clear();
+  const int64 next = static_cast<int64>(gridDim.x) * kChunk, stride = ROW_WARPS * next;
+  int turn = 0, row_warp = 0;
+#pragma unroll 1
+  for (int64 row = static_cast<int64>(blockIdx.x) * kChunk; row < p.rows; row += next) {
+    const Rows rows{memory + row_warp * Rows::kSize};
+    wait_at_barrier(full(row_warp), kTogether);
+    last.add(warp, rows.gradient(HIDDEN), kOutputPitch, rows.output(HIDDEN - 1), kPitch);
+#pragma unroll
+    for (int i = kBetween - 1; i >= 0; --i) between[i].add(warp, rows.gradient(i + 1), kPitch, rows.output(i), kPitch);
+    first.add(warp, rows.gradient(0), kPitch, rows.x(turn), kInputPitch);
+    if (row + stride < p.rows) pass_barrier(empty(row_warp), kTogether);
+    if (++row_warp == ROW_WARPS) row_warp = 0, turn ^= 1;
+  }
+  float* sums = p.partial + static_cast<int64>(blockIdx.x) * kPartial;
+  first.write(warp, sums);
+#pragma unroll
+  for (int i = 0; i < kBetween; ++i) between[i].write(warp, sums + FirstSums::kSize + i * HiddenSums::kSize);
+  last.write(warp, sums + FirstSums::kSize + kBetween * HiddenSums::kSize);
+}
+
 }  // namespace lt
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpParams p) {
   using namespace lt;
   DYNAMIC_SHARED(uint4, memory);
-  const int hidden = p.count - 1, x_columns = p.layers[0].inputs, y_columns = p.layers[hidden].outputs;
-  const int inputs = whole_steps(x_columns), outputs = whole_steps(y_columns);
-  const int x_pitch = inputs + kSkew, y_pitch = outputs + kSkew;
-  // Of the block's warps, `row_warps` are the first; `warp` counts the sum warps.
-  const int tile_rows = p.tile_rows, row_warps = tile_rows / kWarpRows, warp = static_cast<int>(threadIdx.x) / kWarp - row_warps;
-  const int warps = blockDim.x / kWarp - row_warps, own_row = (threadIdx.x / kWarp) * kWarpRows;
-  const bool has_rows = warp < 0;
-  // All weights; biases of the hidden layers; the sums of all gradients; two tiles each of x and y's gradient, those that the
-  // block works on and the next or the last ones; a tile for each hidden layer's output, one or two more, and, if the
-  // derivative needs them, one for each pre-activation.
-  const Weights weights{reinterpret_cast<SCALAR*>(memory), inputs};
-  float* biases = reinterpret_cast<float*>(weights.of(hidden) + outputs * kPitch);
-  float* sums = biases + hidden * WIDTH;
-  const int first_sums = kSteps * tiles_across(inputs) * kFragment, hidden_sums = kSteps * tiles_across(WIDTH) * kFragment;
-  const int sum_count = first_sums + (hidden - 1) * hidden_sums + outputs / kStep * tiles_across(WIDTH) * kFragment;
-  SCALAR* x_tiles = reinterpret_cast<SCALAR*>(sums + sum_count);
-  SCALAR* y_tiles = x_tiles + 2 * tile_rows * x_pitch;
-  SCALAR* tiles = y_tiles + 2 * tile_rows * y_pitch;
-  const auto tile_of = [&](int i) { return tiles + i * tile_rows * kPitch; };  // the output of hidden layer i, from 0
-  // Where the gradient of hidden layer i's pre-activation goes. The sum warps read that of layer i + 1 and the output of layer
-  // i meanwhile, and that of layer 0 while the row warps write the outputs of the next tile. So every other one is in a spare
-  // tile, from layer 0 on, and the others take the place of the output above. Nothing is above the last hidden layer.
-  SCALAR* spare = tile_of(hidden);
-  const auto gradient_of = [&](int i) {
-    return i % 2 == 0 ? spare : i + 1 < hidden ? tile_of(i + 1) : tile_of(hidden + 1);
-  };
-#if SAVED == 1
-  const auto saved_of = [&](int i) { return tile_of(hidden + 1 + (hidden % 2 == 0) + i) + own_row * kPitch; };
-#else
-  const auto saved_of = [&](int i) { return tile_of(i) + own_row * kPitch; };
-#endif
-  const auto sums_of = [&](int i) { return i ? sums + first_sums + (i - 1) * hidden_sums : sums; };
-  const auto copy_tiles = [&](int turn, int64 first, int thread, int threads) {
-    if (first < p.rows) {
-      SCALAR *x = x_tiles + turn * tile_rows * x_pitch, *y = y_tiles + turn * tile_rows * y_pitch;
-      copy_rows(x, x_pitch, tile_rows, inputs, p.x, first, p.rows, x_columns, thread, threads);
-      copy_rows(y, y_pitch, tile_rows, outputs, p.y, first, p.rows, y_columns, thread, threads);
-    }
-  };
-  const int64 stride = static_cast<int64>(gridDim.x) * tile_rows;
-  int64 row = static_cast<int64>(blockIdx.x) * tile_rows;
-  for (int i = threadIdx.x; i < sum_count; i += blockDim.x) sums[i] = 0.0f;
+  // All weights and biases, then what each row warp has.
+  const Weights weights{reinterpret_cast<SCALAR*>(memory), INPUTS};
+  float* biases = reinterpret_cast<float*>(weights.of(HIDDEN) + OUTPUTS * kPitch);
+  SCALAR* rows = reinterpret_cast<SCALAR*>(biases + HIDDEN * WIDTH + OUTPUTS);
+  const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / kWarp, 0);  // which the compiler sees is one number
   wait_for_predecessor();
-  load_layers(p, weights, biases, hidden);
-  copy_tiles(0, row, threadIdx.x, blockDim.x);
+  load_layers(p, weights, biases, p.count);
   end_copies();
   wait_for_copies<0>();
   __syncthreads();
-  float products[kRowTiles][kTiles][4];
-  uint32 rows[kSteps][kRowTiles][4];
-  int turn = 0;
-  for (; row < p.rows; row += stride, turn ^= 1) {
-    const SCALAR* x = x_tiles + turn * tile_rows * x_pitch;
-    const SCALAR* y_gradient = y_tiles + turn * tile_rows * y_pitch;
-    // Phase 0: row warps make the outputs of all hidden layers, and the gradient of the last one's. Sum warps make the last
-    // tile's gradients of the first layer. In phase `i` after that, row warps make the gradient of a hidden layer's
-    // pre-activation, and the product that gives the gradient of the output below. Sum warps make the gradients of the layer
-    // above.
-    for (int phase = 0; phase <= hidden; ++phase) {
-      const int layer = hidden - phase;  // the hidden layer whose pre-activation's gradient is made
-      if (has_rows && phase == 0) {
-        start_with_bias(products, biases);
-        multiply_tile<true>(products, x + own_row * x_pitch, x_pitch, inputs, weights.of(0), weights.pitch(0));
-#pragma unroll 1
-        for (int i = 0;;) {
-#if SAVED == 1
-          round_sums<false>(rows, products);
-          store_words(saved_of(i), rows);
+  [[maybe_unused]] float loss = 0.0f;
+  if (warp < ROW_WARPS) {
+    loss = take_rows(p, weights, biases, Rows{rows + warp * Rows::kSize}, warp);
+  } else {
+    sum_products(p, rows, warp - ROW_WARPS);
+  }
+#ifdef LOSS
+  __shared__ float scratch[kMaxWarps];
+  loss = sum_over_block(loss, scratch);
+  if (threadIdx.x == 0) p.partial[(blockIdx.x + 1) * static_cast<int64>(kPartial) - kLossPlaces] = loss;
 #endif
-          activate(products, p.slope);
-          clear_padding(products, p.layers[i].outputs);
-          round_activated(rows, products);
-          store_words(tile_of(i) + own_row * kPitch, rows);
-          if (++i == hidden) break;
-          start_with_bias(products, biases + i * WIDTH);
-          multiply_rows<true>(products, rows, weights.of(i));
-        }
-        memset(products, 0, sizeof(products));
-        multiply_tile<false>(products, y_gradient + own_row * y_pitch, y_pitch, outputs, weights.of(hidden), kPitch);
-      } else if (has_rows) {
-        if (SAVED && !kIsRelu<ACTIVATION>) multiply_derivative(products, saved_of(layer), p.slope);
-        clear_padding(products, p.layers[layer].outputs);
-        round_sums<false>(rows, products);
-        if (kIsRelu<ACTIVATION>) multiply_relu_derivative(rows, saved_of(layer));
-        store_words(gradient_of(layer) + own_row * kPitch, rows);
-        if (layer > 0) {
-          memset(products, 0, sizeof(products));
-          multiply_rows<false>(products, rows, weights.of(layer));
-        }
-      } else if (phase == 0) {
-        if (row >= stride) {
-          add_products(sums, spare, kPitch, WIDTH, x_tiles + (turn ^ 1) * tile_rows * x_pitch, x_pitch, inputs, tile_rows, warp,
-                       warps);
-        }
-      } else {
-        if (phase == 1) copy_tiles(turn ^ 1, row + stride, threadIdx.x - row_warps * kWarp, warps * kWarp);
-        const bool is_last = phase == 1;
-        add_products(sums_of(layer + 1), is_last ? y_gradient : gradient_of(layer + 1), is_last ? y_pitch : kPitch,
-                     is_last ? outputs : WIDTH, tile_of(layer), kPitch, WIDTH, tile_rows, warp, warps);
-      }
-      if (phase == hidden) {
-        end_copies();
-        wait_for_copies<0>();
-      }
-      __syncthreads();
-    }
-  }
-  if (!has_rows) {
-    add_products(sums, spare, kPitch, WIDTH, x_tiles + (turn ^ 1) * tile_rows * x_pitch, x_pitch, inputs, tile_rows, warp, warps);
-  }
-  __syncthreads();
-  float4* partial = reinterpret_cast<float4*>(p.partial + static_cast<int64>(blockIdx.x) * sum_count);
-  for (int i = threadIdx.x; i < sum_count / 4; i += blockDim.x) partial[i] = reinterpret_cast<const float4*>(sums)[i];
 }

@@ -50,9 +50,7 @@ __device__ inline void last_layer(SCALAR* tile, int pitch, int columns, const ui
 // Writes a warp's rows, 16 bytes at a time if they lie so.
 __device__ inline void store_rows(const Matrix& y, int64 first, int64 rows, int columns, const SCALAR* tile, int pitch) {
   const int lane = threadIdx.x % kWarp, count = rows < kWarpRows ? static_cast<int>(rows) : kWarpRows;
-  const bool is_whole = y.col_stride == 1 && columns % kOctet == 0 && y.row_stride % kOctet == 0 &&
-                        reinterpret_cast<uint64>(y.data) % 16 == 0;
-  if (is_whole) {
+  if (lies_whole(y, columns)) {
     const int octets = columns / kOctet;
     for (int i = lane; i < count * octets; i += kWarp) {
       const int row = i / octets, col = i % octets * kOctet;
@@ -99,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) mlp_fwd(const lt::MlpParams
     float sums[kRowTiles][kTiles][4];
     uint32 rows[kSteps][kRowTiles][4];
     start_with_bias(sums, biases);
-    multiply_tile<true>(sums, tile, pitch, inputs, weights.of(0), weights.pitch(0));
+    multiply_tile<true, 1>(sums, tile, pitch, inputs, weights.of(0), weights.pitch(0));
 #pragma unroll 1
     for (int i = 0;;) {
       activate(sums, p.slope);

@@ -1,4 +1,5 @@
-// Adds up the sums that the blocks of mlp_bwd.cu have written, always in the same order, and rounds them to gradients.
+// Adds up the sums that the blocks of mlp_bwd.cu have written, always in the same order: the gradients, which are rounded, and
+// the loss, if there is one.
 // Compiled for one SCALAR type.
 //
 // A thread in x has a sum, a thread in y some of the blocks.
@@ -23,6 +24,8 @@ struct MlpGradient {
 struct MlpGradientsParams {
   MlpGradient layers[kMaxLayers];
   const float* partial;  // (blocks, sums)
+  float* loss;           // whose sum is the first of the last four; may be absent
+  float size;            // what the loss is divided by
   int blocks;
   int sums;
   int count;       // layers
@@ -66,8 +69,9 @@ extern "C" __global__ void __launch_bounds__(256) mlp_gradients(const lt::MlpGra
   }
   parts[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  if (threadIdx.y != 0 || !place) return;
+  if (threadIdx.y != 0) return;
 #pragma unroll
   for (int i = 1; i < kParts; ++i) sum += parts[i][threadIdx.x];
-  *place = from_float<SCALAR>(p.accumulate ? to_float(*place) + sum : sum);
+  if (p.loss && number == p.sums - 4) *p.loss = sum / p.size;
+  if (place) *place = from_float<SCALAR>(p.accumulate ? to_float(*place) + sum : sum);
 }

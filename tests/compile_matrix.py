@@ -10,7 +10,7 @@ import argparse
 import ctypes
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -20,17 +20,27 @@ from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.cross_entropy import Sharers, row_macros
 from lt_runtime.kernels.elementwise_loss import LOSSES
 from lt_runtime.kernels.epilogue import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
-from lt_runtime.kernels.mlp import TYPES, WIDTHS, backward_macros, forward_macros, gradients_macros
+from lt_runtime.kernels.mlp import (
+    MAX_LAYERS,
+    TYPES,
+    WIDTHS,
+    backward_macros,
+    fitting_block,
+    forward_macros,
+    gradients_macros,
+)
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.tiling import access_macros
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import forward_strategies
-from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, Saved, Spec
+from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, MLPProblem, Saved, Spec
 from tests.support.kernel_digest import compiler_build, family_digest
 from tests.support.kernel_families import ENTRIES
 from tests.support.kernel_usage import ARCHITECTURES, Variant, everywhere, faults
 from tests.support.register_table import TABLE, Record, read, summary
 
+_SHARED: Final = 227 << 10  # bytes of shared memory that a block may have on an H200
+_MULTIPROCESSORS: Final = 132
 _TWIN: Final = "sm_89"
 """Every kernel takes on it what it takes on sm_86, register for register; only the command compiles for both."""
 
@@ -130,12 +140,38 @@ def _narrow() -> list[Variant]:
 
 
 def _mlp() -> list[Variant]:
-    choices = [*itertools.product(TYPES, ACTIVATIONS, WIDTHS)]
     return [
-        *(Variant("mlp_fwd.cu", forward_macros(*each)) for each in choices),
-        *(Variant("mlp_bwd.cu", backward_macros(*each)) for each in choices),
+        *(Variant("mlp_fwd.cu", forward_macros(*each)) for each in itertools.product(TYPES, ACTIVATIONS, WIDTHS)),
+        *dict.fromkeys(_mlp_bwd()),
         *(Variant("mlp_gradients.cu", gradients_macros(dtype)) for dtype in TYPES),
     ]
+
+
+def _mlp_bwd() -> Iterator[Variant]:
+    """Every type, activation and width; every loss; and of each block the deepest model, which has the most sums."""
+    for dtype, name, width in itertools.product(TYPES, ACTIVATIONS, WIDTHS):
+        yield _backward_variant(_narrow_model(width, 1 + (width < WIDTHS[-1]), name, dtype))
+    for loss, name, width in itertools.product(LOSSES, ("relu", "gelu_erf"), WIDTHS):
+        yield _backward_variant(_narrow_model(width, 1, name), loss)
+    for width in WIDTHS:
+        deepest = {}
+        for hidden, rows in itertools.product(range(1, MAX_LAYERS), (1, 1 << 20)):
+            problem = _narrow_model(width, hidden, "gelu_erf", rows=rows)
+            deepest[fitting_block(problem, _SHARED, _MULTIPROCESSORS)] = problem
+        yield from (_backward_variant(problem, "bce_with_logits") for block, problem in deepest.items() if block)
+
+
+def _narrow_model(
+    width: int, hidden: int, activation: str, dtype: DType = DType.BFLOAT16, rows: int = 1 << 20
+) -> MLPProblem:
+    dims = (*[width] * (hidden + 1), 3)
+    return MLPProblem(dtype, rows, dims, (True,) * (hidden + 1), Activation(activation), backward=True)
+
+
+def _backward_variant(problem: MLPProblem, loss: str | None = None) -> Variant:
+    block = fitting_block(problem, _SHARED, _MULTIPROCESSORS)
+    assert block is not None, problem
+    return Variant("mlp_bwd.cu", backward_macros(problem, block, loss))
 
 
 VARIANTS: Final = (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
-from typing import Final
+from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_attributes, device_info
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.elementwise_loss import LOSSES, ElementwiseLoss
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import WARP, Tiling
@@ -30,13 +31,13 @@ _RESERVED_SHARED: Final = 1024  # bytes that the driver takes of a block's share
 _NARROWER: Final = 64  # columns of hidden layers up to which a warp of mlp_fwd has registers for two tiles of rows
 _FORWARD_WARPS: Final = 4
 _FORWARD_BLOCKS: Final = 3  # of a multiprocessor
-_TILES: Final = (128, 64, 32)  # rows of a tile of mlp_bwd, from which a plan chooses
-_WIDE_TILES: Final = (64, 32)  # where a row warp has only one tile of 16 rows
-_LEAST_ROWS: Final = 64  # of a tile, for the priors
 _GRADIENTS_BLOCK: Final = (32, 8)
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
-_SHORT: Final = ("relu", "gelu")  # activations that take the fewest registers in mlp_bwd, and those that take the most
-_LONG: Final = ("sigmoid", "tanh", "gelu_erf")
+_REGISTERS: Final = 1 << 14  # of each of a multiprocessor's schedulers, among which a block's warps are dealt out
+_SCHEDULERS: Final = 4
+_MOST_REGISTERS: Final = 255  # of a thread
+_BESIDES: Final = 52  # registers of a thread of mlp_bwd besides its sums
+_LOSS_PLACES: Final = 4  # of the loss among a block's sums
 
 
 class MlpLayer(Structure):
@@ -51,10 +52,10 @@ class MlpParams(Structure):
     _fields_ = fields(
         ("layers", MlpLayer * MAX_LAYERS),
         ("x y", Matrix),
-        ("partial", c_void_p),
+        ("partial grad_scale", c_void_p),
         ("rows", c_int64),
-        ("count tile_rows", c_int),
-        ("slope", c_float),
+        ("count", c_int),
+        ("slope gradient_scale delta", c_float),
     )
 
 
@@ -63,7 +64,8 @@ class MlpGradientsParams(Structure):
 
     _fields_ = fields(
         ("layers", MlpLayer * MAX_LAYERS),
-        ("partial", c_void_p),
+        ("partial loss", c_void_p),
+        ("size", c_float),
         ("blocks sums count width accumulate", c_int),
     )
 
@@ -73,30 +75,52 @@ MLP_BWD: Final = Entry("mlp_bwd", "mlp_bwd.cu", MlpParams)
 MLP_GRADIENTS: Final = Entry("mlp_gradients", "mlp_gradients.cu", MlpGradientsParams)
 
 
+class Block(NamedTuple):
+    """How the warps of a block of mlp_bwd share the work.
+
+    Attributes:
+        row_warps: warps that take rows through the layers.
+        row_tiles: tiles of 16 rows that each of them has at a time: with two, it reads weights half as often.
+        sum_warps: warps that make the gradients of the weights, and keep their sums in registers.
+    """
+
+    row_warps: int
+    row_tiles: int
+    sum_warps: int
+
+    @property
+    def threads(self) -> int:
+        """How many a block has."""
+        return WARP * (self.row_warps + self.sum_warps)
+
+    @property
+    def registers(self) -> int:
+        """How many a thread may have."""
+        warps_each = -(-self.threads // (WARP * _SCHEDULERS))
+        return min(_REGISTERS // (WARP * warps_each), _MOST_REGISTERS)
+
+    @property
+    def chunk(self) -> int:
+        """Rows that a row warp has at a time."""
+        return _STEP * self.row_tiles
+
+
+_BLOCKS: Final = tuple(Block(*each) for each in ((4, 2, 4), (4, 1, 4), (4, 1, 8), (2, 1, 4), (2, 1, 8)))
+"""Those that a plan chooses from, the best first. With eight sum warps a thread has no registers for two tiles."""
+
+
 def takes(problem: MLPProblem, device: int) -> bool:
     """Whether the kernels can run an MLP.
 
-    Its type must have 16 bits, and its layers must be narrow, and few enough for shared memory. The GPU must be an
-    Ampere or a later one.
+    Its type must have 16 bits, and its layers must be narrow, and few enough for shared memory and registers. The GPU
+    must be an Ampere or a later one.
     """
     layers = len(problem.dims) - 1
     fits = 2 <= layers <= MAX_LAYERS and max(problem.dims) <= MAX_WIDTH and problem.rows > 0
     if not fits or problem.dtype not in TYPES or device_info(device).capability < _CAPABILITY:
         return False
-    room = _shared_of_block(device)
-    enough = _forward_bytes(problem) <= room
-    return enough and (not problem.backward or bool(_fitting_tiles(problem, device)))
-
-
-def is_likely_faster(problem: MLPProblem, device: int) -> bool:
-    """Whether an MLP that the kernels can run is probably faster by them than layer by layer.
-
-    In training small tiles do not pay, unless a multiprocessor has only one.
-    """
-    if not problem.backward:
-        return True
-    rows = _tile_rows(problem, device)
-    return rows >= _LEAST_ROWS or _tiles_each(problem, rows, device) == 1
+    enough = _forward_bytes(problem) <= _shared_of_block(device)
+    return enough and (not problem.backward or block_for(problem, device) is not None)
 
 
 def forward_macros(dtype: DType, activation: str, width: int) -> Macros:
@@ -104,12 +128,29 @@ def forward_macros(dtype: DType, activation: str, width: int) -> Macros:
     return ("SCALAR", SCALAR[dtype]), ("ACTIVATION", ACTIVATION_NAMES[activation]), ("WIDTH", str(width))
 
 
-def backward_macros(dtype: DType, activation: str, width: int) -> Macros:
-    """What mlp_bwd is compiled for."""
+def backward_macros(problem: MLPProblem, block: Block, loss: str | None = None) -> Macros:
+    """What mlp_bwd is compiled for.
+
+    Args:
+        loss: one of `LOSSES`; None if the gradient of the outputs is given.
+    """
+    activation, (inputs, outputs) = problem.activation.name, _ends(problem)
     saved = 0 if activation == "none" else 2 if activation in _FROM_OUTPUT else 1
-    tiles, threads = _row_tiles(activation, width), _threads(activation, width, max(_tiles_for(activation, width)))
-    macros = ("SAVED", str(saved)), ("ROW_TILES", str(tiles)), ("THREADS", str(threads))
-    return (*forward_macros(dtype, activation, width), *macros)
+    numbers = {
+        "INPUTS": inputs,
+        "OUTPUTS": outputs,
+        "HIDDEN": len(problem.dims) - 2,
+        "SAVED": saved,
+        "ROW_WARPS": block.row_warps,
+        "ROW_TILES": block.row_tiles,
+        "SUM_WARPS": block.sum_warps,
+        "THREADS": block.threads,
+    }
+    macros = (
+        *forward_macros(problem.dtype, activation, width_of(problem)),
+        *((name, str(n)) for name, n in numbers.items()),
+    )
+    return macros if loss is None else (*macros, ("LOSS", LOSSES[loss]))
 
 
 def gradients_macros(dtype: DType) -> Macros:
@@ -127,7 +168,7 @@ class MlpForward:
         wave = device_info(device).multiprocessors * _blocks(device, shared, _FORWARD_BLOCKS)
         blocks = min(-(-problem.rows // rows), wave)
         params = _params(problem, x, y)
-        macros = forward_macros(problem.dtype, problem.activation.name, _width(problem))
+        macros = forward_macros(problem.dtype, problem.activation.name, width_of(problem))
         tiling = Tiling((blocks, 1), (warps * WARP, 1))
         self._launches = Launches(MLP_FWD, macros, device, tiling, params, shared=shared)
 
@@ -144,19 +185,35 @@ class MlpForward:
 
 
 class MlpBackward:
-    """The gradients of an MLP's weights and biases, from x and the gradient dy of the outputs."""
+    """The gradients of an MLP's weights and biases, from x and the gradient dy of the outputs, or from x and targets.
 
-    def __init__(self, problem: MLPProblem, x: Matrix, dy: Matrix, accumulate: bool, device: int) -> None:
-        self._layers, width, activation = len(problem.dims) - 1, _width(problem), problem.activation.name
-        rows = _tile_rows(problem, device)
-        wave = device_info(device).multiprocessors * _resident(problem, rows, device)
-        self._blocks = min(-(-problem.rows // rows), wave)
-        self._sums, shared = sum(_sums(problem)), _backward_bytes(problem, rows)
-        macros, params = backward_macros(problem.dtype, activation, width), _params(problem, x, dy)
-        params.tile_rows = rows
-        tiling = Tiling((self._blocks, 1), (_threads(activation, width, rows), 1))
+    Args:
+        y: dy or, with a loss, the targets.
+        accumulate: whether the gradients are added to what their buffers hold.
+        loss: what the outputs are compared with their targets by; None if dy is given.
+    """
+
+    def __init__(
+        self,
+        problem: MLPProblem,
+        x: Matrix,
+        y: Matrix,
+        accumulate: bool,
+        device: int,
+        loss: ElementwiseLoss | None = None,
+    ) -> None:
+        block = block_for(problem, device)
+        assert block is not None, "nobody asks for what `takes` refuses"
+        self._layers, self._has_loss = len(problem.dims) - 1, loss is not None
+        self._size = problem.rows * problem.dims[-1]
+        self._blocks = min(-(-problem.rows // block.chunk), device_info(device).multiprocessors)
+        self._sums = sum(_sums(problem)) + (_LOSS_PLACES if loss else 0)
+        macros, params = backward_macros(problem, block, loss and loss.name), _params(problem, x, y)
+        params.delta = loss.delta if loss else 0.0
+        tiling, shared = Tiling((self._blocks, 1), (block.threads, 1)), _backward_bytes(problem, block)
         self._launches = Launches(MLP_BWD, macros, device, tiling, params, shared=shared)
-        last = MlpGradientsParams(_layers_of(problem), None, self._blocks, self._sums, self._layers, width, accumulate)
+        last = MlpGradientsParams(_layers_of(problem), blocks=self._blocks, sums=self._sums, size=self._size)
+        last.count, last.width, last.accumulate = self._layers, width_of(problem), accumulate
         tiling = Tiling((-(-self._sums // _GRADIENTS_BLOCK[0]), 1), _GRADIENTS_BLOCK)
         self._last = Launches(MLP_GRADIENTS, gradients_macros(problem.dtype), device, tiling, last)
 
@@ -169,12 +226,15 @@ class MlpBackward:
         """Puts the pass on the memory's stream; the caller holds the memory's lock.
 
         Args:
-            call: its addresses are those of x, dy, each layer's weight and bias, then of their gradients, 0 for absent
-                ones.
+            call: its addresses are those of x, of dy or of targets, each layer's weight and bias, then of their
+                gradients, 0 for absent ones, and, with a loss, of that. Its scalars are for the loss alone.
         """
         params, launch = self._launches[memory.stream]
         last_params, launch_last = self._last[memory.stream]
         params.x.data, params.y.data, *rest = call.addresses
+        if self._has_loss:
+            number, params.grad_scale = call.scalars
+            params.gradient_scale, last_params.loss = number / self._size, rest.pop()
         _fill(params, rest[: 2 * self._layers])
         _fill(last_params, rest[2 * self._layers :])
         params.partial = last_params.partial = memory.scratch(self.scratch_bytes)
@@ -184,7 +244,7 @@ class MlpBackward:
 
 def _params(problem: MLPProblem, x: Matrix, y: Matrix) -> MlpParams:
     count, slope = len(problem.dims) - 1, problem.activation.negative_slope
-    return MlpParams(_layers_of(problem), x, y, None, problem.rows, count, slope=slope)
+    return MlpParams(_layers_of(problem), x, y, rows=problem.rows, count=count, slope=slope)
 
 
 def _layers_of(problem: MLPProblem) -> object:
@@ -203,7 +263,7 @@ def _padded(columns: int) -> int:
     return -(-columns // _STEP) * _STEP
 
 
-def _width(problem: MLPProblem) -> int:
+def width_of(problem: MLPProblem) -> int:
     """Columns of the hidden layers, as the kernels are compiled for them."""
     widest = max(problem.dims[1:-1])
     return next(each for each in WIDTHS if each >= widest)
@@ -215,12 +275,12 @@ def _ends(problem: MLPProblem) -> tuple[int, int]:
 
 
 def _warp_rows(problem: MLPProblem) -> int:
-    return _STEP * (2 if _width(problem) <= _NARROWER else 1)
+    return _STEP * (2 if width_of(problem) <= _NARROWER else 1)
 
 
 def _resident_bytes(problem: MLPProblem, biases: int) -> int:
     """How many bytes the weights of all layers and so many biases take."""
-    (inputs, outputs), width, hidden = _ends(problem), _width(problem), len(problem.dims) - 2
+    (inputs, outputs), width, hidden = _ends(problem), width_of(problem), len(problem.dims) - 2
     weights = width * (inputs + _SKEW) + ((hidden - 1) * width + outputs) * (width + _SKEW)
     return 2 * weights + 4 * biases
 
@@ -228,73 +288,61 @@ def _resident_bytes(problem: MLPProblem, biases: int) -> int:
 def _forward_bytes(problem: MLPProblem) -> int:
     """How many bytes of shared memory a block of mlp_fwd takes: for weights, biases, and two tiles of each warp."""
     inputs, outputs = _ends(problem)
-    biases = (len(problem.dims) - 2) * _width(problem) + outputs
+    biases = (len(problem.dims) - 2) * width_of(problem) + outputs
     tiles = 2 * _FORWARD_WARPS * _warp_rows(problem) * (max(inputs, outputs) + _SKEW)
     return _resident_bytes(problem, biases) + 2 * tiles
 
 
 def _sums(problem: MLPProblem) -> list[int]:
     """How many sums each layer's gradients take: 16 x 8 tiles of the weight's, and a tile in each row for the bias."""
-    (inputs, outputs), width = _ends(problem), _width(problem)
+    (inputs, outputs), width = _ends(problem), width_of(problem)
     sizes = [inputs, *[width] * (len(problem.dims) - 2), outputs]
     return [below // _STEP * (above // 8 + 1) * _FRAGMENT for above, below in itertools.pairwise(sizes)]
 
 
-def _backward_bytes(problem: MLPProblem, rows: int) -> int:
-    """How many bytes of shared memory a block of mlp_bwd takes.
+def block_for(problem: MLPProblem, device: int) -> Block | None:
+    """The block of mlp_bwd on a device; None if no block has room."""
+    return fitting_block(problem, _shared_of_block(device), device_info(device).multiprocessors)
 
-    It holds the weights, the hidden layers' biases and the sums, two tiles each of x and dy, a tile or two of each
-    hidden layer, and a spare tile, or two where the number of hidden layers is even; see mlp_bwd.cu.
+
+def fitting_block(problem: MLPProblem, shared: int, multiprocessors: int) -> Block | None:
+    """The first block for whose shared memory and registers there is room; None if there is none.
+
+    Where all rows are few enough for it, each row warp has one tile once: nothing is as short as one tile's way.
 
     Args:
-        rows: of a tile.
+        shared: bytes of shared memory that a block may have.
     """
-    (inputs, outputs), width, hidden = _ends(problem), _width(problem), len(problem.dims) - 2
-    saved = dict(backward_macros(problem.dtype, problem.activation.name, width))["SAVED"] == "1"
-    columns = 2 * (inputs + _SKEW) + 2 * (outputs + _SKEW) + (hidden * (1 + saved) + 2 - hidden % 2) * (width + _SKEW)
-    return _resident_bytes(problem, hidden * width) + 4 * sum(_sums(problem)) + 2 * rows * columns
+    is_small = problem.rows <= _BLOCKS[0].row_warps * _STEP * multiprocessors
+    most = 1 if is_small or width_of(problem) > _NARROWER else _BLOCKS[0].row_tiles
+    for block in _BLOCKS:
+        has_registers = _sums_each(problem, block.sum_warps) + _BESIDES <= block.registers
+        if block.row_tiles <= most and has_registers and _backward_bytes(problem, block) <= shared:
+            return block
+    return None
 
 
-def _tile_rows(problem: MLPProblem, device: int) -> int:
-    """Rows of a tile: those with which a multiprocessor has the fewest tiles; of equal ones the smallest.
+def _backward_bytes(problem: MLPProblem, block: Block) -> int:
+    """How many bytes of shared memory a block of mlp_bwd takes.
 
-    On an H200 a tile of 128 rows takes hardly longer than one of 32 rows.
+    It holds the weights and biases, and for each row warp two tiles of x, two for each hidden layer, and one of the
+    outputs' gradient; see mlp_bwd.cu.
     """
-    return min(reversed(_fitting_tiles(problem, device)), key=lambda rows: _tiles_each(problem, rows, device))
+    (inputs, outputs), width, hidden = _ends(problem), width_of(problem), len(problem.dims) - 2
+    columns = 2 * (inputs + _SKEW) + 2 * hidden * (width + _SKEW) + outputs + _SKEW
+    return _resident_bytes(problem, hidden * width + outputs) + 2 * block.row_warps * block.chunk * columns
 
 
-def _tiles_each(problem: MLPProblem, rows: int, device: int) -> int:
-    """Tiles of so many rows for each multiprocessor."""
-    return -(-problem.rows // (rows * device_info(device).multiprocessors))
-
-
-def _fitting_tiles(problem: MLPProblem, device: int) -> list[int]:
-    """Rows of those tiles for which there is enough shared memory."""
-    room = _shared_of_block(device)
-    tiles = _tiles_for(problem.activation.name, _width(problem))
-    return [each for each in tiles if _backward_bytes(problem, each) <= room]
-
-
-def _resident(problem: MLPProblem, rows: int, device: int) -> int:
-    """Blocks with such tiles that a multiprocessor holds: the largest block takes all registers."""
-    width, activation = _width(problem), problem.activation.name
-    threads = [_threads(activation, width, each) for each in (max(_tiles_for(activation, width)), rows)]
-    return _blocks(device, _backward_bytes(problem, rows), threads[0] // threads[1])
-
-
-def _tiles_for(activation: str, width: int) -> tuple[int, ...]:
-    return _TILES if _row_tiles(activation, width) == 2 else _WIDE_TILES
-
-
-def _row_tiles(activation: str, width: int) -> int:
-    """Tiles of 16 rows that a row warp of mlp_bwd has: two where a thread's registers suffice for them."""
-    suffice = activation in _SHORT if width == _NARROWER else activation not in _LONG
-    return 2 if width <= _NARROWER and suffice else 1
-
-
-def _threads(activation: str, width: int, rows: int) -> int:
-    """How many threads a block of mlp_bwd has: those of its row warps, and of a sum warp for each 16 rows."""
-    return WARP * (rows // (_STEP * _row_tiles(activation, width)) + rows // _STEP)
+def _sums_each(problem: MLPProblem, warps: int) -> int:
+    """How many sums of gradients a thread of mlp_bwd keeps in its registers, see `split_of` there."""
+    (inputs, outputs), width = _ends(problem), width_of(problem)
+    sizes = [inputs, *[width] * (len(problem.dims) - 2), outputs]
+    found = 0
+    for above, below in itertools.pairwise(sizes):
+        parts = [(-(-below // _STEP // i), -(-above // _STEP // (warps // i))) for i in range(1, warps + 1)]
+        down, across = min(parts, key=lambda each: (each[0] * each[1], sum(each), each[0]))
+        found += 4 * down * (2 * across + 1)
+    return found
 
 
 def _shared_of_block(device: int) -> int:

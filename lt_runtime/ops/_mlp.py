@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from lt_runtime import reference
-from lt_runtime.arrays.checks import check_same, check_shape
+from lt_runtime.arrays.checks import check_same, check_shape, check_type
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.mlp import MAX_LAYERS
 from lt_runtime.layout import packed
 from lt_runtime.ops.call import Known, New, Operation, Reading
@@ -21,6 +22,7 @@ from lt_runtime.products.plan import Plan
 _PLACES: Final = 2 * MAX_LAYERS  # a weight and a bias each
 _FIRST: Final = 2  # place of the first weight among the arrays
 _OUT: Final = 1
+_LOSS: Final = _FIRST + 2 * _PLACES + 1  # behind all parameters, their gradients, and the gradients' scale
 _forward_plan: Final = functools.lru_cache(maxsize=1024)(MlpForwardPlan)
 _backward_plan: Final = functools.lru_cache(maxsize=1024)(MlpBackwardPlan)
 
@@ -77,20 +79,21 @@ class MlpOutputs(Operation):
 class MlpGradients(Operation):
     """The gradients of all parameters of an MLP, from its inputs and the gradient of its outputs.
 
-    What is asked is the hidden layers' activation, and whether the gradients are added to what their buffers hold.
+    What is asked is the hidden layers' activation, whether the gradients are added to what their buffers hold, and no
+    loss.
     """
 
     names = ("x", "dy", *_named(), *_named(".grad"))
     required = 2
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: None) -> Reading:
+    def read(self, operands: Sequence[Any], asked: Any, extras: float) -> Reading:
         """See `Operation`."""
-        activation, accumulate = asked
-        x, dy, *rest = operands
-        parameters, gradients = rest[:_PLACES], rest[_PLACES:]
+        activation, accumulate, loss = asked
+        x, y, *rest = operands
+        parameters, gradients = rest[:_PLACES], rest[_PLACES : 2 * _PLACES]
         problem = _problem(x, parameters, activation, backward=True)
-        check_shape(dy.name, dy.shape, (problem.rows, problem.dims[-1]), "the outputs' shape")
-        check_same(x, dy)
+        check_shape(y.name, y.shape, (problem.rows, problem.dims[-1]), "the outputs' shape")
+        check_same(x, y)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if parameter is not None:
                 check_shape(gradient.name, gradient.shape, parameter.shape, f"that of {parameter.name}")
@@ -98,39 +101,77 @@ class MlpGradients(Operation):
                 gradient.check_packed()
         first = _FIRST + _PLACES
         written = tuple(first + place for place, each in enumerate(parameters) if each is not None)
-        return Reading(problem, written, {}, (x.layout, dy.layout, accumulate))
+        return Reading(problem, written, {}, (x.layout, y.layout, accumulate, loss))
 
     def plan(self, reading: Reading, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return _backward_plan(reading.problem, *reading.detail, device)
+        x, y, accumulate, loss = reading.detail
+        return _backward_plan(reading.problem, x, y, accumulate, device, loss)
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: None, stream: int) -> Call:
+    def call(self, known: Known, addresses: tuple[int, ...], extras: float, stream: int) -> Call:
         """See `Operation`."""
         count, first = 2 * len(known.reading.problem.biases), _FIRST + _PLACES
         return Call((*addresses[: _FIRST + count], *addresses[first : first + count]), stream)
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: None) -> None:
+    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: float) -> None:
         """See `Operation`."""
         x, dy, *rest = arrays
         parameters, gradients = rest[:_PLACES], rest[_PLACES:]
-        problem: MLPProblem = reading.problem
-        *_, accumulate = reading.detail
-        made = _layers_on_host(problem, x, parameters)
-        inputs, last = [x, *(y for _, y in made)], len(made) - 1
-        for i in range(last, -1, -1):
-            activation = Activation() if i == last else problem.activation
-            found = reference.linear_bwd(dy, inputs[i], parameters[2 * i], made[i][0], activation)
-            for out, exact in zip(gradients[2 * i : 2 * i + 2], (found.dw, found.db), strict=True):
-                if out is not None:
-                    out[...] = (out.astype(exact.dtype) + exact if accumulate else exact).astype(out.dtype)
-            dy = found.dx
+        made = _layers_on_host(reading.problem, x, parameters)
+        *_, accumulate, _ = reading.detail
+        _gradients_on_host(reading.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: None) -> None:
+    def result(self, known: Known, arrays: Sequence[Any], extras: float) -> Any:
         """See `Operation`: the gradients are in their buffers."""
+
+
+class MlpLoss(MlpGradients):
+    """The loss of an MLP's outputs against targets, and the gradients of all its parameters.
+
+    What is asked is as for `MlpGradients`, with an `ElementwiseLoss`; a call's extra is the number that the gradients
+    are multiplied by. The arrays end with one FP32 number on the device that they are multiplied by too, and the loss.
+    """
+
+    names = ("x", "target", *_named(), *_named(".grad"), "grad_scale", "out_loss")
+
+    def read(self, operands: Sequence[Any], asked: Any, extras: float) -> Reading:
+        """See `Operation`."""
+        *operands, scale, loss = operands
+        reading = super().read(operands, asked, extras)
+        if scale is not None:
+            check_type(scale, "float32")
+            check_shape(scale.name, scale.shape, (1,) if scale.shape else (), "one number")
+        if loss is not None:
+            check_type(loss, "float32")
+            check_shape(loss.name, loss.shape, (), "one number")
+        new = {} if loss is not None else {_LOSS: New((), DType.FLOAT32.numpy, operands[0].library)}
+        return reading._replace(written=(*reading.written, _LOSS), new=new)
+
+    def call(self, known: Known, addresses: tuple[int, ...], extras: float, stream: int) -> Call:
+        """See `Operation`."""
+        *addresses_of_mlp, scale, loss = addresses
+        made = super().call(known, tuple(addresses_of_mlp), extras, stream)
+        return Call((*made.addresses, loss), stream, (extras, scale))
+
+    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: float) -> None:
+        """See `Operation`."""
+        x, target, *rest, scale, loss = arrays
+        parameters, gradients = rest[:_PLACES], rest[_PLACES:]
+        *_, accumulate, kind = reading.detail
+        made = _layers_on_host(reading.problem, x, parameters)
+        loss[...], dy = _loss_on_host(kind, made[-1][1], target)
+        factor = extras if scale is None else extras * float(scale.reshape(()))
+        dy = (dy * factor).astype(x.dtype)
+        _gradients_on_host(reading.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
+
+    def result(self, known: Known, arrays: Sequence[Any], extras: float) -> Any:
+        """See `Operation`: the loss."""
+        return arrays[_LOSS]
 
 
 MLP_OUTPUTS: Final = MlpOutputs()
 MLP_GRADIENTS: Final = MlpGradients()
+MLP_LOSS: Final = MlpLoss()
 
 
 def _problem(x: Operand, parameters: Sequence[Operand | None], activation: Activation, *, backward: bool) -> MLPProblem:
@@ -161,3 +202,37 @@ def _layers_on_host(problem: MLPProblem, x: Any, parameters: Sequence[Any]) -> l
         x = exact.astype(problem.dtype.numpy)
         made.append((z, x))
     return made
+
+
+def _gradients_on_host(
+    problem: MLPProblem,
+    x: Any,
+    dy: Any,
+    parameters: Sequence[Any],
+    made: Sequence[tuple[Any, Any]],
+    gradients: Sequence[Any],
+    *,
+    accumulate: bool,
+) -> None:
+    """Puts the gradients into their buffers, or adds them to those.
+
+    Args:
+        made: what `_layers_on_host` gives.
+    """
+    inputs, last = [x, *(y for _, y in made)], len(made) - 1
+    for i in range(last, -1, -1):
+        activation = Activation() if i == last else problem.activation
+        found = reference.linear_bwd(dy, inputs[i], parameters[2 * i], made[i][0], activation)
+        for out, exact in zip(gradients[2 * i : 2 * i + 2], (found.dw, found.db), strict=True):
+            if out is not None:
+                out[...] = (out.astype(exact.dtype) + exact if accumulate else exact).astype(out.dtype)
+        dy = found.dx
+
+
+def _loss_on_host(loss: ElementwiseLoss, outputs: Any, target: Any) -> tuple[float, Any]:
+    """A loss and its gradient, in float64."""
+    if loss.name == "mse":
+        return reference.mse_loss(outputs, target)
+    if loss.name == "huber":
+        return reference.huber_loss(outputs, target, delta=loss.delta)
+    return reference.bce_with_logits(outputs, target)

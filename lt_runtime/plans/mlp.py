@@ -7,7 +7,8 @@ from typing import Final
 from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.blocks import Matrix
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.mlp import MlpBackward, MlpForward, is_likely_faster, takes
+from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
+from lt_runtime.kernels.mlp import MlpBackward, MlpForward, takes
 from lt_runtime.layout import Layout, packed
 from lt_runtime.problem import MLPProblem
 from lt_runtime.products.plan import Plan
@@ -20,11 +21,11 @@ ONE_KERNEL: Final = "one_kernel"
 
 
 def is_fused(problem: MLPProblem, device: int) -> bool:
-    """Whether an MLP's passes run in one kernel each: as was measured; if nothing was, where that is likely faster."""
+    """Whether an MLP's passes run in one kernel each: as was measured; if nothing was, wherever they can."""
     entry = known_mlp(problem, device)
     if not takes(problem, device):
         return False
-    return is_likely_faster(problem, device) if entry is None else entry.strategy[ONE_KERNEL] is True
+    return entry is None or entry.strategy[ONE_KERNEL] is True
 
 
 def known_mlp(problem: MLPProblem, device: int) -> LayerEntry | None:
@@ -56,12 +57,20 @@ class MlpBackwardPlan(Plan):
     """The gradients of an MLP's parameters.
 
     A call's addresses are those of x, of the gradient dy of the outputs, of each layer's weight and bias, and of their
-    gradients.
+    gradients. With a loss targets are in the place of dy, and the loss is the last.
     """
 
-    def __init__(self, problem: MLPProblem, x: Layout, dy: Layout, accumulate: bool, device: int) -> None:
+    def __init__(
+        self,
+        problem: MLPProblem,
+        x: Layout,
+        y: Layout,
+        accumulate: bool,
+        device: int,
+        loss: ElementwiseLoss | None = None,
+    ) -> None:
         self.problem, self.device = problem, device
-        self._pass = MlpBackward(problem, Matrix.of(x), Matrix.of(dy), accumulate, device)
+        self._pass = MlpBackward(problem, Matrix.of(x), Matrix.of(y), accumulate, device, loss)
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""

@@ -77,6 +77,15 @@ class StepBody:
         narrow = self.model.narrow
         if narrow is not None and not narrow.take(x, backward=True):
             narrow = None
+        scale = None if scaler is None else scaler.scale
+        if narrow is not None and row_weights is None and self.loss.elementwise is not None:
+            with range_of("backward"):
+                number = narrow.loss_and_backward(
+                    x, target, self.loss.elementwise, scale=scale, share=share, accumulate=index > 0, stream=stream
+                )
+            with range_of("loss"):
+                tally.add(number, None, share, first=index == 0, stream=stream)
+            return
         contexts: list[Any] = []
         with range_of("forward"):
             if narrow is not None:
@@ -86,7 +95,6 @@ class StepBody:
                     x, self.optimizer.steps, micro_batch=index, copy_step=False, stream=stream
                 )
         with range_of("loss"):
-            scale = None if scaler is None else scaler.scale
             loss, gradient = self.loss.compute(outputs, target, row_weights, scale=scale, share=share, stream=stream)
         scores = Scores(outputs, target, IGNORE_INDEX) if self.loss.classifies else None
         device = self.model.device.ordinal

@@ -14,6 +14,8 @@ from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import HOST, Operand, read
 from lt_runtime.errors import ArgumentError, DeviceError, ShapeError
+from lt_runtime.kernels.elementwise_loss import LOSSES as ELEMENTWISE
+from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.losses.cross_entropy import cross_entropy
 from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
 from lt_runtime.losses.operation import Loss
@@ -42,10 +44,12 @@ class StepLoss(ABC):
     Attributes:
         classifies: whether its targets are labels.
         is_own: whether its targets may be any array.
+        elementwise: the loss without weights of rows, if a kernel may make it of one output after the other.
     """
 
     classifies = False
     is_own = False
+    elementwise: ElementwiseLoss | None = None
 
     @abstractmethod
     def compute(
@@ -78,6 +82,8 @@ class NamedLoss(StepLoss):
         self._function(row, np.zeros(1, np.int32) if self.classifies else row, **numbers)  # which refuses wrong ones
         arrays = {option: _on_device(option, options[option], model) for option in options if option in _ARRAYS}
         self._options = {**numbers, **arrays}
+        if name in ELEMENTWISE and all(each is None for each in arrays.values()):
+            self.elementwise = ElementwiseLoss(name, **numbers)
 
     def compute(
         self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, stream: int | None

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.mlp import MAX_LAYERS, MAX_WIDTH, TYPES, takes
-from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
+from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_LOSS, MLP_OUTPUTS, filled
 from lt_runtime.ops.adamw import Parameter
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.first_use import asked_for, before_first_use
@@ -69,7 +70,21 @@ class NarrowPasses:
             dy: the gradient with respect to the outputs.
         """
         arrays = x, dy, *self._arrays("data"), *self._arrays("grad")
-        perform(MLP_GRADIENTS, arrays, (self._activation, accumulate), None, stream)
+        perform(MLP_GRADIENTS, arrays, (self._activation, accumulate, None), 1.0, stream)
+
+    def loss_and_backward(
+        self, x: Any, target: Any, loss: ElementwiseLoss, *, scale: Any, share: float, accumulate: bool, stream: Any
+    ) -> Any:
+        """All of a training step but the optimizer, in one pass: as `backward`, from the loss of the outputs for x.
+
+        Args:
+            scale, share: as of `StepLoss.compute`.
+
+        Returns:
+            The loss, one FP32 number on the device.
+        """
+        arrays = x, target, *self._arrays("data"), *self._arrays("grad"), scale, None
+        return perform(MLP_LOSS, arrays, (self._activation, accumulate, loss), share, stream)
 
     def _arrays(self, kind: str) -> tuple[Any, ...]:
         """Each layer's weight and bias, or their gradients."""

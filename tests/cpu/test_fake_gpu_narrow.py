@@ -131,27 +131,48 @@ def _gradients(gpu: FakeGpu, model: Any) -> list[NDArray[np.float64]]:
         {"activation": "gelu", "dtype": "float16"},
         {"bias": [False, True, False]},
         {"loss": "cross_entropy"},
+        {"loss": "huber"},
+        {"loss": "bce_with_logits"},
+        {"loss": "mse", "row_weights": True},
         {"accumulate": 2},
     ],
     ids=str,
 )
 def test_a_step_makes_the_layers_gradients(gpu: FakeGpu, options: dict[str, Any]) -> None:
     loss, accumulate = options.get("loss", "mse"), options.get("accumulate", 1)
-    made_of = {name: value for name, value in options.items() if name not in ("loss", "accumulate")}
+    made_of = {name: value for name, value in options.items() if name not in ("loss", "accumulate", "row_weights")}
     model = _model(gpu, **made_of)
     x = _inputs(gpu, dtype=model.dtype.numpy)
     labels, targets = np.arange(ROWS) % DIMS[-1], _inputs(gpu, columns=DIMS[-1], seed=1, dtype=model.dtype.numpy)
+    weights = gpu.cp.asarray(np.linspace(0, 2, ROWS, dtype=np.float32)) if "row_weights" in options else None
     target = gpu.cp.asarray(labels) if loss == "cross_entropy" else targets
     outputs, contexts = model.forward(x)
-    function = gpu.lt.cross_entropy if loss == "cross_entropy" else gpu.lt.mse_loss
-    model.backward(function(outputs, target).gradient, contexts)
+    function = getattr(gpu.lt, {"mse": "mse_loss", "huber": "huber_loss"}.get(loss, loss))
+    exact_loss, gradient = function(outputs, target, row_weights=weights)
+    model.backward(gradient, contexts)
     expected = _gradients(gpu, model)
     assert _names(gpu) == set()
     step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=0.0), loss=loss, accumulate=accumulate)
-    step(x, target)
+    found = step(x, target, row_weights=weights)
     for made, exact in zip(_gradients(gpu, model), expected, strict=True):
         assert np.linalg.norm(made - exact) <= 2e-2 * np.linalg.norm(exact)
-    assert _names(gpu) == {FORWARD, BACKWARD, GRADIENTS}
+    assert _values(gpu, found) == pytest.approx(_values(gpu, exact_loss), rel=1e-2)
+    in_one = loss != "cross_entropy" and weights is None
+    assert _names(gpu) == ({BACKWARD, GRADIENTS} if in_one else {FORWARD, BACKWARD, GRADIENTS})
+
+
+def test_a_loss_in_the_backward_pass_is_scaled(gpu: FakeGpu) -> None:
+    """FP16 gradients that would vanish, with a scale on the device, are what they are without either."""
+    made = []
+    for scaler in (None, gpu.lt.GradScaler(init_scale=1024.0)):
+        model = _model(gpu, dtype="float16")
+        optimizer = gpu.lt.AdamW(model.parameters(), lr=0.0, scaler=scaler)
+        step = gpu.lt.TrainStep(model, optimizer, loss="mse")
+        step(_inputs(gpu, dtype=np.float16), _inputs(gpu, columns=DIMS[-1], seed=1, dtype=np.float16))
+        made.append(_gradients(gpu, model))
+    assert _names(gpu) == {BACKWARD, GRADIENTS}
+    for plain, scaled in zip(*made, strict=True):
+        assert np.linalg.norm(scaled / 1024 - plain) <= 1e-2 * np.linalg.norm(plain)
 
 
 def test_a_graph_changes_no_bit(gpu: FakeGpu) -> None:
@@ -176,7 +197,7 @@ def test_the_plan_cache_decides(gpu: FakeGpu) -> None:
     assert _names(gpu) == set()
     step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", graph=False)
     step(x, target)
-    assert _names(gpu) == {FORWARD, BACKWARD, GRADIENTS}
+    assert _names(gpu) == {BACKWARD, GRADIENTS}
     _remember(gpu, model, rows, backward=True, one_kernel=False)
     step(x, target)
     assert _names(gpu) == set()
@@ -227,7 +248,7 @@ def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, ro
     model = _model(gpu, dims)
     step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse")
     step(_inputs(gpu, rows, 16), _inputs(gpu, rows, 4))
-    assert _names(gpu) == ({FORWARD, BACKWARD, GRADIENTS} if is_fused else set())
+    assert _names(gpu) == ({BACKWARD, GRADIENTS} if is_fused else set())
 
 
 def test_inference_is_measured_where_that_is_asked_for(hurried: FakeGpu) -> None:
@@ -263,8 +284,14 @@ def test_operations_follow_their_reference(gpu: FakeGpu) -> None:
         weights = of_mlp.filled(on[2:])
         y = call.perform(of_mlp.MLP_OUTPUTS, (on[0], None, *weights), activation, None, None)
         arrays = (*on[:2], *weights, *of_mlp.filled(gradients))
-        call.perform(of_mlp.MLP_GRADIENTS, arrays, (activation, True), None, None)
+        call.perform(of_mlp.MLP_GRADIENTS, arrays, (activation, True, None), 1.0, None)
         results.append([y, *gradients])
+        for name in ("mse", "huber", "bce_with_logits"):
+            gradients = [place(np.ones(each.shape, BF16)) for each in parameters]
+            kind, scale = of_mlp.ElementwiseLoss(name, 0.5), place(np.full(1, 2, np.float32))
+            arrays = (*on[:2], *weights, *of_mlp.filled(gradients), scale, None)
+            loss = call.perform(of_mlp.MLP_LOSS, arrays, (activation, False, kind), 0.25, None)
+            results[-1] += [loss, *gradients]
     for expected, made in zip(*results, strict=True):
         exact = expected.astype(np.float64)
         assert np.linalg.norm(_values(gpu, made) - exact) <= 2e-2 * np.linalg.norm(exact)

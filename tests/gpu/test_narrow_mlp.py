@@ -49,7 +49,7 @@ class _Network:
         gradients = [each.copy() for each in parameters]
         y = perform(MLP_OUTPUTS, (x, None, *filled(parameters)), self.activation, None, None)
         operands = (x, dy, *filled(parameters), *filled(gradients))
-        perform(MLP_GRADIENTS, operands, (self.activation, False), None, None)
+        perform(MLP_GRADIENTS, operands, (self.activation, False, None), 1.0, None)
         return [y, *gradients]
 
     @property

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lt_runtime import reference
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import mlp, tiling
 from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.mlp import MlpBackward, MlpForward, is_likely_faster, takes
+from lt_runtime.kernels.mlp import MlpBackward, MlpForward, block_for, takes
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
@@ -97,6 +99,21 @@ class _Network:
         self._check_unchanged()
         return [each.values() for each in grads if each]
 
+    def loss(
+        self, host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int, loss: ElementwiseLoss, scale: float
+    ) -> tuple[float, list[Array]]:
+        """The loss of the outputs against `dy` as targets, and the gradients, multiplied by half the scale."""
+        kinds = [each for pair in zip(self.weights, self.biases, strict=True) for each in pair]
+        grads = [each and Guarded(np.full(each.array.shape, np.nan), FLAT, self.problem.dtype) for each in kinds]
+        value, factor = vector(np.full(1, np.nan), F32), vector(np.full(1, scale), F32)
+        _launching(host, monkeypatch, order)
+        made = MlpBackward(self.problem, self.x.matrix, self.dy.matrix, False, 0, loss)
+        places = [each.address if each else 0 for each in grads]
+        addresses = self.x.address, self.dy.address, *self.parameters, *places, value.address
+        made.run(Call(addresses, 0, (0.5, factor.address)), _Memory())
+        self._check_unchanged()
+        return float(value.values()[0, 0]), [each.values() for each in grads if each]
+
     def _check_unchanged(self) -> None:
         for each in (self.x, self.dy, *self.weights, *self.biases):
             if each:
@@ -115,8 +132,11 @@ class _Network:
 
     @property
     def exact_gradients(self) -> list[Array]:
-        zs, hs = self.exact
-        dz, found = _values(self.dy), []
+        return self.gradients_from(_values(self.dy))
+
+    def gradients_from(self, dz: Array) -> list[Array]:
+        """The gradients of all parameters, from that of the outputs, in float64."""
+        (zs, hs), found = self.exact, list[Array]()
         for i in reversed(range(len(self.weights))):
             below = hs[i - 1] if i else _values(self.x)
             found = [dz.T @ below, *([dz.sum(axis=0)[None]] if self.biases[i] else []), *found]
@@ -239,6 +259,39 @@ def test_activations(host: HostKernels, monkeypatch: pytest.MonkeyPatch, activat
         assert _off(made, exact) < 12 * EPSILON[dtype]
 
 
+LOSSES = {
+    "mse": (ElementwiseLoss("mse"), reference.mse_loss),
+    "huber": (ElementwiseLoss("huber", 0.25), functools.partial(reference.huber_loss, delta=0.25)),
+    "bce_with_logits": (ElementwiseLoss("bce_with_logits"), reference.bce_with_logits),
+}
+
+
+@pytest.mark.parametrize("dims", [(20, 32, 24, 5), (64, 64, 64, 64, 3), (16, 16, 40)], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [("mse", BF16), ("huber", F16), ("bce_with_logits", BF16)], ids=str)
+def test_losses(
+    host: HostKernels, monkeypatch: pytest.MonkeyPatch, name: str, dtype: DType, dims: tuple[int, ...]
+) -> None:
+    """Rows that are no whole chunks, outputs that are no whole tiles, and more rows than all warps have at a time."""
+    network, (loss, exact_loss) = _network(dims, 299, _normal(2), dtype=dtype, activation="tanh"), LOSSES[name]
+    outputs = network.exact[1][-1]
+    value, dy = exact_loss(outputs, _values(network.dy))
+    for order in ORDERS:
+        made, gradients = network.loss(host, monkeypatch, order, loss, 64.0)
+        assert made == pytest.approx(value, rel=2 * EPSILON[dtype])
+        for gradient, exact in zip(gradients, network.gradients_from(32 * dy), strict=True):
+            assert _off(gradient, exact) < 12 * EPSILON[dtype]
+
+
+def test_a_loss_is_that_of_rounded_outputs(host: HostKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of the layers, which write their outputs before: with targets equal to them nothing is left."""
+    network = _network((16, 16, 8), 20, _normal(5))
+    outputs = network.forward(host, monkeypatch, FLAT, FORWARD)
+    exact = replace(network, dy=Guarded(outputs, FLAT, BF16))
+    made, gradients = exact.loss(host, monkeypatch, FORWARD, ElementwiseLoss("mse"), 1.0)
+    assert made == 0.0
+    assert not any(each.any() for each in gradients)
+
+
 def _off(made: Array, exact: Array) -> float:
     """The error's norm, relative."""
     return float(np.linalg.norm(made - exact) / np.linalg.norm(exact))
@@ -313,7 +366,7 @@ def _taken(*dims: int, dtype: DType = BF16, rows: int = 8, backward: bool = True
     return takes(MLPProblem(dtype, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), backward), 0)
 
 
-@pytest.mark.parametrize("dims", [(64, 64, 64, 64, 3), (1, 1, 1), (128, 128, 10), (16,) * 17], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64, 64, 64, 3), (1, 1, 1), (128, 128, 10), (16,) * 15], ids=str)
 def test_narrow_models_are_taken(dims: tuple[int, ...]) -> None:
     assert _taken(*dims)
     assert _taken(*dims, backward=False)
@@ -325,15 +378,16 @@ def test_other_models_are_not_taken(dims: tuple[int, ...]) -> None:
     assert not _taken(*dims, backward=False)
 
 
-def test_small_tiles_are_not_likely_faster() -> None:
-    def problem(*dims: int, rows: int, backward: bool = True) -> MLPProblem:
-        return MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), backward)
+def _block(*dims: int, rows: int = 1 << 20) -> tuple[int, int, int] | None:
+    return block_for(MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), True), 0)
 
-    shallow, deep = (64, 64, 64, 64, 3), (64,) * 7
-    assert is_likely_faster(problem(*shallow, rows=5000), 0)
-    assert not is_likely_faster(problem(*deep, rows=5000), 0)
-    assert is_likely_faster(problem(*deep, rows=32), 0)
-    assert is_likely_faster(problem(*deep, rows=5000, backward=False), 0)
+
+def test_blocks_fit_shared_memory_and_registers() -> None:
+    assert _block(64, 64, 64, 64, 3) == (4, 2, 4)
+    assert _block(64, 64, 64, 64, 3, rows=64) == (4, 1, 4), "one tile of rows is the shortest way"
+    assert _block(*[64] * 6, 3) == (4, 1, 8), "registers for the sums of four warps are too few"
+    assert _block(128, 128, 10) == (4, 1, 4), "a thread has registers for one tile of such rows"
+    assert _block(*[128] * 3, 10) is None
 
 
 def test_shared_memory_bounds_the_depth() -> None:

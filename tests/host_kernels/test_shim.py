@@ -64,6 +64,20 @@ def test_threads_that_have_returned_count_as_arrived(host: HostKernels, order: i
     assert np.array_equal(out[0], np.where(np.arange(16) < 8, MIRRORED, -1.0))
 
 
+@pytest.mark.parametrize("order", range(5))
+def test_barriers_of_some_warps_hold(host: HostKernels, order: int) -> None:
+    out, _ = run_probe(host.kernel(PROBE, "named_barriers"), block=(64, 1), order=order)
+    assert np.array_equal(out[0], [*[0.0] * 32, *(100.0 + 2 * np.arange(32)[::-1])])
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_barriers_that_never_open_are_errors(host: HostKernels, order: int) -> None:
+    with pytest.raises(HostKernelError, match="for ever: 32 of 64 threads have come to barrier 1"):
+        run_probe(host.kernel(PROBE, "named_barrier_without_all"), block=(64, 1), order=order)
+    with pytest.raises(HostKernelError, match=r"barrier 1 is not one of (64|96) threads"):
+        run_probe(host.kernel(PROBE, "named_barrier_of_two_sizes"), block=(64, 1), order=order)
+
+
 def test_shared_memory_is_poisoned_in_every_block(host: HostKernels) -> None:
     out, _ = run_probe(host.kernel(PROBE, "stale_shared_memory"), grid=(3, 1))
     assert np.array_equal(np.isnan(out).all(axis=1), [False, True, True])

@@ -8,7 +8,7 @@ from tests.mutants.fault import Fault, fault
 
 _FORWARD: Final = "cuda_src/mlp_fwd.cu"
 _BACKWARD: Final = "cuda_src/mlp_bwd.cu"
-_SUMS: Final = "tests/host_kernels/test_mlp.py::test_exact_sums[0-dims3-129]"
+_TESTS: Final = "tests/host_kernels/test_mlp.py"
 _ON_GPU: Final = "tests/cpu/test_fake_gpu_narrow.py"
 
 FAULTS: Final[tuple[Fault, ...]] = (
@@ -17,56 +17,84 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "cuda_src/mlp.cuh",
         "if (columns == WIDTH) return;",
         "return;",
-        "tests/host_kernels/test_mlp.py::test_infinities_stay_in_their_rows_and_columns",
+        f"{_TESTS}::test_infinities_stay_in_their_rows_and_columns",
     ),
     fault(
         "rows beyond the last are copied",
         "cuda_src/mlp.cuh",
         "const bool exists = row < left;",
         "const bool exists = row <= left;",
-        "tests/host_kernels/test_mlp.py::test_exact_sums[0-dims1-70]",
+        f"{_TESTS}::test_exact_sums[0-dims1-70]",
     ),
     fault(
         "a warp of mlp_fwd goes on with its first rows",
         _FORWARD,
         "copy_x(turn ^ 1, row + stride);",
         "copy_x(turn ^ 1, row);",
-        "tests/host_kernels/test_mlp.py::test_blocks_go_from_tile_to_tile[0]",
+        f"{_TESTS}::test_blocks_go_from_tile_to_tile[0]",
     ),
     fault(
-        "gradients of a hidden layer take the place of what is still read",
+        "a row warp writes before its last rows have been read",
         _BACKWARD,
-        "i + 1 < hidden ? tile_of(i + 1) : tile_of(hidden + 1)",
-        "i + 1 < hidden ? tile_of(i + 1) : tile_of(i)",
-        _SUMS,
+        "if (row != first) wait_at_barrier(empty(warp), kTogether);",
+        "if (row != first) pass_barrier(empty(warp), kTogether);",
+        f"{_TESTS}::test_blocks_go_from_tile_to_tile[0]",
     ),
     fault(
-        "the last tile's gradients of the first layer are lost",
+        "the inputs of one tile are those of the tile before",
         _BACKWARD,
-        "  if (!has_rows) {\n    add_products(",
-        "  if (false) {\n    add_products(",
-        _SUMS,
+        "if (++row_warp == ROW_WARPS) row_warp = 0, turn ^= 1;",
+        "if (++row_warp == ROW_WARPS) row_warp = 0;",
+        f"{_TESTS}::test_blocks_go_from_tile_to_tile[0]",
     ),
     fault(
-        "each unit of sums has a bias",
+        "rows beyond the last have a loss",
         _BACKWARD,
-        "    if (first == 0) {\n      if (is_whole)",
-        "    if (true) {\n      if (is_whole)",
-        "tests/host_kernels/test_mlp.py::test_exact_sums[0-dims9-200]",
+        "if (!has_row || at >= columns) left = LossTerm{};",
+        "if (at >= columns) left = LossTerm{};",
+        f"{_TESTS}::test_losses",
+    ),
+    fault(
+        "a loss is that of sums that nobody has rounded",
+        _BACKWARD,
+        "Pair<SCALAR>::unpack(Pair<SCALAR>::pack(float2{four[i % 2 * 2], four[i % 2 * 2 + 1]}));",
+        "float2{four[i % 2 * 2], four[i % 2 * 2 + 1]};",
+        f"{_TESTS}::test_a_loss_is_that_of_rounded_outputs",
+    ),
+    fault(
+        "the loss of an MLP is a sum",
+        "cuda_src/mlp_gradients.cu",
+        "*p.loss = sum / p.size;",
+        "*p.loss = sum;",
+        f"{_TESTS}::test_losses",
+    ),
+    fault(
+        "a loss in the backward pass forgets its scale",
+        "cuda_src/mlp_bwd.cu",
+        "p.grad_scale ? factor * *p.grad_scale : factor",
+        "factor",
+        f"{_TESTS}::test_losses",
+    ),
+    fault(
+        "weights of rows are left out of a narrow MLP's loss",
+        "lt_runtime/training/body.py",
+        "if narrow is not None and row_weights is None and self.loss",
+        "if narrow is not None and self.loss",
+        f"{_ON_GPU}::test_a_step_makes_the_layers_gradients[{{'loss': 'mse', 'row_weights': True}}]",
     ),
     fault(
         "gradients of an MLP replace each other",
         "cuda_src/mlp_gradients.cu",
         "p.accumulate ? to_float(*place) + sum : sum",
         "sum",
-        "tests/host_kernels/test_mlp.py::test_gradients_are_added",
+        f"{_TESTS}::test_gradients_are_added",
     ),
     fault(
         "a part of the blocks' sums is left out",
         "cuda_src/mlp_gradients.cu",
         "for (int i = 1; i < kParts; ++i)",
         "for (int i = 2; i < kParts; ++i)",
-        "tests/host_kernels/test_mlp.py::test_the_sums_of_many_blocks_are_added_up",
+        f"{_TESTS}::test_the_sums_of_many_blocks_are_added_up",
     ),
     fault(
         "training leaves dropout out of a narrow MLP",
@@ -85,15 +113,15 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "gradients of micro-batches of a narrow MLP replace each other",
         "lt_runtime/training/body.py",
-        "narrow.backward(x, gradient, accumulate=index > 0, stream=stream)",
-        "narrow.backward(x, gradient, accumulate=False, stream=stream)",
+        "scale=scale, share=share, accumulate=index > 0, stream=stream",
+        "scale=scale, share=share, accumulate=False, stream=stream",
         f"{_ON_GPU}::test_a_step_makes_the_layers_gradients[{{'accumulate': 2}}]",
     ),
     fault(
         "the plan cache does not decide how a narrow MLP runs",
         "lt_runtime/plans/mlp.py",
-        "is_likely_faster(problem, device) if entry is None else entry.strategy[ONE_KERNEL] is True",
-        "is_likely_faster(problem, device)",
+        "entry is None or entry.strategy[ONE_KERNEL] is True",
+        "True",
         f"{_ON_GPU}::test_the_plan_cache_decides",
     ),
     fault(

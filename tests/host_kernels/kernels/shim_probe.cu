@@ -1,5 +1,6 @@
 // Small kernels that show what the shim does, some of them wrong on purpose.
 
+#include "named_barrier.cuh"
 #include "vector.cuh"
 
 struct ShimProbeParams {
@@ -176,4 +177,34 @@ extern "C" __global__ void shuffle_with_different_masks(const ShimProbeParams p)
 
 extern "C" __global__ void shuffle_without_itself(const ShimProbeParams p) {
   p.out[thread_of_grid()] = __shfl_sync(0x00000001, 1.0f, 0);
+}
+
+// The first of two warps hands numbers over to the second, twice through the same memory, by barriers of both.
+extern "C" __global__ void named_barriers(const ShimProbeParams p) {
+  __shared__ float shared[32];
+  const unsigned lane = threadIdx.x % 32;
+  if (threadIdx.x < 32) {
+    shared[lane] = static_cast<float>(lane);
+    lt::pass_barrier(1, 64);
+    lt::wait_at_barrier(2, 64);
+    shared[lane] = static_cast<float>(100 + lane);
+    lt::pass_barrier(1, 64);
+    p.out[thread_of_grid()] = 0.0f;
+  } else {
+    lt::wait_at_barrier(1, 64);
+    const float first = shared[31 - lane];
+    lt::pass_barrier(2, 64);
+    lt::wait_at_barrier(1, 64);
+    p.out[thread_of_grid()] = first + shared[31 - lane];
+  }
+}
+
+extern "C" __global__ void named_barrier_without_all(const ShimProbeParams p) {
+  if (threadIdx.x < 32) lt::wait_at_barrier(1, 64);
+  p.out[thread_of_grid()] = 1.0f;
+}
+
+extern "C" __global__ void named_barrier_of_two_sizes(const ShimProbeParams p) {
+  lt::wait_at_barrier(1, threadIdx.x < 32 ? 64 : 96);
+  p.out[thread_of_grid()] = 1.0f;
 }

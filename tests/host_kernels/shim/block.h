@@ -52,6 +52,7 @@ struct Lane {
 
   State state = kReturned;  // as lanes beyond the block's last thread are
   Place place{};            // where it waits
+  int barrier = 0;          // the number of the barrier that it waits at; 0 is that of the whole block
   unsigned mask = 0;        // of the exchange: whom it waits for, whose bits it reads, what it hands over
   unsigned source = 0;
   unsigned bits = 0;  // then what it has read
@@ -66,7 +67,7 @@ struct Lane {
   unsigned gathers = 0;  // gatherings of the whole warp that this lane has come to
 
   void exchange(Place at, unsigned mask_, unsigned source_, unsigned bits_);
-  void wait_at_barrier(Place at);
+  void wait_at_barrier(Place at, int number = 0);
 };
 
 // The lanes of a warp and the exchanges between them.
@@ -85,7 +86,9 @@ struct Warp {
   std::string check() const;
 
   // Lets those go on that wait at a barrier.
-  void open_barrier();
+  void open_barrier(int number = 0);
+
+  bool is_running() const { return in_state(Lane::kRunning) != 0; }
 
  private:
   unsigned in_state(Lane::State state) const;

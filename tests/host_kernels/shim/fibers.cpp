@@ -35,6 +35,17 @@ char block_begins, block_ends;
 char barrier_places[2];  // taken in turn: a thread may be at the next barrier before all have left the last one
 unsigned barriers = 0;   // opened so far
 
+// A barrier of some of the block's threads. The places are for ThreadSanitizer, taken in turn as those of the block's.
+struct NamedBarrier {
+  int threads = 0;  // that it waits for
+  int arrived = 0;
+  unsigned opened = 0;
+  char places[2]{};
+};
+constexpr int kNamedBarriers = 16;
+std::array<NamedBarrier, kNamedBarriers> named;  // the first is not used: it is the block's
+std::string misuse;                              // of one of them
+
 Lane& lane_of(unsigned thread) { return warps[thread / kWarp].lanes[thread % kWarp]; }
 
 void enter(Fiber& fiber) {
@@ -89,18 +100,45 @@ std::string run_warp(unsigned index, Order& order) {
   return warp.check();
 }
 
-// Lets the threads go on that wait at a barrier, and says whether there were any.
+// The calling thread comes to a barrier of some threads; the last one opens it. Says whether it is open.
+bool come_to(NamedBarrier& barrier, const Place& place, int number, int threads) {
+  if (number < 1 || number >= kNamedBarriers || threads < 1 || threads % static_cast<int>(kWarp) != 0 ||
+      (barrier.arrived > 0 && barrier.threads != threads)) {
+    misuse = describe(place) + ": barrier " + std::to_string(number) + " is not one of " + std::to_string(threads) +
+             " threads";
+  }
+  barrier.threads = threads;
+  release(barrier.places[barrier.opened % 2]);
+  if (++barrier.arrived < threads) return false;
+  barrier.arrived = 0;
+  ++barrier.opened;
+  for (Warp& warp : warps) warp.open_barrier(number);
+  return true;
+}
+
+// Lets the threads go on that wait at the block's barrier, and says whether there were any.
 bool open_barrier(std::string& error) {
   std::vector<Place> waiting;
   for (Warp& warp : warps) {
     for (const Lane& lane : warp.lanes) {
-      if (lane.state == Lane::kAtBarrier) waiting.push_back(lane.place);
+      if (lane.state != Lane::kAtBarrier) continue;
+      if (lane.barrier != 0) {
+        const NamedBarrier& barrier = named[lane.barrier];
+        error = describe(lane.place) + ", for ever: " + std::to_string(barrier.arrived) + " of " +
+                std::to_string(barrier.threads) + " threads have come to barrier " + std::to_string(lane.barrier);
+        return false;
+      }
+      waiting.push_back(lane.place);
     }
     warp.open_barrier();
   }
   ++barriers;
   error = check_barrier(waiting);
   return !waiting.empty();
+}
+
+bool is_any_running() {
+  return std::any_of(warps.begin(), warps.end(), [](const Warp& warp) { return warp.is_running(); });
 }
 
 }  // namespace
@@ -112,6 +150,21 @@ void sync_threads(const char* file, int line) {
   release(place);
   wait();
   acquire(place);
+}
+
+void wait_at_barrier(const char* file, int line, int number, int threads) {
+  NamedBarrier& barrier = named[static_cast<unsigned>(number) % kNamedBarriers];
+  const Place place{thread_index(), file, line};
+  char& ordered = barrier.places[barrier.opened % 2];
+  if (!come_to(barrier, place, number, threads)) {
+    lane_of(place.thread).wait_at_barrier(place, number);
+    wait();
+  }
+  acquire(ordered);
+}
+
+void pass_barrier(const char* file, int line, int number, int threads) {
+  come_to(named[static_cast<unsigned>(number) % kNamedBarriers], Place{thread_index(), file, line}, number, threads);
 }
 
 unsigned exchange(const char* file, int line, unsigned mask, unsigned source, unsigned bits) {
@@ -145,13 +198,16 @@ std::string run_block(Body body, Order& order) {
   current_body = body;
   scheduler.thread = this_thread();
   release(block_begins);
+  named.fill(NamedBarrier{});
+  misuse.clear();
   std::string error;
   do {
     for (const unsigned i : order.of(static_cast<unsigned>(warps.size()))) {
       error = run_warp(i, order);
+      if (!misuse.empty()) return misuse;
       if (!error.empty()) return error;
     }
-  } while (open_barrier(error) && error.empty());
+  } while (is_any_running() || (open_barrier(error) && error.empty()));
   acquire(block_ends);
   return error;
 }

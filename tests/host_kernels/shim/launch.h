@@ -26,6 +26,10 @@ void* dynamic_shared();
 
 void sync_threads(const char* file, int line);
 
+// A barrier with a number from 1 to 15, which opens when `threads` threads have come to it, waiting or passing by.
+void wait_at_barrier(const char* file, int line, int number, int threads);
+void pass_barrier(const char* file, int line, int number, int threads);
+
 constexpr unsigned kWarp = 32;
 
 // A thread's place among the threads of its block, x fastest.

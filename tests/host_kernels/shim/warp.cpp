@@ -30,9 +30,10 @@ void Lane::exchange(Place at, unsigned mask_, unsigned source_, unsigned bits_) 
   ++exchanges;
 }
 
-void Lane::wait_at_barrier(Place at) {
+void Lane::wait_at_barrier(Place at, int number) {
   state = kAtBarrier;
   place = at;
+  barrier = number;
 }
 
 bool Warp::settle() {
@@ -48,9 +49,9 @@ bool Warp::settle() {
   return settled;
 }
 
-void Warp::open_barrier() {
+void Warp::open_barrier(int number) {
   for (Lane& lane : lanes) {
-    if (lane.state == Lane::kAtBarrier) lane.state = Lane::kRunning;
+    if (lane.state == Lane::kAtBarrier && lane.barrier == number) lane.state = Lane::kRunning;
   }
 }
 
