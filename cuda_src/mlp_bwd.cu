@@ -303,38 +303,35 @@ __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], cons
 }
 #endif
 
-// Begins to copy a chunk of x whose rows all exist and are whole octets.
-__device__ inline void copy_octets(SCALAR* to, int64 first, const Matrix& x) {
+// Begins to copy the calling warp's chunk of x from a row on, if there is one.
+__device__ inline void copy_x(const MlpParams& p, SCALAR* to, int64 first) {
   constexpr int kOctets = INPUTS / kOctet;
-  const int lane = threadIdx.x % kWarp;
-  const SCALAR* from = element<SCALAR>(x, first, 0);
+  const int columns = p.layers[0].inputs, lane = threadIdx.x % kWarp;
+  if (columns == INPUTS && first + kChunk <= p.rows && lies_whole(p.x, columns)) {
+    const SCALAR* from = element<SCALAR>(p.x, first, 0);
 #pragma unroll
-  for (int i = lane; i < kChunk * kOctets; i += kWarp) {
-    const int row = i / kOctets, col = i % kOctets * kOctet;
-    copy_async(to + row * kInputPitch + col, from + row * x.row_stride + col, 16);
+    for (int i = lane; i < kChunk * kOctets; i += kWarp) {
+      const int row = i / kOctets, col = i % kOctets * kOctet;
+      copy_async(to + row * kInputPitch + col, from + row * p.x.row_stride + col, 16);
+    }
+  } else if (first < p.rows) {
+    copy_rows(to, kInputPitch, kChunk, INPUTS, p.x, first, p.rows, columns, lane, kWarp);
   }
+  end_copies();
 }
 
-// Takes the calling warp's chunks through the layers and back, and leaves of each what the sum warps need. Returns the
-// calling lane's share of the sum of losses.
+// The first row of the calling warp's first chunk.
+__device__ inline int64 first_row(int warp) { return (static_cast<int64>(gridDim.x) * warp + blockIdx.x) * kChunk; }
+
+// Takes the calling warp's chunks through the layers and back, and leaves of each what the sum warps need. The first chunk of
+// x is there. Returns the calling lane's share of the sum of losses.
 __device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const Rows& own, int warp) {
-  const int x_columns = p.layers[0].inputs, y_columns = p.layers[HIDDEN].outputs;
-  const int64 stride = static_cast<int64>(gridDim.x) * ROW_WARPS * kChunk;
-  const int64 first = (static_cast<int64>(gridDim.x) * warp + blockIdx.x) * kChunk;
-  const bool is_whole = lies_whole(p.x, x_columns);
-  const auto copy_x = [&](int turn, int64 row) {
-    if (is_whole && x_columns == INPUTS && row + kChunk <= p.rows) {
-      copy_octets(own.x(turn), row, p.x);
-    } else if (row < p.rows) {
-      copy_rows(own.x(turn), kInputPitch, kChunk, INPUTS, p.x, row, p.rows, x_columns, threadIdx.x % kWarp, kWarp);
-    }
-    end_copies();
-  };
+  const int y_columns = p.layers[HIDDEN].outputs;
+  const int64 first = first_row(warp), stride = static_cast<int64>(gridDim.x) * ROW_WARPS * kChunk;
   float loss = 0.0f;
   float products[kRowTiles][kTiles][4];
   uint32 rows[kSteps][kRowTiles][4];
   int turn = 0;
-  copy_x(turn, first);
   for (int64 row = first; row < p.rows; row += stride, turn ^= 1) {
     Given given;  // gradients of the outputs or, with a loss, targets
     given.load(p.y, row, p.rows, y_columns, 0);
@@ -343,7 +340,7 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
     start_with_bias(products, biases);
     multiply_tile<true, kInputSteps>(products, own.x(turn), kInputPitch, INPUTS, weights.of(0), kInputPitch);
     if (row != first) wait_at_barrier(empty(warp), kTogether);
-    copy_x(turn ^ 1, row + stride);
+    copy_x(p, own.x(turn ^ 1), row + stride);
 #pragma unroll 1
     for (int i = 0;;) {
 #if SAVED == 1
@@ -437,13 +434,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpPa
   SCALAR* rows = reinterpret_cast<SCALAR*>(biases + HIDDEN * WIDTH + OUTPUTS);
   const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / kWarp, 0);  // which the compiler sees is one number
   wait_for_predecessor();
+  const Rows own{rows + warp * Rows::kSize};
   load_layers(p, weights, biases, p.count);
+  if (warp < ROW_WARPS) copy_x(p, own.x(0), first_row(warp));
   end_copies();
   wait_for_copies<0>();
   __syncthreads();
   [[maybe_unused]] float loss = 0.0f;
   if (warp < ROW_WARPS) {
-    loss = take_rows(p, weights, biases, Rows{rows + warp * Rows::kSize}, warp);
+    loss = take_rows(p, weights, biases, own, warp);
   } else {
     sum_products(p, rows, warp - ROW_WARPS);
   }
