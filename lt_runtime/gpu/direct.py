@@ -17,7 +17,7 @@ from lt_runtime.gpu.driver import check
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
 _POINTER: Final = ctypes.c_void_p
 _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
-    "cuCtxGetDevice": (_POINTER,),
+    "cuCtxGetDevice": (ctypes.POINTER(ctypes.c_int),),
     "cuEventRecord": (_POINTER, _POINTER),
     "cuGraphLaunch": (_POINTER, _POINTER),
     "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
@@ -46,7 +46,6 @@ class _Ordinal(threading.local):
 
     def __init__(self) -> None:
         self.cell = ctypes.c_int()
-        self.address = ctypes.addressof(self.cell)
 
 
 _ordinal: Final = _Ordinal()
@@ -54,8 +53,9 @@ _ordinal: Final = _Ordinal()
 
 def is_current(device: int) -> bool:
     """Whether the calling thread has a current context, and it belongs to `device`."""
-    status = function("cuCtxGetDevice")(_ordinal.address)
-    return not status and _ordinal.cell.value == device  # another status than 0 says that there is no context
+    cell = _ordinal.cell
+    status = function("cuCtxGetDevice")(cell)
+    return not status and cell.value == device  # another status than 0 says that there is no context
 
 
 def is_capturing(stream: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from lt_runtime.arrays.operand import read_step
 from lt_runtime.kernels.blocks import ROUNDS, Dropout
@@ -53,8 +53,9 @@ class DropoutState:
         return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)
 
 
-class Call(NamedTuple):
-    """The arguments of one run of a plan.
+@dataclass(slots=True)
+class Call:
+    """The arguments of one run of a plan, to be read only; a frozen class, or a named tuple, takes longer to make.
 
     Attributes:
         addresses: of the operands, in the order of `problem.operands`; 0 where an operand is absent.

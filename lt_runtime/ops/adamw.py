@@ -62,7 +62,8 @@ class AdamW(Fixed):
 
     Attributes:
         lr, weight_decay, schedule: as they are now.
-        steps: array of one uint32, the number of updates done, living where the parameters live.
+        steps: array (1,) of uint32, the number of updates done, living where the parameters live; `steps.item()` is
+            the number itself.
         skipped_steps: likewise, the number of updates left out.
         grad_norm: FP32 array of shape (), the norm of the unscaled gradients in the last step, before clipping. None
             without `max_norm`, `skip_nonfinite` and `scaler`.

@@ -35,7 +35,7 @@ from lt_runtime.products.plan import Plan
 
 _MOST_CALLS: Final = 1024
 _MOST_REPEATS: Final = 1024
-_MOST_BOUND: Final = 8  # graphs of a call with the same arrays: each takes memory
+_ONCE: Final = False  # stands for the launch of a call that was made once with these arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,44 +151,43 @@ class Known:
     is_bindable: bool
     generation: object
     makers: tuple[Callable[[], Any], ...] = ()
+    _overlaps: list[tuple[int, list[tuple[int, int, int]]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Notes how far after each operand that is written another begins where the two overlap."""
+        present = [(place, size) for place, size in enumerate(self.sizes) if size]
+        self._overlaps = [
+            (i, [(j, -other, size) for j, other in present if j != i])
+            for i, size in present
+            if i in self.reading.written
+        ]
 
     def is_sound(self, addresses: Sequence[int]) -> bool:
         """Whether no operand that is written shares an address with another, by where they begin and end."""
-        sizes = self.sizes
-        for i in self.reading.written:
+        for i, others in self._overlaps:
             start = addresses[i]
-            end = start + sizes[i]
-            for j, other in enumerate(addresses):
-                if start < other + sizes[j] and other < end and i != j:
+            for j, above, below in others:
+                if above < addresses[j] - start < below:
                     return False
         return True
 
-    def make(self, arrays: Sequence[Any], stream: int | None) -> tuple[Sequence[Any], tuple[int, ...]]:
-        """The arrays with those that this call makes in their places, and the addresses of these, in their order.
+    def make(
+        self, arrays: Sequence[Any], given: tuple[int, ...], stream: int | None
+    ) -> tuple[Sequence[Any], tuple[int, ...]]:
+        """The arrays with those that this call makes in their places, and the addresses of all of them.
 
         Args:
+            given: addresses of `arrays`, 0 for an absent one.
             stream: that the new arrays' memory is ordered with; None if it is the current one of their library, and the
                 device is too.
         """
-        new = self.reading.new
-        if not new:
-            return arrays, ()
-        filled, fresh = list(arrays), []
-        for (place, each), maker in zip(new.items(), self.makers, strict=True):
+        filled, addresses = list(arrays), list(given)
+        for (place, each), maker in zip(self.reading.new.items(), self.makers, strict=True):
             library = each.library
             array = maker() if stream is None else library.empty(each.shape, each.dtype, self.device, stream)
-            fresh.append(library.address(array))
+            addresses[place] = library.address(array)
             filled[place] = array if each.view is None else each.view(array)
-        return filled, tuple(fresh)
-
-    def addresses(self, given: tuple[int, ...], fresh: tuple[int, ...]) -> tuple[int, ...]:
-        """The addresses of all operands, of the caller's and of new ones."""
-        if not fresh:
-            return given
-        filled = list(given)
-        for place, address in zip(self.reading.new, fresh, strict=True):
-            filled[place] = address
-        return tuple(filled)
+        return filled, tuple(addresses)
 
     def put(self, call: Call) -> None:
         """Runs the plan."""
@@ -205,65 +204,6 @@ class Known:
                 exported[place] = each.library.export(arrays[place], stream)
             arrays = exported
         return self.operation.result(self, arrays, extras)
-
-
-@dataclass(slots=True, eq=False)
-class Repeat:
-    """A call with the same arrays on the same stream as before.
-
-    Attributes:
-        given: addresses of the caller's arrays, 0 where there is none.
-        bound: launches of it, by what may still differ: addresses of arrays that it makes, scalars. None after the
-            first such call.
-        is_bound: whether any of them has been bound.
-    """
-
-    known: Known
-    given: tuple[int, ...]
-    stream: int
-    bound: dict[Any, BoundPlan | None] = field(default_factory=dict)
-    is_bound: bool = False
-    has_failed: bool = False
-
-    def run(self, arrays: Sequence[Any], extras: Any, *, is_current: bool) -> Any:
-        """Makes the call once more.
-
-        Args:
-            is_current: whether the stream is the current one of the arrays' library.
-        """
-        known, stream = self.known, self.stream
-        fresh: tuple[int, ...] = ()
-        if known.makers:
-            arrays, fresh = known.make(arrays, None if is_current else stream)
-        differing = (fresh, extras) if known.operation.is_scaled else fresh
-        launch = self.bound.get(differing)
-        if launch is not None:
-            launch()
-        else:
-            call = known.operation.call(known, known.addresses(self.given, fresh), extras, stream)
-            known.put(call)
-            if known.is_bindable:
-                self._note(differing, call)
-        return known.operation.result(known, arrays, extras)
-
-    def _note(self, differing: Any, call: Call) -> None:
-        """Notes that the call was made; the second time, binds it.
-
-        A call that cannot be bound, for want of memory perhaps, costs a warning: it has been made all the same.
-        """
-        if differing in self.bound:
-            if self.has_failed or is_captured(self.stream):
-                return
-            try:
-                self.bound[differing] = self.known.plan.bind(call)
-                self.is_bound = True
-            except (GpuError, CaptureError) as error:  # a capture may have begun in between
-                self.has_failed = True
-                warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
-            return
-        if len(self.bound) >= _MOST_BOUND:
-            self.bound.clear()
-        self.bound[differing] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,31 +243,56 @@ def _perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, ext
             except TypeError:  # an option that is no value
                 known = signature = None
             if known is not None and known.generation is cache.generation:
-                again = cache.repeats.get((known, handle, addresses)) or _first_repeat(known, handle, addresses)
-                if again is not None:
-                    if ranges.watchers:
-                        ranges.tell(known)
-                    return again.run(arrays, extras, is_current=stream is None)
+                filled: Sequence[Any] = arrays
+                if known.makers:
+                    filled, addresses = known.make(arrays, addresses, None if stream is None else handle)
+                if _again(known, addresses, extras, handle):
+                    return operation.result(known, filled, extras)
     return _first(operation, arrays, asked, extras, stream, signature)
 
 
-def _first_repeat(known: Known, stream: int, addresses: tuple[int, ...]) -> Repeat | None:
-    """A known call with arrays that it has not been made with before; None if it takes another look."""
-    if not known.is_sound(addresses):
-        return None
-    if len(cache.repeats) >= _MOST_REPEATS:
-        _make_room()
-    found = cache.repeats[known, stream, addresses] = Repeat(known, addresses, stream)
-    return found
+def _again(known: Known, addresses: tuple[int, ...], extras: Any, stream: int) -> bool:
+    """Makes a known call once more, with the same arrays or others; False, and nothing is done, if operands overlap."""
+    repeat = known, stream, addresses, extras if known.operation.is_scaled else None
+    launch = cache.repeats.get(repeat)
+    if not (launch or known.is_sound(addresses)):
+        return False
+    if ranges.watchers:
+        ranges.tell(known)
+    if launch:
+        launch()
+        return True
+    call = known.operation.call(known, addresses, extras, stream)
+    known.put(call)
+    if known.is_bindable:
+        if launch is None:
+            if len(cache.repeats) >= _MOST_REPEATS:
+                _make_room()
+            cache.repeats[repeat] = _ONCE
+        elif not is_captured(stream):
+            cache.repeats[repeat] = _bound(known, call)
+    return True
+
+
+def _bound(known: Known, call: Call) -> Callable[[], None]:
+    """The launch of a call that repeats.
+
+    A call that cannot be bound, for want of memory perhaps, costs a warning, and stays as it was.
+    """
+    try:
+        launch: Callable[[], None] = known.plan.bind(call)
+    except (GpuError, CaptureError) as error:  # a capture may have begun in between
+        warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
+        return functools.partial(known.put, call)
+    return launch
 
 
 def _make_room() -> None:
-    """Lets go of the repeated calls that are not bound; of all, if most of them are."""
-    unbound = [key for key, repeat in list(cache.repeats.items()) if not repeat.is_bound]
-    if 2 * len(unbound) < _MOST_REPEATS:
-        cache.repeats.clear()
-    for key in unbound:
-        cache.repeats.pop(key, None)
+    """Lets go of the calls that were made once; of all calls, if most of them are bound."""
+    bound = {repeat: launch for repeat, launch in list(cache.repeats.items()) if launch}
+    cache.repeats.clear()
+    if 2 * len(bound) <= _MOST_REPEATS:
+        cache.repeats.update(bound)
 
 
 def _first(
@@ -337,11 +302,12 @@ def _first(
     device = _device_of(operation, arrays)
     handle = _handle(arrays[0], stream.stream if binds else stream, device)
     if device == HOST:
-        known = look(operation, _read(operation, arrays, 0), asked, extras, 0)
+        operands = _read(operation, arrays, 0)
+        known = look(operation, operands, asked, extras, 0)
         if binds:
             _check_bindable(known)
             return functools.partial(_run_on_host, known, arrays, extras)
-        filled, _ = known.make(arrays, 0)
+        filled, _ = known.make(arrays, addresses_of(operands), 0)
         _run_on_host(known, filled, extras)
         return operation.result(known, filled, extras)
     with activated(device):
@@ -359,8 +325,8 @@ def _first(
             bound.known = known
             return bound
         ranges.tell(known)
-        filled, fresh = known.make(arrays, handle)
-        known.put(operation.call(known, known.addresses(given, fresh), extras, handle))
+        filled, addresses = known.make(arrays, given, handle)
+        known.put(operation.call(known, addresses, extras, handle))
         return known.finish(filled, extras, handle)
 
 

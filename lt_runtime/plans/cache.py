@@ -21,7 +21,7 @@ OnMiss: TypeAlias = Callable[[Problem, int], None]
 calls: Final[dict[Hashable, Any]] = {}
 """What operations have made of calls, plans included, by all but their addresses; see `generation`."""
 repeats: Final[dict[Hashable, Any]] = {}
-"""The same by their addresses as well."""
+"""The launches of calls that repeat, by their addresses as well; what is false stands for a call made once."""
 generation = object()
 """Another object whenever plans are let go. What operations have made of calls holds in one generation alone."""
 

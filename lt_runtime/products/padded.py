@@ -151,7 +151,7 @@ class PaddedPlan(AlgorithmPlan):
         copies = {name: base + offset for name, offset in self._offsets.items()}
         if self._before is not None:
             self._before.run([(own[name], copies[name]) for name in self._sources], memory.stream)
-        self.inner.put(call._replace(addresses=tuple({**own, **copies}.values())), memory)
+        self.inner.put(Call(tuple({**own, **copies}.values()), call.stream, call.scalars), memory)
         if self._after is not None:
             self._after.run([(copies["d"], own["d"])], memory.stream)
 

@@ -123,5 +123,5 @@ class ProductPlan(Plan):
             return
         a, b, c, _, _, d = call.addresses
         product = memory.scratch(self._scratch_bytes) if self._scratch_bytes else d
-        self.product.put(call._replace(addresses=(a, b, c, 0, 0, product)), memory)
+        self.product.put(Call((a, b, c, 0, 0, product), call.stream, call.scalars), memory)
         self._pass.run(call, product, memory.stream)

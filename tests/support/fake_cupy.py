@@ -204,10 +204,10 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self.get().item()
 
     def __float__(self) -> float:
-        return float(self.item())
+        return float(self.get())
 
     def __int__(self) -> int:
-        return int(self.item())
+        return int(self.get())
 
     def __bool__(self) -> bool:
         return bool(self.item())

@@ -177,8 +177,8 @@ class FakeDriver:
     def cuCtxPopCurrent(self) -> None:
         pass
 
-    def _store_device(self, out: int) -> None:
-        ctypes.c_int.from_address(out).value = 0
+    def _store_device(self, out: ctypes.c_int) -> None:
+        out.value = 0
 
     # Memory
 

@@ -234,15 +234,23 @@ def test_a_call_is_bound_when_it_comes_a_third_time(world: Any) -> None:
     assert plan.bound == plan.calls[-1:]
 
 
-def test_as_many_launches_are_kept_as_memory_allows(world: Any) -> None:
+def test_a_call_is_bound_on_each_stream() -> None:
     plan = remember(X, None, OUT)
-    make(X, None, OUT)
-    (repeat,) = cache.repeats.values()
-    for address in range(1, 200):
-        for _ in range(2):
-            repeat._note((address,), plan.calls[0])
-    assert len(plan.bound) == 199
-    assert len(repeat.bound) <= call_module._MOST_BOUND
+    for stream in (7, 9):
+        for _ in range(3):
+            make(X, None, OUT, stream=stream)
+    assert [call.stream for call in plan.bound] == [7, 9]
+    assert plan.launches == 2
+
+
+def test_as_many_launches_are_kept_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_module, "_MOST_REPEATS", 8)
+    plan = remember(X, None, OUT)
+    for i in range(3, 60):
+        for _ in range(3):
+            make(replace(X, address=i * _AT), None, OUT)
+            assert len(cache.repeats) <= 8
+    assert (len(plan.bound), plan.launches) == (57, 57)
 
 
 def test_what_cannot_be_bound_stays_as_it_was() -> None:

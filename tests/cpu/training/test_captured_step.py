@@ -61,7 +61,7 @@ class Gpu:
     def function(self, name: str) -> Callable[..., int]:
         def put(*arguments: Any) -> int:
             if name == "cuCtxGetDevice":
-                ctypes.c_int.from_address(arguments[0]).value = self.device
+                arguments[0].value = self.device
             elif name == "cuStreamIsCapturing":
                 ctypes.c_int.from_address(arguments[1]).value = arguments[0] == CAPTURED
             elif name == "cuMemcpyHtoDAsync_v2":
