@@ -1,8 +1,8 @@
 """What the priors would reach, from committed times and without a GPU: `python -m benchmarks judge-priors [FILE...]`.
 
 FILE is what the suite `wide` writes, with the times of parts. For every row the priors choose strategies, and
-`fastest_first` the algorithms of their products. What that changes against the run's own untuned choice is added to
-the run's untuned time, from the times of the parts.
+`fastest_first` and `most_promising` the algorithms of their products. What that changes against the run's own untuned
+choice is added to the run's untuned time, from the times of the parts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from benchmarks import report
 from benchmarks.layers import Block
 from benchmarks.splits import DEVICE, chain_of, roles, strategy_name
+from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.layout import Layout, Order
@@ -24,27 +25,61 @@ from lt_runtime.plans import priors
 from lt_runtime.plans.decisions import LayerProblem, priors_of
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.cost import Way, estimated_us, fastest_first
+from lt_runtime.products.offered import Offered, most_promising
+from lt_runtime.products.padded import padded_problem
 
 Row: TypeAlias = Mapping[str, Any]
-Product: TypeAlias = tuple[MatmulProblem, Mapping[Way, float]]
+
+
+class Times(NamedTuple):
+    """Microseconds of a product in one way."""
+
+    first: float
+    """By the algorithm that was chosen untuned when it was measured."""
+    now: float
+    """By the one that is chosen now."""
+
+
+Product: TypeAlias = tuple[MatmulProblem, Mapping[Way, Times]]
 _WAYS: Final = {"plain": Way.PLAIN, "PADDED": Way.PADDED, "K_MAJOR": Way.K_MAJOR, "ours": Way.NARROW}
 _ROLES: Final = ("forward", "last forward", "backward", "last backward")
 # A measurement was disturbed if the first algorithm takes so many times the best of its way, or the parts so many
 # times the whole.
 _DISTURBED: Final = 2.5
 _DISTURBED_SUM: Final = 1.15
+_OFFERED: Final = 8  # what a query of the heuristic returns at most
 
 
 def products_of(row: Row) -> list[Product]:
-    """The products of a row, with the microseconds of the first algorithm in each way."""
-    return [(_problem(each), _times(each["algorithms"])) for each in row["products"]]
+    """The products of a row, with their microseconds in each way."""
+    problems = [_problem(each) for each in row["products"]]
+    return [(each, _times(each, of["algorithms"])) for each, of in zip(problems, row["products"], strict=True)]
 
 
-def _times(algorithms: Sequence[Sequence[Any]]) -> dict[Way, float]:
-    found: dict[Way, list[float]] = {}
-    for name, *_, us in algorithms:
-        found.setdefault(_WAYS[name], []).append(us)
-    return {way: us[0] if us[0] < _DISTURBED * min(us) else min(us) for way, us in found.items()}
+def _times(problem: MatmulProblem, algorithms: Sequence[Sequence[Any]]) -> dict[Way, Times]:
+    inner = {
+        Way.PLAIN: problem,
+        Way.PADDED: padded_problem(problem),
+        Way.K_MAJOR: padded_problem(problem, k_major=True),
+    }
+    found: dict[Way, Times] = {}
+    for way in dict.fromkeys(_WAYS[name] for name, *_ in algorithms):
+        entries = [each for each in algorithms if _WAYS[each[0]] is way]
+        least, made = min(us for *_, us in entries), inner.get(way)
+        first, now = entries[0][-1], entries[_promising(made, entries) if made else 0][-1]
+        found[way] = Times(*(us if us < _DISTURBED * least else least for us in (first, now)))
+    return found
+
+
+def _promising(problem: MatmulProblem, entries: Sequence[Sequence[Any]]) -> int:
+    """The number of the algorithm that is chosen untuned; what other queries offered begins with a repetition."""
+    offers: dict[tuple[Any, ...], Offered] = {}
+    for _, algo_id, tile, stages, splitk, swizzling, cluster, waves, _ in entries[:_OFFERED]:
+        key = algo_id, tile, stages, splitk, swizzling, cluster
+        if key in offers:
+            break
+        offers[key] = Offered(algo_id, tile_shape(tile), splitk, waves)
+    return most_promising(problem, [*offers.values()])
 
 
 def _problem(product: Mapping[str, Any]) -> MatmulProblem:
@@ -65,7 +100,7 @@ def _untuned(product: Product) -> tuple[Way, float] | None:
     estimates = estimated_us(problem)
     for way in fastest_first(problem):
         if way in times or way in (Way.PADDED, Way.K_MAJOR):
-            return way, times.get(way, estimates[way])
+            return way, times[way].now if way in times else estimates[way]
     return None
 
 
@@ -92,15 +127,15 @@ class Parts:
             us = self._strategies[role][name].get(strategy)
             if us is None:
                 continue
-            if is_whole := all(extent % 8 == 0 for extent in (self._n, self._k)):
+            if all(extent % 8 == 0 for extent in (self._n, self._k)):
                 us = min(ways[strategy] for ways in self._strategies[role].values() if strategy in ways)
             for product in self._of(role, strategy):
                 found, times = _untuned(product), product[1]
                 if found is None:
                     return None
                 own = next((way for way in (preferred, Way.PLAIN, Way.NARROW, Way.PADDED) if way in times), None)
-                if own is not None and not (is_whole and found[0] is own):
-                    us += found[1] - times[own]
+                if own is not None:
+                    us += found[1] - times[own].first
             return float(us)
         return None
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import lt_runtime
 from benchmarks import report
+from benchmarks.judge import Parts
 from benchmarks.wide import FIT
 
 _ITEMSIZE: Final = {"bf16": 2, "tf32": 4}
@@ -24,7 +25,9 @@ _OCTET: Final = 8
 _DEPTH: Final = 2
 _LEAST_GAIN: Final = 0.5  # logarithm of time over all samples that a further limit has to save
 _LEAST_SAMPLES: Final = 4  # on either side of a limit
-_UNKNOWN: Final = 2.0  # A strategy that was too slow or refused counts as this multiple of the slowest.
+# The tuner leaves out what is further behind the best than this, so that an unknown time counts as that at least.
+_UNKNOWN: Final = 1.4
+_DISTURBED: Final = 2.5  # A measurement was disturbed that is so many times that of the same work in the other order.
 _FORWARD: Final = ("epilogue", "saved")
 _BACKWARD: Final = ("db", "derivative", "db_below", "beside")
 
@@ -32,19 +35,36 @@ Row = Mapping[str, Any]
 
 
 class Sample(NamedTuple):
-    """A problem: its sizes by name, and microseconds by strategy, of at least one."""
+    """A problem: its sizes by name, and microseconds by strategy, of at least one.
+
+    Where the times are complete, a strategy without one is refused, and the most similar takes its place.
+    """
 
     features: Mapping[str, int]
     times: Mapping[str, float]
+    is_complete: bool = False
 
     def loss(self, strategy: str) -> float:
         """Logarithm of a strategy's time as a multiple of the best."""
-        time = self.times.get(strategy, _UNKNOWN * max(self.times.values()))
-        return math.log(time / min(self.times.values()))
+        return math.log(self._us(strategy) / min(self.times.values()))
+
+    def _us(self, strategy: str) -> float:
+        if strategy in self.times:
+            return self.times[strategy]
+        if not self.is_complete:
+            return _UNKNOWN * min(self.times.values())
+        return self.times[min(self.times, key=lambda each: _unlike(each, strategy))]
 
 
 Samples = dict[str, list[Sample]]
 """By what a tree is for, as the table names it."""
+
+
+def _unlike(strategy: str, other: str) -> tuple[int, int, bool]:
+    """How far a strategy comes after another that is refused, in the order of `lt_runtime.plans.priors`."""
+    parts = strategy.split()
+    differing = sum(part != wanted for part, wanted in zip(parts, other.split(), strict=True))
+    return differing, parts.count("epilogue") + ("aux" in strategy), "none" in parts
 
 
 class Fitted(NamedTuple):
@@ -108,15 +128,26 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
     for row in rows:
         sizes = features(row, 1, backward=True)
         if products := row["entries"].get("last backward"):
-            sample = Sample(features(row, 0, backward=True), products)
+            sample = Sample(features(row, 0, backward=True), products, _is_complete(row))
             made.setdefault(f"{row['type']} products", []).append(sample)
         for role, times in row["entries"].items():
             if role.startswith("backward"):
+                times = _undisturbed(times)
                 saved = role.removeprefix("backward ")
-                made.setdefault(f"{row['type']} {row['activation']} {saved}", []).append(Sample(sizes, times))
+                sample = Sample(sizes, times, _is_complete(row))
+                made.setdefault(f"{row['type']} {row['activation']} {saved}", []).append(sample)
                 if alone := _without_layer_below(times):
-                    made.setdefault(f"{row['type']} none nothing", []).append(Sample(sizes, alone))
+                    sample = sample._replace(times=alone)
+                    made.setdefault(f"{row['type']} none nothing", []).append(sample)
     return made
+
+
+def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
+    """The times that are not far from those of the same kernels with dw after dx, or beside it."""
+    by_kernels: dict[str, list[float]] = {}
+    for name, us in times.items():
+        by_kernels.setdefault(name.rpartition(" ")[0], []).append(us)
+    return {name: us for name, us in times.items() if us < _DISTURBED * min(by_kernels[name.rpartition(" ")[0]])}
 
 
 def _without_layer_below(times: Mapping[str, float]) -> dict[str, float]:
@@ -138,7 +169,7 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
         alone = row["entries"].get("last forward", {})
         for name, layer, times in ((row["activation"], 0, joint), ("none", 1, alone)):
             if times:
-                sample = Sample(features(row, layer, backward=False), times)
+                sample = Sample(features(row, layer, backward=False), times, _is_complete(row))
                 made.setdefault(f"{row['type']} {name}", []).append(sample)
     return made
 
@@ -149,8 +180,13 @@ def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | 
     times = row["entries"].get(f"backward {saved}")
     if tree is None or not times:
         return None
-    sample = Sample(features(row, 1, backward=True), times)
+    sample = Sample(features(row, 1, backward=True), times, _is_complete(row))
     return min(times.values()) * math.exp(sample.loss(decide(tree.tree, sample.features)))
+
+
+def _is_complete(row: Row) -> bool:
+    """Whether it has the time of every strategy that is possible; the tuner leaves out those that are far behind."""
+    return "strategies" in row
 
 
 def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
@@ -167,16 +203,14 @@ def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
 
 
 def fitting(rows: Iterable[Row]) -> list[Row]:
-    """The rows to fit: those of `wide` with the times of untuned passes, each in the way that is the fastest for it."""
+    """The rows to fit: those of `wide` with the times of untuned passes, as products are made untuned now."""
     made = []
     for row in rows:
-        entries = dict(row.get("entries", {}))
+        entries, parts = dict(row.get("entries", {})), Parts(row) if "strategies" in row else None
         for role, ways in row.get("strategies", {}).items():
             names = dict.fromkeys(name for times in ways.values() for name in times)
-            entries[role] = {name: min(times[name] for times in ways.values() if name in times) for name in names}
-            if role.endswith("forward") and any(extent % _OCTET for extent in row["layer"][1:]):
-                # The cost model says whether an epilogue is worth copies, and refuses it if it is not.
-                entries[role] = {name: us for name, us in entries[role].items() if not name.startswith("none")}
+            times = {name: parts.us(role, name) for name in names}
+            entries[role] = {name: us for name, us in times.items() if us is not None}
         if entries and row.get("half", FIT) == FIT:
             made.append({**row, "entries": entries})
     return made

@@ -126,6 +126,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "MatmulTile":
         raise AttributeError(f"module 'lt_runtime.cublaslt' has no attribute {name!r}")
-    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: its many members take milliseconds to make
+    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: it is only made then
 
     return MatmulTile

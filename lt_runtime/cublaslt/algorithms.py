@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
@@ -13,6 +14,7 @@ from lt_runtime.cublaslt.attributes import ARRAYS, AlgoCapAttribute, AlgoConfigA
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatmulPreference, MatrixLayout
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Status
 from lt_runtime.cublaslt.handles import Handle, pointer
+from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.cublaslt.validation import validate
 from lt_runtime.errors import ArgumentError, CublasLtError
 
@@ -59,6 +61,12 @@ class Algorithm:
         """Reads one part of the configuration."""
         value: int = library.read_attribute(f"{_CONFIG}GetAttribute", self.blob, attribute)
         return value
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """Rows and columns of D that a block works on; None if the tile is not known."""
+        raw = library.read_bytes(f"{_CONFIG}GetAttribute", self.blob, AlgoConfigAttribute.TILE_ID)
+        return tile_shape(int.from_bytes(raw, sys.byteorder))  # A member of `MatmulTile` would take milliseconds.
 
     def set(self, attribute: AlgoConfigAttribute, value: int) -> Self:
         """A copy with one part of the configuration changed, and with unknown workspace size and waves.

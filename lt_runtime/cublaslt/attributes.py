@@ -28,7 +28,7 @@ _READ_ONLY: Final = values.nothing("it is read only")
 
 
 def _tile() -> values.Accepted:
-    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: its many members take milliseconds to make
+    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: it is only made then
 
     return values.member(MatmulTile)
 

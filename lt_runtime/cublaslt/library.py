@@ -122,11 +122,16 @@ def read_attribute(name: str, owner: Any, attribute: Attribute) -> Any:
         MissingLibraryError: the attribute is newer than the library.
         CublasLtError: the library refused.
     """
+    return attribute.unpack(read_bytes(name, owner, attribute))
+
+
+def read_bytes(name: str, owner: Any, attribute: Attribute) -> bytes:
+    """As `read_attribute`, but the bytes as they are stored."""
     cell, written = ctypes.create_string_buffer(attribute.size), ctypes.c_size_t()
     status = function(name)(owner, attribute, cell, attribute.size, ctypes.byref(written))
     if status:
         raise attribute_failure(name, status, attribute)
-    return attribute.unpack(cell.raw)
+    return cell.raw
 
 
 def library_path() -> str:

@@ -51,7 +51,7 @@ def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     """In the way that `fastest_first` estimates to be the fastest of those that are possible, whatever was measured.
 
-    Where the library makes it, by the first algorithm that the heuristic offers that is lean.
+    Where the library makes it, by the most promising algorithm that the heuristic offers; see `MatmulPlan`.
 
     Raises:
         PlanError: why the library does not make the product as it is.

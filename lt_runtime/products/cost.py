@@ -50,7 +50,9 @@ _RAGGED_16_BITS: Final = _Rates(5.0, 60e6, 1.7e6)
 _WHOLE_TF32: Final = _Rates(4.0, 100e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(4.0, 150e6, 2.8e6)
 _RAGGED_TF32: Final = _Rates(4.0, 50e6, 1.8e6)
-_NARROW: Final = _Rates(2.0, 10e6, 1.8e6)
+_NARROW: Final = _Rates(2.0, 10e6, 2.8e6)
+_SUMMED: Final = 1e3
+"""Rows that its blocks have added up after a microsecond, where a sum goes over rows, as a weight gradient's does."""
 _PASS_US: Final = 2.0
 """Microseconds until an elementwise kernel of ours has begun and ended."""
 _PASS_MOVED: Final = 2.8e6
@@ -65,8 +67,8 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
     """The ways to try untuned, in their order.
 
     An epilogue that the library is not asked for, since it would round the product before, is left to a pass of ours
-    where nothing is faster than that and the plain product. Copies have to be so by more than a little: those are two
-    kernels, and with copies it takes three.
+    where nothing is faster than that and the plain product; so is the sum of an operand that the library refuses.
+    Copies have to be so by more than a little: those are two kernels, and with copies it takes three.
     """
     estimates = estimated_us(problem)
     if problem.epilogue is Epilogue.NONE:
@@ -75,12 +77,13 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
         estimates[way] += _MARGIN_US
     ways = sorted(estimates, key=estimates.__getitem__)
     plain = ways.index(Way.PLAIN)
-    return ways[: plain + 1] + [way for way in ways[plain:] if way is Way.NARROW and not _leaves_a_pass(problem)]
+    has_pass = problem.epilogue.sums_operand or _leaves_a_pass(problem)
+    return ways[: plain + 1] + [way for way in ways[plain:] if way is Way.NARROW and not has_pass]
 
 
 def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
     """Microseconds of each way that there is. Off the tensor cores, where nothing is known, the library comes first."""
-    narrow = {Way.NARROW: _NARROW.us(problem)} if takes(problem) else {}
+    narrow = {Way.NARROW: _narrow_us(problem)} if takes(problem) else {}
     if not on_tensor_cores(problem):
         return {Way.PLAIN: 0.0} | narrow
     found = {Way.PLAIN: _library_us(problem)} | narrow
@@ -91,6 +94,11 @@ def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
         if along_k is not None:
             found[Way.K_MAJOR] = _library_us(along_k) + _copies_us(problem, along_k)
     return found
+
+
+def _narrow_us(problem: MatmulProblem) -> float:
+    goes_over_rows = problem.a.layout.order is Order.COLUMN
+    return _NARROW.us(problem) + (problem.k / _SUMMED if goes_over_rows else 0.0)
 
 
 def _library_us(problem: MatmulProblem) -> float:

@@ -18,6 +18,7 @@ from lt_runtime.kernels.tiling import is_whole_octets
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.library_terms import column_major, library_epilogue, library_types
+from lt_runtime.products.offered import Offered, most_promising
 from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8
@@ -37,7 +38,8 @@ class MatmulPlan(AlgorithmPlan):
     Args:
         problem: what is to be computed.
         device: ordinal of the GPU, which must be current.
-        rank: which of the candidates to use; None for the first that can be launched leanly, see `launches_leanly`.
+        rank: which of the candidates to use; None for the most promising that can be launched leanly, see
+            `most_promising` and `launches_leanly`.
         algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
             The heuristic is then not asked.
 
@@ -97,20 +99,23 @@ class MatmulPlan(AlgorithmPlan):
             raise PlanError(f"cuBLASLt is not asked for {problem}: {effect}")
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
-        """A candidate: the first that is lean. With an epilogue some launch three kernels: ours would be cheaper.
+        """A candidate: that of `most_promising`, or else the heuristic's first that is lean.
 
-        A plain product that fills the GPU once at most takes the first without a memset, which would take as long.
+        With an epilogue some launch three kernels: ours would be cheaper. A plain product that fills the GPU once at
+        most takes one without a memset, which would take as long.
         """
         self.candidates = tuple(self.query(self.workspace_size, self.reductions))
         if len(self.candidates) <= (rank or 0):
             raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")
         if rank is not None:
             return self.candidates[rank]
+        first = self.candidates[0]
+        promising = self.candidates[most_promising(self.problem, [*map(_offered, self.candidates)])]
         if self.problem.epilogue is Epilogue.NONE:
-            first = self.candidates[0]
-            fitting = self.candidates if 0.0 < first.waves_count <= 1.0 else ()
-            return next((each for each in fitting if {*self.nodes(each)} == {"KERNEL"}), first)
-        for candidate in self.candidates:
+            chosen = promising if promising is first or self.launches_leanly(promising) else first
+            fitting = dict.fromkeys((chosen, *self.candidates)) if 0.0 < chosen.waves_count <= 1.0 else ()
+            return next((each for each in fitting if {*self.nodes(each)} == {"KERNEL"}), chosen)
+        for candidate in dict.fromkeys((promising, *self.candidates)):
             if self.launches_leanly(candidate):
                 return candidate
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
@@ -305,3 +310,9 @@ def _zero(address: int, problem: MatmulProblem, stream: int) -> None:
     layout, itemsize = problem.d.layout, problem.d_dtype.itemsize
     lines, width = (layout.rows, layout.cols) if layout.order is Order.ROW else (layout.cols, layout.rows)
     driver_call("cuMemsetD2D8Async", address, layout.leading_dimension * itemsize, 0, width * itemsize, lines, stream)
+
+
+def _offered(algorithm: cublaslt.Algorithm) -> Offered:
+    config = cublaslt.AlgoConfigAttribute
+    algo_id, splitk = algorithm.get(config.ID), algorithm.get(config.SPLITK_NUM)
+    return Offered(algo_id, algorithm.tile, splitk, algorithm.waves_count)

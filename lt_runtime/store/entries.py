@@ -123,7 +123,7 @@ class ProductEntry(_Checked):
             use.
         config: the algorithm's configuration, by the names of its attributes.
         us: median time in µs.
-        first_us: median time in µs of the first algorithm that the heuristic offers.
+        first_us: median time in µs of the algorithm that runs untuned.
         spread: interquartile range of the times in µs.
         candidates: number of algorithms that were measured.
         rejected: algorithms that were tried and must not be used.

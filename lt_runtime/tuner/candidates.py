@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoCapAttribute, AlgoConfigAttribute, Algorithm, MatmulTile, ReductionScheme
+from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.errors import ArgumentError, CublasLtError, PlanError
 from lt_runtime.products.choose import configuration
 from lt_runtime.products.matmul import MatmulPlan
@@ -119,16 +120,6 @@ def estimate(shape: tuple[int, int], k: int, tile: tuple[int, int], waves: float
     return padding * idle * loading * adding
 
 
-def tile_shape(tile: int) -> tuple[int, int] | None:
-    """Rows and columns of a tile; None if the tile is not known."""
-    try:
-        name = MatmulTile(tile).name
-    except ValueError:
-        return None
-    rows, _, cols = name.removeprefix("TILE_").partition("x")
-    return (int(rows), int(cols)) if cols else None
-
-
 def _accepted(plan: MatmulPlan, start: Algorithm, changes: Iterable[_Changes]) -> list[_Estimated]:
     found = []
     for change in changes:
@@ -139,7 +130,7 @@ def _accepted(plan: MatmulPlan, start: Algorithm, changes: Iterable[_Changes]) -
             algorithm = plan.check(algorithm)
         except (ArgumentError, CublasLtError, PlanError):
             continue
-        tile = tile_shape(algorithm.get(AlgoConfigAttribute.TILE_ID)) or (1, 1)
+        tile = algorithm.tile or (1, 1)
         parts = algorithm.get(AlgoConfigAttribute.SPLITK_NUM)
         time = estimate(plan.library_shape, plan.problem.k, tile, algorithm.waves_count, parts)
         found.append((time, algorithm))

@@ -101,7 +101,7 @@ def time_in_words(entry: Entry) -> str:
     """The time of an entry, and what a product's is compared with."""
     if not isinstance(entry, ProductEntry):
         return f"{entry.us:.2f} µs"
-    gain = f", {entry.first_us / entry.us:.2f} times as fast as the heuristic's first" if entry.us else ""
+    gain = f", {entry.first_us / entry.us:.2f} times as fast as untuned" if entry.us else ""
     return f"{entry.us:.2f} µs, spread {entry.spread:.2f} µs; best of {entry.candidates} measured{gain}"
 
 

@@ -10,6 +10,7 @@ _MATMUL: Final = "lt_runtime/products/matmul.py"
 _PRODUCT: Final = "lt_runtime/products/product.py"
 _PADDED: Final = "lt_runtime/products/padded.py"
 _COST: Final = "lt_runtime/products/cost.py"
+_OFFERED: Final = "lt_runtime/products/offered.py"
 _TERMS: Final = "lt_runtime/products/library_terms.py"
 _KNOWN_BAD: Final = "lt_runtime/cublaslt/known_bad.py"
 _PASS: Final = "lt_runtime/kernels/matmul_epilogue.py"
@@ -453,9 +454,65 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "our kernel stands in for a pass that is faster",
         _COST,
-        "if way is Way.NARROW and not _leaves_a_pass(problem)]",
+        "if way is Way.NARROW and not has_pass]",
         "if way is Way.NARROW]",
         "tests/cpu/products/test_cost.py::test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel",
+    ),
+    fault(
+        "our kernel stands in for a sum that the library refuses",
+        _COST,
+        "has_pass = problem.epilogue.sums_operand or _leaves_a_pass(problem)",
+        "has_pass = _leaves_a_pass(problem)",
+        "tests/cpu/products/test_cost.py::test_a_refused_sum_is_left_to_a_pass_and_not_to_a_slower_kernel",
+    ),
+    fault(
+        "our kernel sums any number of rows at once",
+        _COST,
+        "problem.k / _SUMMED if goes_over_rows else 0.0",
+        "0.0",
+        "tests/cpu/products/test_cost.py::test_our_kernel_takes_its_time_for_sums_over_thousands_of_rows",
+    ),
+    fault(
+        "rounds of tiles take no time of their own",
+        _OFFERED,
+        "_ROUND_US: Final = 0.4",
+        "_ROUND_US: Final = 0.0",
+        "tests/cpu/products/test_offered.py::test_the_tiles_that_were_measured_to_be_fast",
+    ),
+    fault(
+        "an epilogue takes no longer on tiles of many rows",
+        _OFFERED,
+        "us += _EPILOGUE_US",
+        "us += 0.0",
+        "tests/cpu/products/test_offered.py::test_the_tiles_that_were_measured_to_be_fast",
+    ),
+    fault(
+        "any gain is worth another algorithm",
+        _OFFERED,
+        "least < _WORTH * estimates[0]",
+        "least < estimates[0]",
+        "tests/cpu/products/test_offered.py::test_a_little_does_not_count",
+    ),
+    fault(
+        "algorithms that split K are estimated as others are",
+        _OFFERED,
+        " or offered.splitk > 1",
+        "",
+        "tests/cpu/products/test_offered.py::test_only_what_was_measured_is_estimated",
+    ),
+    fault(
+        "the most promising algorithm is taken for a plain product though the library refuses to launch it",
+        _MATMUL,
+        "if promising is first or self.launches_leanly(promising)",
+        "if True",
+        "tests/cpu/products/test_offered.py::test_a_plain_product_takes_no_other_that_cannot_be_launched",
+    ),
+    fault(
+        "the most promising algorithm is not taken for a product with an epilogue",
+        _MATMUL,
+        "for candidate in dict.fromkeys((promising, *self.candidates))",
+        "for candidate in self.candidates",
+        "tests/cpu/products/test_offered.py::test_a_plan_takes_the_most_promising_algorithm",
     ),
     fault(
         "a third kernel need not pay",

@@ -18,7 +18,6 @@ from lt_runtime.cublaslt import (
     Status,
 )
 from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.tuner.candidates import tile_shape
 from tests.support.cublaslt_recorder import Recorder, creates
 
 WORKSPACE = 32 << 20
@@ -113,5 +112,5 @@ class FakeLibrary:
 
 def waves(algorithm: Algorithm) -> float:
     """Of D of 1024×512 in the library's eyes, one block to a multiprocessor."""
-    rows, cols = tile_shape(algorithm.get(AlgoConfigAttribute.TILE_ID)) or (1024, 512)
+    rows, cols = algorithm.tile or (1024, 512)
     return float(-(-1024 // rows) * -(-512 // cols) * max(1, algorithm.get(AlgoConfigAttribute.SPLITK_NUM)) / 132)

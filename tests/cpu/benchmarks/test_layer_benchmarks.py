@@ -24,6 +24,7 @@ from benchmarks.layers import REPRESENTATIVE, Arrays, Block, blocks, presets
 from benchmarks.priors import Sample, fit
 from benchmarks.splits import Plans, Split, chain_of, near, strategy_name
 from benchmarks.timing import Measured, Timing
+from lt_runtime.cublaslt import MatmulTile
 from lt_runtime.errors import PlanError
 from lt_runtime.plans import priors
 from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies
@@ -341,13 +342,55 @@ def test_priors_are_derived_from_rows() -> None:
 
 
 def test_of_the_suite_wide_the_untuned_times_of_one_half_are_fitted() -> None:
-    ways = {"heuristic": {"bias nothing": 9.0, "none nothing": 5.0}, "padded": {"bias nothing": 4.0}}
-    row = measured(64, 64, 64, ENTRIES) | {"strategies": {"last forward": ways}}
+    plain = {"bias nothing": 9.0, "none nothing": 5.0}
+    ways = {"heuristic": plain, "padded": {"bias nothing": 4.0}, "plain": plain}
+    untuned = {"stratum": "tall", "strategies": {"last forward": ways}, "products": []}
+    row = measured(64, 64, 64, ENTRIES) | untuned
     (made,) = derived.fitting([row | {"half": "fit"}, row | {"half": "judge"}])
     assert made["entries"]["last forward"] == {"bias nothing": 4.0, "none nothing": 5.0}
     assert made["entries"]["forward"] == ENTRIES["forward"]
-    (odd,) = derived.fitting([row | {"layer": [64, 63, 64]}])
-    assert odd["entries"]["last forward"] == {"bias nothing": 4.0}, "copies are the cost model's choice"
+
+
+def test_times_of_the_suite_wide_are_those_of_the_algorithms_that_are_chosen_now() -> None:
+    ways = {name: {"bias nothing": 60.0} for name in ("heuristic", "padded", "plain")}
+    tiles = [(MatmulTile.TILE_104x256, 57.5), (MatmulTile.TILE_104x128, 56.0), (MatmulTile.TILE_56x512, 40.5)]
+    product = {
+        "shape": [262144, 104, 64],
+        "epilogue": "bias",
+        "types": ["bfloat16", "bfloat16", "float32"],
+        "layouts": {"a": ["row", 64], "b": ["column", 64], "d": ["row", 104]},
+        "algorithms": [["plain", 66, int(tile), 35, 1, 0, 5, 7.758, us] for tile, us in tiles],
+    }
+    row = measured(262144, 64, 104, {}) | {"stratum": "tall", "strategies": {"last forward": ways}}
+    (made,) = derived.fitting([row | {"products": [product]}])
+    assert made["entries"]["last forward"] == {"bias nothing": pytest.approx(60.0 - 57.5 + 40.5)}
+    again = product["algorithms"][:2] + product["algorithms"][:1] + product["algorithms"][2:]
+    (made,) = derived.fitting([row | {"products": [product | {"algorithms": again}]}])
+    assert made["entries"]["last forward"] == {"bias nothing": 60.0}, "what another query offered is not asked for"
+
+
+def test_in_place_of_a_refused_strategy_comes_the_most_similar() -> None:
+    """Untuned, every strategy that is possible is measured; the tuner leaves out those that are far behind."""
+    times = {
+        "kernel kernel kernel after": 11.0,
+        "kernel kernel kernel beside": 12.0,
+        "kernel epilogue kernel beside": 10.0,
+    }
+    wanted = "epilogue kernel kernel beside"
+    assert Sample({}, times, is_complete=True).loss(wanted) == pytest.approx(math.log(1.2))
+    assert Sample({}, times).loss(wanted) == pytest.approx(math.log(1.4))
+    forward = {"none preactivation": 8.0, "gelu_aux_bias preactivation": 9.0, "bias preactivation": 10.0}
+    assert Sample({}, forward, is_complete=True).loss("gelu_bias preactivation") == pytest.approx(math.log(10 / 8))
+
+
+def test_a_disturbed_time_is_no_time() -> None:
+    times = {"epilogue kernel kernel beside": 267.0, "epilogue kernel kernel after": 28.2} | {
+        "kernel kernel kernel beside": 27.9,
+        "kernel kernel kernel after": 28.8,
+    }
+    row = measured(2048, 1024, 1024, {"backward preactivation": times})
+    (sample,) = derived.backward_samples([row])["bf16 gelu preactivation"]
+    assert sample.times == {name: us for name, us in times.items() if us < 200}
 
 
 def test_forward_is_chosen_with_the_backward_that_follows() -> None:

@@ -201,7 +201,7 @@ def test_show_for_people(plans: Path, capsys: pytest.CaptureFixture[str]) -> Non
     text = capsys.readouterr().out
     for line in (
         "algorithm id 66, tile 128x128, split-K 1",
-        "time      52.50 µs, spread 0.25 µs; best of 14 measured, 1.14 times as fast as the heuristic's first",
+        "time      52.50 µs, spread 0.25 µs; best of 14 measured, 1.14 times as fast as untuned",
         "rejected  id 21: slow: 3.1 times the best",
         "barred    known to be wrong",
         "strategy  gelu_aux_bias, keeps preactivation",

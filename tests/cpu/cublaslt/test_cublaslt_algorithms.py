@@ -13,6 +13,7 @@ from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoCapAttribute, AlgoConfigAttribute, Algorithm, Status
 from lt_runtime.cublaslt.algorithms import _HeuristicResult
 from lt_runtime.cublaslt.attributes import ARRAYS
+from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.errors import ArgumentError, CublasLtError, MissingLibraryError, ShapeError
 from tests.support.cublaslt_product import HANDLE, Product
 from tests.support.cublaslt_recorder import Recorder, offers
@@ -64,6 +65,17 @@ def test_an_algorithm_never_changes() -> None:
     assert len({first, second, Algorithm(bytes(64), 5, 0.5)}) == 2
     with pytest.raises(ArgumentError, match="blob has 63 bytes; an algorithm has 64"):
         Algorithm(bytes(63))
+
+
+def test_shapes_of_tiles() -> None:
+    assert tile_shape(cublaslt.MatmulTile.TILE_128x64) == (128, 64)
+    assert [tile_shape(number) for number in (cublaslt.MatmulTile.UNDEFINED, 5000, -1)] == [None] * 3
+    for tile in [*cublaslt.MatmulTile][1:]:
+        shape = tile_shape(tile)
+        assert shape is not None
+        assert tile.name == "TILE_{}x{}".format(*shape)
+    some = Algorithm(bytes(64)).set(AlgoConfigAttribute.TILE_ID, cublaslt.MatmulTile.TILE_64x512)
+    assert (some.tile, Algorithm(bytes(64)).tile) == ((64, 512), None)
 
 
 def test_a_tile_that_only_the_library_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from lt_runtime.cublaslt import (
     MatmulTile,
     ReductionScheme,
 )
+from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
@@ -214,13 +215,6 @@ def test_estimates(better: Any, worse: Any) -> None:
     assert candidates.estimate(*better) < candidates.estimate(*worse)
 
 
-def test_shapes_of_tiles() -> None:
-    assert candidates.tile_shape(MatmulTile.TILE_128x64) == (128, 64)
-    assert candidates.tile_shape(MatmulTile.UNDEFINED) is None
-    assert candidates.tile_shape(5000) is None
-    assert sum(candidates.tile_shape(tile) is None for tile in MatmulTile) == 1
-
-
 def test_configurations_are_by_name() -> None:
     found = configuration(Algorithm(bytes(64)).set(SPLITK, 3).blob)
     assert found["SPLITK_NUM"] == 3
@@ -233,6 +227,6 @@ def test_the_most_promising_tiles_are_tried(library: FakeLibrary, monkeypatch: p
     library.offered, library.ids = {(WORKSPACE, BOTH): [1]}, [7]
     plan = MatmulPlan(a_problem(), 0)
     tried = {each.get(TILE) for each in candidates.configurations_of(plan, 7)}
-    shapes = {tile: candidates.tile_shape(tile) for tile in TILES}
+    shapes = {tile: tile_shape(tile) for tile in TILES}
     times = {tile: candidates.estimate(plan.library_shape, 769, shape) for tile, shape in shapes.items() if shape}
     assert tried == {min(times, key=times.__getitem__)}

@@ -97,7 +97,7 @@ def test_what_was_measured(store: PlanStore) -> None:
         "  time      110.00 µs; 33% of the roofline: at its peaks the GPU needs 36.11 µs",
         "  y         matmul 8192x3072x768 bfloat16 gelu_aux_bias",
         "            id 66, tile 128x128, stages 128xauto, split-K 1",
-        "            alone 52.50 µs, spread 0.25 µs; best of 14 measured, 1.14 times as fast as the heuristic's first",
+        "            alone 52.50 µs, spread 0.25 µs; best of 14 measured, 1.14 times as fast as untuned",
         "            rejected: 2 algorithms, far behind",
         "            rejected: id 66, tile 128x128, stages 128xauto, split-K 1: wrong: 3 instead of 4 at [0, 1]",
         "  slower    none, keeps preactivation: 121.00 µs, 10% slower",

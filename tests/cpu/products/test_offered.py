@@ -1,0 +1,173 @@
+"""Which of the heuristic's algorithms a product takes that nobody has measured; the times are an H200's, in µs."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, MatmulTile
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.layout import Order, packed
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.offered import Offered, most_promising
+from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
+
+BIAS, GELU = Epilogue.BIAS, Epilogue.GELU_AUX_BIAS
+HOPPER = 66
+Entry = tuple[tuple[int, int], float]
+"""A tile and the waves."""
+Nodes = dict[tuple[int, int] | None, list[str]]
+"""What a launch puts on the stream, by tile; one kernel where nothing is said."""
+
+
+def forward(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
+    a, b, d = Spec(packed(m, k)), Spec(packed(k, n, order=Order.COLUMN)), Spec(packed(m, n))
+    aux = d if epilogue.has_aux_output or epilogue.is_derivative else None
+    return MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, a, b, d, epilogue, aux=aux)
+
+
+def offers(*entries: Entry) -> list[Offered]:
+    return [Offered(HOPPER, tile, 1, waves) for tile, waves in entries]
+
+
+@pytest.mark.parametrize(
+    ("problem", "entries", "best"),
+    [
+        # With a bias, tiles of more than 64 rows are slow: 57.5, 56.0, 40.5.
+        (forward(262144, 104, 64, BIAS), [((104, 256), 7.758), ((104, 128), 15.515), ((56, 512), 7.758)], 2),
+        (forward(65536, 80, 56, BIAS), [((80, 256), 1.939), ((80, 128), 3.879), ((48, 512), 1.939)], 2),  # 13.3, 10.8
+        (
+            forward(131072, 128, 32, GELU),
+            [((128, 128), 7.758), ((64, 256), 7.758), ((64, 512), 3.879)],
+            2,
+        ),  # 66.8, 34
+        # Fewer rounds are begun and ended: 19.2, 17.0.
+        (forward(262144, 40, 32), [((64, 256), 7.758), ((64, 512), 3.879), ((32, 512), 7.758)], 1),
+        # One wave stays one wave: 9.6, 9.8.
+        (forward(827, 5376, 320, BIAS), [((128, 288), 0.955), ((256, 144), 0.955), ((384, 96), 0.955)], 0),
+        (forward(131072, 48, 40), [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)], 0),  # 12.8, 16.2
+        (forward(25, 64, 64), [((8, 64), 0.061), ((64, 8), 0.03)], 0),
+    ],
+)
+def test_the_tiles_that_were_measured_to_be_fast(problem: MatmulProblem, entries: list[Entry], best: int) -> None:
+    assert most_promising(problem, offers(*entries)) == best
+
+
+def test_only_what_was_measured_is_estimated() -> None:
+    """Other kernels, split sums, unknown tiles and waves, and epilogues that differentiate or sum."""
+    problem, slow = forward(262144, 40, 32), Offered(HOPPER, (64, 64), 1, 31.03)
+    fast = slow._replace(tile=(64, 512), waves=3.879)
+    assert most_promising(problem, [slow, fast]) == 1
+    for unknown in ({"algo_id": 21}, {"splitk": 2}, {"tile": None}, {"waves": 0.0}):
+        assert most_promising(problem, [slow, fast._replace(**unknown)]) == 0
+        assert most_promising(problem, [slow._replace(**unknown), fast]) == 0
+    for epilogue in (Epilogue.DGELU, Epilogue.DRELU_BGRAD, Epilogue.BGRADA, Epilogue.BGRADB):
+        assert most_promising(forward(262144, 40, 32, epilogue), [slow, fast]) == 0
+
+
+def test_a_little_does_not_count() -> None:
+    """Smaller tiles in as many rounds save some loads, and nothing else."""
+    larger, smaller = offers(((64, 128), 2.0), ((64, 64), 2.0))
+    assert most_promising(forward(65536, 24, 16), [larger, smaller]) == 0
+    assert most_promising(forward(65536, 24, 4096), [larger, smaller]) == 1
+
+
+def test_tiles_as_large_are_kept_where_the_tensor_cores_are_busy() -> None:
+    large = forward(4096, 14336, 4096)
+    assert most_promising(large, offers(((128, 256), 13.6), ((256, 128), 13.6), ((192, 128), 18.1))) == 0
+
+
+@given(
+    st.lists(
+        st.builds(
+            Offered,
+            st.sampled_from([HOPPER, 21]),
+            st.none() | st.tuples(st.integers(8, 512), st.integers(8, 512)),
+            st.integers(0, 4),
+            st.floats(0.0, 100.0),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([*Epilogue]),
+)
+def test_the_choice_is_one_of_the_offers_and_does_not_change(entries: list[Offered], epilogue: Epilogue) -> None:
+    problem = forward(4096, 256, 512, epilogue)
+    chosen = most_promising(problem, entries)
+    assert 0 <= chosen < len(entries)
+    assert chosen == most_promising(problem, entries), "of equal ones the heuristic's first"
+    assert not chosen or (entries[chosen].algo_id, entries[chosen].splitk <= 1) == (HOPPER, True)
+
+
+class Offering(FakeLibrary):
+    """A library whose heuristic offers the Hopper kernels with some tiles, waves, and parts of K."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, entries: list[tuple[MatmulTile, float, int]]) -> None:
+        super().__init__(monkeypatch)
+        self.entries = entries
+        self.offered = {(WORKSPACE, BOTH): [HOPPER] * len(entries)}
+
+    def _query(self, *arguments: Any) -> int:
+        status = super()._query(*arguments)
+        for result, (tile, waves, parts) in zip(arguments[8]._obj, self.entries, strict=False):
+            algorithm = Algorithm(HOPPER.to_bytes(8, "little") + bytes(56)).set(AlgoConfigAttribute.TILE_ID, tile)
+            algorithm = algorithm.set(AlgoConfigAttribute.STAGES_ID, 35).set(AlgoConfigAttribute.SPLITK_NUM, parts)
+            result.algo[:] = struct.unpack("8Q", algorithm.blob)
+            result.waves_count = waves
+        return status
+
+
+TALL = [(MatmulTile.TILE_104x256, 7.758, 1), (MatmulTile.TILE_104x128, 15.515, 1), (MatmulTile.TILE_56x512, 7.758, 1)]
+
+
+def tile_of(problem: MatmulProblem, **options: Any) -> tuple[int, int] | None:
+    algorithm = MatmulPlan(problem, 0, **options).algorithm
+    assert algorithm is not None
+    return algorithm.tile
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    found: Nodes = {}
+    monkeypatch.setattr(MatmulPlan, "nodes", lambda _, algorithm: found.get(algorithm.tile, ["KERNEL"]))
+    return found
+
+
+def test_a_plan_takes_the_most_promising_algorithm(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
+    library = Offering(monkeypatch, TALL)
+    assert tile_of(forward(262144, 104, 64, BIAS)) == (56, 512)
+    assert tile_of(forward(262144, 104, 64, BIAS), rank=0) == (104, 256), "the very first, where it is asked for"
+    assert tile_of(forward(262144, 104, 64)) == (104, 256)
+    assert [*library.asked] == [(WORKSPACE, BOTH)] * 3, "one query each"
+
+
+def test_without_a_lean_launch_the_first_that_has_one_is_taken(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
+    Offering(monkeypatch, TALL)
+    nodes[56, 512] = []  # The library refuses the launch.
+    assert tile_of(forward(262144, 104, 64, BIAS)) == (104, 256)
+    nodes[104, 256] = ["KERNEL", "KERNEL", "KERNEL"]
+    assert tile_of(forward(262144, 104, 64, BIAS)) == (104, 128)
+    nodes[104, 128] = []
+    with pytest.raises(PlanError, match="none of cuBLASLt's 3 algorithms is lean enough"):
+        tile_of(forward(262144, 104, 64, BIAS))
+
+
+def test_a_plain_product_takes_no_other_that_cannot_be_launched(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
+    Offering(monkeypatch, [(MatmulTile.TILE_64x256, 7.758, 1), (MatmulTile.TILE_64x512, 3.879, 1)])
+    assert tile_of(forward(262144, 40, 32)) == (64, 512)
+    nodes[64, 512] = []
+    assert tile_of(forward(262144, 40, 32)) == (64, 256)
+
+
+def test_what_is_known_to_be_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
+    """The last drops the tail of 776 = 12·64 + 8 terms; how promising it is does not matter."""
+    Offering(monkeypatch, [(MatmulTile.TILE_64x64, 31.03, 1), (MatmulTile.TILE_64x512, 3.879, 12)])
+    monkeypatch.setattr("lt_runtime.products.matmul.most_promising", lambda _, found: len(found) - 1)
+    assert tile_of(forward(262144, 40, 768, BIAS)) == (64, 512)
+    assert tile_of(forward(262144, 40, 776, BIAS)) == (64, 64)
