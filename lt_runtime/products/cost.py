@@ -120,7 +120,8 @@ def _leaves_a_pass(problem: MatmulProblem) -> bool:
     """Whether the library is not asked for the epilogue; see `MatmulPlan`."""
     specs = problem.a, problem.b, problem.d
     is_whole = all(is_whole_octets(spec, problem.dtype) for spec in specs)
-    return problem.epilogue is not Epilogue.NONE and problem.dtype.itemsize == 2 and not is_whole
+    changes_d = problem.epilogue is not Epilogue.NONE and not problem.epilogue.sums_operand
+    return changes_d and problem.dtype.itemsize == 2 and not is_whole
 
 
 def _copies_us(problem: MatmulProblem, padded: MatmulProblem) -> float:

@@ -56,6 +56,15 @@ def test_our_kernel_takes_its_time_for_sums_over_thousands_of_rows() -> None:
     assert fastest_first(forward(6156, 7, 256))[0] is Way.NARROW  # 3.8
 
 
+def test_the_sum_of_an_operand_is_a_kernel_with_and_without_copies() -> None:
+    """So copies of a small result take a third one, where another epilogue would be fused with the copy's product."""
+    kind, d = DType.FLOAT16, Spec(packed(24, 8), alignment=2)
+    a, b = Spec(packed(24, 2, order=COLUMN)), Spec(packed(2, 8))
+    problem = MatmulProblem(kind, kind, Compute.FLOAT32, a, b, d, Epilogue.BGRADA)
+    assert fastest_first(problem)[0] is Way.PLAIN
+    assert fastest_first(replace(problem, epilogue=Epilogue.RELU))[0] is Way.PADDED
+
+
 def test_copies_are_considered_only_where_something_is_to_be_padded() -> None:
     assert [*estimated_us(forward(256, 512, 784))] == [Way.PLAIN]
     assert [*estimated_us(input_gradient(256, 512, 784, FP32))] == [Way.PLAIN], "not measured untuned"
