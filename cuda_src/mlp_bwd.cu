@@ -323,71 +323,92 @@ __device__ inline void copy_x(const MlpParams& p, SCALAR* to, int64 first) {
 // The first row of the calling warp's first chunk.
 __device__ inline int64 first_row(int warp) { return (static_cast<int64>(gridDim.x) * warp + blockIdx.x) * kChunk; }
 
+// Makes a hidden layer's output of its sums, and leaves it, and what else the derivative needs.
+__device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
+                                    const MlpParams& p, const Rows& own, int layer) {
+#if SAVED == 1
+  round_sums<false>(rows, sums);
+  store_words(own.gradient(layer), rows);
+#endif
+  activate(sums, p.slope);
+  clear_padding(sums, p.layers[layer].outputs);
+  round_activated(rows, sums);
+  store_words(own.output(layer), rows);
+}
+
+// From the output of the last hidden layer to that output's gradient, by way of the gradient of the MLP's outputs, which it
+// leaves. Returns the calling lane's share of the loss.
+__device__ inline float turn_back(float (&sums)[kRowTiles][kTiles][4],
+                                  [[maybe_unused]] const uint32 (&rows)[kSteps][kRowTiles][4], Given& given,
+                                  const MlpParams& p, const Weights& weights, [[maybe_unused]] const float* biases,
+                                  const Rows& own, int64 row) {
+  float loss = 0.0f;
+  memset(sums, 0, sizeof(sums));
+#pragma unroll 1
+  for (int step = 0;;) {
+    uint32 words[kRowTiles][4];
+#ifdef LOSS
+    float outputs[kRowTiles][2][4];
+    last_outputs(outputs, rows, weights.of(HIDDEN) + step * kStep * kPitch, biases + HIDDEN * WIDTH + step * kStep);
+    loss += loss_and_gradient(words, outputs, given, p, row, step * kStep);
+#endif
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (!kHasLoss) words[r][i] = rounded_pair(given.pair(r, i).x, given.pair(r, i).y);
+        SCALAR* tile = own.gradient(HIDDEN) + r * kStep * kOutputPitch + step * kStep;
+        *reinterpret_cast<uint32*>(place_of_word(tile, kOutputPitch, i)) = words[r][i];
+      }
+    }
+    multiply_step<false>(sums, words, weights.of(HIDDEN), kPitch, step);
+    if (++step == kOutputSteps) return loss;
+    given.load(p.y, row, p.rows, p.layers[HIDDEN].outputs, step * kStep);
+  }
+}
+
+// Makes the gradient of a hidden layer's pre-activation of that of its output, and leaves it.
+__device__ inline void go_through_activation(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
+                                             const MlpParams& p, const Rows& own, int layer) {
+  SCALAR* saved = SAVED == 1 ? own.gradient(layer) : own.output(layer);
+  if (SAVED && !kIsRelu<ACTIVATION>) multiply_derivative(sums, saved, p.slope);
+  clear_padding(sums, p.layers[layer].outputs);
+  round_sums<false>(rows, sums);
+  if (kIsRelu<ACTIVATION>) multiply_relu_derivative(rows, saved);
+  store_words(own.gradient(layer), rows);
+}
+
 // Takes the calling warp's chunks through the layers and back, and leaves of each what the sum warps need. The first chunk of
 // x is there. Returns the calling lane's share of the sum of losses.
-__device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const Rows& own, int warp) {
-  const int y_columns = p.layers[HIDDEN].outputs;
+__device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const Rows& own,
+                                  int warp) {
   const int64 first = first_row(warp), stride = static_cast<int64>(gridDim.x) * ROW_WARPS * kChunk;
-  float loss = 0.0f;
-  float products[kRowTiles][kTiles][4];
+  float loss = 0.0f, sums[kRowTiles][kTiles][4];
   uint32 rows[kSteps][kRowTiles][4];
   int turn = 0;
   for (int64 row = first; row < p.rows; row += stride, turn ^= 1) {
     Given given;  // gradients of the outputs or, with a loss, targets
-    given.load(p.y, row, p.rows, y_columns, 0);
+    given.load(p.y, row, p.rows, p.layers[HIDDEN].outputs, 0);
     wait_for_copies<0>();
     __syncwarp();
-    start_with_bias(products, biases);
-    multiply_tile<true, kInputSteps>(products, own.x(turn), kInputPitch, INPUTS, weights.of(0), kInputPitch);
+    start_with_bias(sums, biases);
+    multiply_tile<true, kInputSteps>(sums, own.x(turn), kInputPitch, INPUTS, weights.of(0), kInputPitch);
     if (row != first) wait_at_barrier(empty(warp), kTogether);
     copy_x(p, own.x(turn ^ 1), row + stride);
 #pragma unroll 1
     for (int i = 0;;) {
-#if SAVED == 1
-      round_sums<false>(rows, products);
-      store_words(own.gradient(i), rows);
-#endif
-      activate(products, p.slope);
-      clear_padding(products, p.layers[i].outputs);
-      round_activated(rows, products);
-      store_words(own.output(i), rows);
+      finish_layer(rows, sums, p, own, i);
       if (++i == HIDDEN) break;
-      start_with_bias(products, biases + i * WIDTH);
-      multiply_rows<true>(products, rows, weights.of(i));
+      start_with_bias(sums, biases + i * WIDTH);
+      multiply_rows<true>(sums, rows, weights.of(i));
     }
-    memset(products, 0, sizeof(products));
-#pragma unroll 1
-    for (int step = 0;;) {
-      uint32 words[kRowTiles][4];
-#ifdef LOSS
-      float outputs[kRowTiles][2][4];
-      last_outputs(outputs, rows, weights.of(HIDDEN) + step * kStep * kPitch, biases + HIDDEN * WIDTH + step * kStep);
-      loss += loss_and_gradient(words, outputs, given, p, row, step * kStep);
-#endif
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (!kHasLoss) words[r][i] = rounded_pair(given.pair(r, i).x, given.pair(r, i).y);
-          SCALAR* tile = own.gradient(HIDDEN) + r * kStep * kOutputPitch + step * kStep;
-          *reinterpret_cast<uint32*>(place_of_word(tile, kOutputPitch, i)) = words[r][i];
-        }
-      }
-      multiply_step<false>(products, words, weights.of(HIDDEN), kPitch, step);
-      if (++step == kOutputSteps) break;
-      given.load(p.y, row, p.rows, y_columns, step * kStep);
-    }
+    loss += turn_back(sums, rows, given, p, weights, biases, own, row);
 #pragma unroll 1
     for (int i = HIDDEN - 1;; --i) {
-      SCALAR* saved = SAVED == 1 ? own.gradient(i) : own.output(i);
-      if (SAVED && !kIsRelu<ACTIVATION>) multiply_derivative(products, saved, p.slope);
-      clear_padding(products, p.layers[i].outputs);
-      round_sums<false>(rows, products);
-      if (kIsRelu<ACTIVATION>) multiply_relu_derivative(rows, saved);
-      store_words(own.gradient(i), rows);
+      go_through_activation(rows, sums, p, own, i);
       if (i == 0) break;
-      memset(products, 0, sizeof(products));
-      multiply_rows<false>(products, rows, weights.of(i));
+      memset(sums, 0, sizeof(sums));
+      multiply_rows<false>(sums, rows, weights.of(i));
     }
     pass_barrier(full(warp), kTogether);
   }
@@ -432,7 +453,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpPa
   const Weights weights{reinterpret_cast<SCALAR*>(memory), INPUTS};
   float* biases = reinterpret_cast<float*>(weights.of(HIDDEN) + OUTPUTS * kPitch);
   SCALAR* rows = reinterpret_cast<SCALAR*>(biases + HIDDEN * WIDTH + OUTPUTS);
-  const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / kWarp, 0);  // which the compiler sees is one number
+  // One number for the whole warp, which the compiler sees by this.
+  const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / kWarp, 0);
   wait_for_predecessor();
   const Rows own{rows + warp * Rows::kSize};
   load_layers(p, weights, biases, p.count);
