@@ -64,9 +64,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, ROW_BLOCKS) cross_entr
   __shared__ float scratch[kMaxWarps];
   wait_for_predecessor();
   Mean mean{};
-  const Group group(p.lanes);
   const Held held{memory + threadIdx.x, p.held};
-  float loss = p.streams ? stream_rows(p, group, held, scratch, mean) : do_rows(p, group, held, scratch, mean);
+  float loss = p.streams ? stream_rows(p, Group(kLanes), held, scratch, mean)
+                         : do_rows(p, Group(p.lanes), held, scratch, mean);
   if (p.streams && kBlockRows) {
     if (!is_last_block(p.ticket, gridDim.x)) return;
     loss = sum_over_block(sum_of_parts(p.partial, static_cast<uint32>(p.rows)), scratch);

@@ -31,7 +31,7 @@ struct CrossEntropyParams {
   int wide_labels;  // int64 rather than int32
   int ignores;      // whether rows labelled ignore_index are left out
   uint32 lanes;     // threads that share a row: a power of two up to a warp, or the block
-  uint32 held;      // octets that each thread has shared memory for
+  uint32 held;      // packets that each thread has shared memory for
   int streams;      // all rows begin at multiples of 16 bytes and are held as a whole: see stream_rows
 };
 
@@ -141,73 +141,73 @@ __device__ inline uint32 max_of_words<float>(uint32 a, uint32 b) {
   return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
 }
 
-// Eight logits as they lie in memory. They are kept in words: the compiler would give each 16-bit half a register.
+// A packet: the logits of 16 bytes, which a thread moves at once, so that the accesses of neighbouring threads join. They
+// are kept in words as they lie in memory: the compiler would give each 16-bit half a register.
+constexpr int kPacket = Packet<SCALAR>::kCount;
+
 struct Raw {
   static constexpr int kPerWord = sizeof(uint32) / sizeof(SCALAR);
-  static constexpr int kPackets = kOctet * sizeof(SCALAR) / sizeof(uint4);
 
-  uint4 packets[kPackets];
+  uint4 words;
 
   __device__ float operator[](int i) const {
-    const uint4& packet = packets[i / kPerWord / 4];
-    const int word = i / kPerWord % 4;
-    return unpack<SCALAR>(word == 0 ? packet.x : word == 1 ? packet.y : word == 2 ? packet.z : packet.w, i % kPerWord);
+    const int word = i / kPerWord;
+    return unpack<SCALAR>(word == 0 ? words.x : word == 1 ? words.y : word == 2 ? words.z : words.w, i % kPerWord);
   }
 
   // The larger numbers, place by place; of NaN and a number it takes the number.
   __device__ Raw max(const Raw& other) const {
-    Raw larger;
-#pragma unroll
-    for (int i = 0; i < kPackets; ++i) larger.packets[i] = max_of(packets[i], other.packets[i]);
-    return larger;
+    return {{max_of_words<SCALAR>(words.x, other.words.x), max_of_words<SCALAR>(words.y, other.words.y),
+             max_of_words<SCALAR>(words.z, other.words.z), max_of_words<SCALAR>(words.w, other.words.w)}};
   }
   __device__ float max() const {
-    uint4 packet = packets[0];
-#pragma unroll
-    for (int i = 1; i < kPackets; ++i) packet = max_of(packet, packets[i]);
-    const uint32 word = max_of_words<SCALAR>(max_of_words<SCALAR>(packet.x, packet.y),
-                                             max_of_words<SCALAR>(packet.z, packet.w));
+    const uint32 word = max_of_words<SCALAR>(max_of_words<SCALAR>(words.x, words.y),
+                                             max_of_words<SCALAR>(words.z, words.w));
     return fmaxf(unpack<SCALAR>(word, 0), unpack<SCALAR>(word, kPerWord - 1));
-  }
-
- private:
-  static __device__ uint4 max_of(const uint4& a, const uint4& b) {
-    return {max_of_words<SCALAR>(a.x, b.x), max_of_words<SCALAR>(a.y, b.y), max_of_words<SCALAR>(a.z, b.z),
-            max_of_words<SCALAR>(a.w, b.w)};
   }
 };
 
-__device__ inline Raw load_octet(const SCALAR* p) {
-  Raw raw;
-#pragma unroll
-  for (int i = 0; i < Raw::kPackets; ++i) raw.packets[i] = reinterpret_cast<const uint4*>(p)[i];
-  return raw;
-}
+__device__ inline Raw load_packet(const SCALAR* p) { return {*reinterpret_cast<const uint4*>(p)}; }
 
-// Eight logits that add nothing to the sum of exponentials: -infinity.
+// Logits that add nothing to the sum of exponentials: -infinity.
 __device__ inline Raw nothing() {
   Packet<SCALAR> packet;
 #pragma unroll
-  for (int i = 0; i < Packet<SCALAR>::kCount; ++i) packet.v[i] = from_float<SCALAR>(-CUDART_INF_F);
+  for (int i = 0; i < kPacket; ++i) packet.v[i] = from_float<SCALAR>(-CUDART_INF_F);
   Raw raw;
-#pragma unroll
-  for (int i = 0; i < Raw::kPackets; ++i) memcpy(&raw.packets[i], &packet, sizeof(packet));
+  memcpy(&raw.words, &packet, sizeof(packet));
   return raw;
 }
 
-// Not written as an assignment, which the compiler takes apart into words here.
-__device__ inline void store_octet(SCALAR* p, const Octet& octet) { store_packed(p, pack<SCALAR>(octet)); }
+// The gradient of a packet.
+struct Values {
+  float v[kPacket];
+
+  __device__ uint4 rounded() const {
+    typename Pair<SCALAR>::Type pairs[kPacket / 2];
+#pragma unroll
+    for (int i = 0; i < kPacket / 2; ++i) pairs[i] = Pair<SCALAR>::pack(float2{v[2 * i], v[2 * i + 1]});
+    uint4 words;
+    memcpy(&words, pairs, sizeof(words));
+    return words;
+  }
+};
+
+// An assignment may be taken apart by the compiler into words, each of which writes a part of every sector.
+__device__ inline void store_packet(SCALAR* p, const Values& values) {
+  const uint4 words = values.rounded();
+#ifdef __CUDA_ARCH__
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+#else
+  *reinterpret_cast<uint4*>(p) = words;
+#endif
+}
 
 // Stores so that logits stay in L2 which will be read again. Where shared memory holds all of a row, storing without this
 // hint is faster.
-__device__ inline void store_past(SCALAR* p, const Octet& octet) {
-  const Packed<SCALAR> packed = pack<SCALAR>(octet);
-#pragma unroll
-  for (int i = 0; i < Raw::kPackets; ++i) {
-    uint4 word;
-    memcpy(&word, reinterpret_cast<const char*>(&packed) + i * sizeof(word), sizeof(word));
-    __stcs(reinterpret_cast<uint4*>(p) + i, word);
-  }
+__device__ inline void store_past(SCALAR* p, const Values& values) {
+  __stcs(reinterpret_cast<uint4*>(p), values.rounded());
 }
 
 // Starts to copy 16 bytes into shared memory. The calling thread may read them once it has waited for their batch.
@@ -220,8 +220,8 @@ __device__ inline void copy_async(uint4* to, const uint4* from) {
 #endif
 }
 
-// Brings an octet into L2.
-__device__ inline void prefetch_octet(const SCALAR* p) {
+// Brings a packet into L2.
+__device__ inline void prefetch_packet(const SCALAR* p) {
 #ifdef __CUDA_ARCH__
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 #else
@@ -242,11 +242,13 @@ __device__ inline void wait_for_all_but() {
 #endif
 }
 
-// Waits until at most the last `left` batches are under way; where `left` is large, it may wait for a batch more.
+// Waits until at most the last `left` batches are under way; where `left` is large, it may wait for more of them.
 __device__ inline void wait_for_all_but(uint32 left) {
   if (left >= 6) {
     wait_for_all_but<6>();
-  } else if (left >= 4) {
+  } else if (left == 5) {
+    wait_for_all_but<5>();
+  } else if (left == 4) {
     wait_for_all_but<4>();
   } else if (left == 3) {
     wait_for_all_but<3>();
@@ -263,25 +265,14 @@ __device__ inline void wait_for_all_but(uint32 left) {
 // threads do not collide.
 struct Held {
   uint4* own;
-  uint32 slots;
+  uint32 slots;  // packets
 
-  __device__ uint4* packet(uint32 slot, int i) const {
-    return own + (slot * Raw::kPackets + i) * kRowThreads;
-  }
-  __device__ void put(uint32 slot, const Raw& raw) const {
-#pragma unroll
-    for (int i = 0; i < Raw::kPackets; ++i) *packet(slot, i) = raw.packets[i];
-  }
+  __device__ uint4* packet(uint32 slot) const { return own + slot * kRowThreads; }
+  __device__ void put(uint32 slot, const Raw& raw) const { *packet(slot) = raw.words; }
   __device__ void fetch(uint32 slot, const SCALAR* from) const {
-#pragma unroll
-    for (int i = 0; i < Raw::kPackets; ++i) copy_async(packet(slot, i), reinterpret_cast<const uint4*>(from) + i);
+    copy_async(packet(slot), reinterpret_cast<const uint4*>(from));
   }
-  __device__ Raw get(uint32 slot) const {
-    Raw raw;
-#pragma unroll
-    for (int i = 0; i < Raw::kPackets; ++i) raw.packets[i] = *packet(slot, i);
-    return raw;
-  }
+  __device__ Raw get(uint32 slot) const { return {*packet(slot)}; }
 };
 
 // The threads that share a row.
@@ -295,33 +286,33 @@ struct Group {
   }
 };
 
-// A row of logits and its gradient: octets in which both can be accessed, and single elements before and after them. All
+// A row of logits and its gradient: packets in which both can be accessed, and single elements before and after them. All
 // elements are single where logits and gradient are aligned differently, or where their columns are not contiguous.
 struct Row {
   const SCALAR* logits;
   SCALAR* gradient;
-  uint32 octets;  // 32 bits count more octets than memory holds
-  uint32 head;    // single elements before the first octet
+  uint32 packets;  // 32 bits count more packets than memory holds
+  uint32 head;    // single elements before the first packet
 
   __device__ Row(const CrossEntropyParams& p, int64 row)
       : logits(element<const SCALAR>(p.logits, row, 0)),
         gradient(element<SCALAR>(p.gradient, row, 0)),
-        octets(0),
+        packets(0),
         head(0) {
     const uint32 offset = reinterpret_cast<uint64>(logits) & 15;
     const bool alike = offset == (reinterpret_cast<uint64>(gradient) & 15);
     if (!alike || p.logits.col_stride != 1 || p.gradient.col_stride != 1) return;
     head = ((16 - offset) & 15) / static_cast<uint32>(sizeof(SCALAR));
-    if (p.cols >= head) octets = static_cast<uint32>((p.cols - head) / kOctet);
+    if (p.cols >= head) packets = static_cast<uint32>((p.cols - head) / kPacket);
   }
 
-  // The octet that a column belongs to; `octets`, which is none, for a single element.
-  __device__ uint32 octet_of(int64 col) const {
-    return col >= head && col < head + octet_cols() ? static_cast<uint32>((col - head) / kOctet) : octets;
+  // The packet that a column belongs to; `packets`, which is none, for a single element.
+  __device__ uint32 packet_of(int64 col) const {
+    return col >= head && col < head + packet_cols() ? static_cast<uint32>((col - head) / kPacket) : packets;
   }
-  __device__ int64 octet_col(uint32 octet) const { return head + static_cast<int64>(octet) * kOctet; }
-  __device__ int64 octet_cols() const { return static_cast<int64>(octets) * kOctet; }
-  __device__ int64 single_col(int64 single) const { return single < head ? single : single + octet_cols(); }
+  __device__ int64 packet_col(uint32 packet) const { return head + static_cast<int64>(packet) * kPacket; }
+  __device__ int64 packet_cols() const { return static_cast<int64>(packets) * kPacket; }
+  __device__ int64 single_col(int64 single) const { return single < head ? single : single + packet_cols(); }
   __device__ SCALAR logit(const CrossEntropyParams& p, int64 col) const { return logits[col * p.logits.col_stride]; }
   __device__ void set_gradient(const CrossEntropyParams& p, int64 col, float value) const {
     gradient[col * p.gradient.col_stride] = from_float<SCALAR>(value);

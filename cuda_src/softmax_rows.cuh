@@ -1,5 +1,6 @@
 // One row of logits after the other, by a group of threads: its maximum and sum of exponentials, then its gradient.
-// Compiled for one SCALAR type.
+// Compiled for one SCALAR type, ROW_THREADS, the threads of a block, and ROW_LANES, the threads of a group unless these are
+// fewer than a warp.
 #pragma once
 
 #include "approx.cuh"
@@ -9,8 +10,14 @@ namespace lt {
 
 // How much a thread loads at once. The exponentials of these elements are added up before they join the row's sum, which
 // also makes the sum more exact.
-constexpr int kOctetsInFlight = 8 / sizeof(SCALAR);
+constexpr int kPacketsInFlight = 4;
 constexpr int kSinglesInFlight = 8;
+
+constexpr uint32 kLanes = ROW_LANES;
+constexpr bool kBlockRows = kLanes == kRowThreads;  // whether a group is a block; otherwise it is at most a warp
+
+constexpr uint32 kWarps = kRowThreads / kWarp;
+static_assert(!kBlockRows || (kWarps & (kWarps - 1)) == 0, "a warp reduces what the warps of a block have");
 
 __device__ inline float exponential(float logit, float max) { return exp2_approx((logit - max) * kLog2E); }
 
@@ -50,13 +57,13 @@ struct alignas(16) Softmax {
   __device__ float finite_max() const { return max == -CUDART_INF_F ? 0.0f : max; }
 };
 
-// The columns of a thread's octets: the first octet's first column, and the distance from octet to octet.
+// The columns of a thread's packets: the first packet's first column, and the distance from packet to packet.
 struct Columns {
   int64 first;
   int64 step;
 };
 
-// Adds the first `count` octets to the softmax; the other octets are `nothing()`.
+// Adds the first `count` packets to the softmax; the other packets are `nothing()`.
 template <int kCount>
 __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total,
                                const float* class_weights, const Columns& columns) {
@@ -69,7 +76,7 @@ __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint3
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) sum += exponential(raw[k][i]);
+    for (int i = 0; i < kPacket; ++i) sum += exponential(raw[k][i]);
   }
   softmax.sum += sum * exponential.correction;
   if (!with_total) return;
@@ -78,7 +85,7 @@ __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint3
   for (int k = 0; k < kCount; ++k) {
     if (k >= static_cast<int>(count)) break;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) {
+    for (int i = 0; i < kPacket; ++i) {
       const float weight = kSpreads ? class_weights[columns.first + k * columns.step + i] : 1.0f;
       total += kSpreads ? weight * raw[k][i] : raw[k][i];
       if (kSpreads) mass += weight;
@@ -88,28 +95,28 @@ __device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint3
   if (kSpreads) softmax.mass += mass;
 }
 
-// How many of `octets` a thread has that takes every `lanes`-th octet from `first` on.
-__device__ inline uint32 octets_from(uint32 first, uint32 octets, uint32 lanes) {
-  return first < octets ? (octets - first + lanes - 1) / lanes : 0;
+// How many of `packets` a thread has that takes every `lanes`-th packet from `first` on.
+__device__ inline uint32 packets_from(uint32 first, uint32 packets, uint32 lanes) {
+  return first < packets ? (packets - first + lanes - 1) / lanes : 0;
 }
 
-__device__ inline void read_octets(Softmax& softmax, const CrossEntropyParams& p, const Row& row, const Group& group,
+__device__ inline void read_packets(Softmax& softmax, const CrossEntropyParams& p, const Row& row, const Group& group,
                                    const Held& held, bool with_total) {
   uint32 slot = 0;
 #pragma unroll 1
-  for (uint32 first = group.lane; first < row.octets; first += kOctetsInFlight * group.lanes, slot += kOctetsInFlight) {
-    Raw raw[kOctetsInFlight];
+  for (uint32 first = group.lane; first < row.packets; first += kPacketsInFlight * group.lanes, slot += kPacketsInFlight) {
+    Raw raw[kPacketsInFlight];
 #pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-      const uint32 octet = first + k * group.lanes;
-      raw[k] = octet < row.octets ? load_octet(row.logits + row.octet_col(octet)) : nothing();
+    for (int k = 0; k < kPacketsInFlight; ++k) {
+      const uint32 packet = first + k * group.lanes;
+      raw[k] = packet < row.packets ? load_packet(row.logits + row.packet_col(packet)) : nothing();
     }
 #pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
+    for (int k = 0; k < kPacketsInFlight; ++k) {
       if (slot + k < held.slots) held.put(slot + k, raw[k]);
     }
-    const Columns columns{row.octet_col(first), static_cast<int64>(group.lanes) * kOctet};
-    take_in(softmax, raw, octets_from(first, row.octets, group.lanes), with_total, p.class_weights, columns);
+    const Columns columns{row.packet_col(first), static_cast<int64>(group.lanes) * kPacket};
+    take_in(softmax, raw, packets_from(first, row.packets, group.lanes), with_total, p.class_weights, columns);
   }
 }
 
@@ -127,7 +134,7 @@ __device__ inline void take_in(Softmax& softmax, const CrossEntropyParams& p, fl
 
 __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& p, const Row& row,
                                     const Group& group) {
-  const int64 singles = p.cols - row.octet_cols();
+  const int64 singles = p.cols - row.packet_cols();
 #pragma unroll 1
   for (int64 first = group.lane; first < singles; first += kSinglesInFlight * group.lanes) {
     float logits[kSinglesInFlight];
@@ -149,19 +156,34 @@ __device__ inline void read_singles(Softmax& softmax, const CrossEntropyParams& 
   }
 }
 
-// Combines the softmax of the threads of a warp that share a row; each of them gets the result. The maximum is found
-// first, so that each thread computes a single exponential.
-__device__ inline Softmax reduce_warp(Softmax softmax, const Group& group) {
-  const uint32 lanes = group.lanes < kWarp ? group.lanes : kWarp;
+// Combines the softmax of `lanes` neighbouring threads of a warp, a power of two; each of them gets the result. The maximum
+// is found first, so that each thread computes a single exponential.
+__device__ inline Softmax reduce_lanes(Softmax softmax, uint32 lanes, uint32 peers) {
   float max = softmax.max;
 #pragma unroll 1
-  for (uint32 step = lanes / 2; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(group.peers, max, step));
+  for (uint32 step = lanes / 2; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(peers, max, step));
   softmax.raise_max(max);
 #pragma unroll 1
   for (uint32 step = lanes / 2; step > 0; step /= 2) {
-    softmax.sum += __shfl_xor_sync(group.peers, softmax.sum, step);
-    softmax.total += __shfl_xor_sync(group.peers, softmax.total, step);
-    if (kSpreads) softmax.mass += __shfl_xor_sync(group.peers, softmax.mass, step);
+    softmax.sum += __shfl_xor_sync(peers, softmax.sum, step);
+    softmax.total += __shfl_xor_sync(peers, softmax.total, step);
+    if (kSpreads) softmax.mass += __shfl_xor_sync(peers, softmax.mass, step);
+  }
+  return softmax;
+}
+
+// The same in a warp that is here as a whole. A mask that the compiler does not know takes more instructions than a shuffle.
+template <uint32 kCount>
+__device__ inline Softmax reduce_lanes(Softmax softmax) {
+  float max = softmax.max;
+#pragma unroll
+  for (uint32 step = kCount / 2; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(0xFFFFFFFF, max, step));
+  softmax.raise_max(max);
+#pragma unroll
+  for (uint32 step = kCount / 2; step > 0; step /= 2) {
+    softmax.sum += __shfl_xor_sync(0xFFFFFFFF, softmax.sum, step);
+    softmax.total += __shfl_xor_sync(0xFFFFFFFF, softmax.total, step);
+    if (kSpreads) softmax.mass += __shfl_xor_sync(0xFFFFFFFF, softmax.mass, step);
   }
   return softmax;
 }
@@ -169,25 +191,17 @@ __device__ inline Softmax reduce_warp(Softmax softmax, const Group& group) {
 // Combines the softmax of a whole group; every thread gets the result. Afterwards the group has read all of the row, which
 // may be overwritten.
 __device__ inline Softmax reduce_row(Softmax softmax, const Group& group) {
-  constexpr int kWarps = kRowThreads / kWarp;
-  __shared__ Softmax of_warp[kWarps];
-  softmax = reduce_warp(softmax, group);
+  const bool is_warp = group.lanes >= kWarp;
+  softmax = is_warp ? reduce_lanes<kWarp>(softmax) : reduce_lanes(softmax, group.lanes, group.peers);
   __syncwarp(group.peers);
-  if (group.lanes <= kWarp) return softmax;
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = softmax;
-  __syncthreads();
-  Softmax row = Softmax::of_nothing();
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) row.max = fmaxf(row.max, of_warp[warp].max);
-  const float base = row.finite_max();
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    row.sum += of_warp[warp].sum * exponential(of_warp[warp].max, base);
-    row.total += of_warp[warp].total;
-    if (kSpreads) row.mass += of_warp[warp].mass;
+  if constexpr (kBlockRows) {
+    __shared__ Softmax of_warp[kWarps];
+    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = softmax;
+    __syncthreads();
+    softmax = reduce_lanes<kWarps>(of_warp[threadIdx.x % kWarps]);
+    __syncthreads();
   }
-  __syncthreads();
-  return row;
+  return softmax;
 }
 
 // gradient = softmax · scale + shift, plus `at_label` at the label. The shift is multiplied by classes' weights that are
@@ -202,34 +216,34 @@ struct Slope {
   __device__ float of(float logit, int64 col) const {
     return exponential(logit) * scale + (kSpreads ? shift * class_weights[col] : shift);
   }
-  __device__ Octet of(const Raw& raw, int64 col) const {
-    Octet octet;
+  __device__ Values of(const Raw& raw, int64 col) const {
+    Values values;
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) octet.v[i] = of(raw[i], col + i);
-    return octet;
+    for (int i = 0; i < kPacket; ++i) values.v[i] = of(raw[i], col + i);
+    return values;
   }
 };
 
-// Writes the gradient of the thread's octets; returns whether the octet `wanted` is among them.
-__device__ inline bool write_octets(const Row& row, const Group& group, const Held& held, const Slope& slope,
+// Writes the gradient of the thread's packets; returns whether the packet `wanted` is among them.
+__device__ inline bool write_packets(const Row& row, const Group& group, const Held& held, const Slope& slope,
                                     uint32 wanted) {
   bool found = false;
   uint32 slot = 0;
 #pragma unroll 1
-  for (uint32 first = group.lane; first < row.octets; first += kOctetsInFlight * group.lanes, slot += kOctetsInFlight) {
-    Raw raw[kOctetsInFlight];
+  for (uint32 first = group.lane; first < row.packets; first += kPacketsInFlight * group.lanes, slot += kPacketsInFlight) {
+    Raw raw[kPacketsInFlight];
 #pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-      const uint32 octet = first + k * group.lanes;
-      if (octet >= row.octets) break;
-      raw[k] = slot + k < held.slots ? held.get(slot + k) : load_octet(row.logits + row.octet_col(octet));
+    for (int k = 0; k < kPacketsInFlight; ++k) {
+      const uint32 packet = first + k * group.lanes;
+      if (packet >= row.packets) break;
+      raw[k] = slot + k < held.slots ? held.get(slot + k) : load_packet(row.logits + row.packet_col(packet));
     }
 #pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-      const uint32 octet = first + k * group.lanes;
-      if (octet >= row.octets) break;
-      store_past(row.gradient + row.octet_col(octet), slope.of(raw[k], row.octet_col(octet)));
-      found |= octet == wanted;
+    for (int k = 0; k < kPacketsInFlight; ++k) {
+      const uint32 packet = first + k * group.lanes;
+      if (packet >= row.packets) break;
+      store_past(row.gradient + row.packet_col(packet), slope.of(raw[k], row.packet_col(packet)));
+      found |= packet == wanted;
     }
   }
   return found;
@@ -237,7 +251,7 @@ __device__ inline bool write_octets(const Row& row, const Group& group, const He
 
 __device__ inline void write_singles(const CrossEntropyParams& p, const Row& row, const Group& group,
                                      const Slope& slope, int64 label) {
-  const int64 singles = p.cols - row.octet_cols();
+  const int64 singles = p.cols - row.packet_cols();
 #pragma unroll 1
   for (int64 single = group.lane; single < singles; single += group.lanes) {
     const int64 col = row.single_col(single);
@@ -247,10 +261,10 @@ __device__ inline void write_singles(const CrossEntropyParams& p, const Row& row
 }
 
 __device__ inline void clear(const CrossEntropyParams& p, const Row& row, const Group& group) {
-  const int64 singles = p.cols - row.octet_cols();
+  const int64 singles = p.cols - row.packet_cols();
 #pragma unroll 1
-  for (uint32 octet = group.lane; octet < row.octets; octet += group.lanes) {
-    store_octet(row.gradient + row.octet_col(octet), Octet{});
+  for (uint32 packet = group.lane; packet < row.packets; packet += group.lanes) {
+    store_packet(row.gradient + row.packet_col(packet), Values{});
   }
 #pragma unroll 1
   for (int64 single = group.lane; single < singles; single += group.lanes) {
@@ -306,15 +320,15 @@ __device__ inline Softmax read_row(const CrossEntropyParams& p, const Row& row, 
                                    const Smoothing& smoothing) {
   Softmax softmax = Softmax::of_nothing();
   read_singles(softmax, p, row, group);
-  read_octets(softmax, p, row, group, held, smoothing.share > 0.0f);
+  read_packets(softmax, p, row, group, held, smoothing.share > 0.0f);
   return reduce_row(softmax, group);
 }
 
 // Writes the gradient of a row that has been read.
 __device__ inline void write_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
                                  const Held& held, const Slope& slope, const Target& target) {
-  // If the label's element is in an octet, the thread that has written the octet writes the element again.
-  const bool writes_label = write_octets(row, group, held, slope, row.octet_of(label));
+  // If the label's element is in a packet, the thread that has written the packet writes the element again.
+  const bool writes_label = write_packets(row, group, held, slope, row.packet_of(label));
   if (writes_label) row.set_gradient(p, label, target.gradient(slope));
   write_singles(p, row, group, slope, label);
 }

@@ -1,218 +1,283 @@
-// Streams rows through shared memory: a group of threads, a block or a warp, holds a whole row, and while it writes the
-// row's gradient, it fetches its next row into the memory that becomes free. All rows are aligned alike, so that
+// Streams rows through shared memory: a group of threads, a block or a warp, works on a row that has been fetched as a
+// whole, and as parts of the row are done with, it fetches its next row into the memory that becomes free. A thread of a
+// block has the first packets of a row in registers from the first pass over it to the second, so that the next row is on
+// its way while the softmax of this one is being computed, and memory never waits. All rows are aligned alike, so that
 // everything but a row's address is known before the first row. Compiled for one SCALAR type, ROW_THREADS, the threads of
-// a block, ROW_LANES, the threads of a group, and ROW_BLOCKS, the blocks of a multiprocessor.
+// a block, ROW_LANES, the threads of a group, ROW_BLOCKS, the blocks of a multiprocessor, and ROW_KEPT, the batches of
+// packets that stay in registers; every row has at least a batch more.
 //
-// A multiprocessor that has a single block holds a long row: each thread has its last octets in registers. What then still
-// has no room is read again, from L2.
+// Shared memory is a ring of batches: a batch goes where the batch before it was that is done with first. What registers
+// and shared memory together have no room for is read twice; only a long row, which has a multiprocessor for itself, has
+// such packets.
 #pragma once
 
 #include "softmax_rows.cuh"
 
 namespace lt {
 
-constexpr uint32 kLanes = ROW_LANES;
-constexpr bool kBlockRows = kLanes == kRowThreads;  // whether a group is a block; otherwise it is a warp
-constexpr int64 kOctetStride = static_cast<int64>(kLanes) * kOctet;  // from one of a thread's octets to the next
-constexpr int64 kBatchStride = kOctetStride * kOctetsInFlight;
+constexpr int64 kPacketStride = static_cast<int64>(kLanes) * kPacket;  // from one of a thread's packets to the next
+constexpr int64 kBatchStride = kPacketStride * kPacketsInFlight;
 constexpr bool kLongRows = ROW_BLOCKS == 1;
+constexpr uint32 kKept = ROW_KEPT;
 
-// How a thread's octets of a row are cut into batches.
+__device__ inline uint32 smaller(uint32 a, uint32 b) { return a < b ? a : b; }
+
+// How a thread's packets of a row are cut into batches.
 struct Batches {
-  uint32 whole;  // batches of which every thread has all octets, so that no bounds are checked
-  uint32 held;   // how many of them have room in shared memory; all of them unless rows are long
-  uint32 rest;   // octets of the last batch
+  uint32 whole;    // batches of which every thread has all packets, so that no bounds are checked
+  uint32 rest;     // packets of the batch after them, which is the row's last
+  uint32 fetched;  // how many pass through shared memory; all of them unless rows are long
+  uint32 slots;    // how many are in shared memory at a time
 
-  __device__ Batches(const Row& row, const Group& group, const Held& shared)
-      : whole((octets_from(0, row.octets, kLanes) - 1) / kOctetsInFlight),
-        held(kLongRows && shared.slots / kOctetsInFlight < whole ? shared.slots / kOctetsInFlight : whole),
-        rest(octets_from(group.lane, row.octets, kLanes) - whole * kOctetsInFlight) {}
+  __device__ Batches(const Row& row, const Group& group, const Held& held)
+      : whole((packets_from(0, row.packets, kLanes) - 1) / kPacketsInFlight),
+        rest(packets_from(group.lane, row.packets, kLanes) - whole * kPacketsInFlight),
+        fetched(kLongRows ? smaller(all(), held.slots / kPacketsInFlight + kKept) : all()),
+        slots(smaller(held.slots / kPacketsInFlight, fetched)) {}
+
+  __device__ uint32 all() const { return whole + 1; }
+  // How many of the fetched batches are whole.
+  __device__ uint32 whole_fetched() const { return smaller(whole, fetched); }
+  // The packets that a thread has of a batch.
+  __device__ uint32 count(uint32 batch) const { return batch < whole ? kPacketsInFlight : rest; }
+  __device__ uint32 slot_after(uint32 slot) const { return slot + 1 < slots ? slot + 1 : 0; }
+  // Batches that may still be under way when one is needed that is in shared memory: a batch has been asked for in place
+  // of each that has come into registers.
+  __device__ uint32 behind(uint32 batch) const { return smaller(batch, kKept) + slots - 1 - batch; }
 };
 
-// Starts to copy a batch of octets into shared memory.
-__device__ inline void fetch_batch(const Held& held, uint32 batch, const SCALAR* from, uint32 count) {
+// Starts to copy a batch of packets into shared memory.
+__device__ inline void fetch_batch(const Held& held, uint32 slot, const SCALAR* from, uint32 count) {
 #pragma unroll
-  for (int k = 0; k < kOctetsInFlight; ++k) {
-    if (k < static_cast<int>(count)) held.fetch(batch * kOctetsInFlight + k, from + k * kOctetStride);
+  for (int k = 0; k < kPacketsInFlight; ++k) {
+    if (k < static_cast<int>(count)) held.fetch(slot * kPacketsInFlight + k, from + k * kPacketStride);
   }
 }
 
 // Asks for a batch that will be read from global memory.
-__device__ inline void prefetch_batch(const SCALAR* from) {
+__device__ inline void prefetch_batch(const SCALAR* from, uint32 count) {
 #pragma unroll
-  for (int k = 0; k < kOctetsInFlight; ++k) prefetch_octet(from + k * kOctetStride);
+  for (int k = 0; k < kPacketsInFlight; ++k) {
+    if (k < static_cast<int>(count)) prefetch_packet(from + k * kPacketStride);
+  }
 }
 
 struct Batch {
-  Raw raw[kOctetsInFlight];
+  Raw raw[kPacketsInFlight];
 
   Batch() = default;
-  __device__ Batch(const Held& held, uint32 batch, uint32 count) {
+  __device__ Batch(const Held& held, uint32 slot, uint32 count) {
 #pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-      raw[k] = k < static_cast<int>(count) ? held.get(batch * kOctetsInFlight + k) : nothing();
+    for (int k = 0; k < kPacketsInFlight; ++k) {
+      raw[k] = k < static_cast<int>(count) ? held.get(slot * kPacketsInFlight + k) : nothing();
     }
   }
   __device__ Batch(const SCALAR* from, uint32 count) {
 #pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-      raw[k] = k < static_cast<int>(count) ? load_octet(from + k * kOctetStride) : nothing();
+    for (int k = 0; k < kPacketsInFlight; ++k) {
+      raw[k] = k < static_cast<int>(count) ? load_packet(from + k * kPacketStride) : nothing();
     }
   }
 
   __device__ void write(SCALAR* to, const Slope& slope, uint32 count, int64 col) const {
 #pragma unroll
-    for (int k = 0; k < kOctetsInFlight; ++k) {
-      if (k < static_cast<int>(count)) store_octet(to + k * kOctetStride, slope.of(raw[k], col + k * kOctetStride));
+    for (int k = 0; k < kPacketsInFlight; ++k) {
+      if (k < static_cast<int>(count)) store_packet(to + k * kPacketStride, slope.of(raw[k], col + k * kPacketStride));
     }
   }
 };
 
-// The last batch of a thread's octets of a row: in registers if rows are long, otherwise behind the others in shared memory.
-struct Rest {
-  Batch own;
-
-  __device__ void fetch(const Held& held, const Batches& batches, const SCALAR* from) {
-    if constexpr (kLongRows) {
-      own = Batch(from, batches.rest);
-    } else {
-      fetch_batch(held, batches.whole, from, batches.rest);
-    }
-  }
-  __device__ Batch get(const Held& held, const Batches& batches) const {
-    if constexpr (kLongRows) return own;
-    return Batch(held, batches.whole, batches.rest);
-  }
-};
-
-__device__ inline void fetch_row(const Held& held, const Batches& batches, Rest& rest, const SCALAR* from) {
+__device__ inline void fetch_row(const Held& held, const Batches& batches, const SCALAR* from) {
 #pragma unroll 1
-  for (uint32 batch = 0; batch < batches.held; ++batch) {
-    fetch_batch(held, batch, from + batch * kBatchStride, kOctetsInFlight);
+  for (uint32 batch = 0; batch < batches.slots; ++batch) {
+    fetch_batch(held, batch, from + batch * kBatchStride, batches.count(batch));
     end_batch();
   }
-  rest.fetch(held, batches, from + batches.whole * kBatchStride);
-  end_batch();
 }
+
+// What a group fetches while it works on a row: the row's last batches, if memory has no room for all, and the next row.
+// It goes from batch to batch, so that no batch needs an address of its own in registers.
+struct Ahead {
+  const SCALAR* from;  // the thread's first packet of the batch that comes next
+  const SCALAR* next;  // and of the next row
+  uint32 batch;
+  bool exists;
+  bool next_exists;
+
+  __device__ Ahead(const Batches& batches, const SCALAR* row, const SCALAR* next_, bool next_exists_)
+      : from(row + batches.slots * kBatchStride),
+        next(next_),
+        batch(batches.slots),
+        exists(true),
+        next_exists(next_exists_) {
+    turn(batches);
+  }
+  // Fetches a batch in place of one that is done with.
+  __device__ void refill(const Held& held, const Batches& batches, uint32 slot) {
+    if (exists) fetch_batch(held, slot, from, batches.count(batch));
+    end_batch();
+    from += kBatchStride;
+    ++batch;
+    turn(batches);
+  }
+
+ private:
+  // Goes to the next row after the last batch.
+  __device__ void turn(const Batches& batches) {
+    if (batch < batches.fetched) return;
+    from = next;
+    batch = 0;
+    exists = next_exists;
+  }
+};
 
 __device__ inline void take_in_batch(Softmax& softmax, const CrossEntropyParams& p, const Batch& read, uint32 batch,
                                      uint32 count, bool with_total, int64 col) {
-  const Columns columns{col + batch * kBatchStride, kOctetStride};
+  const Columns columns{col + batch * kBatchStride, kPacketStride};
   take_in(softmax, read.raw, count, with_total, p.class_weights, columns);
 }
 
-// Does what read_octets does, for a row that is being fetched from `from` on, the thread's first octet, in column `col`.
-__device__ inline void read_fetched(Softmax& softmax, const CrossEntropyParams& p, const SCALAR* from, const Held& held,
-                                    const Batches& batches, const Rest& rest, bool with_total, int64 col) {
+// Does what read_packets does, for a row that is being fetched, whose first batch is in `slot`; `col` is the column of the
+// thread's first packet. Returns the slot of the first batch that registers have no room for.
+__device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams& p, const SCALAR* from, Ahead& ahead,
+                                      const Held& held, const Batches& batches, Batch (&own)[kKept + 1], uint32 slot,
+                                      bool with_total, int64 col) {
+#pragma unroll
+  for (uint32 batch = 0; batch < kKept; ++batch) {
+    wait_for_all_but(batches.behind(batch));
+    own[batch] = Batch(held, slot, kPacketsInFlight);
+    take_in_batch(softmax, p, own[batch], batch, kPacketsInFlight, with_total, col);
+    ahead.refill(held, batches, slot);
+    slot = batches.slot_after(slot);
+  }
+  const uint32 second = slot;
 #pragma unroll 1
-  for (uint32 batch = 0; batch < batches.held; ++batch) {
-    wait_for_all_but(batches.held - batch);
-    take_in_batch(softmax, p, Batch(held, batch, kOctetsInFlight), batch, kOctetsInFlight, with_total, col);
+  for (uint32 batch = kKept; batch < batches.whole_fetched(); ++batch, slot = batches.slot_after(slot)) {
+    wait_for_all_but(batches.behind(batch));
+    take_in_batch(softmax, p, Batch(held, slot, kPacketsInFlight), batch, kPacketsInFlight, with_total, col);
+  }
+  if (batches.whole < batches.fetched) {
+    wait_for_all_but(batches.behind(batches.whole));
+    if (batches.rest) {
+      take_in_batch(softmax, p, Batch(held, slot, batches.rest), batches.whole, batches.rest, with_total, col);
+    }
   }
   if constexpr (kLongRows) {
 #pragma unroll 1
-    for (uint32 batch = batches.held; batch < batches.whole; ++batch) {
-      const Batch read(from + batch * kBatchStride, kOctetsInFlight);
-      take_in_batch(softmax, p, read, batch, kOctetsInFlight, with_total, col);
+    for (uint32 batch = batches.fetched; batch < batches.all(); ++batch) {
+      const uint32 count = batches.count(batch);
+      if (!count) break;
+      take_in_batch(softmax, p, Batch(from + batch * kBatchStride, count), batch, count, with_total, col);
     }
   }
-  wait_for_all_but<0>();
-  if (!batches.rest) return;
-  take_in_batch(softmax, p, rest.get(held, batches), batches.whole, batches.rest, with_total, col);
+  return second;
 }
 
-// Writes the thread's octets of the gradient from `to` on, and fetches its octets of the next row from `next` on; `col` is
-// the column of `to`, and `from` where the row that was read begins.
-__device__ inline void write_fetched(const SCALAR* from, SCALAR* to, const SCALAR* next, bool has_next, const Held& held,
-                                     const Batches& batches, Rest& rest, const Slope& slope, int64 col) {
+// Writes the thread's packets of the gradient from `to` on, and fetches packets of the next row; `slot` is that of the
+// first batch that is not in registers, and `col` the column of `to`. Returns the slot of the next row's first batch.
+__device__ inline uint32 write_fetched(const SCALAR* from, SCALAR* to, Ahead& ahead, const Held& held, const Batches& batches,
+                                       const Batch (&own)[kKept + 1], uint32 slot, const Slope& slope, int64 col) {
 #pragma unroll 1
-  for (uint32 batch = 0; batch < batches.held; ++batch, to += kBatchStride, next += kBatchStride) {
-    Batch(held, batch, kOctetsInFlight).write(to, slope, kOctetsInFlight, col + batch * kBatchStride);
-    if (has_next) fetch_batch(held, batch, next, kOctetsInFlight);
-    end_batch();
+  for (uint32 batch = kKept; batch < batches.whole_fetched(); ++batch, slot = batches.slot_after(slot)) {
+    const int64 at = batch * kBatchStride;
+    Batch(held, slot, kPacketsInFlight).write(to + at, slope, kPacketsInFlight, col + at);
+    ahead.refill(held, batches, slot);
+  }
+  if (batches.whole < batches.fetched) {
+    const int64 at = batches.whole * kBatchStride;
+    Batch(held, slot, batches.rest).write(to + at, slope, batches.rest, col + at);
+    ahead.refill(held, batches, slot);
+    slot = batches.slot_after(slot);
   }
   if constexpr (kLongRows) {
 #pragma unroll 1
-    for (uint32 batch = batches.held; batch < batches.whole; ++batch, to += kBatchStride, next += kBatchStride) {
-      const Batch again(from + batch * kBatchStride, kOctetsInFlight);
-      again.write(to, slope, kOctetsInFlight, col + batch * kBatchStride);
-      if (has_next) prefetch_batch(next);
+    for (uint32 batch = batches.fetched; batch < batches.all(); ++batch) {
+      const int64 at = batch * kBatchStride;
+      const uint32 count = batches.count(batch);
+      Batch(from + at, count).write(to + at, slope, count, col + at);
+      if (ahead.next_exists) prefetch_batch(ahead.next + at, count);
     }
   }
-  rest.get(held, batches).write(to, slope, batches.rest, col + batches.whole * kBatchStride);
-  if (has_next) rest.fetch(held, batches, next);
-  end_batch();
+#pragma unroll
+  for (uint32 batch = 0; batch < kKept; ++batch) {
+    const int64 at = batch * kBatchStride;
+    own[batch].write(to + at, slope, kPacketsInFlight, col + at);
+  }
+  return slot;
 }
 
-// The row that a group works on next.
-struct NextRow {
-  const SCALAR* logits;
-  int64 index;
-  bool exists;
-  int64 label;
-
-  __device__ NextRow(const CrossEntropyParams& p, int64 index_)
-      : logits(element<const SCALAR>(p.logits, index_, 0)),
-        index(index_),
-        exists(index_ < p.rows),
-        label(exists ? label_at(p, index_) : 0) {}
-};
-
-// How a group finds its next row. Among blocks, a row goes to the block that is ready first, since memory serves some
-// blocks faster than others: one thread takes a row early, and the block learns its number behind a barrier. Warps, of
-// which there are many, take turns.
+// How a group finds the row after its next one. Among blocks, a row goes to the block that is ready first, since memory
+// serves some blocks faster than others: one thread takes a row early, and the block learns its number behind a barrier.
+// Warps, of which there are many, take turns. Memory holds fewer such rows than 32 bits count.
 struct Succession {
-  int64 index;
+  uint32 index;
   uint32* place;  // where one thread of a block leaves the row's number for the others
 
-  __device__ Succession(const CrossEntropyParams& p, const Group& group, int64 current, uint32* place_)
-      : index(current + gridDim.x * (blockDim.x / kLanes)), place(place_) {
-    if (kBlockRows && group.lane == 0) index = gridDim.x + atomicAdd(p.claimed, 1u);
+  __device__ Succession(const CrossEntropyParams& p, const Group& group, uint32 next, uint32 step, uint32* place_)
+      : index(next + step), place(place_) {
+    if (kBlockRows && group.lane == 0) index = 2 * step + atomicAdd(p.claimed, 1u);
   }
   __device__ void announce(const Group& group) const {
-    if (kBlockRows && group.lane == 0) *place = static_cast<uint32>(index);
+    if (kBlockRows && group.lane == 0) *place = index;
   }
-  // The next row; to be called after `announce` and a barrier.
-  __device__ NextRow next(const CrossEntropyParams& p) const { return {p, kBlockRows ? *place : index}; }
+  // The row; to be called after `announce` and a barrier.
+  __device__ uint32 row() const { return kBlockRows ? *place : index; }
 };
 
-struct Done {
-  NextRow next;
-  float loss;
+// Where a group is: in the row `now`, which is being fetched, and whose first batch is in `slot`.
+struct Turn {
+  uint32 now;
+  uint32 next;
+  uint32 slot;
+  int64 label;  // of `now`
+
+  __device__ static int64 label_of(const CrossEntropyParams& p, uint32 row) {
+    return row < p.rows ? label_at(p, row) : 0;
+  }
 };
 
-// Writes the gradient of a row that is being fetched, and fetches the next row meanwhile: memory is read and written at the
-// same time, without a pause between rows.
-__device__ inline Done stream_row(const CrossEntropyParams& p, const Row& row, int64 row_index, int64 label,
-                                  const Succession& succession, const Group& group, const Held& held,
-                                  const Batches& batches, Rest& rest, const Smoothing& smoothing, float scale) {
-  const uint32 first = group.lane * kOctet, single = row.octets * kOctet + group.lane;
-  if (p.ignores && label == p.ignore_index) {
+// Writes the gradient of a row, and fetches the next row meanwhile: memory is read and written at the same time, without a
+// pause between rows. Goes on to the next row; returns this row's loss.
+__device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row& row, const Succession& succession,
+                                   const Group& group, const Held& held, const Batches& batches,
+                                   const Smoothing& smoothing, float scale) {
+  const uint32 first = group.lane * kPacket, single = row.packets * kPacket + group.lane;
+  const bool next_exists = turn.next < p.rows;
+  const SCALAR* const next = element<const SCALAR>(p.logits, turn.next, 0) + first;
+  row.logits = element<const SCALAR>(p.logits, turn.now, 0);
+  if (p.ignores && turn.label == p.ignore_index) {
     succession.announce(group);
     if (kBlockRows) __syncthreads();
-    const NextRow next = succession.next(p);
     wait_for_all_but<0>();
+    row.gradient = element<SCALAR>(p.gradient, turn.now, 0);
     clear(p, row, group);
-    if (next.exists) fetch_row(held, batches, rest, next.logits + first);
-    return {next, 0.0f};
+    if (next_exists) fetch_row(held, batches, next);
+    turn = {turn.next, succession.row(), 0, Turn::label_of(p, turn.next)};
+    return 0.0f;
   }
-  const Target target(p, row, label, smoothing);
-  const float weight = weight_of(p, row_index, label);
+  // Both are loaded before the row is waited for, and used after it.
+  const int64 label = turn.label;
+  const SCALAR picked = label >= 0 && label < p.cols ? row.logit(p, label) : from_float<SCALAR>(0.0f);
+  const float weight = weight_of(p, turn.now, label);
+  Ahead ahead(batches, row.logits + first, next, next_exists);
   Softmax softmax = Softmax::of_nothing();
   if (single < p.cols) take_in(softmax, p, to_float(row.logits[single]), single);
-  read_fetched(softmax, p, row.logits + first, held, batches, rest, smoothing.share > 0.0f, first);
+  Batch own[kKept + 1];
+  const bool with_total = smoothing.share > 0.0f;
+  uint32 slot = read_fetched(softmax, p, row.logits + first, ahead, held, batches, own, turn.slot, with_total, first);
+  const Target target(p, label, to_float(picked), smoothing);
   succession.announce(group);
   softmax = reduce_row(softmax, group);
-  const NextRow next = succession.next(p);
   const Slope slope = target.slope(softmax, kWeighted ? weight * scale : scale);
-  write_fetched(row.logits + first, row.gradient + first, next.logits + first, next.exists, held, batches, rest, slope,
-                first);
+  row.gradient = element<SCALAR>(p.gradient, turn.now, 0);
+  turn = {turn.next, succession.row(), 0, Turn::label_of(p, turn.next)};
+  turn.slot = write_fetched(row.logits + first, row.gradient + first, ahead, held, batches, own, slot, slope, first);
   if (single < p.cols) {
     row.set_gradient(p, single, label == single ? target.gradient(slope) : slope.of(to_float(row.logits[single]), single));
   }
-  const uint32 octet = row.octet_of(label);
-  if (octet < row.octets && octet % kLanes == group.lane) row.set_gradient(p, label, target.gradient(slope));
-  return {next, kWeighted ? weight * target.loss(softmax) : target.loss(softmax)};
+  const uint32 packet = row.packet_of(label);
+  if (packet < row.packets && packet % kLanes == group.lane) row.set_gradient(p, label, target.gradient(slope));
+  return kWeighted ? weight * target.loss(softmax) : target.loss(softmax);
 }
 
 // Works on all rows; returns the calling thread's share of the sum of their losses. Which block gets a row is a matter of
@@ -222,25 +287,23 @@ __device__ inline float stream_rows(const CrossEntropyParams& p, const Group& gr
                                     Mean& mean) {
   __shared__ uint32 places[2];  // used in turns: a thread that is behind may still read the other one
   const Smoothing smoothing(p);
-  NextRow now(p, static_cast<int64>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes);
-  Row row(p, now.exists ? now.index : 0);
+  const uint32 groups = blockDim.x / kLanes, step = gridDim.x * groups;
+  const uint32 start = blockIdx.x * groups + threadIdx.x / kLanes;
+  Turn turn{start, start + step, 0, Turn::label_of(p, start)};
+  Row row(p, start < p.rows ? start : 0);
   const Batches batches(row, group, held);
-  Rest rest;
-  if (now.exists) fetch_row(held, batches, rest, row.logits + group.lane * kOctet);
+  if (start < p.rows) fetch_row(held, batches, row.logits + group.lane * kPacket);
   mean = Mean(p, scratch);
   float loss = 0.0f;
 #pragma unroll 1
-  for (uint32 turn = 0; now.exists; turn ^= 1) {
-    const Succession succession(p, group, now.index, &places[turn]);
-    const Done done = stream_row(p, row, now.index, now.label, succession, group, held, batches, rest, smoothing,
-                                 mean.scale);
+  for (uint32 place = 0; turn.now < p.rows; place ^= 1) {
+    const uint32 now = turn.now;
+    const Succession succession(p, group, turn.next, step, &places[place]);
+    const float of_row = stream_row(p, turn, row, succession, group, held, batches, smoothing, mean.scale);
     if (group.lane == 0) {
-      loss += done.loss;
-      if (kBlockRows) p.partial[now.index] = done.loss;
+      loss += of_row;
+      if (kBlockRows) p.partial[now] = of_row;
     }
-    now = done.next;
-    row.logits = now.logits;
-    row.gradient = element<SCALAR>(p.gradient, now.index, 0);
   }
   return loss;
 }

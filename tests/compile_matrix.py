@@ -17,7 +17,7 @@ from typing import Final
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import dropout
 from lt_runtime.kernels.blocks import SCALAR
-from lt_runtime.kernels.cross_entropy import Sharers, row_macros
+from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, Sharers, row_macros
 from lt_runtime.kernels.elementwise_loss import LOSSES
 from lt_runtime.kernels.epilogue import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
 from lt_runtime.kernels.mlp import (
@@ -188,10 +188,11 @@ VARIANTS: Final = (
     *(
         variant
         for sharers, weights in itertools.product(Sharers, (0, 1, 2))
+        for kept in ((0,) if sharers is Sharers.WARP or weights == _SPREAD else (0, _KEPT_BATCHES))
         for variant in over(
             "cross_entropy.cu",
             SCALAR=SCALAR.values(),
-            **{name: [value] for name, value in row_macros(sharers, weights)},
+            **{name: [value] for name, value in row_macros(sharers, kept, weights)},
         )
     ),
     *over("elementwise_loss.cu", SCALAR=SCALAR.values(), LOSS=LOSSES.values(), WEIGHTED="01"),

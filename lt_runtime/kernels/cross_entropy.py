@@ -13,7 +13,7 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, WARP, Tiling, next_power_of_two
+from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, WARP, Tiling, next_power_of_two
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import DType
 
@@ -24,8 +24,11 @@ _WARP_ROW_THREADS: Final = 320  # threads of a block in which a row is shared by
 _BLOCK_ROW_THREADS: Final = 256  # threads of a block that shares a row: fewer threads wait at its barriers
 _LONG_ROW_THREADS: Final = 512  # of a block that shares a long row, and has a multiprocessor for itself
 _LONG_ROW: Final = 112 << 10  # bytes; an H200's shared memory does not hold two longer rows
-_OCTETS_PER_LANE: Final = 2  # a row is shared by so many threads that each has two octets, up to a warp
-_WARP_OCTETS: Final = 256  # a longer row is shared by a whole block
+_COLUMNS_PER_LANE: Final = 16  # a row has so many threads that each has about 16 columns or fewer, up to a warp
+_WARP_COLUMNS: Final = 2048  # a longer row is shared by a whole block
+_BATCH: Final = 4  # packets that a thread waits for at once; softmax_rows.cuh has the same number
+_KEPT_BATCHES: Final = 1  # of a longer row that a block shares: they stay in registers, which have room for few
+_SPREAD: Final = 2  # WEIGHTS where smoothing spreads the weights of classes over a row
 _FEW_CLASSES: Final = 16  # as few as a thread keeps in registers; few_classes.cuh has the same number
 _ROWS_OF_ONE_BLOCK: Final = 1024  # with few classes a block of a thread a row counts labels itself, and waits for none
 _COLUMN_LANES: Final = 8  # threads that share a row of column-major logits: neighbours read down the columns
@@ -74,7 +77,7 @@ class Weighting(NamedTuple):
 
     def mode(self, smoothing: float) -> int:
         """WEIGHTS of `cross_entropy.cuh`."""
-        return 2 if self.classes and smoothing > 0 else int(self.rows or self.classes)
+        return _SPREAD if self.classes and smoothing > 0 else int(self.rows or self.classes)
 
 
 class Sharers(enum.Enum):
@@ -96,15 +99,16 @@ class Sharers(enum.Enum):
         return 1 if self is Sharers.MULTIPROCESSOR else _BLOCKS_PER_MULTIPROCESSOR
 
 
-def row_macros(sharers: Sharers, weights: int = 0) -> Macros:
+def row_macros(sharers: Sharers, kept: int, weights: int = 0) -> Macros:
     """What cross_entropy is compiled for besides a type: blocks, their threads, how many of these share a row, weights.
 
     Args:
+        kept: batches that stay in registers.
         weights: see `Weighting.mode`.
     """
     lanes = WARP if sharers is Sharers.WARP else sharers.threads
     numbers = {"ROW_THREADS": sharers.threads, "ROW_LANES": lanes, "WEIGHTS": weights}
-    numbers["ROW_BLOCKS"] = sharers.blocks_per_multiprocessor
+    numbers |= {"ROW_BLOCKS": sharers.blocks_per_multiprocessor, "ROW_KEPT": kept}
     return tuple((name, str(number)) for name, number in numbers.items())
 
 
@@ -124,40 +128,60 @@ class RowSharing:
         itemsize: bytes of a logit.
         lanes: threads that share a row.
         blocks: blocks of the grid.
-        octets: octets in the longest share of a row.
+        packets: packets of 16 bytes in the longest share of a row.
+        spreads: whether smoothing spreads the weights of classes over a row.
     """
 
     sharers: Sharers
     itemsize: int
     lanes: int
     blocks: int
-    octets: int
+    packets: int
+    spreads: bool = False
 
     @classmethod
-    def of(cls, logits: Layout, itemsize: int) -> RowSharing:
-        """A function of shape, order and type alone."""
-        octets, sharers = logits.cols // OCTET, Sharers.WARP
+    def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False) -> RowSharing:
+        """A function of shape, order and type, and of whether weights are spread."""
+        packets, sharers = logits.cols * itemsize // VECTOR_BYTES, Sharers.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
-        elif octets > _WARP_OCTETS:
+        elif logits.cols > _WARP_COLUMNS:
             sharers = Sharers.MULTIPROCESSOR if logits.cols * itemsize > _LONG_ROW else Sharers.BLOCK
             lanes = sharers.threads
         else:
-            lanes = min(WARP, next_power_of_two(-(-octets // _OCTETS_PER_LANE)))
+            lanes = min(WARP, next_power_of_two((logits.cols + _COLUMNS_PER_LANE // 2) // _COLUMNS_PER_LANE))
         blocks = min(-(-logits.rows * lanes // sharers.threads), _MAX_BLOCKS)
-        return cls(sharers, itemsize, lanes, blocks, -(-octets // lanes))
+        return cls(sharers, itemsize, lanes, blocks, -(-packets // lanes), spreads)
 
-    def held_octets(self, device: int) -> int:
-        """How many octets of each thread fit into the block's share of shared memory."""
+    @property
+    def batches(self) -> int:
+        """Batches in the longest share of a row."""
+        return -(-self.packets // _BATCH)
+
+    @property
+    def kept(self) -> int:
+        """Batches that stay in registers: a row that has fewer than one more needs none.
+
+        Where weights are spread there is no room for them: on sm_75 the kernel of BF16 would spill.
+        """
+        has_more = self.sharers is not Sharers.WARP and self.batches > _KEPT_BATCHES
+        return _KEPT_BATCHES if has_more and not self.spreads else 0
+
+    def held_packets(self, device: int) -> int:
+        """How many packets of each thread fit into the block's share of shared memory; at most whole batches of all."""
         names = "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
         of_block, of_multiprocessor = device_attributes(device, *names)
         room = min(of_block, of_multiprocessor // self.sharers.blocks_per_multiprocessor) - _RESERVED_SHARED
-        return min(self.octets, room // self.held_bytes)
+        return min(self.batches * _BATCH, room // self.held_bytes)
+
+    def holds_row(self, held: int) -> bool:
+        """Whether a row is in registers, and in shared memory that has room for so many packets of each thread."""
+        return held // _BATCH + self.kept >= self.batches
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of shared memory for one octet of each thread."""
-        return self.sharers.threads * OCTET * self.itemsize
+        """Bytes of shared memory for one packet of each thread."""
+        return self.sharers.threads * VECTOR_BYTES
 
 
 class CrossEntropyPass:
@@ -173,16 +197,17 @@ class CrossEntropyPass:
         weighting: Weighting,
         device: int,
     ) -> None:
-        self._rows, self._sharing = logits.rows, RowSharing.of(logits, dtype.itemsize)
+        weights = weighting.mode(smoothing)
+        self._rows = logits.rows
+        self._sharing = RowSharing.of(logits, dtype.itemsize, spreads=weights == _SPREAD)
         few = logits.cols <= _FEW_CLASSES
         holds = logits.order is Order.ROW and not few
-        held = self._sharing.held_octets(device) if holds else 0
+        held = self._sharing.held_packets(device) if holds else 0
         self._streams = self._can_stream(dtype, (logits, gradient), held)
         tiling = self._tiling(few, device)
         self._blocks = tiling.grid[0]
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
-        weights = weighting.mode(smoothing)
-        macros = (("SCALAR", SCALAR[dtype]), *row_macros(self._sharing.sharers, weights))
+        macros = (("SCALAR", SCALAR[dtype]), *row_macros(self._sharing.sharers, self._sharing.kept, weights))
         params = CrossEntropyParams(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
         params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
         params.smoothing, params.wide_labels = smoothing, labels.wide
@@ -200,13 +225,14 @@ class CrossEntropyPass:
     def _can_stream(self, dtype: DType, layouts: tuple[Layout, Layout], held: int) -> bool:
         """Whether a row can be copied while the row before it is worked on.
 
-        Rows must begin at multiples of 16 bytes. A warp or a block must hold a row, or a multiprocessor work on one.
+        Rows must begin at multiples of 16 bytes. A warp or a block must hold a row, or a multiprocessor a batch of it.
         The address of the first row, which is not known yet, is left to `run`.
         """
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
-        holds = held == self._sharing.octets or self._sharing.sharers is Sharers.MULTIPROCESSOR
-        return straight and even and self._sharing.lanes >= WARP and holds
+        sharing = self._sharing
+        holds = held >= _BATCH and (sharing.holds_row(held) or sharing.sharers is Sharers.MULTIPROCESSOR)
+        return straight and even and sharing.lanes >= WARP and holds
 
     def _tiling(self, few: bool, device: int) -> Tiling:
         sharers, blocks = self._sharing.sharers, self._sharing.blocks

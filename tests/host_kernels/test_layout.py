@@ -43,6 +43,7 @@ MACROS = (
     ("ROW_THREADS", "320"),
     ("ROW_LANES", "32"),
     ("ROW_BLOCKS", "2"),
+    ("ROW_KEPT", "3"),
     ("WIDTH", "16"),
     ("ROWS", "1"),
     ("ROW_TILES", "1"),

@@ -36,7 +36,7 @@ Array = NDArray[np.float64]
 
 MUCH_SHARED_MEMORY = (227 << 10, 228 << 10)
 LITTLE_SHARED_MEMORY = (48 << 10, 30 << 10)
-"""Room for one or two octets of each thread."""
+"""Room for a few packets of each thread."""
 
 
 class Runner:
@@ -511,7 +511,7 @@ def test_a_block_goes_from_row_to_row(
     runner: Runner, classes: int, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shared memory, in which a row is held and over which it is reduced, serves the next row too."""
-    rows = 4 if classes > 2048 else 21 if classes > 256 else 200
+    rows = 7 if classes > 2048 else 21 if classes > 256 else 200
     aligned = Placement(column_major=False, gap=-classes % 8, offset=0)
     for blocks, place in ((1, FLAT), (1, aligned), (2, aligned)):
         monkeypatch.setattr(family, "_MAX_BLOCKS", blocks)
@@ -522,7 +522,7 @@ def test_a_block_goes_from_row_to_row(
 @pytest.mark.parametrize("dtype", [F32, DType.BFLOAT16], ids=str)
 @pytest.mark.parametrize("room", [10, 42, 227], ids=["none", "of one batch", "of all"])
 def test_long_rows(runner: Runner, room: int, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block goes from row to row; a thread has its last octets in registers, and reads again what has no room."""
+    """A block goes from row to row; a thread has its first packets in registers, and reads again what has no room."""
     monkeypatch.setattr(family, "_LONG_ROW", 0)
     monkeypatch.setitem(globals(), "MUCH_SHARED_MEMORY", (room << 10, room << 10))
     for classes, smoothing in ((37000, 0.1), (16392, 0.0)):
@@ -538,7 +538,7 @@ def test_a_scale_on_the_device(runner: Runner, classes: int) -> None:
 
 def test_more_rows_than_a_block_adds_up_at_once(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows that blocks stream each has a loss of its own, and a thread adds up eight of them at a time."""
-    monkeypatch.setattr(family, "_WARP_OCTETS", 1)
+    monkeypatch.setattr(family, "_WARP_COLUMNS", 16)
     monkeypatch.setattr(family, "_BLOCK_ROW_THREADS", 64)
     rows, classes = 8 * 64 + 1, 24
     values = np.zeros((rows, classes), np.float32)

@@ -27,20 +27,32 @@ def test_every_row_has_threads(rows: int, cols: int, order: Order, itemsize: int
     assert sharing.lanes == threads or (sharing.lanes <= 32 and sharing.lanes & (sharing.lanes - 1) == 0)
     assert threads % sharing.lanes == 0 == threads % 32
     assert 1 <= sharing.blocks <= cross_entropy._MAX_BLOCKS
-    assert sharing.octets * sharing.lanes >= cols // 8
+    assert sharing.packets * sharing.lanes >= cols * itemsize // 16
 
 
 @pytest.mark.parametrize(
-    ("classes", "itemsize", "octets", "held"), [(50304, 2, 25, 25), (50304, 4, 13, 13), (128256, 2, 32, 28)]
+    ("classes", "itemsize", "packets", "held", "holds"),
+    [(50304, 2, 25, 28, True), (50304, 4, 25, 28, True), (128256, 2, 32, 28, True), (128256, 4, 63, 28, False)],
 )
 def test_rows_are_held_as_far_as_blocks_have_memory(
-    classes: int, itemsize: int, octets: int, held: int, monkeypatch: pytest.MonkeyPatch
+    classes: int, itemsize: int, packets: int, held: int, holds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an H200: of two rows, of one, and of one but for what threads have in registers."""
+    """On an H200: two rows, one, one with what threads have in registers, and not one; in whole batches."""
     monkeypatch.setattr(cross_entropy, "device_attributes", lambda *_: (227 << 10, 228 << 10))
     sharing = RowSharing.of(packed(8192, classes), itemsize)
-    assert sharing.octets == octets
-    assert sharing.held_octets(0) == held
+    assert sharing.packets == packets
+    assert sharing.held_packets(0) == held
+    assert sharing.holds_row(held) == holds
+
+
+@pytest.mark.parametrize(("classes", "spreads", "kept"), [(50304, False, 1), (50304, True, 0), (1000, False, 0)])
+def test_batches_stay_in_registers_where_these_have_room(classes: int, spreads: bool, kept: int) -> None:
+    assert RowSharing.of(packed(8192, classes), 2, spreads=spreads).kept == kept
+
+
+@pytest.mark.parametrize(("classes", "lanes"), [(24, 2), (257, 16), (263, 16), (264, 32), (1000, 32)])
+def test_a_row_has_a_thread_for_16_columns(classes: int, lanes: int) -> None:
+    assert RowSharing.of(packed(8192, classes), 2).lanes == lanes
 
 
 def test_matrices_without_gaps_are_one_row() -> None:
