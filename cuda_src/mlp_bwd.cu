@@ -9,15 +9,13 @@
 //   ROW_WARPS, ROW_TILES   warps that take rows through the layers, and tiles of 16 rows that each has at a time
 //   SUM_WARPS              warps that make the gradients of the weights
 //   THREADS                those of the block
-//   LOSS                   a struct of losses.cuh, or not defined
+//   LOSS, WEIGHTED         a struct of losses.cuh, or not defined; 0
 //
 // A row warp takes its rows through all layers and back, and leaves what the gradients are made of in shared memory: inputs
 // and outputs of the layers and gradients of their pre-activations, row by row. When it has all, the sum warps make products
 // of them, while it begins with its next rows; it waits for them only before it writes again. The sum warps take the row
 // warps in turn, and keep the FP32 sums of all gradients in registers, until at the end they write them for mlp_gradients.cu
 // to add up. So which rows are added in which order depends on nothing but the grid.
-
-#define WEIGHTED 0
 
 #include "losses.cuh"
 #include "mlp.cuh"

@@ -145,6 +145,7 @@ def backward_macros(problem: MLPProblem, block: Block, loss: str | None = None) 
         "ROW_TILES": block.row_tiles,
         "SUM_WARPS": block.sum_warps,
         "THREADS": block.threads,
+        "WEIGHTED": 0,
     }
     macros = (
         *forward_macros(problem.dtype, activation, width_of(problem)),

@@ -320,7 +320,10 @@ def test_contenders_of_any_kind_are_measured() -> None:
             "cuMemsetD8Async", buffers[number].data.ptr + part * _MIB, 1 + part, _MIB, stream
         )
 
-    timings = measure({f"part {part}": marking(part) for part in range(3)}, sets=2)
+    for _ in range(3):  # another process may hold one up so long that it is given up as far behind
+        timings = measure({f"part {part}": marking(part) for part in range(3)}, sets=2)
+        if all(buffer[::_MIB].all() for buffer in buffers):
+            break
     assert list(timings) == ["part 0", "part 1", "part 2"]
     assert all(0.0 < each.median_us < math.inf for each in timings.values())
     for buffer in buffers:

@@ -42,7 +42,7 @@ def test_a_step_of_ours(case: StepCase, stream: Any) -> None:
     assert len(setup.values) == 4
     made = [steps.contender(setup) for _ in range(2)]
     assert made[0].first_loss == made[1].first_loss, "the initial parameters are put back"
-    assert made[0].nodes["kernel"] > 5
+    assert made[0].nodes["kernel"] >= 4, "a narrow one's are its pass, its gradients, the optimizer and the tally"
     assert not set(FORBIDDEN) & set(made[0].nodes)
     before = to_host(setup.model.layers[0].weight.data)
     made[0].replays(3)

@@ -46,7 +46,12 @@ MACROS = (
     ("ROW_KEPT", "3"),
     ("WIDTH", "16"),
     ("ROWS", "1"),
+    ("INPUTS", "16"),
+    ("OUTPUTS", "16"),
+    ("HIDDEN", "1"),
+    ("ROW_WARPS", "1"),
     ("ROW_TILES", "1"),
+    ("SUM_WARPS", "1"),
     ("THREADS", "512"),
 )
 TILES = "mma.cuh"
