@@ -57,7 +57,7 @@ _PASS_US: Final = 2.0
 """Microseconds until an elementwise kernel of ours has begun and ended."""
 _PASS_MOVED: Final = 2.8e6
 """Bytes that it reads and writes in a microsecond."""
-_MARGIN_US: Final = 2.0
+_MARGIN_US: Final = 4.0
 """Microseconds by which copies must be faster; estimates of small products are no better."""
 _FP32_AND_BACK: Final = 8
 """Bytes an element that it adds to write a result in FP32, to read it, and to write it in 16 bits."""
