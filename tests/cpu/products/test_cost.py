@@ -52,17 +52,17 @@ def test_the_way_that_was_measured_to_be_the_fastest(problem: MatmulProblem, way
 
 
 def test_our_kernel_takes_its_time_for_sums_over_thousands_of_rows() -> None:
-    assert fastest_first(weight_gradient(7, 256, 6156))[-1] is Way.NARROW  # 11.1; 9.9 by the library, 7.9 on copies
+    assert fastest_first(weight_gradient(7, 256, 6156))[0] is not Way.NARROW  # 11.1; 9.9 by the library, 7.9 on copies
     assert fastest_first(forward(6156, 7, 256))[0] is Way.NARROW  # 3.8
 
 
-def test_the_sum_of_an_operand_is_a_kernel_with_and_without_copies() -> None:
-    """So copies of a small result take a third one, where another epilogue would be fused with the copy's product."""
+def test_the_sum_of_an_operand_leaves_no_pass_over_the_product() -> None:
+    """It is a kernel of its own in either way, where another epilogue has the product written in FP32 and read."""
     kind, d = DType.FLOAT16, Spec(packed(24, 8), alignment=2)
     a, b = Spec(packed(24, 2, order=COLUMN)), Spec(packed(2, 8))
     problem = MatmulProblem(kind, kind, Compute.FLOAT32, a, b, d, Epilogue.BGRADA)
-    assert fastest_first(problem)[0] is Way.PLAIN
-    assert fastest_first(replace(problem, epilogue=Epilogue.RELU))[0] is Way.PADDED
+    others = replace(problem, epilogue=Epilogue.RELU)
+    assert estimated_us(problem)[Way.PLAIN] < estimated_us(others)[Way.PLAIN]
 
 
 def test_copies_are_considered_only_where_something_is_to_be_padded() -> None:
