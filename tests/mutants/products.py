@@ -410,6 +410,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/products/test_cost.py::test_the_way_that_was_measured_to_be_the_fastest",
     ),
     fault(
+        "the sum of an operand is thought to leave a pass over the product",
+        _COST,
+        "changes_d = problem.epilogue is not Epilogue.NONE and not problem.epilogue.sums_operand",
+        "changes_d = problem.epilogue is not Epilogue.NONE",
+        "tests/cpu/products/test_cost.py::test_the_sum_of_an_operand_leaves_no_pass_over_the_product",
+    ),
+    fault(
         "copies are thought to be free",
         _COST,
         'return len({name == "d" for name in copies}) * _PASS_US + moved / _PASS_MOVED',
