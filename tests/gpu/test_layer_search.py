@@ -172,7 +172,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda: directory)
         tune(chain)
 
-    assert memory_taken(tune_anew) < 8 << 20
+    assert memory_taken(tune_anew, times=6) < 8 << 20
 
 
 def test_a_typical_layer_takes_seconds(

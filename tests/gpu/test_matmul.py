@@ -187,7 +187,7 @@ def test_matmul_agrees_with_reference_and_launches_kernels_only(case: MatmulCase
     _capture_stream().synchronize()  # before the operands' memory is given to the next example
     nodes = captured_nodes(lambda stream: lt.matmul(**product.gpu, stream=stream), _capture_stream().ptr)
     assert set(nodes) == {"KERNEL"}, nodes
-    assert len(nodes) <= 2, nodes
+    assert len(nodes) <= 3, nodes  # copies of operands, the product, and a pass of ours
     examples["matmul"] += 1
 
 

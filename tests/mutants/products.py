@@ -480,6 +480,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/products/test_cost.py::test_our_kernel_takes_its_time_for_sums_over_thousands_of_rows",
     ),
     fault(
+        "a product that is offered only split is refused",
+        "lt_runtime/products/matmul.py",
+        " or self.query(self.workspace_size, _REDUCTIONS)",
+        "",
+        "tests/cpu/products/test_offered.py::test_a_product_that_nobody_makes_unsplit_is_split",
+    ),
+    fault(
         "rounds of tiles take no time of their own",
         _OFFERED,
         "_ROUND_US: Final = 0.4",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, MatmulTile
+from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm, MatmulTile, ReductionScheme
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import Order, packed
@@ -171,3 +172,12 @@ def test_what_is_known_to_be_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("lt_runtime.products.matmul.most_promising", lambda _, found: len(found) - 1)
     assert tile_of(forward(262144, 40, 768, BIAS)) == (64, 512)
     assert tile_of(forward(262144, 40, 776, BIAS)) == (64, 64)
+
+
+def test_a_product_that_nobody_makes_unsplit_is_split(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
+    library = Offering(monkeypatch, [(MatmulTile.TILE_64x64, 0.1, 4)])
+    unsplit = replace(forward(8, 8, 512), one_kernel=True)
+    plan = MatmulPlan(unsplit, 0)
+    assert plan.algorithm is not None
+    assert plan.algorithm.get(AlgoConfigAttribute.SPLITK_NUM) == 4
+    assert [reductions for _, reductions in library.asked] == [ReductionScheme.NONE, BOTH]
