@@ -106,11 +106,18 @@ def test_what_is_left_as_it_is() -> None:
     assert padded_problem(forward(0, N, K)) is None
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.GELU_AUX_BIAS, Epilogue.DGELU_BGRAD, Epilogue.BGRADA])
+@pytest.mark.parametrize("epilogue", [Epilogue.GELU_AUX_BIAS, Epilogue.RELU, Epilogue.BGRADA])
 def test_epilogues_where_only_k_grows(epilogue: Epilogue) -> None:
     problem = forward(M, N, K, epilogue=epilogue, c=Spec(packed(M, N)))
     assert found(problem).epilogue is epilogue
     assert found(problem).c == problem.c
+
+
+def test_a_derivative_is_left_to_the_library_in_tf32_alone() -> None:
+    """In 16 bits the library may round the product before."""
+    tf32 = {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32, "compute": Compute.TF32}
+    assert padded_problem(forward(M, N, K, epilogue=Epilogue.DGELU)) is None
+    assert found(forward(M, N, K, epilogue=Epilogue.DGELU, **tf32)).epilogue is Epilogue.DGELU
 
 
 def test_a_column_major_d_grows_along_its_rows() -> None:
