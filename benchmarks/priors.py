@@ -185,7 +185,7 @@ def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | 
 
 
 def _is_complete(row: Row) -> bool:
-    """Whether it has the time of every strategy that is possible; the tuner leaves out those that are far behind."""
+    """Whether a row has the time of every possible strategy. Rows of `layers` do not: the tuner drops slow ones."""
     return "strategies" in row
 
 

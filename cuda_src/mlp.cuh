@@ -208,7 +208,7 @@ __device__ inline SCALAR* place_of_word(SCALAR* tile, int pitch, int i) {
   return tile + (lane / 4 + i % 2 * 8) * pitch + lane % 4 * 2 + i / 2 * 8;
 }
 
-// Whether all rows are whole octets that lie as such.
+// Says whether every row of a matrix is whole octets, contiguous and aligned to 16 bytes.
 __device__ inline bool lies_whole(const Matrix& m, int columns) {
   return m.col_stride == 1 && columns % kOctet == 0 && m.row_stride % kOctet == 0 && reinterpret_cast<uint64>(m.data) % 16 == 0;
 }

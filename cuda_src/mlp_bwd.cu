@@ -334,8 +334,8 @@ __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float 
   store_words(own.output(layer), rows);
 }
 
-// From the output of the last hidden layer to that output's gradient, by way of the gradient of the MLP's outputs, which it
-// leaves. Returns the calling lane's share of the loss.
+// Makes the gradient of the last hidden layer's output from that output. Leaves the gradient of the MLP's outputs, which it
+// makes on the way, in shared memory. Returns the calling lane's share of the loss.
 __device__ inline float turn_back(float (&sums)[kRowTiles][kTiles][4],
                                   [[maybe_unused]] const uint32 (&rows)[kSteps][kRowTiles][4], Given& given,
                                   const MlpParams& p, const Weights& weights, [[maybe_unused]] const float* biases,

@@ -52,7 +52,7 @@ _K_MAJOR_TF32: Final = _Rates(4.0, 150e6, 2.8e6)
 _RAGGED_TF32: Final = _Rates(4.0, 50e6, 1.8e6)
 _NARROW: Final = _Rates(2.0, 10e6, 2.8e6)
 _SUMMED: Final = 1e3
-"""Rows that its blocks have added up after a microsecond, where a sum goes over rows, as a weight gradient's does."""
+"""Rows that our kernel adds up in a microsecond, where a sum goes over rows, as that of a weight gradient does."""
 _PASS_US: Final = 2.0
 """Microseconds until an elementwise kernel of ours has begun and ended."""
 _PASS_MOVED: Final = 2.8e6

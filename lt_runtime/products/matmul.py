@@ -104,8 +104,10 @@ class MatmulPlan(AlgorithmPlan):
         With an epilogue some launch three kernels: ours would be cheaper. A plain product that fills the GPU once at
         most takes one without a memset, which would take as long.
         """
-        # Rather a second kernel than none: an unsplit product of some sizes and layouts is offered by nobody.
-        offered = self.query(self.workspace_size, self.reductions) or self.query(self.workspace_size, _REDUCTIONS)
+        offered = self.query(self.workspace_size, self.reductions)
+        if not offered and self.problem.one_kernel:
+            # To some products the library offers no algorithm that leaves K whole. Two kernels are better than none.
+            offered = self.query(self.workspace_size, _REDUCTIONS)
         self.candidates = tuple(offered)
         if len(self.candidates) <= (rank or 0):
             raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")

@@ -44,7 +44,7 @@ class StepLoss(ABC):
     Attributes:
         classifies: whether its targets are labels.
         is_own: whether its targets may be any array.
-        elementwise: the loss without weights of rows, if a kernel may make it of one output after the other.
+        elementwise: what a kernel needs to make the loss of each output by itself; None if it needs labels or weights.
     """
 
     classifies = False
