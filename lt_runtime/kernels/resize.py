@@ -6,14 +6,14 @@ import itertools
 import struct
 import threading
 from collections.abc import Iterable, Sequence
-from ctypes import Structure, c_int64, c_void_p, sizeof
+from ctypes import Structure, c_int, c_int64, c_void_p, sizeof
 from typing import Final, NamedTuple, TypeAlias
 
 from lt_runtime.gpu.direct import function
 from lt_runtime.gpu.driver import check
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import THREADS, VECTOR_BYTES, Tiling, grid_for, turning
+from lt_runtime.kernels.tiling import MAX_GRID_Y, OCTET, THREADS, VECTOR_BYTES, Tiling, grid_for, turning
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
 
@@ -24,7 +24,7 @@ RESIZED: Final = 3
 class Resized(Structure):
     """`lt::Resized`."""
 
-    _fields_ = fields(("from_ to", Matrix), ("from_rows from_cols rows cols", c_int64))
+    _fields_ = fields(("from_ to", Matrix), ("from_rows from_cols rows cols", c_int64), ("across threads", c_int))
 
 
 class ResizeParams(Structure):
@@ -86,15 +86,15 @@ class ResizePass:
     """Up to `RESIZED` copies in one kernel."""
 
     def __init__(self, dtype: DType, resizes: Sequence[Resize], device: int) -> None:
-        by_rows = [each.by_rows for each in resizes]
-        rows = max(each.target.rows for each in by_rows)
-        cols = max(each.target.cols for each in by_rows)
-        turns = any(each.source.order is Order.COLUMN for each in by_rows)
-        tiling = (turning if turns else grid_for)(packed(rows, cols))
-        params = ResizeParams()
-        for number, (source, target) in enumerate(by_rows):
-            params.items[number] = Resized(Matrix.of(source), Matrix.of(target), *source.shape, *target.shape)
-        self._launches = Launches(RESIZE, (("SCALAR", SCALAR[dtype]),), device, tiling, params, batch=len(by_rows))
+        params, blocks = ResizeParams(), 0
+        for number, (source, target) in enumerate(each.by_rows for each in resizes):
+            across, threads, down = _tiled(source, target)
+            params.items[number] = Resized(
+                Matrix.of(source), Matrix.of(target), *source.shape, *target.shape, across, threads
+            )
+            blocks = max(blocks, across * down)
+        tiling = Tiling((blocks, len(resizes)), (THREADS, 1))
+        self._launches = Launches(RESIZE, (("SCALAR", SCALAR[dtype]),), device, tiling, params)
 
     def run(self, addresses: Iterable[tuple[int, int]], stream: int) -> None:
         """Puts the copies on a stream, whose memory's lock the caller holds.
@@ -106,6 +106,18 @@ class ResizePass:
         for item, (source, target) in zip(params.items, addresses, strict=False):
             item.from_.data, item.to.data = source, target
         launch()
+
+
+def _tiled(source: Layout, target: Layout) -> tuple[int, int, int]:
+    """Blocks side by side, threads of a block side by side, and blocks below each other.
+
+    A row's first octet may begin before it where rows are no whole octets, see resize.cu.
+    """
+    before = OCTET - 1 if target.leading_dimension % OCTET else 0
+    wide = packed(target.rows, target.cols + before)
+    tiling = turning(wide) if source.order is Order.COLUMN else grid_for(wide)
+    threads = tiling.block[0]
+    return tiling.grid[0], threads, min(-(-target.rows // (THREADS // threads)), MAX_GRID_Y)
 
 
 class RowsCopy:

@@ -253,9 +253,23 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the third copy is the second again",
         "cuda_src/resize.cu",
-        "resize_octets(p.items[2]);",
-        "resize_octets(p.items[1]);",
+        "resize_octets(p.items[blockIdx.y]);",
+        "resize_octets(p.items[blockIdx.y % 2]);",
         "tests/host_kernels/test_resize.py::test_copies[float32]",
+    ),
+    fault(
+        "a row's first element that is no whole octet is left out",
+        "cuda_src/resize.cu",
+        "for (int64 i = 0; i < col + kOctet && i < item.cols; ++i)",
+        "for (int64 i = 1; i < col + kOctet && i < item.cols; ++i)",
+        "tests/host_kernels/test_resize.py::test_copies[float32]",
+    ),
+    fault(
+        "a copy has no blocks for octets that begin before their row",
+        "lt_runtime/kernels/resize.py",
+        "before = OCTET - 1 if target.leading_dimension % OCTET else 0",
+        "before = 0",
+        "tests/host_kernels/test_resize.py::test_copies[bfloat16]",
     ),
     fault(
         "a product's bias comes after its auxiliary matrix",

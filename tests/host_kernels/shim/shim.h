@@ -14,9 +14,11 @@
 #undef __device__
 #undef __shared__
 #undef __launch_bounds__
+#undef __grid_constant__
 #define __global__
 #define __device__
 #define __launch_bounds__(...)
+#define __grid_constant__
 // Blocks run one after another, so one copy is enough. The section lets each block find the memory poisoned.
 #define __shared__ static __attribute__((section("shared_memory")))
 #define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(shim::dynamic_shared())
