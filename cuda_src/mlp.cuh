@@ -80,13 +80,13 @@ __device__ inline void load_right_transposed(uint32 (&b)[4], const SCALAR* tile,
   load_matrices<false>(b, row_of_tile<true>(tile, pitch));
 }
 
-// One step of a product of R tiles of rows with WIDTH columns. TRANSPOSED: `weights` are (columns, steps), as in the
+// One step of a product of R tiles of rows with C tiles of 8 columns. TRANSPOSED: `weights` are (columns, steps), as in the
 // forward pass, and not (steps, columns).
-template <bool TRANSPOSED, int R>
-__device__ inline void multiply_step(float (&sums)[R][kTiles][4], const uint32 (&left)[R][4], const SCALAR* weights,
-                                     int pitch, int step) {
+template <bool TRANSPOSED, int R, int C>
+__device__ inline void multiply_step(float (&sums)[R][C][4], const uint32 (&left)[R][4], const SCALAR* weights, int pitch,
+                                     int step) {
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < C / 2; ++i) {
     uint32 right[4];
     if (TRANSPOSED) {
       load_right_transposed(right, weights + i * kStep * pitch + step * kStep, pitch);
@@ -102,8 +102,8 @@ __device__ inline void multiply_step(float (&sums)[R][kTiles][4], const uint32 (
 }
 
 // The product of rows in shared memory, of any whole number of steps, UNROLLED at a time.
-template <bool TRANSPOSED, int UNROLLED, int R>
-__device__ inline void multiply_tile(float (&sums)[R][kTiles][4], const SCALAR* rows, int row_pitch, int columns,
+template <bool TRANSPOSED, int UNROLLED, int R, int C>
+__device__ inline void multiply_tile(float (&sums)[R][C][4], const SCALAR* rows, int row_pitch, int columns,
                                      const SCALAR* weights, int pitch) {
 #pragma unroll UNROLLED
   for (int step = 0; step < columns / kStep; ++step) {
@@ -115,19 +115,18 @@ __device__ inline void multiply_tile(float (&sums)[R][kTiles][4], const SCALAR* 
 }
 
 // The product of rows in registers.
-template <bool TRANSPOSED, int R>
-__device__ inline void multiply_rows(float (&sums)[R][kTiles][4], const uint32 (&rows)[kSteps][R][4],
-                                     const SCALAR* weights) {
+template <bool TRANSPOSED, int R, int C>
+__device__ inline void multiply_rows(float (&sums)[R][C][4], const uint32 (&rows)[kSteps][R][4], const SCALAR* weights) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     multiply_step<TRANSPOSED>(sums, rows[step], weights, WIDTH + kSkew, step);
   }
 }
 
-template <int R>
-__device__ inline void start_with_bias(float (&sums)[R][kTiles][4], const float* bias) {
+template <int R, int C>
+__device__ inline void start_with_bias(float (&sums)[R][C][4], const float* bias) {
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
+  for (int i = 0; i < C; ++i) {
     const float2 pair = reinterpret_cast<const float2*>(bias + 8 * i)[threadIdx.x % 4];
 #pragma unroll
     for (int r = 0; r < R; ++r) {

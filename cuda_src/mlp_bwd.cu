@@ -8,6 +8,8 @@
 //   SAVED                  what the derivative of the activation is taken from: 0 nothing, 1 the pre-activation, 2 the output
 //   ROW_WARPS, ROW_TILES   warps that take rows through the layers, and tiles of 16 rows that each has at a time
 //   SUM_WARPS              warps that make the gradients of the weights
+//   FIRST, LAST            layers whose gradients they make: where a thread has no registers for the sums of all, each of
+//                          several launches makes those of some layers
 //   THREADS                those of the block
 //   LOSS, WEIGHTED         a struct of losses.cuh, or not defined; 0
 //
@@ -30,6 +32,7 @@ constexpr int kOutputSteps = OUTPUTS / kStep;
 constexpr int kPitch = WIDTH + kSkew;
 constexpr int kInputPitch = INPUTS + kSkew;
 constexpr int kOutputPitch = OUTPUTS + kSkew;
+constexpr bool kLoadsEarly = kRowTiles * WIDTH <= 128;  // targets, which then wait in registers
 constexpr int kFragment = 4 * kWarp;  // sums of a 16 × 8 tile
 constexpr int kTogether = (1 + SUM_WARPS) * kWarp;  // threads at a barrier between a row warp and the sum warps
 #ifdef LOSS
@@ -41,17 +44,35 @@ constexpr bool kHasLoss = false;
 // The barriers at which a row warp says that its chunk is ready, and the sum warps that they have read it.
 __device__ inline int full(int row_warp) { return 1 + row_warp; }
 __device__ inline int empty(int row_warp) { return 1 + ROW_WARPS + row_warp; }
+static_assert(2 * ROW_WARPS < kBarriers, "more row warps than barriers");
 
-// What a row warp has in shared memory: two tiles of x, of which one is copied while the other is read; for each hidden layer
-// its outputs, and the gradients of its pre-activations, in whose place the pre-activations are before, if the derivative
-// needs them; and the gradients of the outputs.
+// Says whether the gradients of a layer's weight and bias are made.
+__device__ constexpr bool makes(int layer) { return FIRST <= layer && layer <= LAST; }
+
+// What a row warp has in shared memory, of what the gradients are made of and the derivatives are taken from: tiles of x, of
+// which one is copied while the sum warps read another; outputs of hidden layers; gradients of their pre-activations, in
+// whose place the pre-activations are before, if the derivative needs them; and the gradients of the outputs. The gradient of
+// the last layer that is made takes the place of an output that nothing but its derivative needs.
 struct Rows {
   SCALAR* memory;
 
-  static constexpr int kSize = kChunk * (2 * kInputPitch + 2 * HIDDEN * kPitch + kOutputPitch);
-  __device__ SCALAR* x(int turn) const { return memory + turn * kChunk * kInputPitch; }
-  __device__ SCALAR* output(int layer) const { return memory + kChunk * (2 * kInputPitch + layer * kPitch); }
-  __device__ SCALAR* gradient(int layer) const { return output(HIDDEN + layer); }
+  static constexpr int kX = FIRST == 0 ? 2 : 1;
+  static constexpr int kFirstOutput = FIRST == 0 ? 0 : FIRST - 1;
+  static constexpr int kOutputs = (SAVED == 2 ? HIDDEN : LAST) - kFirstOutput;
+  static constexpr bool kReplaces = SAVED == 2 && LAST < HIDDEN;
+  static constexpr int kGradients = (SAVED == 1 || LAST == HIDDEN ? HIDDEN : LAST + !kReplaces) - FIRST;
+  static constexpr int kHidden = kChunk * kX * kInputPitch;  // where the hidden layers begin
+  static constexpr int kSize = kHidden + kChunk * ((kOutputs + kGradients) * kPitch + makes(HIDDEN) * kOutputPitch);
+
+  static __device__ bool has_output(int layer) {
+    return (kFirstOutput == 0 || layer >= kFirstOutput) && (kOutputs == HIDDEN || layer < kFirstOutput + kOutputs);
+  }
+  __device__ SCALAR* x(int turn) const { return memory + (kX == 1 ? 0 : turn * kChunk * kInputPitch); }
+  __device__ SCALAR* output(int layer) const { return memory + kHidden + (layer - kFirstOutput) * kChunk * kPitch; }
+  __device__ SCALAR* gradient(int layer) const {
+    if (kReplaces && layer == LAST) return output(layer);
+    return memory + kHidden + (kOutputs + layer - FIRST) * kChunk * kPitch;
+  }
 };
 
 // How many warps the tiles of a layer's gradient are split among: with the fewest tiles for each, of those with the fewest
@@ -250,30 +271,6 @@ struct Given {
 };
 
 #ifdef LOSS
-// Sixteen outputs of each row of a chunk, from the last layer's weights and bias.
-__device__ inline void last_outputs(float (&sums)[kRowTiles][2][4], const uint32 (&rows)[kSteps][kRowTiles][4],
-                                    const SCALAR* weights, const float* bias) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float2 pair = reinterpret_cast<const float2*>(bias + 8 * i)[threadIdx.x % 4];
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      sums[r][i][0] = sums[r][i][2] = pair.x;
-      sums[r][i][1] = sums[r][i][3] = pair.y;
-    }
-  }
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    uint32 right[4];
-    load_right_transposed(right, weights + step * kStep, kPitch);
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      multiply_add<SCALAR>(sums[r][0], rows[step][r], right[0], right[1]);
-      multiply_add<SCALAR>(sums[r][1], rows[step][r], right[2], right[3]);
-    }
-  }
-}
-
 // The sum of the losses of sixteen outputs, rounded, of each row against their targets, and their gradient.
 __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], const float (&outputs)[kRowTiles][2][4],
                                           const Given& targets, const MlpParams& p, int64 first, int col) {
@@ -325,13 +322,15 @@ __device__ inline int64 first_row(int warp) { return (static_cast<int64>(gridDim
 __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
                                     const MlpParams& p, const Rows& own, int layer) {
 #if SAVED == 1
-  round_sums<false>(rows, sums);
-  store_words(own.gradient(layer), rows);
+  if (FIRST == 0 || layer >= FIRST) {
+    round_sums<false>(rows, sums);
+    store_words(own.gradient(layer), rows);
+  }
 #endif
   activate(sums, p.slope);
   clear_padding(sums, p.layers[layer].outputs);
   round_activated(rows, sums);
-  store_words(own.output(layer), rows);
+  if (Rows::has_output(layer)) store_words(own.output(layer), rows);
 }
 
 // Makes the gradient of the last hidden layer's output from that output. Leaves the gradient of the MLP's outputs, which it
@@ -347,7 +346,8 @@ __device__ inline float turn_back(float (&sums)[kRowTiles][kTiles][4],
     uint32 words[kRowTiles][4];
 #ifdef LOSS
     float outputs[kRowTiles][2][4];
-    last_outputs(outputs, rows, weights.of(HIDDEN) + step * kStep * kPitch, biases + HIDDEN * WIDTH + step * kStep);
+    start_with_bias(outputs, biases + HIDDEN * WIDTH + step * kStep);
+    multiply_rows<true>(outputs, rows, weights.of(HIDDEN) + step * kStep * kPitch);
     loss += loss_and_gradient(words, outputs, given, p, row, step * kStep);
 #endif
 #pragma unroll
@@ -355,6 +355,7 @@ __device__ inline float turn_back(float (&sums)[kRowTiles][kTiles][4],
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (!kHasLoss) words[r][i] = rounded_pair(given.pair(r, i).x, given.pair(r, i).y);
+        if (!makes(HIDDEN)) continue;
         SCALAR* tile = own.gradient(HIDDEN) + r * kStep * kOutputPitch + step * kStep;
         *reinterpret_cast<uint32*>(place_of_word(tile, kOutputPitch, i)) = words[r][i];
       }
@@ -373,7 +374,7 @@ __device__ inline void go_through_activation(uint32 (&rows)[kSteps][kRowTiles][4
   clear_padding(sums, p.layers[layer].outputs);
   round_sums<false>(rows, sums);
   if (kIsRelu<ACTIVATION>) multiply_relu_derivative(rows, saved);
-  store_words(own.gradient(layer), rows);
+  if (LAST >= HIDDEN - 1 || layer <= LAST) store_words(own.gradient(layer), rows);
 }
 
 // Takes the calling warp's chunks through the layers and back, and leaves of each what the sum warps need. The first chunk of
@@ -386,11 +387,12 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
   int turn = 0;
   for (int64 row = first; row < p.rows; row += stride, turn ^= 1) {
     Given given;  // gradients of the outputs or, with a loss, targets
-    given.load(p.y, row, p.rows, p.layers[HIDDEN].outputs, 0);
+    if (kLoadsEarly) given.load(p.y, row, p.rows, p.layers[HIDDEN].outputs, 0);
     wait_for_copies<0>();
     __syncwarp();
     start_with_bias(sums, biases);
     multiply_tile<true, kInputSteps>(sums, own.x(turn), kInputPitch, INPUTS, weights.of(0), kInputPitch);
+    if (Rows::kX == 1) __syncwarp();
     if (row != first) wait_at_barrier(empty(warp), kTogether);
     copy_x(p, own.x(turn ^ 1), row + stride);
 #pragma unroll 1
@@ -400,11 +402,12 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
       start_with_bias(sums, biases + i * WIDTH);
       multiply_rows<true>(sums, rows, weights.of(i));
     }
+    if (!kLoadsEarly) given.load(p.y, row, p.rows, p.layers[HIDDEN].outputs, 0);
     loss += turn_back(sums, rows, given, p, weights, biases, own, row);
 #pragma unroll 1
-    for (int i = HIDDEN - 1;; --i) {
+    for (int i = HIDDEN - 1; FIRST < HIDDEN; --i) {
       go_through_activation(rows, sums, p, own, i);
-      if (i == 0) break;
+      if (i == FIRST) break;
       memset(sums, 0, sizeof(sums));
       multiply_rows<false>(sums, rows, weights.of(i));
     }
@@ -428,18 +431,22 @@ __device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp
   for (int64 row = static_cast<int64>(blockIdx.x) * kChunk; row < p.rows; row += next) {
     const Rows rows{memory + row_warp * Rows::kSize};
     wait_at_barrier(full(row_warp), kTogether);
-    last.add(warp, rows.gradient(HIDDEN), kOutputPitch, rows.output(HIDDEN - 1), kPitch);
+    if (makes(HIDDEN)) last.add(warp, rows.gradient(HIDDEN), kOutputPitch, rows.output(HIDDEN - 1), kPitch);
 #pragma unroll
-    for (int i = kBetween - 1; i >= 0; --i) between[i].add(warp, rows.gradient(i + 1), kPitch, rows.output(i), kPitch);
-    first.add(warp, rows.gradient(0), kPitch, rows.x(turn), kInputPitch);
+    for (int i = kBetween - 1; i >= 0; --i) {
+      if (makes(i + 1)) between[i].add(warp, rows.gradient(i + 1), kPitch, rows.output(i), kPitch);
+    }
+    if (makes(0)) first.add(warp, rows.gradient(0), kPitch, rows.x(turn), kInputPitch);
     if (row + stride < p.rows) pass_barrier(empty(row_warp), kTogether);
     if (++row_warp == ROW_WARPS) row_warp = 0, turn ^= 1;
   }
   float* sums = p.partial + static_cast<int64>(blockIdx.x) * kPartial;
-  first.write(warp, sums);
+  if (makes(0)) first.write(warp, sums);
 #pragma unroll
-  for (int i = 0; i < kBetween; ++i) between[i].write(warp, sums + FirstSums::kSize + i * HiddenSums::kSize);
-  last.write(warp, sums + FirstSums::kSize + kBetween * HiddenSums::kSize);
+  for (int i = 0; i < kBetween; ++i) {
+    if (makes(i + 1)) between[i].write(warp, sums + FirstSums::kSize + i * HiddenSums::kSize);
+  }
+  if (makes(HIDDEN)) last.write(warp, sums + FirstSums::kSize + kBetween * HiddenSums::kSize);
 }
 
 }  // namespace lt

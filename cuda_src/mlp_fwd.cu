@@ -16,25 +16,8 @@ __device__ inline void last_layer(SCALAR* tile, int pitch, int columns, const ui
 #pragma unroll 1
   for (int col = 0; col < columns; col += kStep) {
     float sums[kRowTiles][2][4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 pair = reinterpret_cast<const float2*>(bias + col + 8 * i)[threadIdx.x % 4];
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        sums[r][i][0] = sums[r][i][2] = pair.x;
-        sums[r][i][1] = sums[r][i][3] = pair.y;
-      }
-    }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32 right[4];
-      load_right_transposed(right, weights + col * (WIDTH + kSkew) + step * kStep, WIDTH + kSkew);
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        multiply_add<SCALAR>(sums[r][0], rows[step][r], right[0], right[1]);
-        multiply_add<SCALAR>(sums[r][1], rows[step][r], right[2], right[3]);
-      }
-    }
+    start_with_bias(sums, bias + col);
+    multiply_rows<true>(sums, rows, weights + col * (WIDTH + kSkew));
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll

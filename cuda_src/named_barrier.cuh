@@ -5,6 +5,8 @@
 
 namespace lt {
 
+constexpr int kBarriers = 16;
+
 #ifdef __CUDA_ARCH__
 __device__ inline void wait_at_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");

@@ -25,7 +25,7 @@ from lt_runtime.kernels.mlp import (
     TYPES,
     WIDTHS,
     backward_macros,
-    fitting_block,
+    fitting_parts,
     forward_macros,
     gradients_macros,
 )
@@ -148,17 +148,20 @@ def _mlp() -> list[Variant]:
 
 
 def _mlp_bwd() -> Iterator[Variant]:
-    """Every type, activation and width; every loss; and of each block the deepest model, which has the most sums."""
+    """Every type, activation and width; every loss; and for each choice of blocks the deepest model."""
     for dtype, name, width in itertools.product(TYPES, ACTIVATIONS, WIDTHS):
-        yield _backward_variant(_narrow_model(width, 1 + (width < WIDTHS[-1]), name, dtype))
+        for hidden in (1, 2) if width == WIDTHS[-1] else (2,):
+            yield from _backward_variants(_narrow_model(width, hidden, name, dtype))
     for loss, name, width in itertools.product(LOSSES, ("relu", "gelu_erf"), WIDTHS):
-        yield _backward_variant(_narrow_model(width, 1, name), loss)
-    for width in WIDTHS:
+        yield from _backward_variants(_narrow_model(width, 1, name), loss)
+    for name, width in itertools.product(("relu", "gelu_erf"), WIDTHS):
         deepest = {}
         for hidden, rows in itertools.product(range(1, MAX_LAYERS), (1, 1 << 20)):
-            problem = _narrow_model(width, hidden, "gelu_erf", rows=rows)
-            deepest[fitting_block(problem, _SHARED, _MULTIPROCESSORS)] = problem
-        yield from (_backward_variant(problem, "bce_with_logits") for block, problem in deepest.items() if block)
+            problem = _narrow_model(width, hidden, name, rows=rows)
+            blocks = tuple(part.block for part in fitting_parts(problem, _SHARED, _MULTIPROCESSORS))
+            deepest[blocks] = problem
+        for problem in deepest.values():
+            yield from _backward_variants(problem, "bce_with_logits")
 
 
 def _narrow_model(
@@ -168,10 +171,9 @@ def _narrow_model(
     return MLPProblem(dtype, rows, dims, (True,) * (hidden + 1), Activation(activation), backward=True)
 
 
-def _backward_variant(problem: MLPProblem, loss: str | None = None) -> Variant:
-    block = fitting_block(problem, _SHARED, _MULTIPROCESSORS)
-    assert block is not None, problem
-    return Variant("mlp_bwd.cu", backward_macros(problem, block, loss))
+def _backward_variants(problem: MLPProblem, loss: str | None = None) -> Iterator[Variant]:
+    for part in fitting_parts(problem, _SHARED, _MULTIPROCESSORS):
+        yield Variant("mlp_bwd.cu", backward_macros(problem, part, loss))
 
 
 VARIANTS: Final = (

@@ -15,7 +15,7 @@ from lt_runtime.kernels.elementwise_loss import LOSSES, ElementwiseLoss
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import WARP, Tiling
-from lt_runtime.problem import DType, MLPProblem
+from lt_runtime.problem import DType, MLPProblem, Saved
 
 MAX_WIDTH: Final = 128
 """The most columns of inputs, of a hidden layer and of outputs."""
@@ -28,15 +28,18 @@ _STEP: Final = 16  # rows of a tile, and what numbers of columns are padded to a
 _SKEW: Final = 8  # elements between two rows in shared memory
 _FRAGMENT: Final = 128  # sums of a tile of a gradient, 16 x 8
 _RESERVED_SHARED: Final = 1024  # bytes that the driver takes of a block's shared memory
-_NARROWER: Final = 64  # columns of hidden layers up to which a warp of mlp_fwd has registers for two tiles of rows
+_NARROWER: Final = 64  # columns of hidden layers up to which a warp has registers for two tiles of rows
+_SIMPLE: Final = ("none", "relu", "leaky_relu", "sigmoid")  # with these, mlp_bwd has them for wider layers too
 _FORWARD_WARPS: Final = 4
 _FORWARD_BLOCKS: Final = 3  # of a multiprocessor
 _GRADIENTS_BLOCK: Final = (32, 8)
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
+_SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
 _REGISTERS: Final = 1 << 14  # of each of a multiprocessor's schedulers, among which a block's warps are dealt out
 _SCHEDULERS: Final = 4
 _MOST_REGISTERS: Final = 255  # of a thread
 _BESIDES: Final = 52  # registers of a thread of mlp_bwd besides its sums
+_MOST_PARTS: Final = 3  # launches that a backward pass may take: with more, layers by themselves are faster
 _LOSS_PLACES: Final = 4  # of the loss among a block's sums
 
 
@@ -109,6 +112,14 @@ _BLOCKS: Final = tuple(Block(*each) for each in ((4, 2, 4), (4, 1, 4), (4, 1, 8)
 """Those that a plan chooses from, the best first. With eight sum warps a thread has no registers for two tiles."""
 
 
+class Part(NamedTuple):
+    """A launch of mlp_bwd, which makes the gradients of the layers from `first` to `last`."""
+
+    first: int
+    last: int
+    block: Block
+
+
 def takes(problem: MLPProblem, device: int) -> bool:
     """Whether the kernels can run an MLP.
 
@@ -120,7 +131,7 @@ def takes(problem: MLPProblem, device: int) -> bool:
     if not fits or problem.dtype not in TYPES or device_info(device).capability < _CAPABILITY:
         return False
     enough = _forward_bytes(problem) <= _shared_of_block(device)
-    return enough and (not problem.backward or block_for(problem, device) is not None)
+    return enough and (not problem.backward or bool(_parts_for(problem, device)))
 
 
 def forward_macros(dtype: DType, activation: str, width: int) -> Macros:
@@ -128,19 +139,20 @@ def forward_macros(dtype: DType, activation: str, width: int) -> Macros:
     return ("SCALAR", SCALAR[dtype]), ("ACTIVATION", ACTIVATION_NAMES[activation]), ("WIDTH", str(width))
 
 
-def backward_macros(problem: MLPProblem, block: Block, loss: str | None = None) -> Macros:
+def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) -> Macros:
     """What mlp_bwd is compiled for.
 
     Args:
         loss: one of `LOSSES`; None if the gradient of the outputs is given.
     """
-    activation, (inputs, outputs) = problem.activation.name, _ends(problem)
-    saved = 0 if activation == "none" else 2 if activation in _FROM_OUTPUT else 1
+    block, (inputs, outputs) = part.block, _ends(problem)
     numbers = {
         "INPUTS": inputs,
         "OUTPUTS": outputs,
         "HIDDEN": len(problem.dims) - 2,
-        "SAVED": saved,
+        "SAVED": _SAVED[_saved(problem)],
+        "FIRST": part.first,
+        "LAST": part.last,
         "ROW_WARPS": block.row_warps,
         "ROW_TILES": block.row_tiles,
         "SUM_WARPS": block.sum_warps,
@@ -148,7 +160,7 @@ def backward_macros(problem: MLPProblem, block: Block, loss: str | None = None) 
         "WEIGHTED": 0,
     }
     macros = (
-        *forward_macros(problem.dtype, activation, width_of(problem)),
+        *forward_macros(problem.dtype, problem.activation.name, width_of(problem)),
         *((name, str(n)) for name, n in numbers.items()),
     )
     return macros if loss is None else (*macros, ("LOSS", LOSSES[loss]))
@@ -203,20 +215,25 @@ class MlpBackward:
         device: int,
         loss: ElementwiseLoss | None = None,
     ) -> None:
-        block = block_for(problem, device)
-        assert block is not None, "nobody asks for what `takes` refuses"
+        parts = _parts_for(problem, device)
+        assert parts, "nobody asks for what `takes` refuses"
         self._layers, self._has_loss = len(problem.dims) - 1, loss is not None
         self._size = problem.rows * problem.dims[-1]
-        self._blocks = min(-(-problem.rows // block.chunk), device_info(device).multiprocessors)
+        self._blocks = min(-(-problem.rows // parts[0].block.chunk), device_info(device).multiprocessors)
         self._sums = sum(_sums(problem)) + (_LOSS_PLACES if loss else 0)
-        macros, params = backward_macros(problem, block, loss and loss.name), _params(problem, x, y)
-        params.delta = loss.delta if loss else 0.0
-        tiling, shared = Tiling((self._blocks, 1), (block.threads, 1)), _backward_bytes(problem, block)
-        self._launches = Launches(MLP_BWD, macros, device, tiling, params, shared=shared)
+        self._parts = [self._launches_of(problem, x, y, part, device, loss) for part in parts]
         last = MlpGradientsParams(_layers_of(problem), blocks=self._blocks, sums=self._sums, size=self._size)
         last.count, last.width, last.accumulate = self._layers, width_of(problem), accumulate
         tiling = Tiling((-(-self._sums // _GRADIENTS_BLOCK[0]), 1), _GRADIENTS_BLOCK)
         self._last = Launches(MLP_GRADIENTS, gradients_macros(problem.dtype), device, tiling, last)
+
+    def _launches_of(
+        self, problem: MLPProblem, x: Matrix, y: Matrix, part: Part, device: int, loss: ElementwiseLoss | None
+    ) -> Launches[MlpParams]:
+        macros, params = backward_macros(problem, part, loss and loss.name), _params(problem, x, y)
+        params.delta = loss.delta if loss else 0.0
+        tiling, shared = Tiling((self._blocks, 1), (part.block.threads, 1)), _backward_bytes(problem, part)
+        return Launches(MLP_BWD, macros, device, tiling, params, shared=shared)
 
     @property
     def scratch_bytes(self) -> int:
@@ -230,16 +247,21 @@ class MlpBackward:
             call: its addresses are those of x, of dy or of targets, each layer's weight and bias, then of their
                 gradients, 0 for absent ones, and, with a loss, of that. Its scalars are for the loss alone.
         """
-        params, launch = self._launches[memory.stream]
-        last_params, launch_last = self._last[memory.stream]
-        params.x.data, params.y.data, *rest = call.addresses
+        x, y, *rest = call.addresses
+        partial = memory.scratch(self.scratch_bytes)
+        last, launch_last = self._last[memory.stream]
         if self._has_loss:
-            number, params.grad_scale = call.scalars
-            params.gradient_scale, last_params.loss = number / self._size, rest.pop()
-        _fill(params, rest[: 2 * self._layers])
-        _fill(last_params, rest[2 * self._layers :])
-        params.partial = last_params.partial = memory.scratch(self.scratch_bytes)
-        launch()
+            last.loss = rest.pop()
+        for launches in self._parts:
+            params, launch = launches[memory.stream]
+            params.x.data, params.y.data, params.partial = x, y, partial
+            if self._has_loss:
+                number, params.grad_scale = call.scalars
+                params.gradient_scale = number / self._size
+            _fill(params, rest[: 2 * self._layers])
+            launch()
+        _fill(last, rest[2 * self._layers :])
+        last.partial = partial
         launch_last()
 
 
@@ -301,45 +323,78 @@ def _sums(problem: MLPProblem) -> list[int]:
     return [below // _STEP * (above // 8 + 1) * _FRAGMENT for above, below in itertools.pairwise(sizes)]
 
 
-def block_for(problem: MLPProblem, device: int) -> Block | None:
-    """The block of mlp_bwd on a device; None if no block has room."""
-    return fitting_block(problem, _shared_of_block(device), device_info(device).multiprocessors)
+def _parts_for(problem: MLPProblem, device: int) -> tuple[Part, ...]:
+    """The launches of mlp_bwd on a device; none if no block has room."""
+    return fitting_parts(problem, _shared_of_block(device), device_info(device).multiprocessors)
 
 
-def fitting_block(problem: MLPProblem, shared: int, multiprocessors: int) -> Block | None:
-    """The first block for whose shared memory and registers there is room; None if there is none.
+def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tuple[Part, ...]:
+    """The fewest launches that make all gradients, of the first block that has room for them; none if no block has.
 
-    Where all rows are few enough for it, each row warp has one tile once: nothing is as short as one tile's way.
+    Each takes the rows through the layers again, so that one launch for all is best.
 
     Args:
         shared: bytes of shared memory that a block may have.
     """
+    found = (_parts_of(problem, block, shared) for block in _blocks_for(problem, multiprocessors))
+    return min((parts for parts in found if 0 < len(parts) <= _MOST_PARTS), key=len, default=())
+
+
+def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...]:
+    """As many layers in each as there is room for, the last layers first; none if there is no room for one."""
+    found, last = list[Part](), len(problem.dims) - 2
+    while last >= 0:
+        part = next(
+            (each for first in range(last + 1) if _fits(problem, each := Part(first, last, block), shared)), None
+        )
+        if part is None:
+            return ()
+        found.append(part)
+        last = part.first - 1
+    return tuple(found)
+
+
+def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
+    """Where all rows are few enough for it, each row warp has one tile once: nothing is as short as one tile's way."""
     is_small = problem.rows <= _BLOCKS[0].row_warps * _STEP * multiprocessors
-    most = 1 if is_small or width_of(problem) > _NARROWER else _BLOCKS[0].row_tiles
-    for block in _BLOCKS:
-        has_registers = _sums_each(problem, block.sum_warps) + _BESIDES <= block.registers
-        if block.row_tiles <= most and has_registers and _backward_bytes(problem, block) <= shared:
-            return block
-    return None
+    is_wide = width_of(problem) > _NARROWER and problem.activation.name not in _SIMPLE
+    most = 1 if is_small or is_wide else _BLOCKS[0].row_tiles
+    return [block for block in _BLOCKS if block.row_tiles <= most]
 
 
-def _backward_bytes(problem: MLPProblem, block: Block) -> int:
+def _fits(problem: MLPProblem, part: Part, shared: int) -> bool:
+    has_registers = _sums_each(problem, part) + _BESIDES <= part.block.registers
+    return has_registers and _backward_bytes(problem, part) <= shared
+
+
+def _saved(problem: MLPProblem) -> Saved:
+    if problem.activation.name == "none":
+        return Saved.NOTHING
+    return Saved.OUTPUT if problem.activation.name in _FROM_OUTPUT else Saved.PREACTIVATION
+
+
+def _backward_bytes(problem: MLPProblem, part: Part) -> int:
     """How many bytes of shared memory a block of mlp_bwd takes.
 
-    It holds the weights and biases, and for each row warp two tiles of x, two for each hidden layer, and one of the
-    outputs' gradient; see mlp_bwd.cu.
+    It holds the weights and biases, and for each row warp what `Rows` in mlp_bwd.cu says.
     """
     (inputs, outputs), width, hidden = _ends(problem), width_of(problem), len(problem.dims) - 2
-    columns = 2 * (inputs + _SKEW) + 2 * hidden * (width + _SKEW) + outputs + _SKEW
-    return _resident_bytes(problem, hidden * width + outputs) + 2 * block.row_warps * block.chunk * columns
+    first, last, saved = part.first, part.last, _saved(problem)
+    x, makes_last = 2 if first == 0 else 1, last == hidden
+    kept = (hidden if saved is Saved.OUTPUT else last) - max(0, first - 1)
+    replaces = saved is Saved.OUTPUT and not makes_last
+    gradients = (hidden if saved is Saved.PREACTIVATION or makes_last else last + (not replaces)) - first
+    columns = x * (inputs + _SKEW) + (kept + gradients) * (width + _SKEW) + makes_last * (outputs + _SKEW)
+    rows = part.block.row_warps * part.block.chunk
+    return _resident_bytes(problem, hidden * width + outputs) + 2 * rows * columns
 
 
-def _sums_each(problem: MLPProblem, warps: int) -> int:
+def _sums_each(problem: MLPProblem, part: Part) -> int:
     """How many sums of gradients a thread of mlp_bwd keeps in its registers, see `split_of` there."""
-    (inputs, outputs), width = _ends(problem), width_of(problem)
+    (inputs, outputs), width, warps = _ends(problem), width_of(problem), part.block.sum_warps
     sizes = [inputs, *[width] * (len(problem.dims) - 2), outputs]
     found = 0
-    for above, below in itertools.pairwise(sizes):
+    for above, below in itertools.pairwise(sizes[part.first : part.last + 2]):
         parts = [(-(-below // _STEP // i), -(-above // _STEP // (warps // i))) for i in range(1, warps + 1)]
         down, across = min(parts, key=lambda each: (each[0] * each[1], sum(each), each[0]))
         found += 4 * down * (2 * across + 1)

@@ -21,7 +21,7 @@ from lt_runtime.kernels import mlp, tiling
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.mlp import MlpBackward, MlpForward, block_for, takes
+from lt_runtime.kernels.mlp import Block, MlpBackward, MlpForward, Part, fitting_parts, takes
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
@@ -212,6 +212,7 @@ SHAPES = (
     ((8, 112, 3), 17),
     ((64, 64, 64, 64, 3), 200),
     ((24, 128, 128, 10), 35),
+    ((128, 128, 128, 10), 20),
 )
 
 
@@ -378,22 +379,49 @@ def test_other_models_are_not_taken(dims: tuple[int, ...]) -> None:
     assert not _taken(*dims, backward=False)
 
 
-def _block(*dims: int, rows: int = 1 << 20) -> tuple[int, int, int] | None:
-    return block_for(MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), True), 0)
+def _parts(*dims: int, rows: int = 1 << 20, activation: str = "relu") -> list[tuple[int, ...]]:
+    """First and last layer of each launch, and its block."""
+    problem = MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation(activation), True)
+    return [(part.first, part.last, *part.block) for part in fitting_parts(problem, SHARED, 132)]
 
 
 def test_blocks_fit_shared_memory_and_registers() -> None:
-    assert _block(64, 64, 64, 64, 3) == (4, 2, 4)
-    assert _block(64, 64, 64, 64, 3, rows=64) == (4, 1, 4), "one tile of rows is the shortest way"
-    assert _block(*[64] * 6, 3) == (4, 1, 8), "registers for the sums of four warps are too few"
-    assert _block(128, 128, 10) == (4, 1, 4), "a thread has registers for one tile of such rows"
-    assert _block(*[128] * 3, 10) is None
+    assert _parts(64, 64, 64, 64, 3) == [(0, 3, 4, 2, 4)]
+    assert _parts(64, 64, 64, 64, 3, rows=64) == [(0, 3, 4, 1, 4)], "one tile of rows is the shortest way"
+    assert _parts(*[64] * 6, 3) == [(0, 5, 4, 1, 8)], "registers for the sums of four warps are too few"
+    assert _parts(128, 128, 10) == [(0, 1, 4, 2, 4)]
+    assert _parts(128, 128, 10, activation="gelu") == [(0, 1, 4, 1, 4)], "registers for one tile of such rows"
+
+
+def test_parts_are_as_few_as_can_be() -> None:
+    assert _parts(*[128] * 3, 10) == [(1, 2, 4, 2, 4), (0, 0, 4, 2, 4)]
+    assert _parts(*[128] * 4, 10) == [(2, 3, 4, 1, 4), (1, 1, 4, 1, 4), (0, 0, 4, 1, 4)]
+    assert _parts(*[64] * 8, 3) == [(3, 7, 4, 1, 4), (0, 2, 4, 1, 4)]
 
 
 def test_shared_memory_bounds_the_depth() -> None:
     assert _taken(*[128] * 5, backward=False)
     assert not _taken(*[128] * 5)
     assert not _taken(*[128] * 9, backward=False)
+
+
+IN_PARTS = ([(2, 2), (0, 1)], [(1, 2), (0, 0)], [(2, 2), (1, 1), (0, 0)])
+
+
+@pytest.mark.parametrize("parts", IN_PARTS, ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_parts_make_what_one_launch_does(
+    host: HostKernels, monkeypatch: pytest.MonkeyPatch, activation: str, parts: list[tuple[int, int]]
+) -> None:
+    """To the bit, from the gradient of the outputs and with a loss; what one part leaves is not another's."""
+    network, block = _network((20, 32, 24, 5), 300, _normal(3), activation=activation), Block(2, 1, 4)
+    found = []
+    for each in ([(0, 2)], parts):
+        chosen = tuple(Part(*layers, block) for layers in each)
+        monkeypatch.setattr(mlp, "fitting_parts", lambda *_, chosen=chosen: chosen)
+        value, gradients = network.loss(host, monkeypatch, SHUFFLED, ElementwiseLoss("mse"), 1.0)
+        found.append([np.array(value), *gradients, *network.backward(host, monkeypatch, SHUFFLED)])
+    assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
 
 
 def test_other_problems_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
