@@ -8,6 +8,7 @@ fraction of the bandwidth of the best copy kernel in the same run.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -393,13 +394,7 @@ def _copy_row(copies: Callable[[Any], Ceiling], stream: Any) -> Row:
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
     """The copies are measured once in a run, by the first row that needs them."""
-    measured: list[Ceiling] = []
-
-    def copies(stream: Any) -> Ceiling:
-        if not measured:
-            measured.append(measure_copies(stream))
-        return measured[0]
-
+    copies = functools.cache(measure_copies)
     made: dict[str, Job] = {
         case.name: partial(
             measure_case, case, options.rounds, copies, ours=options.ours, compiled=options.torch_compile

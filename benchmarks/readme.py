@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from benchmarks import plots
 from benchmarks.fastest import COMPARED, Comparison, against, comparisons, label, result, rows_of
-from benchmarks.report import Json, geometric_mean, speedups
+from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, speedups
 
 ROOT: Final = Path(__file__).parents[1]
 FILES: Final = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
@@ -178,11 +178,18 @@ def sustained() -> str:
 
 
 def narrow() -> str:
-    """Training steps of narrow MLPs."""
-    found = [against(row) for row in rows_of("narrow")]
-    return markdown(
-        ["MLP", "lt_runtime", "fastest peer"], [[each.what, us(each.ours), peer(each)] for each in found if each]
-    )
+    """Training steps of narrow MLPs, beside the least times of moving their bytes and of computing."""
+    lines = []
+    for each in filter(None, map(against, rows_of("narrow"))):
+        floors = (_floor(each, name) for name in (COPY_FLOOR, PEAK_FLOOR))
+        lines.append([each.what, us(each.ours), *floors, peer(each)])
+    return markdown(["MLP", "lt_runtime", "least by copy", "least by peak", "fastest peer"], lines)
+
+
+def _floor(found: Comparison, name: str) -> str:
+    """A least time, and it as a fraction of ours; empty if the row does not hold it."""
+    least = found.row.get("floors_us", {}).get(name)
+    return "" if least is None else f"{us(least)}, {100 * least / found.ours:.1f} %"
 
 
 def host() -> str:

@@ -55,6 +55,8 @@ class Target:
 
 
 NO_TARGET: Final = Target()
+COPY_FLOOR: Final = "copy"
+PEAK_FLOOR: Final = "peak"
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Row:
         copy_gb_s: the bandwidth of the best copy kernel in the same run.
         setting: further facts for the record, by name.
         left_out: contenders that could not be measured, and why.
+        flops: the fewest floating-point operations of the task's products; None where they are not the point.
+        peak_tflops: the GPU's nominal peak rate of them, in 10¹² a second; None where it is not known.
     """
 
     case: str
@@ -77,6 +81,8 @@ class Row:
     target: Target = field(default_factory=Target)
     setting: Json = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    flops: int | None = None
+    peak_tflops: float | None = None
 
     @property
     def ratio(self) -> dict[str, float]:
@@ -87,11 +93,26 @@ class Row:
         return {name: timing.median / own for name, timing in self.timings.items() if name != self.ours}
 
     @property
+    def floors(self) -> dict[str, float]:
+        """The least microseconds: `COPY_FLOOR` is of moving the bytes, `PEAK_FLOOR` of computing the products."""
+        moving = {} if self.bytes is None or not self.copy_gb_s else {COPY_FLOOR: self.bytes / self.copy_gb_s / 1e3}
+        if self.flops is None or not self.peak_tflops:
+            return moving
+        return moving | {PEAK_FLOOR: self.flops / self.peak_tflops / 1e6}
+
+    @property
     def fraction_of_copy(self) -> float | None:
         """Our bandwidth, at the bytes of the case, as a fraction of the best copy's."""
-        if self.bytes is None or self.copy_gb_s is None or self.ours not in self.timings:
-            return None
-        return self.bytes / self.timings[self.ours].median / 1e3 / self.copy_gb_s
+        return self._fraction(COPY_FLOOR)
+
+    @property
+    def fraction_of_peak(self) -> float | None:
+        """Our rate of computing, at the operations of the case, as a fraction of the nominal peak rate."""
+        return self._fraction(PEAK_FLOOR)
+
+    def _fraction(self, name: str) -> float | None:
+        floors = self.floors
+        return floors[name] / self.timings[self.ours].median if name in floors and self.ours in self.timings else None
 
     @property
     def met(self) -> bool | None:
@@ -108,7 +129,10 @@ class Row:
         """The row of a result file, without the fields that have no value."""
         optional = {
             "bytes": self.bytes,
+            "flops": self.flops,
+            "floors_us": {name: _rounded(floor) for name, floor in self.floors.items()} or None,
             "fraction_of_copy": _rounded(self.fraction_of_copy),
+            "fraction_of_peak": _rounded(self.fraction_of_peak),
             "ratio": {name: _rounded(value) for name, value in self.ratio.items()} or None,
             "target": self.target.as_json() or None,
             "met": self.met,
@@ -200,8 +224,8 @@ def share(what: str, values: Mapping[str, float], holds: Callable[[float], bool]
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """A line for each contender: its time and spread, its ratio to ours, and for ours also the target."""
-    made = _table("case", ("µs", "±", "× ours", "of copy"), ("contender",), ("target",))
+    """A line for each contender: its time and spread, its ratio to ours, and for ours the fractions and the target."""
+    made = _table("case", ("µs", "±", "× ours", "of copy", "of peak"), ("contender",), ("target",))
     for row in rows:
         for number, line in enumerate(_lines(row)):
             made.add_row(row.case if number == 0 else "", *line)
@@ -222,12 +246,13 @@ def _lines(row: Row) -> list[list[str]]:
     lines = []
     for name, timing in row.timings.items():
         ratio = f"{row.ratio[name]:.2f}" if name in row.ratio else ""
-        lines.append([name, f"{timing.median:.2f}", f"{timing.spread:.2f}", ratio, "", ""])
-    lines += [[name, "left out", "", "", "", escape(why)] for name, why in row.left_out.items()]
+        lines.append([name, f"{timing.median:.2f}", f"{timing.spread:.2f}", ratio, "", "", ""])
+    lines += [[name, "left out", "", "", "", "", escape(why)] for name, why in row.left_out.items()]
     ours = next((line for line in lines if line[0] == row.ours), lines[0])
-    ours[4] = percent(row.fraction_of_copy)
-    ours[5] = f"{ours[5]} {_verdict(row)}".strip()
-    return lines
+    ours[4:6] = percent(row.fraction_of_copy), percent(row.fraction_of_peak)
+    ours[6] = f"{ours[6]} {_verdict(row)}".strip()
+    floors = [[f"(least by {name})", f"{least:.2f}", "", "", "", "", ""] for name, least in row.floors.items()]
+    return [*lines, *floors]
 
 
 def _verdict(row: Row) -> str:

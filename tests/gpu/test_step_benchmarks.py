@@ -11,10 +11,12 @@ import cupy as cp
 import numpy as np
 import pytest
 
-from benchmarks import steps, suite
+from benchmarks import narrow, steps, suite
 from benchmarks.__main__ import options_of
+from benchmarks.copies import Ceiling
 from benchmarks.internals import one_kernel_a_pass
 from benchmarks.layers import tune
+from benchmarks.narrow import least_bytes
 from benchmarks.steps import Setup, StepCase, measure_calls, measure_case, measure_prefetch, measure_soak, pinned
 from benchmarks.suite import plan_cache
 from lt_runtime.training.staging import is_pinned
@@ -111,6 +113,16 @@ def test_a_row(stream: Any) -> None:
     assert row["unmeasured_problems"] == 0
     assert set(row["memory_bytes"]) == {"lt", *(name for name in theirs if HAS_TORCH and name in row["nodes"])}
     assert suite.is_done(row)
+
+
+def test_a_narrow_row(stream: Any) -> None:
+    case = StepCase("narrow", "bf16", 256, (16, 16, 3), "relu", "mse", 1.0)
+    options = options_of(["narrow", "--rounds", "3"])
+    row = narrow.measure(case, options, lambda _: Ceiling("copy", 4000.0, {}), stream).as_json()
+    theirs = {"torch_graph_bf16"} if HAS_TORCH else set()
+    assert set(row["us"]) == {"lt", "lt_one_kernel", "lt_layers"} | theirs
+    assert row["floors_us"]["copy"] == pytest.approx(least_bytes(case) / 4000e3, abs=1e-4)
+    assert 0 < row["fraction_of_copy"] < 1
 
 
 def test_a_row_of_public_calls_alone(stream: Any) -> None:

@@ -18,6 +18,7 @@ from tests.host_kernels.probes import PROBE
 from tests.host_kernels.sanitized import is_to_run
 from tests.host_kernels.variants import (
     BF16,
+    F16,
     F32,
     SANITIZED_ADAMW,
     SANITIZED_BACKWARD,
@@ -53,6 +54,12 @@ SHARED_MEMORY_TESTS = [  # ThreadSanitizer runs their explicit examples alone
     *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if each.shares),
     "test_mlp.py::test_exact_sums[2-dims3-129]",
     "test_mlp.py::test_activations[gelu-DType.FLOAT16]",
+    "test_mlp.py::test_blocks_go_from_tile_to_tile[2]",
+    *(
+        f"test_mlp.py::test_losses[{case}-(20, 32, 24, 5)]"
+        for case in (f"mse-{BF16}", f"huber-{F16}", f"bce_with_logits-{BF16}")
+    ),
+    *(f"test_mlp.py::test_losses[mse-{BF16}-{dims}]" for dims in ("(64, 64, 64, 64, 3)", "(16, 16, 40)")),
 ]
 TESTS = [
     *SHARED_MEMORY_TESTS,

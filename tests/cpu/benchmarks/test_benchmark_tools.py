@@ -253,6 +253,15 @@ def test_long_runs_stand_beside_turns(results: Any) -> None:
     assert readme.sustained().splitlines()[2:] == [told]
 
 
+def test_least_times_of_narrow_steps_stand_beside_them(results: Any) -> None:
+    old = {"case": "16x1 2^10 BF16", "us": {"lt": 10.0, "jax": 24.0}}
+    results("narrow", old, old | {"case": "new", "floors_us": {"copy": 0.5, "peak": 2.25}})
+    assert readme.narrow().splitlines()[2:] == [
+        "| 16x1 2^10 BF16 | 10.0 | | | 24.0 JAX, 2.40× |",
+        "| new | 10.0 | 0.50, 5.0 % | 2.25, 22.5 % | 24.0 JAX, 2.40× |",
+    ]
+
+
 def test_what_was_compiled_is_told(results: Any) -> None:
     row = {"type": "bf16", "activation": "gelu", "us": {"lt": 2.0, "torch_max_autotune": 1.5}, "case": "a"}
     results("layers", row, row | {"case": "b", "commit": "other", "us": {"lt": 1.0, "torch_max_autotune": 3.0}})

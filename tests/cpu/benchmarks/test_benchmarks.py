@@ -202,6 +202,22 @@ ROW = Row(
 def test_fractions_and_ratios() -> None:
     assert ROW.fraction_of_copy == pytest.approx(0.9)
     assert ROW.ratio == {"torch": 1.5}
+    assert ROW.fraction_of_peak is None
+
+
+def test_least_times() -> None:
+    """36 MB at 4 TB/s, and 2 GFLOP at 500 TFLOP/s, of 10 µs."""
+    both = replace(ROW, flops=2_000_000_000, peak_tflops=500.0)
+    assert both.floors == pytest.approx({"copy": 9.0, "peak": 4.0})
+    assert both.fraction_of_peak == pytest.approx(0.4)
+    assert replace(both, copy_gb_s=None).floors == pytest.approx({"peak": 4.0})
+    unmeasured = replace(both, timings={"torch": Timing(5.0, 0.0)})
+    assert (unmeasured.fraction_of_copy, unmeasured.fraction_of_peak) == (None, None)
+    elsewhere = replace(both, peak_tflops=None)
+    assert (elsewhere.floors, elsewhere.fraction_of_peak) == (ROW.floors, None)
+    json_row = both.as_json()
+    assert (json_row["flops"], json_row["fraction_of_peak"]) == (2_000_000_000, 0.4)
+    assert json_row["floors_us"] == {"copy": 9.0, "peak": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -229,6 +245,7 @@ def test_a_row_as_json() -> None:
         "spread": {"lt": 0.5, "torch": 1.0},
         "repetitions": 20,
         "bytes": 36_000_000,
+        "floors_us": {"copy": 9.0},
         "fraction_of_copy": 0.9,
         "ratio": {"torch": 1.5},
         "target": {"fraction_of_copy": 0.85, "ratio": {"torch": 1.5}},
@@ -288,6 +305,10 @@ def test_a_table() -> None:
     lines = [line.split() for line in printed(ROW).splitlines()]
     assert lines[1][:8] == ["a", "case", "lt", "10.00", "0.50", "90.0", "%", "met:"]
     assert lines[2] == ["torch", "15.00", "1.00", "1.50"]
+    assert lines[3] == ["(least", "by", "copy)", "9.00"]
+    lines = [line.split() for line in printed(replace(ROW, flops=2_000_000_000, peak_tflops=500.0)).splitlines()]
+    assert lines[1][5:9] == ["90.0", "%", "40.0", "%"]
+    assert lines[4] == ["(least", "by", "peak)", "4.00"]
 
 
 def test_a_table_says_what_was_missed_or_left_out() -> None:
