@@ -20,7 +20,7 @@ import lt_runtime as lt
 from benchmarks.splits import DEVICE, chain_of
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.graphs import Graph, captured_nodes, no_collection
+from lt_runtime.gpu.graphs import Graph, captured_nodes
 from lt_runtime.gpu.memory import MAX_TICKETS, stream_memory
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import Call as PlanCall
@@ -167,7 +167,7 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     """
     gpu = step._gpu
     (batches,) = gpu._batches.values()
-    with activated(DEVICE), captured._memory_from(gpu._pool), no_collection():
+    with activated(DEVICE), captured._memory_from(gpu._pool):
         stream = private_stream(DEVICE, "training")
         graph = Graph(lambda handle: gpu._body.run(batches.parts, gpu.tally, handle), stream)
 
@@ -181,7 +181,7 @@ def nodes_of(step: lt.TrainStep) -> dict[str, int]:
     """The nodes of a step's graph by kind, such as "kernel", from capturing it once more."""
     gpu = step._gpu
     (batches,) = gpu._batches.values()
-    with activated(DEVICE), captured._memory_from(gpu._pool), no_collection():
+    with activated(DEVICE), captured._memory_from(gpu._pool):
         names = captured_nodes(
             lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(DEVICE, "training")
         )

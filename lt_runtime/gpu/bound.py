@@ -11,7 +11,7 @@ from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import function, is_capturing
 from lt_runtime.gpu.driver import check
-from lt_runtime.gpu.graphs import Graph, no_collection
+from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.memory import StreamMemory, stream_memory
 from lt_runtime.gpu.streams import is_captured, private_stream, relaxed_captures
 
@@ -61,7 +61,7 @@ class BoundPlan:
         with relaxed_captures():
             self._memory = memory = stream_memory(device, stream)
             self._lock = memory.lock
-            with memory.lock, no_collection():
+            with memory.lock:
                 _free_ended()
                 reserve(memory)
                 self._graph = Graph(lambda handle: put(memory.on(handle)), private_stream(device, f"bound to {stream}"))

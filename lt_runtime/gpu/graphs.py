@@ -119,6 +119,22 @@ def _destroy(graph: driver.CUgraph | int) -> None:
         call("cuGraphDestroy", graph)
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Turns the garbage collector off, during a capture or a measurement.
+
+    Some objects wait for a GPU when they end, or free memory, which is refused to a thread that captures and lost then.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@no_collection()
 def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
     """Captures what `run` puts on a stream, anew if another thread has put an end to the capture.
 
@@ -149,15 +165,3 @@ def _abandon(stream: int) -> bool:
     except DriverError as error:
         return error.status == _INVALIDATED
     return False
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Turns the garbage collector off, during a capture or a measurement: some objects wait for a GPU when they end."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

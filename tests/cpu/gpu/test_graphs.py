@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from lt_runtime.errors import CublasLtError, DriverError, GpuError
@@ -20,6 +22,15 @@ def test_a_capture_that_fails_ends(gpu: FakeGpu, capture: type[Graph]) -> None:
     with pytest.raises(ZeroDivisionError):
         capture(fail, gpu.stream.ptr)
     assert not is_capturing(gpu.stream.ptr)
+
+
+@pytest.mark.parametrize("capture", [Graph, captured_nodes])
+def test_nothing_is_collected_during_a_capture(gpu: FakeGpu, capture: type[Graph]) -> None:
+    """What is collected may free memory, which the capturing thread may not do."""
+    seen = list[bool]()
+    capture(lambda _: seen.append(gc.isenabled()), gpu.stream.ptr)
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
