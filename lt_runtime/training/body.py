@@ -12,7 +12,7 @@ from lt_runtime.problem import Compute
 from lt_runtime.ranges import range_of
 from lt_runtime.training.ema import EMA
 from lt_runtime.training.losses import StepLoss
-from lt_runtime.training.mlp import MLP
+from lt_runtime.training.mlp import MLP, backward_layer
 from lt_runtime.training.tally import Scores, Tally
 
 if TYPE_CHECKING:
@@ -95,8 +95,12 @@ class StepBody:
                     x, self.optimizer.steps, micro_batch=index, copy_step=False, stream=stream
                 )
         with range_of("loss"):
-            loss, gradient = self.loss.compute(outputs, target, row_weights, scale=scale, share=share, stream=stream)
+            reuse = self._only_loss_reads(outputs, contexts)
+            loss, gradient = self.loss.compute(
+                outputs, target, row_weights, scale=scale, share=share, reuse=reuse, stream=stream
+            )
         scores = Scores(outputs, target, IGNORE_INDEX) if self.loss.classifies else None
+        del outputs  # From here on each array is let go after its last reader, so that the next has its memory.
         device = self.model.device.ordinal
         # Nothing else in the step waits for the tally, so that on a GPU a stream beside adds to it.
         beside = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
@@ -106,5 +110,12 @@ class StepBody:
             with range_of("backward"):
                 if narrow is not None:
                     narrow.backward(x, gradient, accumulate=index > 0, stream=stream)
-                else:
-                    self.model.backward(gradient, contexts, accumulate=index > 0, stream=stream)
+                while contexts:
+                    gradient = backward_layer(
+                        self.model.layers, gradient, contexts, accumulate=index > 0, need_dx=False, stream=stream
+                    )
+                    contexts.pop()
+
+    def _only_loss_reads(self, outputs: Any, contexts: Sequence[Any]) -> bool:
+        """Whether nothing but the loss reads the outputs: no tally of classes, no derivative of the last layer."""
+        return not self.loss.classifies and not (contexts and contexts[-1].saved is outputs)

@@ -24,7 +24,7 @@ from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.direct import function, is_capturing, is_current
 from lt_runtime.gpu.driver import call, check
-from lt_runtime.gpu.graphs import Graph, no_collection
+from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
 from lt_runtime.ops._adamw_parameters import changes, check_masters
@@ -313,16 +313,19 @@ class GpuStep:
         captured = private_stream(self._device, "training")
         order_after(captured, stream)
         try:
-            for pool in (cupy().cuda.MemoryPool(), self._pool):
-                with self._own_tuning(), _memory_from(pool):
-                    self._body.run(batches.parts, self._spare, captured, updates=False)
+            self._rehearse(batches, cupy().cuda.MemoryPool(), captured)
+            self._rehearse(batches, self._pool, captured)
         finally:
             order_after(stream, captured)
         return self._record(batches)
 
+    def _rehearse(self, batches: Batches, pool: Any, stream: int) -> None:
+        with self._own_tuning(), _memory_from(pool):
+            self._body.run(batches.parts, self._spare, stream, updates=False)
+
     def _record(self, batches: Batches) -> Graph:
         captured = private_stream(self._device, "training")
-        with _memory_from(self._pool), no_collection(), ranges.on(captured):
+        with _memory_from(self._pool), ranges.on(captured):
 
             def run(handle: int) -> None:
                 batches.fill_by_table(handle)

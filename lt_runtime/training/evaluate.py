@@ -57,7 +57,8 @@ def evaluate(
         if device is not None and stream is None:
             stream = stream_handle(None, device, library_of(x).current_stream)
         outputs = model(x, stream=stream)
-        value = measured.compute(outputs, target, None, scale=None, share=1.0, stream=stream).loss
+        reuse = not measured.classifies
+        value = measured.compute(outputs, target, None, scale=None, share=1.0, reuse=reuse, stream=stream).loss
         scores = Scores(outputs, target, IGNORE_INDEX) if measured.classifies else None
         sizes.append(int(outputs.shape[0]))
         if device is None:

@@ -53,13 +53,14 @@ class StepLoss(ABC):
 
     @abstractmethod
     def compute(
-        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, stream: int | None
+        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
     ) -> Loss:
         """Puts the loss on a stream, and its gradient of the outputs' type.
 
         Args:
             scale: what the gradient is multiplied by: one FP32 on the model's device, or None.
             share: of these rows in the step's batch; the gradient is multiplied by it.
+            reuse: whether the gradient may be written over the outputs, because nothing reads them later.
             stream: a handle on a GPU, None on the host.
         """
 
@@ -86,11 +87,12 @@ class NamedLoss(StepLoss):
             self.elementwise = ElementwiseLoss(name, **numbers)
 
     def compute(
-        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, stream: int | None
+        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
     ) -> Loss:
         """See `StepLoss`."""
         scaling = {"row_weights": row_weights, "grad_scale": scale, "share": share}
-        return self._function(outputs, target, **self._options, **scaling, stream=stream)
+        out = outputs if reuse else None
+        return self._function(outputs, target, **self._options, **scaling, out_gradient=out, stream=stream)
 
 
 class OwnLoss(StepLoss):
@@ -102,9 +104,12 @@ class OwnLoss(StepLoss):
         self._function, self._model = function, model
 
     def compute(
-        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, stream: int | None
+        self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
     ) -> Loss:
-        """See `StepLoss`. The function writes an FP32 gradient, so that scaling comes before rounding."""
+        """See `StepLoss`. The function writes an FP32 gradient, so that scaling comes before rounding.
+
+        The outputs stay in any case: the function may have kept them.
+        """
         device = self._model.device
         current = contextlib.nullcontext() if device.ordinal is None else cupy_stream(device.ordinal, stream or 0)
         with current, np.errstate(all="ignore"):

@@ -295,21 +295,15 @@ class MLP:
         Raises:
             LtError: as `lt.linear_bwd` does.
         """
-        last, needs_input = len(self.layers) - 1, flag("need_dx", need_dx)
-        if not isinstance(contexts, Sequence) or len(contexts) != len(self.layers):
+        layers, needs_input = len(self.layers), flag("need_dx", need_dx)
+        if not isinstance(contexts, Sequence) or len(contexts) != layers:
             raise KindError(
-                f"contexts is {shown(contexts)}; it must be the contexts of the {last + 1} layers, from forward"
+                f"contexts is {shown(contexts)}; it must be the contexts of the {layers} layers, from forward"
             )
-        for i in range(last, -1, -1):
-            # Each call also takes the gradient through the activation of the layer below, and makes that layer's bias
-            # gradient on the way, so that only the last layer's own bias gradient is left.
-            options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last}
-            options["need_dx"] = i > 0 or needs_input
-            if i:
-                options |= {"through": contexts[i - 1], "out_db_below": _bias_gradient(self.layers[i - 1])}
-            options |= {"out_dw": self.layers[i].weight.grad, "out_db": _bias_gradient(self.layers[i])}
-            with range_of(f"backward/{self.layers[i].name}"):
-                dy, *_ = linear_bwd(dy, contexts[i], accumulate=accumulate, stream=stream, **options)
+        left = [*contexts]
+        while left:
+            dy = backward_layer(self.layers, dy, left, accumulate=accumulate, need_dx=needs_input, stream=stream)
+            left.pop()
         return dy
 
     def _copied_step(self, step: Any, x: Any, stream: Any) -> Any:
@@ -347,6 +341,31 @@ class MLP:
         for view, array in zip(arena_views(flat, shapes), values, strict=True):
             view[...] = array
         return arena_views(self.device.asarray(flat), shapes)
+
+
+def backward_layer(
+    layers: Sequence[Linear], dy: Any, contexts: Sequence[Any], *, accumulate: bool, need_dx: bool, stream: Any
+) -> Any:
+    """Takes the gradient back through one layer, and through the activation of the layer below it.
+
+    Later calls, for the layers below, read neither dy nor the last context again.
+
+    Args:
+        layers: all of the model's.
+        dy: the gradient with respect to the outputs; below the last layer, what the call for the layer above returned.
+        contexts: of the layers up to this one, which has the last.
+        accumulate, stream: as of `MLP.backward`.
+        need_dx: whether the first layer makes the gradient with respect to its inputs.
+    """
+    i, last = len(contexts) - 1, len(layers) - 1
+    # Each call also makes the bias gradient of the layer below, so that only the last layer's own is left.
+    options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last, "need_dx": i > 0 or need_dx}
+    if i:
+        options |= {"through": contexts[i - 1], "out_db_below": _bias_gradient(layers[i - 1])}
+    options |= {"out_dw": layers[i].weight.grad, "out_db": _bias_gradient(layers[i])}
+    with range_of(f"backward/{layers[i].name}"):
+        dx, *_ = linear_bwd(dy, contexts[i], accumulate=accumulate, stream=stream, **options)
+    return dx
 
 
 def _activations(

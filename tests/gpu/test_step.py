@@ -150,6 +150,18 @@ def test_masks_differ_from_step_to_step() -> None:
     assert len({float(step(*batch)) for _ in range(5)}) == 5
 
 
+def test_the_memory_of_a_step() -> None:
+    rows, width, hidden = 512, 768, 3072
+    model = lt.MLP([width, hidden] * 2 + [width], "gelu", dtype="bfloat16", master_weights=False, device="cuda")
+    optimizer = lt.AdamW(model.parameters(), moments="bfloat16", stochastic_rounding=True)
+    step = lt.TrainStep(model, optimizer, loss="mse", batch_size=rows, tune=False)
+    batch = cp.asarray(np.zeros((rows, width), model.dtype.numpy))
+    step(batch, batch)
+    kept = 2 * (2 * hidden + width)  # before and after each activation
+    gradients = width + hidden  # of the outputs, which it lies over, and of what is below the last layer
+    assert step._gpu._pool.total_bytes() == 2 * rows * (kept + gradients) + 512  # the loss has a block of its own
+
+
 def test_a_graph_holds_kernels_alone() -> None:
     run = _Run("bfloat16", optimizer={"max_norm": 1.0})
     run.train(1)

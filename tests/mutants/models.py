@@ -30,8 +30,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the last layer's bias gradient is left out",
         _MLP,
-        '"need_db": i == last}',
-        '"need_db": False}',
+        '"need_db": i == last,',
+        '"need_db": False,',
         f"{_MODELS}::test_dropout_by_layer_the_last_included",
     ),
     fault(
@@ -44,8 +44,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the gradient of the inputs is never made",
         _MLP,
-        'options["need_dx"] = i > 0 or needs_input',
-        'options["need_dx"] = i > 0',
+        '"need_dx": i > 0 or need_dx}',
+        '"need_dx": i > 0}',
         f"{_MODELS}::test_the_gradient_of_the_inputs_is_made_only_if_it_is_asked_for",
     ),
     fault(

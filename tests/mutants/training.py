@@ -29,6 +29,7 @@ _TUNED_STEPS: Final = "tests/cpu/test_fake_gpu_step_tuning.py"
 _MEASURED: Final = f"{_TUNED_STEPS}::test_a_step_measures_all_that_it_meets_and_later_ones_find_it"
 _TAKEN_ALONG: Final = f"{_TUNED_STEPS}::test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache"
 _SETTINGS: Final = "tests/cpu/test_fake_gpu_settings.py"
+_SHARED_MEMORY: Final = "tests/cpu/test_fake_gpu_step_memory.py"
 
 FAULTS: Final[tuple[Fault, ...]] = (
     fault(
@@ -98,9 +99,44 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "gradients of micro-batches replace each other",
         _BODY,
-        "contexts, accumulate=index > 0, stream=stream",
-        "contexts, accumulate=False, stream=stream",
+        "contexts, accumulate=index > 0, need_dx=False",
+        "contexts, accumulate=False, need_dx=False",
         "tests/cpu/training/test_train_step.py::test_micro_batches_make_the_whole_batchs_gradient",
+    ),
+    fault(
+        "the loss's gradient is written over outputs that a derivative is taken from",
+        _BODY,
+        "return not self.loss.classifies and not (contexts and contexts[-1].saved is outputs)",
+        "return not self.loss.classifies",
+        f"{_SHARED_MEMORY}::test_the_same_as_by_single_calls[output activation]",
+    ),
+    fault(
+        "the loss's gradient is written over outputs that the tally reads",
+        _BODY,
+        "return not self.loss.classifies and not (contexts and",
+        "return not (contexts and",
+        f"{_SHARED_MEMORY}::test_the_same_as_by_single_calls[classes]",
+    ),
+    fault(
+        "the memory of the first rehearsal is there during the second",
+        _CAPTURED,
+        "            self._rehearse(batches, cupy().cuda.MemoryPool(), captured)\n",
+        "            first = cupy().cuda.MemoryPool()\n            self._rehearse(batches, first, captured)\n",
+        f"{_SHARED_MEMORY}::test_the_peak[classes]",
+    ),
+    fault(
+        "a step holds the outputs until its end",
+        _BODY,
+        "        del outputs  #",
+        "        held = outputs  # noqa: F841  #",
+        f"{_SHARED_MEMORY}::test_the_peak[two blocks]",
+    ),
+    fault(
+        "a step holds what every layer has kept until its end",
+        _BODY,
+        "                    contexts.pop()\n",
+        "                    scores = scores, contexts.pop()\n",
+        f"{_SHARED_MEMORY}::test_the_peak[equal layers]",
     ),
     fault(
         "a micro-batch weighs as much as the batch",
@@ -140,15 +176,15 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the rehearsal updates the parameters",
         _CAPTURED,
-        "self._body.run(batches.parts, self._spare, captured, updates=False)",
-        "self._body.run(batches.parts, self._spare, captured)",
+        "self._body.run(batches.parts, self._spare, stream, updates=False)",
+        "self._body.run(batches.parts, self._spare, stream)",
         "tests/cpu/test_fake_gpu_training.py::test_training",
     ),
     fault(
         "the rehearsal counts in the metrics",
         _CAPTURED,
-        "self._body.run(batches.parts, self._spare, captured, updates=False)",
-        "self._body.run(batches.parts, self.tally, captured, updates=False)",
+        "self._body.run(batches.parts, self._spare, stream, updates=False)",
+        "self._body.run(batches.parts, self.tally, stream, updates=False)",
         "tests/cpu/test_fake_gpu_training.py::test_training",
     ),
     fault(

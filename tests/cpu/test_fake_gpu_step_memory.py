@@ -1,0 +1,142 @@
+"""The memory that a training step takes on the pretended GPU, and that what shares it is not mixed up."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from lt_runtime.kernels.resize import TABLE_BYTES
+from tests.support.fake_gpu import FakeGpu
+from tests.support.placed import host_of
+
+_ROWS, _LOSS_BYTES = 32, 4
+
+
+class _Case(NamedTuple):
+    """A model in BF16, with the elements a row that a step needs at its peak besides the batch.
+
+    Attributes:
+        inputs: of the products but the first: the outputs of the layers below.
+        kept: what derivatives are taken from, where that is none of the inputs.
+        others: outputs and gradients.
+    """
+
+    dims: list[int]
+    inputs: list[int]
+    kept: list[int]
+    others: list[int]
+    loss: str = "mse"
+    output_activation: str | None = None
+    parts: int = 1
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the layers and the loss take at the most."""
+        return _ROWS // self.parts * 2 * sum(self.inputs + self.kept + self.others) + _LOSS_BYTES
+
+    @property
+    def batch(self) -> int:
+        """Bytes of the batch in the graph's buffers, with the table that says where it comes from."""
+        targets = 8 * _ROWS if self.loss == "cross_entropy" else 2 * _ROWS * self.dims[-1]
+        return 2 * _ROWS * self.dims[0] + targets + TABLE_BYTES
+
+
+_CASES = {
+    # The last layer's gradient lies over the outputs. It is there while the next is made. That of the layer below it
+    # has the same memory then, and the first layer's that of the first gradient.
+    "two blocks": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160]),
+    # The first gradient has memory of its own; the others that of outputs which were read for the last time.
+    "equal layers": _Case([32, 160, 160, 160, 16], [160] * 3, [160] * 3, [16, 160]),
+    # The outputs are read by the tally, beside the backward pass, and the loss's gradient has memory of its own.
+    "classes": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 32, 160], "cross_entropy"),
+    # The outputs are what the last layer's derivative is taken from.
+    "output activation": _Case(
+        [32, 160, 32, 160, 32],
+        [160, 32, 160],
+        [160, 32, 160, 32],
+        [32, 160],
+        output_activation="sigmoid",
+    ),
+    "micro-batches": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160], parts=2),
+}
+
+
+@pytest.fixture(params=_CASES.values(), ids=_CASES)
+def case(request: pytest.FixtureRequest) -> _Case:
+    made: _Case = request.param
+    return made
+
+
+def _trained(gpu: FakeGpu, case: _Case) -> tuple[Any, Any]:
+    """A model and its optimizer."""
+    options = {"dtype": "bfloat16", "device": 0, "seed": 3, "master_weights": False}
+    model = gpu.lt.MLP(case.dims, "gelu", output_activation=case.output_activation, **options)
+    return model, gpu.lt.AdamW(model.parameters(), lr=1e-2, moments="bfloat16", stochastic_rounding=True)
+
+
+def _step(gpu: FakeGpu, case: _Case) -> Any:
+    model, optimizer = _trained(gpu, case)
+    step = gpu.lt.TrainStep(model, optimizer, loss=case.loss, batch_size=_ROWS, accumulate=case.parts, tune=False)
+    gpu.streams.synchronize_all()  # the model was made on the default stream
+    return step
+
+
+def _batch(gpu: FakeGpu, case: _Case, seed: int) -> tuple[Any, Any]:
+    generator, bfloat16 = np.random.default_rng(seed), gpu.cp.bfloat16
+    x = generator.standard_normal((_ROWS, case.dims[0])).astype(bfloat16)
+    if case.loss == "cross_entropy":
+        return gpu.cp.asarray(x), gpu.cp.asarray(generator.integers(0, case.dims[-1], _ROWS))
+    return gpu.cp.asarray(x), gpu.cp.asarray(generator.standard_normal((_ROWS, case.dims[-1])).astype(bfloat16))
+
+
+def test_the_peak(gpu: FakeGpu, case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the graph holds; and the first call, which rehearses the step twice, never needs more than that."""
+    batch = _batch(gpu, case, 0)
+    first = _step(gpu, case)
+    first(*batch, stream=gpu.stream)  # makes what belongs to the streams
+    step, before = _step(gpu, case), gpu.memory_used()
+    allocate, used = gpu.memory.allocate, [before]
+
+    def watched(size: int) -> int:
+        address = allocate(size)
+        used.append(gpu.memory_used())
+        return address
+
+    monkeypatch.setattr(gpu.memory, "allocate", watched)
+    step(*batch, stream=gpu.stream)
+    taken = gpu.memory_used() - before
+    gpu.synchronize(gpu.stream.ptr)
+    assert taken == case.peak + case.batch
+    assert max(used) - before == taken
+
+
+def test_the_same_as_by_single_calls(gpu: FakeGpu, case: _Case) -> None:
+    """Bit by bit, with memory of its own for everything."""
+    step, (model, optimizer) = _step(gpu, case), _trained(gpu, case)
+    loss = getattr(gpu.lt, {"mse": "mse_loss"}.get(case.loss, case.loss))
+    gpu.streams.synchronize_all()
+    size, right = _ROWS // case.parts, 0
+    for seed in range(3):
+        x, target = _batch(gpu, case, seed)
+        mean = step(x, target, stream=gpu.stream)
+        losses = []
+        for part in range(case.parts):
+            rows = slice(part * size, (part + 1) * size)
+            outputs, contexts = model.forward(x[rows], micro_batch=part, stream=gpu.stream)
+            made = loss(outputs, target[rows], share=1 / case.parts, stream=gpu.stream)
+            model.backward(made.gradient, contexts, accumulate=part > 0, stream=gpu.stream)
+            losses.append(made.loss)
+            if case.loss == "cross_entropy":
+                gpu.synchronize(gpu.stream.ptr)
+                scores = host_of(gpu, outputs).astype(np.float32)
+                right += int((scores.argmax(axis=1) == host_of(gpu, target[rows])).sum())
+        optimizer.step(stream=gpu.stream)
+        gpu.synchronize(gpu.stream.ptr)
+        expected = sum((host_of(gpu, each) / np.float32(case.parts) for each in losses), np.float32(0))
+        assert host_of(gpu, mean) == expected
+        for one, other in zip(step.model.parameters(), model.parameters(), strict=True):
+            assert host_of(gpu, one.data).tobytes() == host_of(gpu, other.data).tobytes(), one.name
+    if case.loss == "cross_entropy":
+        assert step.metrics(stream=gpu.stream).accuracy == right / (3 * _ROWS)
