@@ -25,7 +25,7 @@ from lt_runtime.plans import priors
 from lt_runtime.plans.decisions import LayerProblem, priors_of
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.cost import Way, estimated_us, fastest_first
-from lt_runtime.products.offered import Offered, most_promising
+from lt_runtime.products.offered import Offered, is_split_for_nothing, most_promising
 from lt_runtime.products.padded import padded_problem
 
 Row: TypeAlias = Mapping[str, Any]
@@ -45,7 +45,7 @@ _WAYS: Final = {"plain": Way.PLAIN, "PADDED": Way.PADDED, "K_MAJOR": Way.K_MAJOR
 _ROLES: Final = ("forward", "last forward", "backward", "last backward")
 # A measurement was disturbed if the first algorithm takes so many times the best of its way, or the parts so many
 # times the whole.
-_DISTURBED: Final = 2.5
+_DISTURBED: Final = 4.0
 _DISTURBED_SUM: Final = 1.15
 _OFFERED: Final = 8  # what a query of the heuristic returns at most
 
@@ -72,14 +72,19 @@ def _times(problem: MatmulProblem, algorithms: Sequence[Sequence[Any]]) -> dict[
 
 
 def _promising(problem: MatmulProblem, entries: Sequence[Sequence[Any]]) -> int:
-    """The number of the algorithm that is chosen untuned; what other queries offered begins with a repetition."""
+    """The number of the algorithm that is chosen untuned.
+
+    What other queries offered begins with a repetition; a product asks them where the first splits short sums.
+    """
     offers: dict[tuple[Any, ...], Offered] = {}
-    for _, algo_id, tile, stages, splitk, swizzling, cluster, waves, _ in entries[:_OFFERED]:
+    for _, algo_id, tile, stages, splitk, swizzling, cluster, waves, _ in entries:
         key = algo_id, tile, stages, splitk, swizzling, cluster
-        if key in offers:
+        is_of_others = len(offers) == _OFFERED or key in offers
+        if is_of_others and not all(is_split_for_nothing(problem, each) for each in offers.values()):
             break
-        offers[key] = Offered(algo_id, tile_shape(tile), splitk, waves)
-    return most_promising(problem, [*offers.values()])
+        offers.setdefault(key, Offered(algo_id, tile_shape(tile), splitk, waves))
+    chosen = [*offers][most_promising(problem, [*offers.values()])]
+    return next(i for i, (_, *config, _, _) in enumerate(entries) if tuple(config) == chosen)
 
 
 def _problem(product: Mapping[str, Any]) -> MatmulProblem:

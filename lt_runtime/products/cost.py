@@ -15,6 +15,7 @@ from lt_runtime.kernels.narrow import takes
 from lt_runtime.kernels.tiling import is_whole_octets
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.offered import SHORT_K
 from lt_runtime.products.padded import copies_of, on_tensor_cores, padded_problem
 
 
@@ -47,10 +48,15 @@ class _Rates(NamedTuple):
 # The library's kernels are Hopper's own where all rows are whole vectors, and otherwise those of older GPUs.
 _WHOLE_16_BITS: Final = _Rates(2.5, 500e6, 2.8e6)
 _RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 1.7e6)
+_RAGGED_16_BITS_SHORT_K: Final = _RAGGED_16_BITS._replace(launch_us=3.0)
+"""Where sums are not split, see `most_promising`."""
 _WHOLE_TF32: Final = _Rates(4.0, 100e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(4.0, 150e6, 2.8e6)
 _RAGGED_TF32: Final = _Rates(4.0, 50e6, 1.8e6)
 _NARROW: Final = _Rates(2.0, 10e6, 2.8e6)
+_NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
+_WIDE: Final = 13
+"""Columns from which on our kernel makes as few products in a microsecond as that."""
 _SUMMED: Final = 1e3
 """Rows that our kernel adds up in a microsecond, where a sum goes over rows, as that of a weight gradient does."""
 _PASS_US: Final = 2.0
@@ -98,7 +104,8 @@ def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
 
 def _narrow_us(problem: MatmulProblem) -> float:
     goes_over_rows = problem.a.layout.order is Order.COLUMN
-    return _NARROW.us(problem) + (problem.k / _SUMMED if goes_over_rows else 0.0)
+    rates = _NARROW if min(problem.m, problem.n, problem.k) < _WIDE else _NARROW_BUT_WIDE
+    return rates.us(problem) + (problem.k / _SUMMED if goes_over_rows else 0.0)
 
 
 def _library_us(problem: MatmulProblem) -> float:
@@ -110,7 +117,7 @@ def _library_us(problem: MatmulProblem) -> float:
         return (_K_MAJOR_TF32 if lies_along_k else _WHOLE_TF32).us(problem)
     if not is_16_bits:
         return _RAGGED_TF32.us(problem)
-    us = _RAGGED_16_BITS.us(problem)
+    us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
     if _leaves_a_pass(problem):  # The product is written in FP32, and a pass of ours reads that.
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
     return us

@@ -18,7 +18,7 @@ from lt_runtime.kernels.tiling import is_whole_octets
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.library_terms import column_major, library_epilogue, library_types
-from lt_runtime.products.offered import Offered, most_promising
+from lt_runtime.products.offered import Offered, is_large, is_split_for_nothing, most_promising
 from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8
@@ -101,13 +101,15 @@ class MatmulPlan(AlgorithmPlan):
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
         """A candidate: that of `most_promising`, or else the heuristic's first that is lean.
 
-        With an epilogue some launch three kernels: ours would be cheaper. A plain product that fills the GPU once at
-        most takes one without a memset, which would take as long.
+        With an epilogue some launch three kernels: ours would be cheaper. A small plain product that fills the GPU once
+        at most takes one without a memset, which would take as long.
         """
         offered = self.query(self.workspace_size, self.reductions)
         if not offered and self.problem.one_kernel:
             # To some products the library offers no algorithm that leaves K whole. Two kernels are better than none.
             offered = self.query(self.workspace_size, _REDUCTIONS)
+        if rank is None and all(is_split_for_nothing(self.problem, _offered(each)) for each in offered):
+            offered += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
         self.candidates = tuple(offered)
         if len(self.candidates) <= (rank or 0):
             raise PlanError(f"cuBLASLt offers {len(self.candidates)} sound algorithms for {self.problem}")
@@ -117,7 +119,8 @@ class MatmulPlan(AlgorithmPlan):
         promising = self.candidates[most_promising(self.problem, [*map(_offered, self.candidates)])]
         if self.problem.epilogue is Epilogue.NONE:
             chosen = promising if promising is first or self.launches_leanly(promising) else first
-            fitting = dict.fromkeys((chosen, *self.candidates)) if 0.0 < chosen.waves_count <= 1.0 else ()
+            is_short = 0.0 < chosen.waves_count <= 1.0 and not is_large(self.problem)
+            fitting = dict.fromkeys((chosen, *self.candidates)) if is_short else ()
             return next((each for each in fitting if {*self.nodes(each)} == {"KERNEL"}), chosen)
         for candidate in dict.fromkeys((promising, *self.candidates)):
             if self.launches_leanly(candidate):

@@ -1,8 +1,12 @@
 """Which of the algorithms that the heuristic offers to take for a product that nobody has measured.
 
-The library's kernels for Hopper work on D in rounds, one tile to a multiprocessor. A round takes as long as the loads
-of a tile or its multiplications, whichever is longer, and some time to begin and to end; with an epilogue, tiles of
-more than 64 rows take longer to end. The heuristic's first stays unless another is estimated to be faster by a tenth.
+The heuristic's first stays, but for what it is known to misjudge:
+
+- The library's kernels for Hopper work on D in rounds, one tile to a multiprocessor. A round takes as long as the loads
+  of a tile or its multiplications, whichever is longer, and some time to begin and to end; with an epilogue, tiles of
+  more than 64 rows take longer to end. Another is taken if it is estimated to be faster by a tenth.
+- A short K is not worth to be split: BF16 3904x24x21 takes 5.9 µs in six parts, and 2.6 whole.
+- Large TF32 products are Hopper's own kernels': 7456x2840x464 takes 150 µs by the first, 84 by the one after it.
 
 The constants are of an H200 (cuBLASLt 13.1), fitted as those of `cost` are, to products of few columns above all.
 """
@@ -14,10 +18,17 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.problem import Compute, MatmulProblem
 
 _HOPPER: Final = 66
 """The id of the kernels that are estimated; of all others too little was measured."""
+_HOPPER_TF32: Final = 43
+_SELDOM_FAST: Final = (41, 42)
+"""Ids of kernels that take up to 18 times as long as others that leave a short K whole."""
+SHORT_K: Final = 128
+"""Terms of a sum up to which it is not worth to be split."""
+_LARGE: Final = 1e9
+"""Multiply-adds from which on a product is large."""
 _LAUNCH_US: Final = 3.0
 _ROUND_US: Final = 0.4
 _EPILOGUE_US: Final = 1.5
@@ -47,13 +58,29 @@ class Offered(NamedTuple):
     waves: float
 
 
-def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The number of the algorithm to take of those that the heuristic offers, the first if nothing speaks against it.
+def is_split_for_nothing(problem: MatmulProblem, offered: Offered) -> bool:
+    """Whether an algorithm splits sums that are short."""
+    return problem.k <= SHORT_K and offered.splitk > 1
 
-    Epilogues that differentiate or sum are left to the heuristic: their time is not that of the tiles.
-    """
+
+def is_large(problem: MatmulProblem) -> bool:
+    """Whether the multiplications of a product take much longer than a launch."""
+    return problem.m * problem.n * problem.k >= _LARGE
+
+
+def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
+    """The number of the algorithm to take of those that are offered: the first, if nothing speaks against it."""
+    first = offers[0]
+    if is_split_for_nothing(problem, first):
+        whole = (i for i, each in enumerate(offers) if each.splitk <= 1 and each.algo_id not in _SELDOM_FAST)
+        return next(whole, 0)
+    # Epilogues that differentiate or sum are left to the heuristic: their time is not that of the tiles.
+    if problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
+        return 0
+    if problem.compute is Compute.TF32 and is_large(problem):
+        return next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
     estimates = [_estimated_us(problem, each) for each in offers]
-    if math.isinf(estimates[0]) or problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
+    if math.isinf(estimates[0]):
         return 0
     least = min(estimates)
     return estimates.index(least) if least < _WORTH * estimates[0] else 0

@@ -536,6 +536,20 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/products/test_offered.py::test_a_plan_takes_the_most_promising_algorithm",
     ),
     fault(
+        "short sums are not asked for unsplit",
+        _MATMUL,
+        "if rank is None and all(is_split_for_nothing",
+        "if rank is not None and all(is_split_for_nothing",
+        "tests/cpu/products/test_offered.py::test_short_sums_are_asked_for_unsplit",
+    ),
+    fault(
+        "large TF32 products are left to older kernels",
+        "lt_runtime/products/offered.py",
+        "problem.compute is Compute.TF32 and is_large(problem)",
+        "problem.compute is Compute.TF32 and not is_large(problem)",
+        "tests/cpu/products/test_offered.py::test_large_tf32_products_are_left_to_hoppers_own_kernels",
+    ),
+    fault(
         "a third kernel need not pay",
         _COST,
         "_MARGIN_US: Final = 4.0",

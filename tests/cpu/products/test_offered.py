@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from lt_runtime.layout import Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.offered import Offered, most_promising
-from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
+from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 
 BIAS, GELU = Epilogue.BIAS, Epilogue.GELU_AUX_BIAS
 HOPPER = 66
@@ -62,7 +63,7 @@ def test_the_tiles_that_were_measured_to_be_fast(problem: MatmulProblem, entries
 
 def test_only_what_was_measured_is_estimated() -> None:
     """Other kernels, split sums, unknown tiles and waves, and epilogues that differentiate or sum."""
-    problem, slow = forward(262144, 40, 32), Offered(HOPPER, (64, 64), 1, 31.03)
+    problem, slow = forward(262144, 40, 136), Offered(HOPPER, (64, 64), 1, 31.03)
     fast = slow._replace(tile=(64, 512), waves=3.879)
     assert most_promising(problem, [slow, fast]) == 1
     for unknown in ({"algo_id": 21}, {"splitk": 2}, {"tile": None}, {"waves": 0.0}):
@@ -82,6 +83,34 @@ def test_a_little_does_not_count() -> None:
 def test_tiles_as_large_are_kept_where_the_tensor_cores_are_busy() -> None:
     large = forward(4096, 14336, 4096)
     assert most_promising(large, offers(((128, 256), 13.6), ((256, 128), 13.6), ((192, 128), 18.1))) == 0
+
+
+OLDER = (64, 64)
+
+
+def test_a_short_sum_is_not_split() -> None:
+    """3904x24x21 takes 10.4 as the first splits it and 2.9 by the one that does not; the id 42 takes 47.8."""
+    split, slow, whole = (Offered(*each) for each in ((23, OLDER, 8, 0.7), (42, OLDER, 1, 0.5), (24, OLDER, 1, 0.1)))
+    for epilogue in (Epilogue.NONE, BIAS, Epilogue.DGELU):
+        assert most_promising(forward(3904, 24, 21, epilogue), [split, slow, whole, whole]) == 2
+    assert most_promising(forward(3904, 24, 128), [split, whole]) == 1
+    assert most_promising(forward(3904, 24, 129), [split, whole]) == 0
+    assert most_promising(forward(3904, 24, 21), [split, slow]) == 0, "nothing better is offered"
+
+
+def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
+    """7456x2840x464 takes 150 by the first and 84 by the other; 13830x224x48 17.7 and 18.5."""
+    offered = [Offered(21, (128, 128), 1, 1.7), Offered(43, (128, 128), 1, 1.0)]
+
+    def tf32(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
+        kind = DType.FLOAT32
+        return replace(forward(m, n, k, epilogue), dtype=kind, d_dtype=kind, compute=Compute.TF32)
+
+    assert most_promising(tf32(7456, 2840, 464), offered) == 1
+    assert most_promising(tf32(13830, 224, 48), offered) == 0
+    assert most_promising(tf32(7456, 2840, 464, Epilogue.DGELU), offered) == 0
+    assert most_promising(tf32(7456, 2840, 464), offered[:1]) == 0
+    assert most_promising(forward(7456, 2840, 464), offered) == 0
 
 
 @given(
@@ -106,17 +135,23 @@ def test_the_choice_is_one_of_the_offers_and_does_not_change(entries: list[Offer
     assert not chosen or (entries[chosen].algo_id, entries[chosen].splitk <= 1) == (HOPPER, True)
 
 
-class Offering(FakeLibrary):
-    """A library whose heuristic offers the Hopper kernels with some tiles, waves, and parts of K."""
+_Shown = tuple[MatmulTile, float, int]
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, entries: list[tuple[MatmulTile, float, int]]) -> None:
+
+class Offering(FakeLibrary):
+    """A library whose heuristic offers the Hopper kernels with some tiles, waves, and parts of K.
+
+    Where K must stay whole it offers those of `whole`.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, entries: list[_Shown], whole: Sequence[_Shown] = ()) -> None:
         super().__init__(monkeypatch)
-        self.entries = entries
-        self.offered = {(WORKSPACE, BOTH): [HOPPER] * len(entries)}
+        self.entries = {(WORKSPACE, BOTH): entries, (WORKSPACE, NONE): whole}
+        self.offered = {asked: [HOPPER] * len(each) for asked, each in self.entries.items() if each}
 
     def _query(self, *arguments: Any) -> int:
         status = super()._query(*arguments)
-        for result, (tile, waves, parts) in zip(arguments[8]._obj, self.entries, strict=False):
+        for result, (tile, waves, parts) in zip(arguments[8]._obj, self.entries[self.asked[-1]], strict=False):
             algorithm = Algorithm(HOPPER.to_bytes(8, "little") + bytes(56)).set(AlgoConfigAttribute.TILE_ID, tile)
             algorithm = algorithm.set(AlgoConfigAttribute.STAGES_ID, 35).set(AlgoConfigAttribute.SPLITK_NUM, parts)
             result.algo[:] = struct.unpack("8Q", algorithm.blob)
@@ -181,3 +216,19 @@ def test_a_product_that_nobody_makes_unsplit_is_split(monkeypatch: pytest.Monkey
     assert plan.algorithm is not None
     assert plan.algorithm.get(AlgoConfigAttribute.SPLITK_NUM) == 4
     assert [reductions for _, reductions in library.asked] == [ReductionScheme.NONE, BOTH]
+
+
+def test_short_sums_are_asked_for_unsplit(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
+    split, whole = (MatmulTile.TILE_64x64, 0.1, 4), (MatmulTile.TILE_64x128, 0.1, 1)
+    library = Offering(monkeypatch, [split], [whole])
+    assert tile_of(forward(640, 8, 72)) == (64, 128)
+    assert tile_of(forward(640, 8, 72), rank=0) == (64, 64), "the very first, where it is asked for"
+    assert tile_of(forward(640, 8, 512)) == (64, 64)
+    assert library.asked == [(WORKSPACE, each) for each in (BOTH, NONE, BOTH, BOTH)]
+
+
+def test_a_memset_matters_to_a_small_product(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
+    Offering(monkeypatch, [(MatmulTile.TILE_128x256, 1.0, 1), (MatmulTile.TILE_256x128, 1.0, 1)])
+    nodes[128, 256] = ["MEMSET", "KERNEL"]
+    assert tile_of(forward(512, 512, 512)) == (256, 128)
+    assert tile_of(forward(4096, 1024, 512)) == (128, 256)
