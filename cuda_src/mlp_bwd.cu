@@ -104,6 +104,9 @@ struct Sums {
   static constexpr int kTilesAcross = 2 * ACROSS + 1;
   static constexpr int kSize = DOWN * kTilesAcross * kFragment;
 
+  // Tiles of rows whose numbers are loaded before the first product: all, unless that takes too many registers.
+  static constexpr int kAtOnce = kDown + kAcross < 8 ? kRowTiles : 1;
+
   float of_weight[kDown][kAcross][2][4];
   float of_bias[kDown][4];
 
@@ -128,33 +131,37 @@ struct Sums {
     if (!has_any(warp)) return;
     const int down = first_down(warp), across = first_across(warp);
     const uint32 ones = rounded_pair(1.0f, 1.0f);
-    uint32 left[kRowTiles][kDown][4], right[kRowTiles][kAcross][4];
 #pragma unroll
-    for (int step = 0; step < kRowTiles; ++step) {
+    for (int first = 0; first < kRowTiles; first += kAtOnce) {
+      uint32 left[kAtOnce][kDown][4], right[kAtOnce][kAcross][4];
 #pragma unroll
-      for (int i = 0; i < kDown; ++i) {
-        const int tile = kIsEven || down + i < DOWN ? down + i : DOWN - 1;
-        load_left_transposed(left[step][i], gradient + step * kStep * gradient_pitch + tile * kStep, gradient_pitch);
-      }
-#pragma unroll
-      for (int j = 0; j < kAcross; ++j) {
-        const int tile = kIsEven || across + j < ACROSS ? across + j : ACROSS - 1;
-        load_right(right[step][j], input + step * kStep * input_pitch + tile * kStep, input_pitch);
-      }
-    }
-#pragma unroll
-    for (int step = 0; step < kRowTiles; ++step) {
-#pragma unroll
-      for (int j = 0; j < kAcross; ++j) {
+      for (int step = 0; step < kAtOnce; ++step) {
+        const int row = (first + step) * kStep;
 #pragma unroll
         for (int i = 0; i < kDown; ++i) {
-          multiply_add<SCALAR>(of_weight[i][j][0], left[step][i], right[step][j][0], right[step][j][1]);
-          multiply_add<SCALAR>(of_weight[i][j][1], left[step][i], right[step][j][2], right[step][j][3]);
+          const int tile = kIsEven || down + i < DOWN ? down + i : DOWN - 1;
+          load_left_transposed(left[step][i], gradient + row * gradient_pitch + tile * kStep, gradient_pitch);
+        }
+#pragma unroll
+        for (int j = 0; j < kAcross; ++j) {
+          const int tile = kIsEven || across + j < ACROSS ? across + j : ACROSS - 1;
+          load_right(right[step][j], input + row * input_pitch + tile * kStep, input_pitch);
         }
       }
-      if (across != 0) continue;
 #pragma unroll
-      for (int i = 0; i < kDown; ++i) multiply_add<SCALAR>(of_bias[i], left[step][i], ones, ones);
+      for (int step = 0; step < kAtOnce; ++step) {
+#pragma unroll
+        for (int j = 0; j < kAcross; ++j) {
+#pragma unroll
+          for (int i = 0; i < kDown; ++i) {
+            multiply_add<SCALAR>(of_weight[i][j][0], left[step][i], right[step][j][0], right[step][j][1]);
+            multiply_add<SCALAR>(of_weight[i][j][1], left[step][i], right[step][j][2], right[step][j][3]);
+          }
+        }
+        if (across != 0) continue;
+#pragma unroll
+        for (int i = 0; i < kDown; ++i) multiply_add<SCALAR>(of_bias[i], left[step][i], ones, ones);
+      }
     }
   }
 
@@ -298,8 +305,14 @@ __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], cons
 }
 #endif
 
-// Begins to copy the calling warp's chunk of x from a row on, if there is one.
-__device__ inline void copy_x(const MlpParams& p, SCALAR* to, int64 first) {
+// The number of the calling warp's first chunk, and how many there are. They are counted in 32 bits, which spares registers.
+__device__ inline int first_chunk(int warp) { return gridDim.x * warp + blockIdx.x; }
+__device__ inline int chunks_of(const MlpParams& p) { return static_cast<int>((p.rows + kChunk - 1) / kChunk); }
+__device__ inline int64 row_of(int chunk) { return static_cast<int64>(chunk) * kChunk; }
+
+// Begins to copy the calling warp's chunk of x, if there is one.
+__device__ inline void copy_x(const MlpParams& p, SCALAR* to, int chunk) {
+  const int64 first = row_of(chunk);
   constexpr int kOctets = INPUTS / kOctet;
   const int columns = p.layers[0].inputs, lane = threadIdx.x % kWarp;
   if (columns == INPUTS && first + kChunk <= p.rows && lies_whole(p.x, columns)) {
@@ -314,9 +327,6 @@ __device__ inline void copy_x(const MlpParams& p, SCALAR* to, int64 first) {
   }
   end_copies();
 }
-
-// The first row of the calling warp's first chunk.
-__device__ inline int64 first_row(int warp) { return (static_cast<int64>(gridDim.x) * warp + blockIdx.x) * kChunk; }
 
 // Makes a hidden layer's output of its sums, and leaves it, and what else the derivative needs.
 __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
@@ -381,20 +391,20 @@ __device__ inline void go_through_activation(uint32 (&rows)[kSteps][kRowTiles][4
 // x is there. Returns the calling lane's share of the sum of losses.
 __device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const Rows& own,
                                   int warp) {
-  const int64 first = first_row(warp), stride = static_cast<int64>(gridDim.x) * ROW_WARPS * kChunk;
+  const int first = first_chunk(warp), stride = gridDim.x * ROW_WARPS, chunks = chunks_of(p);
   float loss = 0.0f, sums[kRowTiles][kTiles][4];
   uint32 rows[kSteps][kRowTiles][4];
   int turn = 0;
-  for (int64 row = first; row < p.rows; row += stride, turn ^= 1) {
+  for (int chunk = first; chunk < chunks; chunk += stride, turn ^= 1) {
     Given given;  // gradients of the outputs or, with a loss, targets
-    if (kLoadsEarly) given.load(p.y, row, p.rows, p.layers[HIDDEN].outputs, 0);
+    if (kLoadsEarly) given.load(p.y, row_of(chunk), p.rows, p.layers[HIDDEN].outputs, 0);
     wait_for_copies<0>();
     __syncwarp();
     start_with_bias(sums, biases);
     multiply_tile<true, kInputSteps>(sums, own.x(turn), kInputPitch, INPUTS, weights.of(0), kInputPitch);
     if (Rows::kX == 1) __syncwarp();
-    if (row != first) wait_at_barrier(empty(warp), kTogether);
-    copy_x(p, own.x(turn ^ 1), row + stride);
+    if (chunk != first) wait_at_barrier(empty(warp), kTogether);
+    copy_x(p, own.x(turn ^ 1), chunk + stride);
 #pragma unroll 1
     for (int i = 0;;) {
       finish_layer(rows, sums, p, own, i);
@@ -402,8 +412,11 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
       start_with_bias(sums, biases + i * WIDTH);
       multiply_rows<true>(sums, rows, weights.of(i));
     }
-    if (!kLoadsEarly) given.load(p.y, row, p.rows, p.layers[HIDDEN].outputs, 0);
-    loss += turn_back(sums, rows, given, p, weights, biases, own, row);
+    if (!kLoadsEarly) {
+      __syncwarp();  // The compiler would load them early nevertheless.
+      given.load(p.y, row_of(chunk), p.rows, p.layers[HIDDEN].outputs, 0);
+    }
+    loss += turn_back(sums, rows, given, p, weights, biases, own, row_of(chunk));
 #pragma unroll 1
     for (int i = HIDDEN - 1; FIRST < HIDDEN; --i) {
       go_through_activation(rows, sums, p, own, i);
@@ -425,10 +438,10 @@ __device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp
 #pragma unroll
   for (int i = 0; i < kBetween; ++i) between[i].clear();
   last.clear();
-  const int64 next = static_cast<int64>(gridDim.x) * kChunk, stride = ROW_WARPS * next;
+  const int stride = gridDim.x * ROW_WARPS, chunks = chunks_of(p);
   int turn = 0, row_warp = 0;
 #pragma unroll 1
-  for (int64 row = static_cast<int64>(blockIdx.x) * kChunk; row < p.rows; row += next) {
+  for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const Rows rows{memory + row_warp * Rows::kSize};
     wait_at_barrier(full(row_warp), kTogether);
     if (makes(HIDDEN)) last.add(warp, rows.gradient(HIDDEN), kOutputPitch, rows.output(HIDDEN - 1), kPitch);
@@ -437,7 +450,7 @@ __device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp
       if (makes(i + 1)) between[i].add(warp, rows.gradient(i + 1), kPitch, rows.output(i), kPitch);
     }
     if (makes(0)) first.add(warp, rows.gradient(0), kPitch, rows.x(turn), kInputPitch);
-    if (row + stride < p.rows) pass_barrier(empty(row_warp), kTogether);
+    if (chunk + stride < chunks) pass_barrier(empty(row_warp), kTogether);
     if (++row_warp == ROW_WARPS) row_warp = 0, turn ^= 1;
   }
   float* sums = p.partial + static_cast<int64>(blockIdx.x) * kPartial;
@@ -463,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpPa
   wait_for_predecessor();
   const Rows own{rows + warp * Rows::kSize};
   load_layers(p, weights, biases, p.count);
-  if (warp < ROW_WARPS) copy_x(p, own.x(0), first_row(warp));
+  if (warp < ROW_WARPS) copy_x(p, own.x(0), first_chunk(warp));
   end_copies();
   wait_for_copies<0>();
   __syncthreads();

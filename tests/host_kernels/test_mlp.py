@@ -394,7 +394,7 @@ def test_blocks_fit_shared_memory_and_registers() -> None:
 
 
 def test_parts_are_as_few_as_can_be() -> None:
-    assert _parts(*[128] * 3, 10) == [(1, 2, 4, 2, 4), (0, 0, 4, 2, 4)]
+    assert _parts(*[128] * 3, 10) == [(1, 2, 4, 1, 4), (0, 0, 4, 1, 4)]
     assert _parts(*[128] * 4, 10) == [(2, 3, 4, 1, 4), (1, 1, 4, 1, 4), (0, 0, 4, 1, 4)]
     assert _parts(*[64] * 8, 3) == [(3, 7, 4, 1, 4), (0, 2, 4, 1, 4)]
 

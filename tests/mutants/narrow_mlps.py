@@ -36,8 +36,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a row warp writes before its last rows have been read",
         _BACKWARD,
-        "if (row != first) wait_at_barrier(empty(warp), kTogether);",
-        "if (row != first) pass_barrier(empty(warp), kTogether);",
+        "if (chunk != first) wait_at_barrier(empty(warp), kTogether);",
+        "if (chunk != first) pass_barrier(empty(warp), kTogether);",
         f"{_TESTS}::test_blocks_go_from_tile_to_tile[0]",
     ),
     fault(
