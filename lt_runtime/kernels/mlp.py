@@ -163,7 +163,7 @@ def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) ->
         "WEIGHTED": 0,
     }
     macros = (
-        *forward_macros(problem.dtype, problem.activation.name, width_of(problem)),
+        *forward_macros(problem.dtype, problem.activation.name, _width_of(problem)),
         *((name, str(n)) for name, n in numbers.items()),
     )
     return macros if loss is None else (*macros, ("LOSS", LOSSES[loss]))
@@ -184,7 +184,7 @@ class MlpForward:
         wave = device_info(device).multiprocessors * _blocks(device, shared, _FORWARD_BLOCKS)
         blocks = min(-(-problem.rows // rows), wave)
         params = _params(problem, x, y)
-        macros = forward_macros(problem.dtype, problem.activation.name, width_of(problem))
+        macros = forward_macros(problem.dtype, problem.activation.name, _width_of(problem))
         tiling = Tiling((blocks, 1), (warps * WARP, 1))
         self._launches = Launches(MLP_FWD, macros, device, tiling, params, shared=shared)
 
@@ -226,7 +226,7 @@ class MlpBackward:
         self._sums = sum(_sums(problem)) + (_LOSS_PLACES if loss else 0)
         self._parts = [self._launches_of(problem, x, y, part, device, loss) for part in parts]
         last = MlpGradientsParams(_layers_of(problem), blocks=self._blocks, sums=self._sums, size=self._size)
-        last.count, last.width, last.accumulate = self._layers, width_of(problem), accumulate
+        last.count, last.width, last.accumulate = self._layers, _width_of(problem), accumulate
         tiling = Tiling((-(-self._sums // _GRADIENTS_BLOCK[0]), 1), _GRADIENTS_BLOCK)
         self._last = Launches(MLP_GRADIENTS, gradients_macros(problem.dtype), device, tiling, last)
 
@@ -289,7 +289,7 @@ def _padded(columns: int) -> int:
     return -(-columns // _STEP) * _STEP
 
 
-def width_of(problem: MLPProblem) -> int:
+def _width_of(problem: MLPProblem) -> int:
     """Columns of the hidden layers, as the kernels are compiled for them."""
     widest = max(problem.dims[1:-1])
     return next(each for each in WIDTHS if each >= widest)
@@ -301,12 +301,12 @@ def _ends(problem: MLPProblem) -> tuple[int, int]:
 
 
 def _warp_rows(problem: MLPProblem) -> int:
-    return _STEP * (2 if width_of(problem) <= _NARROWER else 1)
+    return _STEP * (2 if _width_of(problem) <= _NARROWER else 1)
 
 
 def _resident_bytes(problem: MLPProblem, biases: int) -> int:
     """How many bytes the weights of all layers and so many biases take."""
-    (inputs, outputs), width, hidden = _ends(problem), width_of(problem), len(problem.dims) - 2
+    (inputs, outputs), width, hidden = _ends(problem), _width_of(problem), len(problem.dims) - 2
     weights = width * (inputs + _SKEW) + ((hidden - 1) * width + outputs) * (width + _SKEW)
     return 2 * weights + 4 * biases
 
@@ -314,14 +314,14 @@ def _resident_bytes(problem: MLPProblem, biases: int) -> int:
 def _forward_bytes(problem: MLPProblem) -> int:
     """How many bytes of shared memory a block of mlp_fwd takes: for weights, biases, and two tiles of each warp."""
     inputs, outputs = _ends(problem)
-    biases = (len(problem.dims) - 2) * width_of(problem) + outputs
+    biases = (len(problem.dims) - 2) * _width_of(problem) + outputs
     tiles = 2 * _FORWARD_WARPS * _warp_rows(problem) * (max(inputs, outputs) + _SKEW)
     return _resident_bytes(problem, biases) + 2 * tiles
 
 
 def _sums(problem: MLPProblem) -> list[int]:
     """How many sums each layer's gradients take: 16 x 8 tiles of the weight's, and a tile in each row for the bias."""
-    (inputs, outputs), width = _ends(problem), width_of(problem)
+    (inputs, outputs), width = _ends(problem), _width_of(problem)
     sizes = [inputs, *[width] * (len(problem.dims) - 2), outputs]
     return [below // _STEP * (above // 8 + 1) * _FRAGMENT for above, below in itertools.pairwise(sizes)]
 
@@ -366,7 +366,7 @@ def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
 def _fits(problem: MLPProblem, part: Part, shared: int) -> bool:
     """Whether a block has room for what it keeps in shared memory, and a thread for what it keeps in registers."""
     is_whole = part.first == 0 and part.last == len(problem.dims) - 2
-    is_narrow = width_of(problem) <= _NARROWER or (is_whole and problem.activation.name in _SIMPLE)
+    is_narrow = _width_of(problem) <= _NARROWER or (is_whole and problem.activation.name in _SIMPLE)
     has_registers = _sums_each(problem, part) + _BESIDES <= part.block.registers
     return has_registers and (part.block.row_tiles == 1 or is_narrow) and backward_bytes(problem, part) <= shared
 
@@ -382,7 +382,7 @@ def backward_bytes(problem: MLPProblem, part: Part) -> int:
 
     It holds the weights and biases, and for each row warp what `Rows` in mlp_bwd.cu says.
     """
-    (inputs, outputs), width, hidden = _ends(problem), width_of(problem), len(problem.dims) - 2
+    (inputs, outputs), width, hidden = _ends(problem), _width_of(problem), len(problem.dims) - 2
     first, last, saved = part.first, part.last, _saved(problem)
     x, makes_last = 2 if first == 0 else 1, last == hidden
     kept = (hidden if saved is Saved.OUTPUT else last) - max(0, first - 1)
@@ -395,7 +395,7 @@ def backward_bytes(problem: MLPProblem, part: Part) -> int:
 
 def _sums_each(problem: MLPProblem, part: Part) -> int:
     """How many sums of gradients a thread of mlp_bwd keeps in its registers, see `split_of` there."""
-    (inputs, outputs), width, warps = _ends(problem), width_of(problem), part.block.sum_warps
+    (inputs, outputs), width, warps = _ends(problem), _width_of(problem), part.block.sum_warps
     sizes = [inputs, *[width] * (len(problem.dims) - 2), outputs]
     found = 0
     for above, below in itertools.pairwise(sizes[part.first : part.last + 2]):
