@@ -408,7 +408,7 @@ def test_shared_memory_bounds_the_depth() -> None:
 IN_PARTS = ([(2, 2), (0, 1)], [(1, 2), (0, 0)], [(2, 2), (1, 1), (0, 0)])
 
 
-@pytest.mark.parametrize("parts", IN_PARTS, ids=str)
+@pytest.mark.parametrize("parts", IN_PARTS)
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
 def test_parts_make_what_one_launch_does(
     host: HostKernels, monkeypatch: pytest.MonkeyPatch, activation: str, parts: list[tuple[int, int]]

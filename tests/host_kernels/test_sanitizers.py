@@ -55,6 +55,7 @@ SHARED_MEMORY_TESTS = [  # ThreadSanitizer runs their explicit examples alone
     "test_mlp.py::test_exact_sums[2-dims3-129]",
     "test_mlp.py::test_activations[gelu-DType.FLOAT16]",
     "test_mlp.py::test_blocks_go_from_tile_to_tile[2]",
+    "test_mlp.py::test_parts_make_what_one_launch_does[relu-parts2]",
     *(
         f"test_mlp.py::test_losses[{case}-(20, 32, 24, 5)]"
         for case in (f"mse-{BF16}", f"huber-{F16}", f"bce_with_logits-{BF16}")
