@@ -187,7 +187,7 @@ def _was_us(times: Mapping[str, Mapping[str, float]], strategy: str, row: Row) -
 def main(argv: Sequence[str]) -> None:
     """Prints by half and stratum what untuned reaches of tuned: as it was measured, and as the priors are now."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks judge-priors", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=[report.RESULTS / "wide_parts.json"])
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=[report.RESULTS / "wide.json"])
     parser.add_argument("--rows", action="store_true", help="show the rows as well")
     arguments = parser.parse_args(argv)
     priors.device_info = lambda _: DeviceInfo(0, "", 90, multiprocessors=132, memory=0)

@@ -49,7 +49,7 @@ def test_the_command_tells_a_change_from_noise(tmp_path: Path, capsys: pytest.Ca
     assert status.value.code == 0, "19 of 20 agree"
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines if line.startswith(" 0: lt")] == [
-        ["0:", "lt", "100.00", "110.00", "1.100", "5.35"]
+        ["0:", "lt", "100.00", "110.00", "1.100", "7.45"]
     ]
     assert any("agree within their stated spread" in line and "0.950" in line for line in lines)
     with pytest.raises(SystemExit) as status:

@@ -16,12 +16,12 @@ from benchmarks.wide import FIT, JUDGE, STRATA, SUITE, findings, shapes
 from tests.support.fake_gpu import FakeGpu
 
 
-def test_the_shapes_are_what_they_were_when_priors_were_fitted() -> None:
+def test_the_shapes_are_what_they_were_when_they_were_measured() -> None:
     assert {stratum: (shapes(stratum)[0], shapes(stratum)[-1]) for stratum in STRATA} == {
-        "odd": ((712, 105, 112), (3365, 553, 2177)),
-        "tall": ((65536, 56, 80), (65536, 24, 16)),
-        "narrow": ((457, 11, 312), (72, 14, 352)),
-        "ordinary": ((38, 768, 7360), (53, 384, 1344)),
+        "odd": ((13830, 221, 48), (13374, 841, 735)),
+        "tall": ((65536, 32, 80), (65536, 24, 56)),
+        "narrow": ((206, 4, 528), (4898, 8, 1144)),
+        "ordinary": ((270, 192, 2368), (1792, 1408, 512)),
     }
 
 
