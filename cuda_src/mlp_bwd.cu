@@ -32,7 +32,6 @@ constexpr int kOutputSteps = OUTPUTS / kStep;
 constexpr int kPitch = WIDTH + kSkew;
 constexpr int kInputPitch = INPUTS + kSkew;
 constexpr int kOutputPitch = OUTPUTS + kSkew;
-constexpr bool kLoadsEarly = kRowTiles * WIDTH <= 128;  // targets, which then wait in registers
 constexpr int kFragment = 4 * kWarp;  // sums of a 16 × 8 tile
 constexpr int kTogether = (1 + SUM_WARPS) * kWarp;  // threads at a barrier between a row warp and the sum warps
 #ifdef LOSS
@@ -104,9 +103,6 @@ struct Sums {
   static constexpr int kTilesAcross = 2 * ACROSS + 1;
   static constexpr int kSize = DOWN * kTilesAcross * kFragment;
 
-  // Tiles of rows whose numbers are loaded before the first product: all, unless that takes too many registers.
-  static constexpr int kAtOnce = kDown + kAcross < 8 ? kRowTiles : 1;
-
   float of_weight[kDown][kAcross][2][4];
   float of_bias[kDown][4];
 
@@ -131,37 +127,33 @@ struct Sums {
     if (!has_any(warp)) return;
     const int down = first_down(warp), across = first_across(warp);
     const uint32 ones = rounded_pair(1.0f, 1.0f);
+    uint32 left[kRowTiles][kDown][4], right[kRowTiles][kAcross][4];
 #pragma unroll
-    for (int first = 0; first < kRowTiles; first += kAtOnce) {
-      uint32 left[kAtOnce][kDown][4], right[kAtOnce][kAcross][4];
+    for (int step = 0; step < kRowTiles; ++step) {
 #pragma unroll
-      for (int step = 0; step < kAtOnce; ++step) {
-        const int row = (first + step) * kStep;
+      for (int i = 0; i < kDown; ++i) {
+        const int tile = kIsEven || down + i < DOWN ? down + i : DOWN - 1;
+        load_left_transposed(left[step][i], gradient + step * kStep * gradient_pitch + tile * kStep, gradient_pitch);
+      }
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
+        const int tile = kIsEven || across + j < ACROSS ? across + j : ACROSS - 1;
+        load_right(right[step][j], input + step * kStep * input_pitch + tile * kStep, input_pitch);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kRowTiles; ++step) {
+#pragma unroll
+      for (int j = 0; j < kAcross; ++j) {
 #pragma unroll
         for (int i = 0; i < kDown; ++i) {
-          const int tile = kIsEven || down + i < DOWN ? down + i : DOWN - 1;
-          load_left_transposed(left[step][i], gradient + row * gradient_pitch + tile * kStep, gradient_pitch);
-        }
-#pragma unroll
-        for (int j = 0; j < kAcross; ++j) {
-          const int tile = kIsEven || across + j < ACROSS ? across + j : ACROSS - 1;
-          load_right(right[step][j], input + row * input_pitch + tile * kStep, input_pitch);
+          multiply_add<SCALAR>(of_weight[i][j][0], left[step][i], right[step][j][0], right[step][j][1]);
+          multiply_add<SCALAR>(of_weight[i][j][1], left[step][i], right[step][j][2], right[step][j][3]);
         }
       }
+      if (across != 0) continue;
 #pragma unroll
-      for (int step = 0; step < kAtOnce; ++step) {
-#pragma unroll
-        for (int j = 0; j < kAcross; ++j) {
-#pragma unroll
-          for (int i = 0; i < kDown; ++i) {
-            multiply_add<SCALAR>(of_weight[i][j][0], left[step][i], right[step][j][0], right[step][j][1]);
-            multiply_add<SCALAR>(of_weight[i][j][1], left[step][i], right[step][j][2], right[step][j][3]);
-          }
-        }
-        if (across != 0) continue;
-#pragma unroll
-        for (int i = 0; i < kDown; ++i) multiply_add<SCALAR>(of_bias[i], left[step][i], ones, ones);
-      }
+      for (int i = 0; i < kDown; ++i) multiply_add<SCALAR>(of_bias[i], left[step][i], ones, ones);
     }
   }
 
@@ -397,7 +389,7 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
   int turn = 0;
   for (int chunk = first; chunk < chunks; chunk += stride, turn ^= 1) {
     Given given;  // gradients of the outputs or, with a loss, targets
-    if (kLoadsEarly) given.load(p.y, row_of(chunk), p.rows, p.layers[HIDDEN].outputs, 0);
+    given.load(p.y, row_of(chunk), p.rows, p.layers[HIDDEN].outputs, 0);
     wait_for_copies<0>();
     __syncwarp();
     start_with_bias(sums, biases);
@@ -411,10 +403,6 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
       if (++i == HIDDEN) break;
       start_with_bias(sums, biases + i * WIDTH);
       multiply_rows<true>(sums, rows, weights.of(i));
-    }
-    if (!kLoadsEarly) {
-      __syncwarp();  // The compiler would load them early nevertheless.
-      given.load(p.y, row_of(chunk), p.rows, p.layers[HIDDEN].outputs, 0);
     }
     loss += turn_back(sums, rows, given, p, weights, biases, own, row_of(chunk));
 #pragma unroll 1

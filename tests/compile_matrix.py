@@ -24,7 +24,6 @@ from lt_runtime.kernels.mlp import (
     MAX_LAYERS,
     TYPES,
     WIDTHS,
-    backward_bytes,
     backward_macros,
     fitting_parts,
     forward_macros,
@@ -174,7 +173,7 @@ def _narrow_model(
 
 def _backward_variants(problem: MLPProblem, loss: str | None = None) -> Iterator[Variant]:
     for part in fitting_parts(problem, _SHARED, _MULTIPROCESSORS):
-        yield Variant("mlp_bwd.cu", backward_macros(problem, part, loss), backward_bytes(problem, part))
+        yield Variant("mlp_bwd.cu", backward_macros(problem, part, loss))
 
 
 VARIANTS: Final = (

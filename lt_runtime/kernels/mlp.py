@@ -28,11 +28,7 @@ _STEP: Final = 16  # rows of a tile, and what numbers of columns are padded to a
 _SKEW: Final = 8  # elements between two rows in shared memory
 _FRAGMENT: Final = 128  # sums of a tile of a gradient, 16 x 8
 _RESERVED_SHARED: Final = 1024  # bytes that the driver takes of a block's shared memory
-_NARROWER: Final = 64  # columns of hidden layers up to which a warp has registers for two tiles of rows
-_SIMPLE: Final = (
-    "none",
-    "relu",
-)  # with these, mlp_bwd has them for wider layers too, if it makes all gradients at once
+_NARROWER: Final = 64  # columns of hidden layers up to which a warp that takes rows has registers for two tiles
 _FORWARD_WARPS: Final = 4
 _FORWARD_BLOCKS: Final = 3  # of a multiprocessor
 _GRADIENTS_BLOCK: Final = (32, 8)
@@ -235,7 +231,7 @@ class MlpBackward:
     ) -> Launches[MlpParams]:
         macros, params = backward_macros(problem, part, loss and loss.name), _params(problem, x, y)
         params.delta = loss.delta if loss else 0.0
-        tiling, shared = Tiling((self._blocks, 1), (part.block.threads, 1)), backward_bytes(problem, part)
+        tiling, shared = Tiling((self._blocks, 1), (part.block.threads, 1)), _backward_bytes(problem, part)
         return Launches(MLP_BWD, macros, device, tiling, params, shared=shared)
 
     @property
@@ -360,15 +356,14 @@ def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...
 def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
     """Where all rows are few enough for it, each row warp has one tile once: nothing is as short as one tile's way."""
     is_small = problem.rows <= _BLOCKS[0].row_warps * _STEP * multiprocessors
-    return [block for block in _BLOCKS if block.row_tiles == 1 or not is_small]
+    most = 1 if is_small or _width_of(problem) > _NARROWER else _BLOCKS[0].row_tiles
+    return [block for block in _BLOCKS if block.row_tiles <= most]
 
 
 def _fits(problem: MLPProblem, part: Part, shared: int) -> bool:
     """Whether a block has room for what it keeps in shared memory, and a thread for what it keeps in registers."""
-    is_whole = part.first == 0 and part.last == len(problem.dims) - 2
-    is_narrow = _width_of(problem) <= _NARROWER or (is_whole and problem.activation.name in _SIMPLE)
     has_registers = _sums_each(problem, part) + _BESIDES <= part.block.registers
-    return has_registers and (part.block.row_tiles == 1 or is_narrow) and backward_bytes(problem, part) <= shared
+    return has_registers and _backward_bytes(problem, part) <= shared
 
 
 def _saved(problem: MLPProblem) -> Saved:
@@ -377,7 +372,7 @@ def _saved(problem: MLPProblem) -> Saved:
     return Saved.OUTPUT if problem.activation.name in _FROM_OUTPUT else Saved.PREACTIVATION
 
 
-def backward_bytes(problem: MLPProblem, part: Part) -> int:
+def _backward_bytes(problem: MLPProblem, part: Part) -> int:
     """How many bytes of shared memory a block of mlp_bwd takes.
 
     It holds the weights and biases, and for each row warp what `Rows` in mlp_bwd.cu says.

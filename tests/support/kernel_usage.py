@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from cuda.bindings import nvrtc
@@ -19,20 +19,14 @@ from lt_runtime.paths import kernel_sources
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MAX_SHARED: Final = 48 << 10  # bytes a block may have without being granted more
-_GRANTED: Final = dict(zip(ARCHITECTURES, (64, 163, 99, 99, 227, 227, 99), strict=True))  # KiB it may be granted
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A source with its definitions, and the bytes of shared memory that its blocks are launched with."""
+    """A source with its definitions."""
 
     source: str
     macros: Macros = ()
-    dynamic_shared: int = field(default=0, compare=False)
-
-    def runs_on(self, architecture: str) -> bool:
-        """Whether a block has so much shared memory there."""
-        return self.dynamic_shared <= _GRANTED[architecture] << 10
 
     def __str__(self) -> str:
         return "-".join([self.source, *(value.removeprefix("lt::") for _, value in self.macros)])
@@ -79,8 +73,7 @@ def faults(
     variants: Sequence[Variant], architectures: Sequence[str], structs: Structs, found: Sequence[Usage]
 ) -> list[str]:
     """What is wrong with variants of one source, where `found` is all that their compilation says."""
-    jobs = _jobs(variants, architectures)
-    wanted = {(str(variant), kernel, each) for (variant, each), kernel in itertools.product(jobs, structs)}
+    wanted = set(itertools.product(map(str, variants), structs, architectures))
     compiled = {(usage.variant, usage.kernel, usage.architecture): usage for usage in found}
     missing = [f"{kernel} of {variant} for {each} is missing" for variant, kernel, each in wanted - set(compiled)]
     unknown = [f"{kernel} of {variant} is not known to the runtime" for variant, kernel, _ in set(compiled) - wanted]
@@ -95,14 +88,9 @@ def faults(
 
 def everywhere(variants: Sequence[Variant], architectures: Sequence[str]) -> list[Usage]:
     """Usage of all kernels of some variants; NVRTC compiles in several threads at once."""
-    jobs = _jobs(variants, architectures)
+    jobs = list(itertools.product(variants, architectures))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return [usage for found in pool.map(lambda job: usages(*job), jobs) for usage in found]
-
-
-def _jobs(variants: Sequence[Variant], architectures: Sequence[str]) -> list[tuple[Variant, str]]:
-    """What is to be compiled for which architecture: what nobody can launch there is left out."""
-    return [job for job in itertools.product(variants, architectures) if job[0].runs_on(job[1])]
 
 
 def usages(variant: Variant, architecture: str) -> list[Usage]:

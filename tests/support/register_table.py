@@ -72,8 +72,7 @@ def _usages(row: Sequence[str]) -> Iterator[Usage]:
     if not shared.isdigit():  # the heading
         return
     for architecture, count in zip(ARCHITECTURES, registers, strict=True):
-        if count.isdigit():
-            yield Usage(variant, kernel, architecture, int(count), 0, 0, int(shared), 0, double=False)
+        yield Usage(variant, kernel, architecture, int(count), 0, 0, int(shared), 0, double=False)
 
 
 def summary(found: Iterable[Usage]) -> str:
@@ -101,7 +100,7 @@ def _details_heading() -> list[str]:
 
 
 def details(found: Iterable[Usage]) -> str:
-    """A row for each kernel of each variant: registers, "-" where nobody can launch it, and the most shared memory."""
+    """A row for each kernel of each variant: registers by architecture, the most shared memory of any."""
     rows: dict[tuple[str, str], dict[str, Usage]] = {}
     for usage in found:
         rows.setdefault((usage.kernel, usage.variant), {})[usage.architecture] = usage
@@ -111,7 +110,7 @@ def details(found: Iterable[Usage]) -> str:
             [
                 kernel,
                 variant,
-                *(str(by_architecture[each].registers) if each in by_architecture else "-" for each in ARCHITECTURES),
+                *(str(by_architecture[each].registers) for each in ARCHITECTURES),
                 str(max(usage.shared for usage in by_architecture.values())),
             ]
             for (kernel, variant), by_architecture in sorted(rows.items())
