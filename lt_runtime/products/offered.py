@@ -5,7 +5,7 @@ The heuristic's first stays, but for what it is known to misjudge:
 - The library's kernels for Hopper work on D in rounds, one tile to a multiprocessor. A round takes as long as the loads
   of a tile or its multiplications, whichever is longer, and some time to begin and to end; with an epilogue, tiles of
   more than 64 rows take longer to end. Another is taken if it is estimated to be faster by a tenth.
-- A short K is not worth to be split: BF16 3904x24x21 takes 5.9 µs in six parts, and 2.6 whole.
+- A short K is not worth splitting: BF16 3904x24x21 takes 5.9 µs in six parts, and 2.6 whole.
 - Large TF32 products are Hopper's own kernels': 7456x2840x464 takes 150 µs by the first, 84 by the one after it.
 
 The constants are of an H200 (cuBLASLt 13.1), fitted as those of `cost` are, to products of few columns above all.
@@ -26,7 +26,7 @@ _HOPPER_TF32: Final = 43
 _SELDOM_FAST: Final = (41, 42)
 """Ids of kernels that take up to 18 times as long as others that leave a short K whole."""
 SHORT_K: Final = 128
-"""Terms of a sum up to which it is not worth to be split."""
+"""Terms of a sum up to which it is not worth splitting."""
 _LARGE: Final = 1e9
 """Multiply-adds from which on a product is large."""
 _LAUNCH_US: Final = 3.0
