@@ -161,6 +161,23 @@ def test_a_step_makes_the_layers_gradients(gpu: FakeGpu, options: dict[str, Any]
     assert _names(gpu) == ({BACKWARD, GRADIENTS} if in_one else {FORWARD, BACKWARD, GRADIENTS})
 
 
+def test_a_step_whose_sums_need_two_launches(gpu: FakeGpu) -> None:
+    dims, rows = (128, 128, 128, 4), 20
+    model = _model(gpu, dims)
+    x, target = _inputs(gpu, rows, dims[0]), _inputs(gpu, rows, dims[-1], seed=1)
+    outputs, contexts = model.forward(x)
+    exact_loss, gradient = gpu.lt.mse_loss(outputs, target)
+    model.backward(gradient, contexts)
+    expected = _gradients(gpu, model)
+    gpu.streams.synchronize_all()
+    gpu.kernels.launched.clear()
+    found = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters(), lr=0.0), loss="mse", graph=False)(x, target)
+    for made, exact in zip(_gradients(gpu, model), expected, strict=True):
+        assert np.linalg.norm(made - exact) <= 2e-2 * np.linalg.norm(exact)
+    assert _values(gpu, found) == pytest.approx(_values(gpu, exact_loss), rel=1e-2)
+    assert [gpu.kernels.launched.count(each) for each in (FORWARD, BACKWARD, GRADIENTS)] == [0, 2, 1]
+
+
 def test_a_loss_in_the_backward_pass_is_scaled(gpu: FakeGpu) -> None:
     """FP16 gradients that would vanish, with a scale on the device, are what they are without either."""
     made = []
