@@ -52,6 +52,8 @@ MACROS = (
     ("ROW_WARPS", "1"),
     ("ROW_TILES", "1"),
     ("SUM_WARPS", "1"),
+    ("FIRST", "0"),
+    ("LAST", "1"),
     ("THREADS", "512"),
 )
 TILES = "mma.cuh"
