@@ -30,7 +30,7 @@ _TORCH: Final = "torch_graph_bf16"
 _NAMED: Final = "64x3 2^18"
 _PARAMETER_BYTES: Final = 28  # BF16, FP32 master and two FP32 moments, each read and written; gradients stay inside
 _PEAK_TFLOPS: Final = {"NVIDIA H200": 989.4}
-"""Of dense BF16 products, by GPU, as the data sheet has it: at 1.83 GHz, though small steps run at up to 1.98 GHz."""
+"""Data sheets state this peak of dense BF16 products. It is that of 1.83 GHz; small steps run at up to 1.98 GHz."""
 
 
 def _case(width: int, hidden: int, power: int) -> StepCase:

@@ -340,7 +340,7 @@ def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tup
 
 
 def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...]:
-    """As many layers in each as there is room for, the last layers first; none if there is no room for one."""
+    """The last layers come first, as many in each part as have room; there is no part if a layer has no room at all."""
     found, last = list[Part](), len(problem.dims) - 2
     while last >= 0:
         part = next(

@@ -108,7 +108,7 @@ class MatmulPlan(AlgorithmPlan):
         if not offered and self.problem.one_kernel:
             # To some products the library offers no algorithm that leaves K whole. Two kernels are better than none.
             offered = self.query(self.workspace_size, _REDUCTIONS)
-        if rank is None and all(is_split_for_nothing(self.problem, _offered(each)) for each in offered):
+        if rank is None and offered and all(is_split_for_nothing(self.problem, _offered(each)) for each in offered):
             offered += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
         self.candidates = tuple(offered)
         if len(self.candidates) <= (rank or 0):

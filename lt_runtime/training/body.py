@@ -100,7 +100,7 @@ class StepBody:
                 outputs, target, row_weights, scale=scale, share=share, reuse=reuse, stream=stream
             )
         scores = Scores(outputs, target, IGNORE_INDEX) if self.loss.classifies else None
-        del outputs  # From here on each array is let go after its last reader, so that the next has its memory.
+        del outputs  # From here on each array is let go after its last reader, so that later arrays have its memory.
         device = self.model.device.ordinal
         # Nothing else in the step waits for the tally, so that on a GPU a stream beside adds to it.
         beside = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))

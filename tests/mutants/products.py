@@ -538,8 +538,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "short sums are not asked for unsplit",
         _MATMUL,
-        "if rank is None and all(is_split_for_nothing",
-        "if rank is not None and all(is_split_for_nothing",
+        "if rank is None and offered and all(is_split_for_nothing",
+        "if rank is not None and offered and all(is_split_for_nothing",
         "tests/cpu/products/test_offered.py::test_short_sums_are_asked_for_unsplit",
     ),
     fault(

@@ -225,6 +225,10 @@ def test_short_sums_are_asked_for_unsplit(monkeypatch: pytest.MonkeyPatch, nodes
     assert tile_of(forward(640, 8, 72), rank=0) == (64, 64), "the very first, where it is asked for"
     assert tile_of(forward(640, 8, 512)) == (64, 64)
     assert library.asked == [(WORKSPACE, each) for each in (BOTH, NONE, BOTH, BOTH)]
+    library = Offering(monkeypatch, [])
+    with pytest.raises(PlanError, match="offers 0 sound algorithms"):
+        tile_of(forward(640, 8, 72))
+    assert library.asked == [(WORKSPACE, BOTH)], "nothing is asked for again where nothing was offered"
 
 
 def test_a_memset_matters_to_a_small_product(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
