@@ -26,6 +26,15 @@ struct EpilogueFwdParams {
   float slope;
 };
 
+// Of the columns of a thread's octets.
+__device__ inline Octet load_bias(const EpilogueFwdParams& p, const Sweep& sweep) {
+  if (!kFlat) return load<SCALAR>(Matrix{const_cast<SCALAR*>(p.bias), 0, 1}, 0, sweep.col, sweep.count);
+  Octet out;
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) out.v[i] = to_float(p.bias[sweep.column(i, p.cols)]);
+  return out;
+}
+
 }  // namespace lt
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt::EpilogueFwdParams p) {
@@ -42,19 +51,19 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) epilogue_fwd(const lt:
   if (sweep.count == 0) return;
   const uint32 step = DROPOUT ? dropout_step(p.dropout) : 0;
   Octet bias{};
-  if (p.bias) bias = load<SCALAR>(Matrix{const_cast<SCALAR*>(p.bias), 0, 1}, 0, sweep.col, sweep.count);
-  in.start(sweep.row < p.rows);
+  if (p.bias) bias = load_bias(p, sweep);
+  in.start(sweep, p.rows);
   for (uint32 row = sweep.row; row < p.rows; row += sweep.step) {
-    Octet z = Access<PRODUCT>::unpack(in.take(row + sweep.step < p.rows));
+    Octet z = Access<PRODUCT>::unpack(in.take(row, p.rows));
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) z.v[i] += bias.v[i];
 #if KEEP
-    kept.store(z);
+    kept.store(z, row == p.rows - 1);
 #endif
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) z.v[i] = ACTIVATION::forward(z.v[i], p.slope);
-    if (DROPOUT) apply_dropout<ALIGNED>(z, p.dropout, step, index);
+    if (DROPOUT) apply_dropout<ALIGNED != 0>(z, p.dropout, step, index);
     index += index_step;
-    out.store(z);
+    out.store(z, row == p.rows - 1);
   }
 }

@@ -11,6 +11,7 @@
 namespace lt {
 
 constexpr int kResized = 3;
+constexpr int kBlocks = 3;  // that a multiprocessor shall hold: more would spill registers for some GPUs
 
 struct Resized {
   Matrix from;
@@ -20,42 +21,226 @@ struct Resized {
   int64 rows;
   int64 cols;
   int across;   // blocks side by side
-  int threads;  // of a block, side by side, with an octet each
+  int down;     // blocks below each other
+  int threads;  // of a block, side by side, with an octet each: two to this power
 };
 
 struct ResizeParams {
   Resized items[kResized];
 };
 
-// Octets of one matrix, which may be aligned to 16 bytes or not, as may its source. Where the target's rows are no whole
-// octets they begin in the middle of one, so that all octets but a row's first and last are written at once: memory takes
-// parts of a sector as slowly as a whole one.
+constexpr int kWords = sizeof(Packed<SCALAR>) / sizeof(uint32);
+constexpr uint64 kAligned = sizeof(uint4);
+
+// An octet as it lies in memory.
+struct Words {
+  uint32 w[kWords];
+
+  static __device__ Words ones() {
+    Words out;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) out.w[i] = ~0u;
+    return out;
+  }
+};
+
+__device__ inline Words operator&(const Words& a, const Words& b) {
+  Words out;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) out.w[i] = a.w[i] & b.w[i];
+  return out;
+}
+
+__device__ inline Words operator|(const Words& a, const Words& b) {
+  Words out;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) out.w[i] = a.w[i] | b.w[i];
+  return out;
+}
+
+// The eight elements at any address. They are read in whole words of 16 bytes, and shifted: in words as wide as odd rows
+// allow, memory would be asked for each sector several times.
+__device__ inline Words load_shifted(const SCALAR* p) {
+  constexpr int kQuad = 4;
+  const uint64 address = reinterpret_cast<uint64>(p), offset = address % kAligned;
+  const uint4* quads = reinterpret_cast<const uint4*>(address - offset);
+  uint32 words[kWords + kQuad] = {};
+#pragma unroll
+  for (int i = 0; i < kWords + kQuad; i += kQuad) {
+    if (i == kWords && offset == 0) continue;
+    const uint4 quad = quads[i / kQuad];
+    memcpy(words + i, &quad, sizeof(quad));
+  }
+  // A barrel shifter: every index is known at compile time, so that the words stay in registers.
+  const int bits = offset & 2 ? 16 : 0;
+  Words out;
+#pragma unroll
+  for (int i = 0; i < kWords + 3; ++i) {
+    words[i] = static_cast<uint32>((static_cast<uint64>(words[i + 1]) << 32 | words[i]) >> bits);
+  }
+#pragma unroll
+  for (int i = 0; i < kWords + 2; ++i) words[i] = offset & 4 ? words[i + 1] : words[i];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) out.w[i] = offset & 8 ? words[i + 2] : words[i];
+  return out;
+}
+
+// Elements of an octet from `begin` to `end`, and zeros for the others.
+__device__ inline Words masked(Words octet, int begin, int end) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const int low = i * 4 / static_cast<int>(sizeof(SCALAR)), high = (i * 4 + 2) / static_cast<int>(sizeof(SCALAR));
+    octet.w[i] &= (begin <= low && low < end ? 0xffffu : 0u) | (begin <= high && high < end ? 0xffff0000u : 0u);
+  }
+  return octet;
+}
+
+template <class Use>
+__device__ inline void for_part(int begin, int end, Use use) {
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) {
+    if (begin <= i && i < end) use(i);
+  }
+}
+
+// What is to be copied of a source: no more than its target has.
+struct Source {
+  int64 rows;
+  int64 cols;
+  int64 col_stride;
+  uint64 first;  // address from which on an octet's words of 16 bytes are the source's own
+  uint64 reach;  // bytes from there for which they are
+
+  __device__ explicit Source(const Resized& item)
+      : rows(item.from_rows < item.rows ? item.from_rows : item.rows),
+        cols(item.from_cols < item.cols ? item.from_cols : item.cols),
+        col_stride(item.from.col_stride),
+        first((reinterpret_cast<uint64>(item.from.data) + kAligned - 1) / kAligned * kAligned),
+        reach(0) {
+    const uint64 end = reinterpret_cast<uint64>(element<SCALAR>(item.from, item.from_rows - 1, item.from_cols));
+    const uint64 least = first + sizeof(Words) + kAligned;
+    if (col_stride == 1 && end > least) reach = end - least;
+  }
+
+  // The octet of a row, at `line`, from a column on, which may lie before the row.
+  __device__ Words octet(const SCALAR* line, int64 row, int64 col) const {
+    const int begin = col < 0 ? static_cast<int>(-col) : 0, end = row < rows ? octet_count(col, cols) : 0;
+    const SCALAR* p = line + col;
+    if (begin < end && reinterpret_cast<uint64>(p) - first < reach) {
+      const Words found = load_shifted(p);
+      return end - begin == kOctet ? found : masked(found, begin, end);
+    }
+    Words found{};
+    for_part(begin, end, [&](int i) {
+      memcpy(reinterpret_cast<char*>(&found) + i * sizeof(SCALAR), line + (col + i) * col_stride, sizeof(SCALAR));
+    });
+    return found;
+  }
+};
+
+__device__ inline void store_octet(SCALAR* to, const Words& octet) {
+#pragma unroll
+  for (int i = 0; i < kWords; i += 4) {
+    reinterpret_cast<uint4*>(to)[i / 4] = uint4{octet.w[i], octet.w[i + 1], octet.w[i + 2], octet.w[i + 3]};
+  }
+}
+
+// Stores the elements from `begin` to `end`, at once if they are all and lie on 16 bytes.
+__device__ inline void store_part(SCALAR* to, const Words& octet, int begin, int end) {
+  if (end - begin == kOctet && reinterpret_cast<uint64>(to) % kAligned == 0) return store_octet(to, octet);
+  for_part(begin, end, [&](int i) {
+    memcpy(to + i, reinterpret_cast<const char*>(&octet) + i * sizeof(SCALAR), sizeof(SCALAR));
+  });
+}
+
+// Where a thread's octets are: one in every `step`th row from `row` on, `place` octets behind the first.
+struct Place {
+  int64 row;
+  int64 step;
+  int64 place;
+};
+
+// Whether a target has no gaps, so that the last octet of a row goes on in the next.
+__device__ inline bool is_flat(const Resized& item) {
+  return item.to.row_stride == item.cols && item.cols >= kOctet;
+}
+
+// Octets that begin at the same column in all rows of a thread, on 16 bytes; kFlat where the last of a row goes on in the
+// next. Two rows are under way at a time.
+template <bool kFlat>
+__device__ inline void resize_column(const Resized& item, const Source& source, const Place& at, int64 col) {
+  const int there = octet_count(col, item.cols), rest = kFlat ? kOctet - there : 0;  // in the next row
+  const Words mask = masked(Words::ones(), 0, octet_count(col, source.cols));
+  const Words next_mask = masked(Words::ones(), there, there + octet_count(0, source.cols < rest ? source.cols : rest));
+  // In the first row and the last ones an octet's words may reach beyond the matrix.
+  const bool is_plain = source.col_stride == 1 && source.cols >= kOctet && there + rest == kOctet;
+  const int64 last = is_plain ? source.rows - (rest ? 2 : 1) : 0;
+  const int64 pitch = item.from.row_stride, from_step = at.step * pitch, to_step = at.step * item.to.row_stride;
+  const auto whole = [&](const SCALAR* from) {
+    const Words octet = load_shifted(from + col) & mask;
+    return rest ? octet | (load_shifted(from + pitch - there) & next_mask) : octet;
+  };
+  const auto copy = [&](const SCALAR* from, SCALAR* to, int64 row) {
+    const Words octet = source.octet(from, row, col);
+    const bool goes_on = rest && row + 1 < item.rows;
+    const int end = there + (goes_on ? rest : 0);
+    store_part(to, goes_on ? octet | source.octet(from + pitch, row + 1, -there) : octet, 0, end);
+  };
+  const SCALAR* from = element<SCALAR>(item.from, at.row, 0);
+  SCALAR* to = element<SCALAR>(item.to, at.row, col);
+  for (int64 row = at.row; row < item.rows; row += 2 * at.step, from += 2 * from_step, to += 2 * to_step) {
+    const int64 second = row + at.step;
+    if (0 < row && second < last) {
+      const Words octets[] = {whole(from), whole(from + from_step)};
+      store_octet(to, octets[0]);
+      store_octet(to + to_step, octets[1]);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        if (row + i * at.step < item.rows) copy(from + i * from_step, to + i * to_step, row + i * at.step);
+      }
+    }
+  }
+}
+
+// Octets of a target whose rows begin anywhere. They begin on 16 bytes, perhaps before the row, so that most are written at
+// once: memory takes parts of a sector as slowly as a whole one.
+__device__ inline void resize_ragged(const Resized& item, const Source& source, const Place& at) {
+  const uint32 pitch = item.to.row_stride % kOctet;
+  const uint32 start = pitch ? static_cast<uint32>(reinterpret_cast<uint64>(item.to.data) / sizeof(SCALAR) % kOctet) : 0;
+  for (int64 row = at.row; row < item.rows; row += at.step) {
+    const int before = static_cast<int>((start + static_cast<uint32>(row) * pitch) % kOctet);
+    const int64 col = at.place * kOctet - before;
+    if (col >= item.cols) continue;
+    const Words octet = source.octet(element<SCALAR>(item.from, row, 0), row, col);
+    store_part(element<SCALAR>(item.to, row, col), octet, col < 0 ? before : 0, octet_count(col, item.cols));
+  }
+}
+
 __device__ inline void resize_octets(const Resized& item) {
-  const int blocks = gridDim.x / item.across, block = blockIdx.x / item.across;  // below each other
-  if (block >= blocks) return;
-  const int down = blockDim.x / item.threads;  // rows of a block
-  const int64 own = static_cast<int64>(blockIdx.x % item.across * item.threads + threadIdx.x % item.threads) * kOctet;
-  const uint64 pitch = item.to.row_stride % kOctet;
-  const uint64 before = pitch ? reinterpret_cast<uint64>(item.to.data) / sizeof(SCALAR) : 0;
-  int64 row = static_cast<int64>(block) * down + threadIdx.x / item.threads;
-  for (; row < item.rows; row += static_cast<int64>(blocks) * down) {
-    const int64 col = own - static_cast<int64>((before + row * pitch) % kOctet);
-    if (col >= 0) {
-      const int count = octet_count(col, item.cols);
-      const int there = row < item.from_rows ? octet_count(col, item.from_cols) : 0;
-      if (count) store<SCALAR>(item.to, row, col, count, load<SCALAR>(item.from, row, col, there));
-      continue;
-    }
-    for (int64 i = 0; i < col + kOctet && i < item.cols; ++i) {
-      const bool exists = row < item.from_rows && i < item.from_cols;
-      *element<SCALAR>(item.to, row, i) = exists ? *element<SCALAR>(item.from, row, i) : from_float<SCALAR>(0.0f);
-    }
+  const int block = blockIdx.x / item.across;  // from above
+  if (block >= item.down) return;
+  const int high = blockDim.x >> item.threads, beside = (1 << item.threads) - 1;
+  const int place = ((blockIdx.x - block * item.across) << item.threads) + (threadIdx.x & beside);
+  const Place at{block * high + (static_cast<int>(threadIdx.x) >> item.threads), item.down * high, place};
+  const Source source(item);
+  const bool begins_whole = reinterpret_cast<uint64>(item.to.data) % sizeof(Words) == 0;
+  const uint32 pitch = item.to.row_stride % kOctet;
+  if (begins_whole && pitch == 0) {
+    const int64 col = at.place * kOctet;
+    if (col < item.cols) resize_column<false>(item, source, at, col);
+  } else if (begins_whole && is_flat(item) && at.step % kOctet == 0) {
+    const uint32 before = static_cast<uint32>(at.row) * pitch % kOctet;
+    const int64 col = (at.place + (before > 0)) * kOctet - before;
+    if (col < item.cols) resize_column<true>(item, source, at, col);
+  } else {
+    resize_ragged(item, source, at);
   }
 }
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(256) resize(const __grid_constant__ lt::ResizeParams p) {
+extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) resize(const __grid_constant__ lt::ResizeParams p) {
   using namespace lt;
   wait_for_predecessor();
   resize_octets(p.items[blockIdx.y]);

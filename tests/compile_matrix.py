@@ -10,8 +10,9 @@ import argparse
 import ctypes
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
@@ -19,7 +20,7 @@ from lt_runtime.kernels import dropout
 from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, Sharers, row_macros
 from lt_runtime.kernels.elementwise_loss import LOSSES
-from lt_runtime.kernels.epilogue import _BACKWARD_BLOCKS, _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES
+from lt_runtime.kernels.epilogue import _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
 from lt_runtime.kernels.mlp import (
     MAX_LAYERS,
     TYPES,
@@ -30,7 +31,7 @@ from lt_runtime.kernels.mlp import (
     gradients_macros,
 )
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
-from lt_runtime.kernels.tiling import access_macros
+from lt_runtime.kernels.tiling import Access, access_macros
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import forward_strategies
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, MLPProblem, Saved, Spec
@@ -41,6 +42,7 @@ from tests.support.register_table import TABLE, Record, read, summary
 
 _SHARED: Final = 227 << 10  # bytes of shared memory that a block may have on an H200
 _MULTIPROCESSORS: Final = 132
+_MASK: Final = str(_SAVED[Saved.MASK])
 _TWIN: Final = "sm_89"
 """Every kernel takes on it what it takes on sm_86, register for register; only the command compiles for both."""
 
@@ -52,10 +54,14 @@ def over(source: str, **choices: Iterable[str]) -> list[Variant]:
     ]
 
 
-def _swept(bare: Variant, blocks: Mapping[DType, int]) -> list[Variant]:
-    """A sweep's fast path, and the one for any layout."""
-    (dtype,) = (dtype for dtype, name in SCALAR.items() if ("SCALAR", name) in bare.macros)
-    return [replace(bare, macros=(*bare.macros, *access_macros(aligned, blocks[dtype]))) for aligned in (True, False)]
+def _swept(bare: Variant, blocks: Callable[[DType, Access], int]) -> list[Variant]:
+    """A sweep's fast path, and the one for any layout; of the epilogues also that of rows that begin anywhere."""
+    macros = dict(bare.macros)
+    (dtype,) = (dtype for dtype, name in SCALAR.items() if name == macros["SCALAR"])
+    accesses = [Access.ALIGNED, Access.ANY]
+    if "ACTIVATION" in macros and macros.get("DZ") != "2" and macros.get("SAVED") != _MASK:
+        accesses.append(Access.FLAT)
+    return [replace(bare, macros=(*bare.macros, *access_macros(access, blocks(dtype, access)))) for access in accesses]
 
 
 def _epilogue_fwd() -> list[Variant]:
@@ -72,7 +78,7 @@ def _epilogue_fwd() -> list[Variant]:
             PRODUCT=[SCALAR[DType.FLOAT32]] if keep else sorted({scalar, SCALAR[DType.FLOAT32]}),
             KEEP=[str(keep)],
         )
-        for variant in _swept(bare, dict.fromkeys(SCALAR, _FORWARD_BLOCKS - keep))
+        for variant in _swept(bare, lambda *_, keep=keep: _FORWARD_BLOCKS - keep)
     ]
 
 
@@ -101,7 +107,7 @@ def _epilogue_bwd() -> list[Variant]:
             SAVED=sorted(str(_SAVED[mode]) for mode in saved_modes(name, dropout)),
             DZ="012",
         )
-        for variant in _swept(bare, _BACKWARD_BLOCKS)
+        for variant in _swept(bare, partial(_backward_blocks, dropout=dropout))
     ]
 
 
@@ -183,7 +189,7 @@ VARIANTS: Final = (
     *(
         variant
         for bare in over("dropout.cu", SCALAR=SCALAR.values())
-        for variant in _swept(bare, dict.fromkeys(SCALAR, dropout._BLOCKS))
+        for variant in _swept(bare, lambda *_: dropout._BLOCKS)
     ),
     *_epilogue_bwd(),
     *_epilogue_fwd(),

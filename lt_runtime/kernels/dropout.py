@@ -9,7 +9,7 @@ from typing import Final
 from lt_runtime.kernels.blocks import SCALAR, Dropout, Matrix, fields
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, sweep, wave_of
+from lt_runtime.kernels.tiling import OCTET, Access, access_macros, are_aligned, sweep, wave_of
 from lt_runtime.layout import Order, packed
 from lt_runtime.problem import DType, Spec
 
@@ -35,7 +35,8 @@ class DropoutPass:
         if all(spec.layout.order is Order.ROW and spec.layout.extent == spec.layout.size for spec in specs):
             specs = [_folded(spec) for spec in specs]
         layout = specs[0].layout
-        macros = ("SCALAR", SCALAR[dtype]), *access_macros(are_aligned(dtype, *specs), _BLOCKS)
+        access = Access.ALIGNED if are_aligned(dtype, *specs) else Access.ANY
+        macros = ("SCALAR", SCALAR[dtype]), *access_macros(access, _BLOCKS)
         wave = None if dtype is DType.FLOAT32 else _WAVES * wave_of(device, _BLOCKS)
         params = DropoutParams(*map(Matrix.of, specs), layout.rows, layout.cols)
         self._launches = Launches(DROPOUT, macros, device, sweep(layout, wave), params)

@@ -10,7 +10,15 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels.blocks import SCALAR, ColumnSum, Dropout, Matrix, fields
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import OCTET, access_macros, are_aligned, moves_vectors, reduction, sweep, wave_of
+from lt_runtime.kernels.tiling import (
+    OCTET,
+    Access,
+    access_macros,
+    moves_vectors,
+    reduction,
+    sweep,
+    wave_of,
+)
 from lt_runtime.layout import Order
 from lt_runtime.problem import ACTIVATIONS, Activation, Derivative, DType, ForwardProblem, Saved, Spec
 
@@ -80,12 +88,12 @@ class ForwardPass:
     ) -> None:
         self._keeps, self._adds_bias = kept is not None, adds_bias
         dtype, layout = problem.dtype, problem.y.layout
-        aligned = are_aligned(product_dtype, product) and are_aligned(dtype, problem.y, kept)
+        access = Access.to((product_dtype, product), (dtype, problem.y), (dtype, kept))
         macros = (
             *_macros(dtype, problem.activation, problem.dropout),
             ("PRODUCT", SCALAR[product_dtype]),
             ("KEEP", str(int(self._keeps))),
-            *access_macros(aligned, _FORWARD_BLOCKS - self._keeps),
+            *access_macros(access, _FORWARD_BLOCKS - self._keeps),
         )
         # Drawing random numbers takes a 16-bit pass longer than memory does, so that its blocks had better start once.
         busy = problem.dropout and dtype is not DType.FLOAT32
@@ -140,21 +148,19 @@ class BackwardPass:
         self._makes_dz, self._sums = dz is not None, sums
         self._reads_saved = derivative.saved_spec is not None
         transposes = dz is not None and (dy.layout.order, dz.layout.order) == (Order.ROW, Order.COLUMN)
-        saved = derivative.saved_spec if derivative.saved is not Saved.MASK else None
-        aligned = are_aligned(dtype, dy, saved, None if transposes else dz)
-        if dz is not None and transposes:
-            aligned = aligned and moves_vectors(dz, dtype)
-        blocks = _BACKWARD_BLOCKS[dtype]
+        access = _access(dtype, derivative, dy, dz, transposes=transposes)
+        self._is_flat, blocks = access is Access.FLAT, _backward_blocks(dtype, access, derivative.dropout)
         macros = (
             *_macros(dtype, derivative.activation, derivative.dropout),
             ("SAVED", str(_SAVED[derivative.saved])),
             ("DZ", str(0 if dz is None else 1 + transposes)),
-            *access_macros(aligned, blocks),
+            *access_macros(access, blocks),
         )
         layout, wave = dy.layout, wave_of(device, blocks)
         if sums is not None or transposes:
             # In FP32 a strip is too much for a block: on an H200 two passes over 256x512 took 1.2 µs more in a step.
-            self._tiling = reduction(layout, wave, transposes=transposes, strips=dtype is not DType.FLOAT32)
+            strips = dtype is not DType.FLOAT32 and not self._is_flat
+            self._tiling = reduction(layout, wave, transposes=transposes, strips=strips)
         else:
             self._tiling = sweep(layout, wave)
         params = EpilogueBwdParams(dy=Matrix.of(layout), dz=Matrix.of(dz), rows=layout.rows, cols=layout.cols)
@@ -167,7 +173,9 @@ class BackwardPass:
     def partial_bytes(self) -> int:
         """Bytes of scratch memory for the bias gradient's partial sums."""
         (columns, parts), (x, _) = self._tiling
-        return 4 * parts * columns * x * OCTET if self._sums and parts > 1 else 0
+        if self._sums is None or (parts == 1 and not self._is_flat):
+            return 0
+        return 4 * parts * columns * (x + 2 * self._is_flat) * OCTET
 
     def run(
         self,
@@ -199,3 +207,21 @@ class BackwardPass:
         if dropout is not None:
             params.dropout = dropout.block()
         launch()
+
+
+def _backward_blocks(dtype: DType, access: Access, dropout: bool) -> int:
+    """Blocks that a multiprocessor shall hold of a backward pass; with one more, 16-bit dropout spilled registers."""
+    return _BACKWARD_BLOCKS[dtype] - (dropout and access is Access.FLAT and dtype is not DType.FLOAT32)
+
+
+def _access(dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, *, transposes: bool) -> Access:
+    """How a backward pass moves octets.
+
+    A mask's are bytes, and those of a transposed dz are of columns, so that neither is flat.
+    """
+    is_mask = derivative.saved is Saved.MASK
+    saved, result = None if is_mask else derivative.saved_spec, None if transposes else dz
+    access = Access.to(*((dtype, each) for each in (dy, saved, result)))
+    if dz is not None and transposes and not moves_vectors(dz, dtype):
+        return Access.ANY
+    return Access.ANY if access is Access.FLAT and (is_mask or transposes) else access

@@ -13,18 +13,22 @@ from lt_runtime.gpu.direct import function
 from lt_runtime.gpu.driver import check
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import MAX_GRID_Y, OCTET, THREADS, VECTOR_BYTES, Tiling, grid_for, turning
+from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, grid_for, turning
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType
 
 RESIZED: Final = 3
 """Matrices that one launch of `resize` copies, at most."""
+# Blocks of a copy, if its rows are not too long: a thread finds its place as slowly as it copies a few octets.
+_ROWS_OF_A_THREAD: Final = 4
+_FEWEST_BLOCKS: Final = 512
+_MOST_BLOCKS: Final = 2048
 
 
 class Resized(Structure):
     """`lt::Resized`."""
 
-    _fields_ = fields(("from_ to", Matrix), ("from_rows from_cols rows cols", c_int64), ("across threads", c_int))
+    _fields_ = fields(("from_ to", Matrix), ("from_rows from_cols rows cols", c_int64), ("across down threads", c_int))
 
 
 class ResizeParams(Structure):
@@ -90,7 +94,13 @@ class ResizePass:
         for number, (source, target) in enumerate(each.by_rows for each in resizes):
             across, threads, down = _tiled(source, target)
             params.items[number] = Resized(
-                Matrix.of(source), Matrix.of(target), *source.shape, *target.shape, across, threads
+                Matrix.of(source),
+                Matrix.of(target),
+                *source.shape,
+                *target.shape,
+                across,
+                down,
+                threads.bit_length() - 1,
             )
             blocks = max(blocks, across * down)
         tiling = Tiling((blocks, len(resizes)), (THREADS, 1))
@@ -117,7 +127,9 @@ def _tiled(source: Layout, target: Layout) -> tuple[int, int, int]:
     wide = packed(target.rows, target.cols + before)
     tiling = turning(wide) if source.order is Order.COLUMN else grid_for(wide)
     threads = tiling.block[0]
-    return tiling.grid[0], threads, min(-(-target.rows // (THREADS // threads)), MAX_GRID_Y)
+    across, down = tiling.grid[0], -(-target.rows // (THREADS // threads))
+    blocks = min(max(across * down // _ROWS_OF_A_THREAD, _FEWEST_BLOCKS), _MOST_BLOCKS)
+    return across, threads, min(down, max(1, blocks // across))
 
 
 class RowsCopy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Final, NamedTuple
 
 from lt_runtime.errors import ShapeError
@@ -19,7 +20,11 @@ VECTOR_BYTES: Final = 16
 """Bytes of the widest access to memory."""
 MAX_GRID_Y: Final = 65535
 
-_MAX_ROWS: Final = 2**32 - MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and steps over the last
+# Rows and columns of a matrix, at least and at most, whose octets are those of memory if its rows are no whole ones: a
+# block then has 8 to 64 rows of threads, and sums have counters enough.
+_FEWEST_FLAT: Final = (OCTET, 2 * OCTET + 1)
+_MOST_FLAT: Final = 1 << 18
+_MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and looks four steps ahead
 _OCTETS_A_THREAD: Final = 2
 # A block that sees every row of a narrow strip of columns sums the strip up alone, without waiting for other blocks.
 _STRIP_OCTETS: Final = 2
@@ -59,6 +64,30 @@ def is_whole_octets(spec: Spec, dtype: DType) -> bool:
     return length % OCTET == 0 and moves_vectors(spec, dtype)
 
 
+class Access(enum.IntEnum):
+    """How a pass moves octets; see sweep.cuh."""
+
+    ANY = 0
+    ALIGNED = 1
+    FLAT = 2
+
+    @classmethod
+    def to(cls, *operands: tuple[DType, Spec | None]) -> Access:
+        """The fastest that matrices of one shape allow, each with its type; None is no matrix."""
+        matrices = [(dtype, spec) for dtype, spec in operands if spec is not None]
+        if all(are_aligned(dtype, spec) for dtype, spec in matrices):
+            return cls.ALIGNED
+        return cls.FLAT if all(_is_flat(spec) for _, spec in matrices) else cls.ANY
+
+
+def _is_flat(spec: Spec) -> bool:
+    """Whether a matrix is large, and has no gaps between its rows."""
+    layout, (rows, cols) = spec.layout, _FEWEST_FLAT
+    is_large = layout.rows >= rows and cols <= layout.cols <= _MOST_FLAT
+    has_no_gaps = layout.order is Order.ROW and layout.leading_dimension == layout.cols
+    return is_large and has_no_gaps and spec.alignment % VECTOR_BYTES == 0
+
+
 def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
     """Whether the rows of all matrices are whole octets and begin at multiples of 16 bytes; None is no matrix.
 
@@ -67,12 +96,12 @@ def are_aligned(dtype: DType, *specs: Spec | None) -> bool:
     return all(spec.layout.order is Order.ROW and is_whole_octets(spec, dtype) for spec in specs if spec is not None)
 
 
-def access_macros(aligned: bool, blocks: int) -> Macros:
+def access_macros(access: Access, blocks: int) -> Macros:
     """How a kernel moves octets, and how many blocks a multiprocessor shall hold.
 
     That number bounds a thread's registers, but for the slow path, which takes as many as it needs.
     """
-    return ("ALIGNED", str(int(aligned))), ("BLOCKS", str(blocks if aligned else 1))
+    return ("ALIGNED", str(int(access))), ("BLOCKS", str(blocks if access else 1))
 
 
 def tile(rows: int, cols: int) -> tuple[int, int]:

@@ -10,9 +10,11 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import StreamMemory, aligned, branch
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, Sums
+from lt_runtime.kernels.resize import ResizePass
 from lt_runtime.plans.strategies import BackwardStrategy, MadeBy, dz_spec, unchanged
 from lt_runtime.problem import BackwardProblem, Derivative, MatmulProblem, Spec
 from lt_runtime.products.choose import Choose, known_algorithm
+from lt_runtime.products.padded import PaddedPlan, shared_copy
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 
 
@@ -25,6 +27,7 @@ class BackwardPlan(Plan):
 
     Attributes:
         products: those of "dx" and "dw", by these names, where they are wanted.
+        shared: the copy of dz that is made once, for both products; None where they do not work on the same one.
 
     Raises:
         PlanError: cuBLASLt refuses one of the strategy's products.
@@ -45,6 +48,12 @@ class BackwardPlan(Plan):
         self._partial_bytes = max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
         problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
         self.products = {name: choose(each, device) for name, each in problems.items() if each is not None}
+        self.shared = shared_copy([*self.products.values()])
+        if self.shared is not None:
+            padded = {name: each for name, each in self.products.items() if isinstance(each, PaddedPlan)}
+            self.products |= {name: each.given_copy("a") for name, each in padded.items()}
+        self._copy = ResizePass(problem.dtype, [self.shared], device) if self.shared else None
+        self._copy_bytes = self.shared.target.size * problem.dtype.itemsize if self.shared else 0
         self._dx, self._dw = self.products.get("dx"), self.products.get("dw")
 
     def _own_pass(self) -> BackwardPass | None:
@@ -94,32 +103,43 @@ class BackwardPlan(Plan):
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
-        memory.scratch(self._dz_bytes + self._partial_bytes)
+        memory.scratch(self._dz_bytes + aligned(self._partial_bytes) + self._copy_bytes)
         for product in self.products.values():
             product.reserve(memory)
         self._reserve_branch(memory)
 
     def _reserve_branch(self, memory: StreamMemory) -> None:
-        """Allocates what dw needs beside dx, be there a branch or not: nothing can be allocated during a capture."""
+        """Allocates what a branch needs beside dx, be there one or not: nothing can be allocated during a capture."""
         if self.strategy.beside and self._dw is not None:
             self._dw.reserve(memory.branch)
+            memory.branch.scratch(self._partial_bytes)
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
         dy, x, w, saved, saved_below, dx, dw, db, dz, db_below = call.addresses
-        scratch = memory.scratch(self._dz_bytes + self._partial_bytes)
+        scratch = memory.scratch(self._dz_bytes + aligned(self._partial_bytes) + self._copy_bytes)
         partial = scratch + self._dz_bytes
         dropout, dropout_below = call.dropouts
+        # Nothing waits for a sum alone, which goes beside dx with dw.
+        sums_beside = self._first is not None and self.strategy.beside and not self._needs_dz
         if self._first is not None:
             dz = (dz or scratch) if self._needs_dz else dy
-            self._first.run(dy, saved, dz, db, partial, memory.tickets, dropout, memory.stream)
+            if not sums_beside:
+                self._first.run(dy, saved, dz, db, partial, memory.tickets, dropout, memory.stream)
         else:
             dz = dy
             if self.strategy.db is MadeBy.KERNEL:
                 self._zero(db, self.problem.dy.layout.cols, memory.stream)
+        if self._copy is not None:
+            copied = partial + aligned(self._partial_bytes)
+            self._copy.run([(dz, copied)], memory.stream)
+            dz = copied
         self._reserve_branch(memory)
         beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
         with beside as other:
+            if self._first is not None and sums_beside:
+                partial_beside = other.scratch(self._partial_bytes)
+                self._first.run(dy, 0, 0, db, partial_beside, other.tickets, None, other.stream)
             if self._dw is not None:
                 self._put_dw(self._dw, dz, x, dw, db, other)
             if self._dx is not None:

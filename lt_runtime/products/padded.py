@@ -14,8 +14,10 @@ To the tuner and the plan cache the copies are a part of the algorithm.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, Self
 
 from lt_runtime.errors import PlanError
 from lt_runtime.gpu.devices import device_info
@@ -102,6 +104,8 @@ class PaddedPlan(AlgorithmPlan):
 
     Attributes:
         inner: the plan of the product of the copies.
+        sources: what is copied before it, by the names of a call's addresses.
+        result: how D is copied after it; None where it is made in its place.
 
     Raises:
         PlanError: there is nothing to copy, or so much that copies take more than a 64th of the GPU's memory, or the
@@ -116,8 +120,8 @@ class PaddedPlan(AlgorithmPlan):
             raise PlanError(f"padding is not for {problem}")
         self._mark = K_MAJOR if k_major else PADDED
         self.problem, self.device = problem, device
-        self._sources, self._offsets, self._size = copies_of(problem, padded), dict[str, int](), 0
-        for name, resize in self._sources.items():
+        self.sources, self._offsets, self._size = copies_of(problem, padded), dict[str, int](), 0
+        for name, resize in self.sources.items():
             self._offsets[name] = self._size
             self._size += aligned(resize.target.size * problem.dtype.itemsize)
         most = max(workspace_size(device), device_info(device).memory // _MEMORY_SHARE)
@@ -125,9 +129,21 @@ class PaddedPlan(AlgorithmPlan):
             raise PlanError(f"padded copies take {self._size} bytes, more than {most}: {problem}")
         self.inner = MatmulPlan(padded, device, algorithm=algorithm)
         self.algorithm = self.inner.algorithm
-        result = self._sources.pop("d", None)
-        self._before = ResizePass(problem.dtype, [*self._sources.values()], device) if self._sources else None
-        self._after = ResizePass(problem.dtype, [Resize(result.target, result.source)], device) if result else None
+        back = self.sources.pop("d", None)
+        self.result = Resize(back.target, back.source) if back else None
+        self._before = self._copying()
+        self._after = ResizePass(problem.dtype, [self.result], device) if self.result else None
+
+    def _copying(self) -> ResizePass | None:
+        return ResizePass(self.problem.dtype, [*self.sources.values()], self.device) if self.sources else None
+
+    def given_copy(self, name: str) -> Self:
+        """The same plan for calls that have the address of an operand's copy in the place of its own."""
+        given = copy.copy(self)
+        given.sources = {each: resize for each, resize in self.sources.items() if each != name}
+        given._offsets = {each: offset for each, offset in self._offsets.items() if each != name}
+        given._before = given._copying()
+        return given
 
     @property
     def blob(self) -> bytes:
@@ -154,10 +170,17 @@ class PaddedPlan(AlgorithmPlan):
         own = dict(zip(self.problem.operands, call.addresses, strict=True))
         copies = {name: base + offset for name, offset in self._offsets.items()}
         if self._before is not None:
-            self._before.run([(own[name], copies[name]) for name in self._sources], memory.stream)
+            self._before.run([(own[name], copies[name]) for name in self.sources], memory.stream)
         self.inner.put(Call(tuple({**own, **copies}.values()), call.stream, call.scalars), memory)
         if self._after is not None:
             self._after.run([(copies["d"], own["d"])], memory.stream)
+
+
+def shared_copy(products: Sequence[AlgorithmPlan]) -> Resize | None:
+    """The copy of A that each of several products works on, whichever way it reads it; None if there is none."""
+    copies = [each.sources.get("a") if isinstance(each, PaddedPlan) else None for each in products]
+    found = {None if each is None else each.by_rows for each in copies}
+    return found.pop() if len(found) == 1 < len(copies) else None
 
 
 def copies_of(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:

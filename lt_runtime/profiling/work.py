@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from lt_runtime.kernels.resize import Resize
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.ops.call import Known
 from lt_runtime.plans.backward import BackwardPlan
@@ -86,20 +87,25 @@ def _products(plan: Plan) -> dict[str, Plan]:
 def _moved(plan: Plan) -> Iterator[int]:
     """Bytes, kernel by kernel."""
     for product in _products(plan).values():
-        inner = product.inner if isinstance(product, PaddedPlan) else product
-        yield roofline.work_of(inner.problem).bytes
-        for name in ("a", "b", "d"):
-            own, copy = getattr(product.problem, name), getattr(inner.problem, name)
-            if own != copy:
-                yield _bytes(own, product.problem.dtype) + _bytes(copy, product.problem.dtype)
+        if not isinstance(product, PaddedPlan):
+            yield roofline.work_of(product.problem).bytes
+            continue
+        yield roofline.work_of(product.inner.problem).bytes
+        yield from _copies([*product.sources.values(), product.result], product.problem.dtype)
     if isinstance(plan, ForwardPlan):
         yield from _forward_pass(plan)
     elif isinstance(plan, BackwardPlan):
+        yield from _copies([plan.shared], plan.problem.dtype)
         yield from _backward_passes(plan)
     elif isinstance(plan, ProductPlan) and plan.product.problem is not plan.problem:
         yield _bytes(plan.product.problem.d, plan.product.problem.d_dtype)
         yield roofline.work_of(plan.problem).bytes - roofline.work_of(plan.product.problem).bytes
         yield _bytes(plan.problem.d, plan.problem.d_dtype)
+
+
+def _copies(copies: Iterable[Resize | None], dtype: DType) -> Iterator[int]:
+    """Each reads its source and writes its target; None is no copy."""
+    return ((each.source.size + each.target.size) * dtype.itemsize for each in copies if each is not None)
 
 
 def _forward_pass(plan: ForwardPlan) -> Iterator[int]:

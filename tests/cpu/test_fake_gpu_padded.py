@@ -74,3 +74,37 @@ def test_a_bound_layer_has_room_for_its_copies(gpu: FakeGpu, copies: list[Any], 
     gpu.synchronize_all()
     for made, wanted in ((dx, dy @ w), (dw, dy.T @ x)) if backward else ((y, x @ w.T),):
         np.testing.assert_allclose(gpu.host_of(made), wanted, rtol=4e-3, atol=0.05)
+
+
+def test_a_backward_pass_copies_its_gradient_once(
+    gpu: FakeGpu, copies: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lt, cp = gpu.lt, gpu.cp
+    x, w, dy = (cp.asarray(np.ones(shape, np.float32)) for shape in ((21, 19), (33, 19), (21, 33)))
+    _, ctx = lt.linear_fwd(x, w, compute="tf32")
+    passes, copied = own("kernels.resize").ResizePass, list[list[int]]()
+    run = passes.run
+
+    def recorded(self: Any, addresses: Any, stream: int) -> None:
+        pairs = [*addresses]
+        copied.append([source for source, _ in pairs])
+        run(self, pairs, stream)
+
+    monkeypatch.setattr(passes, "run", recorded)
+    lt.linear_bwd(dy, ctx)
+    gpu.synchronize_all()
+    assert sum(sources.count(dy.data.ptr) for sources in copied) == 1
+    assert len(copied) == 5, "dy once; w and dx, x and dw"
+
+
+def test_a_bias_gradient_alone_is_made_beside_dx(
+    gpu: FakeGpu, copies: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lt, epilogue, made = gpu.lt, own("kernels.epilogue").BackwardPass, list[int]()
+    run = epilogue.run
+    monkeypatch.setattr(epilogue, "run", lambda self, *given: (made.append(given[-1]), run(self, *given))[1])
+    model = lt.MLP((19, 33, 7), activation="none", dtype="float32", compute="tf32", device=0)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse", tune=False)
+    step(*(gpu.cp.asarray(np.ones((ROWS, n), np.float32)) for n in (19, 7)))
+    gpu.synchronize_all()
+    assert len({*made}) == 2, "the last layer's sum has a stream of its own"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.kernels.blocks import Dropout
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.kernels.tiling import OCTET, Tiling
+from lt_runtime.kernels.tiling import OCTET, Access, Tiling
 from lt_runtime.problem import DType, Philox, keep_threshold
 from lt_runtime.reference import dropout_scale
 from tests.host_kernels.build import SANITIZER, Sanitizer
@@ -35,9 +35,11 @@ orders = st.integers(0, 5)
 seeds = st.integers(0, 2**32 - 1)
 
 
-def suit_shape(shape: Shape, *, aligned: bool) -> Shape:
-    """The shape, with rows of whole octets if it has to be aligned."""
+def suit_shape(shape: Shape, *, aligned: bool, flat: bool = False) -> Shape:
+    """The shape, with rows of whole octets if it has to be aligned, and with rows and columns enough if it is flat."""
     rows, cols = shape
+    if flat:
+        return max(rows, OCTET), cols if cols > 2 * OCTET else cols + 2 * OCTET
     return (rows, -(-cols // OCTET) * OCTET) if aligned else shape
 
 
@@ -56,6 +58,13 @@ def suit_place(
     return Placement(order, -width % step + step * place.gap, step * place.offset)
 
 
+def suit_places(access: Access, shape: Shape, *places: tuple[Placement, DType]) -> list[Placement]:
+    """Placements that a pass takes, of matrices of one shape, each of its type."""
+    if access is not Access.FLAT:
+        return [suit_place(place, shape, dtype, aligned=access is Access.ALIGNED) for place, dtype in places]
+    return [Placement(column_major=False, gap=0, offset=OCTET * place.offset) for place, _ in places]
+
+
 @dataclass(frozen=True)
 class Blocks:
     """A block's threads in x and y, both powers of two, and the grid's blocks in y."""
@@ -66,6 +75,10 @@ class Blocks:
     def tiling(self, shape: Shape) -> Tiling:
         """Grid and block that cover a matrix."""
         return Tiling((-(-shape[1] // (OCTET * self.block[0])), self.blocks_y), self.block)
+
+    def suit(self, access: Access) -> bool:
+        """Whether a pass may have them."""
+        return access is not Access.FLAT or OCTET <= self.block[1] <= 8 * OCTET
 
 
 _TALL = ((1, 8), (2, 128), (4, 16), (8, 32), (16, 16), (32, 8), (1, 256))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lt_runtime.kernels.blocks import ColumnSum, Matrix
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import EPILOGUE_BWD, EpilogueBwdParams
-from lt_runtime.kernels.tiling import OCTET, Tiling, reduction
+from lt_runtime.kernels.tiling import OCTET, Access, Tiling, reduction
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, DType, Philox, Saved, keep_scale, keep_threshold
 from lt_runtime.reference import activate, derivative
@@ -31,6 +31,7 @@ from tests.host_kernels.cases import (
     seeds,
     shapes,
     suit_place,
+    suit_places,
     suit_shape,
     tall_blocks,
 )
@@ -66,15 +67,18 @@ class BackwardCase:
 
     def suited(self, variant: Backward) -> BackwardCase:
         """The nearest case that the variant takes."""
-        shape, dtype, aligned = suit_shape(self.shape, aligned=variant.aligned), variant.dtype, variant.aligned
-        dy, saved = (suit_place(place, shape, dtype, aligned=aligned) for place in (self.dy, self.saved))
-        dz = suit_place(self.dz, shape, dtype, aligned=aligned, column_major=True if variant.transposes else None)
+        aligned, dtype = variant.access is Access.ALIGNED, variant.dtype
+        shape = suit_shape(self.shape, aligned=aligned, flat=variant.access is Access.FLAT)
+        dy, saved, dz = suit_places(variant.access, shape, *((at, dtype) for at in (self.dy, self.saved, self.dz)))
+        if variant.transposes:
+            dz = suit_place(self.dz, shape, dtype, aligned=aligned, column_major=True)
+        blocks = self.tall_blocks if self.blocks and variant.transposes else self.blocks
         return replace(
             self,
             shape=shape,
             sums=self.sums or variant.dz == 0,
             in_place=self.in_place and variant.dz == 1,
-            blocks=self.tall_blocks if self.blocks and variant.transposes else self.blocks,
+            blocks=blocks if blocks and blocks.suit(variant.access) else None,
             dy=dy,
             saved=saved,
             dz=dz,
@@ -83,7 +87,9 @@ class BackwardCase:
     def tiling(self, variant: Backward) -> Tiling:
         if self.blocks:
             return self.blocks.tiling(self.shape)
-        return reduction(packed(*self.shape), WAVE, transposes=variant.transposes)
+        return reduction(
+            packed(*self.shape), WAVE, transposes=variant.transposes, strips=variant.access is not Access.FLAT
+        )
 
 
 cases = st.builds(
@@ -129,13 +135,14 @@ class Operands:
         apart = Guarded(np.zeros(case.shape), case.dz, dtype)
         start = numbers(generator, case.shape[1:], dtype)
         (columns, parts), (x, _) = case.tiling(variant)
+        is_flat = variant.access is Access.FLAT
         return cls(
             dy=dy,
             saved=saved,
             kept=kept,
             dz=None if variant.dz == 0 else dy if case.in_place else apart,
             db=vector(start if case.accumulate else np.full(case.shape[1], np.nan), dtype, case.sum_offset),
-            partial=Guarded(np.full((parts, columns * x * OCTET), np.nan), dtype=F32),
+            partial=Guarded(np.full((parts, columns * (x + 2 * is_flat) * OCTET), np.nan), dtype=F32),
             tickets=vector(np.zeros(columns), F32),
         )
 
@@ -144,11 +151,11 @@ class Operands:
         """Operands that hold results."""
         return [self.db] if self.dz is None else [self.db, self.dz]
 
-    def column_sum(self, case: BackwardCase, parts: int) -> ColumnSum:
-        """Where the bias gradient goes; scratch memory only for several parts."""
+    def column_sum(self, case: BackwardCase, *, in_parts: bool) -> ColumnSum:
+        """Where the bias gradient goes; scratch memory only for sums in parts."""
         if not case.sums:
             return ColumnSum()
-        scratch = (self.partial.address, self.tickets.address) if parts > 1 else (0, 0)
+        scratch = (self.partial.address, self.tickets.address) if in_parts else (0, 0)
         return ColumnSum(self.db.address, *scratch, int(case.accumulate))
 
 
@@ -168,7 +175,7 @@ def launch(host: HostKernels, variant: Backward, case: BackwardCase, operands: O
         dy=operands.dy.matrix,
         saved=Matrix() if variant.saved is Saved.NOTHING else operands.saved.matrix,
         dz=operands.dz.matrix if operands.dz else Matrix(),
-        db=operands.column_sum(case, tiling.grid[1]),
+        db=operands.column_sum(case, in_parts=tiling.grid[1] > 1 or variant.access is Access.FLAT),
         rows=case.shape[0],
         cols=case.shape[1],
         dropout=state.block() if variant.dropout else NO_DROPOUT,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.kernels.blocks import Matrix
 from lt_runtime.kernels.epilogue import EPILOGUE_FWD, EpilogueFwdParams
-from lt_runtime.kernels.tiling import sweep
+from lt_runtime.kernels.tiling import Access, Tiling, sweep
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, keep_scale, keep_threshold
 from lt_runtime.reference import activate
@@ -29,7 +29,7 @@ from tests.host_kernels.cases import (
     orders,
     seeds,
     shapes,
-    suit_place,
+    suit_places,
     suit_shape,
 )
 from tests.host_kernels.harness import REVERSE, HostKernels
@@ -61,19 +61,24 @@ class ForwardCase:
 
     def suited(self, variant: Forward) -> ForwardCase:
         """The nearest case that the variant takes."""
-        shape = suit_shape(self.shape, aligned=variant.aligned)
-        product, preactivation, y = (
-            suit_place(place, shape, dtype, aligned=variant.aligned)
-            for place, dtype in (
-                (self.product, variant.product),
-                (self.preactivation, variant.dtype),
-                (self.y, variant.dtype),
-            )
+        is_aligned, is_flat = (variant.access is each for each in (Access.ALIGNED, Access.FLAT))
+        shape = suit_shape(self.shape, aligned=is_aligned, flat=is_flat)
+        product, preactivation, y = suit_places(
+            variant.access,
+            shape,
+            (self.product, variant.product),
+            (self.preactivation, variant.dtype),
+            (self.y, variant.dtype),
         )
         # a matrix of another type cannot lie where the product is
         kept_in_place, in_place = (each and not variant.once for each in (self.kept_in_place, self.in_place))
         places = {"product": product, "preactivation": preactivation, "y": y}
-        return replace(self, shape=shape, kept_in_place=kept_in_place, in_place=in_place, **places)
+        blocks = self.blocks if self.blocks and self.blocks.suit(variant.access) else None
+        return replace(self, shape=shape, kept_in_place=kept_in_place, in_place=in_place, blocks=blocks, **places)
+
+    def tiling(self) -> Tiling:
+        """Grid and block."""
+        return self.blocks.tiling(self.shape) if self.blocks else sweep(packed(*self.shape), None)
 
 
 cases = st.builds(
@@ -126,8 +131,7 @@ def launch(host: HostKernels, variant: Forward, case: ForwardCase, operands: Ope
         dropout=state.block() if variant.dropout else NO_DROPOUT,
         slope=case.slope,
     )
-    tiling = case.blocks.tiling(case.shape) if case.blocks else sweep(packed(*case.shape), None)
-    host.get(EPILOGUE_FWD, variant.macros).launch(*tiling, params, order=order)
+    host.get(EPILOGUE_FWD, variant.macros).launch(*case.tiling(), params, order=order)
     assert step[0] == case.drops.philox.step
 
 

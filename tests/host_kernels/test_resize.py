@@ -39,6 +39,7 @@ PADDING = Copy((3, 13), (3, 16), (Placement(False, 0, 1), FLAT))
 TRIMMING = Copy((8, 16), (7, 13), (Placement(True, 0, 0), Placement(True, 2, 1)))
 TURNING = Copy((100, 71), (104, 72), (FLAT, Placement(True, 0, 0)))
 LARGE = Copy((300, 479), (300, 480), (FLAT, FLAT))
+TRIMMING_FLAT = Copy((300, 480), (300, 477), (FLAT, FLAT))
 TRIMMING_LARGE = Copy((300, 480), (299, 479), (FLAT, Placement(False, 0, 3)))
 
 
@@ -66,6 +67,7 @@ class _Operands:
 @FEW
 @example(drawn=[PADDING, TRIMMING, LARGE], order=0, seed=0)
 @example(drawn=[TRIMMING], order=1, seed=1)
+@example(drawn=[TRIMMING_FLAT], order=0, seed=1)
 @example(drawn=[TRIMMING_LARGE], order=1, seed=1)
 @example(drawn=[TURNING, PADDING], order=0, seed=2)
 @given(drawn=st.lists(copies, min_size=1, max_size=3), order=orders, seed=seeds)

@@ -14,12 +14,13 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.narrow import _SHARED_ROWS, narrow_macros
-from lt_runtime.kernels.tiling import access_macros
+from lt_runtime.kernels.tiling import Access, access_macros
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from tests.host_kernels.build import Variant
 
 TYPES: Final = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 F32, F16, BF16 = TYPES
+ANY, ALIGNED, FLAT = Access
 _SAVED: Final = {Saved.NOTHING: "0", Saved.PREACTIVATION: "1", Saved.OUTPUT: "2", Saved.MASK: "3"}
 _FROM_OUTPUT: Final = ("relu", "sigmoid", "tanh")
 
@@ -29,7 +30,7 @@ class Forward:
     """A variant of epilogue_fwd.
 
     Attributes:
-        aligned: every row of every operand is whole octets on 16 bytes.
+        access: how octets are moved.
         keeps: the pre-activation is written.
         once: the product is FP32, so that a 16-bit result is rounded only once.
     """
@@ -37,7 +38,7 @@ class Forward:
     dtype: DType
     activation: str
     dropout: bool
-    aligned: bool
+    access: Access
     keeps: bool = False
     once: bool = False
 
@@ -50,7 +51,7 @@ class Forward:
     def macros(self) -> Macros:
         """In the runtime's order."""
         read_and_kept = (("PRODUCT", SCALAR[self.product]), ("KEEP", str(int(self.keeps))))
-        return (*_epilogue_macros(self), *read_and_kept, *access_macros(self.aligned, 1))
+        return (*_epilogue_macros(self), *read_and_kept, *access_macros(self.access, 1))
 
     def __str__(self) -> str:
         options = (("kept", self.keeps), ("once", self.once))
@@ -68,7 +69,7 @@ class Backward:
     dtype: DType
     activation: str
     dropout: bool
-    aligned: bool
+    access: Access
     saved: Saved
     dz: int = 1
 
@@ -76,7 +77,7 @@ class Backward:
     def macros(self) -> Macros:
         """In the runtime's order."""
         written = (("SAVED", _SAVED[self.saved]), ("DZ", str(self.dz)))
-        return (*_epilogue_macros(self), *written, *access_macros(self.aligned, 1))
+        return (*_epilogue_macros(self), *written, *access_macros(self.access, 1))
 
     @property
     def transposes(self) -> bool:
@@ -95,10 +96,10 @@ class Dropping:
 
     @property
     def macros(self) -> Macros:
-        return (*scalar_macros(self.dtype), *access_macros(self.aligned, 1))
+        return (*scalar_macros(self.dtype), *access_macros(Access(self.aligned), 1))
 
     def __str__(self) -> str:
-        return f"{self.dtype.value}-{_access_name(self.aligned)}"
+        return f"{self.dtype.value}-{_access_name(Access(self.aligned))}"
 
 
 def _epilogue_macros(epilogue: Forward | Backward) -> Macros:
@@ -111,11 +112,11 @@ def _epilogue_macros(epilogue: Forward | Backward) -> Macros:
 
 def _epilogue_names(epilogue: Forward | Backward) -> list[str]:
     dropout = "dropout" if epilogue.dropout else "whole"
-    return [epilogue.dtype.value, epilogue.activation, dropout, _access_name(epilogue.aligned)]
+    return [epilogue.dtype.value, epilogue.activation, dropout, _access_name(epilogue.access)]
 
 
-def _access_name(aligned: bool) -> str:
-    return "aligned" if aligned else "scattered"
+def _access_name(access: Access) -> str:
+    return "scattered" if access is ANY else access.name.lower()
 
 
 def scalar_macros(dtype: DType) -> Macros:
@@ -131,40 +132,46 @@ def _saved_modes(activation: str) -> tuple[Saved, ...]:
 # Half of them aligned, in turn: each with and without dropout.
 FORWARD_EPILOGUES: Final = (
     *(
-        Forward(F32, name, dropout, (index + dropout) % 2 == 0)
+        Forward(F32, name, dropout, Access((index + dropout) % 2 == 0))
         for (index, name), dropout in itertools.product(enumerate(ACTIVATIONS), (False, True))
     ),
-    *(Forward(F32, "gelu", dropout=True, aligned=aligned, keeps=True) for aligned in (False, True)),
-    Forward(F16, "gelu", dropout=True, aligned=True),
-    Forward(F16, "leaky_relu", dropout=False, aligned=False, keeps=True),
-    Forward(BF16, "relu", dropout=True, aligned=False),
-    Forward(BF16, "silu", dropout=False, aligned=True, keeps=True),
-    Forward(F16, "none", dropout=False, aligned=True, once=True),
-    Forward(F16, "gelu", dropout=True, aligned=False, keeps=True, once=True),
-    Forward(BF16, "none", dropout=False, aligned=False, once=True),
-    Forward(BF16, "silu", dropout=False, aligned=True, keeps=True, once=True),
+    *(Forward(F32, "gelu", dropout=True, access=access, keeps=True) for access in Access),
+    Forward(F16, "gelu", dropout=True, access=ALIGNED),
+    Forward(F16, "leaky_relu", dropout=False, access=ANY, keeps=True),
+    Forward(BF16, "relu", dropout=True, access=ANY),
+    Forward(BF16, "silu", dropout=False, access=ALIGNED, keeps=True),
+    Forward(F16, "none", dropout=False, access=ALIGNED, once=True),
+    Forward(F16, "gelu", dropout=True, access=ANY, keeps=True, once=True),
+    Forward(BF16, "none", dropout=False, access=ANY, once=True),
+    Forward(BF16, "silu", dropout=False, access=ALIGNED, keeps=True, once=True),
+    Forward(BF16, "gelu", dropout=False, access=FLAT, keeps=True, once=True),
+    Forward(F16, "relu", dropout=True, access=FLAT),
 )
 
 _SAVING: Final = [(name, saved) for name in ACTIVATIONS for saved in _saved_modes(name)]
 BACKWARD_EPILOGUES: Final = (
     *(
-        Backward(F32, name, dropout, (index + dropout) % 2 == 0, saved)
+        Backward(F32, name, dropout, Access((index + dropout) % 2 == 0), saved)
         for (index, (name, saved)), dropout in itertools.product(enumerate(_SAVING), (False, True))
     ),
     *(
-        Backward(F32, "gelu", dropout=True, aligned=aligned, saved=Saved.PREACTIVATION, dz=dz)
-        for aligned, dz in itertools.product((False, True), (0, 2))
+        Backward(F32, "gelu", dropout=True, access=access, saved=Saved.PREACTIVATION, dz=dz)
+        for access, dz in ((ANY, 0), (ANY, 2), (ALIGNED, 0), (ALIGNED, 2), (FLAT, 0))
     ),
-    Backward(F16, "gelu", dropout=False, aligned=True, saved=Saved.PREACTIVATION, dz=2),
-    Backward(F16, "tanh", dropout=True, aligned=False, saved=Saved.OUTPUT),
-    Backward(BF16, "relu", dropout=False, aligned=False, saved=Saved.OUTPUT, dz=2),
-    Backward(BF16, "none", dropout=True, aligned=True, saved=Saved.NOTHING),
-    Backward(F32, "none", dropout=False, aligned=True, saved=Saved.NOTHING, dz=0),
-    Backward(F32, "relu", dropout=False, aligned=False, saved=Saved.MASK),
-    Backward(F32, "relu", dropout=False, aligned=False, saved=Saved.MASK, dz=2),
-    Backward(F16, "relu", dropout=False, aligned=True, saved=Saved.MASK),
-    Backward(BF16, "relu", dropout=False, aligned=True, saved=Saved.MASK, dz=0),
-    Backward(BF16, "relu", dropout=False, aligned=True, saved=Saved.MASK, dz=2),
+    Backward(F16, "gelu", dropout=False, access=ALIGNED, saved=Saved.PREACTIVATION, dz=2),
+    Backward(F16, "tanh", dropout=True, access=ANY, saved=Saved.OUTPUT),
+    Backward(BF16, "relu", dropout=False, access=ANY, saved=Saved.OUTPUT, dz=2),
+    Backward(BF16, "none", dropout=True, access=ALIGNED, saved=Saved.NOTHING),
+    Backward(F32, "none", dropout=False, access=ALIGNED, saved=Saved.NOTHING, dz=0),
+    Backward(F32, "relu", dropout=False, access=ANY, saved=Saved.MASK),
+    Backward(F32, "relu", dropout=False, access=ANY, saved=Saved.MASK, dz=2),
+    Backward(F16, "relu", dropout=False, access=ALIGNED, saved=Saved.MASK),
+    Backward(BF16, "relu", dropout=False, access=ALIGNED, saved=Saved.MASK, dz=0),
+    Backward(BF16, "relu", dropout=False, access=ALIGNED, saved=Saved.MASK, dz=2),
+    Backward(BF16, "gelu", dropout=False, access=FLAT, saved=Saved.PREACTIVATION),
+    Backward(F32, "relu", dropout=True, access=FLAT, saved=Saved.OUTPUT),
+    Backward(F16, "none", dropout=True, access=FLAT, saved=Saved.NOTHING),
+    Backward(BF16, "none", dropout=False, access=FLAT, saved=Saved.NOTHING, dz=0),
 )
 
 DROPPING: Final = tuple(Dropping(dtype, aligned) for dtype in TYPES for aligned in (False, True))
@@ -232,7 +239,7 @@ class Narrow:
 
     def __str__(self) -> str:
         epilogue = f"-{self.epilogue.value}" if self.epilogue is not None else ""
-        return f"{self.entry}-{self.dtype.value}-{self.width}-{_access_name(self.aligned)}{epilogue}"
+        return f"{self.entry}-{self.dtype.value}-{self.width}-{_access_name(Access(self.aligned))}{epilogue}"
 
 
 NARROW: Final = (
@@ -289,17 +296,20 @@ ADAMW: Final = (
 SANITIZED_ADAMW: Final = (PLAIN_ADAMW, FULL_ADAMW)
 
 SANITIZED_FORWARD: Final = (
-    Forward(F32, "gelu", dropout=True, aligned=False, keeps=True),
-    Forward(BF16, "silu", dropout=False, aligned=True, keeps=True),
+    Forward(F32, "gelu", dropout=True, access=ANY, keeps=True),
+    Forward(BF16, "silu", dropout=False, access=ALIGNED, keeps=True),
+    Forward(BF16, "gelu", dropout=False, access=FLAT, keeps=True, once=True),
 )
 SANITIZED_BACKWARD: Final = (
-    Backward(F32, "gelu", dropout=True, aligned=False, saved=Saved.PREACTIVATION, dz=0),
-    Backward(F32, "gelu", dropout=True, aligned=True, saved=Saved.PREACTIVATION, dz=2),
-    Backward(F16, "tanh", dropout=True, aligned=False, saved=Saved.OUTPUT),
-    Backward(BF16, "relu", dropout=False, aligned=False, saved=Saved.OUTPUT, dz=2),
-    Backward(BF16, "none", dropout=True, aligned=True, saved=Saved.NOTHING),
-    Backward(F32, "relu", dropout=False, aligned=False, saved=Saved.MASK),
-    Backward(BF16, "relu", dropout=False, aligned=True, saved=Saved.MASK, dz=2),
+    Backward(F32, "gelu", dropout=True, access=ANY, saved=Saved.PREACTIVATION, dz=0),
+    Backward(F32, "gelu", dropout=True, access=ALIGNED, saved=Saved.PREACTIVATION, dz=2),
+    Backward(F16, "tanh", dropout=True, access=ANY, saved=Saved.OUTPUT),
+    Backward(BF16, "relu", dropout=False, access=ANY, saved=Saved.OUTPUT, dz=2),
+    Backward(BF16, "none", dropout=True, access=ALIGNED, saved=Saved.NOTHING),
+    Backward(F32, "relu", dropout=False, access=ANY, saved=Saved.MASK),
+    Backward(BF16, "relu", dropout=False, access=ALIGNED, saved=Saved.MASK, dz=2),
+    Backward(BF16, "gelu", dropout=False, access=FLAT, saved=Saved.PREACTIVATION),
+    Backward(F16, "none", dropout=True, access=FLAT, saved=Saved.NOTHING),
 )
 SANITIZED_DROPPING: Final = (Dropping(F32, aligned=False), Dropping(F16, aligned=True))
 SANITIZED_LOSSES: Final = (F32, BF16)

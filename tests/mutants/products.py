@@ -382,6 +382,27 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/test_fake_gpu_padded.py::test_a_captured_step_has_room_for_the_copies_of_its_branches",
     ),
     fault(
+        "the two products of a backward pass each copy dz",
+        "lt_runtime/products/padded.py",
+        "return found.pop() if len(found) == 1 < len(copies) else None",
+        "return None",
+        "tests/cpu/test_fake_gpu_padded.py::test_a_backward_pass_copies_its_gradient_once",
+    ),
+    fault(
+        "a copy that is given is made all the same",
+        "lt_runtime/products/padded.py",
+        "if each != name}\n        given._offsets",
+        "}\n        given._offsets",
+        "tests/cpu/test_fake_gpu_padded.py::test_a_backward_pass_copies_its_gradient_once",
+    ),
+    fault(
+        "a sum alone is waited for",
+        "lt_runtime/plans/backward.py",
+        "self.strategy.beside and not self._needs_dz",
+        "False",
+        "tests/cpu/test_fake_gpu_padded.py::test_a_bias_gradient_alone_is_made_beside_dx",
+    ),
+    fault(
         "copies may take all memory",
         _PADDED,
         "        if self._size > most:\n",

@@ -190,7 +190,7 @@ def test_an_edited_source_or_header_is_compiled_anew(
     monkeypatch.setattr(compiler, "kernel_sources", lambda: sources)
     first = compiler.compile_kernel(*DROPOUT)
     text = (sources / edited).read_text()
-    for old, new in (("0xD2511F53ull", "0xD2511F55ull"), ("out.store(x)", "out.store(Octet{})")):
+    for old, new in (("0xD2511F53ull", "0xD2511F55ull"), ("out.store(x, ", "out.store(Octet{}, ")):
         text = text.replace(old, new)
     (sources / edited).write_text(text)
     compiler._included_files.cache_clear()

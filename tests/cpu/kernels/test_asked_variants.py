@@ -32,7 +32,7 @@ from lt_runtime.products.matmul import MatmulPlan
 from tests.compile_matrix import VARIANTS
 from tests.support.kernel_usage import Variant
 
-WHOLE, ODD = Spec(packed(16, 24)), Spec(packed(16, 23))
+WHOLE, ODD, FLAT = (Spec(packed(16, cols)) for cols in (72, 13, 71))
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def _no_product(problem: MatmulProblem, device: int) -> MatmulPlan:
 
 def _forward_problems() -> Iterator[ForwardProblem]:
     for dtype, name, y, bias, keeps, dropout, backward in itertools.product(
-        SCALAR, ACTIVATIONS, (WHOLE, ODD), (None, 256), (False, True), (False, True), (False, True)
+        SCALAR, ACTIVATIONS, (WHOLE, ODD, FLAT), (None, 256), (False, True), (False, True), (False, True)
     ):
         w = Spec(packed(y.layout.cols, 8))
         yield ForwardProblem(

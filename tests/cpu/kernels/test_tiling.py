@@ -14,6 +14,7 @@ from lt_runtime.kernels.tiling import (
     MAX_GRID_Y,
     OCTET,
     THREADS,
+    Access,
     Tiling,
     access_macros,
     are_aligned,
@@ -27,7 +28,7 @@ from lt_runtime.problem import DType, Spec
 
 WAVE = 528  # four blocks on each of 132 multiprocessors
 ROW, COLUMN = Order.ROW, Order.COLUMN
-LAST_ROW = 2**32 - MAX_GRID_Y * THREADS
+LAST_ROW = 2**32 - 4 * MAX_GRID_Y * THREADS
 
 extents = st.one_of(st.integers(1, 70), st.integers(1, 10**5), st.sampled_from((128, 512, 513, 2**20, 2**31)))
 waves = st.integers(1, 2000)
@@ -41,6 +42,13 @@ def assert_covers(rows: int, cols: int, done: Tiling) -> None:
     assert (columns - 1) * x * OCTET < cols <= columns * x * OCTET
     assert 1 <= parts <= MAX_GRID_Y
     assert (parts - 1) * y < rows, "every block has a row"
+
+
+def assert_octets_begin_alike(rows: int, cols: int, done: Tiling) -> None:
+    """Fails unless the rows of a thread of a flat matrix are a multiple of eight apart, and of a block not too many."""
+    (_, _), (_, y) = done
+    if rows >= OCTET and cols > 2 * OCTET:
+        assert y in (OCTET, 2 * OCTET, 4 * OCTET, 8 * OCTET)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +88,29 @@ def test_lines_on_16_bytes(layout: Layout, alignment: int, expected: bool) -> No
 
 
 def test_the_slow_path_takes_what_registers_it_needs() -> None:
-    assert dict(access_macros(True, 5)) == {"ALIGNED": "1", "BLOCKS": "5"}
-    assert dict(access_macros(False, 5)) == {"ALIGNED": "0", "BLOCKS": "1"}
+    assert dict(access_macros(Access.ALIGNED, 5)) == {"ALIGNED": "1", "BLOCKS": "5"}
+    assert dict(access_macros(Access.FLAT, 5)) == {"ALIGNED": "2", "BLOCKS": "5"}
+    assert dict(access_macros(Access.ANY, 5)) == {"ALIGNED": "0", "BLOCKS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "alignment", "expected"),
+    [
+        (packed(8, 71), 16, Access.FLAT),
+        (packed(8, 71), 8, Access.ANY),
+        (Layout(8, 71, ROW, 79), 256, Access.ANY),
+        (packed(8, 71, order=COLUMN), 256, Access.ANY),
+        (packed(7, 71), 256, Access.ANY),
+        (packed(8, 17), 256, Access.FLAT),
+        (packed(8, 15), 256, Access.ANY),
+        (packed(8, (1 << 18) + 1), 256, Access.ANY),
+        (packed(8, 72), 256, Access.ALIGNED),
+    ],
+)
+def test_large_matrices_without_gaps_are_flat(layout: Layout, alignment: int, expected: Access) -> None:
+    kind, other = DType.BFLOAT16, Spec(packed(*layout.shape))
+    assert Access.to((kind, Spec(layout, alignment))) is expected
+    assert Access.to((DType.FLOAT32, other), (kind, None), (kind, Spec(layout, alignment))) is expected
 
 
 def test_a_wave_is_what_all_multiprocessors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +122,7 @@ def test_a_wave_is_what_all_multiprocessors_hold(monkeypatch: pytest.MonkeyPatch
 def test_a_sweep_covers_the_matrix(rows: int, cols: int, wave: int | None) -> None:
     done = sweep(packed(rows, cols), wave)
     assert_covers(rows, cols, done)
+    assert_octets_begin_alike(rows, cols, done)
     (columns, parts), (_, y) = done
     if wave is None:
         stacked = -(-rows // y)
@@ -101,10 +131,14 @@ def test_a_sweep_covers_the_matrix(rows: int, cols: int, wave: int | None) -> No
         assert columns * parts <= max(wave, columns)
 
 
-@given(rows=extents, cols=extents, wave=waves, transposes=st.booleans())
-def test_a_reduction_covers_the_matrix_in_one_wave(rows: int, cols: int, wave: int, transposes: bool) -> None:
-    done = reduction(packed(rows, cols), wave, transposes=transposes)
+@given(rows=extents, cols=extents, wave=waves, transposes=st.booleans(), strips=st.booleans())
+def test_a_reduction_covers_the_matrix_in_one_wave(
+    rows: int, cols: int, wave: int, transposes: bool, strips: bool
+) -> None:
+    done = reduction(packed(rows, cols), wave, transposes=transposes, strips=strips)
     assert_covers(rows, cols, done)
+    if not strips:
+        assert_octets_begin_alike(rows, cols, done)
     (columns, parts), (_, y) = done
     assert columns * parts <= max(wave, columns)
     assert not transposes or y >= OCTET

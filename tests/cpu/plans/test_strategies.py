@@ -41,7 +41,7 @@ NOBODY, KERNEL, EPILOGUE = MadeBy.NOBODY, MadeBy.KERNEL, MadeBy.EPILOGUE
 
 
 def a_forward(activation: str = "gelu", **changes: object) -> ForwardProblem:
-    problem = ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation(activation), X, W, Y, bias=256, backward=True)
+    problem = ForwardProblem(DType.FLOAT32, Compute.TF32, Activation(activation), X, W, Y, bias=256, backward=True)
     return replace(problem, **changes)  # type: ignore[arg-type]
 
 
@@ -123,6 +123,25 @@ def test_rows_of_what_is_kept_are_padded() -> None:
     assert mask == Spec(Layout(M, N, Order.ROW, 128))
     assert preactivation == Spec(Layout(M, N, Order.ROW, 24))
     assert kept_spec(a_forward("relu"), Saved.OUTPUT) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "y", "pitch"),
+    [
+        (DType.BFLOAT16, packed(M, 20), 20),
+        (DType.FLOAT16, Layout(M, 20, Order.ROW, 21), 24),
+        (DType.BFLOAT16, Layout(M, 20, Order.ROW, 32), 24),
+        (DType.BFLOAT16, packed(20, M, order=Order.COLUMN), 20),
+        (DType.FLOAT32, packed(1 << 12, 257), 257),
+        (DType.FLOAT32, packed(1 << 12, 255), 256),
+        (DType.FLOAT32, packed(1 << 13, 252), 256),
+    ],
+)
+def test_what_the_library_does_not_write_is_kept_without_gaps(dtype: DType, y: Layout, pitch: int) -> None:
+    problem = a_forward(dtype=dtype, y=Spec(y))
+    assert kept_spec(problem, Saved.PREACTIVATION) == Spec(Layout(*y.shape, y.order, pitch))
+    is_asked = Epilogue.GELU_AUX_BIAS in [epilogue for epilogue, _ in pairs(problem)]
+    assert is_asked == (pitch % 8 == 0)
 
 
 def test_what_is_left_to_our_kernel() -> None:
