@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels import resize
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.resize import Resize, ResizePass
 from lt_runtime.layout import Layout, Order
@@ -65,13 +66,14 @@ class _Operands:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda each: each.value)
 @FEW
-@example(drawn=[PADDING, TRIMMING, LARGE], order=0, seed=0)
-@example(drawn=[TRIMMING], order=1, seed=1)
-@example(drawn=[TRIMMING_FLAT], order=0, seed=1)
-@example(drawn=[TRIMMING_LARGE], order=1, seed=1)
-@example(drawn=[TURNING, PADDING], order=0, seed=2)
-@given(drawn=st.lists(copies, min_size=1, max_size=3), order=orders, seed=seeds)
-def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], order: int, seed: int) -> None:
+@example(drawn=[PADDING, TRIMMING, LARGE], blocks=4, order=0, seed=0)
+@example(drawn=[TRIMMING], blocks=2048, order=1, seed=1)
+@example(drawn=[TRIMMING_FLAT], blocks=4, order=0, seed=1)
+@example(drawn=[TRIMMING_LARGE], blocks=2048, order=1, seed=1)
+@example(drawn=[TURNING, PADDING], blocks=4, order=0, seed=2)
+@given(drawn=st.lists(copies, min_size=1, max_size=3), blocks=st.sampled_from((1, 4, 2048)), order=orders, seed=seeds)
+def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], blocks: int, order: int, seed: int) -> None:
+    """By so few blocks that a thread has many rows, or by so many that it has one."""
     generator = np.random.default_rng(seed)
     operands = [_Operands(each, dtype, generator) for each in drawn]
 
@@ -84,6 +86,7 @@ def test_copies(host: HostKernels, dtype: DType, drawn: list[Copy], order: int, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "get_kernel", Turns)
+        patch.setattr(resize, "_MOST_BLOCKS", blocks)
         made = ResizePass(dtype, [each.resize for each in operands], 0)
     made.run([(each.source.address, each.target.address) for each in operands], 0)
     for each in operands:
