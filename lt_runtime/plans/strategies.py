@@ -51,8 +51,8 @@ class BackwardStrategy:
         db: who makes the bias gradient: our kernel, with dz or alone, or the product of the weight gradient.
         derivative: who takes dx through the layer below: our kernel, in place, or the product itself.
         db_below: who makes that layer's bias gradient: our kernel, with the derivative or alone, or the product.
-        beside: in a graph, the weight gradient is made in a branch beside the input gradient. Outside of one, events
-            cost the host more than the GPU gains.
+        beside: in a graph, the weight gradient is made in a branch beside the input gradient, and with it a bias
+            gradient that nothing else comes of. Outside of one, events cost the host more than the GPU gains.
     """
 
     db: MadeBy = MadeBy.NOBODY

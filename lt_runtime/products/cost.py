@@ -53,18 +53,26 @@ _RAGGED_16_BITS_SHORT_K: Final = _RAGGED_16_BITS._replace(launch_us=3.0)
 _WHOLE_TF32: Final = _Rates(4.0, 100e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(4.0, 150e6, 2.8e6)
 _RAGGED_TF32: Final = _Rates(4.0, 50e6, 1.8e6)
+_RAGGED_TF32_OVER_ROWS: Final = _RAGGED_TF32._replace(launch_us=8.0)
+"""Where sums go over the rows of both operands, as those of a weight gradient do: they are split, and added up then."""
 _NARROW: Final = _Rates(2.0, 10e6, 2.8e6)
 _NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
 _WIDE: Final = 13
 """Columns from which on our kernel makes as few products in a microsecond as that."""
+_NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
+"""Microseconds until it has begun and ended then, by the elements' bytes, where it has to read them one by one."""
 _SUMMED: Final = 1e3
 """Rows that our kernel adds up in a microsecond, where a sum goes over rows, as that of a weight gradient does."""
 _PASS_US: Final = 2.0
 """Microseconds until an elementwise kernel of ours has begun and ended."""
+_COPY_US: Final = 1.25
+"""The same of copies, before a product and after it."""
 _PASS_MOVED: Final = 2.8e6
 """Bytes that it reads and writes in a microsecond."""
-_MARGIN_US: Final = 4.0
+_MARGIN_US: Final = 2.0
 """Microseconds by which copies must be faster; estimates of small products are no better."""
+_MARGIN_OF_EPILOGUES_US: Final = 4.0
+"""The same where the product and its epilogue are two kernels already, or where a library's epilogue would be lost."""
 _FP32_AND_BACK: Final = 8
 """Bytes an element that it adds to write a result in FP32, to read it, and to write it in 16 bits."""
 
@@ -77,8 +85,9 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
     Copies have to be faster by more than a little: each is a kernel more.
     """
     estimates = estimated_us(problem)
+    margin = _MARGIN_US if problem.epilogue is Epilogue.NONE else _MARGIN_OF_EPILOGUES_US
     for way in estimates.keys() & {Way.PADDED, Way.K_MAJOR}:
-        estimates[way] += _MARGIN_US
+        estimates[way] += margin
     if problem.epilogue is Epilogue.NONE:
         return sorted(estimates, key=estimates.__getitem__)
     ways = sorted(estimates, key=estimates.__getitem__)
@@ -103,9 +112,14 @@ def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
 
 
 def _narrow_us(problem: MatmulProblem) -> float:
-    goes_over_rows = problem.a.layout.order is Order.COLUMN
-    rates = _NARROW if min(problem.m, problem.n, problem.k) < _WIDE else _NARROW_BUT_WIDE
-    return rates.us(problem) + (problem.k / _SUMMED if goes_over_rows else 0.0)
+    goes_over_rows, is_wide = problem.a.layout.order is Order.COLUMN, min(problem.m, problem.n, problem.k) >= _WIDE
+    rates = _NARROW_BUT_WIDE if is_wide else _NARROW
+    if goes_over_rows:
+        return rates.us(problem) + problem.k / _SUMMED
+    is_whole = all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b))
+    if is_wide and not is_whole:
+        rates = rates._replace(launch_us=_NARROW_BUT_WIDE_AND_RAGGED[problem.dtype.itemsize])
+    return rates.us(problem)
 
 
 def _library_us(problem: MatmulProblem) -> float:
@@ -116,7 +130,8 @@ def _library_us(problem: MatmulProblem) -> float:
         lies_along_k = (problem.a.layout.order, problem.b.layout.order) == (Order.ROW, Order.COLUMN)
         return (_K_MAJOR_TF32 if lies_along_k else _WHOLE_TF32).us(problem)
     if not is_16_bits:
-        return _RAGGED_TF32.us(problem)
+        goes_over_rows = problem.a.layout.order is Order.COLUMN
+        return (_RAGGED_TF32_OVER_ROWS if goes_over_rows else _RAGGED_TF32).us(problem)
     us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
     if _leaves_a_pass(problem):  # The product is written in FP32, and a pass of ours reads that.
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
@@ -135,4 +150,4 @@ def _copies_us(problem: MatmulProblem, padded: MatmulProblem) -> float:
     """One kernel fills all copies that are read, and another trims the result."""
     copies = copies_of(problem, padded)
     moved = sum(each.source.size + each.target.size for each in copies.values()) * problem.dtype.itemsize
-    return len({name == "d" for name in copies}) * _PASS_US + moved / _PASS_MOVED
+    return len({name == "d" for name in copies}) * _COPY_US + moved / _PASS_MOVED

@@ -9,7 +9,7 @@ Hopper's tensor cores read TF32 operands along K alone. Where an operand of a gr
 cuBLASLt falls back to older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So
 copies of the operands that lie along K are candidates as well.
 
-To the tuner and the plan cache the copies are a part of the algorithm.
+To the tuner and the plan cache the copies are a part of the algorithm. Two products of one gradient share its copy.
 """
 
 from __future__ import annotations

@@ -44,6 +44,13 @@ def weight_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> Ma
         (input_gradient(798, 1093, 2720, FP32), Way.K_MAJOR),  # 42.0 and 50.5
         (forward(457, 11, 312, epilogue=Epilogue.BIAS), Way.NARROW),  # 3.2
         (weight_gradient(6, 840, 1108), Way.NARROW),  # 4.0 against 5.7
+        (weight_gradient(17, 4280, 871), Way.PADDED),  # 7.0 against 11.6
+        (input_gradient(7221, 4, 744), Way.PADDED),  # 8.4 against 10.5
+        (weight_gradient(21, 24, 3904, FP32), Way.K_MAJOR),  # 8.5 against 11.2
+        (weight_gradient(584, 3625, 444, FP32), Way.K_MAJOR),  # 31.8 against 40.0
+        (input_gradient(625, 77, 13), Way.PLAIN),  # 3.0 against 8.4, rows of 77 being read one by one
+        (input_gradient(625, 77, 13, FP32), Way.PLAIN),  # 3.1 against 4.7
+        (weight_gradient(13, 77, 625), Way.NARROW),  # 3.7 against 6.3
         (forward(256, 512, 784), Way.PLAIN),
     ],
 )
