@@ -26,7 +26,7 @@ struct EpilogueFwdParams {
   float slope;
 };
 
-// Of the columns of a thread's octets.
+// Loads the bias of the columns that a thread's octets have.
 __device__ inline Octet load_bias(const EpilogueFwdParams& p, const Sweep& sweep) {
   if (!kFlat) return load<SCALAR>(Matrix{const_cast<SCALAR*>(p.bias), 0, 1}, 0, sweep.col, sweep.count);
   Octet out;

@@ -30,12 +30,13 @@ __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use
   for (int place = self; place < width; place += threads) use(place, sum_column(sums + place, width, rows));
 }
 
-// The columns of a flat matrix as the grid's blocks have them. Each block leaves a slot: the sums of its own columns, an octet
-// of what it has of the next block's first columns, and an octet of what it has of the first block's, from the row's end.
+// How the grid's blocks share the columns of a flat matrix. Each block leaves a slot: the sums of its own columns, an octet of
+// sums for the next block's first columns, and an octet of sums for the first block's columns, which octets at a row's end
+// reach.
 struct FlatBlocks {
   int width;  // columns of a block
   int blocks;
-  int last;  // columns of the last one
+  int last;  // columns of the last block
 
   __device__ explicit FlatBlocks(int64 cols) : width(blockDim.x * kOctet), blocks(gridDim.x) {
     last = static_cast<int>(cols - static_cast<int64>(width) * (blocks - 1));
@@ -62,7 +63,7 @@ struct FlatBlocks {
     if (beyond < 0) {
       at[place] = sum;
     } else if (beyond >= kOctet) {
-      at[place - kOctet] = sum;  // no column at all
+      at[place - kOctet] = sum;  // A place behind the row's last octet has no column.
     } else {
       const bool is_next = beyond < rest;
       at[width + beyond] = is_next ? sum : 0.0f;
@@ -94,8 +95,8 @@ __device__ inline void sum_flat_slots(const ColumnSum<T>& c, const FlatBlocks& f
   sum_over_block(total, [&](int place, float sum) { store_sum(c, first + place, cols, sum); });
 }
 
-// Counts the calling block in with each of the counters of the blocks that it has columns of, all at once: one after the other
-// they would take a microsecond each. `lasts` tells for which it is the last; see `is_last_block`.
+// Counts the calling block in with the counter of each block that it has columns of. It does so at once, since each counter
+// alone would take a microsecond. `lasts` tells for which counters the block is the last; see `is_last_block`.
 __device__ inline void arrive(uint32* tickets, const FlatBlocks& flat, const int (&blocks)[3], bool (&lasts)[3]) {
   __shared__ uint32 arrived[3];
   __syncthreads();

@@ -103,7 +103,7 @@ __device__ inline void for_part(int begin, int end, Use use) {
   }
 }
 
-// What is to be copied of a source: no more than its target has.
+// The part of a source that is copied. Its target may have fewer rows and columns.
 struct Source {
   int64 rows;
   int64 cols;
@@ -160,7 +160,7 @@ struct Place {
   int64 place;
 };
 
-// Whether a target has no gaps, so that the last octet of a row goes on in the next.
+// Tells whether a target has no gaps between its rows: the last octet of a row then goes on in the next row.
 __device__ inline bool is_flat(const Resized& item) {
   return item.to.row_stride == item.cols && item.cols >= kOctet;
 }

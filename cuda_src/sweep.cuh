@@ -27,15 +27,15 @@ using Access = Scattered<T>;
 // of a grid sweep over the rows together, so that the memory that is read at one time lies close together: DRAM is faster
 // then.
 //
-// Of a flat matrix a row has the octets whose first elements are in it, the first of them `lead` columns behind its beginning.
-// `step` is a multiple of eight there, so that the octets of a thread all begin at the same column.
+// In a flat matrix an octet belongs to the row of its first element, and a row's first octet begins `lead` columns behind the
+// row's beginning. `step` is a multiple of eight there, so that the octets of a thread all begin at the same column.
 struct Sweep {
   uint32 row;
   uint32 step;
   int lead;
   int64 col;
   int count;  // elements of the octet that exist; none beyond the last column
-  int last;   // the same in the matrix's last row, after which no other has them
+  int last;   // elements of the octet that exist in the matrix's last row, which no other row follows
 
   __device__ explicit Sweep(int64 cols)
       : row(blockIdx.y * blockDim.y + threadIdx.y),
@@ -48,7 +48,7 @@ struct Sweep {
   // Row-major index of the first octet's first element.
   __device__ uint64 index(int64 cols) const { return row * static_cast<uint64>(cols) + static_cast<uint64>(col); }
 
-  // Of an element of a vector with one for each column.
+  // The column of the octet's element i, by which a vector with one element for each column is read.
   __device__ int64 column(int i, int64 cols) const { return kFlat && col + i >= cols ? col + i - cols : col + i; }
 };
 

@@ -88,7 +88,7 @@ class ForwardPass:
     ) -> None:
         self._keeps, self._adds_bias = kept is not None, adds_bias
         dtype, layout = problem.dtype, problem.y.layout
-        access = Access.to((product_dtype, product), (dtype, problem.y), (dtype, kept))
+        access = Access.of((product_dtype, product), (dtype, problem.y), (dtype, kept))
         macros = (
             *_macros(dtype, problem.activation, problem.dropout),
             ("PRODUCT", SCALAR[product_dtype]),
@@ -217,11 +217,11 @@ def _backward_blocks(dtype: DType, access: Access, dropout: bool) -> int:
 def _access(dtype: DType, derivative: Derivative, dy: Spec, dz: Spec | None, *, transposes: bool) -> Access:
     """How a backward pass moves octets.
 
-    A mask's are bytes, and those of a transposed dz are of columns, so that neither is flat.
+    An octet of a mask is a byte, and an octet of a transposed dz is of a column, so that neither is flat.
     """
     is_mask = derivative.saved is Saved.MASK
     saved, result = None if is_mask else derivative.saved_spec, None if transposes else dz
-    access = Access.to(*((dtype, each) for each in (dy, saved, result)))
+    access = Access.of(*((dtype, each) for each in (dy, saved, result)))
     if dz is not None and transposes and not moves_vectors(dz, dtype):
         return Access.ANY
     return Access.ANY if access is Access.FLAT and (is_mask or transposes) else access

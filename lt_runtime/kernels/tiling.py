@@ -72,7 +72,7 @@ class Access(enum.IntEnum):
     FLAT = 2
 
     @classmethod
-    def to(cls, *operands: tuple[DType, Spec | None]) -> Access:
+    def of(cls, *operands: tuple[DType, Spec | None]) -> Access:
         """The fastest that matrices of one shape allow, each with its type; None is no matrix."""
         matrices = [(dtype, spec) for dtype, spec in operands if spec is not None]
         if all(are_aligned(dtype, spec) for dtype, spec in matrices):

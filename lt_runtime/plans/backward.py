@@ -14,7 +14,7 @@ from lt_runtime.kernels.resize import ResizePass
 from lt_runtime.plans.strategies import BackwardStrategy, MadeBy, dz_spec, unchanged
 from lt_runtime.problem import BackwardProblem, Derivative, MatmulProblem, Spec
 from lt_runtime.products.choose import Choose, known_algorithm
-from lt_runtime.products.padded import PaddedPlan, shared_copy
+from lt_runtime.products.padded import sharing_copy
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 
 
@@ -45,13 +45,14 @@ class BackwardPlan(Plan):
         keeps_dz = self._needs_dz and problem.dz is None
         self._dz_bytes = aligned(self._dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
         # The two passes have their partial sums one after the other, in one place.
-        self._partial_bytes = max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
+        self._partial_bytes = aligned(
+            max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
+        )
+        # Nothing waits for a sum alone, which goes beside dx with dw.
+        self._sums_beside = strategy.beside and not self._needs_dz
         problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
-        self.products = {name: choose(each, device) for name, each in problems.items() if each is not None}
-        self.shared = shared_copy([*self.products.values()])
-        if self.shared is not None:
-            padded = {name: each for name, each in self.products.items() if isinstance(each, PaddedPlan)}
-            self.products |= {name: each.given_copy("a") for name, each in padded.items()}
+        made = {name: choose(each, device) for name, each in problems.items() if each is not None}
+        self.products, self.shared = sharing_copy(made)
         self._copy = ResizePass(problem.dtype, [self.shared], device) if self.shared else None
         self._copy_bytes = self.shared.target.size * problem.dtype.itemsize if self.shared else 0
         self._dx, self._dw = self.products.get("dx"), self.products.get("dw")
@@ -103,7 +104,7 @@ class BackwardPlan(Plan):
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
-        memory.scratch(self._dz_bytes + aligned(self._partial_bytes) + self._copy_bytes)
+        memory.scratch(self._dz_bytes + self._partial_bytes + self._copy_bytes)
         for product in self.products.values():
             product.reserve(memory)
         self._reserve_branch(memory)
@@ -117,27 +118,25 @@ class BackwardPlan(Plan):
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
         dy, x, w, saved, saved_below, dx, dw, db, dz, db_below = call.addresses
-        scratch = memory.scratch(self._dz_bytes + aligned(self._partial_bytes) + self._copy_bytes)
+        scratch = memory.scratch(self._dz_bytes + self._partial_bytes + self._copy_bytes)
         partial = scratch + self._dz_bytes
         dropout, dropout_below = call.dropouts
-        # Nothing waits for a sum alone, which goes beside dx with dw.
-        sums_beside = self._first is not None and self.strategy.beside and not self._needs_dz
         if self._first is not None:
             dz = (dz or scratch) if self._needs_dz else dy
-            if not sums_beside:
+            if not self._sums_beside:
                 self._first.run(dy, saved, dz, db, partial, memory.tickets, dropout, memory.stream)
         else:
             dz = dy
             if self.strategy.db is MadeBy.KERNEL:
                 self._zero(db, self.problem.dy.layout.cols, memory.stream)
         if self._copy is not None:
-            copied = partial + aligned(self._partial_bytes)
+            copied = partial + self._partial_bytes
             self._copy.run([(dz, copied)], memory.stream)
             dz = copied
         self._reserve_branch(memory)
         beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
         with beside as other:
-            if self._first is not None and sums_beside:
+            if self._first is not None and self._sums_beside:
                 partial_beside = other.scratch(self._partial_bytes)
                 self._first.run(dy, 0, 0, db, partial_beside, other.tickets, None, other.stream)
             if self._dw is not None:

@@ -60,19 +60,21 @@ _NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
 _WIDE: Final = 13
 """Columns from which on our kernel makes as few products in a microsecond as that."""
 _NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
-"""Microseconds until it has begun and ended then, by the elements' bytes, where it has to read them one by one."""
+"""Microseconds until our kernel has begun and ended with so many columns, by the bytes of an element.
+
+That is of ragged rows, whose elements it reads one by one."""
 _SUMMED: Final = 1e3
 """Rows that our kernel adds up in a microsecond, where a sum goes over rows, as that of a weight gradient does."""
 _PASS_US: Final = 2.0
 """Microseconds until an elementwise kernel of ours has begun and ended."""
 _COPY_US: Final = 1.25
-"""The same of copies, before a product and after it."""
+"""Microseconds until a kernel that copies operands or a result has begun and ended."""
 _PASS_MOVED: Final = 2.8e6
-"""Bytes that it reads and writes in a microsecond."""
+"""Bytes that such a kernel reads and writes in a microsecond."""
 _MARGIN_US: Final = 2.0
 """Microseconds by which copies must be faster; estimates of small products are no better."""
 _MARGIN_OF_EPILOGUES_US: Final = 4.0
-"""The same where the product and its epilogue are two kernels already, or where a library's epilogue would be lost."""
+"""Microseconds by which copies must be faster with an epilogue, which makes two kernels of a product at most."""
 _FP32_AND_BACK: Final = 8
 """Bytes an element that it adds to write a result in FP32, to read it, and to write it in 16 bits."""
 
@@ -112,14 +114,19 @@ def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
 
 
 def _narrow_us(problem: MatmulProblem) -> float:
-    goes_over_rows, is_wide = problem.a.layout.order is Order.COLUMN, min(problem.m, problem.n, problem.k) >= _WIDE
+    is_wide = min(problem.m, problem.n, problem.k) >= _WIDE
     rates = _NARROW_BUT_WIDE if is_wide else _NARROW
-    if goes_over_rows:
+    if _goes_over_rows(problem):
         return rates.us(problem) + problem.k / _SUMMED
     is_whole = all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b))
     if is_wide and not is_whole:
         rates = rates._replace(launch_us=_NARROW_BUT_WIDE_AND_RAGGED[problem.dtype.itemsize])
     return rates.us(problem)
+
+
+def _goes_over_rows(problem: MatmulProblem) -> bool:
+    """Whether sums go over the rows of A as it lies in memory, as those of a weight gradient do."""
+    return problem.a.layout.order is Order.COLUMN
 
 
 def _library_us(problem: MatmulProblem) -> float:
@@ -130,8 +137,7 @@ def _library_us(problem: MatmulProblem) -> float:
         lies_along_k = (problem.a.layout.order, problem.b.layout.order) == (Order.ROW, Order.COLUMN)
         return (_K_MAJOR_TF32 if lies_along_k else _WHOLE_TF32).us(problem)
     if not is_16_bits:
-        goes_over_rows = problem.a.layout.order is Order.COLUMN
-        return (_RAGGED_TF32_OVER_ROWS if goes_over_rows else _RAGGED_TF32).us(problem)
+        return (_RAGGED_TF32_OVER_ROWS if _goes_over_rows(problem) else _RAGGED_TF32).us(problem)
     us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
     if _leaves_a_pass(problem):  # The product is written in FP32, and a pass of ours reads that.
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED

@@ -15,7 +15,7 @@ To the tuner and the plan cache the copies are a part of the algorithm. Two prod
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, Self
 
@@ -137,11 +137,11 @@ class PaddedPlan(AlgorithmPlan):
     def _copying(self) -> ResizePass | None:
         return ResizePass(self.problem.dtype, [*self.sources.values()], self.device) if self.sources else None
 
-    def given_copy(self, name: str) -> Self:
-        """The same plan for calls that have the address of an operand's copy in the place of its own."""
+    def given_a(self) -> Self:
+        """The same plan for calls that have the address of A's copy in the place of A's own."""
         given = copy.copy(self)
-        given.sources = {each: resize for each, resize in self.sources.items() if each != name}
-        given._offsets = {each: offset for each, offset in self._offsets.items() if each != name}
+        given.sources = {name: resize for name, resize in self.sources.items() if name != "a"}
+        given._offsets = {name: offset for name, offset in self._offsets.items() if name != "a"}
         given._before = given._copying()
         return given
 
@@ -176,11 +176,16 @@ class PaddedPlan(AlgorithmPlan):
             self._after.run([(copies["d"], own["d"])], memory.stream)
 
 
-def shared_copy(products: Sequence[AlgorithmPlan]) -> Resize | None:
-    """The copy of A that each of several products works on, whichever way it reads it; None if there is none."""
-    copies = [each.sources.get("a") if isinstance(each, PaddedPlan) else None for each in products]
-    found = {None if each is None else each.by_rows for each in copies}
-    return found.pop() if len(found) == 1 < len(copies) else None
+def sharing_copy(products: Mapping[str, AlgorithmPlan]) -> tuple[dict[str, AlgorithmPlan], Resize | None]:
+    """Products of one matrix A, and the copy of A that all of them work on, whichever way each reads it.
+
+    The products expect that copy in the place of A then. Where there is no such copy the products are as given.
+    """
+    padded = {name: each for name, each in products.items() if isinstance(each, PaddedPlan) and "a" in each.sources}
+    copies = {each.sources["a"].by_rows for each in padded.values()}
+    if len(products) < 2 or len(padded) < len(products) or len(copies) > 1:
+        return dict(products), None
+    return {name: each.given_a() for name, each in padded.items()}, copies.pop()
 
 
 def copies_of(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:

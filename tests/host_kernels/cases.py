@@ -77,7 +77,7 @@ class Blocks:
         return Tiling((-(-shape[1] // (OCTET * self.block[0])), self.blocks_y), self.block)
 
     def suit(self, access: Access) -> bool:
-        """Whether a pass may have them."""
+        """Whether a pass of that access can be launched in these blocks."""
         return access is not Access.FLAT or OCTET <= self.block[1] <= 8 * OCTET
 
 

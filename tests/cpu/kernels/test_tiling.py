@@ -109,8 +109,8 @@ def test_the_slow_path_takes_what_registers_it_needs() -> None:
 )
 def test_large_matrices_without_gaps_are_flat(layout: Layout, alignment: int, expected: Access) -> None:
     kind, other = DType.BFLOAT16, Spec(packed(*layout.shape))
-    assert Access.to((kind, Spec(layout, alignment))) is expected
-    assert Access.to((DType.FLOAT32, other), (kind, None), (kind, Spec(layout, alignment))) is expected
+    assert Access.of((kind, Spec(layout, alignment))) is expected
+    assert Access.of((DType.FLOAT32, other), (kind, None), (kind, Spec(layout, alignment))) is expected
 
 
 def test_a_wave_is_what_all_multiprocessors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
