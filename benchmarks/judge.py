@@ -41,7 +41,13 @@ class Times(NamedTuple):
 
 
 Product: TypeAlias = tuple[MatmulProblem, Mapping[Way, Times]]
-_WAYS: Final = {"plain": Way.PLAIN, "PADDED": Way.PADDED, "K_MAJOR": Way.K_MAJOR, "ours": Way.NARROW}
+_WAYS: Final = {
+    "plain": Way.PLAIN,
+    "PADDED": Way.PADDED,
+    "K_MAJOR": Way.K_MAJOR,
+    "ours": Way.NARROW,
+    "TILE_MATMUL": Way.TILE,
+}
 _ROLES: Final = ("forward", "last forward", "backward", "last backward")
 # A measurement was disturbed if the first algorithm takes so many times the best of its way, or the parts so many
 # times the whole.

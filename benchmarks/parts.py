@@ -110,7 +110,11 @@ def _times(bench: Bench, problem: MatmulProblem, plans: dict[str, AlgorithmPlan]
 
 
 def _described(plan: AlgorithmPlan, timing: Timing) -> list[Any]:
-    """On which copies it works ("ours" is our kernel), its `_CONFIG`, its waves, and its microseconds."""
+    """On which copies it works, or by which kernel of ours, its `_CONFIG`, its waves, and its microseconds.
+
+    "ours" is the kernel for narrow products.
+    """
     config, waves = configuration(plan.blob), plan.algorithm.waves_count if plan.algorithm else 0.0
-    copies = next((name for name in ("PADDED", "K_MAJOR") if name in config), "plain" if config else "ours")
+    marks = (name for name in ("PADDED", "K_MAJOR", "TILE_MATMUL") if name in config)
+    copies = next(marks, "plain" if config else "ours")
     return [copies, *(config.get(name, 0) for name in _CONFIG), round(waves, 3), round(timing.median_us, 3)]

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels import dropout
+from lt_runtime.kernels import dropout, tile_matmul
 from lt_runtime.kernels.blocks import SCALAR
 from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, Sharers, row_macros
 from lt_runtime.kernels.elementwise_loss import LOSSES
@@ -31,8 +31,9 @@ from lt_runtime.kernels.mlp import (
     gradients_macros,
 )
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
+from lt_runtime.kernels.tile_matmul import tile_macros
 from lt_runtime.kernels.tiling import Access, access_macros
-from lt_runtime.layout import packed
+from lt_runtime.layout import Order, packed
 from lt_runtime.plans.strategies import forward_strategies
 from lt_runtime.problem import ACTIVATIONS, Activation, Compute, DType, ForwardProblem, MLPProblem, Saved, Spec
 from tests.support.kernel_digest import compiler_build, family_digest
@@ -145,6 +146,13 @@ def _narrow() -> list[Variant]:
     ]
 
 
+def _tile() -> list[Variant]:
+    """Operands that lie either way, with every activation that an epilogue has."""
+    ways = itertools.product(tile_matmul.TYPES, Order, Order, tile_matmul.EPILOGUES)
+    taken = dict.fromkeys(tile_macros(*each) for each in ways if tile_matmul.lies_right(*each[2:]))
+    return [Variant("tile_matmul.cu", macros) for macros in taken]
+
+
 def _mlp() -> list[Variant]:
     return [
         *(Variant("mlp_fwd.cu", forward_macros(*each)) for each in itertools.product(TYPES, ACTIVATIONS, WIDTHS)),
@@ -209,6 +217,7 @@ VARIANTS: Final = (
     *over("copy_rows.cu"),
     *_matmul_epilogue(),
     *_narrow(),
+    *_tile(),
     *_mlp(),
 )
 """All of them, from the runtime's own tables: a new activation or type is among them by itself."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.kernels.tile_matmul import suits
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
 
@@ -108,20 +109,21 @@ def _saved_by_kernel(problem: ForwardProblem) -> Saved:
 def _saved_by_library(problem: ForwardProblem) -> Saved | None:
     """What the epilogue with an auxiliary output is of use for; None if for nothing."""
     kept = problem.preactivation
-    if kept is not None and not _fits_aux(kept, _AUX_ELEMENTS):
+    is_ours = suits(problem.dtype, problem.x, problem.w.transposed, problem.y)
+    fits = _fits_aux(kept or Spec(_preactivation(problem)), _AUX_ELEMENTS, is_ours=is_ours)
+    if kept is not None and not fits:
         return None
     if problem.activation.name == "gelu":
         if problem.backward:
-            fits = kept is not None or _fits_aux(Spec(_preactivation(problem)), _AUX_ELEMENTS)
             return Saved.PREACTIVATION if fits else None
         return Saved.NOTHING if kept is not None else None
     return Saved.MASK if problem.backward and kept is None else None
 
 
-def _fits_aux(spec: Spec, step: int) -> bool:
-    """Whether the library can write or read an auxiliary matrix there."""
-    layout = spec.layout
-    return layout.order is Order.ROW and layout.leading_dimension % step == 0 and spec.alignment >= _VECTOR_BYTES
+def _fits_aux(spec: Spec, step: int, *, is_ours: bool) -> bool:
+    """Whether the library can write or read an auxiliary matrix there, or our kernel for ragged rows, if asked."""
+    layout, is_whole = spec.layout, spec.alignment >= _VECTOR_BYTES
+    return layout.order is Order.ROW and (is_ours or (is_whole and layout.leading_dimension % step == 0))
 
 
 def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
@@ -185,7 +187,7 @@ def _makers_below(problem: BackwardProblem) -> Iterator[tuple[MadeBy, MadeBy]]:
         return
     db = MadeBy.KERNEL if below.db is not None else MadeBy.NOBODY
     yield (MadeBy.KERNEL if below.changes else MadeBy.NOBODY), db
-    if _derivative_fuses(below) and problem.dx.layout.order is Order.ROW and _multiplies(problem):
+    if _derivative_fuses(problem, below) and problem.dx.layout.order is Order.ROW and _multiplies(problem):
         yield MadeBy.EPILOGUE, db
         if below.db is not None and not problem.accumulate:
             yield MadeBy.EPILOGUE, MadeBy.EPILOGUE
@@ -196,10 +198,13 @@ def _multiplies(problem: BackwardProblem) -> bool:
     return all(spec.layout.size for spec in (problem.dy, problem.x, problem.w))
 
 
-def _derivative_fuses(below: Derivative) -> bool:
+def _derivative_fuses(problem: BackwardProblem, below: Derivative) -> bool:
+    is_ours = suits(problem.dtype, problem.dy, problem.w, problem.x)
     fusable = {("relu", Saved.MASK): _MASK_BITS, ("gelu", Saved.PREACTIVATION): _AUX_ELEMENTS}
-    step = fusable.get((below.activation.name, below.saved))
-    return bool(step and below.saved_spec and _fits_aux(below.saved_spec, step) and not below.dropout)
+    step, spec = fusable.get((below.activation.name, below.saved)), below.saved_spec
+    if step is None or spec is None or below.dropout:
+        return False
+    return _fits_aux(spec, step, is_ours=is_ours and below.saved is Saved.PREACTIVATION)
 
 
 def dz_spec(problem: BackwardProblem) -> Spec:

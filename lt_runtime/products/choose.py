@@ -1,4 +1,4 @@
-"""Which algorithms a plan's products use: cuBLASLt's, on the operands or on copies, or our kernel for narrow ones."""
+"""Which algorithms a plan's products use: cuBLASLt's, on the operands or on copies, or kernels of ours."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.cost import Way, fastest_first
 from lt_runtime.products.library_terms import library_types
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.narrow import NARROW, NarrowPlan
+from lt_runtime.products.own import NARROW, OWN, TILE, NarrowPlan, TilePlan
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
 
 Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
-"""Makes the plan of a product on a device, which is current. PlanError if neither cuBLASLt nor our kernel does it."""
+"""Makes the plan of a product on a device, which is current; PlanError if neither cuBLASLt nor our kernels do it."""
 _ALGORITHM: Final = 64  # bytes of the library's
 _MARKS: Final = {PADDED: "PADDED", K_MAJOR: "K_MAJOR"}
+_CONFIGURATIONS: Final[Mapping[bytes, Mapping[str, int]]] = {NARROW.blob: {}, TILE.blob: {"TILE_MATMUL": 1}}
+"""Of our kernels."""
 _MAKERS: Final[Mapping[Way, Choose]] = {
     Way.PLAIN: MatmulPlan,
     Way.PADDED: PaddedPlan,
     Way.K_MAJOR: partial(PaddedPlan, k_major=True),
     Way.NARROW: NarrowPlan,
+    Way.TILE: TilePlan,
 }
 
 
@@ -70,10 +73,10 @@ def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
     """The plan of a product that an earlier plan's `blob` stands for.
 
     Raises:
-        PlanError: see `MatmulPlan`, `NarrowPlan` and `PaddedPlan`; or another version wrote it.
+        PlanError: see `MatmulPlan`, `OwnPlan` and `PaddedPlan`; or another version wrote it.
     """
-    if blob == NARROW.blob:
-        return NarrowPlan(problem, device)
+    if blob in OWN:
+        return OWN[blob](problem, device)
     if blob[:-_ALGORITHM] in _MARKS:
         return PaddedPlan(problem, device, algorithm=blob[-_ALGORITHM:], k_major=blob.startswith(K_MAJOR))
     if len(blob) != _ALGORITHM:
@@ -82,9 +85,9 @@ def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
 
 
 def configuration(blob: bytes) -> dict[str, int]:
-    """What an algorithm's configuration says, by attribute's name, and on which copies. Our own kernel has none."""
-    if blob == NARROW.blob:
-        return {}
+    """What an algorithm's configuration says, by attribute's name, and on which copies; or that it is our kernel's."""
+    if blob in _CONFIGURATIONS:
+        return dict(_CONFIGURATIONS[blob])
     algorithm, mark = Algorithm(blob[-_ALGORITHM:]), blob[:-_ALGORITHM]
     found = {attribute.name: int(algorithm.get(attribute)) for attribute in AlgoConfigAttribute}
     return found | ({_MARKS[mark]: 1} if mark else {})
@@ -97,8 +100,9 @@ def rebuilt(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> A
         PlanError: see `plan_by`; or no algorithm has such a configuration.
         CublasLtError: the library failed, which says nothing of the algorithm.
     """
-    if not config:
-        return plan_by(problem, device, NARROW.blob)
+    for blob, own in _CONFIGURATIONS.items():
+        if own == dict(config):
+            return plan_by(problem, device, blob)
     marks = [mark for mark, name in _MARKS.items() if name in config]
     values = {name: value for name, value in config.items() if name not in _MARKS.values()}
     try:

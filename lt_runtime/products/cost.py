@@ -7,12 +7,13 @@ suite `wide` that is for fitting, whose rows hold each product's time by each of
 
 from __future__ import annotations
 
+import math
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels.narrow import takes
-from lt_runtime.kernels.tiling import is_whole_octets
+from lt_runtime.kernels import narrow, tile_matmul
+from lt_runtime.kernels.tiling import OCTET, is_whole_octets
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.offered import SHORT_K
@@ -28,7 +29,9 @@ class Way(Enum):
     K_MAJOR = auto()
     """By the library on copies; see `PaddedPlan`."""
     NARROW = auto()
-    """By our kernel."""
+    """By our kernel for products with one tiny dimension."""
+    TILE = auto()
+    """By our kernel for 16-bit matrices whose rows are no whole vectors."""
 
 
 class _Rates(NamedTuple):
@@ -56,6 +59,8 @@ _RAGGED_TF32: Final = _Rates(4.0, 50e6, 1.8e6)
 _RAGGED_TF32_OVER_ROWS: Final = _RAGGED_TF32._replace(launch_us=8.0)
 """Where sums go over the rows of both operands, as those of a weight gradient do: they are split, and added up then."""
 _NARROW: Final = _Rates(2.0, 10e6, 2.8e6)
+_NARROW_OF_OCTETS: Final = _NARROW._replace(multiplied=2e6)
+"""With more than eight columns, for which our kernel is that of 16."""
 _NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
 _WIDE: Final = 13
 """Columns from which on our kernel makes as few products in a microsecond as that."""
@@ -63,6 +68,19 @@ _NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
 """Microseconds until our kernel has begun and ended with so many columns, by the bytes of an element.
 
 That is of ragged rows, whose elements it reads one by one."""
+_TILE_US: Final = 2.3
+"""Microseconds until our kernel for ragged rows has begun and ended."""
+_TILES: Final = 180.0
+"""Products of tiles that it makes in a microsecond."""
+_TILE_MOVED: Final = 4e6
+"""Bytes that it moves in a microsecond."""
+_SHARED_US: Final = 1.2
+"""Microseconds for each doubling of the blocks that share a sum."""
+_ADDED_UP: Final = 15.0
+"""Blocks whose sums of columns it adds up in a microsecond."""
+_MULTIPROCESSORS: Final = 132
+_RAGGED_SUMMED: Final = 24.0
+"""Rows that the library's kernels add up in a microsecond, where rows are no whole vectors of 16-bit numbers."""
 _SUMMED: Final = 1e3
 """Rows that our kernel adds up in a microsecond, where a sum goes over rows, as that of a weight gradient does."""
 _PASS_US: Final = 2.0
@@ -84,26 +102,31 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
 
     An epilogue that the library is not asked for, since it would round the product before, is left to a pass of ours
     where nothing is faster than that and the plain product; so is the sum of an operand that the library refuses.
-    Copies have to be faster by more than a little: each is a kernel more.
+    Copies have to be faster by more than a little: each is a kernel more. So has our kernel for ragged rows where there
+    is no epilogue to gain from: it leaves no room for a weight gradient beside it.
     """
     estimates = estimated_us(problem)
     margin = _MARGIN_US if problem.epilogue is Epilogue.NONE else _MARGIN_OF_EPILOGUES_US
     for way in estimates.keys() & {Way.PADDED, Way.K_MAJOR}:
         estimates[way] += margin
     if problem.epilogue is Epilogue.NONE:
+        if Way.TILE in estimates:
+            estimates[Way.TILE] += margin
         return sorted(estimates, key=estimates.__getitem__)
     ways = sorted(estimates, key=estimates.__getitem__)
     plain = ways.index(Way.PLAIN)
     has_pass = problem.epilogue.sums_operand or _leaves_a_pass(problem)
-    return ways[: plain + 1] + [way for way in ways[plain:] if way is Way.NARROW and not has_pass]
+    return ways[: plain + 1] + [way for way in ways[plain:] if way in (Way.NARROW, Way.TILE) and not has_pass]
 
 
 def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
     """Microseconds of each way that there is. Off the tensor cores, where nothing is known, the library comes first."""
-    narrow = {Way.NARROW: _narrow_us(problem)} if takes(problem) else {}
+    own = {Way.NARROW: _narrow_us(problem)} if narrow.takes(problem) else {}
     if not on_tensor_cores(problem):
-        return {Way.PLAIN: 0.0} | narrow
-    found = {Way.PLAIN: _library_us(problem)} | narrow
+        return {Way.PLAIN: 0.0} | own
+    found = {Way.PLAIN: _library_us(problem)} | own
+    if tile_matmul.takes(problem):
+        found[Way.TILE] = _tile_us(problem)
     padded = padded_problem(problem)
     if padded is not None:
         found[Way.PADDED] = _library_us(padded) + _copies_us(problem, padded)
@@ -114,14 +137,23 @@ def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
 
 
 def _narrow_us(problem: MatmulProblem) -> float:
-    is_wide = min(problem.m, problem.n, problem.k) >= _WIDE
-    rates = _NARROW_BUT_WIDE if is_wide else _NARROW
+    width = min(problem.m, problem.n, problem.k)
+    is_wide = width >= _WIDE
+    rates = _NARROW_BUT_WIDE if is_wide else _NARROW_OF_OCTETS if width > OCTET else _NARROW
     if _goes_over_rows(problem):
         return rates.us(problem) + problem.k / _SUMMED
     is_whole = all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b))
     if is_wide and not is_whole:
         rates = rates._replace(launch_us=_NARROW_BUT_WIDE_AND_RAGGED[problem.dtype.itemsize])
     return rates.us(problem)
+
+
+def _tile_us(problem: MatmulProblem) -> float:
+    shares = tile_matmul.shares_of(problem, _MULTIPROCESSORS)
+    matrices = (problem.a, problem.b, problem.d, *([problem.aux] if problem.aux else []))
+    moved = sum(each.layout.size for each in matrices) * problem.dtype.itemsize
+    us = _TILE_US + shares.products / _TILES + moved / _TILE_MOVED + _SHARED_US * math.log2(shares.parts)
+    return us + (shares.down / _ADDED_UP if problem.epilogue is Epilogue.DGELU_BGRAD else 0.0)
 
 
 def _goes_over_rows(problem: MatmulProblem) -> bool:
@@ -139,6 +171,8 @@ def _library_us(problem: MatmulProblem) -> float:
     if not is_16_bits:
         return (_RAGGED_TF32_OVER_ROWS if _goes_over_rows(problem) else _RAGGED_TF32).us(problem)
     us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
+    if problem.epilogue.sums_operand:
+        us += problem.k / _RAGGED_SUMMED
     if _leaves_a_pass(problem):  # The product is written in FP32, and a pass of ours reads that.
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
     return us

@@ -169,8 +169,8 @@ class _Search:
     def promising(self) -> set[_Key]:
         """The priors' plans, and those that are not far behind, alone and with the plan they go with.
 
-        The times are by the heuristic's algorithms. They say little where our kernel takes a product, so that all such
-        plans are in.
+        The times are by the heuristic's algorithms. They say little where our kernel for narrow products takes one, so
+        that all such plans are in.
         """
         times = self._times(self.before)
         limit = _PROMISING * min(times.values())

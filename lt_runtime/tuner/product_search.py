@@ -10,12 +10,11 @@ from lt_runtime.errors import PlanError
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.narrow import takes
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.choose import configuration, known_algorithm, plan_by
 from lt_runtime.products.cost import Way, fastest_first
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.narrow import NARROW
+from lt_runtime.products.own import own_kernels
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 from lt_runtime.store.entries import Effort, ProductEntry, RejectedAlgorithm, now
@@ -80,8 +79,7 @@ class Candidates:
         ways = sorted(_MARKS, key=[*fastest_first(problem), *_MARKS].index)
         blobs = [blob for way in ways for blob in self._offered(_MARKS[way], effort)]
         self._blobs = {f"candidate {number}" if number else _FIRST: blob for number, blob in enumerate(blobs)}
-        if takes(problem):
-            self._blobs["ours"] = NARROW.blob
+        self._blobs |= {f"ours {number}": blob for number, blob in enumerate(own_kernels(problem))}
         for name, blob in self._blobs.items():
             try:
                 self.plans[name] = plan_by(problem, device, blob)

@@ -81,6 +81,8 @@ def algorithm_in_words(config: Mapping[str, int]) -> str:
     """
     if not config:
         return "our kernel for narrow products"
+    if "TILE_MATMUL" in config:
+        return "our kernel for rows that are no whole vectors"
     known = [name for name in _PARTS if name in config]
     return ", ".join(_part(name, config[name]) for name in dict.fromkeys((*known, *config)))
 

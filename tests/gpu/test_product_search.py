@@ -19,7 +19,7 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import plan_by
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.narrow import NARROW
+from lt_runtime.products.own import NARROW
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import Effort, ProductEntry
 from lt_runtime.tuner import product_search

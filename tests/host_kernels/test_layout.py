@@ -55,6 +55,9 @@ MACROS = (
     ("FIRST", "0"),
     ("LAST", "1"),
     ("THREADS", "512"),
+    ("A_ALONG_K", "1"),
+    ("B_ALONG_K", "1"),
+    ("DERIVATIVE", "0"),
 )
 TILES = "mma.cuh"
 """Kernels that include it multiply numbers of 16 bits."""

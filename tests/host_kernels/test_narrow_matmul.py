@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
-from lt_runtime.gpu.devices import DeviceInfo
-from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import narrow as narrow_pass
 from lt_runtime.kernels import tiling
@@ -24,16 +20,16 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import NarrowPass, takes
 from lt_runtime.layout import Layout, Order
-from lt_runtime.problem import ALIGNMENT, Activation, Compute, MatmulProblem, Spec
+from lt_runtime.problem import Activation, Compute, MatmulProblem, Spec
 from lt_runtime.reference import derivative, unpack_mask
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds, suit_place
 from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
+from tests.host_kernels.products import SMALL_GPU, Memory, Turns, spec_of
 from tests.host_kernels.variants import F32, NARROW, Narrow
 from tests.support.strategies import Placement, placements
 
 Array = NDArray[np.float64]
-SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 _TRANSPOSED = {"narrow_n": (False, True), "narrow_k": (False, False), "narrow_m": (True, False)}
 """Whether A and B are column-major."""
 _MOVED = {"narrow_n": ("a", "b"), "narrow_k": ("b", "c", "d", "aux"), "narrow_m": ("b",)}
@@ -42,33 +38,6 @@ _EPILOGUE = {"narrow_n": Epilogue.BIAS, "narrow_m": Epilogue.BGRADA}
 _OPERANDS = ("a", "b", "c", "d", "aux")
 
 Asked = list[tuple[str, Macros]]
-
-
-class _Turns:
-    """A kernel on the CPU whose blocks and threads take their turns in a given order."""
-
-    def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
-        self._kernel, self._order = host.get(entry, macros), order
-
-    def prepare(self, *arguments: Any) -> Callable[[], None]:
-        return functools.partial(self._kernel.launch, *arguments, order=self._order)
-
-
-class _Memory:
-    """A stream's workspace, just as large as it is needed, and tickets."""
-
-    def __init__(self, size: int) -> None:
-        self._workspace = vector(np.full(size // 4, np.nan), F32) if size else None
-        self.workspace = 0 if self._workspace is None else self._workspace.address
-        self.stream = 0
-        self._tickets = vector(np.zeros(MAX_TICKETS), F32)
-        self.tickets = self._tickets.address
-
-    def check(self) -> None:
-        """Fails if anything around the workspace was written, or tickets are not zero again."""
-        self._tickets.assert_unchanged()
-        if self._workspace is not None:
-            self._workspace.values()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,10 +93,6 @@ cases = st.builds(
     order=orders,
     seed=seeds,
 )
-
-
-def spec_of(matrix: Guarded) -> Spec:
-    return Spec(matrix.layout, min(ALIGNMENT, matrix.address & -matrix.address))
 
 
 class Product:
@@ -208,10 +173,10 @@ class Product:
         """Runs the product; returns the kernel that it asked for."""
         asked: Asked = []
 
-        def get(entry: Entry, macros: Macros, device: int) -> _Turns:
+        def get(entry: Entry, macros: Macros, device: int) -> Turns:
             asked.append((entry.name, macros))
             assume(self.variant.matches(entry.name, macros))
-            return _Turns(host, entry, macros, order)
+            return Turns(host, entry, macros, order)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "get_kernel", get)
@@ -219,7 +184,7 @@ class Product:
                 patch.setattr(narrow_pass, "_BUSY_THREADS", 64)
                 patch.setattr(narrow_pass, "_LONG", 1)
             product = NarrowPass(self.problem, 0)
-        memory = _Memory(product.scratch_bytes)
+        memory = Memory(product.scratch_bytes)
         product.run(self.call, memory)  # type: ignore[arg-type]
         memory.check()
         return asked

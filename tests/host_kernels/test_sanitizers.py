@@ -27,6 +27,7 @@ from tests.host_kernels.variants import (
     SANITIZED_LOSSES,
     SANITIZED_MATMULS,
     SANITIZED_NARROW,
+    SANITIZED_TILE,
 )
 
 REPOSITORY = HERE.parent.parent
@@ -52,6 +53,7 @@ SHARED_MEMORY_TESTS = [  # ThreadSanitizer runs their explicit examples alone
     "test_gradient_norm.py::test_norms",
     f"test_tally.py::test_rows_are_counted[{BF16}]",
     *(f"test_narrow_matmul.py::test_products[{each}]" for each in SANITIZED_NARROW if each.shares),
+    *(f"test_tile_matmul.py::test_products[{each}]" for each in SANITIZED_TILE),
     "test_mlp.py::test_exact_sums[2-dims3-129]",
     "test_mlp.py::test_activations[gelu-DType.FLOAT16]",
     "test_mlp.py::test_blocks_go_from_tile_to_tile[2]",

@@ -264,6 +264,42 @@ NARROW: Final = (
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A variant of tile_matmul.cu: how A and B lie, and the activation, or that it is the derivative's."""
+
+    dtype: DType
+    a_along_k: bool
+    b_along_k: bool
+    activation: str = "none"
+    derivative: bool = False
+
+    @property
+    def macros(self) -> Macros:
+        return (
+            ("SCALAR", SCALAR[self.dtype]),
+            ("A_ALONG_K", str(int(self.a_along_k))),
+            ("B_ALONG_K", str(int(self.b_along_k))),
+            ("ACTIVATION", ACTIVATION_NAMES[self.activation]),
+            ("DERIVATIVE", str(int(self.derivative))),
+        )
+
+    def __str__(self) -> str:
+        lies = "".join("along" if each else "across" for each in (self.a_along_k, self.b_along_k))
+        return f"{self.dtype.value}-{lies}-{self.activation}{'-derivative' if self.derivative else ''}"
+
+
+TILE: Final = (
+    Tile(BF16, a_along_k=True, b_along_k=True, activation="gelu"),
+    Tile(BF16, a_along_k=True, b_along_k=False, activation="gelu", derivative=True),
+    Tile(BF16, a_along_k=False, b_along_k=False),
+    Tile(BF16, a_along_k=False, b_along_k=True, activation="relu"),
+    Tile(F16, a_along_k=True, b_along_k=True),
+    Tile(F16, a_along_k=False, b_along_k=False),
+    Tile(F16, a_along_k=True, b_along_k=False, activation="gelu", derivative=True),
+)
+
+
+@dataclass(frozen=True)
 class AdamWVariant:
     """A variant of adamw.cu: the moments' type, AMSGrad, and whether BF16 parameters may lack a master copy."""
 
@@ -317,3 +353,4 @@ SANITIZED_MATMULS: Final = (MatmulEpilogue(F32, F32, "relu"),)
 SANITIZED_NARROW: Final = tuple(
     each for each in NARROW if (each.dtype, each.width) in ((F32, 16), (BF16, 16), (F16, 1))
 )
+SANITIZED_TILE: Final = TILE[:3]

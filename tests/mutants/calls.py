@@ -481,6 +481,27 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/host_kernels/test_dropout.py::test_masks_are_the_reference_s[float32-scattered]",
     ),
     fault(
+        "sums of a ragged product's columns have no room",
+        "lt_runtime/kernels/tile_matmul.py",
+        "columns = self._tiles[0] * self._problem.n if self._sums_columns else 0",
+        "columns = 0",
+        "tests/cpu/products/test_tile_matmul.py::test_blocks_that_add_up_columns_are_one_wave",
+    ),
+    fault(
+        "the sum of A has no column among a ragged product's tiles",
+        "lt_runtime/kernels/tile_matmul.py",
+        "problem.n + problem.epilogue.sums_operand",
+        "problem.n",
+        "tests/cpu/products/test_tile_matmul.py::test_k_is_split_where_there_are_few_tiles",
+    ),
+    fault(
+        "old GPUs get products of tensor cores that they lack",
+        "lt_runtime/products/own.py",
+        "if device_info(device).capability < tile_matmul.CAPABILITY:",
+        "if device_info(device).capability < 75:",
+        "tests/cpu/products/test_tile_matmul.py::test_what_is_refused_says_why",
+    ),
+    fault(
         "the narrow kernel takes 17 terms",
         _NARROW,
         "fits = width <= MAX_WIDTH and",

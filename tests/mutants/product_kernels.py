@@ -1,4 +1,4 @@
-"""Faults of our kernels of products with a tiny dimension."""
+"""Faults of our kernels of products with a tiny dimension, and of products with ragged rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Final
 from tests.mutants.fault import Fault, fault
 
 _PRODUCTS: Final = "tests/host_kernels/test_narrow_matmul.py::test_products"
+_TILES: Final = "tests/host_kernels/test_tile_matmul.py::test_products"
+_TILE: Final = "cuda_src/tile_matmul.cu"
 
 FAULTS: Final[tuple[Fault, ...]] = (
     fault(
@@ -106,5 +108,68 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "from_float<SCALAR>(p.alpha * sum + addend(p, row, col))",
         "from_float<SCALAR>(p.alpha * sum + gridDim.y * addend(p, row, col))",
         "tests/host_kernels/test_narrow_matmul.py::test_products[narrow_m-float32-16-aligned]",
+    ),
+    fault(
+        "a tile has what lies behind a line",
+        _TILE,
+        "if (exists && length > 1) high = p[1];",
+        "if (exists) high = p[1];",
+        f"{_TILES}[bfloat16-alongalong-gelu]",
+    ),
+    fault(
+        "a tile has what lies behind the last line",
+        _TILE,
+        "const bool exists = i * kWarps < lines;",
+        "const bool exists = i * kWarps <= lines;",
+        f"{_TILES}[bfloat16-acrossacross-none]",
+    ),
+    fault(
+        "tiles go on along K by half",
+        _TILE,
+        "from = along ? from + kSide : p;",
+        "from = along ? from + kSide / 2 : p;",
+        f"{_TILES}[bfloat16-alongalong-gelu]",
+    ),
+    fault(
+        "a group of parts loses its first",
+        _TILE,
+        "for (uint32 each = 0; each < count; ++each)",
+        "for (uint32 each = 1; each < count; ++each)",
+        f"{_TILES}[bfloat16-acrossacross-none]",
+    ),
+    fault(
+        "groups of groups count with the groups' tickets",
+        _TILE,
+        "    tickets += parts;\n",
+        "",
+        f"{_TILES}[bfloat16-acrossacross-none]",
+    ),
+    fault(
+        "A is summed up by D's first column",
+        _TILE,
+        "add_ones(right, p.cols - at.col);",
+        "add_ones(right, 0);",
+        f"{_TILES}[bfloat16-acrossacross-none]",
+    ),
+    fault(
+        "what is kept of a ragged product has no bias",
+        _TILE,
+        "aux[i] = from_float<SCALAR>(z[i]);",
+        "aux[i] = from_float<SCALAR>(z[i] - bias);",
+        f"{_TILES}[bfloat16-alongalong-gelu]",
+    ),
+    fault(
+        "a ragged product is multiplied by GELU's function",
+        _TILE,
+        "ACTIVATION::derivative(arguments[i], 0.0f)",
+        "ACTIVATION::forward(arguments[i], 0.0f)",
+        f"{_TILES}[bfloat16-alongacross-gelu-derivative]",
+    ),
+    fault(
+        "the sum of a ragged product's columns leaves blocks out",
+        _TILE,
+        "for (uint32 each = turn; each < gridDim.x; each += kTurns)",
+        "for (uint32 each = turn + 1; each < gridDim.x; each += kTurns)",
+        f"{_TILES}[float16-alongacross-gelu-derivative]",
     ),
 )

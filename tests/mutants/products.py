@@ -475,7 +475,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "our kernel for narrow products waits for a measurement",
         _COST,
-        "found = {Way.PLAIN: _library_us(problem)} | narrow",
+        "found = {Way.PLAIN: _library_us(problem)} | own",
         "found = {Way.PLAIN: _library_us(problem)}",
         "tests/cpu/products/test_cost.py::test_the_way_that_was_measured_to_be_the_fastest",
     ),
@@ -503,8 +503,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "our kernel stands in for a pass that is faster",
         _COST,
-        "if way is Way.NARROW and not has_pass]",
-        "if way is Way.NARROW]",
+        "if way in (Way.NARROW, Way.TILE) and not has_pass]",
+        "if way in (Way.NARROW, Way.TILE)]",
         "tests/cpu/products/test_cost.py::test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel",
     ),
     fault(
@@ -578,10 +578,52 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/products/test_offered.py::test_short_sums_are_asked_for_unsplit",
     ),
     fault(
+        "short TF32 sums of ragged rows are left to the first",
+        "lt_runtime/products/offered.py",
+        "if each.algo_id == _SHORT_TF32), 0)",
+        "if each.algo_id == -1), 0)",
+        "tests/cpu/products/test_offered.py::test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels",
+    ),
+    fault(
+        "TF32 sums are split into parts of few terms",
+        "lt_runtime/products/offered.py",
+        "if is_tf32 and first.splitk * _FEWEST_TERMS > problem.k:",
+        "if is_tf32 and first.splitk > problem.k:",
+        "tests/cpu/products/test_offered.py::test_tf32_sums_are_not_split_into_parts_of_few_terms",
+    ),
+    fault(
+        "our kernel for ragged rows splits sums at no cost",
+        _COST,
+        " + _SHARED_US * math.log2(shares.parts)",
+        "",
+        "tests/cpu/products/test_cost.py::test_our_kernel_for_ragged_rows_is_estimated",
+    ),
+    fault(
+        "our kernel for ragged rows writes what it keeps at no cost",
+        _COST,
+        "*([problem.aux] if problem.aux else [])",
+        "",
+        "tests/cpu/products/test_cost.py::test_our_kernel_for_ragged_rows_is_estimated",
+    ),
+    fault(
+        "our kernel for ragged rows leaves no room for others",
+        _COST,
+        "            estimates[Way.TILE] += margin\n",
+        "            pass\n",
+        "tests/cpu/products/test_cost.py::test_products_alone_are_seldom_our_kernel_s_for_ragged_rows",
+    ),
+    fault(
+        "our kernel of 16 columns is thought as fast as that of eight",
+        _COST,
+        "_NARROW_OF_OCTETS if width > OCTET else _NARROW",
+        "_NARROW",
+        "tests/cpu/products/test_cost.py::test_our_kernel_has_the_width_of_a_power_of_two",
+    ),
+    fault(
         "large TF32 products are left to older kernels",
         "lt_runtime/products/offered.py",
-        "problem.compute is Compute.TF32 and is_large(problem)",
-        "problem.compute is Compute.TF32 and not is_large(problem)",
+        "if is_tf32 and is_large(problem):",
+        "if is_tf32 and not is_large(problem):",
         "tests/cpu/products/test_offered.py::test_large_tf32_products_are_left_to_hoppers_own_kernels",
     ),
     fault(
@@ -601,8 +643,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "our kernel is preferred off the tensor cores",
         _COST,
-        "return {Way.PLAIN: 0.0} | narrow",
-        "return {Way.PLAIN: 99.0} | narrow",
+        "return {Way.PLAIN: 0.0} | own",
+        "return {Way.PLAIN: 99.0} | own",
         "tests/cpu/products/test_cost.py::test_off_the_tensor_cores_the_library_comes_first",
     ),
     fault(

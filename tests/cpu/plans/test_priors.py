@@ -115,9 +115,28 @@ def test_a_bias_gradient_is_our_kernel_s_where_it_reads_dy_in_any_case(table: di
 
 def test_the_library_sums_no_rows_that_are_no_whole_octets(table: dict[str, Any]) -> None:
     table["backward"]["bf16 gelu preactivation"] = FUSED
-    odd = Chain.of_mlp(256, (64, 511, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True)
-    assert first_backward(odd).db is KERNEL
+    assert first_backward(_ragged(1 << 16)).db is KERNEL, "too large for our kernel for ragged rows"
     assert first_backward(GELU).db is EPILOGUE
+
+
+def _ragged(rows: int) -> Chain:
+    return Chain.of_mlp(rows, (64, 511, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True)
+
+
+def test_ragged_rows_leave_sums_to_their_product(table: dict[str, Any]) -> None:
+    assert first_backward(_ragged(256)) == BackwardStrategy(EPILOGUE, EPILOGUE, EPILOGUE)
+    assert first_backward(_ragged(2048)) == BackwardStrategy(EPILOGUE, KERNEL, KERNEL), "many blocks would share them"
+    own = derivative_of(forward_of(_ragged(256)))
+    assert first_backward(_ragged(256), own=own).db is KERNEL, "which reads dy in any case"
+
+
+@pytest.mark.parametrize(("columns", "epilogue"), [(7, Epilogue.BIAS), (9, Epilogue.GELU_AUX_BIAS)])
+def test_few_ragged_columns_have_an_activation_of_their_own_pass(
+    table: dict[str, Any], columns: int, epilogue: Epilogue
+) -> None:
+    table["forward"]["bf16 gelu"] = AUX
+    few = Chain.of_mlp(256, (63, columns, 63), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+    assert first_forward(few).epilogue is epilogue
 
 
 def test_backward_that_is_products_alone_has_a_tree_of_its_own(table: dict[str, Any]) -> None:

@@ -34,6 +34,11 @@ def forward(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> Matmu
     return MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, a, b, d, epilogue, aux=aux)
 
 
+def tf32(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
+    kind = DType.FLOAT32
+    return replace(forward(m, n, k, epilogue), dtype=kind, d_dtype=kind, compute=Compute.TF32)
+
+
 def offers(*entries: Entry) -> list[Offered]:
     return [Offered(HOPPER, tile, 1, waves) for tile, waves in entries]
 
@@ -101,16 +106,31 @@ def test_a_short_sum_is_not_split() -> None:
 def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
     """7456x2840x464 takes 150 by the first and 84 by the other; 13830x224x48 17.7 and 18.5."""
     offered = [Offered(21, (128, 128), 1, 1.7), Offered(43, (128, 128), 1, 1.0)]
-
-    def tf32(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
-        kind = DType.FLOAT32
-        return replace(forward(m, n, k, epilogue), dtype=kind, d_dtype=kind, compute=Compute.TF32)
-
     assert most_promising(tf32(7456, 2840, 464), offered) == 1
     assert most_promising(tf32(13830, 224, 48), offered) == 0
     assert most_promising(tf32(7456, 2840, 464, Epilogue.DGELU), offered) == 0
     assert most_promising(tf32(7456, 2840, 464), offered[:1]) == 0
     assert most_promising(forward(7456, 2840, 464), offered) == 0
+
+
+def test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels() -> None:
+    """541x619x23 takes 6.9 by the first and 3.5 by the other, 625x77x13 3.3 and 2.5."""
+    offered = [Offered(23, OLDER, 1, 0.7), Offered(55, OLDER, 1, 0.1)]
+    assert most_promising(tf32(541, 619, 23), offered) == 1
+    assert most_promising(tf32(541, 619, 128), offered) == 1
+    assert most_promising(tf32(541, 619, 129), offered) == 0
+    assert most_promising(tf32(544, 624, 24), offered) == 0, "rows that are whole vectors"
+    assert most_promising(tf32(541, 619, 23), offered[:1]) == 0
+    assert most_promising(forward(541, 619, 23), offered) == 0
+
+
+def test_tf32_sums_are_not_split_into_parts_of_few_terms() -> None:
+    """21x24x3904 takes 11.7 in 132 parts, 7.6 in 32; 48x221x13830 16.2 in 66, 17.8 in 58."""
+    offered = [Offered(23, OLDER, parts, 0.7) for parts in (132, 66, 32, 16)]
+    assert most_promising(tf32(21, 24, 3904), offered) == 2
+    assert most_promising(tf32(48, 221, 13830), offered) == 0
+    assert most_promising(tf32(21, 24, 640), offered) == 0, "all parts have few terms"
+    assert most_promising(forward(21, 24, 3904), offered) == 0
 
 
 @given(

@@ -265,6 +265,7 @@ def test_untuned_large_ones_are_padded(library: FakeLibrary, passes: _Passes) ->
 def test_copies_where_the_library_offers_nothing_else(
     library: FakeLibrary, passes: _Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lt_runtime.kernels.tile_matmul.takes", lambda _: False)
     problem, query = forward(64, 63, 63), MatmulPlan.query
     monkeypatch.setattr(MatmulPlan, "query", lambda self, *of: query(self, *of) if self.problem.k == 64 else [])
     _offer(library, 1)

@@ -16,7 +16,7 @@ from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import heuristic_algorithm, plan_by
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.narrow import NARROW, NarrowPlan
+from lt_runtime.products.own import NARROW, NarrowPlan
 from lt_runtime.store.entries import Effort, ProductEntry
 from lt_runtime.tuner import operands, product_search
 from lt_runtime.tuner.operands import ProductOperands
@@ -227,8 +227,8 @@ NARROW_PROBLEM = MatmulProblem(
 @pytest.fixture
 def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
     """What the fake library takes for our kernel's id."""
-    monkeypatch.setattr("lt_runtime.products.narrow.NarrowPass", FakeNarrowPass)
-    monkeypatch.setattr("lt_runtime.products.narrow.workspace_size", lambda _: WORKSPACE)
+    monkeypatch.setattr("lt_runtime.products.own.NarrowPass", FakeNarrowPass)
+    monkeypatch.setattr("lt_runtime.products.own.workspace_size", lambda _: WORKSPACE)
     return NARROW.get(AlgoConfigAttribute.ID)
 
 

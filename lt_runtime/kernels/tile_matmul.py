@@ -1,0 +1,154 @@
+"""tile_matmul.cu: products of 16-bit matrices whose rows are no whole vectors, with epilogues, on tensor cores."""
+
+from __future__ import annotations
+
+import math
+from ctypes import Structure, c_float, c_int, c_uint32, c_void_p
+from typing import Final, NamedTuple
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.memory import StreamMemory
+from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
+from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.tiling import MAX_GRID_Y, THREADS, Tiling, is_whole_octets, wave_of
+from lt_runtime.layout import Order
+from lt_runtime.problem import DType, MatmulProblem, Spec
+
+CAPABILITY: Final = 80
+"""The least compute capability of a GPU that has the instructions in mma.cuh."""
+TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
+_SIDE: Final = 64  # rows and columns of a tile
+_BLOCKS: Final = 3  # of a multiprocessor
+_ONE_GROUP: Final = 16  # parts of K up to which one block adds up the sums of all
+_MOST: Final = 1 << 30  # multiply-adds of a product: larger ones are for the library
+EPILOGUES: Final = (
+    *(Epilogue.NONE, Epilogue.BIAS, Epilogue.RELU, Epilogue.RELU_BIAS, Epilogue.GELU, Epilogue.GELU_BIAS),
+    *(Epilogue.GELU_AUX, Epilogue.GELU_AUX_BIAS, Epilogue.DGELU, Epilogue.DGELU_BGRAD, Epilogue.BGRADA),
+)
+
+
+class TileMatmulParams(Structure):
+    """`lt::TileMatmulParams`."""
+
+    _fields_ = fields(
+        ("a b c d aux", Matrix),
+        ("bias sums partial tickets", c_void_p),
+        ("rows cols depth part", c_int),
+        ("group slots", c_uint32),
+        ("alpha beta", c_float),
+    )
+
+
+TILE_MATMUL: Final = Entry("tile_matmul", "tile_matmul.cu", TileMatmulParams)
+
+
+def takes(problem: MatmulProblem) -> bool:
+    """Whether the kernel makes this product: of 16-bit matrices, some of whose rows are no whole vectors."""
+    if problem.dtype is not problem.d_dtype or problem.batch != 1 or problem.device_scalars:
+        return False
+    if problem.epilogue not in EPILOGUES or not suits(problem.dtype, problem.a, problem.b, problem.d):
+        return False
+    if problem.aux is not None and problem.aux.layout.order is not Order.ROW:
+        return False
+    return lies_right(problem.b.layout.order, problem.epilogue)
+
+
+def lies_right(b: Order, epilogue: Epilogue) -> bool:
+    """Whether B lies as a gradient's does, where an epilogue is a gradient's; any other takes it either way."""
+    return b is Order.ROW or not (epilogue.sums_operand or epilogue.is_derivative)
+
+
+def suits(dtype: DType, a: Spec, b: Spec, d: Spec) -> bool:
+    """Whether the kernel makes products of such matrices: of 16 bits, with ragged rows, and not too large."""
+    (m, k), n = a.layout.shape, b.layout.cols
+    fits = 0 < m * n * k <= _MOST and n < _SIDE * MAX_GRID_Y
+    return fits and dtype in TYPES and not all(is_whole_octets(spec, dtype) for spec in (a, b, d))
+
+
+class Shares(NamedTuple):
+    """How blocks share a product.
+
+    Attributes:
+        down, across: blocks below each other and side by side, each of which makes tiles of D.
+        part: terms of K that a block has.
+        parts: blocks that share K.
+        products: of tiles of A and B that all blocks make.
+    """
+
+    down: int
+    across: int
+    part: int
+    parts: int
+    products: int
+
+
+def shares_of(problem: MatmulProblem, multiprocessors: int) -> Shares:
+    """How blocks share a product on a GPU of so many multiprocessors: K is split if there are fewer tiles than run."""
+    wave, columns = multiprocessors * _BLOCKS, problem.n + problem.epilogue.sums_operand
+    down, across, steps = (-(-size // _SIDE) for size in (problem.m, columns, problem.k))
+    products, steps_of_a_part = down * across * steps, -(-steps // max(1, min(wave // (down * across), steps)))
+    if problem.epilogue is Epilogue.DGELU_BGRAD:  # Blocks that add up D's columns wait for each other: few do.
+        down = min(down, max(1, wave // across))
+    return Shares(down, across, _SIDE * steps_of_a_part, -(-steps // steps_of_a_part), products)
+
+
+class TileMatmulPass:
+    """A product that `takes` accepts, in one kernel."""
+
+    def __init__(self, problem: MatmulProblem, device: int) -> None:
+        self._problem = problem
+        shares = shares_of(problem, wave_of(device, 1))
+        parts, self._tiles = shares.parts, (shares.down, shares.across)
+        group = parts if parts <= _ONE_GROUP else math.isqrt(parts - 1) + 1
+        self._slots, level = 0, parts
+        while level > 1:
+            self._slots, level = self._slots + level, -(-level // group)
+        aux = problem.aux
+        params = TileMatmulParams(*(Matrix.of(each) for each in (problem.a, problem.b, problem.c, problem.d, aux)))
+        params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
+        params.part, params.group, params.slots = shares.part, group, self._slots
+        macros = tile_macros(problem.dtype, problem.a.layout.order, problem.b.layout.order, problem.epilogue)
+        self._launches = Launches(TILE_MATMUL, macros, device, Tiling(self._tiles, (THREADS, 1)), params, batch=parts)
+
+    @property
+    def _sums_columns(self) -> bool:
+        """Whether tiles share the sum of D over its rows."""
+        return self._problem.epilogue is Epilogue.DGELU_BGRAD and self._tiles[0] > 1
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes for sums over parts of K and over rows of tiles, in a stream's workspace."""
+        columns = self._tiles[0] * self._problem.n if self._sums_columns else 0
+        return 4 * (math.prod(self._tiles) * self._slots * _SIDE * _SIDE + columns)
+
+    @property
+    def tickets(self) -> int:
+        """Counters of the blocks that share sums."""
+        return math.prod(self._tiles) * self._slots + (self._tiles[1] if self._sums_columns else 0)
+
+    def run(self, call: Call, memory: StreamMemory) -> None:
+        """Puts the product on the memory's stream; the caller holds the memory's lock."""
+        params, launch = self._launches[memory.stream]
+        problem, (a, b, c, vector, aux, d), (alpha, beta) = self._problem, call.addresses, call.scalars
+        params.a.data, params.b.data, params.d.data = a, b, d
+        params.c.data = c if problem.c and beta else 0
+        params.aux.data = aux if problem.aux else 0
+        params.bias = vector if problem.epilogue.has_bias else 0
+        params.sums = vector if problem.epilogue.has_bias_gradient else 0
+        params.alpha, params.beta = alpha, beta
+        params.partial, params.tickets = memory.workspace, memory.tickets
+        launch()
+
+
+def tile_macros(dtype: DType, a: Order, b: Order, epilogue: Epilogue) -> Macros:
+    """The kernel's definitions, for A and B that lie in these orders."""
+    return (
+        ("SCALAR", SCALAR[dtype]),
+        ("A_ALONG_K", str(int(a is Order.ROW))),
+        ("B_ALONG_K", str(int(b is Order.COLUMN))),
+        ("ACTIVATION", ACTIVATION_NAMES[epilogue.activation]),
+        ("DERIVATIVE", str(int(epilogue.is_derivative))),
+    )

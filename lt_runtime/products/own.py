@@ -1,0 +1,87 @@
+"""Plans of products by kernels of ours: with one tiny dimension, or of 16 bits with rows that are no whole vectors.
+
+The library is slowest there. To the tuner and the plan cache each kernel is one more algorithm, whose blob no version
+of the library gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from lt_runtime.cublaslt import Algorithm
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.memory import MAX_TICKETS, StreamMemory, workspace_size
+from lt_runtime.kernels import narrow, tile_matmul
+from lt_runtime.kernels.call import Call
+from lt_runtime.kernels.narrow import NarrowPass
+from lt_runtime.kernels.tile_matmul import TileMatmulPass
+from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.plan import AlgorithmPlan
+
+NARROW: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
+TILE: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
+"""Each stands for a kernel of ours among the library's algorithms."""
+
+
+class _Pass(Protocol):
+    """A product in one kernel."""
+
+    @property
+    def scratch_bytes(self) -> int: ...
+
+    @property
+    def tickets(self) -> int: ...
+
+    def run(self, call: Call, memory: StreamMemory) -> None: ...
+
+
+class OwnPlan(AlgorithmPlan):
+    """A product by a kernel of ours on one device.
+
+    Raises:
+        PlanError: the kernel does not take the problem, or the GPU, or has no room for its partial sums.
+    """
+
+    adds_memsets, is_lean = False, True  # it is one kernel
+
+    def __init__(self, problem: MatmulProblem, device: int, algorithm: Algorithm, made: _Pass) -> None:
+        self.problem, self.device, self.algorithm = problem, device, algorithm
+        self._pass = made
+        if made.scratch_bytes > workspace_size(device) or made.tickets > MAX_TICKETS:
+            raise PlanError(f"our kernel has no room for the partial sums of {problem}")
+
+    def put(self, call: Call, memory: StreamMemory) -> None:
+        """See `Plan`."""
+        self._pass.run(call, memory)
+
+
+class NarrowPlan(OwnPlan):
+    """By the kernels for products with one tiny dimension."""
+
+    def __init__(self, problem: MatmulProblem, device: int) -> None:
+        if not narrow.takes(problem):
+            raise PlanError(f"the kernel for narrow products does not take {problem}")
+        super().__init__(problem, device, NARROW, NarrowPass(problem, device))
+
+
+class TilePlan(OwnPlan):
+    """By the kernel for 16-bit matrices whose rows are no whole vectors."""
+
+    def __init__(self, problem: MatmulProblem, device: int) -> None:
+        if not tile_matmul.takes(problem):
+            raise PlanError(f"the kernel for rows that are no whole vectors does not take {problem}")
+        if device_info(device).capability < tile_matmul.CAPABILITY:
+            raise PlanError(f"GPU {device} has no tensor cores for products of 16 bits that a kernel of ours may use")
+        super().__init__(problem, device, TILE, TileMatmulPass(problem, device))
+
+
+OWN: Final[Mapping[bytes, type[NarrowPlan | TilePlan]]] = {NARROW.blob: NarrowPlan, TILE.blob: TilePlan}
+"""The plans of our kernels, by what stands for them."""
+
+
+def own_kernels(problem: MatmulProblem) -> list[bytes]:
+    """What stands for those of our kernels that take a product."""
+    takers = {NARROW.blob: narrow.takes, TILE.blob: tile_matmul.takes}
+    return [blob for blob, takes in takers.items() if takes(problem)]

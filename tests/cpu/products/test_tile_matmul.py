@@ -1,0 +1,186 @@
+"""Which products our kernel for ragged rows makes, and how its blocks share them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.kernels import kernel as kernels
+from lt_runtime.kernels import tiling
+from lt_runtime.kernels.kernel import Entry
+from lt_runtime.kernels.tile_matmul import TileMatmulPass, shares_of, takes
+from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
+from lt_runtime.products import own
+from lt_runtime.products.choose import configuration, plan_by, rebuilt
+from lt_runtime.products.own import TILE, TilePlan, own_kernels
+from lt_runtime.tuner.report import algorithm_in_words
+
+H200 = DeviceInfo(0, "", 90, multiprocessors=132, memory=0)
+TURING = replace(H200, capability=75)
+
+
+def across(rows: int, cols: int) -> Spec:
+    """A packed column-major matrix."""
+    return Spec(Layout(rows, cols, Order.COLUMN, rows))
+
+
+def problem_of(a: Spec, b: Spec, epilogue: Epilogue, aux: Spec | None = None) -> MatmulProblem:
+    d = Spec(packed(a.layout.rows, b.layout.cols))
+    return MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, a, b, d, epilogue, aux=aux)
+
+
+def forward(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.GELU_AUX_BIAS) -> MatmulProblem:
+    aux = Spec(packed(m, n)) if epilogue.has_aux_output else None
+    return problem_of(Spec(packed(m, k)), across(k, n), epilogue, aux)
+
+
+def input_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.DGELU_BGRAD) -> MatmulProblem:
+    aux = Spec(packed(m, n)) if epilogue.is_derivative else None
+    return problem_of(Spec(packed(m, k)), Spec(packed(k, n)), epilogue, aux)
+
+
+def weight_gradient(m: int, n: int, k: int) -> MatmulProblem:
+    return problem_of(across(m, k), Spec(packed(k, n)), Epilogue.BGRADA)
+
+
+PRODUCTS = (forward(1000, 221, 48), input_gradient(1000, 221, 48), weight_gradient(48, 221, 1000))
+
+
+@pytest.mark.parametrize("problem", PRODUCTS)
+def test_what_is_taken_and_what_is_refused(problem: MatmulProblem) -> None:
+    assert takes(problem)
+    assert takes(replace(problem, dtype=DType.FLOAT16, d_dtype=DType.FLOAT16))
+    assert takes(replace(problem, c=problem.d))
+    for change in (
+        {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32},
+        {"d_dtype": DType.FLOAT32},
+        {"batch": 2},
+        {"device_scalars": True},
+        {"epilogue": Epilogue.RELU_AUX},
+        {"epilogue": Epilogue.DRELU},
+        {"epilogue": Epilogue.BGRADB},
+        {"aux": across(*problem.d.layout.shape)},
+    ):
+        assert not takes(replace(problem, **change)), change
+
+
+@pytest.mark.parametrize("shape", [(1000, 224, 48), (0, 221, 48), (1000, 221, 0), (1 << 17, 221, 48)])
+def test_whole_vectors_and_what_is_empty_or_large_are_the_library_s(shape: tuple[int, int, int]) -> None:
+    assert not takes(forward(*shape))
+    assert not takes(input_gradient(*shape))
+
+
+def test_rows_that_begin_anywhere_are_ragged() -> None:
+    whole = forward(1000, 224, 48)
+    assert takes(replace(whole, a=replace(whole.a, alignment=2)))
+    assert takes(replace(whole, d=Spec(Layout(1000, 224, Order.ROW, 225))))
+
+
+def test_a_gradient_s_weights_lie_in_rows() -> None:
+    problem = forward(1000, 221, 48, Epilogue.NONE)
+    assert takes(problem)
+    assert not takes(replace(problem, epilogue=Epilogue.BGRADA))
+    assert not takes(replace(problem, epilogue=Epilogue.DGELU, aux=problem.d))
+
+
+class _Recorded:
+    """How a pass was compiled and is launched on an H200."""
+
+    def __init__(self, problem: MatmulProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+        def get(entry: Entry, macros: Macros, device: int) -> None:
+            self.macros = dict(macros)
+
+        monkeypatch.setattr(kernels, "get_kernel", get)
+        monkeypatch.setattr(tiling, "device_info", lambda _: H200)
+        made = TileMatmulPass(problem, 0)
+        self.scratch_bytes, self.tickets, launches = made.scratch_bytes, made.tickets, made._launches
+        (self.grid, _), self.params, self.parts = launches._tiling, launches._params, launches._batch
+
+
+TILE_BYTES = 4 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("problem", "grid", "parts", "group", "sums"),
+    [
+        (forward(1000, 221, 48), (16, 4), 1, 1, 0),
+        (forward(1000, 21, 640), (16, 1), 10, 10, 10),
+        (weight_gradient(48, 63, 12_800), (1, 1), 200, 15, 200 + 14),
+        (weight_gradient(48, 64, 12_800), (1, 2), 100, 10, 100 + 10),
+        (weight_gradient(48, 221, 70), (1, 4), 2, 2, 2),
+    ],
+)
+def test_k_is_split_where_there_are_few_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+    problem: MatmulProblem,
+    grid: tuple[int, int],
+    parts: int,
+    group: int,
+    sums: int,
+) -> None:
+    made = _Recorded(problem, monkeypatch)
+    assert (made.grid, made.parts, made.params.group) == (grid, parts, group)
+    tiles = grid[0] * grid[1]
+    assert (made.scratch_bytes, made.tickets) == (tiles * sums * TILE_BYTES, tiles * sums)
+    assert made.params.part % 64 == 0
+    assert (parts - 1) * made.params.part < problem.k <= parts * made.params.part
+
+
+def test_blocks_that_add_up_columns_are_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _Recorded(input_gradient(20_000, 221, 33), monkeypatch)
+    assert made.grid == (99, 4), "three blocks on each of 132 multiprocessors"
+    assert (made.scratch_bytes, made.tickets) == (4 * 99 * 221, 4)
+    alone = _Recorded(input_gradient(64, 221, 33), monkeypatch)
+    assert (alone.grid, alone.scratch_bytes, alone.tickets) == ((1, 4), 0, 0)
+    assert _Recorded(input_gradient(20_000, 221, 33, Epilogue.DGELU), monkeypatch).grid == (313, 4)
+
+
+def test_products_of_tiles_are_counted() -> None:
+    assert shares_of(input_gradient(20_000, 221, 130), 132).products == 313 * 4 * 3
+
+
+def test_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        [_Recorded(each, monkeypatch).macros[name] for name in ("A_ALONG_K", "B_ALONG_K", "ACTIVATION", "DERIVATIVE")]
+        for each in PRODUCTS
+    ]
+    assert found == [["1", "1", "lt::Gelu", "0"], ["1", "0", "lt::Gelu", "1"], ["0", "0", "lt::None", "0"]]
+
+
+@pytest.fixture
+def _on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "get_kernel", lambda *_: None)
+    for module in (tiling, own):
+        monkeypatch.setattr(module, "device_info", lambda _: H200)
+    monkeypatch.setattr(own, "workspace_size", lambda _: 32 << 20)
+
+
+@pytest.mark.usefixtures("_on_an_h200")
+def test_it_is_an_algorithm_among_the_library_s() -> None:
+    problem = PRODUCTS[0]
+    assert own_kernels(problem) == [TILE.blob]
+    plan = plan_by(problem, 0, TILE.blob)
+    assert isinstance(plan, TilePlan)
+    config = configuration(plan.blob)
+    assert isinstance(rebuilt(problem, 0, config), TilePlan)
+    assert algorithm_in_words(config) == "our kernel for rows that are no whole vectors"
+    assert plan.is_lean
+    assert not plan.adds_memsets
+
+
+@pytest.mark.usefixtures("_on_an_h200")
+def test_what_is_refused_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlanError, match="does not take"):
+        TilePlan(forward(1000, 224, 48), 0)
+    monkeypatch.setattr(own, "workspace_size", lambda _: 1 << 20)
+    with pytest.raises(PlanError, match="no room"):
+        TilePlan(weight_gradient(48, 63, 12_800), 0)
+    monkeypatch.setattr(own, "device_info", lambda _: TURING)
+    with pytest.raises(PlanError, match="tensor cores"):
+        TilePlan(PRODUCTS[0], 0)

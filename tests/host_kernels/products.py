@@ -1,0 +1,50 @@
+"""What tests of our own products share: launches in a given order, a stream's memory, a small GPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from lt_runtime.gpu.compiler import Macros
+from lt_runtime.gpu.devices import DeviceInfo
+from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.problem import ALIGNMENT, DType, Spec
+from tests.host_kernels.arrays import Guarded, vector
+from tests.host_kernels.harness import HostKernels
+
+SMALL_GPU: Final = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
+
+
+class Turns:
+    """A kernel on the CPU whose blocks and threads take their turns in a given order."""
+
+    def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
+        self._kernel, self._order = host.get(entry, macros), order
+
+    def prepare(self, *arguments: Any) -> Callable[[], None]:
+        return functools.partial(self._kernel.launch, *arguments, order=self._order)
+
+
+class Memory:
+    """A stream's workspace, just as large as it is needed, and tickets."""
+
+    def __init__(self, size: int) -> None:
+        self._workspace = vector(np.full(size // 4, np.nan), DType.FLOAT32) if size else None
+        self.workspace = 0 if self._workspace is None else self._workspace.address
+        self.stream = 0
+        self._tickets = vector(np.zeros(MAX_TICKETS), DType.FLOAT32)
+        self.tickets = self._tickets.address
+
+    def check(self) -> None:
+        """Fails if anything around the workspace was written, or tickets are not zero again."""
+        self._tickets.assert_unchanged()
+        if self._workspace is not None:
+            self._workspace.values()
+
+
+def spec_of(matrix: Guarded) -> Spec:
+    """A matrix as a product's plan takes it."""
+    return Spec(matrix.layout, min(ALIGNMENT, matrix.address & -matrix.address))
