@@ -161,6 +161,13 @@ def test_small_products_are_two_kernels_at_most(size: int, epilogue: Epilogue) -
         assert fastest_first(forward(size, size, size, dtype, epilogue))[0] is not Way.PADDED
 
 
+def test_copies_must_be_faster_by_more_where_a_pass_follows() -> None:
+    odd = forward(8000, 24, 257, epilogue=Epilogue.BIAS)
+    us = estimated_us(odd)
+    assert 2 < us[Way.PLAIN] - us[Way.PADDED] < 4
+    assert Way.PADDED not in fastest_first(odd)
+
+
 def test_copies_cost_what_they_move() -> None:
     few, many = 1 << 10, 1 << 14
     padded = estimated_us(forward(many, 512, 511))[Way.PADDED] - estimated_us(forward(few, 512, 511))[Way.PADDED]
