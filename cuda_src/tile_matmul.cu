@@ -5,6 +5,11 @@
 // A block makes a tile of D, 64 × 64, from tiles of A and B that lie in shared memory as their matrices lie in memory, with
 // zeros where these end. The grid's blocks in z share K; the last of a group of them adds up the group's sums, in order.
 //
+// On an H200, BF16 3904x24x21 with a bias takes 2.6 µs, as long as the library takes for the product alone. 13830x221x48
+// takes 9.3 µs and, keeping the pre-activation of GELU, 16.1 µs; at the copy's bandwidth the bytes take 1.7 and 3.2. Threads
+// load and store elements one by one, since a row of odd length begins anywhere. Words of 16 bytes that are shifted into
+// place need more instructions: with them the first took 12.4 µs.
+//
 // Compiled for:
 //   SCALAR      the type of all matrices
 //   A_ALONG_K   1 where the elements of a row of A are neighbours in memory, 0 where those of a column are
@@ -24,7 +29,7 @@ constexpr int kPitch = kSide + 8;  // elements from a line of a tile to the next
 constexpr int kWarp = 32;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kLines = kSide / kWarps;         // lines of a tile that a warp copies, or finishes
+constexpr int kLines = kSide / kWarps;         // of a tile, which a warp copies or finishes
 constexpr int kShare = kSide / kWarp;          // elements of such a line that a thread has
 constexpr int kWarpRows = 16, kWarpCols = 32;  // of the part of D's tile that a warp makes
 constexpr int kWarpsDown = kSide / kWarpRows;

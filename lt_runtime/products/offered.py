@@ -7,7 +7,8 @@ The heuristic's first stays, but for what it is known to misjudge:
   more than 64 rows take longer to end. Another is taken if it is estimated to be faster by a tenth.
 - A short K is not worth splitting: BF16 3904x24x21 takes 5.9 µs in six parts, and 2.6 whole.
 - Large TF32 products are Hopper's own kernels': 7456x2840x464 takes 150 µs by the first, 84 by the one after it.
-- TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first, 3.5.
+- TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first, 3.5. But
+  with an input gradient by it, a weight gradient beside that takes longer: together 14.8 µs by the first, 15.6 or more.
 - TF32 sums are not split so often that a part has few terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32.
 
 The constants are of an H200 (cuBLASLt 13.1), fitted as those of `cost` are, to products of few columns above all.
@@ -21,6 +22,7 @@ from typing import Final, NamedTuple
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.tiling import is_whole_octets
+from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, MatmulProblem
 
 _HOPPER: Final = 66
@@ -77,7 +79,8 @@ def is_large(problem: MatmulProblem) -> bool:
 def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     """The number of the algorithm to take of those that are offered: the first, if nothing speaks against it."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
-    if is_tf32 and problem.k <= SHORT_K and not _is_whole(problem):
+    lies_along_k = problem.b.layout.order is Order.COLUMN  # as weights do in a forward pass
+    if is_tf32 and lies_along_k and problem.k <= SHORT_K and not _is_whole(problem):
         return next((i for i, each in enumerate(offers) if each.algo_id == _SHORT_TF32), 0)
     if is_split_for_nothing(problem, first):
         whole = (i for i, each in enumerate(offers) if each.splitk <= 1 and each.algo_id not in _SELDOM_FAST)

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
+import pytest
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
+from lt_runtime.kernels import tiling
 from lt_runtime.problem import ALIGNMENT, DType, Spec
 from tests.host_kernels.arrays import Guarded, vector
 from tests.host_kernels.harness import HostKernels
 
 SMALL_GPU: Final = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_a_small_gpu() -> Iterator[None]:
+    """Has passes share their work out as on a GPU of three multiprocessors, in the modules that import it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
+        yield
 
 
 class Turns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +14,6 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import narrow as narrow_pass
-from lt_runtime.kernels import tiling
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.narrow import NarrowPass, takes
@@ -25,7 +23,8 @@ from lt_runtime.reference import derivative, unpack_mask
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds, suit_place
 from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
-from tests.host_kernels.products import SMALL_GPU, Memory, Turns, spec_of
+from tests.host_kernels.products import Memory, Turns, spec_of
+from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
 from tests.host_kernels.variants import F32, NARROW, Narrow
 from tests.support.strategies import Placement, placements
 
@@ -38,13 +37,6 @@ _EPILOGUE = {"narrow_n": Epilogue.BIAS, "narrow_m": Epilogue.BGRADA}
 _OPERANDS = ("a", "b", "c", "d", "aux")
 
 Asked = list[tuple[str, Macros]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _on_a_small_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
-        yield
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.kernels import kernel as kernels
-from lt_runtime.kernels import tile_matmul, tiling
+from lt_runtime.kernels import tile_matmul
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
 from lt_runtime.kernels.tile_matmul import TileMatmulPass, takes
@@ -23,7 +22,8 @@ from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, orders, seeds
 from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
-from tests.host_kernels.products import SMALL_GPU, Memory, Turns, spec_of
+from tests.host_kernels.products import Memory, Turns, spec_of
+from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
 from tests.host_kernels.variants import TILE, Tile
 from tests.support.strategies import Placement, placements
 
@@ -33,13 +33,6 @@ _SLOPE = 1.2
 """Above the largest derivative of an activation."""
 
 extents = st.one_of(st.integers(1, 40), st.sampled_from((63, 64, 65, 100, 129, 150)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _on_a_small_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
-        yield
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,14 @@ def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
 
 
 def test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels() -> None:
-    """541x619x23 takes 6.9 by the first and 3.5 by the other, 625x77x13 3.3 and 2.5."""
+    """541x619x23 takes 6.9 by the first and 3.5 by the other, 625x77x13 3.3 and 2.5; see also offered.py."""
     offered = [Offered(23, OLDER, 1, 0.7), Offered(55, OLDER, 1, 0.1)]
     assert most_promising(tf32(541, 619, 23), offered) == 1
     assert most_promising(tf32(541, 619, 128), offered) == 1
     assert most_promising(tf32(541, 619, 129), offered) == 0
     assert most_promising(tf32(544, 624, 24), offered) == 0, "rows that are whole vectors"
+    input_gradient = replace(tf32(541, 619, 23), b=Spec(packed(23, 619)))
+    assert most_promising(input_gradient, offered) == 0, "which leaves no room for a weight gradient beside it"
     assert most_promising(tf32(541, 619, 23), offered[:1]) == 0
     assert most_promising(forward(541, 619, 23), offered) == 0
 
