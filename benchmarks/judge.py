@@ -115,6 +115,15 @@ def _untuned(product: Product) -> tuple[Way, float] | None:
     return None
 
 
+def _change(product: Product, preferred: Way) -> float | None:
+    """How much longer a product takes as it is chosen now than in the way that was preferred when it was measured."""
+    now, (problem, times) = _untuned(product), product
+    if now is None:
+        return None
+    own = next((way for way in (preferred, *fastest_first(problem)) if way in times), None)
+    return 0.0 if own is None else now[1] - times[own].first
+
+
 class Parts:
     """What a row's passes take by their strategies, with the algorithms that are chosen untuned."""
 
@@ -133,22 +142,24 @@ class Parts:
         raise ValueError(f"{self._row['case']}: no strategy of the priors was measured for {role}")
 
     def us(self, role: str, strategy: str) -> float | None:
-        """The time on the operands as they are, or else on copies, but for what its products take in other ways."""
+        """The time on the operands as they are, or on copies, but for what its products take in other ways.
+
+        Of both the one counts whose products change the least: a product that is far slower hides others beside it.
+        """
+        found: list[tuple[float, float]] = []
+        least = min((ways[strategy] for ways in self._strategies[role].values() if strategy in ways), default=math.inf)
         for name, preferred in (("plain", Way.PLAIN), ("padded", Way.PADDED)):
             us = self._strategies[role][name].get(strategy)
-            if us is None:
+            if us is None or us > _DISTURBED * least:
                 continue
             if all(extent % 8 == 0 for extent in (self._n, self._k)):
-                us = min(ways[strategy] for ways in self._strategies[role].values() if strategy in ways)
-            for product in self._of(role, strategy):
-                found, times = _untuned(product), product[1]
-                if found is None:
-                    return None
-                own = next((way for way in (preferred, Way.PLAIN, Way.NARROW, Way.PADDED) if way in times), None)
-                if own is not None:
-                    us += found[1] - times[own].first
-            return float(us)
-        return None
+                us = least
+            changes = [_change(product, preferred) for product in self._of(role, strategy)]
+            if None in changes:
+                return None
+            known = [change for change in changes if change is not None]
+            found.append((sum(map(abs, known)), us + sum(known)))
+        return min(found)[1] if found else None
 
     def _of(self, role: str, strategy: str) -> Iterator[Product]:
         parts, (m, n, k) = strategy.split(), (self._m, self._n, self._k)
