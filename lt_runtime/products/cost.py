@@ -93,6 +93,8 @@ _MARGIN_US: Final = 2.0
 """Microseconds by which copies must be faster; estimates of small products are no better."""
 _MARGIN_OF_EPILOGUES_US: Final = 4.0
 """Microseconds by which copies must be faster with an epilogue, which makes two kernels of a product at most."""
+_ROOM_US: Final = 4.0
+"""Microseconds by which our kernel for ragged rows must be faster where it makes no more than a product."""
 _FP32_AND_BACK: Final = 8
 """Bytes an element that it adds to write a result in FP32, to read it, and to write it in 16 bits."""
 
@@ -103,7 +105,7 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
     An epilogue that the library is not asked for, since it would round the product before, is left to a pass of ours
     where nothing is faster than that and the plain product; so is the sum of an operand that the library refuses.
     Copies have to be faster by more than a little: each is a kernel more. So has our kernel for ragged rows where there
-    is no epilogue to gain from: it leaves no room for a weight gradient beside it.
+    is no epilogue to gain from: it leaves no room for a weight gradient beside it, and shares no copy with that.
     """
     estimates = estimated_us(problem)
     margin = _MARGIN_US if problem.epilogue is Epilogue.NONE else _MARGIN_OF_EPILOGUES_US
@@ -111,7 +113,7 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
         estimates[way] += margin
     if problem.epilogue is Epilogue.NONE:
         if Way.TILE in estimates:
-            estimates[Way.TILE] += margin
+            estimates[Way.TILE] += _ROOM_US
         return sorted(estimates, key=estimates.__getitem__)
     ways = sorted(estimates, key=estimates.__getitem__)
     plain = ways.index(Way.PLAIN)
@@ -187,7 +189,14 @@ def _leaves_a_pass(problem: MatmulProblem) -> bool:
 
 
 def _copies_us(problem: MatmulProblem, padded: MatmulProblem) -> float:
-    """One kernel fills all copies that are read, and another trims the result."""
-    copies = copies_of(problem, padded)
-    moved = sum(each.source.size + each.target.size for each in copies.values()) * problem.dtype.itemsize
+    """One kernel fills all copies that are read, and another trims the result.
+
+    Two products of a gradient share its copy, so that each of them has half of it. They have B in rows, other than a
+    forward pass, see `sharing_copy`.
+    """
+    copies, is_gradient = copies_of(problem, padded), problem.b.layout.order is Order.ROW
+    elements = {name: each.source.size + each.target.size for name, each in copies.items()}
+    if is_gradient and "a" in elements:
+        elements["a"] //= 2
+    moved = sum(elements.values()) * problem.dtype.itemsize
     return len({name == "d" for name in copies}) * _COPY_US + moved / _PASS_MOVED

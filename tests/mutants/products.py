@@ -606,9 +606,16 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/products/test_cost.py::test_our_kernel_for_ragged_rows_is_estimated",
     ),
     fault(
+        "each product of a gradient is thought to copy it",
+        _COST,
+        '        elements["a"] //= 2\n',
+        "        pass\n",
+        "tests/cpu/products/test_cost.py::test_products_of_a_gradient_share_its_copy",
+    ),
+    fault(
         "our kernel for ragged rows leaves no room for others",
         _COST,
-        "            estimates[Way.TILE] += margin\n",
+        "            estimates[Way.TILE] += _ROOM_US\n",
         "            pass\n",
         "tests/cpu/products/test_cost.py::test_products_alone_are_seldom_our_kernel_s_for_ragged_rows",
     ),
