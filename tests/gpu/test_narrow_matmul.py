@@ -14,12 +14,12 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.narrow import NarrowPass, takes
-from lt_runtime.layout import Layout, Order, layout_of
-from lt_runtime.problem import ALIGNMENT, Activation, Compute, DType, MatmulProblem, Spec
+from lt_runtime.layout import Layout, Order
+from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.verification import verify
-from tests.support.gpu_arrays import EPSILON, Guarded, assert_close
+from tests.support.gpu_arrays import EPSILON, Guarded, assert_close, spec_of
 from tests.support.strategies import TYPES, Placement
 
 Array = NDArray[Any]
@@ -74,8 +74,8 @@ class Product:
         self.bias, self.vector_gpu = draw(1, m if epilogue in (Epilogue.NONE, Epilogue.BGRADA) else n)
         self.z, self.z_gpu = draw(m, n)
         self.mask_gpu = cp.asarray(pack_mask(self.z > 0))
-        specs = [_spec_of(each.array) for each in (self.a_gpu, self.b_gpu, self.d_gpu)]
-        c_spec = _spec_of(self.c_gpu.array) if self.has_c else None
+        specs = [spec_of(each.array) for each in (self.a_gpu, self.b_gpu, self.d_gpu)]
+        c_spec = spec_of(self.c_gpu.array) if self.has_c else None
         aux = self._aux_spec() if epilogue.is_derivative else None
         self.problem = MatmulProblem(dtype, dtype, Compute.FLOAT32, *specs, epilogue, c=c_spec, aux=aux)
         assert takes(self.problem)
@@ -84,7 +84,7 @@ class Product:
     def _aux_spec(self) -> Spec:
         """How the auxiliary matrix lies, a mask in bits."""
         if self.epilogue.activation == "gelu":
-            return _spec_of(self.z_gpu.array)
+            return spec_of(self.z_gpu.array)
         m, n = self.z.shape
         return Spec(Layout(m, n, Order.ROW, 8 * self.mask_gpu.shape[1]))
 
@@ -122,11 +122,6 @@ class Product:
         """Half a unit of the result, and of each addition's magnitude at most."""
         limit: Array = EPSILON[self.dtype] * np.abs(expected) + (additions + 4) * EPS32 * size + _TINY
         return limit
-
-
-def _spec_of(array: Any) -> Spec:
-    layout = layout_of("matrix", array.shape, [stride // array.itemsize for stride in array.strides])
-    return Spec(layout, min(ALIGNMENT, array.data.ptr & -array.data.ptr))
 
 
 def _check(*arguments: Any, **options: Any) -> None:

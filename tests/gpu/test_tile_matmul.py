@@ -13,13 +13,12 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.tile_matmul import takes
-from lt_runtime.layout import layout_of
-from lt_runtime.problem import ALIGNMENT, Activation, Compute, DType, MatmulProblem, Spec
+from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from lt_runtime.products.own import TilePlan
 from lt_runtime.reference import activate, derivative
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.verification import verify
-from tests.support.gpu_arrays import EPSILON, Guarded, assert_close
+from tests.support.gpu_arrays import EPSILON, Guarded, assert_close, spec_of
 from tests.support.strategies import Placement
 
 EPS32 = EPSILON[DType.FLOAT32]
@@ -65,7 +64,8 @@ class Product:
         (self.c, self.c_gpu), (self.z, self.z_gpu) = draw(m, n), draw(m, n)
         self.d_gpu = self.c_gpu if c == "in place" else draw(m, n)[1]
         self.vector, self.vector_gpu = draw(1, m if epilogue.sums_operand else n)
-        a, b, d, c_spec, z = map(_spec_of, (self.a_gpu, self.b_gpu, self.d_gpu, self.c_gpu, self.z_gpu))
+        guarded = (self.a_gpu, self.b_gpu, self.d_gpu, self.c_gpu, self.z_gpu)
+        a, b, d, c_spec, z = (spec_of(each.array) for each in guarded)
         self.problem = MatmulProblem(
             dtype,
             dtype,
@@ -112,12 +112,6 @@ class Product:
     def _limit(self, expected: Any, size: Any, additions: int) -> Any:
         """Half a unit of the result, and of each addition's magnitude at most."""
         return EPSILON[self.dtype] * np.abs(expected) + (additions + 4) * EPS32 * size + 1e-6
-
-
-def _spec_of(guarded: Guarded) -> Spec:
-    array = guarded.array
-    layout = layout_of("matrix", array.shape, [stride // array.itemsize for stride in array.strides])
-    return Spec(layout, min(ALIGNMENT, array.data.ptr & -array.data.ptr))
 
 
 def _check(*arguments: Any, **options: Any) -> None:

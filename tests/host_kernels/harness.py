@@ -80,6 +80,16 @@ class HostKernels:
         return HostKernel(self.library(variant), entry, variant.max_threads[entry])
 
 
+class Turns:
+    """A kernel on the CPU whose blocks and threads take their turns in a given order."""
+
+    def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
+        self._kernel, self._order = host.get(entry, macros), order
+
+    def prepare(self, *arguments: Any) -> Callable[[], None]:
+        return functools.partial(self._kernel.launch, *arguments, order=self._order)
+
+
 def get_array(library: ctypes.CDLL, count: int) -> list[int]:
     """The numbers that a library built with LAYOUT holds."""
     function: Any = library["layout"]

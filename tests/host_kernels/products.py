@@ -1,21 +1,18 @@
-"""What tests of our own products share: launches in a given order, a stream's memory, a small GPU."""
+"""What tests of our own products share: a stream's memory, a small GPU."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 import pytest
 
-from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import tiling
 from lt_runtime.problem import ALIGNMENT, DType, Spec
 from tests.host_kernels.arrays import Guarded, vector
-from tests.host_kernels.harness import HostKernels
 
 SMALL_GPU: Final = DeviceInfo(0, "", 90, multiprocessors=3, memory=0)
 
@@ -26,16 +23,6 @@ def on_a_small_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiling, "device_info", lambda _: SMALL_GPU)
         yield
-
-
-class Turns:
-    """A kernel on the CPU whose blocks and threads take their turns in a given order."""
-
-    def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
-        self._kernel, self._order = host.get(entry, macros), order
-
-    def prepare(self, *arguments: Any) -> Callable[[], None]:
-        return functools.partial(self._kernel.launch, *arguments, order=self._order)
 
 
 class Memory:

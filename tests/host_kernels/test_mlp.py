@@ -25,7 +25,7 @@ from lt_runtime.kernels.mlp import Block, MlpBackward, MlpForward, Part, fitting
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
-from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels
+from tests.host_kernels.harness import FORWARD, REVERSE, SHUFFLED, HostKernels, Turns
 from tests.host_kernels.variants import BF16, F16, F32
 from tests.support.strategies import Placement
 
@@ -33,16 +33,6 @@ Array = NDArray[np.float64]
 SMALL_GPU = DeviceInfo(0, "", 90, multiprocessors=1, memory=0)
 SHARED = 227 << 10
 ORDERS = (FORWARD, REVERSE, SHUFFLED)
-
-
-class _Turns:
-    """A kernel on the CPU whose blocks and threads take their turns in a given order."""
-
-    def __init__(self, host: HostKernels, entry: str, macros: Macros, order: int) -> None:
-        self._kernel, self._order = host.get(entry, macros), order
-
-    def prepare(self, *arguments: Any) -> Callable[[], None]:
-        return functools.partial(self._kernel.launch, *arguments, order=self._order)
 
 
 class _Memory:
@@ -150,8 +140,8 @@ def _values(array: Guarded) -> Array:
 
 
 def _launching(host: HostKernels, monkeypatch: pytest.MonkeyPatch, order: int) -> None:
-    def get(entry: Entry, macros: Macros, _: int) -> _Turns:
-        return _Turns(host, entry, macros, order)
+    def get(entry: Entry, macros: Macros, _: int) -> Turns:
+        return Turns(host, entry, macros, order)
 
     monkeypatch.setattr(kernels, "get_kernel", get)
 

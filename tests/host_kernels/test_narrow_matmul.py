@@ -22,8 +22,8 @@ from lt_runtime.problem import Activation, Compute, MatmulProblem, Spec
 from lt_runtime.reference import derivative, unpack_mask
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, mask, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, axes, orders, seeds, suit_place
-from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
-from tests.host_kernels.products import Memory, Turns, spec_of
+from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels, Turns
+from tests.host_kernels.products import Memory, spec_of
 from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
 from tests.host_kernels.variants import F32, NARROW, Narrow
 from tests.support.strategies import Placement, placements

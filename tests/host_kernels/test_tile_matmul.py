@@ -21,8 +21,8 @@ from lt_runtime.problem import Activation, Compute, MatmulProblem
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
 from tests.host_kernels.cases import FEW, orders, seeds
-from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels
-from tests.host_kernels.products import Memory, Turns, spec_of
+from tests.host_kernels.harness import FORWARD, REVERSE, HostKernels, Turns
+from tests.host_kernels.products import Memory, spec_of
 from tests.host_kernels.products import on_a_small_gpu as on_a_small_gpu  # a fixture
 from tests.host_kernels.variants import TILE, Tile
 from tests.support.strategies import Placement, placements

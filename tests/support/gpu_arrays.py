@@ -12,7 +12,7 @@ import lt_runtime as lt
 from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels.epilogue import BackwardPass, Sums
 from lt_runtime.layout import Layout, Order, layout_of
-from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
+from lt_runtime.problem import ALIGNMENT, Activation, Derivative, DType, Saved, Spec
 from tests.support.strategies import Placement
 
 EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT64: 2.0**-52}
@@ -49,6 +49,12 @@ class Guarded:
         assert np.isnan(host[~self._inside]).all(), "memory outside the matrix was written"
         result: NDArray[np.float64] = cp.asnumpy(cp.ascontiguousarray(self.array)).astype(np.float64)
         return result
+
+
+def spec_of(array: Any) -> Spec:
+    """A CuPy matrix as a product's plan takes it."""
+    layout = layout_of("matrix", array.shape, [stride // array.itemsize for stride in array.strides])
+    return Spec(layout, min(ALIGNMENT, array.data.ptr & -array.data.ptr))
 
 
 def _strided(module: Any, flat: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
