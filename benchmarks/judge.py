@@ -144,7 +144,7 @@ class Parts:
     def us(self, role: str, strategy: str) -> float | None:
         """The time on the operands as they are, or on copies, but for what its products take in other ways.
 
-        Of both the one counts whose products change the least: a product that is far slower hides others beside it.
+        The measurement whose products change the least counts: a far slower product hides what runs beside it.
         """
         found: list[tuple[float, float]] = []
         least = min((ways[strategy] for ways in self._strategies[role].values() if strategy in ways), default=math.inf)

@@ -13,7 +13,7 @@ from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches
-from lt_runtime.kernels.tiling import MAX_GRID_Y, THREADS, Tiling, is_whole_octets, wave_of
+from lt_runtime.kernels.tiling import MAX_GRID_Y, THREADS, Tiling, are_whole, wave_of
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 
@@ -46,7 +46,7 @@ TILE_MATMUL: Final = Entry("tile_matmul", "tile_matmul.cu", TileMatmulParams)
 
 
 def takes(problem: MatmulProblem) -> bool:
-    """Whether the kernel makes this product: of 16-bit matrices, some of whose rows are no whole vectors."""
+    """Whether the kernel makes this product. It multiplies 16-bit matrices with rows that are no whole vectors."""
     if problem.dtype is not problem.d_dtype or problem.batch != 1 or problem.device_scalars:
         return False
     if problem.epilogue not in EPILOGUES or not suits(problem.dtype, problem.a, problem.b, problem.d):
@@ -57,15 +57,15 @@ def takes(problem: MatmulProblem) -> bool:
 
 
 def lies_right(b: Order, epilogue: Epilogue) -> bool:
-    """Whether B lies as a gradient's does, where an epilogue is a gradient's; any other takes it either way."""
+    """Whether the kernel takes a B of this order. With the epilogues of gradients B has to lie in rows."""
     return b is Order.ROW or not (epilogue.sums_operand or epilogue.is_derivative)
 
 
 def suits(dtype: DType, a: Spec, b: Spec, d: Spec) -> bool:
-    """Whether the kernel makes products of such matrices: of 16 bits, with ragged rows, and not too large."""
+    """Whether the kernel multiplies A and B: they have 16 bits, ragged rows, and are not too large."""
     (m, k), n = a.layout.shape, b.layout.cols
     fits = 0 < m * n * k <= _MOST and n < _SIDE * MAX_GRID_Y
-    return fits and dtype in TYPES and not all(is_whole_octets(spec, dtype) for spec in (a, b, d))
+    return fits and dtype in TYPES and not are_whole(dtype, a, b, d)
 
 
 class Shares(NamedTuple):
@@ -96,48 +96,43 @@ def shares_of(problem: MatmulProblem, multiprocessors: int) -> Shares:
 
 
 class TileMatmulPass:
-    """A product that `takes` accepts, in one kernel."""
+    """A product that `takes` accepts, in one kernel.
+
+    Attributes:
+        scratch_bytes: bytes for sums over parts of K and over rows of tiles, in a stream's workspace.
+        tickets: counters of the blocks that share sums.
+    """
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
-        self._problem = problem
+        epilogue = problem.epilogue
+        self._has_c, self._has_aux = problem.c is not None, problem.aux is not None
+        self._has_bias, self._has_sums = epilogue.has_bias, epilogue.has_bias_gradient
         shares = shares_of(problem, wave_of(device, 1))
-        parts, self._tiles = shares.parts, (shares.down, shares.across)
+        parts, tiles = shares.parts, (shares.down, shares.across)
         group = parts if parts <= _ONE_GROUP else math.isqrt(parts - 1) + 1
-        self._slots, level = 0, parts
+        slots, level = 0, parts
         while level > 1:
-            self._slots, level = self._slots + level, -(-level // group)
+            slots, level = slots + level, -(-level // group)
+        adds_up = epilogue is Epilogue.DGELU_BGRAD and shares.down > 1
+        columns = shares.down * problem.n if adds_up else 0
+        self.scratch_bytes = 4 * (math.prod(tiles) * slots * _SIDE * _SIDE + columns)
+        self.tickets = math.prod(tiles) * slots + (shares.across if adds_up else 0)
         aux = problem.aux
         params = TileMatmulParams(*(Matrix.of(each) for each in (problem.a, problem.b, problem.c, problem.d, aux)))
         params.rows, params.cols, params.depth = problem.m, problem.n, problem.k
-        params.part, params.group, params.slots = shares.part, group, self._slots
-        macros = tile_macros(problem.dtype, problem.a.layout.order, problem.b.layout.order, problem.epilogue)
-        self._launches = Launches(TILE_MATMUL, macros, device, Tiling(self._tiles, (THREADS, 1)), params, batch=parts)
-
-    @property
-    def _sums_columns(self) -> bool:
-        """Whether tiles share the sum of D over its rows."""
-        return self._problem.epilogue is Epilogue.DGELU_BGRAD and self._tiles[0] > 1
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes for sums over parts of K and over rows of tiles, in a stream's workspace."""
-        columns = self._tiles[0] * self._problem.n if self._sums_columns else 0
-        return 4 * (math.prod(self._tiles) * self._slots * _SIDE * _SIDE + columns)
-
-    @property
-    def tickets(self) -> int:
-        """Counters of the blocks that share sums."""
-        return math.prod(self._tiles) * self._slots + (self._tiles[1] if self._sums_columns else 0)
+        params.part, params.group, params.slots = shares.part, group, slots
+        macros = tile_macros(problem.dtype, problem.a.layout.order, problem.b.layout.order, epilogue)
+        self._launches = Launches(TILE_MATMUL, macros, device, Tiling(tiles, (THREADS, 1)), params, batch=parts)
 
     def run(self, call: Call, memory: StreamMemory) -> None:
         """Puts the product on the memory's stream; the caller holds the memory's lock."""
         params, launch = self._launches[memory.stream]
-        problem, (a, b, c, vector, aux, d), (alpha, beta) = self._problem, call.addresses, call.scalars
+        (a, b, c, vector, aux, d), (alpha, beta) = call.addresses, call.scalars
         params.a.data, params.b.data, params.d.data = a, b, d
-        params.c.data = c if problem.c and beta else 0
-        params.aux.data = aux if problem.aux else 0
-        params.bias = vector if problem.epilogue.has_bias else 0
-        params.sums = vector if problem.epilogue.has_bias_gradient else 0
+        params.c.data = c if self._has_c and beta else 0
+        params.aux.data = aux if self._has_aux else 0
+        params.bias = vector if self._has_bias else 0
+        params.sums = vector if self._has_sums else 0
         params.alpha, params.beta = alpha, beta
         params.partial, params.tickets = memory.workspace, memory.tickets
         launch()

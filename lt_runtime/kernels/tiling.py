@@ -64,6 +64,11 @@ def is_whole_octets(spec: Spec, dtype: DType) -> bool:
     return length % OCTET == 0 and moves_vectors(spec, dtype)
 
 
+def are_whole(dtype: DType, *specs: Spec) -> bool:
+    """Whether every line of all matrices, of any order, is whole octets and begins on 16 bytes."""
+    return all(is_whole_octets(spec, dtype) for spec in specs)
+
+
 class Access(enum.IntEnum):
     """How a pass moves octets; see sweep.cuh."""
 

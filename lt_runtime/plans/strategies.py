@@ -121,7 +121,7 @@ def _saved_by_library(problem: ForwardProblem) -> Saved | None:
 
 
 def _fits_aux(spec: Spec, step: int, *, is_ours: bool) -> bool:
-    """Whether the library can write or read an auxiliary matrix there, or our kernel for ragged rows, if asked."""
+    """Whether the library can write or read an auxiliary matrix there; or whether our kernel can, if it is asked."""
     layout, is_whole = spec.layout, spec.alignment >= _VECTOR_BYTES
     return layout.order is Order.ROW and (is_ours or (is_whole and layout.leading_dimension % step == 0))
 

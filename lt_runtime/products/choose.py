@@ -24,7 +24,7 @@ Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
 _ALGORITHM: Final = 64  # bytes of the library's
 _MARKS: Final = {PADDED: "PADDED", K_MAJOR: "K_MAJOR"}
 _CONFIGURATIONS: Final[Mapping[bytes, Mapping[str, int]]] = {NARROW.blob: {}, TILE.blob: {"TILE_MATMUL": 1}}
-"""Of our kernels."""
+"""What a plan cache's configuration says of each of our kernels."""
 _MAKERS: Final[Mapping[Way, Choose]] = {
     Way.PLAIN: MatmulPlan,
     Way.PADDED: PaddedPlan,

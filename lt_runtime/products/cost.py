@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import narrow, tile_matmul
-from lt_runtime.kernels.tiling import OCTET, is_whole_octets
+from lt_runtime.kernels.tiling import OCTET, are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.offered import SHORT_K
@@ -67,7 +67,7 @@ _WIDE: Final = 13
 _NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
 """Microseconds until our kernel has begun and ended with so many columns, by the bytes of an element.
 
-That is of ragged rows, whose elements it reads one by one."""
+They hold for ragged rows, whose elements it reads one by one."""
 _TILE_US: Final = 2.3
 """Microseconds until our kernel for ragged rows has begun and ended."""
 _TILES: Final = 180.0
@@ -144,7 +144,7 @@ def _narrow_us(problem: MatmulProblem) -> float:
     rates = _NARROW_BUT_WIDE if is_wide else _NARROW_OF_OCTETS if width > OCTET else _NARROW
     if _goes_over_rows(problem):
         return rates.us(problem) + problem.k / _SUMMED
-    is_whole = all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b))
+    is_whole = are_whole(problem.dtype, problem.a, problem.b)
     if is_wide and not is_whole:
         rates = rates._replace(launch_us=_NARROW_BUT_WIDE_AND_RAGGED[problem.dtype.itemsize])
     return rates.us(problem)
@@ -159,13 +159,13 @@ def _tile_us(problem: MatmulProblem) -> float:
 
 
 def _goes_over_rows(problem: MatmulProblem) -> bool:
-    """Whether sums go over the rows of A as it lies in memory, as those of a weight gradient do."""
+    """Whether the product sums over the rows of A as it lies in memory, as a weight gradient does."""
     return problem.a.layout.order is Order.COLUMN
 
 
 def _library_us(problem: MatmulProblem) -> float:
     specs, is_16_bits = (problem.a, problem.b, problem.d), problem.dtype.itemsize == 2
-    if all(is_whole_octets(spec, problem.dtype) for spec in specs):
+    if are_whole(problem.dtype, *specs):
         if is_16_bits:
             return _WHOLE_16_BITS.us(problem)
         lies_along_k = (problem.a.layout.order, problem.b.layout.order) == (Order.ROW, Order.COLUMN)
@@ -183,7 +183,7 @@ def _library_us(problem: MatmulProblem) -> float:
 def _leaves_a_pass(problem: MatmulProblem) -> bool:
     """Whether the library is not asked for the epilogue; see `MatmulPlan`."""
     specs = problem.a, problem.b, problem.d
-    is_whole = all(is_whole_octets(spec, problem.dtype) for spec in specs)
+    is_whole = are_whole(problem.dtype, *specs)
     changes_d = problem.epilogue is not Epilogue.NONE and not problem.epilogue.sums_operand
     return changes_d and problem.dtype.itemsize == 2 and not is_whole
 
@@ -191,8 +191,8 @@ def _leaves_a_pass(problem: MatmulProblem) -> bool:
 def _copies_us(problem: MatmulProblem, padded: MatmulProblem) -> float:
     """One kernel fills all copies that are read, and another trims the result.
 
-    Two products of a gradient share its copy, so that each of them has half of it. They have B in rows, other than a
-    forward pass, see `sharing_copy`.
+    Input and weight gradient share a copy of the gradient that both multiply, see `sharing_copy`: half of it counts for
+    each. B lies in rows there, and not in a layer's forward pass.
     """
     copies, is_gradient = copies_of(problem, padded), problem.b.layout.order is Order.ROW
     elements = {name: each.source.size + each.target.size for name, each in copies.items()}

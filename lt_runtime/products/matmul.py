@@ -14,7 +14,7 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.gpu.memory import StreamMemory, workspace_size
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.tiling import is_whole_octets
+from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
 from lt_runtime.products.library_terms import column_major, library_epilogue, library_types
@@ -92,7 +92,7 @@ class MatmulPlan(AlgorithmPlan):
         problem, (compute, *_, result) = self.problem, self.types
         effect = cublaslt.is_inaccurate(library_epilogue(problem.epilogue, self._swapped), compute, result)
         # So it is on an H200 (13.1) where K is odd, or N is, be the launch one kernel or two.
-        is_whole = all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b, problem.d))
+        is_whole = are_whole(problem.dtype, problem.a, problem.b, problem.d)
         if effect is None and self._works_on_16_bits and not is_whole:
             effect = "with rows that are no whole vectors it rounds the product to 16 bits before the epilogue"
         if effect is not None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels.tiling import is_whole_octets
+from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, MatmulProblem
 
@@ -80,7 +80,8 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     """The number of the algorithm to take of those that are offered: the first, if nothing speaks against it."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
     lies_along_k = problem.b.layout.order is Order.COLUMN  # as weights do in a forward pass
-    if is_tf32 and lies_along_k and problem.k <= SHORT_K and not _is_whole(problem):
+    is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)
+    if is_tf32 and lies_along_k and is_ragged and problem.k <= SHORT_K:
         return next((i for i, each in enumerate(offers) if each.algo_id == _SHORT_TF32), 0)
     if is_split_for_nothing(problem, first):
         whole = (i for i, each in enumerate(offers) if each.splitk <= 1 and each.algo_id not in _SELDOM_FAST)
@@ -97,10 +98,6 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
         return 0
     least = min(estimates)
     return estimates.index(least) if least < _WORTH * estimates[0] else 0
-
-
-def _is_whole(problem: MatmulProblem) -> bool:
-    return all(is_whole_octets(spec, problem.dtype) for spec in (problem.a, problem.b, problem.d))
 
 
 def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:

@@ -72,8 +72,10 @@ class TilePlan(OwnPlan):
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         if not tile_matmul.takes(problem):
             raise PlanError(f"the kernel for rows that are no whole vectors does not take {problem}")
-        if device_info(device).capability < tile_matmul.CAPABILITY:
-            raise PlanError(f"GPU {device} has no tensor cores for products of 16 bits that a kernel of ours may use")
+        capability, least = device_info(device).capability, tile_matmul.CAPABILITY
+        if capability < least:
+            has = f"GPU {device} has compute capability {capability}"
+            raise PlanError(f"{has}; our kernel's products on tensor cores need {least} or more")
         super().__init__(problem, device, TILE, TileMatmulPass(problem, device))
 
 

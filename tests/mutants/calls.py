@@ -483,7 +483,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "sums of a ragged product's columns have no room",
         "lt_runtime/kernels/tile_matmul.py",
-        "columns = self._tiles[0] * self._problem.n if self._sums_columns else 0",
+        "columns = shares.down * problem.n if adds_up else 0",
         "columns = 0",
         "tests/cpu/products/test_tile_matmul.py::test_blocks_that_add_up_columns_are_one_wave",
     ),
@@ -497,8 +497,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "old GPUs get products of tensor cores that they lack",
         "lt_runtime/products/own.py",
-        "if device_info(device).capability < tile_matmul.CAPABILITY:",
-        "if device_info(device).capability < 75:",
+        "if capability < least:",
+        "if capability < 75:",
         "tests/cpu/products/test_tile_matmul.py::test_what_is_refused_says_why",
     ),
     fault(
