@@ -47,6 +47,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/tuner/test_timing.py::test_a_challenger_must_win_by_more_than_the_noise",
     ),
     fault(
+        "the host's time to launch a contender counts against it",
+        _TIMING,
+        "_HOST_US: Final = 1e3",
+        "_HOST_US: Final = 0.0",
+        "tests/cpu/tuner/test_timing.py::test_the_host_s_time_to_launch_leaves_nobody_behind",
+    ),
+    fault(
         "times are of all launches of a graph",
         _TIMING,
         "times[name].append(us / launches)",
