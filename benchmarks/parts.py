@@ -1,16 +1,26 @@
 """What the parts of a block take: each pass by each strategy, untuned, and each product by each algorithm.
 
+The suite `parts` measures that for fitting the priors: of the blocks of the suite `layers`, and of others that are
+drawn as those of the suite `wide` are.
+
 This module, `judge`, `splits` and `internals` are the only ones that import what is inside lt_runtime.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
+from benchmarks import layers, report, timing
+from benchmarks.layers import Block
+from benchmarks.report import Row
 from benchmarks.splits import DEVICE, chain_of, roles, strategy_name
+from benchmarks.suite import Job, Suite
+from benchmarks.wide import FIT, blocks_to_fit
 from lt_runtime.errors import PlanError
 from lt_runtime.plans.decisions import LayerPlan, LayerProblem, plan_for, priors_of
 from lt_runtime.problem import ForwardProblem, MatmulProblem
@@ -52,26 +62,46 @@ WAYS: Final[dict[str, Choose]] = {
 """How the algorithms of a pass's products may be chosen without a measurement; the first is what runs untuned."""
 
 
-def times_of_parts(case: Any) -> dict[str, Any]:
-    """Microseconds of each pass, by role, way and strategy, in the order of the priors; and of each product."""
+class Parts(NamedTuple):
+    """What was measured of a block.
+
+    Attributes:
+        passes: each pass by role, way and strategy, in the order of the priors.
+        products: each product with the microseconds of its algorithms, as a row holds it.
+    """
+
+    passes: dict[str, dict[str, dict[str, Timing]]]
+    products: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """As a row holds them: microseconds."""
+        passes = {
+            role: {way: {name: round(each.median_us, 3) for name, each in times.items()} for way, times in ways.items()}
+            for role, ways in self.passes.items()
+        }
+        return {"strategies": passes, "products": self.products}
+
+
+def times_of_parts(case: Any) -> Parts:
+    """Measures each pass of a block untuned, and each of the products that they make."""
     products: dict[MatmulProblem, None] = {}
     with workbench(DEVICE) as bench:
         passes = {role: _by_strategies(bench, problem, products) for role, problem in roles(chain_of(case))}
-        return {"strategies": passes, "products": [_product(bench, each) for each in products]}
+        return Parts(passes, [_product(bench, each) for each in products])
 
 
 def _by_strategies(
     bench: Bench, problem: LayerProblem, products: dict[MatmulProblem, None]
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Timing]]:
     """The times of a pass; the products of its plans are added to `products`."""
     plans = {(way, plan.strategy): plan for way, choose in WAYS.items() for plan in _plans(problem, choose)}
     products |= dict.fromkeys(each.problem for plan in plans.values() for each in plan.products.values())
     layer = Layer(problem) if isinstance(problem, ForwardProblem) else Layer(None, problem)
     operands = OperandSets(bench, Chain((layer,)))
     times = operands.take_times({key: [(0, plan)] for key, plan in plans.items()}, _BUDGET_S, _ROUNDS)
-    found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
-    for (way, strategy), timing in times.items():
-        found[way][strategy_name(strategy)] = round(timing.median_us, 3)
+    found: dict[str, dict[str, Timing]] = {way: {} for way in WAYS}
+    for (way, strategy), each in times.items():
+        found[way][strategy_name(strategy)] = each
     return found
 
 
@@ -118,3 +148,28 @@ def _described(plan: AlgorithmPlan, timing: Timing) -> list[Any]:
     marks = (name for name in ("PADDED", "K_MAJOR", "TILE_MATMUL") if name in config)
     copies = next(marks, "plain" if config else "ours")
     return [copies, *(config.get(name, 0) for name in _CONFIG), round(waves, 3), round(timing.median_us, 3)]
+
+
+def _measured(block: Block, options: argparse.Namespace, stream: Any) -> Row:
+    """A row: the passes as they run untuned, each by its first strategy, and in its setting all parts."""
+    del options, stream  # the tuner's clock has a stream of its own
+    stratum, half = block.group.split()
+    found = times_of_parts(block)
+    first = {role: next(iter(ways["heuristic"].values())) for role, ways in found.passes.items()}
+    timings = {role: timing.Timing(each.median_us, each.spread_us) for role, each in first.items()}
+    setting = block.as_json() | {"stratum": stratum, "half": half, "when": report.now()} | found.as_json()
+    return Row(block.name, timings, setting=setting)
+
+
+def blocks() -> dict[str, Block]:
+    """The blocks of the suite, by name: no layer twice."""
+    presets = [replace(each, group=f"preset {FIT}") for each in layers.blocks()]
+    return {block.name: block for block in (*blocks_to_fit(), *presets)}
+
+
+def _jobs(options: argparse.Namespace) -> dict[str, Job]:
+    found = {name: block for name, block in blocks().items() if options.dtype in (None, block.kind)}
+    return {name: functools.partial(_measured, block, options) for name, block in found.items()}
+
+
+SUITE: Final = Suite(rounds=_ROUNDS, order=[*blocks()], jobs=_jobs)

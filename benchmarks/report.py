@@ -27,6 +27,9 @@ from benchmarks.timing import Timing
 
 RESULTS: Final = Path(__file__).parent / "results" / "h200"
 _WIDTH: Final = 150  # columns of a table that goes to a file
+_FLAT_LIST: Final = re.compile(r'\[\n\s+((?:"[^"]*"|[^"\[\]{}])*?)\n\s+\]')
+"""A list of numbers and words, over several lines: it takes one line in a file."""
+_LINES: Final = re.compile(r"\n\s*")
 _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
 Json = Mapping[str, Any]
@@ -315,7 +318,8 @@ def write_json(file: Path, content: Json) -> None:
     """Replaces a file at once, so that a run that is cut off leaves either the old file or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.new")
-    new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    new.write_text(_FLAT_LIST.sub(lambda found: f"[{_LINES.sub(' ', found[1])}]", text) + "\n")
     new.replace(file)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -23,6 +23,8 @@ FIT: Final = "fit"
 JUDGE: Final = "judge"
 _SEED: Final = 2026
 _SHAPES: Final = 16  # of each stratum
+_FURTHER_SEED: Final = 2027
+_FURTHER: Final = 32
 _MOST_MULTIPLICATIONS: Final = 1 << 35  # of one product, so that the suite takes minutes
 _PEERS: Final = ("torch_graph", MAX_AUTOTUNE)
 
@@ -63,28 +65,37 @@ def _ordinary(generator: random.Random, number: int) -> Shape:
 STRATA: Final[dict[str, Draw]] = {"odd": _odd, "tall": _tall, "narrow": _narrow, "ordinary": _ordinary}
 
 
-def shapes(stratum: str) -> list[Shape]:
-    """M, N and K of a stratum's layers: those for fitting, then those for judging, all different."""
-    generator, found = random.Random(f"{_SEED} {stratum}"), list[Shape]()
-    while len(found) < _SHAPES:
+def shapes(stratum: str, count: int = _SHAPES, seed: int = _SEED, without: Collection[Shape] = ()) -> list[Shape]:
+    """M, N and K of a stratum's layers, all different: those for fitting, then those for judging."""
+    generator, found = random.Random(f"{seed} {stratum}"), list[Shape]()
+    while len(found) < count:
         m, n, k = STRATA[stratum](generator, len(found))
-        if m * n * k <= _MOST_MULTIPLICATIONS and (m, n, k) not in found:
+        if m * n * k <= _MOST_MULTIPLICATIONS and (m, n, k) not in (*found, *without):
             found.append((m, n, k))
     return found
 
 
+def shapes_to_fit(stratum: str) -> list[Shape]:
+    """Further shapes for fitting, of the suite `parts`: drawn by another seed, and none of the suite `wide`."""
+    return shapes(stratum, _FURTHER, _FURTHER_SEED, shapes(stratum))
+
+
 def blocks() -> list[Block]:
     """Every shape in BF16 with GELU, and the odd ones in TF32 as well; the half is told by the group."""
-    return [*_blocks()]
+    drawn = [(stratum, number, shape) for stratum in STRATA for number, shape in enumerate(shapes(stratum))]
+    halves = [(stratum, FIT if 2 * number < _SHAPES else JUDGE, shape) for stratum, number, shape in drawn]
+    return [block for half in halves for block in _of_shape(*half)]
 
 
-def _blocks() -> Iterator[Block]:
-    for stratum in STRATA:
-        for number, shape in enumerate(shapes(stratum)):
-            block = Block(f"{stratum} {FIT if 2 * number < _SHAPES else JUDGE}", *shape, "bf16", "gelu")
-            yield block
-            if stratum == "odd":
-                yield replace(block, kind="tf32")
+def blocks_to_fit() -> list[Block]:
+    """The same of `shapes_to_fit`."""
+    drawn = [(stratum, shape) for stratum in STRATA for shape in shapes_to_fit(stratum)]
+    return [block for stratum, shape in drawn for block in _of_shape(stratum, FIT, shape)]
+
+
+def _of_shape(stratum: str, half: str, shape: Shape) -> list[Block]:
+    kinds = ("bf16", "tf32") if stratum == "odd" else ("bf16",)
+    return [Block(f"{stratum} {half}", *shape, kind, "gelu") for kind in kinds]
 
 
 def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
@@ -93,7 +104,7 @@ def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
 
     row = measure_block(block, options, stream)
     stratum, half = block.group.split()
-    return replace(row, setting={**row.setting, "stratum": stratum, "half": half, **times_of_parts(block)})
+    return replace(row, setting={**row.setting, "stratum": stratum, "half": half, **times_of_parts(block).as_json()})
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:

@@ -177,6 +177,8 @@ def test_models_have_as_many_parameters_as_they_say() -> None:
     assert sizes == {
         "AdamW FP32, GPT-2 124M, 148 tensors": 28 * 124_439_808,
         "AdamW BF16 + FP32 master, clipped, GPT-2 124M, 148 tensors": 30 * 124_439_808,
+        "AdamW FP32, 124 M parameters, one tensor": 28 * 124_439_808,
+        "AdamW BF16 + FP32 master, clipped, 124 M parameters, one tensor": 30 * 124_439_808,
         "AdamW FP32, 12 k parameters, 6 tensors": 28 * 12_480,
     }
 
@@ -186,6 +188,15 @@ def test_rows_have_names_of_their_own_that_are_those_of_the_kept_results(name: s
     order = import_module(f"benchmarks.{name}").SUITE.order
     assert len(set(order)) == len(order)
     assert {*suite.kept_rows(report.RESULTS / f"{name}.json")} <= set(order)
+
+
+def test_lists_of_numbers_take_one_line_of_a_file(tmp_path: Path) -> None:
+    content = {"a": [1, 2.5, "three  [4]", None], "b": [{"c": [[1, 2], []]}], "d": []}
+    report.write_json(tmp_path / "some.json", content)
+    text = (tmp_path / "some.json").read_text()
+    assert json.loads(text) == content
+    assert '"a": [1, 2.5, "three  [4]", null],' in text
+    assert "[1, 2]," in text
 
 
 ROW = Row(

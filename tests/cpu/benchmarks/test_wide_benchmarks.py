@@ -37,6 +37,14 @@ def test_there_are_64_shapes_half_of_them_for_judging() -> None:
     assert len({*SUITE.order}) == len(wide.blocks()) == 80
 
 
+def test_what_is_fitted_further_on_is_not_what_judges() -> None:
+    drawn = {(stratum, shape) for stratum in STRATA for shape in wide.shapes_to_fit(stratum)}
+    assert len(drawn) == 128
+    assert not drawn & {(stratum, shape) for stratum in STRATA for shape in shapes(stratum)}
+    assert wide.shapes_to_fit("odd")[0] == (2330, 413, 1888), "as they were when they were measured"
+    assert {each.group.split()[1] for each in wide.blocks_to_fit()} == {FIT}
+
+
 def test_each_stratum_is_what_it_is_called() -> None:
     odd = shapes("odd")
     assert all(min(n, k) >= 13 and max(n, k) <= 5000 for _, n, k in odd)
@@ -74,8 +82,14 @@ def parts(gpu: FakeGpu) -> Iterator[ModuleType]:
     sys.modules.update(others)
 
 
+def test_the_suite_of_parts_has_no_layer_twice(parts: ModuleType) -> None:
+    found = parts.blocks()
+    assert len({(*block.layer, block.kind, block.activation) for block in found.values()}) == len(found) == 280
+    assert all(block.group.endswith(" fit") and block.name == name for name, block in found.items())
+
+
 def test_the_parts_of_a_block(gpu: FakeGpu, parts: ModuleType) -> None:
-    found = parts.times_of_parts(Block("test", 12, 17, 9, "bf16", "gelu"))
+    found = parts.times_of_parts(Block("test", 12, 17, 9, "bf16", "gelu")).as_json()
     roles = ["forward", "last forward", "backward preactivation", "last backward"]
     assert [*found["strategies"]] == roles
     for ways in found["strategies"].values():
