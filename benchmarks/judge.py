@@ -144,7 +144,8 @@ class Parts:
     def us(self, role: str, strategy: str) -> float | None:
         """The time on the operands as they are, or on copies, but for what its products take in other ways.
 
-        The measurement whose products change the least counts: a far slower product hides what runs beside it.
+        The measurement whose products change the least counts: a far slower product hides what runs beside it. Where
+        both were disturbed, that with the products as they were chosen then counts as it is.
         """
         found: list[tuple[float, float]] = []
         least = min((ways[strategy] for ways in self._strategies[role].values() if strategy in ways), default=math.inf)
@@ -159,7 +160,7 @@ class Parts:
                 return None
             known = [change for change in changes if change is not None]
             found.append((sum(map(abs, known)), us + sum(known)))
-        return min(found)[1] if found else None
+        return min(found)[1] if found else self._strategies[role]["heuristic"].get(strategy)
 
     def _of(self, role: str, strategy: str) -> Iterator[Product]:
         parts, (m, n, k) = strategy.split(), (self._m, self._n, self._k)

@@ -1,8 +1,8 @@
 """Fits the shipped priors to measured times of strategies: `python -m benchmarks derive-priors [FILE...] [--out FILE]`.
 
-FILE is what the suites `layers` and `wide` write; of the latter only the half for fitting is read. For each type and
-activation, a small tree of limits on sizes is fitted that chooses the strategy: first for backward, then for forward
-together with the backward that follows from what it keeps.
+FILE is what the suites `layers`, `parts` and `wide` write; of the last only the half for fitting is read. For each
+type and activation, a small tree of limits on sizes is fitted that chooses the strategy: first for backward, then for
+forward together with the backward that follows from what it keeps.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 import lt_runtime
 from benchmarks import report
 from benchmarks.judge import Parts
 from benchmarks.wide import FIT
+from lt_runtime.kernels.tile_matmul import suits
+from lt_runtime.layout import packed
+from lt_runtime.problem import DType, Spec
 
-_ITEMSIZE: Final = {"bf16": 2, "tf32": 4}
+_DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32}
 _OCTET: Final = 8
-_DEPTH: Final = 2
-_LEAST_GAIN: Final = 0.5  # logarithm of time over all samples that a further limit has to save
+_DEPTH: Final = 3
+_LEAST_GAIN: Final = 0.2  # logarithm of time over all samples that a further limit has to save
 _LEAST_SAMPLES: Final = 4  # on either side of a limit
 # The tuner leaves out what is further behind the best than this, so that an unknown time counts as that at least.
 _UNKNOWN: Final = 1.4
@@ -76,34 +82,34 @@ class Fitted(NamedTuple):
 
 def fit(samples: Sequence[Sample], depth: int = _DEPTH) -> Fitted:
     """The tree of least loss whose limits are powers of two, without limits that gain hardly anything."""
-    best = _leaf(samples)
-    if depth == 0 or best.loss < _LEAST_GAIN:
+    names = [*dict.fromkeys(name for sample in samples for name in sample.times)]
+    losses = np.array([[sample.loss(name) for name in names] for sample in samples])
+    sizes = {name: np.array([sample.features[name] for sample in samples]) for name in samples[0].features}
+
+    def grow(some: NDArray[np.intp], depth: int) -> Fitted:
+        of_each = losses[some].sum(axis=0)
+        best = Fitted(names[of_each.argmin()], float(of_each.min()))
+        if depth == 0 or best.loss < _LEAST_GAIN:
+            return best
+        for feature, limit in _limits({name: values[some] for name, values in sizes.items()}):
+            is_small = sizes[feature][some] < limit
+            if min(is_small.sum(), (~is_small).sum()) < _LEAST_SAMPLES:
+                continue
+            then, otherwise = grow(some[is_small], depth - 1), grow(some[~is_small], depth - 1)
+            loss = then.loss + otherwise.loss + _LEAST_GAIN
+            if loss < best.loss and then.tree != otherwise.tree:
+                tree = {"feature": feature, "below": limit, "then": then.tree, "otherwise": otherwise.tree}
+                best = Fitted(tree, loss)
         return best
-    for feature, limit in _limits(samples):
-        small = [sample for sample in samples if sample.features[feature] < limit]
-        large = [sample for sample in samples if sample.features[feature] >= limit]
-        if min(len(small), len(large)) < _LEAST_SAMPLES:
-            continue
-        then, otherwise = fit(small, depth - 1), fit(large, depth - 1)
-        loss = then.loss + otherwise.loss + _LEAST_GAIN
-        if loss < best.loss and then.tree != otherwise.tree:
-            tree = {"feature": feature, "below": limit, "then": then.tree, "otherwise": otherwise.tree}
-            best = Fitted(tree, loss)
-    return best
+
+    return grow(np.arange(len(samples)), depth)
 
 
-def _leaf(samples: Sequence[Sample]) -> Fitted:
-    names = dict.fromkeys(name for sample in samples for name in sample.times)
-    losses = {name: sum(sample.loss(name) for sample in samples) for name in names}
-    best = min(losses, key=losses.__getitem__)
-    return Fitted(best, losses[best])
-
-
-def _limits(samples: Sequence[Sample]) -> Iterable[tuple[str, int]]:
+def _limits(sizes: Mapping[str, NDArray[np.int64]]) -> Iterable[tuple[str, int]]:
     """Powers of two between the least and the greatest of each size."""
-    for feature in samples[0].features:
-        sizes = [sample.features[feature] for sample in samples]
-        yield from ((feature, 1 << bits) for bits in range(min(sizes).bit_length(), max(sizes).bit_length()))
+    for feature, values in sizes.items():
+        bits = range(int(values.min()).bit_length(), int(values.max()).bit_length())
+        yield from ((feature, 1 << each) for each in bits)
 
 
 def decide(tree: Any, sizes: Mapping[str, int]) -> Any:
@@ -118,28 +124,36 @@ def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
     m, n, k = row["layer"]
     outputs, inputs = (n, k) if layer == 0 else (k, n)
     cols, inner = (inputs, outputs) if backward else (outputs, inputs)
-    sizes = {"output_bytes": m * cols * _ITEMSIZE[row["type"]], "inner": inner, "rows": m}
-    return sizes | {"least": min(cols, inner), "whole": int(cols % _OCTET == inner % _OCTET == 0)}
+    sizes = {"output_bytes": m * cols * _DTYPES[row["type"]].itemsize, "inner": inner, "rows": m}
+    sizes |= {"weights": cols * inner, "least": min(cols, inner)}
+    return sizes | {"whole": int(cols % _OCTET == inner % _OCTET == 0)}
 
 
 def backward_samples(rows: Iterable[Row]) -> Samples:
     """Backward of the second layer through the first, by what the first keeps, and without; and of the first layer."""
     made: Samples = {}
     for row in rows:
-        sizes = features(row, 1, backward=True)
+        sizes, kind = features(row, 1, backward=True), _kind(row)
         if products := row["entries"].get("last backward"):
             sample = Sample(features(row, 0, backward=True), products, _is_complete(row))
-            made.setdefault(f"{row['type']} products", []).append(sample)
+            made.setdefault(f"{kind} products", []).append(sample)
         for role, times in row["entries"].items():
             if role.startswith("backward"):
                 times = _undisturbed(times)
                 saved = role.removeprefix("backward ")
                 sample = Sample(sizes, times, _is_complete(row))
-                made.setdefault(f"{row['type']} {row['activation']} {saved}", []).append(sample)
+                made.setdefault(f"{kind} {row['activation']} {saved}", []).append(sample)
                 if alone := _without_layer_below(times):
                     sample = sample._replace(times=alone)
-                    made.setdefault(f"{row['type']} none nothing", []).append(sample)
+                    made.setdefault(f"{kind} none nothing", []).append(sample)
     return made
+
+
+def _kind(row: Row) -> str:
+    """What the names of a row's trees begin with: those of rows for our kernel for ragged ones are of their own."""
+    m, n, k = row["layer"]
+    dy, w, x = (Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n)))
+    return f"ragged {row['type']}" if suits(_DTYPES[row["type"]], dy, w, x) else str(row["type"])
 
 
 def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
@@ -170,13 +184,13 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
         for name, layer, times in ((row["activation"], 0, joint), ("none", 1, alone)):
             if times:
                 sample = Sample(features(row, layer, backward=False), times, _is_complete(row))
-                made.setdefault(f"{row['type']} {name}", []).append(sample)
+                made.setdefault(f"{_kind(row)} {name}", []).append(sample)
     return made
 
 
 def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | None:
     """Microseconds of the backward that the priors choose; None where nothing was measured."""
-    tree = fitted.get(f"{row['type']} {row['activation']} {saved}")
+    tree = fitted.get(f"{_kind(row)} {row['activation']} {saved}")
     times = row["entries"].get(f"backward {saved}")
     if tree is None or not times:
         return None
@@ -187,6 +201,15 @@ def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | 
 def _is_complete(row: Row) -> bool:
     """Whether a row has the time of every possible strategy. Rows of `layers` do not: the tuner drops slow ones."""
     return "strategies" in row
+
+
+def _complete_first(samples: Samples) -> Samples:
+    """Without the samples that the tuner left, where there are others: their kernels may be older as well.
+
+    Those of ragged rows are left out in any case: they are from before our kernel for them.
+    """
+    complete = {name: [each for each in some if each.is_complete] for name, some in samples.items()}
+    return {name: complete[name] or some for name, some in samples.items() if complete[name] or "ragged" not in name}
 
 
 def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
@@ -219,9 +242,9 @@ def fitting(rows: Iterable[Row]) -> list[Row]:
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
     """The trees of forward and backward as a table has them; and by tree the number of samples and their mean loss."""
     usable = fitting(rows)
-    of_backward = backward_samples(usable)
+    of_backward = _complete_first(backward_samples(usable))
     backward = {name: fit(samples) for name, samples in sorted(of_backward.items())}
-    of_forward = forward_samples(usable, backward)
+    of_forward = _complete_first(forward_samples(usable, backward))
     forward = {name: fit(samples) for name, samples in sorted(of_forward.items())}
     trees, quality = {}, {}
     for part, fitted, samples, names in (
@@ -248,7 +271,7 @@ def _table_of(capability: int) -> Path:
 def main(argv: Sequence[str]) -> None:
     """Writes the table of the architecture that was measured, and prints what following it costs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks derive-priors", description=__doc__)
-    default = [report.RESULTS / "layers.json", report.RESULTS / "wide_parts.json"]
+    default = [report.RESULTS / f"{name}.json" for name in ("layers", "parts", "wide")]
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=default, help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the package's table of the architecture")
     arguments = parser.parse_args(argv)

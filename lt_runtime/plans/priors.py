@@ -33,17 +33,18 @@ Tree: TypeAlias = Mapping[str, Any]
 """A strategy as in the plan cache; or a feature, a limit, and a tree each for below it and for the rest."""
 
 _FILES: Final = "priors_sm*.json"
-_FEW_ROWS: Final = 1024
-"""Rows up to which sums of columns are worth making with a product of ragged rows."""
 _FEW_COLUMNS: Final = OCTET
 """Columns up to which our kernel for narrow products makes ragged ones faster than the one for ragged rows."""
 
 
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStrategy]:
     """The table's strategy first; then our kernel does what an auxiliary output would be for."""
-    tree = _nearest(device_info(device).capability)["forward"].get(f"{_kind(problem)} {problem.activation.name}")
-    wanted = dict(decide(tree, forward_features(problem))) if tree is not None and problem.backward else {}
-    if problem.y.layout.cols <= _FEW_COLUMNS and suits(problem.dtype, problem.x, problem.w.transposed, problem.y):
+    is_ours = suits(problem.dtype, problem.x, problem.w.transposed, problem.y)
+    wanted: dict[str, Any] = {}
+    if problem.backward:
+        tree = _tree(device, "forward", _kind(problem), problem.activation.name, is_ours=is_ours)
+        wanted |= decide(tree, forward_features(problem))
+    if is_ours and problem.y.layout.cols <= _FEW_COLUMNS:
         wanted["epilogue"] = Epilogue.BIAS.value
     if wanted and problem.bias is None:
         wanted["epilogue"] = wanted["epilogue"].removesuffix("bias").removesuffix("_") or "none"
@@ -53,35 +54,34 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStra
 
 def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardStrategy]:
     """Those that are most like the table's first; then those that leave the most to our kernels."""
-    tree = _nearest(device_info(device).capability)["backward"].get(f"{_kind(problem)} {_below(problem)}")
-    features = backward_features(problem)
-    wanted = dict(decide(tree, features)) if tree is not None else {}
+    features, is_ours = backward_features(problem), suits(problem.dtype, problem.dy, problem.w, problem.x)
+    wanted = dict(decide(_tree(device, "backward", _kind(problem), _below(problem), is_ours=is_ours), features))
     # Our kernel reads a dy that changes in any case, and sums it at hardly any cost. The library's kernels that sum
-    # rows which are no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
-    if problem.own.changes or not features["whole"]:
+    # 16-bit rows which are no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
+    is_slow = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
+    if problem.own.changes or is_slow:
         wanted["db"] = MadeBy.KERNEL.value
-    if suits(problem.dtype, problem.dy, problem.w, problem.x):
-        wanted |= _of_ragged(problem, features["rows"])
     strategies = sorted(backward_strategies(problem), key=_by_library)
     return sorted(strategies, key=lambda each: _differences(each, wanted))
 
 
-def _of_ragged(problem: BackwardProblem, rows: int) -> dict[str, str]:
-    """What to leave to our kernel for ragged rows: sums beside products cost it little, unless many blocks share them.
+def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tree:
+    """The table's tree, an empty one if it has none.
 
-    On an H200 841x24x575 takes 10.1 µs with all of these and 13.5 with none; 7221x4x744 takes 22.9 with the derivative,
-    19.6 with `db` alone.
+    Args:
+        is_ours: whether our kernel for ragged rows makes the products. It has trees of its own where those were fitted:
+            sums and derivatives beside a product cost it little, unless many blocks share them.
     """
-    below = MadeBy.EPILOGUE if rows <= _FEW_ROWS else MadeBy.KERNEL
-    db = MadeBy.KERNEL if problem.own.changes else MadeBy.EPILOGUE
-    return {"db": db.value, "derivative": below.value, "db_below": below.value}
+    trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
+    own = trees.get(f"ragged {kind} {rest}") if is_ours else None
+    return own or trees.get(f"{kind} {rest}") or {}
 
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:
     """What a forward tree may ask for, of the output and the terms of each of its sums.
 
-    That is the output's bytes and rows, the terms, how large the least of its columns and the terms is, and whether (1)
-    or not (0) both are whole octets, as the library's fast kernels ask for.
+    That is the output's bytes and rows, the terms, how many weights there are, how large the least of its columns and
+    the terms is, and whether (1) or not (0) both are whole octets, as the library's fast kernels ask for.
     """
     return _features(problem.y.layout, problem.x.layout.cols, problem.dtype)
 
@@ -93,7 +93,8 @@ def backward_features(problem: BackwardProblem) -> dict[str, int]:
 
 def _features(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
     sizes = {"output_bytes": output.size * dtype.itemsize, "inner": inner, "rows": output.rows}
-    return sizes | {"least": min(output.cols, inner), "whole": int(output.cols % OCTET == inner % OCTET == 0)}
+    sizes |= {"weights": output.cols * inner, "least": min(output.cols, inner)}
+    return sizes | {"whole": int(output.cols % OCTET == inner % OCTET == 0)}
 
 
 def decide(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:

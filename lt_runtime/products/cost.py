@@ -1,8 +1,9 @@
 """What a product takes in each of the ways to make it, estimated from its sizes; nothing is asked of the library.
 
 A way takes a launch, the time of its multiplications, and the time to move its operands and its result once; copies
-take launches and time of their own. The constants are of an H200 (cuBLASLt 13.1). They were fitted to that half of the
-suite `wide` that is for fitting, whose rows hold each product's time by each of its ways.
+take launches and time of their own. The constants are of an H200 (cuBLASLt 13.1). They were fitted
+to the rows of the suite `parts`, and to that half of the suite `wide` that is for fitting, which hold each product's
+time by each of its ways.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class _Rates(NamedTuple):
 
 
 # The library's kernels are Hopper's own where all rows are whole vectors, and otherwise those of older GPUs.
-_WHOLE_16_BITS: Final = _Rates(2.5, 500e6, 2.8e6)
-_RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 1.7e6)
-_RAGGED_16_BITS_SHORT_K: Final = _RAGGED_16_BITS._replace(launch_us=3.0)
+_WHOLE_16_BITS: Final = _Rates(2.2, 570e6, 3.2e6)
+_RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 2.2e6)
+_RAGGED_16_BITS_SHORT_K: Final = _Rates(3.4, 45e6, 1.3e6)
 """Where sums are not split, see `most_promising`."""
-_WHOLE_TF32: Final = _Rates(4.0, 100e6, 2.8e6)
-_K_MAJOR_TF32: Final = _Rates(4.0, 150e6, 2.8e6)
-_RAGGED_TF32: Final = _Rates(4.0, 50e6, 1.8e6)
-_RAGGED_TF32_OVER_ROWS: Final = _RAGGED_TF32._replace(launch_us=8.0)
+_WHOLE_TF32: Final = _Rates(5.2, 150e6, 2.8e6)
+_K_MAJOR_TF32: Final = _Rates(5.3, 150e6, 3.3e6)
+_RAGGED_TF32: Final = _Rates(3.5, 44e6, 1.8e6)
+_RAGGED_TF32_OVER_ROWS: Final = _Rates(8.0, 44e6, 2.7e6)
 """Where sums go over the rows of both operands, as those of a weight gradient do: they are split, and added up then."""
-_NARROW: Final = _Rates(2.0, 10e6, 2.8e6)
+_NARROW: Final = _Rates(1.8, 11e6, 2.8e6)
 _NARROW_OF_OCTETS: Final = _NARROW._replace(multiplied=2e6)
 """With more than eight columns, for which our kernel is that of 16."""
 _NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
@@ -83,16 +84,14 @@ _RAGGED_SUMMED: Final = 24.0
 """Rows that the library's kernels add up in a microsecond, where rows are no whole vectors of 16-bit numbers."""
 _SUMMED: Final = 1e3
 """Rows that our kernel adds up in a microsecond, where a sum goes over rows, as that of a weight gradient does."""
-_PASS_US: Final = 2.0
+_PASS_US: Final = 0.85
 """Microseconds until an elementwise kernel of ours has begun and ended."""
-_COPY_US: Final = 1.25
+_COPY_US: Final = 1.4
 """Microseconds until a kernel that copies operands or a result has begun and ended."""
-_PASS_MOVED: Final = 2.8e6
+_PASS_MOVED: Final = 3.7e6
 """Bytes that such a kernel reads and writes in a microsecond."""
 _MARGIN_US: Final = 2.0
 """Microseconds by which copies must be faster; estimates of small products are no better."""
-_MARGIN_OF_EPILOGUES_US: Final = 4.0
-"""Microseconds by which copies must be faster with an epilogue, which makes two kernels of a product at most."""
 _ROOM_US: Final = 4.0
 """Microseconds by which our kernel for ragged rows must be faster where it makes no more than a product."""
 _FP32_AND_BACK: Final = 8
@@ -108,9 +107,8 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
     is no epilogue to gain from: it leaves no room for a weight gradient beside it, and shares no copy with that.
     """
     estimates = estimated_us(problem)
-    margin = _MARGIN_US if problem.epilogue is Epilogue.NONE else _MARGIN_OF_EPILOGUES_US
     for way in estimates.keys() & {Way.PADDED, Way.K_MAJOR}:
-        estimates[way] += margin
+        estimates[way] += _MARGIN_US
     if problem.epilogue is Epilogue.NONE:
         if Way.TILE in estimates:
             estimates[Way.TILE] += _ROOM_US

