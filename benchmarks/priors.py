@@ -31,6 +31,7 @@ _OCTET: Final = 8
 _DEPTH: Final = 3
 _LEAST_GAIN: Final = 0.2  # logarithm of time over all samples that a further limit has to save
 _LEAST_SAMPLES: Final = 4  # on either side of a limit
+_MOST_LOSS: Final = 0.3  # of a sample, which decides nothing alone: what is further behind was often disturbed
 # The tuner leaves out what is further behind the best than this, so that an unknown time counts as that at least.
 _UNKNOWN: Final = 1.4
 _DISTURBED: Final = 2.5  # A measurement was disturbed that is so many times that of the same work in the other order.
@@ -83,7 +84,7 @@ class Fitted(NamedTuple):
 def fit(samples: Sequence[Sample], depth: int = _DEPTH) -> Fitted:
     """The tree of least loss whose limits are powers of two, without limits that gain hardly anything."""
     names = [*dict.fromkeys(name for sample in samples for name in sample.times)]
-    losses = np.array([[sample.loss(name) for name in names] for sample in samples])
+    losses = np.array([[min(sample.loss(name), _MOST_LOSS) for name in names] for sample in samples])
     sizes = {name: np.array([sample.features[name] for sample in samples]) for name in samples[0].features}
 
     def grow(some: NDArray[np.intp], depth: int) -> Fitted:

@@ -84,7 +84,7 @@ _RAGGED_SUMMED: Final = 24.0
 """Rows that the library's kernels add up in a microsecond, where rows are no whole vectors of 16-bit numbers."""
 _SUMMED: Final = 1e3
 """Rows that our kernel adds up in a microsecond, where a sum goes over rows, as that of a weight gradient does."""
-_PASS_US: Final = 0.85
+_PASS_US: Final = 2.0
 """Microseconds until an elementwise kernel of ours has begun and ended."""
 _COPY_US: Final = 1.4
 """Microseconds until a kernel that copies operands or a result has begun and ended."""

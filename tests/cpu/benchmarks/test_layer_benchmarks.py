@@ -305,6 +305,17 @@ def test_what_was_refused_somewhere_is_avoided_there() -> None:
     assert fit(some).tree == "a"
 
 
+def test_no_sample_decides_alone() -> None:
+    assert fit(samples((1, 90.0, 1.0), *5 * [(1, 1.0, 1.1)])).tree == "a", "one was disturbed"
+
+
+def test_samples_of_all_strategies_count_before_those_that_the_tuner_left() -> None:
+    untuned = Sample({"rows": 1}, {"a": 1.0, "b": 2.0}, is_complete=True)
+    (tuned,) = samples((1, 3.0, 1.0))
+    found = derived._complete_first({"bf16": [tuned, untuned], "tf32": [tuned], "ragged bf16": [tuned]})
+    assert found == {"bf16": [untuned], "tf32": [tuned]}
+
+
 def test_two_limits_where_one_is_not_enough() -> None:
     sizes = [(10, 1.0, 3.0), (20, 1.0, 3.0), (100, 3.0, 1.0), (200, 3.0, 1.0), (1000, 1.0, 3.0), (2000, 1.0, 3.0)]
     sizes *= 2
