@@ -144,7 +144,7 @@ def test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower() -> None:
     large = forward(2048, 1024, 479, epilogue=Epilogue.RELU)
     assert fastest_first(large) == [Way.PADDED, Way.TILE, Way.PLAIN]
     us = estimated_us(forward(64, 64, 63, epilogue=Epilogue.BIAS))
-    assert us[Way.PLAIN] > 0.8 + estimated_us(forward(64, 64, 63))[Way.PLAIN], "our pass takes time as well"
+    assert us[Way.PLAIN] > 2 + estimated_us(forward(64, 64, 63))[Way.PLAIN], "our pass takes time as well"
     tf32 = forward(64, 64, 63, FP32, Epilogue.BIAS)
     assert fastest_first(tf32) == [Way.PLAIN], "the library makes this epilogue"
 
