@@ -18,7 +18,7 @@ _COMMANDS: Final = {"compare": "compare", "report": "readme", "derive-priors": "
 _SPECIAL: Final = {
     "dtype": ("layers", "wide", "parts"),
     "activation": ("layers",),
-    "max_autotune": ("layers", "wide", "parts", "steps", "narrow"),
+    "max_autotune": ("layers", "wide", "steps", "narrow"),
     "torch_compile": ("kernels", "steps"),
     "jax": ("layers", "steps", "narrow"),
     "soak": ("steps",),
