@@ -204,13 +204,12 @@ def _is_complete(row: Row) -> bool:
     return "strategies" in row
 
 
-def _complete_first(samples: Samples) -> Samples:
-    """Without the samples that the tuner left, where there are others: their kernels may be older as well.
-
-    Those of ragged rows are left out in any case: they are from before our kernel for them.
-    """
-    complete = {name: [each for each in some if each.is_complete] for name, some in samples.items()}
-    return {name: complete[name] or some for name, some in samples.items() if complete[name] or "ragged" not in name}
+def _without_old(samples: Samples) -> Samples:
+    """Without ragged rows of `layers`, which are from before our kernel for those."""
+    found = {
+        name: [each for each in some if each.is_complete or "ragged" not in name] for name, some in samples.items()
+    }
+    return {name: some for name, some in found.items() if some}
 
 
 def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
@@ -243,9 +242,9 @@ def fitting(rows: Iterable[Row]) -> list[Row]:
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
     """The trees of forward and backward as a table has them; and by tree the number of samples and their mean loss."""
     usable = fitting(rows)
-    of_backward = _complete_first(backward_samples(usable))
+    of_backward = _without_old(backward_samples(usable))
     backward = {name: fit(samples) for name, samples in sorted(of_backward.items())}
-    of_forward = _complete_first(forward_samples(usable, backward))
+    of_forward = _without_old(forward_samples(usable, backward))
     forward = {name: fit(samples) for name, samples in sorted(of_forward.items())}
     trees, quality = {}, {}
     for part, fitted, samples, names in (

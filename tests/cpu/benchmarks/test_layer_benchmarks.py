@@ -309,11 +309,10 @@ def test_no_sample_decides_alone() -> None:
     assert fit(samples((1, 90.0, 1.0), *5 * [(1, 1.0, 1.1)])).tree == "a", "one was disturbed"
 
 
-def test_samples_of_all_strategies_count_before_those_that_the_tuner_left() -> None:
-    untuned = Sample({"rows": 1}, {"a": 1.0, "b": 2.0}, is_complete=True)
-    (tuned,) = samples((1, 3.0, 1.0))
-    found = derived._complete_first({"bf16": [tuned, untuned], "tf32": [tuned], "ragged bf16": [tuned]})
-    assert found == {"bf16": [untuned], "tf32": [tuned]}
+def test_what_the_tuner_left_of_ragged_rows_is_from_before_our_kernel_for_them() -> None:
+    untuned, (tuned,) = Sample({"rows": 1}, {"a": 1.0}, is_complete=True), samples((1, 3.0, 1.0))
+    found = derived._without_old({"bf16": [tuned, untuned], "ragged bf16": [tuned, untuned], "ragged tf32": [tuned]})
+    assert found == {"bf16": [tuned, untuned], "ragged bf16": [untuned]}
 
 
 def test_two_limits_where_one_is_not_enough() -> None:
