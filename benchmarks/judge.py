@@ -144,8 +144,8 @@ class Parts:
     def us(self, role: str, strategy: str) -> float | None:
         """The time on the operands as they are, or on copies, but for what its products take in other ways.
 
-        The measurement whose products change the least counts: a far slower product hides what runs beside it. Where
-        both were disturbed, that with the products as they were chosen then counts as it is.
+        The measurement whose products change the least counts: a far slower product hides what runs beside it. If both
+        measurements were disturbed, the time untuned, by the products that were chosen then, counts as it is.
         """
         found: list[tuple[float, float]] = []
         least = min((ways[strategy] for ways in self._strategies[role].values() if strategy in ways), default=math.inf)

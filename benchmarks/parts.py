@@ -3,7 +3,7 @@
 The suite `parts` measures that for fitting the priors: of the blocks of the suite `layers`, and of others that are
 drawn as those of the suite `wide` are.
 
-This module, `judge`, `splits` and `internals` are the only ones that import what is inside lt_runtime.
+This module, `internals`, `judge`, `priors` and `splits` are the only ones that import what is inside lt_runtime.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ WAYS: Final[dict[str, Choose]] = {
 """How the algorithms of a pass's products may be chosen without a measurement; the first is what runs untuned."""
 
 
-class Parts(NamedTuple):
-    """What was measured of a block.
+class PartTimes(NamedTuple):
+    """The times of a block's passes and of their products.
 
     Attributes:
         passes: each pass by role, way and strategy, in the order of the priors.
@@ -74,7 +74,7 @@ class Parts(NamedTuple):
     products: list[dict[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
-        """As a row holds them: microseconds."""
+        """Both as a row holds them, in microseconds."""
         passes = {
             role: {way: {name: round(each.median_us, 3) for name, each in times.items()} for way, times in ways.items()}
             for role, ways in self.passes.items()
@@ -82,12 +82,12 @@ class Parts(NamedTuple):
         return {"strategies": passes, "products": self.products}
 
 
-def times_of_parts(case: Any) -> Parts:
+def times_of_parts(case: Any) -> PartTimes:
     """Measures each pass of a block untuned, and each of the products that they make."""
     products: dict[MatmulProblem, None] = {}
     with workbench(DEVICE) as bench:
         passes = {role: _by_strategies(bench, problem, products) for role, problem in roles(chain_of(case))}
-        return Parts(passes, [_product(bench, each) for each in products])
+        return PartTimes(passes, [_product(bench, each) for each in products])
 
 
 def _by_strategies(

@@ -24,14 +24,14 @@ from benchmarks.judge import Parts
 from benchmarks.wide import FIT
 from lt_runtime.kernels.tile_matmul import suits
 from lt_runtime.layout import packed
+from lt_runtime.plans import priors
 from lt_runtime.problem import DType, Spec
 
 _DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32}
-_OCTET: Final = 8
 _DEPTH: Final = 3
 _LEAST_GAIN: Final = 0.2  # logarithm of time over all samples that a further limit has to save
 _LEAST_SAMPLES: Final = 4  # on either side of a limit
-_MOST_LOSS: Final = 0.3  # of a sample, which decides nothing alone: what is further behind was often disturbed
+_MOST_LOSS: Final = 0.3  # A sample counts no more than this: what is further behind was often disturbed.
 # The tuner leaves out what is further behind the best than this, so that an unknown time counts as that at least.
 _UNKNOWN: Final = 1.4
 _DISTURBED: Final = 2.5  # A measurement was disturbed that is so many times that of the same work in the other order.
@@ -125,9 +125,7 @@ def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
     m, n, k = row["layer"]
     outputs, inputs = (n, k) if layer == 0 else (k, n)
     cols, inner = (inputs, outputs) if backward else (outputs, inputs)
-    sizes = {"output_bytes": m * cols * _DTYPES[row["type"]].itemsize, "inner": inner, "rows": m}
-    sizes |= {"weights": cols * inner, "least": min(cols, inner)}
-    return sizes | {"whole": int(cols % _OCTET == inner % _OCTET == 0)}
+    return priors.features_of(packed(m, cols), inner, _DTYPES[row["type"]])
 
 
 def backward_samples(rows: Iterable[Row]) -> Samples:
@@ -151,10 +149,10 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
 
 
 def _kind(row: Row) -> str:
-    """What the names of a row's trees begin with: those of rows for our kernel for ragged ones are of their own."""
+    """What the names of a row's trees begin with; our kernel for ragged rows has trees of its own."""
     m, n, k = row["layer"]
     dy, w, x = (Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n)))
-    return f"ragged {row['type']}" if suits(_DTYPES[row["type"]], dy, w, x) else str(row["type"])
+    return f"{priors.RAGGED} {row['type']}" if suits(_DTYPES[row["type"]], dy, w, x) else str(row["type"])
 
 
 def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
@@ -207,7 +205,7 @@ def _is_complete(row: Row) -> bool:
 def _without_old(samples: Samples) -> Samples:
     """Without ragged rows of `layers`, which are from before our kernel for those."""
     found = {
-        name: [each for each in some if each.is_complete or "ragged" not in name] for name, some in samples.items()
+        name: [each for each in some if each.is_complete or priors.RAGGED not in name] for name, some in samples.items()
     }
     return {name: some for name, some in found.items() if some}
 

@@ -1,6 +1,6 @@
 """The passes of a two-layer block by strategies of our choice, for what no public call can ask for.
 
-This module, `internals`, `judge` and `parts` are the only ones that import what is inside lt_runtime.
+This module, `internals`, `judge`, `parts` and `priors` are the only ones that import what is inside lt_runtime.
 """
 
 from __future__ import annotations

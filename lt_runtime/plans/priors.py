@@ -1,9 +1,9 @@
 """Strategies for problems that nobody has measured: those of a problem, in the order in which to try them.
 
-A table for each architecture, `priors_sm*.json`, says which comes first; `benchmarks.derive_priors` writes it from
-measurements, and it says which those were. Where a table says nothing, a fixed rule holds: fused where nothing has to
-be kept, derivatives and bias gradients by our kernels, which on Hopper beat the library's epilogues up to four times.
-An architecture without a table goes by that of the nearest.
+A table for each architecture, `priors_sm*.json`, says which comes first. `python -m benchmarks derive-priors` writes it
+from measurements, and the table says which those were. Where a table says nothing, a fixed rule holds: fused where
+nothing has to be kept, derivatives and bias gradients by our kernels, which on Hopper beat the library's epilogues up
+to four times. An architecture without a table goes by that of the nearest.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from lt_runtime.store.records import to_json
 Tree: TypeAlias = Mapping[str, Any]
 """A strategy as in the plan cache; or a feature, a limit, and a tree each for below it and for the rest."""
 
+RAGGED: Final = "ragged"
+"""The names of trees for our kernel for ragged rows begin with it."""
 _FILES: Final = "priors_sm*.json"
 _FEW_COLUMNS: Final = OCTET
 """Columns up to which our kernel for narrow products makes ragged ones faster than the one for ragged rows."""
@@ -58,40 +60,44 @@ def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardS
     wanted = dict(decide(_tree(device, "backward", _kind(problem), _below(problem), is_ours=is_ours), features))
     # Our kernel reads a dy that changes in any case, and sums it at hardly any cost. The library's kernels that sum
     # 16-bit rows which are no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
-    is_slow = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
-    if problem.own.changes or is_slow:
+    sums_slowly = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
+    if problem.own.changes or sums_slowly:
         wanted["db"] = MadeBy.KERNEL.value
     strategies = sorted(backward_strategies(problem), key=_by_library)
     return sorted(strategies, key=lambda each: _differences(each, wanted))
 
 
 def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tree:
-    """The table's tree, an empty one if it has none.
+    """The tree that the table has for such problems, or an empty one.
 
     Args:
-        is_ours: whether our kernel for ragged rows makes the products. It has trees of its own where those were fitted:
-            sums and derivatives beside a product cost it little, unless many blocks share them.
+        is_ours: whether our kernel for ragged rows makes the products. To that kernel sums and derivatives beside a
+            product cost little, unless many blocks share them, so that the table may have other trees for it.
     """
     trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
-    own = trees.get(f"ragged {kind} {rest}") if is_ours else None
+    own = trees.get(f"{RAGGED} {kind} {rest}") if is_ours else None
     return own or trees.get(f"{kind} {rest}") or {}
 
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:
     """What a forward tree may ask for, of the output and the terms of each of its sums.
 
-    That is the output's bytes and rows, the terms, how many weights there are, how large the least of its columns and
-    the terms is, and whether (1) or not (0) both are whole octets, as the library's fast kernels ask for.
+    See `features_of`.
     """
-    return _features(problem.y.layout, problem.x.layout.cols, problem.dtype)
+    return features_of(problem.y.layout, problem.x.layout.cols, problem.dtype)
 
 
 def backward_features(problem: BackwardProblem) -> dict[str, int]:
     """The same of the input gradient, whether or not it is wanted."""
-    return _features(problem.x.layout, problem.dy.layout.cols, problem.dtype)
+    return features_of(problem.x.layout, problem.dy.layout.cols, problem.dtype)
 
 
-def _features(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
+def features_of(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
+    """The sizes of a product with `inner` terms in each sum, by the names that trees have for them.
+
+    They are the output's bytes and rows, the terms, the number of weights, the least of the columns and the terms, and
+    whether (1) or not (0) both are whole octets, as the library's fast kernels ask for.
+    """
     sizes = {"output_bytes": output.size * dtype.itemsize, "inner": inner, "rows": output.rows}
     sizes |= {"weights": output.cols * inner, "least": min(output.cols, inner)}
     return sizes | {"whole": int(output.cols % OCTET == inner % OCTET == 0)}

@@ -1,9 +1,8 @@
 """What a product takes in each of the ways to make it, estimated from its sizes; nothing is asked of the library.
 
 A way takes a launch, the time of its multiplications, and the time to move its operands and its result once; copies
-take launches and time of their own. The constants are of an H200 (cuBLASLt 13.1). They were fitted
-to the rows of the suite `parts`, and to that half of the suite `wide` that is for fitting, which hold each product's
-time by each of its ways.
+take launches and time of their own. The constants are of an H200 (cuBLASLt 13.1). They were fitted to the rows of the
+suite `parts`, and to the half of the suite `wide` that is for fitting: these rows hold each product's time by each way.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class _Rates(NamedTuple):
 _WHOLE_16_BITS: Final = _Rates(2.2, 570e6, 3.2e6)
 _RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 2.2e6)
 _RAGGED_16_BITS_SHORT_K: Final = _Rates(3.4, 45e6, 1.3e6)
-"""Where sums are not split, see `most_promising`."""
+"""The rates where sums are not split, see `most_promising`."""
 _WHOLE_TF32: Final = _Rates(5.2, 150e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(5.3, 150e6, 3.3e6)
 _RAGGED_TF32: Final = _Rates(3.5, 44e6, 1.8e6)
@@ -104,7 +103,7 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
     An epilogue that the library is not asked for, since it would round the product before, is left to a pass of ours
     where nothing is faster than that and the plain product; so is the sum of an operand that the library refuses.
     Copies have to be faster by more than a little: each is a kernel more. So has our kernel for ragged rows where there
-    is no epilogue to gain from: it leaves no room for a weight gradient beside it, and shares no copy with that.
+    is no epilogue to gain from: it leaves no room for a weight gradient beside it, and shares no copy with it.
     """
     estimates = estimated_us(problem)
     for way in estimates.keys() & {Way.PADDED, Way.K_MAJOR}:

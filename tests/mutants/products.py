@@ -650,14 +650,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the library sums rows that are no whole octets",
         "lt_runtime/plans/priors.py",
-        "if problem.own.changes or is_slow:",
+        "if problem.own.changes or sums_slowly:",
         "if problem.own.changes:",
         "tests/cpu/plans/test_priors.py::test_the_library_sums_no_rows_that_are_no_whole_octets",
     ),
     fault(
         "our kernel for ragged rows goes by the library's trees",
         "lt_runtime/plans/priors.py",
-        'trees.get(f"ragged {kind} {rest}") if is_ours else None',
+        'trees.get(f"{RAGGED} {kind} {rest}") if is_ours else None',
         "None",
         "tests/cpu/plans/test_priors.py::test_ragged_rows_have_trees_of_their_own",
     ),
