@@ -1,7 +1,7 @@
 """What is measured or counted inside lt_runtime: single kernels and plans, a step's graph, and what a cache holds.
 
-This module, `judge`, `splits`, `parts` and `priors` are the only ones that import what is inside lt_runtime. Import them in
-functions, so that a suite can run on another version of the package without them.
+This module, `judge`, `parts`, `priors` and `splits` are the only ones that import what is inside lt_runtime. Import
+them inside functions, so that a suite can run on another version of the package without them.
 """
 
 from __future__ import annotations
