@@ -32,6 +32,7 @@ _OPTIONS: Final = {MAX_AUTOTUNE: "max_autotune", TORCH_COMPILE: "torch_compile",
 CACHE_VARIABLE: Final = "LT_RUNTIME_CACHE_DIR"
 UNTUNED: Final = ("LT_RUNTIME_TUNE", "off")
 """A variable, by which training steps follow what is known. What a suite wants tuned it tunes itself, and says so."""
+_SAVE_AFTER_S: Final = 5.0  # A long file takes half a second to write, as long as some rows.
 _ROOT: Final = Path(__file__).parents[1]
 
 Rows = dict[str, dict[str, Any]]
@@ -126,8 +127,12 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     rows = kept_rows(file) if options.resume else {}
     jobs, console = missing(suite, options, rows), report.console()
     stream, start = _stream() if suite.has_context else None, time.monotonic()
+    saved = start
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress, variable(*UNTUNED):
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+        stack.enter_context(variable(*UNTUNED))
+        stack.callback(save, suite, rows, file)
         task = progress.add_task(name, total=len(jobs))
         for case, job in jobs.items():
             if time.monotonic() - start > 60 * options.minutes:
@@ -139,7 +144,9 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
                 rows[case]["gpu"] = {"before": before, "after": gpu_state()}
             if suite.has_context:
                 release()
-            save(suite, rows, file)
+            if time.monotonic() - saved >= _SAVE_AFTER_S:
+                save(suite, rows, file)
+                saved = time.monotonic()
             progress.advance(task)
     if suite.lines is not None:
         console.print(suite.lines([rows[case] for case in jobs if case in rows]))

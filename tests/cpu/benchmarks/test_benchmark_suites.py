@@ -123,7 +123,8 @@ def test_a_row_holds_the_gpu_s_state_before_and_after(monkeypatch: pytest.Monkey
     assert rows["one"]["gpu"] == {"before": {"watts": 80.0}, "after": {"watts": 600.0}}
 
 
-def test_the_file_is_whole_after_each_row(tmp_path: Path) -> None:
+def test_the_file_is_whole_after_a_row_that_took_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(suite, "_SAVE_AFTER_S", 0.0)
     file, seen = tmp_path / "some.json", list[list[str]]()
 
     def last(_: Any) -> Row:
@@ -133,6 +134,15 @@ def test_the_file_is_whole_after_each_row(tmp_path: Path) -> None:
     suite.run("some", suite_of("one", "two", "three", three=last), asked("--out", str(tmp_path)))
     assert seen == [["one", "two"]]
     assert [each.name for each in tmp_path.iterdir()] == ["some.json"]
+
+
+def test_a_run_that_is_interrupted_leaves_its_rows(tmp_path: Path) -> None:
+    def interrupted(_: Any) -> Row:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        suite.run("some", suite_of("one", "two", two=interrupted), asked("--out", str(tmp_path)))
+    assert cases(tmp_path / "some.json") == ["one"]
 
 
 def test_rows_are_written_in_the_order_of_the_suite_and_name_their_commit(
