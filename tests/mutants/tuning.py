@@ -54,6 +54,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/cpu/tuner/test_timing.py::test_the_host_s_time_to_launch_leaves_nobody_behind",
     ),
     fault(
+        "only those are in doubt that are behind the best with the host's time",
+        _TIMING,
+        "while doubtful := [name for name in alone if 0 < times[name] - _FAR_BEHIND * min(times.values()) < _HOST_US]:",
+        "best = min(times.values())\n"
+        "    while doubtful := [name for name in alone if 0 < times[name] - _FAR_BEHIND * best < _HOST_US]:",
+        "tests/cpu/tuner/test_timing.py::test_the_best_without_the_host_s_time_puts_others_in_doubt",
+    ),
+    fault(
         "the host's time to launch a graph counts against a contender",
         _TIMING,
         "_DOUBTFUL_LAUNCHES: Final = 20",

@@ -76,6 +76,13 @@ def test_the_host_s_time_to_launch_leaves_nobody_behind() -> None:
     assert times(clock, {**contenders, "slow": clock.contender("slow", 40.0)})["slow"].dropped
 
 
+def test_the_best_without_the_host_s_time_puts_others_in_doubt() -> None:
+    clock = FakeClock()
+    hosts = {"a": (20.0, 7.0), "b": (4.0, 60.0), "c": (3.0, 100.0)}  # the time of c alone leaves none behind but itself
+    measured = times(clock, {name: clock.contender(name, us, host_us=host) for name, (us, host) in hosts.items()})
+    assert measured == {"a": Timing(20.0, 0.0, dropped=True), "b": Timing(4.0, 0.0), "c": Timing(3.0, 0.0)}
+
+
 def test_what_the_host_cannot_explain_is_not_launched_again() -> None:
     clock = FakeClock()
     times(clock, clock.contenders(a=10.0, slow=1031.0))
