@@ -29,8 +29,9 @@ struct Quads {
   __device__ uint32 index(int k) const { return first + k / 4 * kQuadDistance + k % 4; }
 };
 
-__device__ inline Quads quads_of_thread(uint32 count, bool aligned) {
-  const uint32 first = threadIdx.x / 32 * kTile + threadIdx.x % 32 * 4;
+// `start` is the index of the block's first element, where several blocks share a chunk.
+__device__ inline Quads quads_of_thread(uint32 count, bool aligned, uint32 start = 0) {
+  const uint32 first = start + threadIdx.x / 32 * kTile + threadIdx.x % 32 * 4;
   return Quads{first, count, aligned && first + kQuadDistance + 4 <= count};
 }
 

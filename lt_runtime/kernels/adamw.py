@@ -1,6 +1,6 @@
 """adamw.cu, gradient_norm.cu and ema.cu: the kernels over all parameters, and the tables that they find them in.
 
-A table is on the device. It has a row for every chunk of a tensor, and a block for every row.
+A table is on the device. It has a row for every chunk of a tensor; eight blocks update a chunk, and one does all else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import DECAYS
 
 UPDATE_THREADS: Final = 128
-UPDATE_CHUNK: Final = UPDATE_THREADS * OCTET  # elements: a thread loads all of its own at once
+_UPDATE_BLOCKS: Final = 8  # of a chunk
+UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET  # elements: a thread loads all of its own at once
+UPDATE_TICKETS: Final = 32 * 64  # words of the counters of an update's blocks, which lie apart
 _EMA_CHUNK: Final = THREADS * OCTET
 _NORM_CHUNK: Final = 16384  # elements, at least
 _NORM_CHUNKS: Final = 8192  # about the most sums that are left to the last block
@@ -42,7 +44,7 @@ class OptimizerState(Structure):
 
 
 class AdamWChunk(Structure):
-    """`lt::AdamWChunk`, a row of the optimizer's table on the device: what one block updates."""
+    """`lt::AdamWChunk`, a row of the optimizer's table on the device: what eight blocks update."""
 
     _fields_ = fields(
         ("value copy gradient m v v_max", c_void_p),
@@ -72,7 +74,7 @@ class AdamWParams(Structure):
     """`lt::AdamWParams`."""
 
     _fields_ = fields(
-        ("chunks state settings lr_scales weight_decays scale growth_tracker", c_void_p),
+        ("chunks state tickets settings lr_scales weight_decays scale growth_tracker", c_void_p),
         ("seed", c_uint64),
         ("log_beta1 log_beta2 beta1 beta2 one_minus_beta1 one_minus_beta2 eps max_norm", c_float),
         ("skip_nonfinite", c_int),
@@ -190,7 +192,12 @@ def update_launches(
     """
     amsgrad, moment = str(int(options.amsgrad)), SCALAR[options.moments]
     macros = ("MOMENT", moment), ("AMSGRAD", amsgrad), ("STOCHASTIC", str(int(stochastic)))
-    return Launches(ADAMW, macros, device, Tiling((rows, 1), (UPDATE_THREADS, 1)), params)
+    return Launches(ADAMW, macros, device, update_tiling(rows), params)
+
+
+def update_tiling(rows: int) -> Tiling:
+    """The blocks of an update whose table has so many rows."""
+    return Tiling((rows * _UPDATE_BLOCKS, 1), (UPDATE_THREADS, 1))
 
 
 def norm_launches(params: GradientNormParams, rows: int, device: int) -> Launches[GradientNormParams]:
@@ -218,7 +225,7 @@ class Tensor(NamedTuple):
 
 
 def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
-    """A row of type `AdamWChunk` for each block; at least one, since a block that updates nothing advances the step."""
+    """Rows of type `AdamWChunk`; at least one, since blocks that update nothing advance the step."""
     return _joined([_update_rows(i, tensor) for i, tensor in enumerate(tensors)], np.dtype(AdamWChunk))
 
 

@@ -18,6 +18,7 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.adamw import (
+    UPDATE_TICKETS,
     WORD_BYTES,
     AdamWParams,
     GradientNormParams,
@@ -214,6 +215,7 @@ class GpuState:
     def _update(self, tensors: Sequence[Tensor], words: Any) -> Launches[AdamWParams]:
         table, params = update_table(tensors), adamw_params(self.options)
         params.chunks, params.state = self._upload(table), words.data.ptr
+        params.tickets = self._zeros((UPDATE_TICKETS,), np.dtype(np.uint32)).data.ptr
         set_addresses(params, self._device_settings, len(tensors))
         if self._scale is not None:
             params.scale, params.growth_tracker = (array.data.ptr for array in self._scale)

@@ -15,7 +15,7 @@ from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.adamw import (
     ADAMW,
     GRADIENT_NORM,
-    UPDATE_THREADS,
+    UPDATE_TICKETS,
     GradientNormParams,
     OptimizerState,
     Options,
@@ -25,6 +25,7 @@ from lt_runtime.kernels.adamw import (
     set_addresses,
     settings_words,
     update_table,
+    update_tiling,
 )
 from lt_runtime.kernels.tiling import THREADS
 from lt_runtime.problem import DType
@@ -142,6 +143,7 @@ class HostOptimizer:
         self._options = replace(options, moments=variant.moments, amsgrad=variant.amsgrad)
         self.state = np.zeros(1, np.dtype(OptimizerState))
         self.state["steps"] = first
+        self.tickets = np.zeros(UPDATE_TICKETS, np.uint32)
         scaler = options.scaler or GradScaler()
         self.scale = np.array([scaler.init_scale], np.float32)
         self.growth_tracker = np.zeros(1, np.int32)
@@ -163,11 +165,14 @@ class HostOptimizer:
         options = self._options
         params = adamw_params(options)
         params.chunks, params.state = table.ctypes.data, self.state.ctypes.data
+        params.tickets = self.tickets.ctypes.data
         words = settings_words(options.hyper, [(each.case.lr_scale, each.case.weight_decay) for each in tensors])
         set_addresses(params, words.ctypes.data, len(tensors))
         if self._options.scaler:
             params.scale, params.growth_tracker = self.scale.ctypes.data, self.growth_tracker.ctypes.data
-        self._update.launch((table.size, 1), (UPDATE_THREADS, 1), params, order=order)
+        tiling = update_tiling(table.size)
+        self._update.launch(tiling.grid, tiling.block, params, order=order)
+        assert not self.tickets.any()
         assert self.state["update_ticket"] == self.state["nonfinite"] == 0
 
 

@@ -140,10 +140,38 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "all chunks of a tensor draw the same random numbers",
         "cuda_src/adamw.cu",
-        "chunk.octet + threadIdx.x",
-        "threadIdx.x",
+        "chunk.octet + start / kOctet + threadIdx.x",
+        "start / kOctet + threadIdx.x",
         "tests/host_kernels/test_adamw.py"
         "::test_random_numbers_of_tensors_over_two_thousand_million_elements[268435456]",
+    ),
+    fault(
+        "all blocks of a chunk draw the same random numbers",
+        "cuda_src/adamw.cu",
+        "chunk.octet + start / kOctet + threadIdx.x",
+        "chunk.octet + threadIdx.x",
+        f"{_ADAMW}::test_updates[bfloat16]",
+    ),
+    fault(
+        "all blocks of a chunk update its first elements",
+        "cuda_src/adamw.cu",
+        "quads_of_thread(own_chunk.count, own_chunk.aligned, start)",
+        "quads_of_thread(own_chunk.count, own_chunk.aligned)",
+        f"{_ADAMW}::test_updates[float32]",
+    ),
+    fault(
+        "the last block of each counter advances the step",
+        "cuda_src/adamw.cu",
+        "return atomicInc(&p.state->update_ticket, last) == last;",
+        "return atomicInc(&p.state->update_ticket, last) <= last;",
+        f"{_ADAMW}::test_updates[float32]",
+    ),
+    fault(
+        "a counter is not zero for the next update",
+        "cuda_src/adamw.cu",
+        "kCounterDistance, last_of_counter());",
+        "kCounterDistance, gridDim.x);",
+        f"{_ADAMW}::test_updates[float32]",
     ),
     fault(
         "both moments draw the same random numbers",
