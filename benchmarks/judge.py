@@ -115,6 +115,11 @@ def _untuned(product: Product) -> tuple[Way, float] | None:
     return None
 
 
+def _us(product: Product) -> float:
+    made = _untuned(product)
+    return made[1] if made is not None else 0.0
+
+
 def _change(product: Product, preferred: Way) -> float | None:
     """How much longer a product takes as it is chosen now than in the way that was preferred when it was measured."""
     now, (problem, times) = _untuned(product), product
@@ -155,11 +160,14 @@ class Parts:
                 continue
             if all(extent % 8 == 0 for extent in (self._n, self._k)):
                 us = least
-            changes = [_change(product, preferred) for product in self._of(role, strategy)]
+            products = [*self._of(role, strategy)]
+            changes = [_change(product, preferred) for product in products]
             if None in changes:
                 return None
             known = [change for change in changes if change is not None]
-            found.append((sum(map(abs, known)), us + sum(known)))
+            # What two products beside each other save does not add up: the longer one stays.
+            longest = max(map(_us, products)) if len(products) > 1 else 0.0
+            found.append((sum(map(abs, known)), max(us + sum(known), longest)))
         return min(found)[1] if found else self._strategies[role]["heuristic"].get(strategy)
 
     def _of(self, role: str, strategy: str) -> Iterator[Product]:

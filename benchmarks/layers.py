@@ -273,10 +273,9 @@ def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row
         timings, left_out = timing.measure(builders, sets, count, options.rounds, stream, run_long)
     setting = block.as_json() | {"when": report.now()}
     setting |= {"buffer_sets": sets, "repetitions": count, "rounds": options.rounds} | tuned.as_json()
-    setting |= {name: facts[name] for name in ("splits", "fusion_refused") if name in facts}
+    setting |= facts
     setting |= no_loss(timings, candidates) if candidates else {}
     setting |= {"sustained": sustained} if sustained else {}
-    setting |= {"entries": facts["entries"]} if facts else {}
     timings = {name: each for name, each in timings.items() if name not in candidates}
     return Row(block.name, timings, setting=setting, left_out=left_out)
 
@@ -302,7 +301,7 @@ def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders
     candidates: Builders = {str(each): partial(candidate, each) for each in found}
     candidates["as chosen, first algorithms"] = partial(candidate, split, splits.heuristic_algorithm)
     names = {name: str(splits.split_of(each)) for name, each in ({"lt": chosen} | plans).items()}
-    facts = {"splits": names, "fusion_refused": refused, "entries": entries}
+    facts = {"splits": names, "fusion_refused": refused}
     return {name: partial(contender, each) for name, each in plans.items()}, candidates, facts
 
 

@@ -1,6 +1,6 @@
 """Fits the shipped priors to measured times of strategies: `python -m benchmarks derive-priors [FILE...] [--out FILE]`.
 
-FILE is what the suites `layers`, `parts` and `wide` write; of the last only the half for fitting is read. For each
+FILE is what the suites `parts` and `wide` write; of the last only the half for fitting is read. For each
 type and activation, a small tree of limits on sizes is fitted that chooses the strategy: first for backward, then for
 forward together with the backward that follows from what it keeps.
 """
@@ -32,8 +32,6 @@ _DEPTH: Final = 3
 _LEAST_GAIN: Final = 0.2  # logarithm of time over all samples that a further limit has to save
 _LEAST_SAMPLES: Final = 4  # on either side of a limit
 _MOST_LOSS: Final = 0.3  # A sample counts no more than this: what is further behind was often disturbed.
-# The tuner leaves out what is further behind the best than this, so that an unknown time counts as that at least.
-_UNKNOWN: Final = 1.4
 _DISTURBED: Final = 2.5  # A measurement was disturbed that is so many times that of the same work in the other order.
 _FORWARD: Final = ("epilogue", "saved")
 _BACKWARD: Final = ("db", "derivative", "db_below", "beside")
@@ -44,12 +42,11 @@ Row = Mapping[str, Any]
 class Sample(NamedTuple):
     """A problem: its sizes by name, and microseconds by strategy, of at least one.
 
-    Where the times are complete, a strategy without one is refused, and the most similar takes its place.
+    A strategy without a time is refused, and the most similar takes its place.
     """
 
     features: Mapping[str, int]
     times: Mapping[str, float]
-    is_complete: bool = False
 
     def loss(self, strategy: str) -> float:
         """Logarithm of a strategy's time as a multiple of the best."""
@@ -58,8 +55,6 @@ class Sample(NamedTuple):
     def _us(self, strategy: str) -> float:
         if strategy in self.times:
             return self.times[strategy]
-        if not self.is_complete:
-            return _UNKNOWN * min(self.times.values())
         return self.times[min(self.times, key=lambda each: _unlike(each, strategy))]
 
 
@@ -134,13 +129,13 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
     for row in rows:
         sizes, kind = features(row, 1, backward=True), _kind(row)
         if products := row["entries"].get("last backward"):
-            sample = Sample(features(row, 0, backward=True), products, _is_complete(row))
+            sample = Sample(features(row, 0, backward=True), products)
             made.setdefault(f"{kind} products", []).append(sample)
         for role, times in row["entries"].items():
             if role.startswith("backward"):
                 times = _undisturbed(times)
                 saved = role.removeprefix("backward ")
-                sample = Sample(sizes, times, _is_complete(row))
+                sample = Sample(sizes, times)
                 made.setdefault(f"{kind} {row['activation']} {saved}", []).append(sample)
                 if alone := _without_layer_below(times):
                     sample = sample._replace(times=alone)
@@ -182,7 +177,7 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
         alone = row["entries"].get("last forward", {})
         for name, layer, times in ((row["activation"], 0, joint), ("none", 1, alone)):
             if times:
-                sample = Sample(features(row, layer, backward=False), times, _is_complete(row))
+                sample = Sample(features(row, layer, backward=False), times)
                 made.setdefault(f"{_kind(row)} {name}", []).append(sample)
     return made
 
@@ -193,21 +188,8 @@ def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | 
     times = row["entries"].get(f"backward {saved}")
     if tree is None or not times:
         return None
-    sample = Sample(features(row, 1, backward=True), times, _is_complete(row))
+    sample = Sample(features(row, 1, backward=True), times)
     return min(times.values()) * math.exp(sample.loss(decide(tree.tree, sample.features)))
-
-
-def _is_complete(row: Row) -> bool:
-    """Whether a row has the time of every possible strategy. Rows of `layers` do not: the tuner drops slow ones."""
-    return "strategies" in row
-
-
-def _without_old(samples: Samples) -> Samples:
-    """Without ragged rows of `layers`, which are from before our kernel for those."""
-    found = {
-        name: [each for each in some if each.is_complete or priors.RAGGED not in name] for name, some in samples.items()
-    }
-    return {name: some for name, some in found.items() if some}
 
 
 def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
@@ -224,25 +206,29 @@ def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
 
 
 def fitting(rows: Iterable[Row]) -> list[Row]:
-    """The rows to fit: those of `wide` with the times of untuned passes, as products are made untuned now."""
+    """The rows to fit, with the untuned times of each pass by strategy, as products are made untuned now."""
     made = []
     for row in rows:
-        entries, parts = dict(row.get("entries", {})), Parts(row) if "strategies" in row else None
-        for role, ways in row.get("strategies", {}).items():
+        if "strategies" not in row or row.get("half", FIT) != FIT:
+            continue
+        entries, parts = {}, Parts(row)
+        for role, ways in row["strategies"].items():
             names = dict.fromkeys(name for times in ways.values() for name in times)
             times = {name: parts.us(role, name) for name in names}
             entries[role] = {name: us for name, us in times.items() if us is not None}
-        if entries and row.get("half", FIT) == FIT:
-            made.append({**row, "entries": entries})
+        made.append({**row, "entries": entries})
     return made
 
 
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
-    """The trees of forward and backward as a table has them; and by tree the number of samples and their mean loss."""
-    usable = fitting(rows)
-    of_backward = _without_old(backward_samples(usable))
+    """The trees of forward and backward as a table has them; and by tree the number of samples and their mean loss.
+
+    Args:
+        rows: as `fitting` gives them.
+    """
+    of_backward = backward_samples(rows)
     backward = {name: fit(samples) for name, samples in sorted(of_backward.items())}
-    of_forward = _without_old(forward_samples(usable, backward))
+    of_forward = forward_samples(rows, backward)
     forward = {name: fit(samples) for name, samples in sorted(of_forward.items())}
     trees, quality = {}, {}
     for part, fitted, samples, names in (
@@ -269,17 +255,17 @@ def _table_of(capability: int) -> Path:
 def main(argv: Sequence[str]) -> None:
     """Writes the table of the architecture that was measured, and prints what following it costs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks derive-priors", description=__doc__)
-    default = [report.RESULTS / f"{name}.json" for name in ("layers", "parts", "wide")]
+    default = [report.RESULTS / f"{name}.json" for name in ("parts", "wide")]
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=default, help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the package's table of the architecture")
     arguments = parser.parse_args(argv)
     documents = [json.loads(file.read_text()) for file in arguments.files]
-    machine, rows = documents[0]["machine"], [row for document in documents for row in document["rows"]]
+    machine, rows = documents[0]["machine"], fitting(row for document in documents for row in document["rows"])
     trees, quality = derive(rows)
     dates = sorted(row["when"] for row in rows if "when" in row)
     source = {name: machine[name] for name in ("gpu", "driver", "cublaslt")}
     source |= {"commit": ", ".join(dict.fromkeys(each["commit"] for each in documents))}
-    source |= {"when": dates[-1] if dates else None, "blocks": len(fitting(rows))}
+    source |= {"when": dates[-1] if dates else None, "blocks": len(rows)}
     out = arguments.out or _table_of(machine["capability"])
     report.write_json(out, {"source": source} | trees)
     for name, (count, loss) in quality.items():
