@@ -106,7 +106,6 @@ def test_a_row() -> None:
     assert row["chosen_vs_best"] >= 1.0
     assert row["candidates"]
     assert row["tuning_s"] > 0
-    assert {"forward", "last forward", "backward preactivation", "last backward"} <= set(row["entries"])
     assert suite.is_done(row)
 
 
