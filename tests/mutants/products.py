@@ -636,7 +636,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a third kernel need not pay",
         _COST,
-        "_MARGIN_US: Final = 2.0",
+        "_MARGIN_US: Final = 1.6",
         "_MARGIN_US: Final = 0.0",
         "tests/cpu/products/test_cost.py::test_small_products_are_two_kernels_at_most",
     ),
