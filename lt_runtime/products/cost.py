@@ -93,8 +93,8 @@ _MARGIN_US: Final = 1.6
 """Microseconds by which copies must be faster; estimates of small products are no better.
 
 It is fitted to whole passes. Ragged products beside each other can take longer than one after the other: the backward
-pass through 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 on copies, although its two products take 15.0
-and 16.7 one by one.
+pass through 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 on copies, although its two products take
+15.0 and 16.7 one by one.
 """
 _ROOM_US: Final = 4.0
 """Microseconds by which our kernel for ragged rows must be faster where it makes no more than a product."""

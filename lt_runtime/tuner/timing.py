@@ -35,7 +35,7 @@ _FAR_BEHIND: Final = 3.0
 _OUT_OF_REACH: Final = 1.2
 _LOADING_US: Final = 2e6  # A first launch may load a kernel, from a disk that others use too.
 _HOST_US: Final = 500.0  # What the host may take to launch some kernels one by one, while the GPU waits for each.
-_DOUBTFUL_LAUNCHES: Final = 20  # They take the GPU longer than the host takes to launch the graph that holds them.
+_DOUBTFUL_US: Final = 1e3  # So long would a graph take if launches took as long as alone.
 _REPLAY_US: Final = 400.0
 _MOST_LAUNCHES: Final = 50
 _LEAST_GAIN: Final = 0.01
@@ -165,10 +165,11 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float) -> 
             clock.watch.seconds += (times[name] - _LOADING_US) / 1e6
     alone = [*times]
     while doubtful := [name for name in alone if 0 < times[name] - _FAR_BEHIND * min(times.values()) < _HOST_US]:
-        alone.remove(doubtful[0])
-        several = partial(_repeat, contenders[doubtful[0]], _DOUBTFUL_LAUNCHES, 1)
-        with clock.capture(several) as graph, clock.watch.running():
-            times[doubtful[0]] = clock.replay([graph])[0] / _DOUBTFUL_LAUNCHES
+        name = doubtful[0]
+        alone.remove(name)
+        launches = math.ceil(_DOUBTFUL_US / times[name])
+        with clock.capture(partial(_repeat, contenders[name], launches, 1)) as graph, clock.watch.running():
+            times[name] = clock.replay([graph])[0] / launches
     return times
 
 
