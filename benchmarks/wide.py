@@ -24,7 +24,7 @@ JUDGE: Final = "judge"
 _SEED: Final = 2026
 _SHAPES: Final = 16  # of each stratum
 _FURTHER_SEED: Final = 2027
-_FURTHER: Final = 32
+_FURTHER: Final = {"odd": 64, "tall": 32, "narrow": 32, "ordinary": 32}
 _MOST_MULTIPLICATIONS: Final = 1 << 35  # of one product, so that the suite takes minutes
 _PEERS: Final = ("torch_graph", MAX_AUTOTUNE)
 
@@ -77,7 +77,7 @@ def shapes(stratum: str, count: int = _SHAPES, seed: int = _SEED, without: Colle
 
 def shapes_to_fit(stratum: str) -> list[Shape]:
     """Further shapes for fitting, of the suite `parts`: drawn by another seed, and none of the suite `wide`."""
-    return shapes(stratum, _FURTHER, _FURTHER_SEED, shapes(stratum))
+    return shapes(stratum, _FURTHER[stratum], _FURTHER_SEED, shapes(stratum))
 
 
 def blocks() -> list[Block]:
