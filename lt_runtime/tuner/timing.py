@@ -35,7 +35,6 @@ _FAR_BEHIND: Final = 3.0
 _OUT_OF_REACH: Final = 1.2
 _LOADING_US: Final = 2e6  # A first launch may load a kernel, from a disk that others use too.
 _HOST_US: Final = 500.0  # What the host may take to launch some kernels one by one, while the GPU waits for each.
-_DOUBTFUL_US: Final = 1e3  # So long would a graph take if launches took as long as alone.
 _REPLAY_US: Final = 400.0
 _MOST_LAUNCHES: Final = 50
 _LEAST_GAIN: Final = 0.01
@@ -167,7 +166,7 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float) -> 
     while doubtful := [name for name in alone if 0 < times[name] - _FAR_BEHIND * min(times.values()) < _HOST_US]:
         name = doubtful[0]
         alone.remove(name)
-        launches = math.ceil(_DOUBTFUL_US / times[name])
+        launches = _launches(times[name], 1)
         with clock.capture(partial(_repeat, contenders[name], launches, 1)) as graph, clock.watch.running():
             times[name] = clock.replay([graph])[0] / launches
     return times
