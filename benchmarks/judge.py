@@ -115,18 +115,11 @@ def _untuned(product: Product) -> tuple[Way, float] | None:
     return None
 
 
-def _us(product: Product) -> float:
-    made = _untuned(product)
-    return made[1] if made is not None else 0.0
-
-
-def _change(product: Product, preferred: Way) -> float | None:
-    """How much longer a product takes as it is chosen now than in the way that was preferred when it was measured."""
-    now, (problem, times) = _untuned(product), product
-    if now is None:
-        return None
+def _change(product: Product, us: float, preferred: Way) -> float:
+    """How much more than in the way that was preferred when it was measured a product takes, if it takes `us` now."""
+    problem, times = product
     own = next((way for way in (preferred, *fastest_first(problem)) if way in times), None)
-    return 0.0 if own is None else now[1] - times[own].first
+    return 0.0 if own is None else us - times[own].first
 
 
 class Parts:
@@ -154,20 +147,20 @@ class Parts:
         """
         found: list[tuple[float, float]] = []
         least = min((ways[strategy] for ways in self._strategies[role].values() if strategy in ways), default=math.inf)
+        products = [(product, _untuned(product)) for product in self._of(role, strategy)]
+        now = [(product, chosen[1]) for product, chosen in products if chosen is not None]
+        # What two products beside each other save does not add up: the pass takes no less than the longer product.
+        longest = max(us for _, us in now) if len(now) > 1 else 0.0
         for name, preferred in (("plain", Way.PLAIN), ("padded", Way.PADDED)):
             us = self._strategies[role][name].get(strategy)
             if us is None or us > _DISTURBED * least:
                 continue
             if all(extent % 8 == 0 for extent in (self._n, self._k)):
                 us = least
-            products = [*self._of(role, strategy)]
-            changes = [_change(product, preferred) for product in products]
-            if None in changes:
+            if len(now) < len(products):
                 return None
-            known = [change for change in changes if change is not None]
-            # What two products beside each other save does not add up: the longer one stays.
-            longest = max(map(_us, products)) if len(products) > 1 else 0.0
-            found.append((sum(map(abs, known)), max(us + sum(known), longest)))
+            changes = [_change(*each, preferred) for each in now]
+            found.append((sum(map(abs, changes)), max(us + sum(changes), longest)))
         return min(found)[1] if found else self._strategies[role]["heuristic"].get(strategy)
 
     def _of(self, role: str, strategy: str) -> Iterator[Product]:

@@ -142,7 +142,7 @@ __device__ inline void update_scale(const AdamWParams& p, const Progress& now) {
 
 constexpr uint32 kThreads = 128;
 constexpr uint32 kBlocksOfChunk = 8;  // A row of the table for each block would be 0.3 % of all that is read.
-// Counters of blocks, which lie in different parts of the L2 cache: with a single one an update takes 0.8 % longer on an H200.
+// Blocks are counted by several counters, which lie apart: with a single counter an update takes 0.8 % longer on an H200.
 constexpr uint32 kCounters = 32;
 constexpr uint32 kCounterDistance = 64;
 
@@ -150,13 +150,13 @@ __device__ inline uint32 counter_of_block() { return blockIdx.x % kCounters; }
 
 __device__ inline uint32 last_of_counter() { return (gridDim.x - counter_of_block() - 1) / kCounters; }
 
-// Counts the block in after it has read the state; returns how many of its counter were before it. No fence is needed: all
-// that was read has been used before the block's barrier, so that it has arrived.
+// Counts the block in after it has read the state; returns how many blocks its counter has counted before. No fence is
+// needed: the block has used what it read before its barrier, so that all reads are done.
 __device__ inline uint32 count_in(const AdamWParams& p) {
   return atomicInc(p.tickets + counter_of_block() * kCounterDistance, last_of_counter());
 }
 
-// Whether this block was counted last of all.
+// Returns whether this block was counted last of all.
 __device__ inline bool is_last(const AdamWParams& p, uint32 before) {
   if (before != last_of_counter()) return false;
   const uint32 last = (gridDim.x < kCounters ? gridDim.x : kCounters) - 1;

@@ -1,6 +1,7 @@
 """adamw.cu, gradient_norm.cu and ema.cu: the kernels over all parameters, and the tables that they find them in.
 
-A table is on the device. It has a row for every chunk of a tensor; eight blocks update a chunk, and one does all else.
+A table is on the device. It has a row for every chunk of a tensor. The update has eight blocks for each row of its
+table; the norm and the averages have one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lt_runtime.schedules import DECAYS
 UPDATE_THREADS: Final = 128
 _UPDATE_BLOCKS: Final = 8  # of a chunk
 UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET  # elements: a thread loads all of its own at once
-UPDATE_TICKETS: Final = 32 * 64  # words of the counters of an update's blocks, which lie apart
+UPDATE_TICKETS: Final = 32 * 64  # words of memory for 32 counters of blocks, which lie 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
 _NORM_CHUNK: Final = 16384  # elements, at least
 _NORM_CHUNKS: Final = 8192  # about the most sums that are left to the last block
@@ -225,7 +226,7 @@ class Tensor(NamedTuple):
 
 
 def update_table(tensors: Sequence[Tensor]) -> NDArray[Any]:
-    """Rows of type `AdamWChunk`; at least one, since blocks that update nothing advance the step."""
+    """A row of type `AdamWChunk` for each chunk; at least one, since blocks of an empty chunk advance the step too."""
     return _joined([_update_rows(i, tensor) for i, tensor in enumerate(tensors)], np.dtype(AdamWChunk))
 
 

@@ -148,8 +148,7 @@ def take_times(
 def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float) -> dict[Name, float]:
     """Microseconds of a single launch, by name. Each is waited for, because nobody knows yet how long it runs.
 
-    That time includes the host's. Where the host may be why a contender is far behind, a graph of several launches is
-    timed instead: of a graph with one, the host's time to launch the graph would count.
+    That time includes the host's time to launch the contender, which `_without_host` takes out where it matters.
     """
     times: dict[Name, float] = {}
     for name, launch in contenders.items():
@@ -162,14 +161,29 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float) -> 
                 times[name] = clock.once(run)
         else:
             clock.watch.seconds += (times[name] - _LOADING_US) / 1e6
-    alone = [*times]
-    while doubtful := [name for name in alone if 0 < times[name] - _FAR_BEHIND * min(times.values()) < _HOST_US]:
-        name = doubtful[0]
-        alone.remove(name)
-        launches = _launches(times[name], 1)
-        with clock.capture(partial(_repeat, contenders[name], launches, 1)) as graph, clock.watch.running():
-            times[name] = clock.replay([graph])[0] / launches
+    return _without_host(times, contenders, clock)
+
+
+def _without_host(alone: Mapping[Name, float], contenders: Mapping[Name, Launch], clock: Clock) -> dict[Name, float]:
+    """The times of single launches, but for contenders that the host may have put far behind: those are timed anew.
+
+    A graph of several launches is timed, since the host may take longer to launch a graph than one launch runs.
+    Where a new time is the best of all, it puts further contenders in doubt that were launched alone.
+    """
+    times, anew = {**alone}, list[Name]()
+    while doubtful := [name for name in _in_doubt(times) if name not in anew]:
+        for name in doubtful:
+            launches = _launches(times[name], 1)
+            with clock.capture(partial(_repeat, contenders[name], launches, 1)) as graph, clock.watch.running():
+                times[name] = clock.replay([graph])[0] / launches
+        anew += doubtful
     return times
+
+
+def _in_doubt(times: Mapping[Name, float]) -> list[Name]:
+    """Names of the contenders that are far behind the best, by no more than the host may take to launch them."""
+    limit = _FAR_BEHIND * min(times.values())
+    return [name for name, us in times.items() if limit < us < limit + _HOST_US]
 
 
 def _launches(best_us: float, sets: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fake_streams import MEMCPY
+from tests.support.hurry import make_work_long
 from tests.support.numpy_cases import numbers
 from tests.support.placed import host_of
 
@@ -62,7 +63,7 @@ def test_training(gpu: FakeGpu, name: str, graph: bool) -> None:
 
 
 def test_tuning(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 1e3, "matmul": 1e3})  # One launch is enough to time them.
+    make_work_long(gpu, monkeypatch)
     x, dy = (gpu.cp.asarray(numbers(i, (_ROWS, width), "float32")) for i, width in enumerate((_DIMS[0], _DIMS[-1])))
     model = gpu.lt.MLP(_DIMS, device="cuda", **_MODELS["mixed"])
     with gpu.lt.tuning():

@@ -32,6 +32,7 @@ from lt_runtime.store.records import field_types
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_cublaslt import ALGORITHM_IDS, Matmul
 from tests.support.fake_gpu import FakeGpu
+from tests.support.hurry import make_work_long
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
 from tests.support.plan_entries import LATER
@@ -63,7 +64,7 @@ def hurriedly_tuned(gpu: FakeGpu) -> Iterator[None]:
     ticks = itertools.count()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(time, "monotonic", lambda: 0.01 * next(ticks))
-        monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 1e3, "matmul": 1e3})  # One launch is enough.
+        make_work_long(gpu, monkeypatch)
         with gpu.lt.tuning():
             yield
 

@@ -56,9 +56,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "only those are in doubt that are behind the best with the host's time",
         _TIMING,
-        "while doubtful := [name for name in alone if 0 < times[name] - _FAR_BEHIND * min(times.values()) < _HOST_US]:",
-        "best = min(times.values())\n"
-        "    while doubtful := [name for name in alone if 0 < times[name] - _FAR_BEHIND * best < _HOST_US]:",
+        "for name in _in_doubt(times) if",
+        "for name in _in_doubt(alone) if",
         "tests/cpu/tuner/test_timing.py::test_the_best_without_the_host_s_time_puts_others_in_doubt",
     ),
     fault(

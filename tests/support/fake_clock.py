@@ -22,7 +22,7 @@ class FakeClock:
         open: graphs that are not freed.
         rounds: names of what was replayed, in order.
         leaves_us: by name, microseconds that what is replayed behind it saves.
-        graph_us: the host's time to launch a graph, which passes where the GPU has done the work before.
+        graph_us: the host's time to launch a graph: no replay takes less.
     """
 
     stream = STREAM

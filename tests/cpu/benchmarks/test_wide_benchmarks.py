@@ -14,6 +14,7 @@ from benchmarks import wide
 from benchmarks.layers import Block, presets
 from benchmarks.wide import FIT, JUDGE, STRATA, SUITE, findings, shapes
 from tests.support.fake_gpu import FakeGpu
+from tests.support.hurry import make_work_long
 
 
 def test_the_shapes_are_what_they_were_when_they_were_measured() -> None:
@@ -89,7 +90,7 @@ def test_the_suite_of_parts_has_no_layer_twice(parts: ModuleType) -> None:
 
 
 def test_the_parts_of_a_block(gpu: FakeGpu, parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 1e3, "matmul": 1e3})  # One launch is enough to time them.
+    make_work_long(gpu, monkeypatch)
     found = parts.times_of_parts(Block("test", 12, 17, 9, "bf16", "gelu")).as_json()
     roles = ["forward", "last forward", "backward preactivation", "last backward"]
     assert [*found["strategies"]] == roles
