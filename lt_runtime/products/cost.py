@@ -16,6 +16,7 @@ from lt_runtime.kernels import narrow, tile_matmul
 from lt_runtime.kernels.tiling import OCTET, are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.matmul import rounds_before_epilogue
 from lt_runtime.products.offered import SHORT_K
 from lt_runtime.products.padded import copies_of, on_tensor_cores, padded_problem
 
@@ -119,7 +120,7 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
         return sorted(estimates, key=estimates.__getitem__)
     ways = sorted(estimates, key=estimates.__getitem__)
     plain = ways.index(Way.PLAIN)
-    has_pass = problem.epilogue.sums_operand or _leaves_a_pass(problem)
+    has_pass = problem.epilogue.sums_operand or rounds_before_epilogue(problem)
     return ways[: plain + 1] + [way for way in ways[plain:] if way in (Way.NARROW, Way.TILE) and not has_pass]
 
 
@@ -177,17 +178,9 @@ def _library_us(problem: MatmulProblem) -> float:
     us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
     if problem.epilogue.sums_operand:
         us += problem.k / _RAGGED_SUMMED
-    if _leaves_a_pass(problem):  # The product is written in FP32, and a pass of ours reads that.
+    if rounds_before_epilogue(problem):  # The product is written in FP32, and a pass of ours reads that.
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
     return us
-
-
-def _leaves_a_pass(problem: MatmulProblem) -> bool:
-    """Whether the library is not asked for the epilogue; see `MatmulPlan`."""
-    specs = problem.a, problem.b, problem.d
-    is_whole = are_whole(problem.dtype, *specs)
-    changes_d = problem.epilogue is not Epilogue.NONE and not problem.epilogue.sums_operand
-    return changes_d and problem.dtype.itemsize == 2 and not is_whole
 
 
 def _copies_us(problem: MatmulProblem, padded: MatmulProblem) -> float:

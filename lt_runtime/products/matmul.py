@@ -28,6 +28,21 @@ _REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.CO
 _ANY_ADDRESS: Final = 256  # the heuristic looks at pointers' values; any aligned one stands for those to come
 
 
+def rounds_before_epilogue(problem: MatmulProblem) -> bool:
+    """Whether cuBLASLt would round the product to 16 bits before the epilogue, and the result once more.
+
+    It does on an H200 (13.1) where rows of A, B, C or D are no whole vectors, be the launch one kernel or two.
+    """
+    specs = problem.a, problem.b, problem.d, *([problem.c] if problem.c else [])
+    return _changes_16_bits(problem) and not are_whole(problem.dtype, *specs)
+
+
+def _changes_16_bits(problem: MatmulProblem) -> bool:
+    """Whether the epilogue changes the product, and the result has 16 bits."""
+    epilogue = problem.epilogue
+    return epilogue is not Epilogue.NONE and not epilogue.sums_operand and problem.d_dtype.itemsize == 2
+
+
 class MatmulPlan(AlgorithmPlan):
     """One product on one device, by an algorithm of cuBLASLt's heuristic or a given one.
 
@@ -91,9 +106,7 @@ class MatmulPlan(AlgorithmPlan):
         """Raises PlanError if the library's epilogue is less accurate than our pass in the problem's types."""
         problem, (compute, *_, result) = self.problem, self.types
         effect = cublaslt.is_inaccurate(library_epilogue(problem.epilogue, self._swapped), compute, result)
-        # So it is on an H200 (13.1) where K is odd, or N is, be the launch one kernel or two.
-        is_whole = are_whole(problem.dtype, problem.a, problem.b, problem.d)
-        if effect is None and self._works_on_16_bits and not is_whole:
+        if effect is None and rounds_before_epilogue(problem):
             effect = "with rows that are no whole vectors it rounds the product to 16 bits before the epilogue"
         if effect is not None:
             raise PlanError(f"cuBLASLt is not asked for {problem}: {effect}")
@@ -138,13 +151,7 @@ class MatmulPlan(AlgorithmPlan):
 
         The second kernel of a split K, in contrast, reads sums in FP32.
         """
-        return self._works_on_16_bits and algorithm.get(cublaslt.AlgoConfigAttribute.SPLITK_NUM) <= 1
-
-    @property
-    def _works_on_16_bits(self) -> bool:
-        """Whether the epilogue changes the product, and the result has 16 bits."""
-        epilogue = self.problem.epilogue
-        return epilogue is not Epilogue.NONE and not epilogue.sums_operand and self.problem.d_dtype.itemsize == 2
+        return _changes_16_bits(self.problem) and algorithm.get(cublaslt.AlgoConfigAttribute.SPLITK_NUM) <= 1
 
     def nodes(self, algorithm: cublaslt.Algorithm) -> list[str]:
         """What a launch puts on the stream, such as "KERNEL"; nothing where the library refuses it.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.problem import DType
 from tests.support.gpu_arrays import GpuMachine
 from tests.support.rounding_checks import RoundedLayer, RoundedProduct, sixteen_bit_layers, sixteen_bit_products
-from tests.support.strategies import LinearCase, MatmulCase
+from tests.support.strategies import LinearCase, MatmulCase, Placement
 
 _EXAMPLES = settings(
     max_examples=600,
@@ -29,3 +32,17 @@ def test_layers(case: LinearCase, examples: Counter[str]) -> None:
 def test_products(case: MatmulCase, examples: Counter[str]) -> None:
     RoundedProduct(GpuMachine(), case).check()
     examples["16-bit products rounded once"] += 1
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+@pytest.mark.parametrize("c", [Placement(False, 0, 1), Placement(False, 0, 4), Placement(False, 1, 0)])
+@pytest.mark.parametrize("epilogue", [Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS])
+def test_products_over_a_ragged_c(epilogue: Epilogue, c: Placement, dtype: DType) -> None:
+    """The library's kernels round such a product before they add C and the bias, up to 99 times the bound (H200)."""
+    flat = Placement(column_major=False, gap=0, offset=0)
+    case = MatmulCase(
+        m=64, n=64, k=64, batches=(None, None, None), dtype=dtype, compute="float32", d_dtype=dtype, epilogue=epilogue,
+        alpha=1.0, beta=1.0, with_c=True, in_place=False, device_scalars=False, a=flat, b=flat, c=c, d=flat,
+        bias_offset=0, data_seed=0,
+    )  # fmt: skip
+    RoundedProduct(GpuMachine(), case).check()

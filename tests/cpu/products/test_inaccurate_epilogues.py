@@ -1,8 +1,13 @@
-"""cuBLASLt's GELU is less accurate than FP32: in full FP32 no plan uses it, in narrower types plans still may."""
+"""Epilogues that the library is not asked for: GELU in full FP32, and 16-bit ones over rows that are no whole vectors.
+
+cuBLASLt's GELU is less accurate than FP32; in narrower types plans may use it. Over rows that are no whole vectors the
+library rounds a 16-bit product before the epilogue.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +15,7 @@ import pytest
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
-from lt_runtime.layout import packed
+from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.decisions import prior_plan
 from lt_runtime.plans.forward import ForwardPlan
@@ -97,6 +102,30 @@ def test_it_is_the_type_of_the_result_that_counts(library: FakeLibrary) -> None:
 
 def test_nothing_is_refused_where_nothing_is_multiplied(library: FakeLibrary) -> None:
     assert MatmulPlan(a_product(FULL, Epilogue.GELU, k=0), 0).algorithm is None
+
+
+C_LIES = {
+    "two bytes after a vector": Spec(packed(512, 256), alignment=2),
+    "rows four bytes longer than vectors": Spec(Layout(512, 256, Order.ROW, 258)),
+}
+
+
+@pytest.mark.parametrize("c", C_LIES.values(), ids=C_LIES)
+@pytest.mark.parametrize("kind", NARROWER[1:])
+@pytest.mark.parametrize("epilogue", [Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.GELU_AUX_BIAS])
+def test_a_16_bit_product_would_be_rounded_before_a_ragged_c(
+    epilogue: Epilogue, kind: Kind, c: Spec, library: FakeLibrary
+) -> None:
+    """Only where an epilogue follows and the result has 16 bits, and not over a C of whole vectors."""
+    problem = a_product(kind, epilogue, c=c)
+    with pytest.raises(PlanError, match="rounds the product to 16 bits"):
+        MatmulPlan(problem, 0)
+    for sound in (
+        replace(problem, epilogue=Epilogue.NONE, aux=None),
+        replace(problem, c=Spec(packed(512, 256))),
+        a_product((DType.FLOAT32, Compute.TF32), epilogue, c=c),
+    ):
+        assert len(MatmulPlan(sound, 0).candidates) == 1
 
 
 @pytest.mark.parametrize("epilogue", DERIVATIVES)
