@@ -308,7 +308,7 @@ def test_two_limits_where_one_is_not_enough() -> None:
     sizes = [(10, 1.0, 3.0), (20, 1.0, 3.0), (100, 3.0, 1.0), (200, 3.0, 1.0), (1000, 1.0, 3.0), (2000, 1.0, 3.0)]
     sizes *= 2
     made = fit(samples(*sizes))
-    assert made.loss == pytest.approx(2 * 0.2), "every one is chosen right"
+    assert made.loss == pytest.approx(2 * derived._LEAST_GAIN), "every one is chosen right"
     assert fit(samples(*sizes), depth=1).loss > 1.0
 
 

@@ -103,6 +103,15 @@ def test_a_short_sum_is_not_split() -> None:
     assert most_promising(forward(3904, 24, 21), [split, slow]) == 0, "nothing better is offered"
 
 
+@pytest.mark.parametrize("seldom_fast", [20, 41, 42])
+def test_kernels_that_are_hardly_ever_the_fastest_come_last(seldom_fast: int) -> None:
+    """TF32 1078x2049x31 as an input gradient takes 12.1 by the first, whose id is 20, and 9.2 by the next."""
+    slow, usual = Offered(seldom_fast, OLDER, 1, 0.5), Offered(23, OLDER, 1, 0.5)
+    for problem in (tf32(1071, 2053, 640), tf32(541, 619, 23), forward(3904, 24, 21)):
+        assert most_promising(problem, [slow, slow, usual, usual]) == 2
+        assert most_promising(problem, [slow, slow]) == 0, "there is no other"
+
+
 def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
     """7456x2840x464 takes 150 by the first and 84 by the other; 13830x224x48 17.7 and 18.5."""
     offered = [Offered(21, (128, 128), 1, 1.7), Offered(43, (128, 128), 1, 1.0)]
