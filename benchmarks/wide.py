@@ -24,7 +24,7 @@ JUDGE: Final = "judge"
 _SEED: Final = 2026
 _SHAPES: Final = 16  # of each stratum
 _FURTHER_SEED: Final = 2027
-_FURTHER: Final = {"odd": 64, "tall": 32, "narrow": 32, "ordinary": 32}
+_FURTHER: Final = {"odd": 96, "tall": 32, "narrow": 32, "ordinary": 32}
 _MOST_MULTIPLICATIONS: Final = 1 << 35  # of one product, so that the suite takes minutes
 _PEERS: Final = ("torch_graph", MAX_AUTOTUNE)
 

@@ -17,7 +17,7 @@ from lt_runtime.kernels.tiling import OCTET, are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.matmul import rounds_before_epilogue
-from lt_runtime.products.offered import SHORT_K
+from lt_runtime.products.offered import MULTIPROCESSORS, SHORT_K
 from lt_runtime.products.padded import copies_of, on_tensor_cores, padded_problem
 
 
@@ -79,7 +79,6 @@ _SHARED_US: Final = 1.2
 """Microseconds for each doubling of the blocks that share a sum."""
 _ADDED_UP: Final = 15.0
 """Blocks whose sums of columns it adds up in a microsecond."""
-_MULTIPROCESSORS: Final = 132
 _RAGGED_SUMMED: Final = 24.0
 """Rows that the library's kernels add up in a microsecond, where rows are no whole vectors of 16-bit numbers."""
 _SUMMED: Final = 1e3
@@ -154,7 +153,7 @@ def _narrow_us(problem: MatmulProblem) -> float:
 
 
 def _tile_us(problem: MatmulProblem) -> float:
-    shares = tile_matmul.shares_of(problem, _MULTIPROCESSORS)
+    shares = tile_matmul.shares_of(problem, MULTIPROCESSORS)
     matrices = (problem.a, problem.b, problem.d, *([problem.aux] if problem.aux else []))
     moved = sum(each.layout.size for each in matrices) * problem.dtype.itemsize
     us = _TILE_US + shares.products / _TILES + moved / _TILE_MOVED + _SHARED_US * math.log2(shares.parts)

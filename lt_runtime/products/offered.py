@@ -9,6 +9,8 @@ The heuristic's first stays, but for what it is known to misjudge:
   others, in the median of 334 TF32 products; 41 and 42 take 24 and 42 times as long, of 146 and 281 BF16 ones.
 - A short K is not worth splitting: BF16 3904x24x21 takes 5.9 µs in six parts, and 2.6 whole.
 - Large TF32 products are Hopper's own kernels': 7456x2840x464 takes 150 µs by the first, 84 by the one after it.
+- A gradient's product in TF32 takes as long as the multiprocessor that loads or multiplies the most: 1024x512x2048 in
+  64 tiles of 64x128 elements takes 33 µs, in 32 of 128x128 with sums in four parts 20. The same gain is asked for.
 - TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first, 3.5. But
   with an input gradient by it, a weight gradient beside that takes longer: together 14.8 µs by the first, 15.6 or more.
 - TF32 sums are not split so often that a part has few terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32.
@@ -28,8 +30,9 @@ from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, MatmulProblem
 
 _HOPPER: Final = 66
-"""The id of the kernels that are estimated; of all others too little was measured."""
+"""The id of the kernels that are estimated besides those of TF32 gradients; of all others too little was measured."""
 _HOPPER_TF32: Final = 43
+_OLDER_TF32: Final = 21
 _SELDOM_FAST: Final = (20, 41, 42)
 """Ids of kernels that are taken only if there is no other."""
 SHORT_K: Final = 128
@@ -39,6 +42,7 @@ _FEWEST_TERMS: Final = 64
 """Terms of a part of a TF32 sum, at least."""
 _LARGE: Final = 1e9
 """Multiply-adds from which on a product is large."""
+MULTIPROCESSORS: Final = 132
 _LAUNCH_US: Final = 3.0
 _ROUND_US: Final = 0.4
 _EPILOGUE_US: Final = 1.5
@@ -48,6 +52,16 @@ _LOADED: Final = 90e3
 """Bytes that a multiprocessor loads in a microsecond."""
 _MULTIPLIED: Final = 7.5e6
 """Multiply-adds of a multiprocessor in a microsecond, times the bytes of an operand's element."""
+_GRADIENT_US: Final = {_HOPPER_TF32: 9.0, _OLDER_TF32: 5.0}
+"""Microseconds that a gradient's product in TF32 takes besides loads and multiplications, by the id of the kernel."""
+_GRADIENT_MULTIPLIED: Final = {_HOPPER_TF32: 1e6, _OLDER_TF32: 0.7e6}
+"""Multiply-adds of a multiprocessor in a microsecond, in such products."""
+_GRADIENT_LOADED: Final = 14e3
+"""Numbers that a multiprocessor loads in a microsecond, in such products."""
+_SPLIT_US: Final = 1.0
+"""Microseconds that the addition of partial sums takes at least."""
+_ADDED: Final = 0.5e6
+"""Partial sums of a split K that are added up in a microsecond."""
 _WORTH: Final = 0.9
 """The part of the first's time that another may take to be chosen."""
 
@@ -96,15 +110,16 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     # Epilogues that differentiate or sum are left to the heuristic: their time is not that of the tiles.
     if problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
         return 0
+    usual = 0
     if is_tf32 and is_large(problem):
-        return next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
-    if is_tf32 and first.splitk * _FEWEST_TERMS > problem.k:
-        return next((i for i, each in enumerate(offers) if each.splitk * _FEWEST_TERMS <= problem.k), 0)
-    estimates = [_estimated_us(problem, each) for each in offers]
-    if math.isinf(estimates[0]):
-        return 0
+        usual = next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
+    elif is_tf32 and first.splitk * _FEWEST_TERMS > problem.k:
+        usual = next((i for i, each in enumerate(offers) if each.splitk * _FEWEST_TERMS <= problem.k), 0)
+    estimate_us = _gradient_us if is_tf32 and not lies_along_k else _estimated_us
+    estimates = [estimate_us(problem, each) for each in offers]
     least = min(estimates)
-    return estimates.index(least) if least < _WORTH * estimates[0] else 0
+    is_worth_it = not math.isinf(estimates[usual]) and least < _WORTH * estimates[usual]
+    return estimates.index(least) if is_worth_it else usual
 
 
 def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:
@@ -116,3 +131,19 @@ def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:
     if problem.epilogue is not Epilogue.NONE and rows > _ROWS:
         us += _EPILOGUE_US
     return _LAUNCH_US + math.ceil(offered.waves) * us
+
+
+def _gradient_us(problem: MatmulProblem, offered: Offered) -> float:
+    """Microseconds of a gradient's product in TF32; infinitely many where there is no estimate."""
+    if offered.algo_id not in _GRADIENT_US or offered.tile is None or not offered.waves:
+        return math.inf
+    (rows, cols), parts = offered.tile, max(offered.splitk, 1)
+    extents = (problem.n, problem.m) if problem.d.layout.order is Order.ROW else (problem.m, problem.n)
+    tiles = -(-extents[0] // rows) * -(-extents[1] // cols)
+    if offered.algo_id == _HOPPER_TF32:  # Its blocks share out tiles and, where that is fairer, parts of their sums.
+        of_each = max(1.0, tiles / (MULTIPROCESSORS * min(offered.waves, 1.0)))
+    else:
+        of_each = math.ceil(tiles * parts / MULTIPROCESSORS)
+    a_term = max((rows + cols) / _GRADIENT_LOADED, rows * cols / _GRADIENT_MULTIPLIED[offered.algo_id])
+    added = _SPLIT_US + parts * problem.m * problem.n / _ADDED if parts > 1 else 0.0
+    return _GRADIENT_US[offered.algo_id] + of_each * problem.k / parts * a_term + added

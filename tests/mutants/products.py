@@ -552,8 +552,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "any gain is worth another algorithm",
         _OFFERED,
-        "least < _WORTH * estimates[0]",
-        "least < estimates[0]",
+        "least < _WORTH * estimates[usual]",
+        "least < estimates[usual]",
         "tests/cpu/products/test_offered.py::test_a_little_does_not_count",
     ),
     fault(
@@ -597,6 +597,34 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "if each.algo_id == _SHORT_TF32), 0)",
         "if each.algo_id == -1), 0)",
         "tests/cpu/products/test_offered.py::test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels",
+    ),
+    fault(
+        "the sums of a gradient in TF32 are thought to be split at no cost",
+        _OFFERED,
+        "added = _SPLIT_US + parts * problem.m * problem.n / _ADDED if parts > 1 else 0.0",
+        "added = 0.0",
+        "tests/cpu/products/test_offered.py::test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast",
+    ),
+    fault(
+        "Hopper's blocks are thought to work on whole tiles in TF32",
+        _OFFERED,
+        "of_each = max(1.0, tiles / (MULTIPROCESSORS * min(offered.waves, 1.0)))",
+        "of_each = math.ceil(tiles / MULTIPROCESSORS)",
+        "tests/cpu/products/test_offered.py::test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast",
+    ),
+    fault(
+        "the multiplications of a gradient in TF32 are thought to be free",
+        _OFFERED,
+        "max((rows + cols) / _GRADIENT_LOADED, rows * cols / _GRADIENT_MULTIPLIED[offered.algo_id])",
+        "(rows + cols) / _GRADIENT_LOADED",
+        "tests/cpu/products/test_offered.py::test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast",
+    ),
+    fault(
+        "a forward pass in TF32 is estimated as a gradient",
+        _OFFERED,
+        "_gradient_us if is_tf32 and not lies_along_k else",
+        "_gradient_us if is_tf32 else",
+        "tests/cpu/products/test_offered.py::test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast",
     ),
     fault(
         "TF32 sums are split into parts of few terms",

@@ -40,7 +40,7 @@ def test_there_are_64_shapes_half_of_them_for_judging() -> None:
 
 def test_what_is_fitted_further_on_is_not_what_judges() -> None:
     drawn = {(stratum, shape) for stratum in STRATA for shape in wide.shapes_to_fit(stratum)}
-    assert len(drawn) == 160
+    assert len(drawn) == 192
     assert not drawn & {(stratum, shape) for stratum in STRATA for shape in shapes(stratum)}
     assert wide.shapes_to_fit("odd")[0] == (2330, 413, 1888), "as they were when they were measured"
     assert {each.group.split()[1] for each in wide.blocks_to_fit()} == {FIT}
@@ -85,7 +85,7 @@ def parts(gpu: FakeGpu) -> Iterator[ModuleType]:
 
 def test_the_suite_of_parts_has_no_layer_twice(parts: ModuleType) -> None:
     found = parts.blocks()
-    assert len({(*block.layer, block.kind, block.activation) for block in found.values()}) == len(found) == 344
+    assert len({(*block.layer, block.kind, block.activation) for block in found.values()}) == len(found) == 408
     assert all(block.group.endswith(" fit") and block.name == name for name, block in found.items())
 
 

@@ -122,6 +122,44 @@ def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
     assert most_promising(forward(7456, 2840, 464), offered) == 0
 
 
+HOPPERS, OLDERS = 43, 21  # kernels for TF32
+
+
+def weight_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
+    return replace(tf32(m, n, k, epilogue), a=Spec(packed(m, k, order=Order.COLUMN)), b=Spec(packed(k, n)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "entries", "best"),
+    [
+        # 37.1 by 64 tiles, 19.7 by 32 whose sums are in four parts, 33.4 and 19.9 where rows and columns change places.
+        (weight_gradient(512, 1024, 2048), [(HOPPERS, (128, 64), 1, 0.485), (OLDERS, (128, 128), 4, 0.97)], 1),
+        (weight_gradient(1024, 512, 2048), [(HOPPERS, (64, 128), -1, 0.606), (OLDERS, (128, 128), 4, 0.97)], 1),
+        # 25.8 by 64 tiles, 17.7 by 128.
+        (weight_gradient(1024, 1024, 1024), [(HOPPERS, (128, 128), -1, 0.485), (OLDERS, (128, 64), 1, 0.97)], 1),
+        # 285 by 72 tiles; 194 by 144 of half the size, which 132 blocks share out evenly.
+        (weight_gradient(768, 3072, 8192), [(HOPPERS, (128, 256), -1, 0.545), (HOPPERS, (128, 128), -1, 1.0)], 1),
+        (weight_gradient(3072, 768, 8192), [(HOPPERS, (128, 128), -1, 1.0), (HOPPERS, (128, 256), -1, 0.545)], 0),
+        # 80 and 115: larger tiles save loads, and the tensor cores are busy.
+        (weight_gradient(14336, 4096, 64), [(HOPPERS, (128, 128), 1, 1.0), (OLDERS, (128, 256), 1, 13.576)], 0),
+        # 4.8 in one part, 5.2 in four.
+        (weight_gradient(256, 256, 256), [(OLDERS, (64, 64), 1, 0.061), (OLDERS, (64, 64), 4, 0.242)], 0),
+    ],
+)
+def test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast(
+    problem: MatmulProblem, entries: list[tuple[int, tuple[int, int], int, float]], best: int
+) -> None:
+    offered = [Offered(*each) for each in entries]
+    assert most_promising(problem, offered) == best
+    forward_pass = tf32(problem.m, problem.n, problem.k)
+    first_of_hopper = next((i for i, each in enumerate(offered) if each.algo_id == HOPPERS), 0)
+    assert most_promising(forward_pass, offered) == first_of_hopper, "that of a forward pass is the heuristic's"
+    summed = replace(problem, epilogue=Epilogue.BGRADA)
+    assert most_promising(summed, offered) == 0, "sums beside it take a time of their own"
+    unknown = [each._replace(tile=None) for each in offered]
+    assert most_promising(problem, unknown) == first_of_hopper
+
+
 def test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels() -> None:
     """541x619x23 takes 6.9 by the first and 3.5 by the other, 625x77x13 3.3 and 2.5; see also offered.py."""
     offered = [Offered(23, OLDER, 1, 0.7), Offered(55, OLDER, 1, 0.1)]
