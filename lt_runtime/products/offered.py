@@ -43,6 +43,7 @@ _FEWEST_TERMS: Final = 64
 _LARGE: Final = 1e9
 """Multiply-adds from which on a product is large."""
 MULTIPROCESSORS: Final = 132
+"""Those of an H200."""
 _LAUNCH_US: Final = 3.0
 _ROUND_US: Final = 0.4
 _EPILOGUE_US: Final = 1.5
@@ -94,8 +95,8 @@ def is_large(problem: MatmulProblem) -> bool:
 
 def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     """The number of the algorithm to take of those that are offered: the first, if nothing speaks against it."""
-    usual = [i for i, each in enumerate(offers) if each.algo_id not in _SELDOM_FAST] or [*range(len(offers))]
-    return usual[_most_promising(problem, [offers[i] for i in usual])]
+    some = [i for i, each in enumerate(offers) if each.algo_id not in _SELDOM_FAST] or [*range(len(offers))]
+    return some[_most_promising(problem, [offers[i] for i in some])]
 
 
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
@@ -110,16 +111,22 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     # Epilogues that differentiate or sum are left to the heuristic: their time is not that of the tiles.
     if problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
         return 0
-    usual = 0
-    if is_tf32 and is_large(problem):
-        usual = next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
-    elif is_tf32 and first.splitk * _FEWEST_TERMS > problem.k:
-        usual = next((i for i, each in enumerate(offers) if each.splitk * _FEWEST_TERMS <= problem.k), 0)
+    usual = _usual(problem, offers)
     estimate_us = _gradient_us if is_tf32 and not lies_along_k else _estimated_us
     estimates = [estimate_us(problem, each) for each in offers]
     least = min(estimates)
     is_worth_it = not math.isinf(estimates[usual]) and least < _WORTH * estimates[usual]
     return estimates.index(least) if is_worth_it else usual
+
+
+def _usual(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
+    """The same where nothing is estimated."""
+    is_tf32 = problem.compute is Compute.TF32
+    if is_tf32 and is_large(problem):
+        return next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
+    if is_tf32 and offers[0].splitk * _FEWEST_TERMS > problem.k:
+        return next((i for i, each in enumerate(offers) if each.splitk * _FEWEST_TERMS <= problem.k), 0)
+    return 0
 
 
 def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:

@@ -629,8 +629,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "TF32 sums are split into parts of few terms",
         "lt_runtime/products/offered.py",
-        "if is_tf32 and first.splitk * _FEWEST_TERMS > problem.k:",
-        "if is_tf32 and first.splitk > problem.k:",
+        "if is_tf32 and offers[0].splitk * _FEWEST_TERMS > problem.k:",
+        "if is_tf32 and offers[0].splitk > problem.k:",
         "tests/cpu/products/test_offered.py::test_tf32_sums_are_not_split_into_parts_of_few_terms",
     ),
     fault(
