@@ -28,8 +28,8 @@ from lt_runtime.plans import priors
 from lt_runtime.problem import DType, Spec
 
 _DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32}
-# Of six parts of the shapes for fitting, each in turn was left out and judged by trees of the others. So deeper trees,
-# and a gain of 0.1 or 0.2, are no better.
+# The shapes for fitting were shared out among six parts, and trees fitted to five parts were judged on the sixth, each
+# in turn: neither deeper trees nor a gain of 0.1 or 0.2 did better.
 _DEPTH: Final = 2
 _LEAST_GAIN: Final = 0.05  # logarithm of time over all samples that a further limit has to save
 _LEAST_SAMPLES: Final = 4  # on either side of a limit

@@ -38,8 +38,8 @@ def matmul(
     Where the library is slow for what lies so, as for rows that are no multiple of 16 bytes, a kernel each before and
     after may copy operands to and from the stream's workspace: if that was measured to be faster, or for large ones.
     Products accumulate in FP32, those of float64 in float64; D is rounded once, after the epilogue. But cuBLASLt rounds
-    a 16-bit product before it adds β·C, if no epilogue follows, or a bias alone and C is D; and before it multiplies by
-    GELU's derivative it may. (Measured on an H200, in dozens of shapes from 1×8×8 to 512×512×512.)
+    a 16-bit product before it adds β·C if there is no epilogue, or if the epilogue is a bias alone and C is D; and may
+    round the product before the library multiplies it by GELU's derivative. (So it is on an H200, in dozens of shapes.)
 
     Args:
         a: (M, K) or (batch, M, K), float32, float16, bfloat16 or float64.

@@ -40,6 +40,11 @@ def library_epilogue(epilogue: Epilogue, swapped: bool) -> LibraryEpilogue:
     return LibraryEpilogue[epilogue.name]
 
 
+def library_shape(problem: MatmulProblem) -> tuple[int, int]:
+    """Rows and columns of D as cuBLASLt sees D: a row-major matrix is its transpose to the library."""
+    return (problem.n, problem.m) if problem.d.layout.order is Order.ROW else (problem.m, problem.n)
+
+
 def column_major(spec: Spec, data_type: DataType, batch: int) -> MatrixLayout:
     """The memory of a matrix, or of a batch, as the column-major matrix that cuBLASLt sees."""
     layout = spec.layout

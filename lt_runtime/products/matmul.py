@@ -17,7 +17,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType, MatmulProblem, Spec
-from lt_runtime.products.library_terms import column_major, library_epilogue, library_types
+from lt_runtime.products.library_terms import column_major, library_epilogue, library_shape, library_types
 from lt_runtime.products.offered import Offered, is_large, is_split_for_nothing, most_promising
 from lt_runtime.products.plan import AlgorithmPlan
 
@@ -62,7 +62,6 @@ class MatmulPlan(AlgorithmPlan):
         types: what the library's algorithms are listed by; see `library_types`.
         reductions: how an algorithm may sum the parts of a split K.
         workspace_size: bytes that the library may use.
-        library_shape: rows and columns of D as the library sees it.
         candidates: the algorithms that the heuristic offers and that are not known to be wrong, best first.
         algorithm: the one that is used; there is none where nothing is to be multiplied.
 
@@ -86,7 +85,6 @@ class MatmulPlan(AlgorithmPlan):
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
         self._swapped = problem.d.layout.order is Order.ROW
         self._first, self._second = (problem.b, problem.a) if self._swapped else (problem.a, problem.b)
-        self.library_shape = (problem.n, problem.m) if self._swapped else (problem.m, problem.n)
         self._lock = threading.Lock()
         self._prepared: cublaslt.PreparedMatmul | None = None
         self._vector = self._aux = _ANY_ADDRESS
@@ -243,7 +241,7 @@ class MatmulPlan(AlgorithmPlan):
         return checked
 
     def _facts(self, algorithm: cublaslt.Algorithm) -> cublaslt.Candidate:
-        problem, config, (m, n) = self.problem, cublaslt.AlgoConfigAttribute, self.library_shape
+        problem, config, (m, n) = self.problem, cublaslt.AlgoConfigAttribute, library_shape(self.problem)
         specs = [(spec.layout, problem.dtype) for spec in (problem.a, problem.b)]
         specs += [(spec.layout, problem.d_dtype) for spec in (problem.c, problem.d) if spec is not None]
         return cublaslt.Candidate(

@@ -10,7 +10,7 @@ The heuristic's first stays, but for what it is known to misjudge:
 - A short K is not worth splitting: BF16 3904x24x21 takes 5.9 µs in six parts, and 2.6 whole.
 - Large TF32 products are Hopper's own kernels': 7456x2840x464 takes 150 µs by the first, 84 by the one after it.
 - A gradient's product in TF32 takes as long as the multiprocessor that loads or multiplies the most: 1024x512x2048 in
-  64 tiles of 64x128 elements takes 33 µs, in 32 of 128x128 with sums in four parts 20. The same gain is asked for.
+  64 tiles of 64x128 elements takes 33 µs, in 32 of 128x128 with sums in four parts 20. A tenth is asked for here too.
 - TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first, 3.5. But
   with an input gradient by it, a weight gradient beside that takes longer: together 14.8 µs by the first, 15.6 or more.
 - TF32 sums are not split so often that a part has few terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32.
@@ -28,6 +28,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import Compute, MatmulProblem
+from lt_runtime.products.library_terms import library_shape
 
 _HOPPER: Final = 66
 """The id of the kernels that are estimated besides those of TF32 gradients; of all others too little was measured."""
@@ -43,7 +44,7 @@ _FEWEST_TERMS: Final = 64
 _LARGE: Final = 1e9
 """Multiply-adds from which on a product is large."""
 MULTIPROCESSORS: Final = 132
-"""Those of an H200."""
+"""Multiprocessors of an H200."""
 _LAUNCH_US: Final = 3.0
 _ROUND_US: Final = 0.4
 _EPILOGUE_US: Final = 1.5
@@ -100,7 +101,7 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The same of kernels that are often fast, where there are any."""
+    """The number of the algorithm to take, where kernels that are hardly ever fast are offered only if all are."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
     lies_along_k = problem.b.layout.order is Order.COLUMN  # as weights do in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)
@@ -120,7 +121,7 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _usual(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The same where nothing is estimated."""
+    """The number of the algorithm to take if no other is estimated to be faster."""
     is_tf32 = problem.compute is Compute.TF32
     if is_tf32 and is_large(problem):
         return next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
@@ -145,12 +146,12 @@ def _gradient_us(problem: MatmulProblem, offered: Offered) -> float:
     if offered.algo_id not in _GRADIENT_US or offered.tile is None or not offered.waves:
         return math.inf
     (rows, cols), parts = offered.tile, max(offered.splitk, 1)
-    extents = (problem.n, problem.m) if problem.d.layout.order is Order.ROW else (problem.m, problem.n)
-    tiles = -(-extents[0] // rows) * -(-extents[1] // cols)
+    m, n = library_shape(problem)
+    tiles = -(-m // rows) * -(-n // cols)
     if offered.algo_id == _HOPPER_TF32:  # Its blocks share out tiles and, where that is fairer, parts of their sums.
         of_each = max(1.0, tiles / (MULTIPROCESSORS * min(offered.waves, 1.0)))
     else:
         of_each = math.ceil(tiles * parts / MULTIPROCESSORS)
     a_term = max((rows + cols) / _GRADIENT_LOADED, rows * cols / _GRADIENT_MULTIPLIED[offered.algo_id])
-    added = _SPLIT_US + parts * problem.m * problem.n / _ADDED if parts > 1 else 0.0
+    added = _SPLIT_US + parts * m * n / _ADDED if parts > 1 else 0.0
     return _GRADIENT_US[offered.algo_id] + of_each * problem.k / parts * a_term + added

@@ -17,6 +17,7 @@ from lt_runtime.cublaslt import AlgoCapAttribute, AlgoConfigAttribute, Algorithm
 from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.errors import ArgumentError, CublasLtError, PlanError
 from lt_runtime.products.choose import configuration
+from lt_runtime.products.library_terms import library_shape
 from lt_runtime.products.matmul import MatmulPlan
 
 MOST: Final = 16
@@ -132,14 +133,15 @@ def _accepted(plan: MatmulPlan, start: Algorithm, changes: Iterable[_Changes]) -
             continue
         tile = algorithm.tile or (1, 1)
         parts = algorithm.get(AlgoConfigAttribute.SPLITK_NUM)
-        time = estimate(plan.library_shape, plan.problem.k, tile, algorithm.waves_count, parts)
+        time = estimate(library_shape(plan.problem), plan.problem.k, tile, algorithm.waves_count, parts)
         found.append((time, algorithm))
     return found
 
 
 def _pairings(plan: MatmulPlan, base: Algorithm) -> Iterator[_Changes]:
+    d, k = library_shape(plan.problem), plan.problem.k
     shapes = {tile: tile_shape(tile) for tile in base.capabilities(AlgoCapAttribute.TILE_IDS)}
-    known = {tile: estimate(plan.library_shape, plan.problem.k, shape) for tile, shape in shapes.items() if shape}
+    known = {tile: estimate(d, k, shape) for tile, shape in shapes.items() if shape}
     tiles = sorted(known, key=known.__getitem__)[:_TILES] or [MatmulTile.UNDEFINED]
     stages = base.capabilities(AlgoCapAttribute.STAGES_IDS) or (0,)
     for tile, depth in itertools.product(tiles, stages):

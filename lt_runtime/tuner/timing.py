@@ -148,7 +148,7 @@ def take_times(
 def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float) -> dict[Name, float]:
     """Microseconds of a single launch, by name. Each is waited for, because nobody knows yet how long it runs.
 
-    That time includes the host's time to launch the contender, which `_without_host` takes out where it matters.
+    A launch takes the host some time as well, which `_without_host` takes out of the results where it matters.
     """
     times: dict[Name, float] = {}
     for name, launch in contenders.items():

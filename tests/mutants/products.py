@@ -601,7 +601,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "the sums of a gradient in TF32 are thought to be split at no cost",
         _OFFERED,
-        "added = _SPLIT_US + parts * problem.m * problem.n / _ADDED if parts > 1 else 0.0",
+        "added = _SPLIT_US + parts * m * n / _ADDED if parts > 1 else 0.0",
         "added = 0.0",
         "tests/cpu/products/test_offered.py::test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast",
     ),

@@ -258,8 +258,8 @@ class RoundedProduct:
                 self.sum = self.sum + factor * _wide(addend)
                 magnitudes = magnitudes + abs(factor) * np.abs(_wide(addend))
         self.error = summing_error(k, magnitudes)
-        by_library = case.epilogue is Epilogue.NONE or case.epilogue.sums_operand
-        by_library = by_library or (case.in_place and case.epilogue is Epilogue.BIAS)
+        adds_bias_in_place = case.in_place and case.epilogue is Epilogue.BIAS
+        by_library = case.epilogue is Epilogue.NONE or case.epilogue.sums_operand or adds_bias_in_place
         lies_as_d = case.in_place or case.c.column_major == case.d.column_major
         if case.with_c and by_library and lies_as_d:  # the library rounds the product before it adds C
             self.error = self.error + unit(case.alpha * (a @ b), case.dtype) / 2
@@ -332,7 +332,7 @@ class RoundedProduct:
         if epilogue.is_derivative:
             slope = reference.derivative(self.aux, activation)
             inexact = _GELU_DERIVATIVE_ERROR if is_gelu else 0.0
-            # The library may round the product before it multiplies by GELU's.
+            # The library may round the product before it multiplies the product by GELU's derivative.
             error = self.error + (unit(self.sum, self.case.dtype) / 2 if is_gelu else 0.0)
             return self.sum * slope, error * np.abs(slope) + inexact * np.abs(self.sum)
         error, inexact = self.error, _GELU_ERROR if is_gelu else 0.0

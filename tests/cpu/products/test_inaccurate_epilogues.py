@@ -116,7 +116,7 @@ C_LIES = {
 def test_a_16_bit_product_would_be_rounded_before_a_ragged_c(
     epilogue: Epilogue, kind: Kind, c: Spec, library: FakeLibrary
 ) -> None:
-    """Only where an epilogue follows and the result has 16 bits, and not over a C of whole vectors."""
+    """The library is asked where there is no epilogue, the result has 32 bits, or C is whole vectors."""
     problem = a_product(kind, epilogue, c=c)
     with pytest.raises(PlanError, match="rounds the product to 16 bits"):
         MatmulPlan(problem, 0)

@@ -20,6 +20,7 @@ from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import configuration
+from lt_runtime.products.library_terms import library_shape
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.tuner import candidates
 from lt_runtime.tuner.candidates import MOST, MOST_DEEP, deep_candidates, heuristic_candidates
@@ -228,5 +229,6 @@ def test_the_most_promising_tiles_are_tried(library: FakeLibrary, monkeypatch: p
     plan = MatmulPlan(a_problem(), 0)
     tried = {each.get(TILE) for each in candidates.configurations_of(plan, 7)}
     shapes = {tile: tile_shape(tile) for tile in TILES}
-    times = {tile: candidates.estimate(plan.library_shape, 769, shape) for tile, shape in shapes.items() if shape}
+    d = library_shape(plan.problem)
+    times = {tile: candidates.estimate(d, 769, shape) for tile, shape in shapes.items() if shape}
     assert tried == {min(times, key=times.__getitem__)}
