@@ -279,13 +279,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "tests/host_kernels/test_resize.py::test_copies[bfloat16]",
     ),
     fault(
-        "a copy has no blocks for octets that begin before their row",
-        "lt_runtime/kernels/resize.py",
-        "before = OCTET - 1 if target.leading_dimension % OCTET else 0",
-        "before = 0",
-        "tests/host_kernels/test_resize.py::test_copies[bfloat16]",
-    ),
-    fault(
         "a product's bias comes after its auxiliary matrix",
         "cuda_src/matmul_epilogue.cu",
         "for (int i = 0; i < kOctet; ++i) z.v[i] += bias.v[i];\n    }\n"

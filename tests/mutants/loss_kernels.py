@@ -60,13 +60,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_LOSS}::test_mse[DType.FLOAT32]",
     ),
     fault(
-        "columns become rows although rows have weights",
-        "lt_runtime/kernels/elementwise_loss.py",
-        "layouts = flattened((prediction, target, gradient), weighted=loss.weighted)",
-        "layouts = flattened((prediction, target, gradient))",
-        f"{_LOSS}::test_mse[DType.FLOAT32]",
-    ),
-    fault(
         "weights of rows do not reach the gradient",
         "cuda_src/cross_entropy.cu",
         "const float scale = kWeighted ? weight * mean.scale : mean.scale;",

@@ -9,7 +9,6 @@ from tests.mutants.fault import Fault, fault
 _FORWARD: Final = "cuda_src/mlp_fwd.cu"
 _BACKWARD: Final = "cuda_src/mlp_bwd.cu"
 _TESTS: Final = "tests/host_kernels/test_mlp.py"
-_ON_GPU: Final = "tests/cpu/test_fake_gpu_narrow.py"
 
 FAULTS: Final[tuple[Fault, ...]] = (
     fault(
@@ -69,13 +68,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_TESTS}::test_parts_make_what_one_launch_does",
     ),
     fault(
-        "a layer is in no part",
-        "lt_runtime/kernels/mlp.py",
-        "last = part.first - 1",
-        "last = part.first - 2",
-        f"{_TESTS}::test_parts_are_as_few_as_can_be",
-    ),
-    fault(
         "rows beyond the last have a loss",
         _BACKWARD,
         "if (!has_row || at >= columns) left = LossTerm{};",
@@ -104,13 +96,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_TESTS}::test_losses",
     ),
     fault(
-        "weights of rows are left out of a narrow MLP's loss",
-        "lt_runtime/training/body.py",
-        "if narrow is not None and row_weights is None and self.loss",
-        "if narrow is not None and self.loss",
-        f"{_ON_GPU}::test_a_step_makes_the_layers_gradients[{{'loss': 'mse', 'row_weights': True}}]",
-    ),
-    fault(
         "gradients of an MLP replace each other",
         "cuda_src/mlp_gradients.cu",
         "p.accumulate ? to_float(*place) + sum : sum",
@@ -123,40 +108,5 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "for (int i = 1; i < kParts; ++i)",
         "for (int i = 2; i < kParts; ++i)",
         f"{_TESTS}::test_the_sums_of_many_blocks_are_added_up",
-    ),
-    fault(
-        "training leaves dropout out of a narrow MLP",
-        "lt_runtime/training/narrow.py",
-        "(backward and any(each.dropout for each in self._layers))",
-        "False",
-        f"{_ON_GPU}::test_inference_has_no_dropout_and_training_has_it",
-    ),
-    fault(
-        "what was measured of a narrow MLP is not asked for again",
-        "lt_runtime/training/narrow.py",
-        "if self._generation is not cache.generation:",
-        "if self._generation is None:",
-        f"{_ON_GPU}::test_the_plan_cache_decides",
-    ),
-    fault(
-        "gradients of micro-batches of a narrow MLP replace each other",
-        "lt_runtime/training/body.py",
-        "scale=scale, share=share, accumulate=index > 0, stream=stream",
-        "scale=scale, share=share, accumulate=False, stream=stream",
-        f"{_ON_GPU}::test_a_step_makes_the_layers_gradients[{{'accumulate': 2}}]",
-    ),
-    fault(
-        "the plan cache does not decide how a narrow MLP runs",
-        "lt_runtime/plans/mlp.py",
-        "entry is None or entry.strategy[ONE_KERNEL] is True",
-        "True",
-        f"{_ON_GPU}::test_the_plan_cache_decides",
-    ),
-    fault(
-        "a slower way to run a narrow MLP is taken",
-        "lt_runtime/tuner/chain_search.py",
-        "by_layer = wrong is not None or fastest(timings, True)",
-        "by_layer = wrong is not None",
-        f"{_ON_GPU}::test_tuning[kernel-18]",
     ),
 )
