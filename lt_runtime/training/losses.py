@@ -12,8 +12,9 @@ import numpy as np
 from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.libraries import cupy_stream
-from lt_runtime.arrays.operand import HOST, Operand, read
+from lt_runtime.arrays.operand import CUPY, HOST, Operand, read
 from lt_runtime.errors import ArgumentError, DeviceError, ShapeError
+from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.elementwise_loss import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.losses.cross_entropy import cross_entropy
@@ -108,19 +109,29 @@ class OwnLoss(StepLoss):
     ) -> Loss:
         """See `StepLoss`. The function writes an FP32 gradient, so that scaling comes before rounding.
 
-        The outputs stay in any case: the function may have kept them.
+        The gradient is never written over the outputs, because the function may have kept them.
         """
         device = self._model.device
-        current = contextlib.nullcontext() if device.ordinal is None else cupy_stream(device.ordinal, stream or 0)
-        with current, np.errstate(all="ignore"):
-            gradient = device.namespace.empty(outputs.shape, np.float32)
+        with contextlib.nullcontext() if device.ordinal is None else cupy_stream(device.ordinal, stream or 0):
+            gradient = self._zeros(outputs.shape, stream)
             loss = self._read(self._function(outputs, target, gradient, stream), stream)
             if scale is None and share == 1.0 and outputs.dtype == gradient.dtype:
                 return Loss(loss, gradient)
             factor = np.float32(share) if scale is None else scale if share == 1.0 else scale * np.float32(share)
             rounded = gradient if outputs.dtype == gradient.dtype else device.namespace.empty_like(outputs)
-            np.multiply(gradient, factor, out=rounded, casting="unsafe")
+            with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
+                np.multiply(gradient, factor, out=rounded, casting="unsafe")
             return Loss(loss, rounded)
+
+    def _zeros(self, shape: tuple[int, ...], stream: int | None) -> Any:
+        """FP32 zeros on the model's device. On a GPU a memset writes them, which a captured graph repeats."""
+        device = self._model.device.ordinal
+        if device is None:
+            return np.zeros(shape, np.float32)
+        zeros = CUPY.empty(shape, np.dtype(np.float32), device, stream or 0)
+        if zeros.nbytes:
+            call("cuMemsetD8Async", zeros.data.ptr, 0, zeros.nbytes, stream or 0)
+        return zeros
 
     def _read(self, loss: Any, stream: int | None) -> Any:
         """What the function returned, if it is one FP32 number on the model's device."""

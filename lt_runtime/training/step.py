@@ -72,8 +72,8 @@ class TrainStep(Fixed):
             warning. Nothing is measured on the host, or while the stream is being captured.
 
     A loss of your own is a function of (outputs, target, gradient, stream). It writes the gradient of its loss with
-    respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape, and
-    returns the loss: one FP32 number of shape () or (1,) on the model's device. The step multiplies the gradient by the
+    respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape that
+    holds zeros, and returns the loss: one FP32 number of shape () or (1,) on the model's device. The step multiplies the gradient by the
     loss scale and the micro-batch's share, and rounds it once to the model's type. The target is any array of M rows
     whose elements are integers, floating-point numbers or bool. With CuPy (or NumPy, for a model on the host)::
 

@@ -126,6 +126,23 @@ def test_losses_with_a_name(
     check(gpu, batches, 2e-5 if dtype == "float32" else 3e-2, make)
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_gradient_of_an_own_loss_begins_with_zeros(gpu: FakeGpu, graph: bool) -> None:
+    """At each replay too, after which other launches have written into the graph's memory."""
+
+    def first_column(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
+        gradient[:, :1] = outputs[:, :1]
+        return gpu.cp.asarray(np.float32(0))
+
+    step = made_step(gpu.lt, "cuda", loss=first_column, graph=graph)
+    bias = step.model.parameters()[-1]
+    for seed in range(3):
+        run(gpu, step, [batch_of(seed, "float32")])
+        gradient = host_of(gpu, bias.grad)
+        assert gradient[0] != 0
+        np.testing.assert_array_equal(gradient[1:], 0)
+
+
 def test_steps_with_and_without_weights_take_turns(gpu: FakeGpu) -> None:
     """Each kind has a graph of its own; weights of one have no effect on those without."""
     with gpu.others_package() as host_lt:

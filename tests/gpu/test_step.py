@@ -110,6 +110,23 @@ def test_own_losses_train() -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_gradient_of_an_own_loss_begins_with_zeros(graph: bool) -> None:
+    """At each replay too, after which other launches have written into the graph's memory."""
+
+    def first_column(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
+        gradient[:, 0] = outputs[:, 0]
+        return cp.zeros((), cp.float32)
+
+    run = _Run(loss=first_column, graph=graph)
+    bias = run.step.model.parameters()[-1]
+    for _ in range(3):
+        run.train(1)
+        gradient = cp.asnumpy(bias.grad)
+        assert gradient[0] != 0
+        np.testing.assert_array_equal(gradient[1:], 0)
+
+
 def test_an_own_loss_that_waits_is_refused() -> None:
     """A graph cannot wait; nothing is updated, and the stream stays usable."""
 

@@ -164,6 +164,28 @@ def test_what_an_own_loss_is_given() -> None:
     assert step.metrics() == (1, 0.0, None)
 
 
+def test_the_gradient_of_an_own_loss_begins_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements that the function does not write have no gradient, in every micro-batch."""
+
+    def first_column(outputs: Array, target: Array, gradient: Array, stream: Any) -> Any:
+        gradient[:, 0] = 1
+        return np.float32(0)
+
+    monkeypatch.setattr(np, "empty", lambda shape, dtype=float, **_: np.full(shape, 7, dtype))
+    step = step_of(first_column, accumulate=2)
+    for _ in range(3):
+        step(*batch())
+        np.testing.assert_array_equal(step.model.parameters()[-1].grad, [ROWS // 2, 0, 0])
+
+
+def test_numpys_errors_in_an_own_loss_are_the_callers() -> None:
+    def overflows(outputs: Array, target: Array, gradient: Array, stream: Any) -> Any:
+        return np.exp(np.float32(1000))
+
+    with np.errstate(all="raise"), pytest.raises(FloatingPointError, match="overflow"):
+        step_of(overflows)(*batch())
+
+
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
