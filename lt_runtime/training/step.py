@@ -71,11 +71,18 @@ class TrainStep(Fixed):
             `LT_RUNTIME_TUNE=off`; `docs/tuning.md` has a table of all combinations. What cannot be measured costs a
             warning. Nothing is measured on the host, or while the stream is being captured.
 
+    While it captures and tunes, which is within the first call of each size of batch, other threads must not
+    synchronise with the whole device: `torch.cuda.synchronize()`, `cupy.cuda.Device().synchronize()` and the driver's
+    `cuCtxSynchronize` then fail in the other thread with "operation not permitted when stream is capturing", and make
+    the capture fail with a `CaptureError` or `GpuError`. They may wait for streams and events, and launch work. Work
+    on the same GPU makes the measurements less accurate.
+
     A loss of your own is a function of (outputs, target, gradient, stream). It writes the gradient of its loss with
-    respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape that
-    holds zeros, and returns the loss: one FP32 number of shape () or (1,) on the model's device. The step multiplies the gradient by the
-    loss scale and the micro-batch's share, and rounds it once to the model's type. The target is any array of M rows
-    whose elements are integers, floating-point numbers or bool. With CuPy (or NumPy, for a model on the host)::
+    respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape
+    that holds zeros, and returns the loss: one FP32 number of shape () or (1,) on the model's device. The step
+    multiplies the gradient by the loss scale and the micro-batch's share, and rounds it once to the model's type. The
+    target is any array of M rows whose elements are integers, floating-point numbers or bool. With CuPy (or NumPy, for
+    a model on the host)::
 
         def cauchy(outputs, target, gradient, stream):
             error = outputs.astype("float32") - target
