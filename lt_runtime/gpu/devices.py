@@ -128,6 +128,14 @@ def current_device() -> int:
     return int(device) if status == driver.CUresult.CUDA_SUCCESS else 0
 
 
+def make_context_current() -> None:
+    """Gives the calling thread the context of its current device if it has none, as any library's first call does."""
+    _initialise()
+    status, _ = driver.cuCtxGetDevice()
+    if status != driver.CUresult.CUDA_SUCCESS:
+        call("cuCtxSetCurrent", _primary_context(current_device()))
+
+
 @contextlib.contextmanager
 def activated(ordinal: int) -> Iterator[None]:
     """Makes a device's primary context current for the calling thread, and restores the previous one at the end."""

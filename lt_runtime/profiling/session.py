@@ -12,7 +12,14 @@ from lt_runtime import ranges
 from lt_runtime.arguments import integer, shown
 from lt_runtime.errors import ArgumentError, KindError, LtError
 from lt_runtime.gpu import graphs
-from lt_runtime.gpu.devices import activated, current_device, device_count, device_info, parse_device
+from lt_runtime.gpu.devices import (
+    activated,
+    current_device,
+    device_count,
+    device_info,
+    make_context_current,
+    parse_device,
+)
 from lt_runtime.gpu.driver import call
 from lt_runtime.profiling import trace
 from lt_runtime.profiling.ceilings import ceilings
@@ -55,6 +62,8 @@ class Profile:
         if not _running.acquire(blocking=False):
             raise ArgumentError("a profile is running already; profiles do not nest, and there is one for all threads")
         self._undo.callback(_running.release)
+        if self._device is not None and self._device == current_device():
+            make_context_current()  # ranges may begin before the first call of CUDA, and events need a context
         self._undo.enter_context(ranges.listening(self))
         if not self._skip:
             self._next()
@@ -63,8 +72,7 @@ class Profile:
     def __exit__(self, *_: object) -> None:
         with self._undo:
             self._stop()
-            if self._is_bracketed:
-                self._tell_profilers()
+            self._tell_profilers()
         self._make_report()
 
     def step(self) -> None:
@@ -166,20 +174,18 @@ class Profile:
         self._stop()
         if self._begin_next is not None:
             self._begin_next()
-        if self._device is not None:
-            self._tell_profilers()
+        self._tell_profilers()
         if self._current is not None:
             for name in self._open():
                 self._current.enter(name)
 
     def _tell_profilers(self) -> None:
         """Starts and stops profilers from outside, which may have been told to wait for that."""
-        if self._current is not None and not self._is_bracketed:
-            self._is_bracketed = True
-            call("cuProfilerStart")
-        elif self._current is None and self._is_bracketed:
-            self._is_bracketed = False
-            call("cuProfilerStop")
+        is_running = self._current is not None
+        if self._device is not None and is_running != self._is_bracketed:
+            self._is_bracketed = is_running
+            with activated(self._device):
+                call("cuProfilerStart" if is_running else "cuProfilerStop")
 
     def _time(self) -> None:
         self._begin_next = self._trace

@@ -21,6 +21,8 @@ from tests.support.device_memory import DeviceMemory
 from tests.support.fake_streams import KERNEL, MEMCPY, MEMSET, Capture, DriverStatusError, Event, Node, Status, Streams
 
 _CONTEXT: Final = 1
+_NEEDS_CONTEXT: Final = ("cuCtxSynchronize", "cuEvent", "cuGraph", "cuLaunch", "cuMem", "cuProfiler", "cuStream")
+"""What the names of functions begin with that fail in a thread without a context."""
 _ATTRIBUTE = driver.CUdevice_attribute
 H200: Final[Mapping[Any, int]] = {
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
@@ -61,6 +63,7 @@ class FakeDriver:
 
     Attributes:
         elsewhere: ordinals of the GPUs of streams that are not this GPU's.
+        contexts: the stack of current contexts; a test empties it to begin as a process does.
         profiler_calls: "start" and "stop", as profilers from outside were told.
     """
 
@@ -75,6 +78,7 @@ class FakeDriver:
         self._kept: list[Any] = []
         self._mode = threading.local()
         self.elsewhere: dict[int, int] = {}
+        self.contexts = [_CONTEXT]
         self.profiler_calls: list[str] = []
 
     @property
@@ -109,6 +113,8 @@ class FakeDriver:
         known = self.functions[name]
 
         def run(*arguments: Any) -> tuple[Any, ...]:
+            if not self.contexts and name.startswith(_NEEDS_CONTEXT):
+                return (Status.CUDA_ERROR_INVALID_CONTEXT, None)
             try:
                 result = known(*arguments)
             except DriverStatusError as fault:
@@ -169,16 +175,21 @@ class FakeDriver:
         return _CONTEXT
 
     def cuCtxGetDevice(self) -> int:
+        if not self.contexts:
+            raise DriverStatusError(Status.CUDA_ERROR_INVALID_CONTEXT)
         return 0
 
-    def cuCtxPushCurrent(self, _: int) -> None:
-        pass
+    def cuCtxPushCurrent(self, context: int) -> None:
+        self.contexts.append(context)
 
     def cuCtxPopCurrent(self) -> None:
-        pass
+        self.contexts.pop()
+
+    def cuCtxSetCurrent(self, context: int) -> None:
+        self.contexts[-1:] = [context]
 
     def _store_device(self, out: ctypes.c_int) -> None:
-        out.value = 0
+        out.value = self.cuCtxGetDevice()
 
     # Memory
 

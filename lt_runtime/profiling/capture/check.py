@@ -105,17 +105,19 @@ def check_capture(fn: Callable[[], Any], *, stream: Any = None) -> CaptureReport
     with activated(device):
         handle = _blocking_stream(device) if stream is None else stream_handle(stream, device)
         with _current(device, handle):
+            fn()
+        call("cuCtxSynchronize")
+        with _current(device, handle):  # anew, because the first call may have begun to use CuPy or PyTorch
             return _Check(fn, handle).report()
 
 
 class _Check:
-    """One check on a stream, which is current."""
+    """One check on a stream, which is current, of a function that has been called once."""
 
     def __init__(self, fn: Callable[[], Any], stream: int) -> None:
         self._fn, self._stream, self._faults = fn, stream, list[Fault]()
 
     def report(self) -> CaptureReport:
-        self._run()
         addresses = self._run().addresses()
         watch, graph, captured = self._capture()
         if not graph:

@@ -373,6 +373,22 @@ def test_which_calls_no_capture_allows(gpu: FakeGpu, name: str, does: str | None
     assert own("profiling.capture.check")._unsafe(name) == does
 
 
+def test_a_function_may_import_cupy_itself(
+    gpu: FakeGpu, check: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "cupy")
+    target = gpu.cp.zeros((8,), np.uint8)
+
+    def run() -> Any:
+        sys.modules["cupy"] = gpu.cp
+        call("cuMemsetD8Async", target.data.ptr, 1, 8, current(gpu))
+        return target
+
+    report = check(run)
+    assert report.ok, str(report)
+    assert report.nodes == 1
+
+
 def test_another_stream_and_another_trace_function(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     streams = set()
 

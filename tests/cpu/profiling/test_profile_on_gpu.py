@@ -74,6 +74,22 @@ def test_layers_are_timed_by_events(gpu: FakeGpu, *, graph: bool) -> None:
     assert prof.totals().step_us == pytest.approx(sum(layer.us for layer in prof.layers()))
 
 
+def test_a_profile_may_begin_before_the_first_call_of_cuda(gpu: FakeGpu) -> None:
+    gpu.driver.contexts.clear()
+    gpu.driver.profiler_calls.clear()
+    try:
+        with gpu.lt.profile(timed=2, traced=1) as prof:
+            for _ in range(3):
+                with gpu.lt.range("step"), gpu.lt.range("work"):
+                    gpu.lt.matmul(gpu.cp.ones((4, 8), np.float32), gpu.cp.ones((8, 4), np.float32))
+    finally:
+        gpu.driver.contexts[:] = [1]
+        gpu.synchronize_all()
+    assert rows(prof)["work", "forward"].us > 0
+    assert prof.report.traced_steps == 1
+    assert gpu.driver.profiler_calls == ["start", "stop"]
+
+
 def test_work_and_strategies_are_known_within_graphs(gpu: FakeGpu) -> None:
     train = Training(gpu)
     train()
