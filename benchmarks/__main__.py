@@ -13,10 +13,10 @@ from typing import Final
 
 from benchmarks import report, suite
 
-SUITES: Final = ("kernels", "layers", "wide", "parts", "steps", "narrow", "host", "tuning", "cold")
+SUITES: Final = ("kernels", "layers", "wide", "parts", "untuned", "steps", "narrow", "host", "tuning", "cold")
 _COMMANDS: Final = {"compare": "compare", "report": "readme", "derive-priors": "priors", "judge-priors": "judge"}
 _SPECIAL: Final = {
-    "dtype": ("layers", "wide", "parts"),
+    "dtype": ("layers", "wide", "parts", "untuned"),
     "activation": ("layers",),
     "max_autotune": ("layers", "wide", "steps", "narrow"),
     "torch_compile": ("kernels", "steps"),
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ours", action="store_true", help="host, kernels, layers, steps: only our own calls")
     told = "layers, wide, steps: tune in the plan cache of $LT_RUNTIME_CACHE_DIR, not in an empty one for each row"
     made.add_argument("--keep-plans", action="store_true", help=told)
-    made.add_argument("--dtype", choices=("bf16", "tf32"), help="layers, wide, parts: only this type")
+    made.add_argument("--dtype", choices=("bf16", "tf32", "fp32"), help="layers, wide, parts, untuned: only this type")
     made.add_argument("--activation", choices=("gelu", "relu"), help="layers: only this activation")
     told = "layers, wide, steps, narrow: torch.compile in this mode too, a minute each; layers: six representative ones"
     made.add_argument("--max-autotune", action="store_true", help=told)

@@ -25,8 +25,13 @@ from benchmarks.report import Finding, Json, Row, speedups
 from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
 from benchmarks.timing import Contender, Timing
 
-TYPES: Final[Mapping[str, tuple[str, str]]] = {"bf16": ("bfloat16", "float32"), "tf32": ("float32", "tf32")}
+TYPES: Final[Mapping[str, tuple[str, str]]] = {
+    "bf16": ("bfloat16", "float32"),
+    "tf32": ("float32", "tf32"),
+    "fp32": ("float32", "float32"),
+}
 """The type of all operands and the compute type, by the names of the command line."""
+_KINDS: Final = ("bf16", "tf32")
 ACTIVATIONS: Final = ("gelu", "relu")
 REPRESENTATIVE: Final = (
     (256, 512, 784),
@@ -38,7 +43,7 @@ REPRESENTATIVE: Final = (
 )
 """The layers that are compared with torch.compile and JAX as well, which takes its time."""
 
-FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8}  # what an H200 reaches, about
+FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8, "fp32": 4.5e7}  # what an H200 reaches, about
 BYTES_PER_US: Final = 4.2e6
 _REPLAY_US: Final = 400.0  # One replay takes about this long or longer: an event's resolution is half a microsecond.
 _MOST_REPETITIONS: Final = 48
@@ -61,7 +66,7 @@ class Block:
         group: where the layer is from.
         rows, n, k: M, N and K of the first layer.
         kind: one of `TYPES`.
-        activation: one of `ACTIVATIONS`.
+        activation: its name in `lt_runtime`; the suite `layers` has those of `ACTIVATIONS`.
     """
 
     group: str
@@ -75,7 +80,7 @@ class Block:
     @property
     def name(self) -> str:
         """What the row is called."""
-        activation = {"gelu": "GELU", "relu": "ReLU"}[self.activation]
+        activation = {"gelu": "GELU", "relu": "ReLU"}.get(self.activation, self.activation)
         return f"{self.group} {self.rows}×{self.n}×{self.k} {self.kind.upper()} {activation}"
 
     @property
@@ -134,7 +139,7 @@ def presets() -> Mapping[str, Any]:
 def blocks() -> list[Block]:
     """Every layer of the presets in every type with every activation."""
     layers = [(group, *layer) for group, members in presets()["layers"].items() for layer in members]
-    return [Block(*layer, kind, activation) for layer in layers for kind in TYPES for activation in ACTIVATIONS]
+    return [Block(*layer, kind, activation) for layer in layers for kind in _KINDS for activation in ACTIVATIONS]
 
 
 def chosen_blocks(options: argparse.Namespace) -> list[Block]:

@@ -6,7 +6,6 @@ This module, `internals`, `judge`, `parts` and `priors` are the only ones that i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,8 +47,7 @@ def chain_of(case: Any) -> Chain:
     return Chain.of_mlp(case.rows, case.dims, activation, dtype, compute, input_gradient=case.input_gradient)
 
 
-@dataclass(frozen=True)
-class Plans:
+class Plans(NamedTuple):
     """A block's four passes: forward of both layers, backward of the second through the first, and of the first."""
 
     first: ForwardPlan

@@ -26,7 +26,7 @@ from lt_runtime.plans.strategies import (
     backward_strategies,
     forward_strategies,
 )
-from lt_runtime.problem import BackwardProblem, Compute, DType, ForwardProblem, Saved
+from lt_runtime.problem import BackwardProblem, DType, ForwardProblem, Saved
 from lt_runtime.store.records import to_json
 
 Tree: TypeAlias = Mapping[str, Any]
@@ -35,6 +35,8 @@ Tree: TypeAlias = Mapping[str, Any]
 RAGGED: Final = "ragged"
 """The names of trees for our kernel for ragged rows begin with it."""
 _FILES: Final = "priors_sm*.json"
+_MEASURED: Final = {Saved.NOTHING: "none", Saved.OUTPUT: "relu", Saved.MASK: "relu", Saved.PREACTIVATION: "gelu"}
+"""The activation in the names of the backward trees, by the tensor that forward saves."""
 _FEW_COLUMNS: Final = OCTET
 """Columns up to which our kernel for narrow products makes ragged ones faster than the one for ragged rows."""
 
@@ -111,16 +113,17 @@ def decide(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
 
 
 def _kind(problem: ForwardProblem | BackwardProblem) -> str:
-    """The name of the types in the tables: both 16-bit ones move the same bytes, at the same speed."""
-    if problem.dtype in (DType.BFLOAT16, DType.FLOAT16):
-        return "bf16"
-    return "tf32" if problem.compute is Compute.TF32 else problem.compute.value
+    """The name of the types in the tables: types whose elements have equally many bytes share their trees."""
+    return "bf16" if problem.dtype.itemsize == 2 else "tf32"
 
 
 def _below(problem: BackwardProblem) -> str:
-    """What dx is taken through; "products" if there is nothing to do besides those."""
+    """Table key: an activation of the input layer and its saved tensor, or "products" if only the two products run.
+
+    Activations that save the same tensor share a tree, since their derivatives read and write the same bytes.
+    """
     if problem.through is not None:
-        return f"{problem.through.activation.name} {problem.through.saved.value}"
+        return f"{_MEASURED[problem.through.saved]} {problem.through.saved.value}"
     return "products" if problem.own.db is None and not problem.own.changes else f"none {Saved.NOTHING.value}"
 
 

@@ -73,8 +73,8 @@ def test_the_table_comes_first_where_its_strategy_is_allowed(table: dict[str, An
     assert first_forward(GELU, dropout=True).epilogue is Epilogue.BIAS
     half = gelu(DType.FLOAT16)
     assert first_forward(half).epilogue is Epilogue.GELU_AUX_BIAS, "16-bit types move the same bytes"
-    exact = gelu(DType.FLOAT32)
-    assert first_forward(exact).epilogue is Epilogue.BIAS, "nothing is known of FP32"
+    table["forward"]["tf32 gelu"] = AUX
+    assert first_forward(gelu(DType.FLOAT32)).epilogue is Epilogue.GELU_AUX_BIAS, "so do FP32 and TF32"
 
 
 @pytest.mark.parametrize(("feature", "size"), [("output_bytes", 256 * 512 * 2), ("inner", 64), ("rows", 256)])
@@ -147,6 +147,25 @@ def test_backward_that_is_products_alone_has_a_tree_of_its_own(table: dict[str, 
     table["backward"]["bf16 products"] = dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"beside": True}
     assert first_backward(GELU, 0).beside
     assert not first_backward(GELU, 1).beside
+
+
+@pytest.mark.parametrize(
+    ("activation", "measured"),
+    [
+        ("silu", "gelu preactivation"),
+        ("gelu_erf", "gelu preactivation"),
+        ("leaky_relu", "gelu preactivation"),
+        ("sigmoid", "relu output"),
+        ("tanh", "relu output"),
+    ],
+)
+@pytest.mark.parametrize(("compute", "kind"), [(Compute.TF32, "tf32"), (Compute.FLOAT32, "tf32")])
+def test_an_activation_without_a_tree_takes_the_nearest_offered_strategy_of_a_like_one(
+    table: dict[str, Any], activation: str, measured: str, compute: Compute, kind: str
+) -> None:
+    table["backward"][f"{kind} {measured}"] = FUSED
+    chain = Chain.of_mlp(256, (64, 512, 64), Activation(activation), DType.FLOAT32, compute, input_gradient=True)
+    assert first_backward(chain) == BackwardStrategy(EPILOGUE, KERNEL, KERNEL, beside=True)
 
 
 def test_the_nearest_architecture_s_table_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,158 @@
+"""The suite `untuned`: blocks of every activation in BF16, TF32 and FP32, as they run unmeasured and as they run tuned.
+
+The shapes are drawn by seeds, as those of the suite `wide` are. The blocks of `FIT` are for fitting the priors: a row
+of theirs also holds the untuned time of each pass by each of its strategies. No fit reads a block of `JUDGE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+
+from benchmarks import layers, report, timing
+from benchmarks.layers import TYPES, Block
+from benchmarks.report import Finding, Json, Row, speedups
+from benchmarks.suite import Job, Suite, plan_cache
+from benchmarks.wide import FIT, JUDGE, STRATA, Shape
+
+ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
+_SEEDS: Final = {FIT: 3200, JUDGE: 3201}
+_COUNT: Final = 200  # blocks of each half
+_MOST_MULTIPLICATIONS: Final = 1 << 32  # of one product, so that a block is tuned in about a second
+_EXAMPLE: Final = Block(f"odd {JUDGE}", 777, 333, 555, "tf32", "silu")
+"""The block that was furthest behind its tuned plans when the priors knew ReLU and GELU alone."""
+_BUDGET_S: Final = 0.2
+_ROUNDS: Final = 3
+
+
+def blocks() -> list[Block]:
+    """The blocks for fitting and for judging, in turn; the first of any number have all types and activations."""
+    halves = [_drawn(half) for half in (FIT, JUDGE)]
+    return [block for pair in zip(*halves, strict=True) for block in pair]
+
+
+def _drawn(half: str) -> list[Block]:
+    generator, found = random.Random(_SEEDS[half]), [_EXAMPLE] if half == JUDGE else []
+    kinds = [*itertools.product(TYPES, ACTIVATIONS)]
+    while len(found) < _COUNT:
+        generator.shuffle(kinds)
+        for kind, activation in kinds[: _COUNT - len(found)]:
+            stratum = generator.choice([*STRATA])
+            found.append(Block(f"{stratum} {half}", *_shape(generator, stratum), kind, activation))
+    return found
+
+
+def _shape(generator: random.Random, stratum: str) -> Shape:
+    while True:
+        m, n, k = STRATA[stratum](generator, generator.randrange(4))
+        if m * n * k <= _MOST_MULTIPLICATIONS:
+            return m, n, k
+
+
+def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
+    """A row: the block as it runs unmeasured and as it runs tuned; for fitting, its passes by each strategy as well."""
+    from benchmarks import splits
+
+    sets = block.sets(timing.cache_size())
+    count, chain = block.repetitions(sets), splits.chain_of(block)
+    stratum, half = block.group.split()
+    setting = block.as_json() | {"stratum": stratum, "half": half, "when": report.now()}
+    buffers = [layers.arrays(block) for _ in range(sets)]
+    addresses = [layers.Arrays(*(array.data.ptr for array in each)) for each in buffers]
+
+    def contender(plans: splits.Plans) -> timing.Contender:
+        return timing.Contender(lambda i, stream: plans.run(addresses[i], stream))
+
+    with plan_cache():
+        untuned = splits.by_priors(chain)
+        if half == FIT:
+            setting["strategies"] = {role: _by_strategies(problem) for role, problem in splits.roles(chain)}
+        tuned = layers.tune(block)
+        decided = splits.decided(chain)
+        plans = {"lt": decided, "lt_priors": untuned}
+        setting["splits"] = {name: str(splits.split_of(each)) for name, each in plans.items()}
+        setting |= {"tuning_s": round(tuned.seconds, 3), "products": _products(decided, untuned)}
+        builders = {name: partial(contender, each) for name, each in plans.items()}
+        timings, left_out = timing.measure(builders, sets, count, options.rounds, stream)
+    return Row(block.name, timings, setting=setting, left_out=left_out)
+
+
+def _by_strategies(problem: Any) -> dict[str, float]:
+    """Microseconds of a pass by each of its strategies, the algorithms of its products chosen without a measurement."""
+    from benchmarks.splits import DEVICE, strategy_name
+    from lt_runtime.errors import PlanError
+    from lt_runtime.plans.decisions import plan_for, priors_of
+    from lt_runtime.problem import ForwardProblem
+    from lt_runtime.products.choose import heuristic_algorithm
+    from lt_runtime.tuner.chain import Chain, Layer
+    from lt_runtime.tuner.chain_operands import OperandSets
+    from lt_runtime.tuner.timing import workbench
+
+    choose, plans = functools.cache(heuristic_algorithm), {}
+    for strategy in priors_of(problem, DEVICE):
+        with contextlib.suppress(PlanError):
+            plans[strategy] = plan_for(problem, DEVICE, strategy, choose)
+    layer = Layer(problem) if isinstance(problem, ForwardProblem) else Layer(None, problem)
+    with workbench(DEVICE) as bench:
+        contenders = {strategy: [(0, plan)] for strategy, plan in plans.items()}
+        times = OperandSets(bench, Chain((layer,))).take_times(contenders, _BUDGET_S, _ROUNDS)
+    return {strategy_name(each): round(time.median_us, 3) for each, time in times.items()}
+
+
+def _products(*of_plans: Any) -> list[list[Any]]:
+    """The products that were measured: shape, epilogue, time by the first algorithm and the best, and which these are.
+
+    The same for the products of several plans, none twice.
+    """
+    from benchmarks.splits import DEVICE
+    from lt_runtime.products.choose import configuration, heuristic_algorithm
+    from lt_runtime.store.keys import problem_key
+    from lt_runtime.store.plan_store import plan_store
+
+    parts, store = itertools.chain.from_iterable(of_plans), plan_store(DEVICE)
+    problems = dict.fromkeys(product.problem for part in parts for product in part.products.values())
+    found = []
+    for problem in problems:
+        entry = store.product(problem_key(problem))
+        if entry is not None:
+            first = configuration(heuristic_algorithm(problem, DEVICE).blob)
+            times = round(entry.first_us, 3), round(entry.us, 3)
+            place = problem.b.layout.order.value
+            shape = [problem.m, problem.n, problem.k]
+            found.append([shape, place, problem.epilogue.value, *times, _short(first), _short(entry.config)])
+    return found
+
+
+def _short(config: dict[str, int]) -> dict[str, int]:
+    """The attributes of a configuration that are not 0."""
+    return {name: value for name, value in config.items() if value}
+
+
+def findings(rows: Sequence[Json]) -> list[Finding]:
+    """What runs unmeasured by what is tuned, on the blocks that no fit has read: all, by type and by activation."""
+    judged = [row for row in rows if row.get("half") == JUDGE]
+    groups: Iterator[tuple[str, list[Json]]] = (
+        (value, [row for row in judged if row[name] == value])
+        for name, values in (("type", TYPES), ("activation", ACTIVATIONS), ("stratum", STRATA))
+        for value in values
+    )
+    untuned = speedups(judged, "lt", "lt_priors")
+    made = [report.mean("lt / lt_priors", untuned, 0.955), report.worst("lt / lt_priors", untuned, 0.85)]
+    for name, some in groups:
+        made.append(report.mean(f"lt / lt_priors, {name}", speedups(some, "lt", "lt_priors")))
+        made.append(report.worst(f"lt / lt_priors, {name}", speedups(some, "lt", "lt_priors")))
+    return made
+
+
+def _jobs(options: argparse.Namespace) -> dict[str, Job]:
+    found = [each for each in blocks() if options.dtype in (None, each.kind)]
+    return {block.name: partial(measure, block, options) for block in found}
+
+
+SUITE: Final = Suite(rounds=5, order=[block.name for block in blocks()], jobs=_jobs, findings=findings)
