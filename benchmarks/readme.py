@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and benchmarks/README.md, and the plots, from the kept results.
+"""Writes the tables of benchmarks/README.md, and the plots, from the kept results.
 
 `python -m benchmarks report` does it. A table stands between `<!-- benchmarks:NAME -->` and
 `<!-- /benchmarks:NAME -->`, where NAME is one of `TABLES`. Ratios are a peer's time by ours, so more than 1 is faster;
@@ -18,7 +18,7 @@ from benchmarks.fastest import COMPARED, Comparison, against, comparisons, label
 from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, speedups
 
 ROOT: Final = Path(__file__).parents[1]
-FILES: Final = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+FILES: Final = (ROOT / "benchmarks" / "README.md",)
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
 
 Table = Sequence[Sequence[str]]

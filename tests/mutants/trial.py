@@ -21,7 +21,10 @@ import pytest
 from tests.host_kernels.build import BUILD_DIRECTORY, BuildError
 from tests.mutants.fault import ROOT, Fault
 
-_COPIED: Final = ("lt_runtime", "cuda_src", "tests", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
+_COPIED: Final = (
+    *("lt_runtime", "cuda_src", "docs", "tests", "benchmarks"),
+    *("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+)
 _LIMIT_S: Final = 300.0
 
 
