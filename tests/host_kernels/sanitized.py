@@ -1,14 +1,17 @@
-"""What the sanitizers have passed: `python -m tests.host_kernels.sanitized` runs them, and records it if they pass.
+"""Records that the kernels' tests passed under the sanitizers: `python -m tests.host_kernels.sanitized` runs them all.
 
-Nothing that they see changes without one of these files, or the compiler. As long as all are the same, their long runs
-are skipped, unless LT_COMPILE_ALL=1 asks for them.
+The record is a digest of the compiler's version and of all files that decide what the sanitizers see. As long as it
+matches, only a sample of the tests runs under the sanitizers, a different one each day. LT_COMPILE_ALL=1 runs them all.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Final
 
@@ -17,30 +20,53 @@ import pytest
 from lt_runtime import kernels
 from lt_runtime.paths import kernel_sources
 from tests.host_kernels.build import HERE, compiler_version
-from tests.support.kernel_digest import without_comments
+from tests.support.kernel_digest import without_comments, without_prose
 
 RECORD: Final = HERE / "sanitized.txt"
 COMPILE_ALL: Final = "LT_COMPILE_ALL"
+_ROOT: Final = HERE.parents[1]
 _LAUNCHERS: Final = Path(kernels.__file__).parent
 
 
 def digest() -> str:
-    """Changes with the kernels, their launchers and tests, the shim and the compiler; not with a comment in C++."""
+    """Changes with the code of any of `covered_files` and with the compiler, but not with comments and docstrings."""
     made = hashlib.sha256(compiler_version().encode())
-    for file in [*_files(kernel_sources(), ".cu", ".cuh"), *_files(HERE, ".cu", ".cuh", ".cpp", ".h")]:
-        made.update(without_comments(file.read_text()).encode())
-    for file in [*_files(_LAUNCHERS, ".py"), *_files(HERE, ".py")]:
-        made.update(file.read_bytes())
+    for file in covered_files():
+        bare = without_prose if file.suffix == ".py" else without_comments
+        made.update(bare(file.read_text()).encode())
     return made.hexdigest()[:32]
+
+
+def covered_files() -> list[Path]:
+    """The kernels, their launchers, their tests, the shim, and each module of ours that one of the tests imports."""
+    tests = _files(HERE, ".py")
+    sources = [*_files(kernel_sources(), ".cu", ".cuh"), *_files(HERE, ".cu", ".cuh", ".cpp", ".h")]
+    imported = {file for test in tests for file in _imported(test)}
+    return sorted({*sources, *_files(_LAUNCHERS, ".py"), *tests, *imported})
 
 
 def _files(root: Path, *suffixes: str) -> list[Path]:
     return sorted(file for file in root.rglob("*") if file.suffix in suffixes)
 
 
+def _imported(test: Path) -> Iterator[Path]:
+    """Files of the modules of `lt_runtime` and `tests` that a file imports; all files of a package."""
+    for node in ast.walk(ast.parse(test.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("lt_runtime", "tests")):
+            package = _ROOT / node.module.replace(".", "/")
+            for place in (package / alias.name for alias in node.names):
+                module = place if place.is_dir() or place.with_suffix(".py").is_file() else package
+                yield from _files(module, ".py") if module.is_dir() else [module.with_suffix(".py")]
+
+
 def is_to_run() -> bool:
-    """Whether the long runs are asked for, or something has changed since they passed."""
+    """Whether all runs are asked for, or something has changed since they passed."""
     return os.environ.get(COMPILE_ALL) == "1" or not RECORD.exists() or RECORD.read_text().strip() != digest()
+
+
+def of_the_day(tests: Sequence[str], day: date) -> str:
+    """One of the tests; each has its turn within as many days as there are tests."""
+    return tests[day.toordinal() % len(tests)]
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
-"""The tests of every kernel again, in a process of their own, with the kernels built with sanitizers.
+"""Runs tests of every kernel again, in a process of its own, with the kernels built with sanitizers.
 
-That takes minutes, and is done when something has changed since they passed: see sanitized.py.
+All of them take minutes, and run when something has changed since they passed. Otherwise one test runs under each
+sanitizer, a different one each day: see sanitized.py.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 from lt_runtime.problem import DType
 from tests.host_kernels.build import BUILD_DIRECTORY, HERE, Builder, Sanitizer
 from tests.host_kernels.probes import PROBE
-from tests.host_kernels.sanitized import is_to_run
+from tests.host_kernels.sanitized import covered_files, is_to_run, of_the_day
 from tests.host_kernels.variants import (
     BF16,
     F16,
@@ -91,6 +94,10 @@ TESTS = [
 ]
 
 
+def tests_under(sanitizer: Sanitizer) -> list[str]:
+    return TESTS if sanitizer is Sanitizer.ADDRESS else SHARED_MEMORY_TESTS
+
+
 def run_python(sanitizer: Sanitizer, directory: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
@@ -115,16 +122,43 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
     assert (done.returncode, found) == (0, []), done.stdout + done.stderr
 
 
+def pass_under(sanitizer: Sanitizer, directory: Path, tests: Sequence[str]) -> None:
+    paths = [f"tests/host_kernels/{test}" for test in tests]
+    done = run_python(sanitizer, directory, ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *paths])
+    assert_clean(done)
+    assert f"{len(paths)} passed" in done.stdout
+
+
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])  # as long as each other
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
 def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool) -> None:
     if not is_to_run():
         pytest.skip("nothing has changed since the sanitizers passed; LT_COMPILE_ALL=1 runs them")
-    tests = TESTS if sanitizer is Sanitizer.ADDRESS else SHARED_MEMORY_TESTS
-    paths = [f"tests/host_kernels/{test}" for test in tests if test.startswith("test_narrow") == narrow]
-    done = run_python(sanitizer, build_directory, ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *paths])
-    assert_clean(done)
-    assert f"{len(paths)} passed" in done.stdout
+    chosen = [test for test in tests_under(sanitizer) if test.startswith("test_narrow") == narrow]
+    pass_under(sanitizer, build_directory, chosen)
+
+
+@pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
+def test_the_kernel_of_the_day_passes(build_directory: Path, sanitizer: Sanitizer) -> None:
+    if is_to_run():
+        pytest.skip("all tests run under the sanitizers")
+    pass_under(sanitizer, build_directory, [of_the_day(tests_under(sanitizer), date.today())])
+
+
+def test_each_test_has_its_day() -> None:
+    days = [date(2026, 1, 1) + timedelta(day) for day in range(len(TESTS))]
+    assert {of_the_day(TESTS, day) for day in days} == set(TESTS)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("cuda_src/mma.cuh", "lt_runtime/kernels/epilogue.py", "tests/host_kernels/cases.py"),
+        *("tests/support/strategies.py", "lt_runtime/problem.py", "lt_runtime/layout.py"),  # these decide the operands
+    ],
+)
+def test_a_change_of_the_file_makes_all_run(file: str) -> None:
+    assert REPOSITORY / file in covered_files()
 
 
 @pytest.mark.parametrize(

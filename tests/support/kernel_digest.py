@@ -32,7 +32,7 @@ def family_digest(variants: Sequence[Variant], architectures: Sequence[str], str
     (source,) = {variant.source for variant in variants}
     parts = (
         compiler_build(),
-        _judge(),
+        without_prose(Path(kernel_usage.__file__).read_text(), imports=False),
         [(file.name, without_comments(file.read_text())) for file in included(source)],
         [(Path(compiler.runtime_headers()) / name).read_bytes() for name in compiler._TOOLKIT_HEADERS],
         [compiler._options(source, each.macros, architecture) for each in variants for architecture in architectures],
@@ -68,16 +68,15 @@ def compiler_build() -> tuple[str, ...]:
     return found
 
 
-@functools.cache
-def _judge() -> str:
-    """The code that compiles and judges, without comments, docstrings and imports."""
-    tree = ast.parse(Path(kernel_usage.__file__).read_text())
+def without_prose(code: str, *, imports: bool = True) -> str:
+    """The syntax tree of Python code without comments and docstrings, and without imports if they are not wanted."""
+    tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            node.body = [each for each in body if not _is_prose_or_import(each)]  # type: ignore[attr-defined]
+            node.body = [  # type: ignore[attr-defined]
+                each
+                for each in body
+                if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+                and (imports or not isinstance(each, ast.Import | ast.ImportFrom))
+            ]
     return ast.dump(tree)
-
-
-def _is_prose_or_import(node: ast.stmt) -> bool:
-    prose = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return prose or isinstance(node, ast.Import | ast.ImportFrom)
