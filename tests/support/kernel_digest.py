@@ -32,7 +32,7 @@ def family_digest(variants: Sequence[Variant], architectures: Sequence[str], str
     (source,) = {variant.source for variant in variants}
     parts = (
         compiler_build(),
-        without_prose(Path(kernel_usage.__file__).read_text(), imports=False),
+        judging_code(),
         [(file.name, without_comments(file.read_text())) for file in included(source)],
         [(Path(compiler.runtime_headers()) / name).read_bytes() for name in compiler._TOOLKIT_HEADERS],
         [compiler._options(source, each.macros, architecture) for each in variants for architecture in architectures],
@@ -66,6 +66,12 @@ def compiler_build() -> tuple[str, ...]:
     found = tuple(_BUILD.findall(ptx))
     assert len(found) == 2, ptx[:400]
     return found
+
+
+@functools.cache
+def judging_code() -> str:
+    """The code that judges what the compiler says of a kernel."""
+    return without_prose(Path(kernel_usage.__file__).read_text(), imports=False)
 
 
 def without_prose(code: str, *, imports: bool = True) -> str:

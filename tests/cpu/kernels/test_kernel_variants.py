@@ -206,7 +206,7 @@ def test_comments_go_and_literals_stay() -> None:
         (compile_matrix, "VARIANTS", VARIANTS[1:], {VARIANTS[0].source}),
         (compile_matrix, "ARCHITECTURES", ("sm_90",), set(SOURCES)),
         (kernel_digest, "compiler_build", lambda: ("13.6",), set(SOURCES)),
-        (kernel_digest, "_judge", lambda: "another", set(SOURCES)),
+        (kernel_digest, "judging_code", lambda: "another", set(SOURCES)),
     ],
 )
 def test_what_else_decides_is_compiled_again(
