@@ -95,9 +95,9 @@ def nvrtc() -> tuple[str, str]:
     """The run-time compiler, loaded."""
     from cuda.bindings import nvrtc as api
 
-    from lt_runtime.gpu.nvrtc import libraries
+    from lt_runtime.gpu.compiler import nvrtc_libraries
 
-    *_, path = libraries()
+    *_, path = nvrtc_libraries()
     status, major, minor = api.nvrtcVersion()
     if status:
         raise RuntimeError(f"nvrtcVersion returned {status.name}")

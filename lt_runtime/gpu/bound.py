@@ -1,4 +1,4 @@
-"""Plans bound to buffers and a stream: captured once, so that a call is the launch of one small graph."""
+"""Plans bound to buffers and a stream: captured once, so that each call is the launch of one small graph."""
 
 from __future__ import annotations
 
@@ -9,42 +9,39 @@ from typing import Any, Final
 from lt_runtime import ranges
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.direct import function, is_capturing
-from lt_runtime.gpu.driver import check
+from lt_runtime.gpu.driver import check, function, is_capturing
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.memory import StreamMemory, stream_memory
 from lt_runtime.gpu.streams import is_captured, private_stream, relaxed_captures
 
 _ended: Final[list[tuple[Graph, int]]] = []
-"""Graphs to be freed, with their devices: a capture of the thread that ends a plan would not survive that."""
+"""Graphs to be freed, with their devices. A plan that ends does not free its graph at once: the thread may be
+capturing, and freeing would invalidate the capture."""
 
 
 class BoundPlan:
-    """Puts an operation on its stream, over its buffers, which must still be there; nothing is checked.
+    """Puts an operation on its stream, over its buffers, which must still exist; nothing is checked.
 
-    The library's part costs the host as much as a launch of the whole graph. The graph, moreover, has a weight gradient
-    beside the input gradient where the plan says so. While the stream is being captured, the operation is put there
-    launch by launch.
+    A launch of the whole graph costs the host as much as cuBLASLt's part of the operation alone. The graph also runs
+    the weight gradient beside the input gradient where the plan says so. While the stream is being captured, a call
+    puts the operation's own launches on it instead.
 
     The graph uses the workspace and the scratch memory of its stream, as the same operation unbound does.
 
     Args:
         put: puts the operation on a memory's stream. It has run before, on any stream.
-        device: ordinal of the GPU, which is current, and will be when the bound plan is called.
-        stream: handle of the stream that each call will run on.
-        reserve: allocates what `put` needs of a memory.
+        device: ordinal of the GPU. It is current now, and must be current at each call.
+        stream: handle of the stream that each call runs on.
+        reserve: allocates the memory that `put` needs.
 
     Attributes:
-        known: what watchers of the ranges are told at each call; None if somebody else tells them.
+        known: passed to the watchers of the ranges at each call; None if the caller tells them itself.
 
     Raises:
         CaptureError: the stream is being captured.
     """
 
-    __slots__ = (
-        *("__weakref__", "_executable", "_graph", "_launch", "_lock"),
-        *("_memory", "_put", "_stream", "known"),
-    )
+    __slots__ = ("__weakref__", "_executable", "_graph", "_launch", "_lock", "_memory", "_put", "_stream", "known")
 
     def __init__(
         self,
@@ -81,11 +78,11 @@ class BoundPlan:
 
 
 def _free_ended() -> None:
-    """Frees the graphs of plans that have ended since, which may have been in the middle of a capture."""
+    """Frees the graphs of plans that have ended."""
     while True:
         try:
             graph, device = _ended.pop()
-        except IndexError:  # other threads free them too
+        except IndexError:  # the list is empty; `while _ended` could race with other threads that free graphs too
             return
         with activated(device):
             graph.close()

@@ -1,4 +1,4 @@
-"""How long work takes: on the GPU by events on a stream that is used for nothing else, on the host by a stopwatch."""
+"""Measures how long work takes: on the GPU by events on a stream of its own, on the host by a stopwatch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lt_runtime.gpu.streams import private_stream
 
 
 class Stopwatch:
-    """Seconds that were spent on timing.
+    """Counts the host's seconds of timing, so that a search can keep to a time limit.
 
-    Compiling and loading kernels do not count: both happen once on a machine, and while other processes use its disk
-    and processors they take longer than all of the timing.
+    Compiling and loading kernels do not count: each happens once on a machine, and under load it takes longer than all
+    timing together.
 
     Attributes:
-        seconds: seconds so far. A caller may add time that it knows was spent on timing without being watched.
+        seconds: seconds so far. A caller may add time that it spent on timing without the stopwatch running.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,8 @@ class Clock:
     """Times work on a stream of its own; the device must be current. One thread at a time may use it.
 
     Attributes:
-        stream: the stream's handle. All clocks of a device share it, so that the memory that belongs to it is made
-            once.
-        watch: counts what the host spends on timing.
+        stream: the stream's handle. All clocks of a device share the stream, so that its workspace is allocated once.
+        watch: counts the host's time spent on timing.
     """
 
     def __init__(self, device: int) -> None:
@@ -51,7 +50,7 @@ class Clock:
         self.watch = Stopwatch()
 
     def once(self, run: Callable[[int], object]) -> float:
-        """Microseconds that `run(stream)` takes, with the host's time to launch it where the GPU waits for that."""
+        """Microseconds that `run(stream)` takes. Where the GPU waits for the host to launch, that time counts too."""
         with _events(2) as (start, end):
             call("cuEventRecord", start, self.stream)
             run(self.stream)
@@ -70,8 +69,8 @@ class Clock:
         while it is timed.
 
         Args:
-            behind_itself: whether every graph is launched once, untimed, before it is timed, so that it finds in the
-                caches what it leaves there itself.
+            behind_itself: launch every graph once, untimed, before its timed launch. The timed launch then finds in the
+                caches what the graph itself leaves there.
         """
         with _events(2 * len(graphs)) as events:
             for index, graph in enumerate(graphs):
@@ -90,17 +89,13 @@ class Clock:
 
 @contextlib.contextmanager
 def _events(count: int) -> Iterator[list[Any]]:
+    """Events that are destroyed at the end."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(_event()) for _ in range(count)]
-
-
-@contextlib.contextmanager
-def _event() -> Iterator[Any]:
-    event = call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT)
-    try:
-        yield event
-    finally:
-        call("cuEventDestroy", event)
+        events = []
+        for _ in range(count):
+            events.append(call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT))
+            stack.callback(call, "cuEventDestroy", events[-1])
+        yield events
 
 
 def _microseconds(start: Any, end: Any) -> float:

@@ -1,22 +1,23 @@
 """Compiles our CUDA sources with NVRTC and keeps the machine code in the user's cache directory.
 
-Kept code is used only if the same compiler would make it again from the same sources, headers and options. A process
-that finds all its kernels there does not load NVRTC, which would take longer than everything else.
+Cached machine code is used only if the same compiler would produce it again from the same sources, headers and options.
+A process that finds all its kernels in the cache does not load NVRTC: loading takes longer than everything else here.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cuda import pathfinder
 
-from lt_runtime.errors import MissingLibraryError
-from lt_runtime.gpu import nvrtc
+from lt_runtime.errors import CompileError, GpuError, MissingLibraryError
 from lt_runtime.gpu.kernel_cache import KernelCache
 from lt_runtime.paths import cache_directory, kernel_sources
 from lt_runtime.private import UntrustedError
@@ -25,13 +26,19 @@ Macros = tuple[tuple[str, str], ...]
 """Preprocessor definitions, (name, value)."""
 
 _FLUSHED: Final = frozenset({"cross_entropy.cu"})
-"""Sources in which FP32 numbers below 2⁻¹²⁶ count as zero, which saves three instructions an exponential."""
+"""Sources compiled with flush to zero (FP32 numbers below 2⁻¹²⁶), which saves three instructions for each
+exponential."""
 
 _warned: Final[set[Path]] = set()
-"""Cache directories of which something has been said."""
+"""Cache directories that a warning was given for."""
 
 _TOOLKIT_HEADERS: Final = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp", "math_constants.h")
-"""The CUDA runtime's headers that the sources include, and the headers that those include under NVRTC."""
+"""The CUDA runtime's headers that our sources include, directly or through another header, under NVRTC."""
+
+_NVRTC: Final = "libnvrtc.so.13"
+_SEARCHED_FIRST: Final = ("site-packages", "conda")
+"""Where pathfinder looks for a library before it asks the system's loader, which would load the library."""
+_HEAD_BYTES: Final = 4096
 
 
 def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
@@ -48,7 +55,7 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
     code, options = (kernel_sources() / source).read_bytes(), _options(source, macros, architecture)
     directory = cache_directory()
     cache = KernelCache(directory / "kernels")
-    for library in nvrtc.libraries():
+    for library in nvrtc_libraries():
         key = _key(source, code, options, library)
         try:
             cached = cache.get(key)
@@ -57,7 +64,7 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
             _warn_of_no_cache(directory, str(error))
         if cached is not None:
             return cached
-    cubin = nvrtc.compile_cubin(source, code, [*options, *_include_paths()])
+    cubin = compile_cubin(source, code, [*options, *_include_paths()])
     try:
         cache.put(key, cubin)
     except UntrustedError as error:
@@ -68,9 +75,9 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
 
 
 def _options(source: str, macros: Macros, architecture: str) -> list[bytes]:
-    """All options but the headers' directories, which change nothing while the headers stay the same."""
-    # "--minimal" leaves out textures and the device's runtime: the machine code is the same, 6 ms of 75 sooner.
-    # Diagnostic 177 reports what is declared but never referenced: dead code.
+    """All options but the include paths, which do not affect the result while the headers stay the same."""
+    # "--minimal" leaves out textures and the device runtime: the same machine code in 69 ms instead of 75.
+    # Diagnostic 177 reports declarations that are never referenced: dead code.
     fixed = f"-arch={architecture}", "--std=c++17", "--minimal", "--diag-error=177"
     flushes = ["--ftz=true"] if source in _FLUSHED else []
     return [each.encode() for each in (*fixed, *flushes, *(f"--define-macro={name}={value}" for name, value in macros))]
@@ -81,14 +88,19 @@ def _include_paths() -> list[bytes]:
 
 
 def _key(source: str, code: bytes, options: Sequence[bytes], library: Path) -> str:
-    """A key that differs whenever anything differs that the machine code depends on."""
-    parts = (source, code, tuple(options), _included_files(), nvrtc.identity(library))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    """A digest of everything that the machine code depends on.
+
+    The compiler counts by its file's size, time of change and first bytes, which contain the sizes of all sections.
+    """
+    with library.open("rb") as file:
+        status = os.fstat(file.fileno())
+        compiler = status.st_size, status.st_mtime_ns, file.read(_HEAD_BYTES)
+    return hashlib.sha256(repr((source, code, tuple(options), _included_files(), compiler)).encode()).hexdigest()
 
 
 @functools.cache
 def runtime_headers() -> str:
-    """The directory of the CUDA runtime's headers (`cuda_bf16.h` and friends).
+    """The directory of the CUDA runtime's headers (`cuda_bf16.h` and others).
 
     Raises:
         MissingLibraryError: they are not installed.
@@ -112,7 +124,77 @@ def _included_files() -> bytes:
 
 
 def _warn_of_no_cache(directory: Path, reason: str) -> None:
-    """Warns once, whatever the reasons, that compiled kernels are not kept in a directory, or not taken from it."""
+    """Warns, once for each directory, that the kernel cache cannot be used."""
     if directory not in _warned:
         _warned.add(directory)
         warnings.warn(f"kernels are compiled anew in each process: {reason}", stacklevel=3)
+
+
+def nvrtc_libraries() -> Iterator[Path]:
+    """First the file of NVRTC that this process would load, if that is known without loading it; then the loaded file.
+
+    Raises:
+        MissingLibraryError: NVRTC is not installed.
+    """
+    expected = None if _is_loaded() else _expected_nvrtc()
+    if expected is not None:
+        yield expected
+    try:
+        yield Path(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path or "")
+    except pathfinder.DynamicLibNotFoundError as error:
+        raise MissingLibraryError("NVRTC is not installed: pip install 'lt_runtime[cuda13]'") from error
+
+
+def _is_loaded() -> bool:
+    """Whether this process has loaded NVRTC, from wherever; it then uses that library."""
+    try:
+        ctypes.CDLL(_NVRTC, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
+
+
+def _expected_nvrtc() -> Path | None:
+    """The library in the wheel or conda package whose headers pathfinder finds; None if there is no such package."""
+    header = pathfinder.locate_nvidia_header_directory("nvrtc")
+    if header is None or header.found_via not in _SEARCHED_FIRST:
+        return None
+    library = Path(header.abs_path or "").parent / "lib" / _NVRTC
+    return library if library.is_file() else None
+
+
+def compile_cubin(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
+    """Compiles a source to machine code for the architecture that the options name.
+
+    Args:
+        name: name of the source, for messages.
+
+    Raises:
+        CompileError: the compiler rejected it; carries its log.
+    """
+    from cuda.bindings import nvrtc  # imported late: a process that finds every kernel in the cache does not need it
+
+    program = _call("nvrtcCreateProgram", code, name.encode(), 0, [], [])
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), list(options))
+        if status:
+            raise CompileError(name, _output("ProgramLog", program).rstrip(b"\0").decode() or status.name)
+        return _output("CUBIN", program)
+    finally:
+        _call("nvrtcDestroyProgram", program)
+
+
+def _output(kind: str, program: Any) -> bytes:
+    """The compiler's output for a program: its "ProgramLog" or its "CUBIN"."""
+    text = bytes(_call(f"nvrtcGet{kind}Size", program))
+    _call(f"nvrtcGet{kind}", program, text)  # NVRTC writes into `text`
+    return text
+
+
+def _call(function: str, *arguments: Any) -> Any:
+    from cuda.bindings import nvrtc
+
+    status, *results = getattr(nvrtc, function)(*arguments)
+    if status:
+        raise GpuError(f"{function} returned {status.name}")
+    return results[0] if results else None

@@ -1,4 +1,4 @@
-"""Which GPUs there are, their properties and driver, and which one is current."""
+"""The GPUs of this machine: their number, properties and driver, and the current one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.driver import call
 
-_MOST_GPUS: Final = 10**9  # what is larger is no ordinal, and Python may refuse to print it
+_MOST_GPUS: Final = 10**9  # larger numbers are no ordinals, and Python may refuse to print them
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A GPU: its ordinal, name, compute capability (major·10 + minor), multiprocessors and bytes of memory."""
+    """Properties of a GPU.
+
+    Attributes:
+        capability: compute capability, major·10 + minor.
+        memory: bytes.
+    """
 
     ordinal: int
     name: str
@@ -32,7 +37,7 @@ class DeviceInfo:
 
     @property
     def architecture(self) -> str:
-        """The name that compilers know the GPU by, such as "sm_90"."""
+        """The compilers' name for the GPU's architecture, such as "sm_90"."""
         return f"sm_{self.capability}"
 
 
@@ -51,14 +56,14 @@ def device_count() -> int:
 
 
 def parse_device(device: object) -> int | None:
-    """The ordinal of the GPU that a caller named; None for the host.
+    """The ordinal of a GPU from any way of naming it; None for the host.
 
     Args:
         device: a GPU's ordinal N; "cpu", "cuda" (the first GPU), "cuda:N" or "N"; "auto", which is the first GPU if
             there is one and the host otherwise; or an object with `type` and `index`, such as a `torch.device`.
 
     Raises:
-        ArgumentError: another value, or a GPU that is not there.
+        ArgumentError: another value, or a GPU that this machine does not have.
     """
     name = _device_name(device)
     if name in ("cpu", "cpu:0"):
@@ -107,9 +112,9 @@ def device_attributes(ordinal: int, *names: str) -> tuple[int, ...]:
 
 
 def kernel_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of the NVIDIA driver, such as 580.95.05, which CUDA itself does not tell.
+    """The version of the NVIDIA driver, such as 580.95.05; None under WSL, which lacks the file.
 
-    It is None under WSL, which has no such file.
+    CUDA itself reports only the CUDA version that the driver supports.
     """
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read_text()) if file.exists() else None
     return found[0] if found else None
@@ -122,7 +127,7 @@ def _primary_context(ordinal: int) -> driver.CUcontext:
 
 
 def current_device() -> int:
-    """Ordinal of the calling thread's current device; 0, as everywhere in CUDA, if the thread has none yet."""
+    """Ordinal of the calling thread's current device; 0, CUDA's default, if the thread has none yet."""
     _initialise()
     status, device = driver.cuCtxGetDevice()
     return int(device) if status == driver.CUresult.CUDA_SUCCESS else 0

@@ -1,12 +1,31 @@
-"""CUDA driver calls with every status checked."""
+"""CUDA driver calls with every status checked.
+
+`call` goes through cuda.bindings. The few functions that every launch needs go through ctypes, because the bindings
+would build a dozen objects for the attributes of one launch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Final
 
 from cuda.bindings import driver
 
 from lt_runtime.errors import DriverError, MissingLibraryError
+
+_PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+_POINTER: Final = ctypes.c_void_p
+_ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
+    "cuCtxGetDevice": (ctypes.POINTER(ctypes.c_int),),
+    "cuEventRecord": (_POINTER, _POINTER),
+    "cuGraphLaunch": (_POINTER, _POINTER),
+    "cuLaunchKernelEx": (_POINTER, _POINTER, _POINTER, _POINTER),
+    "cuMemcpyHtoDAsync_v2": (_POINTER, _POINTER, ctypes.c_size_t, _POINTER),
+    "cuStreamIsCapturing": (_POINTER, _POINTER),
+}
 
 
 def call(name: str, *arguments: Any) -> Any:
@@ -19,7 +38,7 @@ def call(name: str, *arguments: Any) -> Any:
     try:
         status, *results = getattr(driver, name)(*arguments)
     except RuntimeError as error:  # cuda.bindings found no libcuda
-        raise MissingLibraryError(f"no NVIDIA driver on this machine ({error})") from error
+        raise _missing(error) from error
     check(name, status)
     if len(results) > 1:
         return tuple(results)
@@ -30,9 +49,117 @@ def check(name: str, status: int) -> None:
     """Raises `DriverError` unless the driver function `name` returned success."""
     if status != driver.CUresult.CUDA_SUCCESS:
         result = driver.CUresult(status)
-        raise DriverError(name, int(result), result.name, _explanation(result))
+        _, text = driver.cuGetErrorString(result)
+        raise DriverError(name, int(result), result.name, text.decode() if text else "unknown error")
 
 
-def _explanation(status: driver.CUresult) -> str:
-    _, text = driver.cuGetErrorString(status)
-    return text.decode() if text else "unknown error"
+def _missing(error: Exception) -> MissingLibraryError:
+    return MissingLibraryError(f"no NVIDIA driver on this machine ({error})")
+
+
+@functools.cache
+def function(name: str) -> Callable[..., int]:
+    """The driver's C function `name`, which returns a status. Only functions that `_ARGUMENTS` lists are known.
+
+    Raises:
+        MissingLibraryError: there is no NVIDIA driver on this machine.
+    """
+    try:
+        found = ctypes.CDLL("libcuda.so.1")[name]
+    except OSError as error:
+        raise _missing(error) from error
+    found.argtypes, found.restype = _ARGUMENTS[name], ctypes.c_int
+    return found
+
+
+class _Ordinal(threading.local):
+    """A cell for each thread, to which the driver writes a device's ordinal."""
+
+    def __init__(self) -> None:
+        self.cell = ctypes.c_int()
+
+
+_ordinal: Final = _Ordinal()
+
+
+def is_current(device: int) -> bool:
+    """Whether the calling thread has a current context, and the context belongs to `device`."""
+    cell = _ordinal.cell
+    status = function("cuCtxGetDevice")(cell)
+    return not status and cell.value == device  # a nonzero status says that there is no context
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a graph is being captured from the stream.
+
+    Raises:
+        DriverError: the driver cannot tell, for example of the default stream while a stream that it waits for is
+            captured.
+    """
+    state = ctypes.c_int()
+    if status := function("cuStreamIsCapturing")(stream, ctypes.addressof(state)):
+        check("cuStreamIsCapturing", status)
+    return state.value != 0  # CU_STREAM_CAPTURE_STATUS_NONE
+
+
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute`; its value is a union of 64 bytes, aligned to eight."""
+
+    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_uint64 * 8))
+
+
+class _Config(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_OVERLAP: Final = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1))
+
+
+class Launch:
+    """A kernel launch prepared for one stream: each call only passes pointers.
+
+    The kernel takes one struct by value. Between two calls, one thread at a time may change the struct's fields.
+
+    Args:
+        kernel: handle of the kernel's function.
+        params: the struct; the driver copies it at each call.
+        shared: bytes of dynamic shared memory of a block.
+        overlaps: whether the kernel may start before the previous kernel on the stream has ended. The kernel then
+            waits for the previous one itself.
+    """
+
+    def __init__(
+        self,
+        kernel: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        params: ctypes.Structure,
+        stream: int,
+        *,
+        shared: int,
+        overlaps: bool,
+    ) -> None:
+        attributes = ctypes.addressof(_OVERLAP) if overlaps else None
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        config = _Config(grid, block, shared, stream, attributes, int(overlaps))
+        self._kept = params, arguments, config
+        self._launch = function("cuLaunchKernelEx")
+        self._arguments = ctypes.addressof(config), kernel, ctypes.addressof(arguments), None
+
+    def __call__(self) -> None:
+        """Puts the kernel on the stream.
+
+        Raises:
+            DriverError: the driver refused.
+        """
+        if status := self._launch(*self._arguments):
+            check("cuLaunchKernelEx", status)

@@ -1,4 +1,4 @@
-"""What the nodes of a graph do: their kinds, a kernel's arguments, the memory of a copy."""
+"""Contents of a graph's nodes: a kernel's arguments, a memset's value, the memory at both ends of a copy."""
 
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ from cuda.bindings import driver
 
 from lt_runtime.errors import DriverError
 from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.graphs import node_type
 
-_KIND: Final = "CU_GRAPH_NODE_TYPE_"
 _HOST: Final = driver.CUmemorytype.CU_MEMORYTYPE_HOST
 _UNIFIED: Final = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
 _MEMORY_TYPE: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 
 
-def kind_of(node: int) -> str:
-    """A node's kind, such as "KERNEL" or "MEM_ALLOC"."""
-    return str(call("cuGraphNodeGetType", node).name.removeprefix(_KIND))
-
-
 def host_values(node: int) -> tuple[bytes, ...]:
-    """What the host put into a node at its capture: a kernel's arguments, a memset's value; () for other nodes.
+    """The values that the host gave a node at its capture: a kernel's arguments or a memset's value.
 
-    Arguments that the driver cannot tell are left out.
+    Other nodes have none. Nor has a kernel whose arguments the driver does not reveal.
     """
-    kind = kind_of(node)
+    kind = node_type(node)
     if kind == "MEMSET":
         return (int(call("cuGraphMemsetNodeGetParams", node).value).to_bytes(4, "little"),)
     if kind != "KERNEL":
@@ -40,12 +35,17 @@ def host_values(node: int) -> tuple[bytes, ...]:
 
 
 def exchange_values(executable: Any, node: int, source: int) -> None:
-    """Gives an executable graph's kernel or memset what `source` has, a node of the same kind, of any graph.
+    """Copies a kernel's arguments or a memset's value into a node of an executable graph.
+
+    Args:
+        executable: the executable graph.
+        node: a node of the graph that `executable` was instantiated from.
+        source: the node to copy from, of the same type, in any graph.
 
     Raises:
-        DriverError: they are too different.
+        DriverError: the two nodes are too different.
     """
-    if kind_of(node) == "MEMSET":
+    if node_type(node) == "MEMSET":
         context = call("cuCtxGetCurrent")
         call("cuGraphExecMemsetNodeSetParams", executable, node, call("cuGraphMemsetNodeGetParams", source), context)
     else:
@@ -59,27 +59,27 @@ def _arguments(params: Any) -> Iterator[bytes]:
     for index in itertools.count() if pointers else ():
         try:
             _, size = call(*about, index)
-        except DriverError:  # there are no more
+        except DriverError:  # the last argument came before
             return
         address = ctypes.c_void_p.from_address(pointers + index * ctypes.sizeof(ctypes.c_void_p)).value
         yield ctypes.string_at(address or 0, size)
 
 
 def differ(first: bytes, second: bytes) -> bool:
-    """Whether two arguments of equal size differ in anything but addresses of the GPUs' memory."""
-    for start in range(0, len(first), 8):
-        one, other = first[start : start + 8], second[start : start + 8]
-        if one != other and not (len(one) == 8 and _is_known_address(one) and _is_known_address(other)):
-            return True
-    return False
+    """Whether two arguments of equal size differ.
+
+    Two words of 8 bytes that are both addresses known to CUDA count as equal.
+    """
+    words = ((first[start : start + 8], second[start : start + 8]) for start in range(0, len(first), 8))
+    return any(one != other and not (_is_address(one) and _is_address(other)) for one, other in words)
 
 
-def _is_known_address(value: bytes) -> bool:
-    return memory_type(int.from_bytes(value, "little")) is not None
+def _is_address(word: bytes) -> bool:
+    return len(word) == 8 and memory_type(int.from_bytes(word, "little")) is not None
 
 
 def memory_type(address: int) -> Any:
-    """The `CUmemorytype` of an address; None if CUDA does not know it, as it is with pageable memory."""
+    """The `CUmemorytype` of an address; None if CUDA does not know the address, as with pageable host memory."""
     try:
         return driver.CUmemorytype(call("cuPointerGetAttribute", _MEMORY_TYPE, address))
     except DriverError:
@@ -87,15 +87,14 @@ def memory_type(address: int) -> Any:
 
 
 def pageable_ends(node: int) -> list[str]:
-    """Which ends of a copy are in pageable memory of the host: "from", "to", both or none."""
+    """The ends of a copy that are in pageable host memory: "from", "to", both or none."""
     copy = call("cuGraphMemcpyNodeGetParams", node)
     ends = {
         "from": (copy.srcMemoryType, copy.srcHost, copy.srcDevice),
         "to": (copy.dstMemoryType, copy.dstHost, copy.dstDevice),
     }
-    addresses = {
-        end: int(host if kind == _HOST else device)
+    return [
+        end
         for end, (kind, host, device) in ends.items()
-        if kind in (_HOST, _UNIFIED)
-    }
-    return [end for end, address in addresses.items() if memory_type(address) is None]
+        if kind in (_HOST, _UNIFIED) and memory_type(int(host if kind == _HOST else device)) is None
+    ]

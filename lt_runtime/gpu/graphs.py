@@ -1,4 +1,4 @@
-"""Graphs: captures that show what a call puts on a stream, and work captured once to be launched many times."""
+"""CUDA graphs: work captured once to be launched many times, and the nodes that a capture brings."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 from cuda.bindings import driver
 
 from lt_runtime.errors import DriverError, GpuError
-from lt_runtime.gpu.captured_nodes import CapturedNodes, nodes_of
-from lt_runtime.gpu.direct import launch_graph
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import call, check, function
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.ranges import listening
 
 StandIn: TypeAlias = "Callable[[Graph, Callable[[], Graph]], Graph]"
-"""Takes a graph that is to be launched, and what captures the same work once more; gives the graph to launch."""
+"""Takes a graph that is to be launched, and a function that captures the same work again; returns the graph to
+launch."""
 
 stand_in: StandIn | None = None
-"""A profile has training steps launched from graphs of its own, with events in them. Theirs stay as they are."""
+"""Set by a profile, which launches training steps from copies of their graphs with events inside."""
 
 _lock = threading.Lock()
 _with_ranges: weakref.WeakSet[Graph] = weakref.WeakSet()
-_PREFIX = "CU_GRAPH_NODE_TYPE_"
-_ATTEMPTS = 3
-_INVALIDATED = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
-_UNSUPPORTED = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)  # the capturing thread's own doing
+_PREFIX: Final = "CU_GRAPH_NODE_TYPE_"
+_ATTEMPTS: Final = 3
+_INVALIDATED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+_UNSUPPORTED: Final = int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+"""Status of a call that is forbidden to a capturing thread: the thread's own mistake, which a second try repeats."""
+_ACTIVE: Final = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
 def rehearse(run: Callable[[int], object], device: int) -> list[str]:
@@ -50,25 +51,90 @@ def captured_nodes(run: Callable[[int], object], stream: int) -> list[str]:
     """
     graph = _capture(run, stream)
     try:
-        return [call("cuGraphNodeGetType", node).name.removeprefix(_PREFIX) for node in nodes_of(graph)]
+        return [node_type(node) for node in nodes_of(graph)]
     finally:
         call("cuGraphDestroy", graph)
+
+
+def node_type(node: int) -> str:
+    """A node's type, such as "KERNEL" or "MEM_ALLOC"."""
+    return str(call("cuGraphNodeGetType", node).name.removeprefix(_PREFIX))
+
+
+def nodes_of(graph: Any) -> list[int]:
+    """The handles of a graph's nodes."""
+    _, count = call("cuGraphGetNodes", graph, 0)
+    nodes, _ = call("cuGraphGetNodes", graph, count)
+    return [int(node) for node in nodes[:count]]
+
+
+def graph_under_capture(stream: int) -> tuple[int, int]:
+    """The graph that is being captured from a stream: its handle, and the number of the capture.
+
+    Both are 0 if the stream is not being captured, or its capture has been invalidated.
+    """
+    status, capture, graph, *_ = call("cuStreamGetCaptureInfo", stream)
+    return (int(graph), int(capture)) if status == _ACTIVE else (0, 0)
+
+
+class CapturedNodes:
+    """A listener of `lt_runtime.ranges` that notes in which ranges each node of a stream's capture was captured.
+
+    It listens only to the thread that made it.
+
+    Attributes:
+        paths: names of the ranges around a node, outermost first, by the node's handle. Nodes outside all ranges are
+            left out.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+        self._open: list[str] = []
+        self._capture, self._seen = 0, set[int]()
+        self.paths: dict[int, tuple[str, ...]] = {}
+
+    def enter(self, name: str) -> None:
+        """A range begins."""
+        if threading.get_ident() == self._thread:
+            self.note()
+            self._open.append(name)
+
+    def exit(self, name: str) -> None:
+        """The innermost range ends; a range that began before this object listened is ignored."""
+        if threading.get_ident() == self._thread and self._open and self._open[-1] == name:
+            self.note()
+            self._open.pop()
+
+    def note(self) -> None:
+        """Assigns the nodes captured since the last call to the ranges that are open now."""
+        graph, capture = graph_under_capture(self._stream)
+        if not graph:
+            return
+        if capture != self._capture:  # the capture before was broken off, and this is another attempt
+            self._seen.clear()
+            self.paths.clear()
+            self._capture = capture
+        new = [node for node in nodes_of(graph) if node not in self._seen]
+        self._seen.update(new)
+        if self._open:
+            self.paths.update(dict.fromkeys(new, tuple(self._open)))
 
 
 class Graph:
     """Work captured from a stream, to be launched any number of times; a context manager that frees it.
 
-    The capture restricts the calls of this thread alone, not those of other threads.
+    The capture restricts only the calls of this thread (capture mode THREAD_LOCAL).
 
     Args:
-        run: puts its work on the stream whose handle it is given; called again if another thread ends the capture.
-        stream: a handle, not that of the default stream, which cannot be captured.
+        run: puts its work on the stream whose handle it is given. It is called again if another thread invalidates the
+            capture.
+        stream: a handle, not the default stream's, which cannot be captured.
 
     Attributes:
         executable: handle of the instantiated graph.
-        template: handle of the graph that was captured, as long as there are ranges; 0 otherwise.
-        ranges: handles of the template's nodes, in the order of their capture, with the path of the ranges that were
-            begun within the capture and open when the node was captured. Nodes outside of all ranges are not in it.
+        template: handle of the captured graph, which is kept only if nodes were captured within ranges; otherwise 0.
+        ranges: paths of ranges by the handles of the template's nodes, in the order of their capture; see
+            `CapturedNodes.paths`.
 
     Raises:
         Whatever `run` raises; the capture is ended all the same.
@@ -91,11 +157,15 @@ class Graph:
             _destroy(graph)
 
     def launch(self, stream: int) -> None:
-        """Puts the work on `stream`."""
-        launch_graph(self.executable, stream)
+        """Puts the work on `stream`.
+
+        Raises:
+            DriverError: the driver refused.
+        """
+        check("cuGraphLaunch", function("cuGraphLaunch")(self.executable, stream))
 
     def close(self) -> None:
-        """Frees the graph; launches that are still running finish all the same."""
+        """Frees the graph. Launches that are still running finish."""
         if self.template:
             _with_ranges.discard(self)
             _destroy(self.template)
@@ -110,12 +180,12 @@ class Graph:
 
 
 def graphs_with_ranges() -> list[Graph]:
-    """All open graphs within whose capture ranges began, of all devices."""
+    """The open graphs of all devices that have nodes captured within ranges."""
     return [*_with_ranges]
 
 
 def _destroy(graph: driver.CUgraph | int) -> None:
-    with contextlib.suppress(DriverError):  # which could only tell of earlier work
+    with contextlib.suppress(DriverError):  # a failure here can only report earlier work
         call("cuGraphDestroy", graph)
 
 
@@ -123,7 +193,8 @@ def _destroy(graph: driver.CUgraph | int) -> None:
 def no_collection() -> Iterator[None]:
     """Turns the garbage collector off, during a capture or a measurement.
 
-    Some objects wait for a GPU when they end, or free memory, which is refused to a thread that captures and lost then.
+    Finalisers of some objects synchronise with a GPU or free memory. The driver refuses both to a thread that captures,
+    and the capture is lost.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -136,10 +207,10 @@ def no_collection() -> Iterator[None]:
 
 @no_collection()
 def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
-    """Captures what `run` puts on a stream, anew if another thread has put an end to the capture.
+    """Captures the work that `run` puts on a stream, and tries again if another thread invalidates the capture.
 
-    A thread that waits for the whole device ends all captures on it. The driver then refuses the next launch, which
-    cuBLASLt reports as a failure of its own.
+    A thread that synchronises the whole device invalidates all captures on it. The driver then refuses the next launch,
+    and cuBLASLt reports that refusal as a failure of its own.
     """
     for attempt in range(_ATTEMPTS):
         call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
@@ -159,7 +230,7 @@ def _capture(run: Callable[[int], object], stream: int) -> driver.CUgraph:
 
 
 def _abandon(stream: int) -> bool:
-    """Ends a capture and drops its graph; returns whether it had been invalidated."""
+    """Ends a capture and drops its graph; returns whether the capture had been invalidated."""
     try:
         call("cuGraphDestroy", call("cuStreamEndCapture", stream))
     except DriverError as error:

@@ -1,4 +1,4 @@
-"""Memory that belongs to a stream: cuBLASLt's workspace, and what kernels of one operation leave to each other."""
+"""Memory that belongs to a stream: cuBLASLt's workspace, and buffers that the kernels of one operation share."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import copy
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final, Self
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import device_info
-from lt_runtime.gpu.direct import is_capturing
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.streams import order_after, private_stream
 from lt_runtime.problem import ALIGNMENT
 
@@ -23,7 +21,7 @@ _MIN_SCRATCH: Final = 1 << 20
 def workspace_size(device: int) -> int:
     """Bytes of workspace that cuBLASLt may use: NVIDIA's recommendation, 32 MiB from Hopper on, 4 MiB before.
 
-    It does not depend on how much memory is free: the choice of algorithm would change with it.
+    The size does not depend on how much memory is free, because cuBLASLt's choice of algorithm depends on the size.
     """
     return 32 << 20 if device_info(device).capability >= 90 else 4 << 20
 
@@ -33,36 +31,28 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass
-class _Buffer:
-    """Bytes of a GPU's memory."""
-
-    address: int = 0
-    size: int = 0
-
-
 class StreamMemory:
     """A workspace of fixed size and two buffers that grow; two streams never share any of them.
 
-    Nothing is freed before `release`, because a captured graph may hold the address. A buffer at least doubles when it
-    grows, so that those which it has outgrown take at most as much memory again.
+    Memory is freed only by `release`, because a captured graph may hold the address. A buffer at least doubles when it
+    grows, so that its outgrown predecessors together are no larger than the buffer itself.
 
     Attributes:
         stream: handle of the stream.
-        lock: held while one operation that uses this memory puts its launches on the stream, so that two threads
-            which share the stream do not interleave their launches.
+        lock: held while an operation that uses this memory puts its launches on the stream, so that the launches of two
+            threads that share the stream do not interleave.
         workspace: address, 256-byte aligned.
         workspace_size: bytes of the workspace.
-        zeros: address of a few zero bytes, which nothing ever writes: they serve as a β on the device.
+        zeros: address of `ALIGNMENT` zero bytes that nothing ever writes; used as a β of 0 in device memory.
         tickets: address of `MAX_TICKETS` uint32 counters that are zero between kernels: a kernel counts its blocks
-            with them, and leaves them zero.
+            with them, and resets them to zero.
     """
 
     def __init__(self, device: int, stream: int) -> None:
         self.stream = stream
         self._device = device
         self._branch: StreamMemory | None = None
-        self._scratch, self._copies = _Buffer(), _Buffer()
+        self._buffers: dict[str, tuple[int, int]] = {}  # address and size; shared with the views of `on`
         self._allocated: list[int] = []
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)
@@ -75,7 +65,7 @@ class StreamMemory:
         self.tickets = self.zeros + ALIGNMENT
 
     def on(self, stream: int) -> Self:
-        """The same memory for work that is captured from another stream, to be launched on this memory's stream."""
+        """This memory for work that is captured from another stream and launched on this memory's stream."""
         view = copy.copy(self)
         view.stream = stream
         return view
@@ -86,21 +76,23 @@ class StreamMemory:
         Raises:
             CaptureError: the buffer would have to grow while the stream is captured.
         """
-        return self._at_least(self._scratch, size)
+        return self._at_least("scratch", size)
 
     def copies(self, size: int) -> int:
-        """The same for the copies of a product's operands, which may be made while an operation uses `scratch`."""
-        return self._at_least(self._copies, size)
+        """As `scratch`, but a separate buffer for copies of a product's operands, used while `scratch` is in use."""
+        return self._at_least("copies", size)
 
-    def _at_least(self, buffer: _Buffer, size: int) -> int:
-        if size > buffer.size:
-            grown = max(aligned(size), 2 * buffer.size, _MIN_SCRATCH)
-            buffer.address, buffer.size = self._allocate(grown), grown
-        return buffer.address
+    def _at_least(self, name: str, size: int) -> int:
+        address, available = self._buffers.get(name, (0, 0))
+        if size > available:
+            grown = max(aligned(size), 2 * available, _MIN_SCRATCH)
+            address = self._allocate(grown)
+            self._buffers[name] = address, grown
+        return address
 
     @property
     def branch(self) -> StreamMemory:
-        """The memory of a stream that is used only for branches off this stream; it is made at the first call.
+        """The memory of a stream that is used only for branches off this stream. The first call allocates it.
 
         Raises:
             CaptureError: the first call comes while the stream is captured.
@@ -108,7 +100,7 @@ class StreamMemory:
         if self._branch is None:
             self._check_capture(self.workspace_size)
             own = stream_memory(self._device, private_stream(self._device, f"branch of {self.stream:#x}"))
-            order_after(self.stream, own.stream)  # the branch's stream zeroes its counters
+            order_after(self.stream, own.stream)  # the branch's counters are zeroed on the branch's stream
             self._branch = own
         return self._branch
 
@@ -150,7 +142,7 @@ def stream_memory(device: int, stream: int) -> StreamMemory:
 
 
 def release(device: int, stream: int) -> None:
-    """Frees the memory of a stream that has done its work, and of which no captured graph is left."""
+    """Frees a stream's memory. The stream has done its work, and no graph captured with its memory is left."""
     with _memories_lock:
         memory = memories.pop((device, stream), None)
     if memory is not None:
@@ -159,14 +151,17 @@ def release(device: int, stream: int) -> None:
 
 @contextlib.contextmanager
 def branch(memory: StreamMemory) -> Iterator[StreamMemory]:
-    """A branch of a captured graph: gives the memory of a stream that starts after all that a stream was given so far.
+    """A branch of the graph that is being captured, for work that runs beside the rest.
 
-    The stream goes on beside the branch, and waits for it at the end. While the stream is not being captured there is
-    no branch, and the memory is the stream's own: the events would take longer than most work. The branch's memory is
-    made even then, because it cannot be made during a capture.
+    The branch starts after all work captured so far, and the stream waits for it at the end. While the stream is not
+    being captured there is no branch, because its events would take longer than most work: the work goes to the stream
+    itself. The branch's memory is allocated even then, because it cannot be allocated during a capture.
 
     Args:
-        memory: the stream's memory.
+        memory: the memory of the stream that is being captured.
+
+    Returns:
+        The memory of the stream to put the work on.
 
     Raises:
         CaptureError: the stream is captured, and has never had a branch.

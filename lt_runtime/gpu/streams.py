@@ -1,4 +1,4 @@
-"""Streams by handle, whichever library they come from, and the captures and events that concern them."""
+"""Streams by handle, from any library; which of them are being captured; events that order them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from cuda.bindings import driver
 
 from lt_runtime.arguments import shown
 from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DriverError, KindError
-from lt_runtime.gpu.direct import is_capturing
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import call, is_capturing
 
 _DEFAULT_STREAM: Final = 0
-_OF_EVERY_DEVICE: Final = range(3)  # the default stream, and CU_STREAM_LEGACY and CU_STREAM_PER_THREAD by name
+_OF_EVERY_DEVICE: Final = range(3)  # handles of the default stream, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD
 
 
 def cupy_current(device: int) -> int:
-    """The handle of CuPy's current stream; the default stream's where CuPy is not in use."""
+    """The handle of CuPy's current stream; the default stream's if CuPy has not been imported."""
     cupy = sys.modules.get("cupy")
     return int(cupy.cuda.get_current_stream(device).ptr) if cupy is not None else _DEFAULT_STREAM
 
@@ -32,7 +31,7 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
     Args:
         stream: None for the current stream on `device`, an int handle, or an object with `__cuda_stream__` (CuPy,
             PyTorch, cuda.core).
-        current: gives the current stream of the library that the operands come from.
+        current: returns the current stream of the library that the operands come from.
 
     Raises:
         KindError: anything else.
@@ -56,17 +55,17 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
 
 
 _placed: Final[set[tuple[int, int]]] = set()
-"""Devices, and handles of streams that were found to be theirs.
+"""Devices, and handles of streams that were found to be on the device.
 
-A handle may come again for another stream, once its own has been destroyed. That the new stream is of another device is
-not noticed here; the driver refuses every launch on it, so that nothing runs where it should not.
+A new stream may get the handle of a destroyed one. If the new stream is on another device, this check does not notice;
+but the driver refuses every launch on it, so that nothing runs in the wrong place.
 """
 
 
 def _check_place(stream: Any, handle: int, device: int) -> None:
     """Raises `DeviceError` if a stream is not of `device`. A device below 0 is the host, which uses no stream."""
     if device >= 0 and handle not in _OF_EVERY_DEVICE:
-        if is_capturing(handle):  # to ask now would invalidate the capture; the driver refuses what has no place in it
+        if is_capturing(handle):  # cuStreamGetDevice would invalidate the capture; the driver checks each launch anyway
             return
         home = int(call("cuStreamGetDevice", handle))
         if home != device:
@@ -76,15 +75,15 @@ def _check_place(stream: Any, handle: int, device: int) -> None:
 
 @functools.cache
 def private_stream(device: int, purpose: str) -> int:
-    """The handle of a stream of the current device that serves one purpose alone; it is made at the first call.
+    """The handle of a stream of the current device that is used for one purpose only; the first call makes the stream.
 
-    It does not wait for the default stream, and the default stream does not wait for it.
+    The stream does not wait for the default stream, and the default stream does not wait for it.
     """
     return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
 
 def is_captured(stream: int) -> bool:
-    """Whether a graph is being captured from a stream; the default stream, which cannot be captured, is not asked.
+    """Whether a graph is being captured from a stream; always False for the default stream, which cannot be captured.
 
     Raises:
         DriverError: see `is_capturing`.
@@ -94,12 +93,12 @@ def is_captured(stream: int) -> bool:
 
 @contextlib.contextmanager
 def beside_captures(device: int) -> Iterator[None]:
-    """Lets the calling thread allocate, wait and load kernels while others capture graphs from their streams.
+    """Lets the calling thread allocate, wait and load kernels while other threads capture graphs from their streams.
 
-    Such calls would otherwise fail, and would end the others' captures.
+    Without this, such calls fail and invalidate the other threads' captures.
 
     Raises:
-        CaptureError: CuPy's current stream is being captured, or a stream is that the default stream waits for.
+        CaptureError: CuPy's current stream is being captured, or a stream that the default stream waits for.
     """
     for stream in {0, stream_handle(None, device)}:
         if _holds_capture(stream):
@@ -112,7 +111,7 @@ def beside_captures(device: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed_captures() -> Iterator[None]:
-    """Lets the calling thread allocate and load kernels during any capture, also its own."""
+    """Lets the calling thread allocate and load kernels during any capture, including its own."""
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     previous = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:
@@ -125,14 +124,14 @@ def _holds_capture(stream: int) -> bool:
     try:
         return is_capturing(stream)
     except DriverError as error:
-        # The default stream's answer while a blocking stream is captured; the capture survives.
+        # The driver's answer for the default stream while a blocking stream is captured; the capture survives.
         if error.status == int(driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT):
             return True
         raise
 
 
 def order_after(stream: int, producer: int) -> None:
-    """Makes `stream` wait for all work that `producer` has been given so far; the host does not wait."""
+    """Makes `stream` wait for all work on `producer` so far; the host does not wait."""
     if stream == producer:
         return
     event = call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)

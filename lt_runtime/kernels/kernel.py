@@ -11,8 +11,7 @@ from cuda.bindings import driver
 from lt_runtime.errors import GpuError
 from lt_runtime.gpu.compiler import Macros, compile_kernel
 from lt_runtime.gpu.devices import device_info
-from lt_runtime.gpu.direct import Launch
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import Launch, call
 from lt_runtime.kernels.tiling import Tiling
 
 _OVERLAP_CAPABILITY: Final = 90

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import Structure, c_int, c_int64, c_void_p, sizeof
 from typing import Final, NamedTuple, TypeAlias
 
-from lt_runtime.gpu.direct import function
-from lt_runtime.gpu.driver import check
+from lt_runtime.gpu.driver import check, function
 from lt_runtime.kernels.blocks import SCALAR, Matrix, fields
 from lt_runtime.kernels.kernel import Entry, Launches
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, grid_for, turning

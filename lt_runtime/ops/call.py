@@ -24,7 +24,7 @@ from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, on_h
 from lt_runtime.errors import ArgumentError, CaptureError, GpuError, OperandError, OverlapError
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.direct import is_current
+from lt_runtime.gpu.driver import is_current
 from lt_runtime.gpu.memory import memories, stream_memory
 from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.call import Call

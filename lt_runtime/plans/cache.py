@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 from lt_runtime.errors import CaptureError
-from lt_runtime.gpu.direct import is_capturing
+from lt_runtime.gpu.driver import is_capturing
 from lt_runtime.plans.decisions import decide
 from lt_runtime.problem import BackwardProblem, Derivative, Saved
 from lt_runtime.products.plan import Plan

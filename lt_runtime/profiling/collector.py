@@ -13,10 +13,9 @@ from typing import Final, NamedTuple, Self
 
 from lt_runtime.arrays.libraries import TorchLibrary
 from lt_runtime.errors import GpuError, LtError
-from lt_runtime.gpu.captured_nodes import CapturedNodes, graph_under_capture
 from lt_runtime.gpu.devices import activated, current_device, device_count
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.graphs import graphs_with_ranges
+from lt_runtime.gpu.graphs import CapturedNodes, graph_under_capture, graphs_with_ranges
 from lt_runtime.gpu.streams import cupy_current
 from lt_runtime.profiling.attribution import Attribution, Path
 from lt_runtime.profiling.cupti import library as cupti

@@ -17,8 +17,7 @@ from cuda.bindings import driver
 
 from lt_runtime import ranges
 from lt_runtime.errors import DriverError, GpuError
-from lt_runtime.gpu.direct import is_capturing, is_current
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import call, is_capturing, is_current
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import stream_handle
 

@@ -22,8 +22,7 @@ from lt_runtime.arrays.operand import CUPY, Operand, library_of
 from lt_runtime.errors import CaptureError, GpuError
 from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.direct import function, is_capturing, is_current
-from lt_runtime.gpu.driver import call, check
+from lt_runtime.gpu.driver import call, check, function, is_capturing, is_current
 from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table

@@ -15,8 +15,7 @@ import pytest
 import lt_runtime as lt
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.errors import CuptiError
-from lt_runtime.gpu.graph_nodes import kind_of
-from lt_runtime.gpu.graphs import Graph, graphs_with_ranges
+from lt_runtime.gpu.graphs import Graph, graphs_with_ranges, node_type
 from lt_runtime.profiling.collector import Collector, unusable
 from lt_runtime.profiling.records import Activity
 from lt_runtime.ranges import range_of
@@ -135,7 +134,7 @@ def test_a_replayed_step_captured_before_the_profile() -> None:
     for _ in range(3):
         step(*batch)
     (graph,) = [each for each in graphs_with_ranges() if any(path[0] == "optimizer" for path in each.ranges.values())]
-    nodes = Counter(kind_of(node) for node in graph.ranges)
+    nodes = Counter(node_type(node) for node in graph.ranges)
     with Collector() as collector:
         for _ in range(10):
             step(*batch)

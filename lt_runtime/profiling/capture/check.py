@@ -17,8 +17,8 @@ from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.errors import DriverError, KindError
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.graph_nodes import differ, exchange_values, host_values, kind_of, pageable_ends
-from lt_runtime.gpu.graphs import no_collection
+from lt_runtime.gpu.graph_nodes import differ, exchange_values, host_values, pageable_ends
+from lt_runtime.gpu.graphs import no_collection, node_type
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.profiling.capture.results import Results
 from lt_runtime.profiling.capture.watch import Place, Watch
@@ -272,7 +272,7 @@ def _fault_of(error: Exception, watch: Watch) -> Fault:
 
 def _node_faults(nodes: Mapping[int, Place]) -> Iterator[Fault]:
     for node, place in nodes.items():
-        kind = kind_of(node)
+        kind = node_type(node)
         if kind in _NODES:
             yield Fault(f"{_NODES[kind]} is part of the graph", *place)
         elif kind == "MEMCPY":

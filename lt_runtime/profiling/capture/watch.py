@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import lt_runtime.errors
-from lt_runtime.gpu.captured_nodes import graph_under_capture, nodes_of
+from lt_runtime.gpu.graphs import graph_under_capture, nodes_of
 from lt_runtime.ranges import listening
 
 _LIBRARIES: Final = tuple(

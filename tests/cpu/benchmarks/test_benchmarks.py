@@ -25,7 +25,7 @@ from benchmarks.__main__ import SUITES, main, options_of
 from benchmarks.copies import Ceiling
 from benchmarks.report import Row, Target
 from benchmarks.timing import Measured, Timing, buffer_sets, repetitions, summarise, take_turns
-from lt_runtime.gpu.nvrtc import compile_cubin
+from lt_runtime.gpu.compiler import compile_cubin
 
 ROOT = Path(__file__).parents[3]
 COMPILED = (b"-arch=sm_90", b"--std=c++17")

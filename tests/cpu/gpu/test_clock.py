@@ -35,7 +35,7 @@ class Driver:
         self._handles = iter(range(100, 10**6))
         for module in (clock, graphs, streams):
             monkeypatch.setattr(module, "call", self.call)
-        monkeypatch.setattr(graphs, "launch_graph", lambda graph, stream: self.call("cuGraphLaunch", graph, stream))
+        monkeypatch.setattr(graphs, "function", lambda name: lambda *arguments: self.call(name, *arguments))
         monkeypatch.setattr(streams, "is_capturing", lambda stream: self.call("cuStreamIsCapturing", stream))
         monkeypatch.setattr(clock, "private_stream", lambda device, purpose: 7)
         monkeypatch.setattr(streams, "stream_handle", lambda stream, device: 0)
@@ -63,9 +63,10 @@ class Driver:
     def cuEventElapsedTime(self, start: int, end: int) -> float:  # noqa: N802
         return float(self._records[end] - self._records[start])
 
-    def cuGraphLaunch(self, graph: int, stream: int) -> None:  # noqa: N802
+    def cuGraphLaunch(self, graph: int, stream: int) -> int:  # noqa: N802
         assert graph in self.alive
         assert stream == 7
+        return 0
 
     def cuStreamBeginCapture(self, stream: int, mode: Any) -> None:  # noqa: N802
         assert mode == MODE.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

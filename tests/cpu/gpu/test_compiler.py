@@ -15,7 +15,7 @@ import pytest
 from cuda import pathfinder
 
 from lt_runtime.errors import CompileError, GpuError, MissingLibraryError
-from lt_runtime.gpu import compiler, kernel_cache, nvrtc
+from lt_runtime.gpu import compiler, kernel_cache
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.kernel_cache import KernelCache
 from lt_runtime.paths import CACHE_VARIABLE, cache_directory, kernel_sources
@@ -48,13 +48,13 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Sources that the compiler has been called for."""
     calls: list[str] = []
-    compile_for_real = nvrtc.compile_cubin
+    compile_for_real = compiler.compile_cubin
 
     def counting(name: str, code: bytes, options: Sequence[bytes]) -> bytes:
         calls.append(name)
         return compile_for_real(name, code, options)
 
-    monkeypatch.setattr(nvrtc, "compile_cubin", counting)
+    monkeypatch.setattr(compiler, "compile_cubin", counting)
     return calls
 
 
@@ -148,7 +148,7 @@ def test_another_compiler_compiles_anew(
 ) -> None:
     library = tmp_path / "libnvrtc.so.13"
     library.write_bytes(b"one build")
-    monkeypatch.setattr(nvrtc, "libraries", lambda: iter([library]))
+    monkeypatch.setattr(compiler, "nvrtc_libraries", lambda: iter([library]))
     compiler.compile_kernel(*DROPOUT)
     compiler.compile_kernel(*DROPOUT)
     assert len(compiled) == 1
@@ -161,15 +161,15 @@ def test_another_compiler_compiles_anew(
 
 
 def test_what_is_expected_to_be_loaded_is_what_is_loaded() -> None:
-    code = "from lt_runtime.gpu import nvrtc; print(*(library.resolve() for library in nvrtc.libraries()))"
+    code = "from lt_runtime.gpu import compiler; print(*(library.resolve() for library in compiler.nvrtc_libraries()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     expected, loaded = done.stdout.split()
     assert expected == loaded
 
 
 def test_nothing_is_expected_where_the_compiler_is_loaded() -> None:
-    (loaded,) = list(nvrtc.libraries())[-1:]
-    assert list(nvrtc.libraries()) == [loaded]
+    (loaded,) = list(compiler.nvrtc_libraries())[-1:]
+    assert list(compiler.nvrtc_libraries()) == [loaded]
 
 
 @pytest.mark.parametrize("found_via", ["CUDA_PATH", "system-ctk-root", None])
@@ -178,7 +178,7 @@ def test_nothing_is_expected_where_the_loader_searches_the_system(
 ) -> None:
     header = found_via and pathfinder.LocatedHeaderDir(compiler.runtime_headers(), found_via)
     monkeypatch.setattr(pathfinder, "locate_nvidia_header_directory", lambda name: header)
-    assert nvrtc._expected() is None
+    assert compiler._expected_nvrtc() is None
 
 
 @pytest.mark.parametrize("edited", ["dropout.cu", "philox.cuh"])

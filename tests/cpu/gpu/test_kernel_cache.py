@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lt_runtime.files import TEMPORARY
-from lt_runtime.gpu import compiler, kernel_cache, nvrtc
+from lt_runtime.gpu import compiler, kernel_cache
 from lt_runtime.gpu.kernel_cache import KernelCache
 from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.private import UntrustedError
@@ -38,8 +38,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append(name)
         return CODE
 
-    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(nvrtc, "libraries", lambda: iter([Path(__file__)]))
+    monkeypatch.setattr(compiler, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(compiler, "nvrtc_libraries", lambda: iter([Path(__file__)]))
     return calls
 
 

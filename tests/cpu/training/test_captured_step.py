@@ -18,7 +18,7 @@ import lt_runtime as lt
 from lt_runtime.arrays import libraries as signatures
 from lt_runtime.arrays.arena import host_zeros
 from lt_runtime.errors import CaptureError, DriverError, GpuError, OperandError, ShapeError
-from lt_runtime.gpu import direct, driver, streams
+from lt_runtime.gpu import driver, streams
 from lt_runtime.kernels import resize
 from lt_runtime.training import captured, inputs
 from lt_runtime.training.captured import MAX_GRAPHS
@@ -127,9 +127,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         "private_stream": lambda *_: PRIVATE,
     }.items():
         monkeypatch.setattr(captured, name, fake)
-    monkeypatch.setattr(direct, "function", made.function)
+    monkeypatch.setattr(driver, "function", made.function)
     monkeypatch.setattr(resize, "function", made.function)
-    monkeypatch.setattr(driver, "_explanation", lambda _: "it was told to")
+    monkeypatch.setattr(driver.driver, "cuGetErrorString", lambda _: (0, b"it was told to"))
     monkeypatch.setattr(inputs, "read", operand_of)
     monkeypatch.setattr(streams, "_check_place", lambda *_: None)
     monkeypatch.setitem(signatures.current_streams, DeviceArray, lambda _: 6)
