@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lt_runtime.grad_scaler import GradScaler
     from lt_runtime.losses.cross_entropy import cross_entropy
     from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
+    from lt_runtime.losses.operation import Loss
+    from lt_runtime.ops._context import LinearContext
     from lt_runtime.ops.adamw import AdamW, Parameter
     from lt_runtime.ops.dropout import dropout
     from lt_runtime.ops.first_use import tuning
@@ -25,13 +27,14 @@ if TYPE_CHECKING:
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.profiling import profile
     from lt_runtime.profiling.capture.check import CaptureReport, check_capture
-    from lt_runtime.ranges import range  # noqa: A004
+    from lt_runtime.ranges import range as range  # noqa: A004  # outside of __all__, where it would hide Python's
     from lt_runtime.saving.checkpoints import load_checkpoint, save_checkpoint
     from lt_runtime.saving.saved_model import load_model, save_model
     from lt_runtime.schedules import Schedule
     from lt_runtime.training import EMA, MLP, TrainStep
     from lt_runtime.training.evaluate import evaluate
-    from lt_runtime.training.prefetch import prefetch
+    from lt_runtime.training.prefetch import Prefetcher, prefetch
+    from lt_runtime.training.step import Metrics
 
 __version__ = "0.1.0"
 
@@ -42,6 +45,8 @@ _EXPORTS = {
     "grad_scaler": "GradScaler",
     "losses.cross_entropy": "cross_entropy",
     "losses.elementwise": "bce_with_logits huber_loss mse_loss",
+    "losses.operation": "Loss",
+    "ops._context": "LinearContext",
     "ops.adamw": "AdamW Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
@@ -56,7 +61,8 @@ _EXPORTS = {
     "training": "EMA MLP TrainStep",
     "saving.checkpoints": "load_checkpoint save_checkpoint",
     "training.evaluate": "evaluate",
-    "training.prefetch": "prefetch",
+    "training.prefetch": "Prefetcher prefetch",
+    "training.step": "Metrics",
     "saving.saved_model": "load_model save_model",
 }
 """Public names by the module that holds them, with blanks between them."""
@@ -72,8 +78,12 @@ __all__ = [
     "CaptureReport",
     "Epilogue",
     "GradScaler",
+    "LinearContext",
+    "Loss",
+    "Metrics",
     "Parameter",
     "Philox",
+    "Prefetcher",
     "Schedule",
     "TrainStep",
     "bce_with_logits",
@@ -96,7 +106,6 @@ __all__ = [
     "mse_loss",
     "prefetch",
     "profile",
-    "range",
     "raw",
     "save_checkpoint",
     "save_model",
@@ -106,15 +115,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"lt_runtime.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'lt_runtime' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # A type checker that sees it takes any name for one of the module's.
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"lt_runtime.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'lt_runtime' has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, "range", *(name for name in globals() if name.startswith("__"))})

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, Final, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeGuard, TypeVar
 
 import numpy as np
 
 from lt_runtime.errors import ArgumentError, FixedError, KindError
 
 Value = TypeVar("Value")
+Name = TypeVar("Name", bound=str)
 _INTEGERS: Final = (int, np.integer)
 _NUMBERS: Final = (int, float, np.integer, np.floating)
 _SHORT: Final = reprlib.Repr()
@@ -88,15 +89,17 @@ def flag(name: str, value: object) -> bool:
     raise KindError(f"{name} is {shown(value)}; it must be True or False")
 
 
-def one_of(name: str, value: object, accepted: Collection[str]) -> str:
+def one_of(name: str, value: object, accepted: Collection[Name]) -> Name:
     """A name out of several.
 
     Raises:
         KindError: it is no string.
         ArgumentError: it is none of those.
     """
-    if isinstance(value, str) and value in accepted:
-        return value
+    if isinstance(value, str):
+        for each in accepted:
+            if value == each:
+                return each
     kind = ArgumentError if isinstance(value, str) else KindError
     raise kind(f"{name} is {shown(value)}; accepted are {', '.join(accepted)}")
 
@@ -141,11 +144,13 @@ class Fixed:
     """Attributes that may be set all the same."""
     _is_made = False
 
-    def __setattr__(self, name: str, value: object) -> None:
-        may_change = name in self._changeable or name.startswith("_")
-        # What Python sets after `optimizer.steps += 1` is the array that was there before.
-        if self._is_made and not may_change and value is not getattr(self, name, self):
-            kind, accepted = type(self).__name__, ", ".join(self._changeable)
-            what = f"what can be set are {accepted}" if accepted else f"make another {kind}"
-            raise FixedError(f"{kind}.{name} cannot be set to {shown(value)}; {what}")
-        object.__setattr__(self, name, value)
+    if not TYPE_CHECKING:  # A type checker that sees it takes any name for an attribute that may be set.
+
+        def __setattr__(self, name: str, value: object) -> None:
+            may_change = name in self._changeable or name.startswith("_")
+            # Python assigns the same array to `steps` after `optimizer.steps += 1`.
+            if self._is_made and not may_change and value is not getattr(self, name, self):
+                kind, accepted = type(self).__name__, ", ".join(self._changeable)
+                what = f"what can be set are {accepted}" if accepted else f"make another {kind}"
+                raise FixedError(f"{kind}.{name} cannot be set to {shown(value)}; {what}")
+            object.__setattr__(self, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 from lt_runtime.arguments import one_of
 
@@ -44,9 +45,9 @@ class Epilogue(enum.Enum):
         return cls.parse(value)
 
     @property
-    def activation(self) -> str:
+    def activation(self) -> Literal["relu", "gelu", "none"]:
         """The name of the activation that it applies or differentiates: "relu", "gelu" or "none"."""
-        return next((name for name in ("relu", "gelu") if name in self.value), "none")
+        return "relu" if "relu" in self.value else "gelu" if "gelu" in self.value else "none"
 
     @property
     def has_bias(self) -> bool:

@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, get_args
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,22 @@ from lt_runtime.arguments import integer, number, one_of, shown
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, KindError
 from lt_runtime.layout import Layout
+
+ActivationName: TypeAlias = Literal["none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu"]
+ComputeName: TypeAlias = Literal["float32", "tf32"]
+DTypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
+
+
+class TorchDType(Protocol):
+    """The attributes by which a type checker knows a `torch.dtype`."""
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether its values are floating-point numbers."""
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether its values are complex."""
 
 
 class DType(enum.Enum):
@@ -54,6 +70,9 @@ class DType(enum.Enum):
             raise DTypeError(f"{operand} has type {name}; accepted are {', '.join(accepted)}")
         return member
 
+
+DTypeLike: TypeAlias = DTypeName | DType | np.dtype[Any] | type[Any] | TorchDType
+"""An element type as a caller may give it."""
 
 _BY_NAME: Final[Mapping[str, DType]] = {member.value: member for member in DType}
 
@@ -108,7 +127,7 @@ class Saved(enum.Enum):
     MASK = "mask"
 
 
-ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
+ACTIVATIONS: Final[tuple[ActivationName, ...]] = get_args(ActivationName)
 """Names of the activations.
 
 `gelu` is GELU's tanh form, as in cuBLASLt and GPT-2: z/2 · (1 + tanh(√(2/π) · (z + 0.044715 z³))). `gelu_erf` is the
@@ -128,7 +147,7 @@ class Activation:
         ArgumentError: unknown name, or a slope that is not finite.
     """
 
-    name: str = "none"
+    name: ActivationName = "none"
     negative_slope: float = 0.01
 
     def __post_init__(self) -> None:
@@ -137,7 +156,7 @@ class Activation:
         object.__setattr__(self, "negative_slope", slope if self.name == "leaky_relu" else 0.01)
 
     @classmethod
-    def of(cls, activation: str | Activation, negative_slope: float = 0.01) -> Activation:
+    def of(cls, activation: ActivationName | Activation, negative_slope: float = 0.01) -> Activation:
         """An activation as a caller may give it: by its name, with a slope, or as such. Raises as the class."""
         if not isinstance(activation, Activation):
             return cls(activation, negative_slope)
@@ -145,7 +164,7 @@ class Activation:
         return activation
 
 
-Chosen: TypeAlias = str | Activation | Mapping[str, Any]
+Chosen: TypeAlias = ActivationName | Activation | Mapping[str, Any]
 """An activation as a caller may give it: by its name, as such, or as a dict of its fields, which JSON can hold."""
 
 

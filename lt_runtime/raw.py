@@ -23,6 +23,8 @@ from lt_runtime.ops._linear_forward import LinearForward
 from lt_runtime.ops.call import Operation, addresses_of, look
 from lt_runtime.problem import ACTIVATIONS, Activation, Saved
 
+__all__ = ["backward_raw", "forward_raw"]
+
 _ITEMSIZE = 4
 _MOST = 1 << 48
 _LAST_ADDRESS = 1 << 57
@@ -32,6 +34,10 @@ _Given = tuple[int, Layout | int] | None
 
 
 _FORWARD, _BACKWARD = LinearForward(), LinearBackward()
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def forward_raw(

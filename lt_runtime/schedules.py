@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias, get_args
 
 from lt_runtime.arguments import integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
 
-DECAYS: Final = ("constant", "linear", "cosine")
+__all__ = ["Schedule", "constant", "warmup", "warmup_cosine", "warmup_linear"]
+
+Decay: TypeAlias = Literal["constant", "linear", "cosine"]
+DECAYS: Final[tuple[Decay, ...]] = get_args(Decay)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class Schedule:
             factor is outside [0, 1].
     """
 
-    decay: str = "constant"
+    decay: Decay = "constant"
     warmup_steps: int = 0
     total_steps: int = 0
     final_factor: float = 0.0

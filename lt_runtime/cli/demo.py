@@ -20,6 +20,7 @@ from lt_runtime.errors import ArgumentError, MissingLibraryError
 from lt_runtime.files import replacing
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import AdamW
+from lt_runtime.problem import DTypeName
 from lt_runtime.profiling import Layer, Profile, profile
 from lt_runtime.training import MLP, TrainStep
 from lt_runtime.tuner.report import Progress, progress_bar
@@ -85,7 +86,7 @@ def load_digits() -> Digits:
 
 def train(
     device: str,
-    dtype: str,
+    dtype: DTypeName,
     epochs: int,
     dropout: float,
     seed: int,

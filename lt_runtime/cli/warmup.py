@@ -10,7 +10,7 @@ from lt_runtime.cli.output import show
 from lt_runtime.cli.shapes import Layers, preset, read_shapes
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops.tuning import mlp_chain, ordinal_of
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.problem import ComputeName, MatmulProblem
 from lt_runtime.store.recording import read_recorded
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import Chain, chains_of
@@ -64,7 +64,7 @@ def _chains(arguments: argparse.Namespace) -> list[Chain | MatmulProblem]:
     if arguments.compute == "tf32" and "float32" not in types:
         raise ArgumentError("--compute is tf32, which needs --dtype float32")
     for dtype in types:
-        compute = arguments.compute if dtype == "float32" else "float32"
+        compute: ComputeName = arguments.compute if dtype == "float32" else "float32"
         for layers in given:
             names = arguments.activation or [layers.activation]
             found += [mlp_chain(layers.dims, layers.rows, name, dtype=dtype, compute=compute) for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from ctypes import Structure, c_float, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Final
@@ -22,7 +23,7 @@ from lt_runtime.kernels.tiling import (
 from lt_runtime.layout import Order
 from lt_runtime.problem import ACTIVATIONS, Activation, Derivative, DType, ForwardProblem, Saved, Spec
 
-ACTIVATION_NAMES: Final = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
+ACTIVATION_NAMES: Final[Mapping[str, str]] = {name: f"lt::{name.title().replace('_', '')}" for name in ACTIVATIONS}
 """The struct of `activations.cuh` for each activation."""
 _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2, Saved.MASK: 3}
 # Blocks that a multiprocessor shall hold, which bounds a thread's registers. Measured on an H200: with fewer blocks

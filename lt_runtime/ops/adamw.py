@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Literal, TypeAlias
+
+import numpy as np
 
 from lt_runtime import ranges
 from lt_runtime.arguments import Fixed, check_instance, flag, not_negative, number, shown
@@ -14,11 +16,13 @@ from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.adamw import Options
 from lt_runtime.ops._adamw_parameters import HeldArrays, Parameter, changes
 from lt_runtime.ops._adamw_states import GpuState, HostState
-from lt_runtime.problem import DType, Philox, type_name
+from lt_runtime.problem import DType, Philox, TorchDType, type_name
 from lt_runtime.reference import AdamWHyper
 from lt_runtime.schedules import Schedule
 
 __all__ = ["AdamW", "Parameter"]
+
+MomentsType: TypeAlias = Literal["float32", "bfloat16"] | DType | np.dtype[Any] | type[Any] | TorchDType
 
 
 class AdamW(Fixed):
@@ -92,11 +96,12 @@ class AdamW(Fixed):
         max_norm: float | None = None,
         skip_nonfinite: bool = False,
         scaler: GradScaler | None = None,
-        moments: object = "float32",
+        moments: MomentsType = "float32",
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        self.parameters, self.scaler = _parameters(parameters), scaler
+        self.parameters: Final = _parameters(parameters)
+        self.scaler: Final = scaler
         _check_scaler(scaler)
         options = Options(
             _hyper(lr, betas, eps, weight_decay, schedule),
@@ -112,7 +117,8 @@ class AdamW(Fixed):
         self._state: HostState | GpuState = kind(self.parameters, options)
         self._held = HeldArrays(self.parameters, "the optimizer")
         self.steps, self.skipped_steps = self._state.steps, self._state.skipped_steps
-        self.grad_norm, self.moments = self._state.grad_norm, self._state.moments
+        self.grad_norm: Final = self._state.grad_norm
+        self.moments: Final = self._state.moments
         self._is_made = True
 
     @property

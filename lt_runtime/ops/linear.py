@@ -10,7 +10,7 @@ from lt_runtime.ops._context import LinearContext
 from lt_runtime.ops._linear_backward import BackwardOptions, LinearBackward
 from lt_runtime.ops._linear_forward import LinearForward, LinearInference
 from lt_runtime.ops.call import perform
-from lt_runtime.problem import Activation, Philox
+from lt_runtime.problem import Activation, ActivationName, ComputeName, Philox
 
 FORWARD: Final = LinearForward()
 INFERENCE: Final = LinearInference()
@@ -22,11 +22,11 @@ def linear_fwd(
     w: Any,
     bias: Any = None,
     *,
-    activation: str | Activation = "none",
+    activation: ActivationName | Activation = "none",
     negative_slope: float = 0.01,
     dropout: float = 0.0,
     rng: Philox | None = None,
-    compute: str = "float32",
+    compute: ComputeName = "float32",
     propagate_nan: bool = False,
     out: Any = None,
     out_z: Any = None,
@@ -80,9 +80,9 @@ def linear(
     w: Any,
     bias: Any = None,
     *,
-    activation: str | Activation = "none",
+    activation: ActivationName | Activation = "none",
     negative_slope: float = 0.01,
-    compute: str = "float32",
+    compute: ComputeName = "float32",
     propagate_nan: bool = False,
     out: Any = None,
     stream: Any = None,

@@ -9,6 +9,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.ops._matmul import Matmul
 from lt_runtime.ops.call import perform
+from lt_runtime.problem import ComputeName
 
 MATMUL: Final = Matmul()
 _PLAIN: Final = frozenset({int, float})
@@ -26,7 +27,7 @@ def matmul(
     aux: Any = None,
     bias_gradient: Any = None,
     dtype: Any = None,
-    compute: str = "float32",
+    compute: ComputeName = "float32",
     out: Any = None,
     stream: Any = None,
 ) -> Any:

@@ -15,8 +15,11 @@ _Record = TypeVar("_Record")
 
 @functools.cache
 def field_types(kind: Any) -> dict[str, Any]:
-    """Names and types of a dataclass's fields, in the order of their declaration."""
-    hints = typing.get_type_hints(kind)
+    """Names and types of a dataclass's fields, in the order of their declaration; `str` for a choice of names."""
+    hints = {
+        name: str if typing.get_origin(hint) is typing.Literal else hint
+        for name, hint in typing.get_type_hints(kind).items()
+    }
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 

@@ -35,9 +35,14 @@ class ComputeDevice:
         return self.ordinal
 
     @property
+    def name(self) -> str:
+        """Such as "cpu" or "cuda:0"."""
+        return "cpu" if self.ordinal is None else f"cuda:{self.ordinal}"
+
+    @property
     def description(self) -> str:
         """For people, such as "cpu" or "cuda:0 (NVIDIA H200)"."""
-        return "cpu" if self.ordinal is None else f"cuda:{self.ordinal} ({device_info(self.ordinal).name})"
+        return self.name if self.ordinal is None else f"{self.name} ({device_info(self.ordinal).name})"
 
     @property
     def namespace(self) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.adamw import EmaParams, ema_launches, ema_table
 from lt_runtime.ops._adamw_parameters import HeldArrays
 from lt_runtime.problem import DType
-from lt_runtime.training.mlp import MLP
+from lt_runtime.training.mlp import MLP, brief
 
 
 class EMA(Fixed):
@@ -43,7 +43,8 @@ class EMA(Fixed):
 
     def __init__(self, model: MLP, decay: float = 0.999) -> None:
         check_instance("model", model, MLP, "an lt.MLP")
-        self.model, self.decay = model, number("decay", decay)
+        self.model: Final = model
+        self.decay: Final = number("decay", decay)
         if not 0.0 <= self.decay < 1.0:
             raise ArgumentError(f"decay is {self.decay}; it must be in [0, 1)")
         parameters = model.parameters()
@@ -51,12 +52,15 @@ class EMA(Fixed):
         self._values = [each.data if each.master is None else each.master for each in parameters]
         shapes = [tuple(value.shape) for value in self._values]
         averages = arena_views(model.device.asarray(host_zeros(arena_size(shapes, 4), np.dtype(np.float32))), shapes)
-        self.averages = dict(zip((each.name for each in parameters), averages, strict=True))
+        self.averages: Final = dict(zip((each.name for each in parameters), averages, strict=True))
         device = model.device.ordinal
         self._gpu = None if device is None else _GpuAverages(averages, self._values, device)
         self._average(1.0, None)
         model.device.synchronize()  # updates may come on any stream
         self._is_made = True
+
+    def __repr__(self) -> str:
+        return f"EMA({brief(self.model)}, decay={self.decay})"
 
     def update(self, *, stream: Any = None) -> None:
         """Moves the averages towards the parameters as they are.

@@ -11,7 +11,7 @@ from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.errors import KindError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.training.body import IGNORE_INDEX
-from lt_runtime.training.losses import OwnFunction, step_loss
+from lt_runtime.training.losses import LossName, OwnFunction, step_loss
 from lt_runtime.training.mlp import MLP
 from lt_runtime.training.step import Metrics
 from lt_runtime.training.tally import GpuTallies, HostTally, Scores, Totals
@@ -21,7 +21,7 @@ def evaluate(
     model: MLP,
     batches: Iterable[tuple[Any, Any]],
     *,
-    loss: str | OwnFunction = "cross_entropy",
+    loss: LossName | OwnFunction = "cross_entropy",
     loss_options: Mapping[str, Any] | None = None,
     stream: Any = None,
 ) -> Metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 _ARRAYS: Final = ("class_weights", "pos_weight")
 _RETURNED: Final = "what the loss function returned"
+LossName: TypeAlias = Literal["cross_entropy", "mse", "huber", "bce_with_logits"]
 OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
 
 
@@ -43,11 +44,13 @@ class StepLoss(ABC):
     """A loss of a model's outputs.
 
     Attributes:
+        name: that of the loss, or of the caller's function.
         classifies: whether its targets are labels.
         is_own: whether its targets may be any array.
         elementwise: what a kernel needs to make the loss of each output by itself; None if it needs labels or weights.
     """
 
+    name: str
     classifies = False
     is_own = False
     elementwise: ElementwiseLoss | None = None
@@ -78,7 +81,7 @@ class NamedLoss(StepLoss):
             if option not in _OPTIONS[name]:
                 accepted = ", ".join(_OPTIONS[name]) or "none"
                 raise ArgumentError(f"loss_options has {shown(option)}; those of {name!r} are {accepted}")
-        self.classifies, self._function = name == "cross_entropy", LOSSES[name]
+        self.name, self.classifies, self._function = name, name == "cross_entropy", LOSSES[name]
         numbers = {option: value for option, value in options.items() if option not in _ARRAYS}
         row = np.zeros((1, model.dims[-1]), np.float32)
         self._function(row, np.zeros(1, np.int32) if self.classifies else row, **numbers)  # which refuses wrong ones
@@ -103,6 +106,7 @@ class OwnLoss(StepLoss):
 
     def __init__(self, function: OwnFunction, model: MLP) -> None:
         self._function, self._model = function, model
+        self.name = getattr(function, "__name__", type(function).__name__)
 
     def compute(
         self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None

@@ -20,7 +20,17 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops.adamw import Parameter
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
-from lt_runtime.problem import Activation, Chosen, Compute, DType, Philox, activation_of, probability
+from lt_runtime.problem import (
+    Activation,
+    Chosen,
+    Compute,
+    ComputeName,
+    DType,
+    DTypeLike,
+    Philox,
+    activation_of,
+    probability,
+)
 from lt_runtime.ranges import range_of
 from lt_runtime.training.device import ComputeDevice
 from lt_runtime.training.narrow import passes_of
@@ -102,13 +112,13 @@ class MLP:
         dims: Sequence[int],
         activation: Chosen | Sequence[Chosen] = "relu",
         *,
-        dtype: object = "float32",
+        dtype: DTypeLike = "float32",
         dropout: float | Sequence[float] = 0.0,
         bias: bool | Sequence[bool] = True,
         output_activation: Chosen | None = None,
         seed: int = 0,
         device: object = "auto",
-        compute: str = "float32",
+        compute: ComputeName = "float32",
         master_weights: bool = True,
     ) -> None:
         self.dims = integers("dims", dims)
@@ -119,7 +129,8 @@ class MLP:
         self.master_weights = flag("master_weights", master_weights)
         if not self.master_weights and self.dtype is not DType.BFLOAT16:
             raise ArgumentError(f"master_weights is False, which is for bfloat16 alone; dtype is {self.dtype.value!r}")
-        self.compute = Compute.parse(compute, self.dtype).value
+        Compute.parse(compute, self.dtype)
+        self.compute = compute
         count = len(self.dims) - 1
         self._hidden, activations = _activations(activation, output_activation, count)
         self._hidden_dropout, dropouts = by_layer("dropout", dropout, count, probability, 0.0)
@@ -341,6 +352,11 @@ class MLP:
         for view, array in zip(arena_views(flat, shapes), values, strict=True):
             view[...] = array
         return arena_views(self.device.asarray(flat), shapes)
+
+
+def brief(model: MLP) -> str:
+    """A model in a few words, such as "MLP 784-64-10 on cuda:0"."""
+    return f"MLP {'-'.join(map(str, model.dims))} on {model.device.name}"
 
 
 def backward_layer(

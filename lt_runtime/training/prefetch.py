@@ -19,6 +19,7 @@ from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import order_after, private_stream, stream_handle
+from lt_runtime.training.device import ComputeDevice
 from lt_runtime.training.staging import Slot, replaced
 
 _MOST_AHEAD: Final = 1 << 16
@@ -71,6 +72,10 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
         lane = _HostLane() if device is None else _GpuLane(device, 2 * depth, depth, stream)
         self._work = _Work(source, lane, depth)
         self._finalizer = weakref.finalize(self, _Work.finish, self._work)
+        self._shown = f"depth={depth}, {ComputeDevice(device).name}"
+
+    def __repr__(self) -> str:
+        return f"Prefetcher({self._shown}, {'open' if self._finalizer.alive else 'closed'})"
 
     def __next__(self) -> Any:
         try:

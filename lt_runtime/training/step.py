@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lt_runtime.arguments import Fixed, check_instance, flag, integer, shown
 from lt_runtime.arrays.operand import HOST, device_of, on_host
@@ -16,8 +16,8 @@ from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.body import StepBody
 from lt_runtime.training.ema import EMA
 from lt_runtime.training.inputs import read_batch
-from lt_runtime.training.losses import OwnFunction, step_loss
-from lt_runtime.training.mlp import MLP
+from lt_runtime.training.losses import LossName, OwnFunction, step_loss
+from lt_runtime.training.mlp import MLP, brief
 from lt_runtime.training.tally import HostTally, Tally
 
 
@@ -115,7 +115,7 @@ class TrainStep(Fixed):
         model: MLP,
         optimizer: AdamW,
         *,
-        loss: str | OwnFunction = "cross_entropy",
+        loss: LossName | OwnFunction = "cross_entropy",
         loss_options: Mapping[str, Any] | None = None,
         batch_size: int | None = None,
         graph: bool = True,
@@ -135,8 +135,12 @@ class TrainStep(Fixed):
             raise ArgumentError(f"batch_size is {batch_size}; it must be a multiple of accumulate ({accumulate})")
         _check_optimizer(optimizer, model)
         _check_ema(ema, model)
-        self.model, self.optimizer, self.batch_size, self.accumulate = model, optimizer, batch_size, accumulate
-        self.ema, self._held = ema, HeldArrays(model.parameters(), "this step")
+        self.model: Final = model
+        self.optimizer: Final = optimizer
+        self.batch_size: Final = batch_size
+        self.accumulate: Final = accumulate
+        self.ema: Final = ema
+        self._held = HeldArrays(model.parameters(), "this step")
         self._body = StepBody(model, optimizer, step_loss(loss, loss_options, model), ema)
         self._gpu: GpuStep | None = None
         self._tally: Tally = HostTally()
@@ -186,6 +190,11 @@ class TrainStep(Fixed):
             self._check(batch)
             self._gpu.run(batch, stream)
         return self._tally.mean
+
+    def __repr__(self) -> str:
+        sizes = f"batch_size={self.batch_size}, accumulate={self.accumulate}"
+        ema = "" if self.ema is None else ", EMA"
+        return f"TrainStep({brief(self.model)}, AdamW, loss={self._body.loss.name}, {sizes}{ema})"
 
     def metrics(self, *, stream: Any = None) -> Metrics:
         """Means over the steps since the last call.

@@ -53,7 +53,7 @@ def describe(problem: Remembered) -> str:
         kind = "training" if problem.backward else "inference"
         return f"{kind} {problem.rows}x{'-'.join(map(str, problem.dims))} {dtype} {problem.activation.name}"
     if isinstance(problem, ForwardProblem):
-        kind, out, words = "forward", problem.y, problem.activation.name
+        kind, out, words = "forward", problem.y, str(problem.activation.name)
     else:
         below = "" if problem.through is None else f" through {problem.through.activation.name}"
         kind, out, words = "backward", problem.dy, f"{problem.own.activation.name}{below}"

@@ -143,7 +143,9 @@ def test_without_a_gpu_auto_is_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_the_interface_is_listed() -> None:
     _ = lt.errors, lt.MLP, lt.schedules
     public = {name for name in dir(lt) if not (name.startswith("__") and name.endswith("__"))}
-    assert public == set(lt.__all__)
+    assert public == {*lt.__all__, "range"}, "a star import would hide Python's range"
+    assert dir(lt.raw) == ["backward_raw", "forward_raw"]
+    assert dir(lt.schedules) == ["Schedule", "constant", "warmup", "warmup_cosine", "warmup_linear"]
     assert {"__version__", "__all__", "__name__", "__doc__"} <= set(dir(lt))
 
 
@@ -153,6 +155,21 @@ def test_a_context_shows_what_it_is_of() -> None:
     assert repr(ctx) == "LinearContext(M=5, N=4, K=3, bfloat16, gelu, dropout=0.0)"
     _, ctx = lt.linear_fwd(x, w, dropout=0.5, rng=lt.Philox(1))
     assert repr(ctx) == "LinearContext(M=5, N=4, K=3, bfloat16, none, dropout=0.5)"
+
+
+def test_what_trains_shows_what_it_was_made_with() -> None:
+    model = lt.MLP([784, 64, 10], device="cpu")
+    optimizer, ema = lt.AdamW(model.parameters()), lt.EMA(model, 0.99)
+    assert repr(ema) == "EMA(MLP 784-64-10 on cpu, decay=0.99)"
+    step = lt.TrainStep(model, optimizer, loss="mse", accumulate=2, ema=ema)
+    shown = "TrainStep(MLP 784-64-10 on cpu, AdamW, loss=mse, batch_size=None, accumulate=2, EMA)"
+    assert repr(step) == shown
+    step = lt.TrainStep(model, optimizer, loss=test_only_the_interface_is_listed, batch_size=8)
+    shown = "TrainStep(MLP 784-64-10 on cpu, AdamW, loss=test_only_the_interface_is_listed, batch_size=8, accumulate=1)"
+    assert repr(step) == shown
+    with lt.prefetch([np.ones(2)], depth=3, device="cpu") as batches:
+        assert repr(batches) == "Prefetcher(depth=3, cpu, open)"
+    assert repr(batches) == "Prefetcher(depth=3, cpu, closed)"
 
 
 def test_a_step_takes_batches_of_any_size_unless_told() -> None:

@@ -489,6 +489,8 @@ ELSEWHERE: Final = {
     "CaptureReport": "what check_capture returns",
     "check_capture": "tests/cpu/profiling/test_capture_check.py has what it refuses",
     "GradScaler.bind": "called by an optimizer alone",
+    **dict.fromkeys(("LinearContext", "Loss", "Metrics"), "classes of results"),
+    **dict.fromkeys(("Prefetcher", "Prefetcher.close"), "the class of what prefetch returns"),
     "profile": "tests/cpu/profiling/test_profile_on_host.py has what it refuses",
     "range": "tests/cpu/test_ranges.py has what it refuses",
 }
