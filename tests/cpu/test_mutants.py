@@ -77,7 +77,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
 
 def own_fault(*tests: str, hangs: bool = False) -> Fault:
     ids = tuple(f"tests/test_own.py::test_{test}" for test in tests)
-    return Fault("", "lt_runtime/schedules.py", '("constant", "linear"', '("else", "linear"', ids, hangs)
+    return Fault("", "lt_runtime/schedules.py", '["constant", "linear"', '["else", "linear"', ids, hangs)
 
 
 def test_a_fault_is_killed_or_survives(copy: Copy) -> None:
