@@ -28,7 +28,7 @@ from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
 from lt_runtime.layout import packed
 from lt_runtime.plans.cache import forget
-from lt_runtime.plans.decisions import decide, decide_layer
+from lt_runtime.plans.decisions import make_layer_plan, make_plan
 from lt_runtime.problem import (
     Activation,
     Compute,
@@ -129,7 +129,7 @@ def matmul_plan(a: Any, b: Any, d: Any) -> Call:
     """D = A·B in FP32."""
     a_spec, b_spec, d_spec = (Spec(packed(*array.shape)) for array in (a, b, d))
     problem = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, a_spec, b_spec, d_spec)
-    plan, call = decide(problem, 0), PlanCall((a.data.ptr, b.data.ptr, 0, 0, 0, d.data.ptr), 0)
+    plan, call = make_plan(problem, 0), PlanCall((a.data.ptr, b.data.ptr, 0, 0, 0, d.data.ptr), 0)
     return lambda: plan.run(call)
 
 
@@ -147,7 +147,7 @@ def linear_plan(x: Any, w: Any, bias: Any, y: Any, z: Any) -> Call:
         preactivation=y_spec,
         backward=True,
     )
-    plan = decide_layer(problem, 0)
+    plan = make_layer_plan(problem, 0)
     call = PlanCall(tuple(int(array.data.ptr) for array in (x, w, bias, y, z)), 0)
     return lambda: plan.run(call)
 
@@ -234,9 +234,9 @@ class SecondProcess:
 
         setattr(Clock, name, counted)
 
-    def _build(self, decide: Callable[[Any, int], Any], problem: Problem) -> Any:
+    def _build(self, make_plan: Callable[[Any, int], Any], problem: Problem) -> Any:
         start = time.perf_counter()
-        plan = decide(problem, DEVICE)
+        plan = make_plan(problem, DEVICE)
         self.us.append(1e6 * (time.perf_counter() - start))
         self.known += plan_store(DEVICE).layer(problem_key(problem)) is not None
         return plan
@@ -245,6 +245,6 @@ class SecondProcess:
         """The plans of all passes of a block."""
         chain = chain_of(block)
         with activated(DEVICE):
-            forwards = [self._build(decide_layer, layer.forward) for layer in chain.layers]
+            forwards = [self._build(make_layer_plan, layer.forward) for layer in chain.layers]
             for layer in chain.keeping({i: plan.strategy.saved for i, plan in enumerate(forwards)}).layers[::-1]:
-                self._build(decide_layer, layer.backward)
+                self._build(make_layer_plan, layer.backward)

@@ -22,7 +22,7 @@ import lt_runtime
 from benchmarks import report
 from benchmarks.judge import Parts
 from benchmarks.wide import FIT
-from lt_runtime.kernels.tile_matmul import suits
+from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import packed
 from lt_runtime.plans import priors
 from lt_runtime.problem import DType, Spec
@@ -36,7 +36,7 @@ _LEAST_SAMPLES: Final = 4  # on either side of a limit
 _MOST_LOSS: Final = 0.3  # A sample counts no more than this: what is further behind was often disturbed.
 _DISTURBED: Final = 2.5  # A measurement was disturbed that is so many times that of the same work in the other order.
 _FORWARD: Final = ("epilogue", "saved")
-_BACKWARD: Final = ("db", "derivative", "db_below", "beside")
+_BACKWARD: Final = ("db", "derivative", "db_below", "dw_concurrent")
 
 Row = Mapping[str, Any]
 
@@ -149,7 +149,7 @@ def _kind(row: Row) -> str:
     """What the names of a row's trees begin with; our kernel for ragged rows has trees of its own."""
     m, n, k = row["layer"]
     dy, w, x = (Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n)))
-    return f"{priors.RAGGED} {row['type']}" if suits(_DTYPES[row["type"]], dy, w, x) else str(row["type"])
+    return f"{priors.RAGGED} {row['type']}" if is_preferred(_DTYPES[row["type"]], dy, w, x) else str(row["type"])
 
 
 def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
@@ -197,7 +197,7 @@ def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | 
 def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
     """A strategy by its name, as it stands in the plan cache."""
     values = dict(zip(names, strategy.split(), strict=True))
-    return values | ({"beside": values["beside"] == "beside"} if "beside" in values else {})
+    return values | ({"dw_concurrent": values["dw_concurrent"] == "beside"} if "dw_concurrent" in values else {})
 
 
 def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:

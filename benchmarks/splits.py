@@ -13,7 +13,7 @@ from benchmarks.layers import Arrays
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.call import Call
 from lt_runtime.plans.backward import BackwardPlan
-from lt_runtime.plans.decisions import LayerProblem, decide_layer, prior_plan
+from lt_runtime.plans.decisions import LayerProblem, make_layer_plan, prior_plan
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.plans.strategies import (
     BackwardStrategy,
@@ -81,7 +81,7 @@ def strategy_name(strategy: ForwardStrategy | BackwardStrategy) -> str:
     if isinstance(strategy, ForwardStrategy):
         return f"{strategy.epilogue.value} {strategy.saved.value}"
     parts = strategy.db.value, strategy.derivative.value, strategy.db_below.value
-    return " ".join((*parts, "beside" if strategy.beside else "after"))
+    return " ".join((*parts, "beside" if strategy.dw_concurrent else "after"))
 
 
 def split_of(plans: Plans) -> Split:
@@ -91,7 +91,7 @@ def split_of(plans: Plans) -> Split:
 
 def decided(chain: Chain) -> Plans:
     """By what the tuner has left in the plan cache."""
-    return _plans(chain, lambda each: decide_layer(each, DEVICE))
+    return _plans(chain, lambda each: make_layer_plan(each, DEVICE))
 
 
 def by_priors(chain: Chain) -> Plans:
@@ -168,7 +168,7 @@ def _most_fused(strategies: Iterable[_Strategy], make: Callable[[_Strategy], _Pl
 
 def _in_turn(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
     """The strategies that need no second stream."""
-    return (strategy for strategy in backward_strategies(problem) if not strategy.beside)
+    return (strategy for strategy in backward_strategies(problem) if not strategy.dw_concurrent)
 
 
 def _left_to_kernels(strategy: BackwardStrategy) -> int:

@@ -304,11 +304,11 @@ class MatmulProblem:
         dtype: of A and B. d_dtype: of C, D, and what the epilogue reads and writes.
         c: None where β is 0.
         batch: number of products.
-        vector: alignment of the epilogue's bias or bias gradient.
+        bias_alignment: of the address of the epilogue's bias or bias gradient.
         aux: how the epilogue's auxiliary matrix lies. ReLU's is a mask in bits: its layout counts bits, and is as
             large as D's contiguous axis asks.
         device_scalars: α and β are addresses on the device, read when the product runs.
-        one_kernel: the library may not split K over a second kernel.
+        no_split_k: the library may not split K over a second kernel.
     """
 
     dtype: DType
@@ -320,10 +320,10 @@ class MatmulProblem:
     epilogue: Epilogue = Epilogue.NONE
     c: Spec | None = None
     batch: int = 1
-    vector: int = 256
+    bias_alignment: int = 256
     aux: Spec | None = None
     device_scalars: bool = False
-    one_kernel: bool = False
+    no_split_k: bool = False
 
     operands: ClassVar = ("a", "b", "c", "vector", "aux", "d")
     """Names of a call's addresses, in their order; `vector` is the bias or the bias gradient."""
@@ -392,9 +392,9 @@ class Derivative:
     dropout: bool = False
 
     @property
-    def changes(self) -> bool:
-        """Whether the gradient before is another than behind."""
-        return self.saved is not Saved.NOTHING or self.dropout
+    def is_identity(self) -> bool:
+        """Whether dz equals dy: the layer has no derivative to apply and no dropout."""
+        return self.saved is Saved.NOTHING and not self.dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,11 +402,13 @@ class BackwardProblem:
     """Gradients of a `ForwardProblem`: which are wanted, and how they and dy lie in memory.
 
     Attributes:
-        own: from dy to dz, the gradient before this layer's own activation, with the layer's bias gradient.
+        output_derivative: takes dy to dz, the gradient before this layer's activation, and makes the layer's bias
+            gradient.
         dx: None if the input's gradient is not wanted; likewise `dw`.
         dz: where dz is to be written; None leaves it to scratch memory.
         accumulate: dw and bias gradients are added to what their buffers hold.
-        through: the layer that x is the output of, when dx is to be the gradient before that one's activation.
+        input_derivative: of the layer below, whose output is x, if dx is to be the gradient before that layer's
+            activation; None otherwise.
     """
 
     dtype: DType
@@ -414,15 +416,15 @@ class BackwardProblem:
     x: Spec
     w: Spec
     dy: Spec
-    own: Derivative
+    output_derivative: Derivative
     dx: Spec | None
     dw: Spec | None
     dz: Spec | None = None
     accumulate: bool = False
-    through: Derivative | None = None
+    input_derivative: Derivative | None = None
 
     operands: ClassVar = ("dy", "x", "w", "saved", "saved_below", "dx", "dw", "db", "dz", "db_below")
-    """Names of a call's addresses, in their order; `saved_below` and `db_below` belong to the layer of `through`."""
+    """Names of a call's addresses, in their order; `saved_below` and `db_below` belong to the layer below."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Listener(Protocol):
 
 
 watchers: Final[list[Callable[[Any], None]]] = []
-"""Are told within an operation's range what the operation runs: a `Known` of `ops/call.py`, or an `AdamW`."""
+"""Are told within an operation's range what the operation runs: a `PreparedCall` of `ops/call.py`, or an `AdamW`."""
 
 
 def tell(work: Any) -> None:

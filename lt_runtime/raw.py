@@ -20,7 +20,7 @@ from lt_runtime.layout import Layout, packed
 from lt_runtime.ops._context import Layer
 from lt_runtime.ops._linear_backward import LinearBackward
 from lt_runtime.ops._linear_forward import LinearForward
-from lt_runtime.ops.call import Operation, addresses_of, look
+from lt_runtime.ops.call import Operation, addresses_of, prepare
 from lt_runtime.problem import ACTIVATIONS, Activation, Saved
 
 __all__ = ["backward_raw", "forward_raw"]
@@ -77,8 +77,8 @@ def forward_raw(
     x, w, y = _layouts(m, k, n, trans_a, trans_b)
     operands: dict[str, _Given] = {"A": (A, x), "B": (B, w), "bias": (bias, y.cols) if has_bias else None}
     operands |= {"Y": (Y, y), "Z": (Z, y) if has_z else None}
-    asked = (activation, activation.negative_slope, 0.0, "float32", False, False)
-    _run(_FORWARD, operands, 3, asked, None, stream)
+    options = (activation, activation.negative_slope, 0.0, "float32", False, False)
+    _run(_FORWARD, operands, 3, options, None, stream)
 
 
 def backward_raw(
@@ -124,8 +124,8 @@ def backward_raw(
     saved = Saved.PREACTIVATION if has_z else Saved.NOTHING
     layer = Layer((y.rows, y.cols, x.cols), saved, None, activation, 0.0, "float32", with_bias)
     wanted = [operands[name] is not None for name in ("gA", "gB", "gBias")]
-    asked = (layer, None, False, *wanted, False, False)
-    _run(_BACKWARD, operands, 5, asked, (None, None), stream)
+    options = (layer, None, False, *wanted, False, False)
+    _run(_BACKWARD, operands, 5, options, (None, None), stream)
 
 
 def _optional(name: str, address: int, lies: Layout | int) -> _Given:
@@ -150,7 +150,7 @@ def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layo
 
 
 def _run(
-    operation: Operation, named: Mapping[str, _Given], first_output: int, asked: Any, extras: Any, stream: Any
+    operation: Operation, named: Mapping[str, _Given], first_output: int, options: Any, scalars: Any, stream: Any
 ) -> None:
     """Runs the operation on operands in its order. What comes after them only has to be on the same device."""
     count, given = len(operation.names), [each and _operand(name, *each) for name, each in named.items()]
@@ -163,8 +163,8 @@ def _run(
     check_device(first, *others)
     handle = stream_handle(stream, first.device)
     with activated(first.device):
-        known = look(operation, placed[:count], asked, extras, handle)
-        known.put(operation.call(known, addresses_of(placed[:count]), extras, handle))
+        prepared = prepare(operation, placed[:count], options, scalars, handle)
+        prepared.put(operation.call(prepared, addresses_of(placed[:count]), scalars, handle))
 
 
 def _operand(name: str, given: int, lies: Layout | int) -> Operand:

@@ -41,7 +41,7 @@ class BoundPlan:
         CaptureError: the stream is being captured.
     """
 
-    __slots__ = ("__weakref__", "_executable", "_graph", "_launch", "_lock", "_memory", "_put", "_stream", "known")
+    __slots__ = ("__weakref__", "_executable", "_graph", "_launch", "_lock", "_memory", "_put", "_stream", "prepared")
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class BoundPlan:
         if is_captured(stream):
             raise CaptureError(f"stream {stream:#x} is being captured; bind a call to it before the capture")
         self._put, self._stream = put, stream
-        self.known: Any = None
+        self.prepared: Any = None
         self._launch = function("cuGraphLaunch")
         with relaxed_captures():
             self._memory = memory = stream_memory(device, stream)
@@ -67,8 +67,8 @@ class BoundPlan:
 
     def __call__(self) -> None:
         """Raises GpuError if the launch fails."""
-        if ranges.watchers and self.known is not None:
-            ranges.tell(self.known)
+        if ranges.watchers and self.prepared is not None:
+            ranges.tell(self.prepared)
         stream = self._stream
         with self._lock:
             if stream and is_capturing(stream):  # the default stream cannot be captured

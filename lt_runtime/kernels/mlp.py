@@ -119,7 +119,7 @@ class Part(NamedTuple):
     block: Block
 
 
-def takes(problem: MLPProblem, device: int) -> bool:
+def supports(problem: MLPProblem, device: int) -> bool:
     """Whether the kernels can run an MLP.
 
     Its type must have 16 bits, and its layers must be narrow, and few enough for shared memory and registers. The GPU
@@ -215,7 +215,7 @@ class MlpBackward:
         loss: ElementwiseLoss | None = None,
     ) -> None:
         parts = _parts_for(problem, device)
-        assert parts, "nobody asks for what `takes` refuses"
+        assert parts, "nobody asks for what `supports` refuses"
         self._layers, self._has_loss = len(problem.dims) - 1, loss is not None
         self._size = problem.rows * problem.dims[-1]
         self._blocks = min(-(-problem.rows // parts[0].block.chunk), device_info(device).multiprocessors)

@@ -66,7 +66,7 @@ class _Form:
     width: int
 
 
-def takes(problem: MatmulProblem) -> bool:
+def supports(problem: MatmulProblem) -> bool:
     """Whether one of the kernels makes this product: one dimension is tiny, and its matrices lie as a layer's do."""
     return _form_of(problem) is not None
 
@@ -186,7 +186,7 @@ def _share_terms(problem: MatmulProblem, device: int) -> _Geometry:
 
 
 class NarrowPass:
-    """A product that `takes` accepts, in one kernel.
+    """A product that `supports` accepts, in one kernel.
 
     Raises:
         ValueError: no kernel takes the product.

@@ -45,11 +45,11 @@ class TileMatmulParams(Structure):
 TILE_MATMUL: Final = Entry("tile_matmul", "tile_matmul.cu", TileMatmulParams)
 
 
-def takes(problem: MatmulProblem) -> bool:
+def supports(problem: MatmulProblem) -> bool:
     """Whether the kernel makes this product. It multiplies 16-bit matrices with rows that are no whole vectors."""
     if problem.dtype is not problem.d_dtype or problem.batch != 1 or problem.device_scalars:
         return False
-    if problem.epilogue not in EPILOGUES or not suits(problem.dtype, problem.a, problem.b, problem.d):
+    if problem.epilogue not in EPILOGUES or not is_preferred(problem.dtype, problem.a, problem.b, problem.d):
         return False
     if problem.aux is not None and problem.aux.layout.order is not Order.ROW:
         return False
@@ -61,7 +61,7 @@ def lies_right(b: Order, epilogue: Epilogue) -> bool:
     return b is Order.ROW or not (epilogue.sums_operand or epilogue.is_derivative)
 
 
-def suits(dtype: DType, a: Spec, b: Spec, d: Spec) -> bool:
+def is_preferred(dtype: DType, a: Spec, b: Spec, d: Spec) -> bool:
     """Whether the kernel multiplies A and B: they have 16 bits, ragged rows, and are not too large."""
     (m, k), n = a.layout.shape, b.layout.cols
     fits = 0 < m * n * k <= _MOST and n < _SIDE * MAX_GRID_Y
@@ -96,7 +96,7 @@ def shares_of(problem: MatmulProblem, multiprocessors: int) -> Shares:
 
 
 class TileMatmulPass:
-    """A product that `takes` accepts, in one kernel.
+    """A product that `supports` accepts, in one kernel.
 
     Attributes:
         scratch_bytes: bytes for sums over parts of K and over rows of tiles, in a stream's workspace.

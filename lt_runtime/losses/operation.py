@@ -16,7 +16,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass
 from lt_runtime.kernels.elementwise_loss import ElementwiseLossPass
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import Known, New, Operation, Reading, perform
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
 from lt_runtime.problem import DType
 from lt_runtime.products.plan import Plan
 
@@ -62,27 +62,27 @@ class LossPlan(Plan):
 
 
 class LossOperation(Operation):
-    """A loss of the rows of a matrix; a call's extra is the number that the gradient is multiplied by.
+    """A loss of the rows of a matrix; a call's scalar is the number that the gradient is multiplied by.
 
     Its arrays are the scores, the target, the gradient's scale, the gradient, the loss, the weights of rows, and those
     of columns, which not every loss has. What is asked is whether the gradient is written over the first array, and
     then the loss's own options.
 
     Attributes:
-        make_pass: makes the kernels for a reading's problem and a device at the first use of each.
+        make_pass: makes the kernels for a request's problem and a device at the first use of each.
     """
 
     required = 2
     is_scaled = True
     make_pass: ClassVar[Callable[..., ElementwiseLossPass | CrossEntropyPass]]
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: float) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
         """See `Operation`."""
-        in_place, *options = asked
+        in_place, *of_loss = options
         scores, target, scale, gradient, loss, *weights = operands
         dtype, layout = DType.parse(scores.name, scores.dtype), scores.layout
         check_weights(scores, weights)
-        of_target = self.read_target(scores, target, [each is not None for each in weights], *options)
+        of_target = self.read_target(scores, target, [each is not None for each in weights], *of_loss)
         if scale is not None:
             check_type(scale, "float32")
             if scale.shape not in ((), (1,)):
@@ -100,7 +100,7 @@ class LossOperation(Operation):
             new[_LOSS] = New((), DType.FLOAT32.numpy, scores.library)
         gradient_layout = layout if in_place else packed(*scores.shape) if gradient is None else gradient.layout
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
-        return Reading(problem, (0 if in_place else _GRADIENT, _LOSS), new, asked)
+        return Request(problem, (0 if in_place else _GRADIENT, _LOSS), new, options)
 
     @abstractmethod
     def read_target(
@@ -116,31 +116,31 @@ class LossOperation(Operation):
     def exact(self, scores: Any, target: Any, weights: Sequence[Any], *options: Any) -> tuple[float, Any]:
         """The loss of NumPy arrays and its gradient, in float64."""
 
-    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return LossPlan(None if reading.problem is None else self.make_pass(*reading.problem, device), device)
+        return LossPlan(None if request.problem is None else self.make_pass(*request.problem, device), device)
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: float, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
         """See `Operation`."""
         scores, target, scale, gradient, loss, of_rows, *of_columns = addresses
-        in_place, *_ = known.reading.detail
+        in_place, *_ = prepared.request.detail
         column_weights = of_columns[0] if of_columns else 0
         return Call(
-            (scores, target, scores if in_place else gradient, loss, of_rows, column_weights), stream, (extras, scale)
+            (scores, target, scores if in_place else gradient, loss, of_rows, column_weights), stream, (scalars, scale)
         )
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: float) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: float) -> None:
         """See `Operation`."""
         scores, target, scale, gradient, loss, *weights = arrays
-        in_place, *options = reading.detail
+        in_place, *options = request.detail
         value, exact = self.exact(scores, target, weights, *options)
-        factor = extras if scale is None else extras * float(scale.reshape(()))
+        factor = scalars if scale is None else scalars * float(scale.reshape(()))
         out = scores if in_place else gradient
         out[...], loss[...] = (exact * factor).astype(out.dtype), value
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: float) -> Loss:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> Loss:
         """See `Operation`."""
-        in_place, *_ = known.reading.detail
+        in_place, *_ = prepared.request.detail
         return Loss(arrays[_LOSS], arrays[0 if in_place else _GRADIENT])
 
 

@@ -15,7 +15,7 @@ from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
 from lt_runtime.ops._context import Layer
-from lt_runtime.ops.call import Known, New, Operation, Reading
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, Philox, Spec
 
@@ -62,9 +62,9 @@ class BackwardOptions(NamedTuple):
     accumulate: bool
 
     @classmethod
-    def of(cls, asked: Sequence[Any]) -> Self:
+    def of(cls, options: Sequence[Any]) -> Self:
         """The options in the order of the fields as a caller gave them; `KindError` for a flag that is none."""
-        layer, below, *flags = asked
+        layer, below, *flags = options
         return cls(layer, below, *map(flag, cls._fields[2:], flags))
 
 
@@ -73,7 +73,7 @@ Sources = tuple[Philox | None, Philox | None]
 
 
 class LinearBackward(Operation):
-    """The gradients of a linear layer; a call's extras are its `Sources`."""
+    """The gradients of a linear layer; a call's scalars are its `Sources`."""
 
     names = (
         *("dy", "x", "w", "the saved tensor", "the saved tensor below"),
@@ -81,9 +81,9 @@ class LinearBackward(Operation):
     )
     required = 3
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: Sources) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: Sources) -> Request:
         """See `Operation`."""
-        options = BackwardOptions.of(asked)
+        options = BackwardOptions.of(options)
         dy, x, w, saved, saved_below, *outputs = operands
         layer, below = options.layer, options.below
         given = dict(zip(_OUTPUTS, outputs, strict=True))
@@ -117,44 +117,46 @@ class LinearBackward(Operation):
             options.accumulate,
             None if below is None else _derivative(below, saved_below, specs.get("db_below")),
         )
-        return Reading(problem, tuple(map(_place, _OUTPUTS)), new, options)
+        return Request(problem, tuple(map(_place, _OUTPUTS)), new, options)
 
-    def is_bindable(self, reading: Reading) -> bool:
+    def is_bindable(self, request: Request) -> bool:
         """See `Operation`: dropout's masks are others each time."""
-        return _dropouts(reading.detail) == (0, 0)
+        return _dropouts(request.detail) == (0, 0)
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: Sources, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Sources, stream: int) -> Call:
         """See `Operation`."""
-        own, below = _dropouts(known.reading.detail)
+        own, below = _dropouts(prepared.request.detail)
         if not (own or below):
             return Call(addresses, stream)
-        states = [DropoutState.of(p, rng, known.device, stream) for p, rng in zip((own, below), extras, strict=True)]
+        states = [
+            DropoutState.of(p, rng, prepared.device, stream) for p, rng in zip((own, below), scalars, strict=True)
+        ]
         return Call(addresses, stream, dropouts=(states[0], states[1]))
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Sources) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Sources) -> None:
         """See `Operation`."""
         dy, x, w, saved, saved_below, *outputs = arrays
-        asked: BackwardOptions = reading.detail
-        layer, below = asked.layer, asked.below
-        if asked.before_activation:
+        options: BackwardOptions = request.detail
+        layer, below = options.layer, options.below
+        if options.before_activation:
             exact = reference.linear_bwd(dy, x, w, dy)
         else:
             z = dy if saved is None else saved  # what no derivative is taken from does not matter
-            exact = reference.linear_bwd(dy, x, w, z, layer.activation, _factors(layer, extras[0]))
+            exact = reference.linear_bwd(dy, x, w, z, layer.activation, _factors(layer, scalars[0]))
         values: dict[str, Any] = exact._asdict()
         if below is not None:
             z = exact.dx if saved_below is None else saved_below
-            values["dx"] = reference.through_activation(exact.dx, z, below.activation, _factors(below, extras[1]))
+            values["dx"] = reference.through_activation(exact.dx, z, below.activation, _factors(below, scalars[1]))
             values["db_below"] = values["dx"].sum(axis=0)
         for name, out in zip(_OUTPUTS, outputs, strict=True):
             if out is not None:
-                kept = out.astype(np.float64) if asked.accumulate and name in ("dw", "db", "db_below") else 0.0
+                kept = out.astype(np.float64) if options.accumulate and name in ("dw", "db", "db_below") else 0.0
                 out[...] = (values[name] + kept).astype(out.dtype)
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> LinearGradients | ChainedGradients:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients | ChainedGradients:
         """See `Operation`."""
         _, _, _, _, _, dx, dw, db, _, db_below = arrays
-        if known.reading.detail.below is None:
+        if prepared.request.detail.below is None:
             return LinearGradients(dx, dw, db)
         return ChainedGradients(dx, dw, db, db_below)
 
@@ -163,33 +165,33 @@ def _place(name: str) -> int:
     return _FIRST_OUTPUT + _OUTPUTS.index(name)
 
 
-def _wanted(asked: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
+def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
     """Which gradients are made; dz, for which there is no option, where there is a buffer for it.
 
     Raises:
         ArgumentError, ShapeError: the options contradict each other.
     """
-    layer, below = asked.layer, asked.below
+    layer, below = options.layer, options.below
     if below is not None:
-        if not asked.need_dx:
+        if not options.need_dx:
             raise ArgumentError("need_dx is False, but through asks for the gradient of x; pass need_dx=True")
         y, x = below.shape[:2], layer.shape[::2]
         if y != x:
             raise ShapeError(f"through is a layer with y of shape {y}; it must be {x}, as x of this layer")
     has_dz = given["dz"] is not None
-    wanted = {"dx": asked.need_dx, "dw": asked.need_dw, "db": asked.need_db, "dz": has_dz}
-    wanted["db_below"] = asked.need_db_below
-    if asked.accumulate:
+    wanted = {"dx": options.need_dx, "dw": options.need_dw, "db": options.need_db, "dz": has_dz}
+    wanted["db_below"] = options.need_db_below
+    if options.accumulate:
         missing = [f"out_{name}" for name in ("dw", "db", "db_below") if wanted[name] and given[name] is None]
         if missing:
             raise ArgumentError(f"accumulate=True needs {' and '.join(missing)}, to add to")
     return wanted
 
 
-def _dropouts(asked: BackwardOptions) -> tuple[float, float]:
+def _dropouts(options: BackwardOptions) -> tuple[float, float]:
     """Probabilities in the layer and in the layer below, 0 where the gradient is not taken through them."""
-    own = 0 if asked.before_activation else asked.layer.dropout
-    return own, 0 if asked.below is None else asked.below.dropout
+    own = 0 if options.before_activation else options.layer.dropout
+    return own, 0 if options.below is None else options.below.dropout
 
 
 def _derivative(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:

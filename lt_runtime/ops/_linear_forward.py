@@ -17,7 +17,7 @@ from lt_runtime.errors import ShapeError
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.ops._context import Layer, LinearContext
-from lt_runtime.ops.call import Known, New, Operation, Reading
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request
 from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, Philox, Saved, Spec, check_dropout
 
 _BITS = 8  # of a byte
@@ -25,21 +25,21 @@ _Y, _KEPT = 3, 4  # places among the arrays
 
 
 class LinearForward(Operation):
-    """y = dropout(act(x · wᵀ + bias)) and what backward needs; a call's extra is where dropout's mask comes from.
+    """y = dropout(act(x · wᵀ + bias)) and what backward needs; a call's scalar is where dropout's mask comes from.
 
-    What is asked are the options of `linear_fwd`, then whether anything is kept for backward. A reading's detail is the
+    What is asked are the options of `linear_fwd`, then whether anything is kept for backward. A request's detail is the
     `Layer`.
     """
 
     names = ("x", "w", "bias", "out", "out_z")
     required = 2
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: Philox | None) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: Philox | None) -> Request:
         """See `Operation`."""
-        activation, negative_slope, dropout, compute, propagate_nan, backward = asked
+        activation, negative_slope, dropout, compute, propagate_nan, backward = options
         x, w, bias, out, out_z = operands
         activation = Activation.of(activation, negative_slope)
-        has_dropout = check_dropout(dropout, extras) is not None
+        has_dropout = check_dropout(dropout, scalars) is not None
         dropout, propagate_nan = float(dropout), flag("propagate_nan", propagate_nan)
         dtype = DType.parse("x", x.dtype)
         check_same(x, w, *(each for each in (bias, out, out_z) if each is not None))
@@ -63,52 +63,54 @@ class LinearForward(Operation):
         )
         layer = Layer((m, n, k), Saved.NOTHING, None, activation, dropout, compute, bias is not None)
         new = {} if out is not None else {_Y: New((m, n), dtype.numpy, x.library)}
-        return Reading(problem, (_Y, _KEPT), new, layer)
+        return Request(problem, (_Y, _KEPT), new, layer)
 
-    def settle(self, reading: Reading, plan: Any, operands: Sequence[Any]) -> Reading:
+    def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
         """See `Operation`: the plan decides what is kept, and how that lies."""
         x, *_, out_z = operands
-        problem, layer = reading.problem, reading.detail
+        problem, layer = request.problem, request.detail
         if plan is not None:
             saved, kept = plan.strategy.saved, plan.kept_spec
         elif problem.backward:  # on the host the pre-activation is kept whatever the activation is
             saved = Saved.NOTHING if problem.activation.name == "none" else Saved.PREACTIVATION
             kept = problem.preactivation or Spec(packed(*layer.shape[:2]))
         else:
-            return reading
+            return request
         layout = kept.layout if saved in (Saved.PREACTIVATION, Saved.MASK) else None
         layer = replace(layer, saved_as=saved, saved_layout=layout)
         makes = kept is not None and out_z is None
         new = {_KEPT: _new_kept(problem, saved, kept.layout, x.library)} if makes else {}
-        return reading._replace(new={**reading.new, **new}, detail=layer)
+        return request._replace(new={**request.new, **new}, detail=layer)
 
-    def is_bindable(self, reading: Reading) -> bool:
+    def is_bindable(self, request: Request) -> bool:
         """See `Operation`: dropout's masks are others each time."""
-        return not reading.problem.dropout
+        return not request.problem.dropout
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: Philox | None, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Philox | None, stream: int) -> Call:
         """See `Operation`."""
-        p = known.reading.detail.dropout
+        p = prepared.request.detail.dropout
         if not p:
             return Call(addresses, stream)
-        return Call(addresses, stream, dropouts=(DropoutState.of(p, extras, known.device, stream), None))
+        return Call(addresses, stream, dropouts=(DropoutState.of(p, scalars, prepared.device, stream), None))
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Philox | None) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Philox | None) -> None:
         """See `Operation`."""
         x, w, bias, y, z = arrays
-        layer, dtype = reading.detail, reading.problem.dtype.numpy
-        factors = reference.dropout_factors(layer.shape[:2], layer.dropout, extras)
+        layer, dtype = request.detail, request.problem.dtype.numpy
+        factors = reference.dropout_factors(layer.shape[:2], layer.dropout, scalars)
         exact_y, exact_z = reference.linear_fwd(x, w, bias, layer.activation, factors)
         y[...] = exact_y.astype(dtype)
         if z is not None:
             z[...] = exact_z.astype(dtype)
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: Philox | None) -> tuple[Any, LinearContext]:
+    def result(
+        self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Philox | None
+    ) -> tuple[Any, LinearContext]:
         """See `Operation`."""
         x, w, _, y, kept = arrays
-        layer: Layer = known.reading.detail
+        layer: Layer = prepared.request.detail
         saved_as = layer.saved_as
-        rng = extras if layer.dropout else None
+        rng = scalars if layer.dropout else None
         if saved_as is Saved.MASK:
             return y, LinearContext(layer, x, w, kept, None, rng)
         saved = kept if saved_as is Saved.PREACTIVATION else y if saved_as is Saved.OUTPUT else None
@@ -118,7 +120,7 @@ class LinearForward(Operation):
 class LinearInference(LinearForward):
     """The same, of which the caller gets y alone."""
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """See `Operation`."""
         return arrays[_Y]
 

@@ -15,7 +15,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, batch_of, packed
-from lt_runtime.ops.call import Known, New, Operation, Reading
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 
 _C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8  # places among the arrays
@@ -36,19 +36,19 @@ class _Shape(NamedTuple):
 
 
 class Matmul(Operation):
-    """D = epilogue(α·A·B + β·C + bias); a call's extras are α and β where they are numbers.
+    """D = epilogue(α·A·B + β·C + bias); a call's scalars are α and β where they are numbers.
 
     What is asked is the epilogue, D's type, how to compute, whether β is other than 0 or on the device, and whether C
-    is the caller's buffer for D. This last is also a reading's detail.
+    is the caller's buffer for D. This last is also a request's detail.
     """
 
     names = ("a", "b", "c", "bias", "alpha", "beta", "aux", "bias_gradient", "out")
     required = 2
     is_scaled = True
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: Any) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
-        epilogue, d_type, compute, reads_c, in_place = asked
+        epilogue, d_type, compute, reads_c, in_place = options
         given = {name: each for name, each in zip(self.names, operands, strict=True) if each is not None}
         epilogue = epilogue if isinstance(epilogue, Epilogue) else Epilogue.parse(epilogue)
         _check_presence(epilogue, given)
@@ -72,30 +72,30 @@ class Matmul(Operation):
             epilogue,
             c=_c_spec(given, d, d_dtype, epilogue, in_place) if reads_c else None,
             batch=1 if shape.batch is None else shape.batch,
-            vector=vector.alignment if vector else ALIGNMENT,
+            bias_alignment=vector.alignment if vector else ALIGNMENT,
             aux=_aux_spec(given["aux"], epilogue, shape, d.layout.order) if "aux" in given else None,
             device_scalars="alpha" in given,
         )
         new = {} if "out" in given else {_D: New(shape.of(shape.m, shape.n), d_dtype.numpy, a.library)}
         written = (*((_AUX,) if epilogue.has_aux_output else ()), _BIAS_GRADIENT, _D)
-        return Reading(problem, written, new, in_place, same=(_C, _D))
+        return Request(problem, written, new, in_place, same=(_C, _D))
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: Any, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
         a, b, c, bias, alpha, beta, aux, bias_gradient, d = addresses
-        problem = known.reading.problem
+        problem = prepared.request.problem
         if problem.c is None:
             c = 0
-        elif known.reading.detail:
+        elif prepared.request.detail:
             c = d
-        scalars = (alpha, beta) if problem.device_scalars else extras
+        scalars = (alpha, beta) if problem.device_scalars else scalars
         return Call((a, b, c, bias or bias_gradient, aux, d), stream, scalars)
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Any) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
         a, b, c, bias, alpha, beta, aux, bias_gradient, d = arrays
-        problem, in_place = reading.problem, reading.detail
-        scalars = extras if alpha is None else (alpha.item(), beta.item())
+        problem, in_place = request.problem, request.detail
+        scalars = scalars if alpha is None else (alpha.item(), beta.item())
         result = reference.matmul(
             a,
             b,
@@ -111,7 +111,7 @@ class Matmul(Operation):
             bias_gradient[...] = result.bias_gradient.astype(bias_gradient.dtype)
         d[...] = result.d.astype(d.dtype)
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """See `Operation`."""
         return arrays[_D]
 

@@ -14,7 +14,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.mlp import MAX_LAYERS
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import Known, New, Operation, Reading
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request
 from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan
@@ -45,33 +45,33 @@ class MlpOutputs(Operation):
     names = ("x", "out", *_named())
     required = 1
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: None) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
         x, out, *parameters = operands
-        problem = _problem(x, parameters, asked, backward=False)
+        problem = _problem(x, parameters, options, backward=False)
         shape = (problem.rows, problem.dims[-1])
         if out is not None:
             check_shape(out.name, out.shape, shape, "the result's shape")
             check_same(x, out)
         y = packed(*shape) if out is None else out.layout
         new = {} if out is not None else {_OUT: New(shape, problem.dtype.numpy, x.library)}
-        return Reading(problem, (_OUT,), new, (x.layout, y))
+        return Request(problem, (_OUT,), new, (x.layout, y))
 
-    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return _forward_plan(reading.problem, *reading.detail, device)
+        return _forward_plan(request.problem, *request.detail, device)
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: None, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: None, stream: int) -> Call:
         """See `Operation`."""
-        return Call(addresses[: _FIRST + 2 * len(known.reading.problem.biases)], stream)
+        return Call(addresses[: _FIRST + 2 * len(prepared.request.problem.biases)], stream)
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: None) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
         """See `Operation`."""
         x, out, *parameters = arrays
-        *_, (_, y) = _layers_on_host(reading.problem, x, parameters)
+        *_, (_, y) = _layers_on_host(request.problem, x, parameters)
         out[...] = y
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: None) -> Any:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: None) -> Any:
         """See `Operation`."""
         return arrays[_OUT]
 
@@ -86,9 +86,9 @@ class MlpGradients(Operation):
     names = ("x", "dy", *_named(), *_named(".grad"))
     required = 2
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: float) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
         """See `Operation`."""
-        activation, accumulate, loss = asked
+        activation, accumulate, loss = options
         x, y, *rest = operands
         parameters, gradients = rest[:_PLACES], rest[_PLACES : 2 * _PLACES]
         problem = _problem(x, parameters, activation, backward=True)
@@ -101,43 +101,43 @@ class MlpGradients(Operation):
                 gradient.check_packed()
         first = _FIRST + _PLACES
         written = tuple(first + place for place, each in enumerate(parameters) if each is not None)
-        return Reading(problem, written, {}, (x.layout, y.layout, accumulate, loss))
+        return Request(problem, written, {}, (x.layout, y.layout, accumulate, loss))
 
-    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        x, y, accumulate, loss = reading.detail
-        return _backward_plan(reading.problem, x, y, accumulate, device, loss)
+        x, y, accumulate, loss = request.detail
+        return _backward_plan(request.problem, x, y, accumulate, device, loss)
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: float, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
         """See `Operation`."""
-        count, first = 2 * len(known.reading.problem.biases), _FIRST + _PLACES
+        count, first = 2 * len(prepared.request.problem.biases), _FIRST + _PLACES
         return Call((*addresses[: _FIRST + count], *addresses[first : first + count]), stream)
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: float) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: float) -> None:
         """See `Operation`."""
         x, dy, *rest = arrays
         parameters, gradients = rest[:_PLACES], rest[_PLACES:]
-        made = _layers_on_host(reading.problem, x, parameters)
-        *_, accumulate, _ = reading.detail
-        _gradients_on_host(reading.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
+        made = _layers_on_host(request.problem, x, parameters)
+        *_, accumulate, _ = request.detail
+        _gradients_on_host(request.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: float) -> Any:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> Any:
         """See `Operation`: the gradients are in their buffers."""
 
 
 class MlpLoss(MlpGradients):
     """The loss of an MLP's outputs against targets, and the gradients of all its parameters.
 
-    What is asked is as for `MlpGradients`, with an `ElementwiseLoss`; a call's extra is the number that the gradients
+    What is asked is as for `MlpGradients`, with an `ElementwiseLoss`; a call's scalar is the number that the gradients
     are multiplied by. The arrays end with one FP32 number on the device that they are multiplied by too, and the loss.
     """
 
     names = ("x", "target", *_named(), *_named(".grad"), "grad_scale", "out_loss")
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: float) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: float) -> Request:
         """See `Operation`."""
         *operands, scale, loss = operands
-        reading = super().read(operands, asked, extras)
+        request = super().read(operands, options, scalars)
         if scale is not None:
             check_type(scale, "float32")
             check_shape(scale.name, scale.shape, (1,) if scale.shape else (), "one number")
@@ -145,26 +145,26 @@ class MlpLoss(MlpGradients):
             check_type(loss, "float32")
             check_shape(loss.name, loss.shape, (), "one number")
         new = {} if loss is not None else {_LOSS: New((), DType.FLOAT32.numpy, operands[0].library)}
-        return reading._replace(written=(*reading.written, _LOSS), new=new)
+        return request._replace(written=(*request.written, _LOSS), new=new)
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: float, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: float, stream: int) -> Call:
         """See `Operation`."""
         *addresses_of_mlp, scale, loss = addresses
-        made = super().call(known, tuple(addresses_of_mlp), extras, stream)
-        return Call((*made.addresses, loss), stream, (extras, scale))
+        made = super().call(prepared, tuple(addresses_of_mlp), scalars, stream)
+        return Call((*made.addresses, loss), stream, (scalars, scale))
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: float) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: float) -> None:
         """See `Operation`."""
         x, target, *rest, scale, loss = arrays
         parameters, gradients = rest[:_PLACES], rest[_PLACES:]
-        *_, accumulate, kind = reading.detail
-        made = _layers_on_host(reading.problem, x, parameters)
+        *_, accumulate, kind = request.detail
+        made = _layers_on_host(request.problem, x, parameters)
         loss[...], dy = _loss_on_host(kind, made[-1][1], target)
-        factor = extras if scale is None else extras * float(scale.reshape(()))
+        factor = scalars if scale is None else scalars * float(scale.reshape(()))
         dy = (dy * factor).astype(x.dtype)
-        _gradients_on_host(reading.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
+        _gradients_on_host(request.problem, x, dy, parameters, made, gradients, accumulate=accumulate)
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: float) -> Any:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: float) -> Any:
         """See `Operation`: the loss."""
         return arrays[_LOSS]
 

@@ -53,7 +53,7 @@ class New:
     view: Callable[[Any], Any] | None = None
 
 
-class Reading(NamedTuple):
+class Request(NamedTuple):
     """What an operation makes of its operands.
 
     Attributes:
@@ -77,7 +77,7 @@ class Operation(ABC):
     Attributes:
         names: of the arrays, in their order.
         required: how many of the first may not be absent.
-        is_scaled: whether a call's extras are numbers that a bound call keeps, such as α and β.
+        is_scaled: whether a call's scalars are numbers that a bound call keeps, such as α and β.
         range_name: of the range around each call, such as "lt.linear_forward" for `LinearForward`.
     """
 
@@ -90,7 +90,7 @@ class Operation(ABC):
         cls.range_name = f"lt.{re.sub(r'(?<!^)(?=[A-Z])', '_', cls.__name__).lower()}"
 
     @abstractmethod
-    def read(self, operands: Sequence[Any], asked: Any, extras: Any) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """Checks operands and options, and says what they ask for.
 
         Args:
@@ -103,36 +103,36 @@ class Operation(ABC):
         """
 
     @abstractmethod
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Any) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """Writes the results into NumPy arrays."""
 
     @abstractmethod
-    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """What the caller gets.
 
         Args:
             arrays: the caller's, with those that were made in their places, as their library exports them.
         """
 
-    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
         """The plan for the problem, from the plan cache; an operation with nothing to decide makes its plan itself."""
-        return cache.plan_of(reading.problem, device, stream, before_first_use, anew=asked_for.get() is not None)
+        return cache.plan_of(request.problem, device, stream, before_first_use, anew=asked_for.get() is not None)
 
-    def settle(self, reading: Reading, plan: Any, operands: Sequence[Any]) -> Reading:
+    def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
         """The reading with what only the plan decides, such as what forward keeps; there is no plan on the host."""
-        return reading
+        return request
 
-    def is_bindable(self, reading: Reading) -> bool:
+    def is_bindable(self, request: Request) -> bool:
         """Whether a call that repeats does the same each time, so that it may be bound."""
         return True
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: Any, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """The plan's call; `addresses` are in the order of `names`."""
         return Call(addresses, stream)
 
 
 @dataclass(slots=True, eq=False)
-class Known:
+class PreparedCall:
     """A call whose operands have been found to be sound.
 
     Attributes:
@@ -145,7 +145,7 @@ class Known:
 
     operation: Operation
     device: int
-    reading: Reading
+    request: Request
     plan: Any
     sizes: tuple[int, ...]
     is_bindable: bool
@@ -159,7 +159,7 @@ class Known:
         self._overlaps = [
             (i, [(j, -other, size) for j, other in present if j != i])
             for i, size in present
-            if i in self.reading.written
+            if i in self.request.written
         ]
 
     def is_sound(self, addresses: Sequence[int]) -> bool:
@@ -182,7 +182,7 @@ class Known:
                 device is too.
         """
         filled, addresses = list(arrays), list(given)
-        for (place, each), maker in zip(self.reading.new.items(), self.makers, strict=True):
+        for (place, each), maker in zip(self.request.new.items(), self.makers, strict=True):
             library = each.library
             array = maker() if stream is None else library.empty(each.shape, each.dtype, self.device, stream)
             addresses[place] = library.address(array)
@@ -195,15 +195,15 @@ class Known:
         with memory.lock:
             self.plan.put(call, memory)
 
-    def finish(self, arrays: Sequence[Any], extras: Any, stream: int) -> Any:
+    def finish(self, arrays: Sequence[Any], scalars: Any, stream: int) -> Any:
         """What the caller gets, once the work is on the stream."""
-        new = self.reading.new
+        new = self.request.new
         if new:
             exported = list(arrays)
             for place, each in new.items():
                 exported[place] = each.library.export(arrays[place], stream)
             arrays = exported
-        return self.operation.result(self, arrays, extras)
+        return self.operation.result(self, arrays, scalars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class Binding:
     stream: Any
 
 
-def perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extras: Any, stream: Any) -> Any:
+def perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, scalars: Any, stream: Any) -> Any:
     """Makes a call; what the caller gets.
 
     Args:
@@ -225,12 +225,12 @@ def perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extr
         LtError: the call is not accepted, or failed; outputs, caches and the stream stay usable.
     """
     if not ranges.is_heard:
-        return _perform(operation, arrays, asked, extras, stream)
+        return _perform(operation, arrays, options, scalars, stream)
     with ranges.range_of(operation.range_name):
-        return _perform(operation, arrays, asked, extras, stream)
+        return _perform(operation, arrays, options, scalars, stream)
 
 
-def _perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, extras: Any, stream: Any) -> Any:
+def _perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, scalars: Any, stream: Any) -> Any:
     signature = signature_of(arrays)
     if signature is not None and stream.__class__ is not Binding and asked_for.get() is None:
         forms, addresses = signature
@@ -239,51 +239,51 @@ def _perform(operation: Operation, arrays: tuple[Any, ...], asked: Hashable, ext
             current = current_streams[type(arrays[0])]
             handle = current(device) if stream is None else stream_handle(stream, device)
             try:
-                known: Known | None = cache.calls.get((operation, asked, forms))
+                prepared: PreparedCall | None = cache.calls.get((operation, options, forms))
             except TypeError:  # an option that is no value
-                known = signature = None
-            if known is not None and known.generation is cache.generation:
+                prepared = signature = None
+            if prepared is not None and prepared.generation is cache.generation:
                 filled: Sequence[Any] = arrays
-                if known.makers:
-                    filled, addresses = known.make(arrays, addresses, None if stream is None else handle)
-                if _again(known, addresses, extras, handle):
-                    return operation.result(known, filled, extras)
-    return _first(operation, arrays, asked, extras, stream, signature)
+                if prepared.makers:
+                    filled, addresses = prepared.make(arrays, addresses, None if stream is None else handle)
+                if _repeat(prepared, addresses, scalars, handle):
+                    return operation.result(prepared, filled, scalars)
+    return _cold_call(operation, arrays, options, scalars, stream, signature)
 
 
-def _again(known: Known, addresses: tuple[int, ...], extras: Any, stream: int) -> bool:
+def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> bool:
     """Makes a known call once more, with the same arrays or others; False, and nothing is done, if operands overlap."""
-    repeat = known, stream, addresses, extras if known.operation.is_scaled else None
+    repeat = prepared, stream, addresses, scalars if prepared.operation.is_scaled else None
     launch = cache.repeats.get(repeat)
-    if not (launch or known.is_sound(addresses)):
+    if not (launch or prepared.is_sound(addresses)):
         return False
     if ranges.watchers:
-        ranges.tell(known)
+        ranges.tell(prepared)
     if launch:
         launch()
         return True
-    call = known.operation.call(known, addresses, extras, stream)
-    known.put(call)
-    if known.is_bindable:
+    call = prepared.operation.call(prepared, addresses, scalars, stream)
+    prepared.put(call)
+    if prepared.is_bindable:
         if launch is None:
             if len(cache.repeats) >= _MOST_REPEATS:
                 _make_room()
             cache.repeats[repeat] = _ONCE
         elif not is_captured(stream):
-            cache.repeats[repeat] = _bound(known, call)
+            cache.repeats[repeat] = _bound(prepared, call)
     return True
 
 
-def _bound(known: Known, call: Call) -> Callable[[], None]:
+def _bound(prepared: PreparedCall, call: Call) -> Callable[[], None]:
     """The launch of a call that repeats.
 
     A call that cannot be bound, for want of memory perhaps, costs a warning, and stays as it was.
     """
     try:
-        launch: Callable[[], None] = known.plan.bind(call)
+        launch: Callable[[], None] = prepared.plan.bind(call)
     except (GpuError, CaptureError) as error:  # a capture may have begun in between
         warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
-        return functools.partial(known.put, call)
+        return functools.partial(prepared.put, call)
     return launch
 
 
@@ -295,53 +295,55 @@ def _make_room() -> None:
         cache.repeats.update(bound)
 
 
-def _first(
-    operation: Operation, arrays: tuple[Any, ...], asked: Any, extras: Any, stream: Any, signature: Signature | None
+def _cold_call(
+    operation: Operation, arrays: tuple[Any, ...], options: Any, scalars: Any, stream: Any, signature: Signature | None
 ) -> Any:
     binds = isinstance(stream, Binding)
     device = _device_of(operation, arrays)
     handle = _handle(arrays[0], stream.stream if binds else stream, device)
     if device == HOST:
         operands = _read(operation, arrays, 0)
-        known = look(operation, operands, asked, extras, 0)
+        prepared = prepare(operation, operands, options, scalars, 0)
         if binds:
-            _check_bindable(known)
-            return functools.partial(_run_on_host, known, arrays, extras)
-        filled, _ = known.make(arrays, addresses_of(operands), 0)
-        _run_on_host(known, filled, extras)
-        return operation.result(known, filled, extras)
+            _check_bindable(prepared)
+            return functools.partial(_run_on_host, prepared, arrays, scalars)
+        filled, _ = prepared.make(arrays, addresses_of(operands), 0)
+        _run_on_host(prepared, filled, scalars)
+        return operation.result(prepared, filled, scalars)
     with activated(device):
         operands = _read(operation, arrays, handle)
-        known = look(operation, operands, asked, extras, handle)
+        prepared = prepare(operation, operands, options, scalars, handle)
         if signature is not None and not binds:
             calls = cache.calls
             if len(calls) >= _MOST_CALLS:
                 calls.clear()
-            calls[operation, asked, signature[0]] = known
+            calls[operation, options, signature[0]] = prepared
         given = addresses_of(operands)
         if binds:
-            _check_bindable(known)
-            bound: BoundPlan = known.plan.bind(operation.call(known, given, extras, handle))
-            bound.known = known
+            _check_bindable(prepared)
+            bound: BoundPlan = prepared.plan.bind(operation.call(prepared, given, scalars, handle))
+            bound.prepared = prepared
             return bound
-        ranges.tell(known)
-        filled, addresses = known.make(arrays, given, handle)
-        known.put(operation.call(known, addresses, extras, handle))
-        return known.finish(filled, extras, handle)
+        ranges.tell(prepared)
+        filled, addresses = prepared.make(arrays, given, handle)
+        prepared.put(operation.call(prepared, addresses, scalars, handle))
+        return prepared.finish(filled, scalars, handle)
 
 
-def look(operation: Operation, operands: Sequence[Operand | None], asked: Any, extras: Any, stream: int) -> Known:
+def prepare(
+    operation: Operation, operands: Sequence[Operand | None], options: Any, scalars: Any, stream: int
+) -> PreparedCall:
     """What is made of a call whose operands live on a GPU, which is current, or on the host."""
     present = [operand for operand in operands if operand is not None]
     check_device(*present)
     device = present[0].device
-    generation, reading = cache.generation, operation.read(operands, asked, extras)
-    _check_written(operands, reading)
-    plan = None if device == HOST else operation.plan(reading, device, stream)
-    reading = operation.settle(reading, plan, operands)
+    generation, request = cache.generation, operation.read(operands, options, scalars)
+    _check_written(operands, request)
+    plan = None if device == HOST else operation.plan(request, device, stream)
+    request = operation.with_saved(request, plan, operands)
     sizes = tuple([0 if operand is None else operand.extent * operand.itemsize for operand in operands])
-    makers = tuple([each.library.maker(each.shape, each.dtype, device) for each in reading.new.values()])
-    return Known(operation, device, reading, plan, sizes, operation.is_bindable(reading), generation, makers)
+    makers = tuple([each.library.maker(each.shape, each.dtype, device) for each in request.new.values()])
+    return PreparedCall(operation, device, request, plan, sizes, operation.is_bindable(request), generation, makers)
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
@@ -349,10 +351,10 @@ def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
     return tuple([0 if operand is None else operand.address for operand in operands])
 
 
-def _run_on_host(known: Known, arrays: Sequence[Any], extras: Any) -> None:
-    ranges.tell(known)
+def _run_on_host(prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> None:
+    ranges.tell(prepared)
     with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
-        known.operation.on_host(known.reading, arrays, extras)
+        prepared.operation.on_host(prepared.request, arrays, scalars)
 
 
 def _device_of(operation: Operation, arrays: Sequence[Any]) -> int:
@@ -375,9 +377,9 @@ def _handle(array: Any, stream: Any, device: int) -> int:
     return stream_handle(stream, device, library_of(array).current_stream)
 
 
-def _check_written(operands: Sequence[Operand | None], reading: Reading) -> None:
+def _check_written(operands: Sequence[Operand | None], request: Request) -> None:
     """Raises unless every operand that is written is writeable memory that no other operand shares."""
-    for number, place in enumerate(reading.written):
+    for number, place in enumerate(request.written):
         out = operands[place]
         if out is None:
             continue
@@ -385,15 +387,15 @@ def _check_written(operands: Sequence[Operand | None], reading: Reading) -> None
             raise OverlapError(f"{out.name} has strides {out.strides}: its elements share memory; they must not")
         if isinstance(out.array, np.ndarray) and not out.array.flags.writeable:
             raise OperandError(f"{out.name} is read-only; it must be writeable")
-        later = reading.written[number:]
+        later = request.written[number:]
         others = [each for j, each in enumerate(operands) if each is not None and j not in later]
-        same = operands[reading.same[0]] if reading.same is not None and reading.same[1] == place else None
+        same = operands[request.same[0]] if request.same is not None and request.same[1] == place else None
         if same is not None and same in others and (out.address, out.strides) == (same.address, same.strides):
             others.remove(same)
         check_no_overlap(out, *others)
 
 
-def _check_bindable(known: Known) -> None:
-    for place in known.reading.new:
-        name = known.operation.names[place]
+def _check_bindable(prepared: PreparedCall) -> None:
+    for place in prepared.request.new:
+        name = prepared.operation.names[place]
         raise ArgumentError(f"{name} is None; a bound call makes no arrays: give it a buffer")

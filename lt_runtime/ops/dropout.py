@@ -14,7 +14,7 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.dropout import DropoutPass
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import Known, New, Operation, Reading, perform
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
 from lt_runtime.problem import DType, Philox, Spec, check_dropout
 from lt_runtime.products.plan import Plan
 
@@ -40,7 +40,7 @@ class DropoutPlan(Plan):
 
 
 class Dropout(Operation):
-    """y = mask · scale · x; a call's extra is where the mask comes from.
+    """y = mask · scale · x; a call's scalar is where the mask comes from.
 
     What is asked is the probability, and whether y is written over x.
     """
@@ -48,11 +48,11 @@ class Dropout(Operation):
     names = ("x", "out")
     required = 1
 
-    def read(self, operands: Sequence[Any], asked: Any, extras: Philox | None) -> Reading:
+    def read(self, operands: Sequence[Any], options: Any, scalars: Philox | None) -> Request:
         """See `Operation`."""
-        p, in_place = asked
+        p, in_place = options
         x, out = operands
-        check_dropout(p, extras)
+        check_dropout(p, scalars)
         p = float(p)
         dtype, spec = DType.parse("x", x.dtype), x.spec
         if out is not None:
@@ -61,35 +61,35 @@ class Dropout(Operation):
         new = {} if in_place or out is not None else {1: New(x.shape, dtype.numpy, x.library)}
         target = spec if in_place else Spec(packed(*spec.layout.shape)) if out is None else out.spec
         problem = (dtype, spec, target) if spec.layout.size else None
-        return Reading(problem, (0 if in_place else 1,), new, (p, in_place))
+        return Request(problem, (0 if in_place else 1,), new, (p, in_place))
 
-    def plan(self, reading: Reading, device: int, stream: int) -> Plan:
+    def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return DropoutPlan(None if reading.problem is None else _pass(*reading.problem, device), device)
+        return DropoutPlan(None if request.problem is None else _pass(*request.problem, device), device)
 
-    def is_bindable(self, reading: Reading) -> bool:
+    def is_bindable(self, request: Request) -> bool:
         """See `Operation`: the mask is another each time."""
-        p, _ = reading.detail
+        p, _ = request.detail
         return not p
 
-    def call(self, known: Known, addresses: tuple[int, ...], extras: Philox | None, stream: int) -> Call:
+    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Philox | None, stream: int) -> Call:
         """See `Operation`."""
-        p, in_place = known.reading.detail
+        p, in_place = prepared.request.detail
         x, out = addresses
-        state = DropoutState.of(p, extras, known.device, stream)
+        state = DropoutState.of(p, scalars, prepared.device, stream)
         return Call((x, x if in_place else out), stream, dropouts=(state, None))
 
-    def on_host(self, reading: Reading, arrays: Sequence[Any], extras: Philox | None) -> None:
+    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Philox | None) -> None:
         """See `Operation`."""
-        p, in_place = reading.detail
+        p, in_place = request.detail
         x, out = arrays
         y = x if in_place else out
-        factors = reference.dropout_factors(x.shape, p, extras)
+        factors = reference.dropout_factors(x.shape, p, scalars)
         y[...] = (x.astype(np.float64) * (1.0 if factors is None else factors)).astype(x.dtype)
 
-    def result(self, known: Known, arrays: Sequence[Any], extras: Any) -> Any:
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """See `Operation`."""
-        _, in_place = known.reading.detail
+        _, in_place = prepared.request.detail
         return arrays[0 if in_place else 1]
 
 

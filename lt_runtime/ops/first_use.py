@@ -19,8 +19,8 @@ from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import relaxed_captures
-from lt_runtime.kernels.mlp import takes
-from lt_runtime.plans.decisions import decide, known_layer
+from lt_runtime.kernels.mlp import supports
+from lt_runtime.plans.decisions import known_layer, make_plan
 from lt_runtime.plans.mlp import known_mlp
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.choose import known_algorithm
@@ -169,7 +169,7 @@ def _is_known(chain: Chain, device: int, effort: Effort) -> bool:
     from lt_runtime.tuner.chain import as_decided
 
     problems: list[Remembered] = [*as_decided(chain, plan_store(device), effort).problems]
-    if chain.narrow is not None and takes(chain.narrow, device):
+    if chain.narrow is not None and supports(chain.narrow, device):
         problems.append(chain.narrow)
     return all(is_measured(each, device, effort) for each in problems)
 
@@ -190,7 +190,7 @@ def _prove(problem: Remembered, device: int) -> None:
 
     try:
         with activated(device):
-            decide(problem, device, choose)
+            make_plan(problem, device, choose)
     except (LtError, MemoryError) as error:
         warnings.warn(f"merged algorithms could not be verified and are not used ({error})", stacklevel=2)
 

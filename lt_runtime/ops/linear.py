@@ -70,8 +70,8 @@ def linear_fwd(
         CaptureError: the stream is being captured and these shapes have never run.
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
-    asked = (activation, negative_slope, dropout, compute, propagate_nan, True)
-    made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z), asked, rng, stream)
+    options = (activation, negative_slope, dropout, compute, propagate_nan, True)
+    made: tuple[Any, LinearContext] = perform(FORWARD, (x, w, bias, out, out_z), options, rng, stream)
     return made
 
 
@@ -98,8 +98,8 @@ def linear(
     Returns:
         y (M, N), of the kind and type that x is.
     """
-    asked = (activation, negative_slope, 0.0, compute, propagate_nan, False)
-    return perform(INFERENCE, (x, w, bias, out, None), asked, None, stream)
+    options = (activation, negative_slope, 0.0, compute, propagate_nan, False)
+    return perform(INFERENCE, (x, w, bias, out, None), options, None, stream)
 
 
 def linear_bwd(
@@ -167,7 +167,7 @@ def linear_bwd(
         below, saved_below, rng_below = through.layer, through.saved, through.rng
         below_has_bias = below.has_bias
     need_db, need_db_below = layer.has_bias and need_db, below_has_bias and need_db_below
-    asked = (layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate)
+    options = (layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate)
     try:
         arrays = (
             dy,
@@ -182,6 +182,6 @@ def linear_bwd(
             out_db_below if need_db_below else None,
         )
     except Exception:  # arrays have no truth value
-        BackwardOptions.of(asked)
+        BackwardOptions.of(options)
         raise
-    return perform(BACKWARD, arrays, asked, (ctx.rng, rng_below), stream)
+    return perform(BACKWARD, arrays, options, (ctx.rng, rng_below), stream)

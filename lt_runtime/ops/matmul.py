@@ -83,9 +83,9 @@ def matmul(
         raise ArgumentError(f"alpha is {shown(alpha)} and beta is {shown(beta)}; floats must hold them") from error
     if c is None and scalars[1] != 0.0 and arrays[1] is None:
         raise ArgumentError(f"beta is {shown(beta)}, but there is no c to multiply; pass c, or leave beta out")
-    asked = (epilogue, dtype, compute, scalars[1] != 0.0, in_place)
+    options = (epilogue, dtype, compute, scalars[1] != 0.0, in_place)
     operands = (a, b, None if in_place else c, bias, *arrays, aux, bias_gradient, out)
-    return perform(MATMUL, operands, asked, scalars, stream)
+    return perform(MATMUL, operands, options, scalars, stream)
 
 
 def _scalars(alpha: Any, beta: Any) -> tuple[tuple[float, float], tuple[Any, Any]]:

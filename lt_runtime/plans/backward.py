@@ -39,7 +39,7 @@ class BackwardPlan(Plan):
         self.problem, self.device, self.strategy = problem, device, strategy
         self._dz = dz_spec(problem)
         wants_product = problem.dx is not None or problem.dw is not None
-        self._needs_dz = problem.dz is not None or (problem.own.changes and wants_product)
+        self._needs_dz = problem.dz is not None or (not problem.output_derivative.is_identity and wants_product)
         self._product_dz = self._dz if self._needs_dz else problem.dy
         self._first, self._last = self._own_pass(), self._pass_below()
         keeps_dz = self._needs_dz and problem.dz is None
@@ -49,7 +49,7 @@ class BackwardPlan(Plan):
             max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
         )
         # Nothing waits for a sum alone, which goes beside dx with dw.
-        self._sums_beside = strategy.beside and not self._needs_dz
+        self._sums_beside = strategy.dw_concurrent and not self._needs_dz
         problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
         made = {name: choose(each, device) for name, each in problems.items() if each is not None}
         self.products, self.shared = sharing_copy(made)
@@ -58,7 +58,7 @@ class BackwardPlan(Plan):
         self._dx, self._dw = self.products.get("dx"), self.products.get("dw")
 
     def _own_pass(self) -> BackwardPass | None:
-        problem, own = self.problem, self.problem.own
+        problem, own = self.problem, self.problem.output_derivative
         sums = self.strategy.db is MadeBy.KERNEL
         if not problem.dy.layout.size or not (sums or self._needs_dz):
             return None
@@ -67,7 +67,7 @@ class BackwardPlan(Plan):
 
     def _pass_below(self) -> BackwardPass | None:
         """Our kernel over dx, in place; or over what the product has made of it, for the bias gradient alone."""
-        problem, strategy, below = self.problem, self.strategy, self.problem.through
+        problem, strategy, below = self.problem, self.strategy, self.problem.input_derivative
         if below is None or problem.dx is None or not problem.dx.layout.size:
             return None
         derives, sums = strategy.derivative is MadeBy.KERNEL, strategy.db_below is MadeBy.KERNEL
@@ -80,7 +80,7 @@ class BackwardPlan(Plan):
         return BackwardPass(self.problem.dtype, derivative, dy, dz, self.device, sums=kind)
 
     def _dx_problem(self) -> MatmulProblem | None:
-        problem, below, strategy = self.problem, self.problem.through, self.strategy
+        problem, below, strategy = self.problem, self.problem.input_derivative, self.strategy
         if problem.dx is None:
             return None
         plain = MatmulProblem(problem.dtype, problem.dtype, problem.compute, self._product_dz, problem.w, problem.dx)
@@ -89,7 +89,7 @@ class BackwardPlan(Plan):
         sums = strategy.db_below is MadeBy.EPILOGUE
         epilogue = Epilogue(f"d{below.activation.name}{'_bgrad' if sums else ''}")
         vector = below.db if sums and below.db is not None else 256
-        return replace(plain, epilogue=epilogue, aux=below.saved_spec, vector=vector)
+        return replace(plain, epilogue=epilogue, aux=below.saved_spec, bias_alignment=vector)
 
     def _dw_problem(self) -> MatmulProblem | None:
         problem = self.problem
@@ -100,7 +100,7 @@ class BackwardPlan(Plan):
         plain = MatmulProblem(kind, kind, problem.compute, dz, problem.x, problem.dw, c=c)
         if self.strategy.db is not MadeBy.EPILOGUE:
             return plain
-        return replace(plain, epilogue=Epilogue.BGRADA, vector=problem.own.db or 256)
+        return replace(plain, epilogue=Epilogue.BGRADA, bias_alignment=problem.output_derivative.db or 256)
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
@@ -111,7 +111,7 @@ class BackwardPlan(Plan):
 
     def _reserve_branch(self, memory: StreamMemory) -> None:
         """Allocates what a branch needs beside dx, be there one or not: nothing can be allocated during a capture."""
-        if self.strategy.beside and self._dw is not None:
+        if self.strategy.dw_concurrent and self._dw is not None:
             self._dw.reserve(memory.branch)
             memory.branch.scratch(self._partial_bytes)
 
@@ -134,7 +134,7 @@ class BackwardPlan(Plan):
             self._copy.run([(dz, copied)], memory.stream)
             dz = copied
         self._reserve_branch(memory)
-        beside = branch(memory) if self.strategy.beside else contextlib.nullcontext(memory)
+        beside = branch(memory) if self.strategy.dw_concurrent else contextlib.nullcontext(memory)
         with beside as other:
             if self._first is not None and self._sums_beside:
                 partial_beside = other.scratch(self._partial_bytes)

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.driver import is_capturing
-from lt_runtime.plans.decisions import decide
+from lt_runtime.plans.decisions import make_plan
 from lt_runtime.problem import BackwardProblem, Derivative, Saved
 from lt_runtime.products.plan import Plan
 from lt_runtime.store.keys import Problem, Remembered
@@ -49,7 +49,7 @@ def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew
         on_miss(problem, device)
         with _lock:
             if (problem, device) not in _plans:
-                _plans[problem, device] = decide(problem, device)
+                _plans[problem, device] = make_plan(problem, device)
             return _plans[problem, device]
     if plan is None:
         raise CaptureError(
@@ -78,8 +78,8 @@ def forget(problems: Iterable[Remembered], device: int) -> None:
 def _without_saved(problem: Remembered) -> Remembered:
     if not isinstance(problem, BackwardProblem):
         return problem
-    through = problem.through and _saving_nothing(problem.through)
-    return replace(problem, own=_saving_nothing(problem.own), through=through)
+    through = problem.input_derivative and _saving_nothing(problem.input_derivative)
+    return replace(problem, output_derivative=_saving_nothing(problem.output_derivative), input_derivative=through)
 
 
 def _saving_nothing(derivative: Derivative) -> Derivative:

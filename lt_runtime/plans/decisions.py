@@ -26,7 +26,7 @@ LayerPlan: TypeAlias = ForwardPlan | BackwardPlan
 Strategy: TypeAlias = ForwardStrategy | BackwardStrategy
 
 
-def decide(problem: Problem, device: int, choose: Choose = known_algorithm) -> Plan:
+def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -> Plan:
     """The plan for a problem: a layer's by what was measured of strategies, or by the priors.
 
     Raises:
@@ -34,10 +34,10 @@ def decide(problem: Problem, device: int, choose: Choose = known_algorithm) -> P
     """
     if isinstance(problem, MatmulProblem):
         return ProductPlan(problem, device, choose)
-    return decide_layer(problem, device, choose)
+    return make_layer_plan(problem, device, choose)
 
 
-def decide_layer(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
+def make_layer_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
     """`decide` for a layer's problem."""
     return _measured(problem, device, choose) or prior_plan(problem, device, choose)
 

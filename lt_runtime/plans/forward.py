@@ -66,7 +66,7 @@ class ForwardPlan(Plan):
             problem.w.transposed,
             d or problem.y,
             self.strategy.epilogue,
-            vector=problem.bias if problem.bias is not None and self._adds_bias else 256,
+            bias_alignment=problem.bias if problem.bias is not None and self._adds_bias else 256,
             aux=self.kept_spec if self._writes_aux else None,
         )
 

@@ -8,7 +8,7 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.blocks import Matrix
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
-from lt_runtime.kernels.mlp import MlpBackward, MlpForward, takes
+from lt_runtime.kernels.mlp import MlpBackward, MlpForward, supports
 from lt_runtime.layout import Layout, packed
 from lt_runtime.problem import MLPProblem
 from lt_runtime.products.plan import Plan
@@ -16,22 +16,22 @@ from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
 
-ONE_KERNEL: Final = "one_kernel"
-"""What the plan cache has of an MLP: whether each of its passes is one kernel, or each layer runs by itself."""
+FUSED_MLP: Final = "fused_mlp"
+"""Key of an MLP's strategy in the plan cache: True if each pass is one kernel, False if each layer runs by itself."""
 
 
 def is_fused(problem: MLPProblem, device: int) -> bool:
     """Whether an MLP's passes run in one kernel each: as was measured; if nothing was, wherever they can."""
     entry = known_mlp(problem, device)
-    if not takes(problem, device):
+    if not supports(problem, device):
         return False
-    return entry is None or entry.strategy[ONE_KERNEL] is True
+    return entry is None or entry.strategy[FUSED_MLP] is True
 
 
 def known_mlp(problem: MLPProblem, device: int) -> LayerEntry | None:
     """What was measured of an MLP as a whole; None if nothing was, or what the store has is none of its strategies."""
     entry = plan_store(device).layer(problem_key(problem))
-    return entry if entry is not None and entry.strategy in ({ONE_KERNEL: True}, {ONE_KERNEL: False}) else None
+    return entry if entry is not None and entry.strategy in ({FUSED_MLP: True}, {FUSED_MLP: False}) else None
 
 
 def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpForwardPlan | MlpBackwardPlan, ...]:

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.devices import device_info
-from lt_runtime.kernels.tile_matmul import suits
+from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.kernels.tiling import OCTET
 from lt_runtime.layout import Layout
 from lt_runtime.plans.strategies import (
@@ -43,11 +43,11 @@ _FEW_COLUMNS: Final = OCTET
 
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStrategy]:
     """The table's strategy first; then our kernel does what an auxiliary output would be for."""
-    is_ours = suits(problem.dtype, problem.x, problem.w.transposed, problem.y)
+    is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     wanted: dict[str, Any] = {}
     if problem.backward:
         tree = _tree(device, "forward", _kind(problem), problem.activation.name, is_ours=is_ours)
-        wanted |= decide(tree, forward_features(problem))
+        wanted |= leaf_of(tree, forward_features(problem))
     if is_ours and problem.y.layout.cols <= _FEW_COLUMNS:
         wanted["epilogue"] = Epilogue.BIAS.value
     if wanted and problem.bias is None:
@@ -58,12 +58,12 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[ForwardStra
 
 def backward_priors(problem: BackwardProblem, device: int) -> Iterable[BackwardStrategy]:
     """Those that are most like the table's first; then those that leave the most to our kernels."""
-    features, is_ours = backward_features(problem), suits(problem.dtype, problem.dy, problem.w, problem.x)
-    wanted = dict(decide(_tree(device, "backward", _kind(problem), _below(problem), is_ours=is_ours), features))
+    features, is_ours = backward_features(problem), is_preferred(problem.dtype, problem.dy, problem.w, problem.x)
+    wanted = dict(leaf_of(_tree(device, "backward", _kind(problem), _below(problem), is_ours=is_ours), features))
     # Our kernel reads a dy that changes in any case, and sums it at hardly any cost. The library's kernels that sum
     # 16-bit rows which are no whole octets are far slower: BF16 256x7x6156 takes 245 µs, 9 without the sum (H200).
     sums_slowly = problem.dtype.itemsize == 2 and not features["whole"] and not is_ours
-    if problem.own.changes or sums_slowly:
+    if not problem.output_derivative.is_identity or sums_slowly:
         wanted["db"] = MadeBy.KERNEL.value
     strategies = sorted(backward_strategies(problem), key=_by_library)
     return sorted(strategies, key=lambda each: _differences(each, wanted))
@@ -105,7 +105,7 @@ def features_of(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
     return sizes | {"whole": int(output.cols % OCTET == inner % OCTET == 0)}
 
 
-def decide(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
+def leaf_of(tree: Tree, features: Mapping[str, int]) -> Mapping[str, Any]:
     """The strategy that a tree comes to."""
     while "feature" in tree:
         tree = tree["then"] if features[tree["feature"]] < tree["below"] else tree["otherwise"]
@@ -122,9 +122,10 @@ def _below(problem: BackwardProblem) -> str:
 
     Activations that save the same tensor share a tree, since their derivatives read and write the same bytes.
     """
-    if problem.through is not None:
-        return f"{_MEASURED[problem.through.saved]} {problem.through.saved.value}"
-    return "products" if problem.own.db is None and not problem.own.changes else f"none {Saved.NOTHING.value}"
+    below, output = problem.input_derivative, problem.output_derivative
+    if below is not None:
+        return f"{_MEASURED[below.saved]} {below.saved.value}"
+    return "products" if output.db is None and output.is_identity else f"none {Saved.NOTHING.value}"
 
 
 def _by_library(strategy: BackwardStrategy) -> int:

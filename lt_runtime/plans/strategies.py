@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels.tile_matmul import suits
+from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
 
@@ -59,7 +59,7 @@ class BackwardStrategy:
     db: MadeBy = MadeBy.NOBODY
     derivative: MadeBy = MadeBy.NOBODY
     db_below: MadeBy = MadeBy.NOBODY
-    beside: bool = False
+    dw_concurrent: bool = False
 
 
 def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
@@ -109,7 +109,7 @@ def _saved_by_kernel(problem: ForwardProblem) -> Saved:
 def _saved_by_library(problem: ForwardProblem) -> Saved | None:
     """What the epilogue with an auxiliary output is of use for; None if for nothing."""
     kept = problem.preactivation
-    is_ours = suits(problem.dtype, problem.x, problem.w.transposed, problem.y)
+    is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     fits = _fits_aux(kept or Spec(_preactivation(problem)), _AUX_ELEMENTS, is_ours=is_ours)
     if kept is not None and not fits:
         return None
@@ -164,12 +164,12 @@ def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
     """What a problem allows; the first, with our kernels alone, works wherever plain products do."""
     two_products = problem.dx is not None and problem.dw is not None
     ways = itertools.product((False, True)[: 1 + two_products], _makers_below(problem), _makers_of_db(problem))
-    for beside, (derivative, db_below), db in ways:
-        yield BackwardStrategy(db, derivative, db_below, beside)
+    for dw_concurrent, (derivative, db_below), db in ways:
+        yield BackwardStrategy(db, derivative, db_below, dw_concurrent)
 
 
 def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
-    if problem.own.db is None:
+    if problem.output_derivative.db is None:
         yield MadeBy.NOBODY
         return
     yield MadeBy.KERNEL
@@ -181,12 +181,12 @@ def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
 
 
 def _makers_below(problem: BackwardProblem) -> Iterator[tuple[MadeBy, MadeBy]]:
-    below = problem.through
+    below = problem.input_derivative
     if below is None or problem.dx is None:
         yield MadeBy.NOBODY, MadeBy.NOBODY
         return
     db = MadeBy.KERNEL if below.db is not None else MadeBy.NOBODY
-    yield (MadeBy.KERNEL if below.changes else MadeBy.NOBODY), db
+    yield (MadeBy.NOBODY if below.is_identity else MadeBy.KERNEL), db
     if _derivative_fuses(problem, below) and problem.dx.layout.order is Order.ROW and _multiplies(problem):
         yield MadeBy.EPILOGUE, db
         if below.db is not None and not problem.accumulate:
@@ -199,7 +199,7 @@ def _multiplies(problem: BackwardProblem) -> bool:
 
 
 def _derivative_fuses(problem: BackwardProblem, below: Derivative) -> bool:
-    is_ours = suits(problem.dtype, problem.dy, problem.w, problem.x)
+    is_ours = is_preferred(problem.dtype, problem.dy, problem.w, problem.x)
     fusable = {("relu", Saved.MASK): _MASK_BITS, ("gelu", Saved.PREACTIVATION): _AUX_ELEMENTS}
     step, spec = fusable.get((below.activation.name, below.saved)), below.saved_spec
     if step is None or spec is None or below.dropout:
@@ -214,7 +214,7 @@ def dz_spec(problem: BackwardProblem) -> Spec:
     """
     if problem.dz is not None:
         return problem.dz
-    if not problem.own.changes:
+    if problem.output_derivative.is_identity:
         return problem.dy
     return Spec(_padded(packed(*problem.dy.layout.shape), _VECTOR_BYTES // problem.dtype.itemsize))
 

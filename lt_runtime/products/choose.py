@@ -45,7 +45,7 @@ def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     entry = store.product(key)
     if entry is not None:
         try:
-            return plan_by(problem, device, entry.algorithm)
+            return plan_from_blob(problem, device, entry.algorithm)
         except PlanError as error:
             store.bar(key, entry, str(error))
     return heuristic_algorithm(problem, device)
@@ -69,7 +69,7 @@ def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
     raise refused
 
 
-def plan_by(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
+def plan_from_blob(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
     """The plan of a product that an earlier plan's `blob` stands for.
 
     Raises:
@@ -93,16 +93,16 @@ def configuration(blob: bytes) -> dict[str, int]:
     return found | ({_MARKS[mark]: 1} if mark else {})
 
 
-def rebuilt(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> AlgorithmPlan:
+def plan_from_config(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> AlgorithmPlan:
     """The plan of a product by the algorithm that has a `configuration`, put together anew.
 
     Raises:
-        PlanError: see `plan_by`; or no algorithm has such a configuration.
+        PlanError: see `plan_from_blob`; or no algorithm has such a configuration.
         CublasLtError: the library failed, which says nothing of the algorithm.
     """
     for blob, own in _CONFIGURATIONS.items():
         if own == dict(config):
-            return plan_by(problem, device, blob)
+            return plan_from_blob(problem, device, blob)
     marks = [mark for mark, name in _MARKS.items() if name in config]
     values = {name: value for name, value in config.items() if name not in _MARKS.values()}
     try:
@@ -114,4 +114,4 @@ def rebuilt(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> A
         if isinstance(error, CublasLtError) and not cublaslt.is_refusal(error):
             raise
         raise PlanError(f"no algorithm has the configuration {dict(config)} ({error})") from error
-    return plan_by(problem, device, b"".join(marks) + algorithm.blob)
+    return plan_from_blob(problem, device, b"".join(marks) + algorithm.blob)

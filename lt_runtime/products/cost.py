@@ -125,11 +125,11 @@ def fastest_first(problem: MatmulProblem) -> list[Way]:
 
 def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
     """Microseconds of each way that there is. Off the tensor cores, where nothing is known, the library comes first."""
-    own = {Way.NARROW: _narrow_us(problem)} if narrow.takes(problem) else {}
+    own = {Way.NARROW: _narrow_us(problem)} if narrow.supports(problem) else {}
     if not on_tensor_cores(problem):
         return {Way.PLAIN: 0.0} | own
     found = {Way.PLAIN: _library_us(problem)} | own
-    if tile_matmul.takes(problem):
+    if tile_matmul.supports(problem):
         found[Way.TILE] = _tile_us(problem)
     padded = padded_problem(problem)
     if padded is not None:

@@ -54,7 +54,7 @@ class MatmulPlan(AlgorithmPlan):
         problem: what is to be computed.
         device: ordinal of the GPU, which must be current.
         rank: which of the candidates to use; None for the most promising that can be launched leanly, see
-            `most_promising` and `launches_leanly`.
+            `most_promising` and `launches_at_most_two_kernels_by`.
         algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
             The heuristic is then not asked.
 
@@ -80,7 +80,7 @@ class MatmulPlan(AlgorithmPlan):
     ) -> None:
         self.problem, self.device = problem, device
         self.types = library_types(problem)
-        self.reductions = cublaslt.ReductionScheme.NONE if problem.one_kernel else _REDUCTIONS
+        self.reductions = cublaslt.ReductionScheme.NONE if problem.no_split_k else _REDUCTIONS
         self.workspace_size = workspace_size(device)
         self.candidates: tuple[cublaslt.Algorithm, ...] = ()
         self._swapped = problem.d.layout.order is Order.ROW
@@ -96,9 +96,9 @@ class MatmulPlan(AlgorithmPlan):
             self._prepared = self._prepare(self.algorithm)
 
     @property
-    def is_lean(self) -> bool:
+    def launches_at_most_two_kernels(self) -> bool:
         """See `AlgorithmPlan`."""
-        return self.algorithm is not None and self.launches_leanly(self.algorithm)
+        return self.algorithm is not None and self.launches_at_most_two_kernels_by(self.algorithm)
 
     def _refuse_inaccurate(self) -> None:
         """Raises PlanError if the library's epilogue is less accurate than our pass in the problem's types."""
@@ -116,7 +116,7 @@ class MatmulPlan(AlgorithmPlan):
         at most takes one without a memset, which would take as long.
         """
         offered = self.query(self.workspace_size, self.reductions)
-        if not offered and self.problem.one_kernel:
+        if not offered and self.problem.no_split_k:
             # To some products the library offers no algorithm that leaves K whole. Two kernels are better than none.
             offered = self.query(self.workspace_size, _REDUCTIONS)
         if rank is None and offered and all(is_split_for_nothing(self.problem, _offered(each)) for each in offered):
@@ -129,19 +129,19 @@ class MatmulPlan(AlgorithmPlan):
         first = self.candidates[0]
         promising = self.candidates[most_promising(self.problem, [*map(_offered, self.candidates)])]
         if self.problem.epilogue is Epilogue.NONE:
-            chosen = promising if promising is first or self.launches_leanly(promising) else first
+            chosen = promising if promising is first or self.launches_at_most_two_kernels_by(promising) else first
             is_short = 0.0 < chosen.waves_count <= 1.0 and not is_large(self.problem)
             fitting = dict.fromkeys((chosen, *self.candidates)) if is_short else ()
             return next((each for each in fitting if {*self.nodes(each)} == {"KERNEL"}), chosen)
         for candidate in dict.fromkeys((promising, *self.candidates)):
-            if self.launches_leanly(candidate):
+            if self.launches_at_most_two_kernels_by(candidate):
                 return candidate
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
 
-    def launches_leanly(self, algorithm: cublaslt.Algorithm) -> bool:
+    def launches_at_most_two_kernels_by(self, algorithm: cublaslt.Algorithm) -> bool:
         """Whether the product by an algorithm, be it another than the plan's, would be lean; see `AlgorithmPlan`."""
         nodes = self.nodes(algorithm)
-        most = 1 if self.problem.one_kernel or self._is_cut_in_two(algorithm) else _MAX_KERNELS
+        most = 1 if self.problem.no_split_k or self._is_cut_in_two(algorithm) else _MAX_KERNELS
         return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
 
     def _is_cut_in_two(self, algorithm: cublaslt.Algorithm) -> bool:
@@ -215,7 +215,7 @@ class MatmulPlan(AlgorithmPlan):
         return [each for each in offered if cublaslt.is_known_bad(self._facts(each)) is None]
 
     def check(self, algorithm: cublaslt.Algorithm) -> cublaslt.Algorithm:
-        """The algorithm with what it needs, if nothing speaks against it; only `is_lean` knows if a launch succeeds.
+        """The algorithm with its workspace, if nothing speaks against it. Nothing is launched here.
 
         Raises:
             PlanError: the library refuses it, it is known to be wrong, it needs too much workspace, or it sums the
@@ -253,7 +253,7 @@ class MatmulPlan(AlgorithmPlan):
             epilogue=library_epilogue(problem.epilogue, self._swapped),
             largest_pitch=max(layout.leading_dimension * dtype.itemsize for layout, dtype in specs),
             largest_span=max(layout.extent for layout, _ in specs),
-            vector_alignment=problem.vector,
+            vector_alignment=problem.bias_alignment,
             c_alignment=_row_alignment(problem.c or problem.d, problem.d_dtype),
             d_alignment=_row_alignment(problem.d, problem.d_dtype),
             asked_alignment=algorithm.capability(cublaslt.AlgoCapAttribute.MIN_ALIGNMENT_D_BYTES),

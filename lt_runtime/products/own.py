@@ -44,7 +44,7 @@ class OwnPlan(AlgorithmPlan):
         PlanError: the kernel does not take the problem, or the GPU, or has no room for its partial sums.
     """
 
-    adds_memsets, is_lean = False, True  # it is one kernel
+    adds_memsets, launches_at_most_two_kernels = False, True  # it is one kernel
 
     def __init__(self, problem: MatmulProblem, device: int, algorithm: Algorithm, made: _Pass) -> None:
         self.problem, self.device, self.algorithm = problem, device, algorithm
@@ -61,7 +61,7 @@ class NarrowPlan(OwnPlan):
     """By the kernels for products with one tiny dimension."""
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
-        if not narrow.takes(problem):
+        if not narrow.supports(problem):
             raise PlanError(f"the kernel for narrow products does not take {problem}")
         super().__init__(problem, device, NARROW, NarrowPass(problem, device))
 
@@ -70,7 +70,7 @@ class TilePlan(OwnPlan):
     """By the kernel for 16-bit matrices whose rows are no whole vectors."""
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
-        if not tile_matmul.takes(problem):
+        if not tile_matmul.supports(problem):
             raise PlanError(f"the kernel for rows that are no whole vectors does not take {problem}")
         capability, least = device_info(device).capability, tile_matmul.CAPABILITY
         if capability < least:
@@ -85,5 +85,5 @@ OWN: Final[Mapping[bytes, type[NarrowPlan | TilePlan]]] = {NARROW.blob: NarrowPl
 
 def own_kernels(problem: MatmulProblem) -> list[bytes]:
     """What stands for those of our kernels that take a product."""
-    takers = {NARROW.blob: narrow.takes, TILE.blob: tile_matmul.takes}
-    return [blob for blob, takes in takers.items() if takes(problem)]
+    takers = {NARROW.blob: narrow.supports, TILE.blob: tile_matmul.supports}
+    return [blob for blob, supports in takers.items() if supports(problem)]

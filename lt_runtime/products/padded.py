@@ -68,7 +68,7 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
     epilogue = problem.epilogue
     if problem.c is not None or epilogue.has_aux_output or epilogue.is_derivative or epilogue.has_bias_gradient:
         return None
-    return replace(problem, a=a, b=b, d=d, vector=256)
+    return replace(problem, a=a, b=b, d=d, bias_alignment=256)
 
 
 def on_tensor_cores(problem: MatmulProblem) -> bool:
@@ -156,9 +156,9 @@ class PaddedPlan(AlgorithmPlan):
         return self.inner.adds_memsets
 
     @property
-    def is_lean(self) -> bool:
+    def launches_at_most_two_kernels(self) -> bool:
         """See `AlgorithmPlan`: whether the product of the copies is."""
-        return self.inner.is_lean
+        return self.inner.launches_at_most_two_kernels
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
@@ -192,6 +192,6 @@ def copies_of(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]
     """What is copied, by the names of a call's addresses; that of D is made from its copy."""
     pairs = {name: (getattr(problem, name), getattr(inner, name)) for name in ("a", "b", "d")}
     found = {name: Resize(own.layout, copy.layout) for name, (own, copy) in pairs.items() if own != copy}
-    if problem.epilogue.has_bias and (inner.n, inner.vector) != (problem.n, problem.vector):
+    if problem.epilogue.has_bias and (inner.n, inner.bias_alignment) != (problem.n, problem.bias_alignment):
         found["vector"] = Resize(packed(1, problem.n), packed(1, inner.n))
     return found

@@ -61,7 +61,7 @@ class AlgorithmPlan(Plan):
 
     @property
     def blob(self) -> bytes:
-        """The bytes that stand for the algorithm in the plan cache; `plan_by` makes the same plan of them."""
+        """The bytes that stand for the algorithm in the plan cache; `plan_from_blob` makes the same plan of them."""
         assert self.algorithm is not None, f"nothing is multiplied in {self.problem}"
         return self.algorithm.blob
 
@@ -72,7 +72,7 @@ class AlgorithmPlan(Plan):
 
     @property
     @abstractmethod
-    def is_lean(self) -> bool:
+    def launches_at_most_two_kernels(self) -> bool:
         """Whether a launch succeeds with at most two kernels, or one if the problem says so, and else only memsets.
 
         Large products have a memset before the kernel, for the counter that its blocks draw tiles from: on Hopper the

@@ -51,7 +51,7 @@ def plain_product(problem: MatmulProblem) -> MatmulProblem:
     makes a separate product in FP32, to which the pass adds C as well. See `is_separate`.
     """
     has_pass = _needs_pass(problem)
-    plain = replace(problem, epilogue=Epilogue.NONE, aux=None, vector=256, one_kernel=has_pass)
+    plain = replace(problem, epilogue=Epilogue.NONE, aux=None, bias_alignment=256, no_split_k=has_pass)
     if not is_separate(problem):
         return replace(plain, c=None) if c_lies_across(problem) else plain
     layout = packed(problem.m, problem.n, order=problem.d.layout.order)

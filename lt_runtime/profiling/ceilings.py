@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from lt_runtime import paths
 from lt_runtime.gpu.driver import call
 from lt_runtime.layout import packed
-from lt_runtime.plans.decisions import decide
+from lt_runtime.plans.decisions import make_plan
 from lt_runtime.private import read_private, replace_private
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 from lt_runtime.store.fingerprint import fingerprint
@@ -78,7 +78,7 @@ def measure(bench: Bench, kind: str) -> float:
     compute = {"tf32": Compute.TF32, "float64": Compute.FLOAT64}.get(kind, Compute.FLOAT32)
     spec = Spec(packed(_EXTENT, _EXTENT), ALIGNMENT)
     problem = MatmulProblem(dtype, dtype, compute, spec, spec, spec)
-    plan, operands = decide(problem, bench.device), ProductOperands(bench.xp, problem)
+    plan, operands = make_plan(problem, bench.device), ProductOperands(bench.xp, problem)
     operands.fill(NORMAL, 0)
     return 2e6 * _EXTENT**3 / _least_us(bench, lambda stream: plan.run(operands.call(stream)))
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from lt_runtime.kernels.resize import Resize
 from lt_runtime.ops.adamw import AdamW
-from lt_runtime.ops.call import Known
+from lt_runtime.ops.call import PreparedCall
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.forward import ForwardPlan, leaves_a_pass
-from lt_runtime.plans.mlp import ONE_KERNEL
+from lt_runtime.plans.mlp import FUSED_MLP
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import (
     BackwardProblem,
@@ -54,11 +54,11 @@ class Work(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def work_of(ran: Known | AdamW) -> Work:
+def work_of(ran: PreparedCall | AdamW) -> Work:
     """The work of what watchers of ranges are told."""
     if isinstance(ran, AdamW):
         return Work(bytes=_bytes_of_update(ran))
-    problem = ran.reading.problem
+    problem = ran.request.problem
     if isinstance(problem, MLPProblem):
         return _work_of_mlp(problem)
     if not isinstance(problem, (ForwardProblem, BackwardProblem, MatmulProblem)):
@@ -77,7 +77,7 @@ def work_of(ran: Known | AdamW) -> Work:
 
 def _work_of_mlp(problem: MLPProblem) -> Work:
     """Of one pass: the backward pass makes the forward pass again."""
-    return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({ONE_KERNEL: True}))
+    return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
 
 
 def _products(plan: Plan) -> dict[str, Plan]:
@@ -124,10 +124,10 @@ def _forward_pass(plan: ForwardPlan) -> Iterator[int]:
 def _backward_passes(plan: BackwardPlan) -> Iterator[int]:
     """From dy to dz with the bias gradient, and over dx for the layer below."""
     problem, strategy = plan.problem, plan.strategy
-    needs_dz = problem.dz is not None or (problem.own.changes and bool(plan.products))
+    needs_dz = problem.dz is not None or (not problem.output_derivative.is_identity and bool(plan.products))
     if needs_dz or strategy.db is MadeBy.KERNEL:
-        yield _pass(problem, problem.own, problem.dy, writes=needs_dz, sums=strategy.db is MadeBy.KERNEL)
-    below, sums = problem.through, strategy.db_below is MadeBy.KERNEL
+        yield _pass(problem, problem.output_derivative, problem.dy, writes=needs_dz, sums=strategy.db is MadeBy.KERNEL)
+    below, sums = problem.input_derivative, strategy.db_below is MadeBy.KERNEL
     if below is not None and problem.dx is not None and (sums or strategy.derivative is MadeBy.KERNEL):
         derives = strategy.derivative is MadeBy.KERNEL
         yield _pass(problem, below, problem.dx, writes=derives, sums=sums)

@@ -12,7 +12,7 @@ from typing import Final
 
 from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.plans.decisions import decide
+from lt_runtime.plans.decisions import make_plan
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.choose import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
@@ -117,5 +117,5 @@ def _products(problem: Problem, device: int) -> list[MatmulProblem]:
         return known_algorithm(product, on)
 
     with activated(device), contextlib.suppress(LtError, MemoryError):
-        decide(problem, device, choose)
+        make_plan(problem, device, choose)
     return met

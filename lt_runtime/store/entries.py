@@ -117,10 +117,10 @@ class ProductEntry(_Checked):
     """The best algorithm found for one matrix product.
 
     Attributes:
-        algorithm: the bytes from which `plan_by` makes a plan: either the 64 opaque bytes of `cublasLtMatmulAlgo_t`,
-            which only one version of cuBLASLt understands, or the mark of one of our own ways to multiply. None in an
-            entry of another machine's: its algorithm is rebuilt from the configuration, and verified, before its first
-            use.
+        algorithm: the bytes from which `plan_from_blob` makes a plan: either the 64 opaque bytes of
+            `cublasLtMatmulAlgo_t`, which only one version of cuBLASLt understands, or the mark of a method of our own.
+            None in an entry of another machine's: its algorithm is rebuilt from the configuration, and verified,
+            before its first use.
         config: the algorithm's configuration, by the names of its attributes.
         us: median time in µs.
         first_us: median time in µs of the algorithm that runs untuned.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
-from lt_runtime.kernels.mlp import MAX_LAYERS, MAX_WIDTH, TYPES, takes
+from lt_runtime.kernels.mlp import MAX_LAYERS, MAX_WIDTH, TYPES, supports
 from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_LOSS, MLP_OUTPUTS, filled
 from lt_runtime.ops.adamw import Parameter
 from lt_runtime.ops.call import perform
@@ -54,7 +54,7 @@ class NarrowPasses:
     def _choose(self, rows: int, backward: bool) -> bool:
         biases = tuple(each.bias is not None for each in self._layers)
         problem = MLPProblem(self._dtype, rows, self._dims, biases, self._activation, backward)
-        if not takes(problem, self._device):
+        if not supports(problem, self._device):
             return False
         before_first_use(problem, self._device)
         return is_fused(problem, self._device)

@@ -51,9 +51,9 @@ class Part(NamedTuple):
 class Chain:
     """Layers in the order in which their forward passes run.
 
-    Layer i's y is layer i+1's x, and layer i+1's dx is layer i's dy. Where a backward problem has a `through`, it takes
-    dx through the activation of the layer below and makes that layer's bias gradient; otherwise the layer below does
-    both itself, as its `own`.
+    Layer i's y is layer i+1's x, and layer i+1's dx is layer i's dy. A backward problem with an `input_derivative`
+    takes dx through the activation of the layer below and makes that layer's bias gradient; otherwise the layer below
+    does both itself, by its `output_derivative`.
     """
 
     layers: tuple[Layer, ...]
@@ -106,8 +106,8 @@ class Chain:
         if not input_gradient:
             backwards[0] = replace(backwards[0], dx=None)
         for index, below in enumerate(forwards[:-1]):
-            backwards[index] = replace(backwards[index], own=unchanged(db=None))
-            backwards[index + 1] = replace(backwards[index + 1], through=derivative_of(below))
+            backwards[index] = replace(backwards[index], output_derivative=unchanged(db=None))
+            backwards[index + 1] = replace(backwards[index + 1], input_derivative=derivative_of(below))
         return cls(tuple(map(Layer, forwards, backwards)))
 
     @classmethod
@@ -163,9 +163,9 @@ class Chain:
     def reader(self, index: int) -> tuple[int, str] | None:
         """The layer whose backward problem reads what a layer's forward pass keeps, and which derivative it takes.
 
-        The derivative is named by the field of the backward problem: "own" or "through".
+        The derivative is named by the field of the backward problem: "output_derivative" or "input_derivative".
         """
-        for at, field in ((index + 1, "through"), (index, "own")):
+        for at, field in ((index + 1, "input_derivative"), (index, "output_derivative")):
             derivative = getattr(self.backwards.get(at), field, None)
             if derivative is not None:
                 return (at, field) if index in self.forwards and derivative.saved is not Saved.NOTHING else None
@@ -315,7 +315,7 @@ def _joined(items: Iterable[_Item], follows: Callable[[_Item, _Item], bool]) -> 
 
 def _is_below(above: BackwardProblem, below: BackwardProblem) -> bool:
     """Whether the second may be of the layer below the first's, whose derivative only one of them takes."""
-    is_taken_once = above.through is None or not below.own.changes
+    is_taken_once = above.input_derivative is None or below.output_derivative.is_identity
     return _types(above) == _types(below) and above.dx == below.dy and is_taken_once
 
 
@@ -336,7 +336,7 @@ def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[Forw
         latest = max((number for number in fitting if number <= latest), default=fitting[-1] if fitting else latest)
         layers.insert(0, Layer(forwards[latest] if fitting else None, backward))
         above = backward
-    if above is not None and above.through is not None:
+    if above is not None and above.input_derivative is not None:
         below = next((each for each in reversed(forwards) if _is_layer_below(each, above)), None)
         layers[:0] = [] if below is None else [Layer(below)]
     return Chain(tuple(layers))
@@ -345,14 +345,14 @@ def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[Forw
 def _is_same_layer(forward: ForwardProblem, backward: BackwardProblem, above: BackwardProblem | None) -> bool:
     if _types(forward) != _types(backward) or (forward.x, forward.w) != (backward.x, backward.w):
         return False
-    if above is not None and above.through is not None:
+    if above is not None and above.input_derivative is not None:
         return _is_layer_below(forward, above)
     has_shape = forward.y.layout.shape == backward.dy.layout.shape
-    return has_shape and (not backward.own.changes or _fits(forward, backward.own))
+    return has_shape and (backward.output_derivative.is_identity or _fits(forward, backward.output_derivative))
 
 
 def _is_layer_below(forward: ForwardProblem, above: BackwardProblem) -> bool:
-    fits = above.through is not None and _fits(forward, above.through)
+    fits = above.input_derivative is not None and _fits(forward, above.input_derivative)
     return fits and _types(forward) == _types(above) and forward.y == above.x
 
 

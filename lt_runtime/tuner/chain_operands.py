@@ -68,7 +68,7 @@ def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) 
         kept = (f"kept {saved.value}", layer, kept_spec(problem, saved))
         found: dict[str, _Place] = {"x": x, "w": w, "bias": bias, "y": ("output", layer, problem.y), "kept": kept}
     else:
-        own, below = problem.own, problem.through
+        own, below = problem.output_derivative, problem.input_derivative
         dy, dx = ("gradient", layer, problem.dy), ("gradient", layer - 1, problem.dx)
         dw, dz = ("weight gradient", layer, problem.dw), ("gradient before the activation", layer, problem.dz)
         found = {"dy": dy, "x": x, "w": w, "saved": _saved(layer, own), "dx": dx, "dw": dw}
@@ -142,8 +142,8 @@ class ChainOperands(Operands):
         if isinstance(problem, ForwardProblem):
             tensors, dropouts = tensors_of(layer, problem, plan.strategy.saved), (problem.dropout, False)
         else:
-            tensors, through = tensors_of(layer, problem), problem.through
-            dropouts = problem.own.dropout, through is not None and through.dropout
+            tensors, through = tensors_of(layer, problem), problem.input_derivative
+            dropouts = problem.output_derivative.dropout, through is not None and through.dropout
         addresses = (self.buffers[tensors[name]].address if name in tensors else 0 for name in problem.operands)
         own, below = (_DROPOUT if each else None for each in dropouts)
         return Call(tuple(addresses), stream, dropouts=(own, below))

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 from lt_runtime.errors import PlanError
-from lt_runtime.plans.decisions import LayerPlan, LayerProblem, decide_layer, plan_for, stored_strategy
-from lt_runtime.plans.mlp import ONE_KERNEL, mlp_plans
+from lt_runtime.plans.decisions import LayerPlan, LayerProblem, make_layer_plan, plan_for, stored_strategy
+from lt_runtime.plans.mlp import FUSED_MLP, mlp_plans
 from lt_runtime.problem import ForwardProblem, MatmulProblem, MLPProblem
 from lt_runtime.products.choose import Choose, heuristic_algorithm
 from lt_runtime.store.entries import Alternative, Effort, LayerEntry, ProductEntry, RejectedStrategy, now
@@ -59,9 +59,9 @@ def decide_mlp(bench: Bench, chain: Chain, problem: MLPProblem, effort: Effort) 
         PlanError: there is no algorithm for one of the layers.
         MemoryError: the GPU has not enough memory for all operands of the chain.
     """
-    saved = {index: decide_layer(each, bench.device).strategy.saved for index, each in chain.forwards.items()}
+    saved = {index: make_layer_plan(each, bench.device).strategy.saved for index, each in chain.forwards.items()}
     chain = chain.keeping(saved)
-    layers: Placed = [(index, decide_layer(each, bench.device)) for index, each in chain.runs]
+    layers: Placed = [(index, make_layer_plan(each, bench.device)) for index, each in chain.runs]
     fused: Placed = [(0, plan) for plan in mlp_plans(problem, bench.device)]
     operands = OperandSets(bench, chain)
     contenders = {by_layer: layers if by_layer else fused for by_layer in (True, False)}
@@ -69,7 +69,7 @@ def decide_mlp(bench: Bench, chain: Chain, problem: MLPProblem, effort: Effort) 
     expected = {name: each for name, each in operands.results(layers).items() if _is_outcome(name, chain)}
     wrong = operands.disagreement(fused, expected, len(problem.biases))
     by_layer = wrong is not None or fastest(timings, True)
-    us, strategy, other = timings[by_layer].median_us, {ONE_KERNEL: not by_layer}, {ONE_KERNEL: by_layer}
+    us, strategy, other = timings[by_layer].median_us, {FUSED_MLP: not by_layer}, {FUSED_MLP: by_layer}
     rejected = () if wrong is None else (RejectedStrategy(other, f"wrong: {wrong[1]}"),)
     measured = () if rejected or len(timings) < 2 else (Alternative(other, timings[not by_layer].median_us),)
     words, reasons = strategy_in_words(strategy), tuple(map(rejection_in_words, rejected))
@@ -105,15 +105,15 @@ class _Search:
         contenders |= {name: self._placed({**self._plans, problem: plan}) for name, (plan, *_) in options.items()}
         timings = self._operands.take_times(contenders, _BUDGET_S, _ROUNDS, in_a_loop=True)
         chosen = fastest(timings, _AS_IT_IS)
-        takes = chosen != _AS_IT_IS and self._agrees(problem, options[chosen][0])
+        supports = chosen != _AS_IT_IS and self._agrees(problem, options[chosen][0])
         as_it_is = timings[_AS_IT_IS].median_us
         self._before_us = self._before_us or as_it_is
-        if takes:
+        if supports:
             self._left *= timings[chosen].median_us / as_it_is
             self._plans[problem], self._layers[problem], products = options[chosen]
             self._products.found |= products
             self._changes.append(f"{chosen} in {describe(problem)}")
-        return takes
+        return supports
 
     def _placed(self, plans: Mapping[LayerProblem, LayerPlan]) -> Placed:
         return [(layer, plans[problem]) for layer, problem in self._chain.runs]
@@ -130,7 +130,7 @@ class _Search:
             if each.us <= _NEAR * entry.us and each.strategy.get("saved") == strategy.get("saved")
         ]
         # Branches share caches and bandwidth with the neighbours. They come first, as they are the likeliest to change.
-        near.sort(key=lambda each: {**each.strategy, "beside": strategy.get("beside")} != strategy)
+        near.sort(key=lambda each: {**each.strategy, "dw_concurrent": strategy.get("dw_concurrent")} != strategy)
         for each in near[:_MOST_OPTIONS]:
             others = (Alternative(strategy, entry.us), *(one for one in entry.alternatives if one is not each))
             changed = replace(entry, strategy=each.strategy, us=each.us, alternatives=others)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lt_runtime.gpu.devices import activated, device_attributes, device_info
-from lt_runtime.kernels.mlp import takes
-from lt_runtime.plans.decisions import decide_layer
-from lt_runtime.plans.mlp import ONE_KERNEL, is_fused, known_mlp
+from lt_runtime.kernels.mlp import supports
+from lt_runtime.plans.decisions import make_layer_plan
+from lt_runtime.plans.mlp import FUSED_MLP, is_fused, known_mlp
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.choose import configuration
 from lt_runtime.products.plan import AlgorithmPlan
@@ -124,10 +124,10 @@ def explain_chain(chain: Chain, device: int) -> Explanations:
         PlanError: cuBLASLt has no algorithm for one of the products.
     """
     with activated(device):
-        saved = {index: decide_layer(problem, device).strategy.saved for index, problem in chain.forwards.items()}
+        saved = {index: make_layer_plan(problem, device).strategy.saved for index, problem in chain.forwards.items()}
     found = [explain_problem(problem, device) for problem in chain.keeping(saved).problems]
     narrow = chain.narrow
-    if narrow is not None and takes(narrow, device):
+    if narrow is not None and supports(narrow, device):
         found.append(_explain_mlp(narrow, device))
     return Explanations(found)
 
@@ -136,7 +136,7 @@ def _explain_mlp(problem: MLPProblem, device: int) -> Explanation:
     """Whether a narrow MLP runs layer by layer at all."""
     least, entry = least_us(problem, hardware(device)), known_mlp(problem, device)
     if entry is None:
-        words = report.strategy_in_words({ONE_KERNEL: is_fused(problem, device)})
+        words = report.strategy_in_words({FUSED_MLP: is_fused(problem, device)})
         return Explanation(problem, f"{words} (by the priors)", (), None, least)
     return Explanation(problem, report.choice_in_words(entry), (), entry.us, least, *_others(entry))
 
@@ -162,7 +162,7 @@ def explain_problem(problem: Problem, device: int) -> Explanation:
             strategy = "one product of cuBLASLt's" if fused else "a plain product, then our kernel"
             us = explained.entry.us if explained.entry and fused else None
             return Explanation(problem, strategy, (explained,), us, least)
-        plan, entry = decide_layer(problem, device), plan_store(device).layer(problem_key(problem))
+        plan, entry = make_layer_plan(problem, device), plan_store(device).layer(problem_key(problem))
         strategy = report.strategy_in_words(to_json(plan.strategy))
         products = tuple(_explained(name, each, device) for name, each in plan.products.items())
         if entry is None:

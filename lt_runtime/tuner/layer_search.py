@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from lt_runtime.errors import PlanError
-from lt_runtime.kernels.narrow import takes
+from lt_runtime.kernels.narrow import supports
 from lt_runtime.plans.decisions import LayerPlan, LayerProblem, Strategy, plan_for, priors_of, strategies_of
 from lt_runtime.problem import BackwardProblem, ForwardProblem
 from lt_runtime.products.choose import Choose, heuristic_algorithm
@@ -179,7 +179,7 @@ class _Search:
         }
         near = [plan for split, us in times.items() if us <= limit for plan in split]
         near = [plan for plan in near if self._us(plan) <= _PROMISING * best[plan.problem]]
-        ours = [plan for plan in self.before.values() if any(takes(each.problem) for each in plan.products.values())]
+        ours = [plan for plan in self.before.values() if any(supports(each.problem) for each in plan.products.values())]
         return {_key(plan) for plan in (*near, *ours, *self._untuned)}
 
     def tune_products(self, keys: Iterable[_Key]) -> None:
@@ -310,5 +310,5 @@ def plan_name(problem: LayerProblem, strategy: Strategy) -> str:
     words = strategy_in_words(to_json(strategy))
     if not isinstance(problem, BackwardProblem):
         return words
-    saved = [each.saved.value for each in (problem.own, problem.through) if each is not None]
+    saved = [each.saved.value for each in (problem.output_derivative, problem.input_derivative) if each is not None]
     return f"{words}, from {' and '.join(saved)}"

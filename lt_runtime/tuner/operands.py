@@ -173,7 +173,7 @@ def operands_of(problem: MatmulProblem) -> dict[str, tuple[Spec, DType | None]]:
     epilogue, result = problem.epilogue, problem.d_dtype
     vector: Spec | None = None
     if epilogue.has_bias or epilogue.has_bias_gradient:
-        vector = Spec(packed(1, problem.m if epilogue is Epilogue.BGRADA else problem.n), problem.vector)
+        vector = Spec(packed(1, problem.m if epilogue is Epilogue.BGRADA else problem.n), problem.bias_alignment)
     aux = problem.aux, None if epilogue.activation == "relu" else result
     found: dict[str, tuple[Spec | None, DType | None]] = {
         "a": (problem.a, problem.dtype),

@@ -11,7 +11,7 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.choose import configuration, known_algorithm, plan_by
+from lt_runtime.products.choose import configuration, known_algorithm, plan_from_blob
 from lt_runtime.products.cost import Way, fastest_first
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.own import own_kernels
@@ -82,11 +82,11 @@ class Candidates:
         self._blobs |= {f"ours {number}": blob for number, blob in enumerate(own_kernels(problem))}
         for name, blob in self._blobs.items():
             try:
-                self.plans[name] = plan_by(problem, device, blob)
+                self.plans[name] = plan_from_blob(problem, device, blob)
             except PlanError as error:
                 self.reject(name, str(error))
                 continue
-            if not self.plans[name].is_lean:
+            if not self.plans[name].launches_at_most_two_kernels:
                 self.reject(name, "cannot be launched as at most two kernels and nothing else")
 
     def _offered(self, mark: bytes, effort: str) -> list[bytes]:
@@ -189,7 +189,7 @@ class Products:
         if problem in self._useless:
             raise PlanError(self._useless[problem])
         entry = self.found.get(problem)
-        return known_algorithm(problem, device) if entry is None else plan_by(problem, device, entry.algorithm)
+        return known_algorithm(problem, device) if entry is None else plan_from_blob(problem, device, entry.algorithm)
 
     def _known(self, plan: Plan) -> list[tuple[AlgorithmPlan, ProductEntry]]:
         """A layer's products of which something is known, each with that."""

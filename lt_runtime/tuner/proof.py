@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lt_runtime.errors import PlanError
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.choose import configuration, rebuilt
+from lt_runtime.products.choose import configuration, plan_from_config
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner.operands import ProductOperands
@@ -27,7 +27,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
         MemoryError: the GPU has not enough memory for the operands and for the reference in FP64.
     """
     try:
-        plan = rebuilt(problem, device, entry.config)
+        plan = plan_from_config(problem, device, entry.config)
         fault = _fault(plan, device)
     except PlanError as error:
         fault = str(error)
@@ -38,7 +38,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
 
 def _fault(plan: AlgorithmPlan, device: int) -> str | None:
     """Why an algorithm must not be used; None if it may."""
-    if not plan.is_lean:
+    if not plan.launches_at_most_two_kernels:
         return "cannot be launched as at most two kernels and nothing else"
     with workbench(device) as bench:
         operands = ProductOperands(bench.xp, plan.problem)

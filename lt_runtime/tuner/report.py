@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
-from lt_runtime.plans.mlp import ONE_KERNEL
+from lt_runtime.plans.mlp import FUSED_MLP
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, MLPProblem, Saved
 from lt_runtime.store.entries import Alternative, Entry, ProductEntry, RejectedAlgorithm, RejectedStrategy
@@ -55,22 +55,22 @@ def describe(problem: Remembered) -> str:
     if isinstance(problem, ForwardProblem):
         kind, out, words = "forward", problem.y, str(problem.activation.name)
     else:
-        below = "" if problem.through is None else f" through {problem.through.activation.name}"
-        kind, out, words = "backward", problem.dy, f"{problem.own.activation.name}{below}"
+        below = "" if problem.input_derivative is None else f" through {problem.input_derivative.activation.name}"
+        kind, out, words = "backward", problem.dy, f"{problem.output_derivative.activation.name}{below}"
     rows, cols = out.layout.shape
     return f"{kind} {rows}x{cols}x{problem.x.layout.cols} {dtype} {words}"
 
 
 def strategy_in_words(strategy: Mapping[str, object]) -> str:
     """A strategy, as it stands in the plan cache, such as "gelu_aux_bias, keeps preactivation"."""
-    if strategy.keys() == {ONE_KERNEL}:
-        return "one kernel a pass" if strategy[ONE_KERNEL] else "layer by layer"
+    if strategy.keys() == {FUSED_MLP}:
+        return "one kernel a pass" if strategy[FUSED_MLP] else "layer by layer"
     if strategy.keys() == {"epilogue", "saved"}:
         keeps = "" if strategy["saved"] == Saved.NOTHING.value else f", keeps {strategy['saved']}"
         return f"{strategy['epilogue']}{keeps}"
     makers = {name.replace("_", " "): maker for name, maker in strategy.items() if isinstance(maker, str)}
     parts = [f"{name} by {maker}" for name, maker in makers.items() if maker != MadeBy.NOBODY.value]
-    beside = ", dw beside dx" if strategy.get("beside") else ""
+    beside = ", dw beside dx" if strategy.get("dw_concurrent") else ""
     return (", ".join(parts) or "products alone") + beside
 
 

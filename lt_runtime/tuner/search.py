@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeAlias
 
 from lt_runtime.errors import PlanError
-from lt_runtime.kernels.mlp import takes
+from lt_runtime.kernels.mlp import supports
 from lt_runtime.plans.cache import forget
 from lt_runtime.plans.decisions import LayerProblem, known_layer
 from lt_runtime.plans.mlp import known_mlp
@@ -92,7 +92,7 @@ class _Session:
         ]
         whole: list[_Group] = [(given.problems, partial(self._tune_chain, given))] if len(parts) > 1 else []
         narrow = given.narrow
-        if narrow is not None and takes(narrow, self._device):
+        if narrow is not None and supports(narrow, self._device):
             whole.append(([narrow], partial(self._tune_mlp, given, narrow)))
         return [*parts, *whole]
 

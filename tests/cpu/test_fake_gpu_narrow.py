@@ -209,25 +209,25 @@ def test_the_plan_cache_decides(gpu: FakeGpu) -> None:
     model, x, target = _model(gpu), _inputs(gpu, rows), _inputs(gpu, rows, DIMS[-1])
     model(x)
     assert _names(gpu) == {FORWARD}
-    _remember(gpu, model, rows, backward=False, one_kernel=False)
+    _remember(gpu, model, rows, backward=False, no_split_k=False)
     model(x)
     assert _names(gpu) == set()
     step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", graph=False)
     step(x, target)
     assert _names(gpu) == {BACKWARD, GRADIENTS}
-    _remember(gpu, model, rows, backward=True, one_kernel=False)
+    _remember(gpu, model, rows, backward=True, no_split_k=False)
     step(x, target)
     assert _names(gpu) == set()
 
 
-def _remember(gpu: FakeGpu, model: Any, rows: int, *, backward: bool, one_kernel: object) -> None:
+def _remember(gpu: FakeGpu, model: Any, rows: int, *, backward: bool, no_split_k: object) -> None:
     """What the tuner would remember of a model."""
     names = ("problem", "store.keys", "store.entries", "store.plan_store", "plans.cache")
     problem, keys, entries, plan_store, cache = (importlib.import_module(f"lt_runtime.{each}") for each in names)
     assert problem is gpu.lt.problem, "of the package that is on the pretended GPU"
     biases = (True,) * (len(model.dims) - 1)
     asked = problem.MLPProblem(model.dtype, rows, model.dims, biases, problem.Activation("relu"), backward)
-    entry = entries.LayerEntry({"one_kernel": one_kernel}, 1.0)
+    entry = entries.LayerEntry({"fused_mlp": no_split_k}, 1.0)
     plan_store.plan_store(0).put({keys.problem_key(asked): entry})
     cache.forget([asked], 0)
 
@@ -235,7 +235,7 @@ def _remember(gpu: FakeGpu, model: Any, rows: int, *, backward: bool, one_kernel
 def test_what_is_none_of_its_strategies_is_not_followed(gpu: FakeGpu) -> None:
     rows = 42
     model = _model(gpu)
-    _remember(gpu, model, rows, backward=False, one_kernel="no")
+    _remember(gpu, model, rows, backward=False, no_split_k="no")
     model(_inputs(gpu, rows))
     assert _names(gpu) == {FORWARD}
 
@@ -275,7 +275,7 @@ def test_inference_is_measured_where_that_is_asked_for(hurried: FakeGpu) -> None
         outputs = model(x)
     entries = importlib.import_module("lt_runtime.store.plan_store").plan_store(0)._document.raw
     (entry,) = (each for key, each in entries.items() if "MLPProblem" in key and f"rows={rows}," in key)
-    assert set(entry["strategy"]) == {"one_kernel"}
+    assert set(entry["strategy"]) == {"fused_mlp"}
     np.testing.assert_allclose(_values(gpu, outputs), _by_layers(gpu, model, x), atol=1e-2)
 
 

@@ -26,7 +26,7 @@ def copies(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
 
     def beside_first(problem: Any, device: int) -> Any:
-        return sorted(backward_priors(problem, device), key=lambda each: not each.beside)
+        return sorted(backward_priors(problem, device), key=lambda each: not each.dw_concurrent)
 
     monkeypatch.setattr(priors, "backward_priors", beside_first)
     memories: list[Any] = []
@@ -103,8 +103,8 @@ def test_a_bias_gradient_alone_is_made_beside_dx(
     lt, epilogue, made = gpu.lt, own("kernels.epilogue").BackwardPass, list[int]()
     run = epilogue.run
     monkeypatch.setattr(epilogue, "run", lambda self, *given: (made.append(given[-1]), run(self, *given))[1])
-    wanted = {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "beside": True}
-    monkeypatch.setattr(own("plans.priors"), "decide", lambda *_: wanted)
+    wanted = {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "dw_concurrent": True}
+    monkeypatch.setattr(own("plans.priors"), "leaf_of", lambda *_: wanted)
     model = lt.MLP((19, 133, 135), activation="none", dtype="float32", compute="tf32", device=0)
     step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse", tune=False)
     step(*(gpu.cp.asarray(np.ones((ROWS, n), np.float32)) for n in (19, 135)))

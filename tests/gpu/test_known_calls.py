@@ -62,14 +62,14 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows with every call on a GPU that is looked at."""
     seen: list[Any] = []
 
-    def look(*arguments: Any) -> Any:
+    def prepare(*arguments: Any) -> Any:
         known = original(*arguments)
         if known.device != HOST:  # what is expected may be computed by the same calls on NumPy arrays
             seen.append(known)
         return known
 
-    original = call_module.look
-    monkeypatch.setattr(call_module, "look", look)
+    original = call_module.prepare
+    monkeypatch.setattr(call_module, "prepare", prepare)
     return seen
 
 

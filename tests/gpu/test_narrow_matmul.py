@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.narrow import NarrowPass, takes
+from lt_runtime.kernels.narrow import NarrowPass, supports
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
@@ -78,7 +78,7 @@ class Product:
         c_spec = spec_of(self.c_gpu.array) if self.has_c else None
         aux = self._aux_spec() if epilogue.is_derivative else None
         self.problem = MatmulProblem(dtype, dtype, Compute.FLOAT32, *specs, epilogue, c=c_spec, aux=aux)
-        assert takes(self.problem)
+        assert supports(self.problem)
         self.plan = NarrowPass(self.problem, 0)
 
     def _aux_spec(self) -> Spec:

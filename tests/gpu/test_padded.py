@@ -16,7 +16,7 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.choose import plan_by
+from lt_runtime.products.choose import plan_from_blob
 from lt_runtime.products.cost import Way, fastest_first
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.tuner.operands import ProductOperands
@@ -84,7 +84,9 @@ def test_epilogues(epilogue: Epilogue, shape: tuple[int, int, int], types: tuple
 
 @pytest.mark.parametrize("types", TYPES, ids=lambda each: each[0].value)
 def test_a_bias_off_its_boundary(types: tuple[DType, Compute]) -> None:
-    assert not faults(a_problem((256, 512, 512), types=types, epilogue=Epilogue.BIAS, gap=3, alignment=4, vector=4))
+    assert not faults(
+        a_problem((256, 512, 512), types=types, epilogue=Epilogue.BIAS, gap=3, alignment=4, bias_alignment=4)
+    )
 
 
 def test_an_epilogue_with_more_outputs() -> None:
@@ -105,7 +107,7 @@ def test_copies_along_k(shape: tuple[int, int, int], orders: str) -> None:
 
 def test_from_the_plan_cache_s_bytes() -> None:
     problem = a_problem((256, 479, 512))
-    again = plan_by(problem, 0, PaddedPlan(problem, 0).blob)
+    again = plan_from_blob(problem, 0, PaddedPlan(problem, 0).blob)
     assert isinstance(again, PaddedPlan)
     assert not faults(problem, again)
 

@@ -116,7 +116,7 @@ def test_a_gradient_goes_through_it(dtype: DType, shape: tuple[int, int, int], m
         unchanged(None),
         dx=spec(m, n),
         dw=None,
-        through=below,
+        input_derivative=below,
     )
     generator = np.random.default_rng(2)
     dy, w = lattice(generator, (m, outputs), dtype), lattice(generator, (outputs, n), dtype)

@@ -82,7 +82,7 @@ class Block:
         )
         specs = self.hidden, self.spec("w2"), self.spec("dy")
         return BackwardProblem(
-            self.dtype, Compute.FLOAT32, *specs, unchanged(256), self.hidden, self.spec("w2"), through=below
+            self.dtype, Compute.FLOAT32, *specs, unchanged(256), self.hidden, self.spec("w2"), input_derivative=below
         )
 
     def run_forward(self, plan: ForwardPlan) -> tuple[Any, Any]:
@@ -97,7 +97,7 @@ class Block:
         n, k = self.shape[1:]
         sizes = {"dx": self.shape[:2], "dw": (k, n), "db": (k,), "db_below": (n,)}
         made = into or {name: cp.full(size, cp.nan, self.dtype.numpy) for name, size in sizes.items()}
-        saved = y if plan.problem.through and plan.problem.through.saved is Saved.OUTPUT else kept
+        saved = y if plan.problem.input_derivative and plan.problem.input_derivative.saved is Saved.OUTPUT else kept
         addresses = {name: array.data.ptr for name, array in made.items()}
         inputs = {"dy": self.gpu["dy"], "x": y, "w": self.gpu["w2"], "saved_below": saved}
         addresses |= {name: array.data.ptr for name, array in inputs.items()}
@@ -171,7 +171,7 @@ def test_a_branch_of_a_graph_gives_the_same() -> None:
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.Device().synchronize()
     for plan in backward_plans(block.backward(forward)):
-        if not plan.strategy.beside:
+        if not plan.strategy.dw_concurrent:
             continue
         eager = block.run_backward(plan, y, kept)
         made = block.run_backward(plan, y, kept, stream.ptr)  # makes the memory of the stream and of its branch

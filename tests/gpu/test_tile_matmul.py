@@ -12,7 +12,7 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
-from lt_runtime.kernels.tile_matmul import takes
+from lt_runtime.kernels.tile_matmul import supports
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from lt_runtime.products.own import TilePlan
 from lt_runtime.reference import activate, derivative
@@ -77,7 +77,7 @@ class Product:
             c=c_spec if self.has_c else None,
             aux=z if epilogue.is_derivative or epilogue.has_aux_output else None,
         )
-        assert takes(self.problem)
+        assert supports(self.problem)
         self.plan = TilePlan(self.problem, 0)
 
     def run(self) -> None:
@@ -196,4 +196,4 @@ def test_the_tuner_has_nothing_against_them(
 
 def test_whole_vectors_are_the_library_s() -> None:
     problem = Product((700, 77, 45), DType.BFLOAT16, (False, True), Epilogue.NONE).problem
-    assert not takes(replace(problem, dtype=DType.FLOAT32, d_dtype=DType.FLOAT32))
+    assert not supports(replace(problem, dtype=DType.FLOAT32, d_dtype=DType.FLOAT32))

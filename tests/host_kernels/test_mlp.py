@@ -21,7 +21,7 @@ from lt_runtime.kernels import mlp, tiling
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.mlp import Block, MlpBackward, MlpForward, Part, fitting_parts, takes
+from lt_runtime.kernels.mlp import Block, MlpBackward, MlpForward, Part, fitting_parts, supports
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
@@ -354,7 +354,7 @@ def test_infinities_stay_in_their_rows_and_columns(host: HostKernels, monkeypatc
 
 
 def _taken(*dims: int, dtype: DType = BF16, rows: int = 8, backward: bool = True) -> bool:
-    return takes(MLPProblem(dtype, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), backward), 0)
+    return supports(MLPProblem(dtype, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), backward), 0)
 
 
 @pytest.mark.parametrize("dims", [(64, 64, 64, 64, 3), (1, 1, 1), (128, 128, 10), (16,) * 15], ids=str)

@@ -16,7 +16,7 @@ from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import narrow as narrow_pass
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.narrow import NarrowPass, takes
+from lt_runtime.kernels.narrow import NarrowPass, supports
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Compute, MatmulProblem, Spec
 from lt_runtime.reference import derivative, unpack_mask
@@ -210,7 +210,7 @@ LONG = replace(MANY, long=(800, 32), c="nowhere")
 @given(case=cases)
 def test_products(host: HostKernels, variant: Narrow, case: NarrowCase) -> None:
     product = Product(case, variant)
-    assert takes(product.problem)
+    assert supports(product.problem)
     product.run(host, case.order)
     product.check()
 

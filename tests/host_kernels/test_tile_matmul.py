@@ -16,7 +16,7 @@ from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tile_matmul
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.tile_matmul import TileMatmulPass, takes
+from lt_runtime.kernels.tile_matmul import TileMatmulPass, supports
 from lt_runtime.problem import Activation, Compute, MatmulProblem
 from lt_runtime.reference import activate, derivative
 from tests.host_kernels.arrays import EPS32, FLAT, Guarded, assert_close, numbers, rounding, vector
@@ -198,7 +198,7 @@ TALL = replace(LONG, shape=(700, 65, 21), c="nowhere")
 @given(case=cases)
 def test_products(host: HostKernels, variant: Tile, case: TileCase) -> None:
     product = Product(case, variant)
-    assume(takes(product.problem))
+    assume(supports(product.problem))
     product.run(host, case.order)
     product.check()
 
@@ -213,7 +213,7 @@ def test_the_order_of_execution_does_not_reach_the_bits(host: HostKernels, varia
     runs = []
     for order in (FORWARD, REVERSE, 2 + case.order):
         product = Product(case, variant)
-        assume(takes(product.problem))
+        assume(supports(product.problem))
         product.run(host, order)
         written = (product.operands["d"], product.operands["aux"], product.vector)
         runs.append(b"".join(each.array.tobytes() for each in written))

@@ -224,7 +224,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a merged algorithm need not be lean",
         "lt_runtime/tuner/proof.py",
-        "    if not plan.is_lean:\n",
+        "    if not plan.launches_at_most_two_kernels:\n",
         "    if False:\n",
         "tests/cpu/test_fake_gpu_trust.py::test_a_merged_algorithm_must_be_lean",
     ),

@@ -87,7 +87,7 @@ class LayerGpu:
             monkeypatch.setattr(module, "heuristic_algorithm", self._plan)
         monkeypatch.setattr(product_search, "configuration", lambda _: {"ID": 2})
         monkeypatch.setattr(product_search, "known_algorithm", self._tuned_or_known)
-        monkeypatch.setattr(product_search, "plan_by", self._tuned_plan)
+        monkeypatch.setattr(product_search, "plan_from_blob", self._tuned_plan)
         monkeypatch.setattr(operands, "buffer_sets", lambda *_: self.sets)
         monkeypatch.setattr(chain_operands, "ChainOperands", self._allocate)
         monkeypatch.setattr(chain_operands, "take_times", self._take_times)
@@ -142,8 +142,11 @@ class LayerGpu:
         if isinstance(problem, ForwardProblem):
             present = {"bias": problem.bias, "kept": plan.kept_spec}
         else:
-            through = problem.through
-            present = {"saved": problem.own.saved_spec, "saved_below": through.saved_spec if through else None}
+            through = problem.input_derivative
+            present = {
+                "saved": problem.output_derivative.saved_spec,
+                "saved_below": through.saved_spec if through else None,
+            }
         assert at["x"]
         assert at["w"]
         assert {name: at[name] != 0 for name in present} == {name: each is not None for name, each in present.items()}

@@ -241,10 +241,10 @@ problems = st.one_of(
         epilogue=st.sampled_from(Epilogue),
         c=_some,
         batch=_counts,
-        vector=_counts,
+        bias_alignment=_counts,
         aux=_some,
         device_scalars=st.booleans(),
-        one_kernel=st.booleans(),
+        no_split_k=st.booleans(),
     ),
     st.builds(
         ForwardProblem,
@@ -267,12 +267,12 @@ problems = st.one_of(
         x=_specs,
         w=_specs,
         dy=_specs,
-        own=_derivatives,
+        output_derivative=_derivatives,
         dx=_some,
         dw=_some,
         dz=_some,
         accumulate=st.booleans(),
-        through=st.none() | _derivatives,
+        input_derivative=st.none() | _derivatives,
     ),
 )
 """Problems as data, sensible or not."""

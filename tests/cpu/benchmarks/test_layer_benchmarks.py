@@ -48,7 +48,7 @@ def test_a_block_is_two_chained_layers_that_undo_each_other_s_shape() -> None:
     shapes = [(each.x.layout.shape, each.w.layout.shape) for each in (forward_of(chain, 0), forward_of(chain, 1))]
     assert shapes == [((64, 16), (32, 16)), ((64, 32), (16, 32))]
     assert backward_of(chain, 0).dx is not None
-    through = backward_of(chain, 1).through
+    through = backward_of(chain, 1).input_derivative
     assert through is not None
     assert through.activation.name == "gelu"
     assert BLOCK.bytes == 2 * (4 * 64 * 16 + 3 * 64 * 32 + 4 * 16 * 32)
@@ -332,9 +332,14 @@ def test_priors_are_derived_from_rows() -> None:
             "bf16 none": {"epilogue": "bias", "saved": "nothing"},
         },
         "backward": {
-            "bf16 gelu preactivation": {"db": "kernel", "derivative": "kernel", "db_below": "kernel", "beside": False},
-            "bf16 none nothing": {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "beside": False},
-            "bf16 products": dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"beside": True},
+            "bf16 gelu preactivation": {
+                "db": "kernel",
+                "derivative": "kernel",
+                "db_below": "kernel",
+                "dw_concurrent": False,
+            },
+            "bf16 none nothing": {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "dw_concurrent": False},
+            "bf16 products": dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"dw_concurrent": True},
         },
     }
     assert quality["forward bf16 gelu"] == (2, pytest.approx(0.0))

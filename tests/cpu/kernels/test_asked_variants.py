@@ -87,8 +87,8 @@ def _backward_problems() -> Iterator[BackwardProblem]:
         x, w = Spec(packed(16, 8)), Spec(packed(y.layout.cols, 8))
         alone = BackwardProblem(dtype, Compute.FLOAT32, x, w, y, derivative, None, None)
         yield from (replace(alone, dz=dz) for dz in (None, y, _column_major(y)))
-        through = replace(alone, x=y, w=Spec(packed(8, y.layout.cols)), dy=x, own=unchanged(None), dx=y)
-        yield replace(through, through=derivative)
+        through = replace(alone, x=y, w=Spec(packed(8, y.layout.cols)), dy=x, output_derivative=unchanged(None), dx=y)
+        yield replace(through, input_derivative=derivative)
 
 
 def _column_major(spec: Spec) -> Spec:

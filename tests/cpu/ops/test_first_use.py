@@ -83,7 +83,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(PlanStore(tmp_path / H200.file_name, H200))
-    monkeypatch.setattr(cache, "decide", made.plan)
+    monkeypatch.setattr(cache, "make_plan", made.plan)
     monkeypatch.setattr(cache, "_plans", {})
     monkeypatch.setattr(cache, "is_capturing", lambda stream: stream in made.capturing)
     monkeypatch.setattr(first_use, "_seen", set())

@@ -20,7 +20,7 @@ from lt_runtime.gpu import streams
 from lt_runtime.kernels.call import Call
 from lt_runtime.ops import call as call_module
 from lt_runtime.ops import first_use
-from lt_runtime.ops.call import Known, Operation, Reading, perform
+from lt_runtime.ops.call import Operation, PreparedCall, Request, perform
 from lt_runtime.plans import cache
 
 _AT = 0x10000
@@ -48,13 +48,13 @@ class Doubling(Operation):
     names = ("x", "scale", "out")
     required = 1
 
-    def read(self, operands: Any, asked: Any, extras: Any) -> Reading:
+    def read(self, operands: Any, options: Any, scalars: Any) -> Request:
         raise AssertionError("a known call is not read again")
 
-    def on_host(self, reading: Reading, arrays: Any, extras: Any) -> None:
+    def on_host(self, request: Request, arrays: Any, scalars: Any) -> None:
         raise AssertionError("a known call is not read again")
 
-    def result(self, known: Known, arrays: Any, extras: Any) -> Any:
+    def result(self, prepared: PreparedCall, arrays: Any, scalars: Any) -> Any:
         return arrays[2]
 
 
@@ -91,31 +91,31 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     def first(*_: Any) -> None:
         state.looks += 1
 
-    look = attrgetter("address"), attrgetter("device", "shape", "strides", "dtype")
-    monkeypatch.setitem(signatures._looks, Array, look)
+    prepare = attrgetter("address"), attrgetter("device", "shape", "strides", "dtype")
+    monkeypatch.setitem(signatures._looks, Array, prepare)
     monkeypatch.setitem(signatures.current_streams, Array, lambda device: 7)
     monkeypatch.setattr(cache, "calls", {})
     monkeypatch.setattr(cache, "repeats", {})
     monkeypatch.setattr(call_module, "is_current", lambda device: device == state.device)
     monkeypatch.setattr(call_module, "is_captured", lambda stream: stream in state.captured)
     monkeypatch.setattr(call_module, "stream_memory", lambda *_: SimpleNamespace(lock=contextlib.nullcontext()))
-    monkeypatch.setattr(call_module, "_first", first)
+    monkeypatch.setattr(call_module, "_cold_call", first)
     monkeypatch.setattr(streams, "_check_place", lambda *_: None)
     return state
 
 
-def remember(*arrays: Array | None, asked: Any = ASKED) -> Plan:
+def remember(*arrays: Array | None, options: Any = ASKED) -> Plan:
     """Has such calls known; the plan that they run."""
     plan = Plan()
-    known = Known(DOUBLING, 0, Reading(None, (2,), {}), plan, (128, 0, 128), True, cache.generation)
+    prepared = PreparedCall(DOUBLING, 0, Request(None, (2,), {}), plan, (128, 0, 128), True, cache.generation)
     signature = signature_of(arrays)
     assert signature is not None
-    cache.calls[DOUBLING, asked, signature[0]] = known
+    cache.calls[DOUBLING, options, signature[0]] = prepared
     return plan
 
 
-def make(*arrays: Array | None, asked: Any = ASKED, stream: Any = None) -> Any:
-    return perform(DOUBLING, arrays, asked, None, stream)
+def make(*arrays: Array | None, options: Any = ASKED, stream: Any = None) -> Any:
+    return perform(DOUBLING, arrays, options, None, stream)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -145,7 +145,7 @@ def test_addresses_are_left_to_the_caller() -> None:
 
 def test_options_and_operations_are_told_apart(world: Any) -> None:
     remember(X, None, OUT)
-    make(X, None, OUT, asked=("relu",))
+    make(X, None, OUT, options=("relu",))
     perform(Doubling(), (X, None, OUT), ASKED, None, None)
     assert world.looks == 2
 
@@ -162,13 +162,13 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, 
 def test_what_is_written_lies_apart(spans: list[tuple[int, int]], written: set[int]) -> None:
     outputs = tuple(sorted(each for each in written if each < len(spans)))
     starts, sizes = zip(*spans, strict=True)
-    known = Known(DOUBLING, 0, Reading(None, outputs, {}), None, sizes, True, cache.generation)
+    prepared = PreparedCall(DOUBLING, 0, Request(None, outputs, {}), None, sizes, True, cache.generation)
     bytes_of = [set(range(at, at + size)) for at, size in spans]
     meet = any(bytes_of[i] & bytes_of[j] for i in outputs for j in range(len(spans)) if i != j)
     if meet:  # that an empty one lies within another may count as meeting
-        assert not known.is_sound(starts)
+        assert not prepared.is_sound(starts)
     elif all(sizes):
-        assert known.is_sound(starts)
+        assert prepared.is_sound(starts)
 
 
 def test_a_call_like_one_before_is_known(world: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_call_like_one_before_is_known(world: Any) -> None:
 def test_another_look_is_taken(world: Any) -> None:
     plan = remember(X, None, OUT)
     make(X, None, replace(OUT, address=_AT + 64))  # it meets x
-    make(X, None, OUT, asked=(["gelu"],))  # no value
+    make(X, None, OUT, options=(["gelu"],))  # no value
     with first_use.tuning():
         make(X, None, OUT)
     world.device = 1
@@ -266,5 +266,5 @@ def test_what_cannot_be_bound_stays_as_it_was() -> None:
 
 def test_an_option_that_is_no_value_takes_another_look_each_time(world: Any) -> None:
     for _ in range(2):
-        make(X, None, OUT, asked=(["gelu"],))
+        make(X, None, OUT, options=(["gelu"],))
     assert world.looks == 2

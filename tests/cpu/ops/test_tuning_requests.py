@@ -132,11 +132,11 @@ def test_tune_takes_options_by_layer(tuner: Tuner) -> None:
     assert [each.dropout for each in forwards] == [False, True, True]
     assert [each.bias for each in forwards] == [256, None, 256]
     first, middle, last = (by_inputs[BackwardProblem, k] for k in (32, 48, 24))
-    assert (first.through, first.own.db) == (None, None)
+    assert (first.input_derivative, first.output_derivative.db) == (None, None)
     for backward, name, db, dropout in ((middle, "relu", 256, False), (last, "gelu", None, True)):
-        below = backward.through
+        below = backward.input_derivative
         assert (below.activation.name, below.db, below.dropout) == (name, db, dropout)
-    assert (last.own.activation.name, last.own.db) == ("tanh", 256)
+    assert (last.output_derivative.activation.name, last.output_derivative.db) == ("tanh", 256)
     lt.tune([32, 48], 64, activation=["gelu"], dropout=[0.5])
     (only,) = [each for each in tuner.problems if isinstance(each, ForwardProblem) and each.w.layout.rows == 48][1:]
     assert (only.activation.name, only.dropout) == ("gelu", True)

@@ -12,7 +12,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.plans import decisions
-from lt_runtime.plans.decisions import Strategy, decide_layer
+from lt_runtime.plans.decisions import Strategy, make_layer_plan
 from lt_runtime.plans.strategies import ForwardStrategy
 from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, MatmulProblem, Saved, Spec
 from lt_runtime.products import choose
@@ -62,13 +62,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(decisions, "plan_for", made.plan)
     monkeypatch.setattr(decisions, "priors_of", lambda *_: [FUSED, BIAS, PLAIN])
     monkeypatch.setattr(choose, "plan_store", lambda _: made)
-    monkeypatch.setattr(choose, "plan_by", made.plan)
+    monkeypatch.setattr(choose, "plan_from_blob", made.plan)
     monkeypatch.setattr(choose, "heuristic_algorithm", lambda *_: SimpleNamespace(by="heuristic"))
     return made
 
 
 def chosen() -> Strategy:
-    plan: Any = decide_layer(LAYER, 0)
+    plan: Any = make_layer_plan(LAYER, 0)
     strategy: Strategy = plan.by
     return strategy
 
@@ -79,7 +79,7 @@ def test_the_first_of_the_priors_that_works(world: World) -> None:
     assert chosen() == BIAS
     world.refused = (FUSED, BIAS, PLAIN)
     with pytest.raises(PlanError, match=r"refused: .*Epilogue\.NONE"):
-        decide_layer(LAYER, 0)
+        make_layer_plan(LAYER, 0)
     assert world.barred == []
 
 

@@ -27,7 +27,7 @@ from tests.support.chain_problems import backward_of, forward_of
 EPILOGUE, KERNEL, NOBODY = MadeBy.EPILOGUE, MadeBy.KERNEL, MadeBy.NOBODY
 AUX = {"epilogue": "gelu_aux_bias", "saved": "preactivation"}
 BIAS = {"epilogue": "bias", "saved": "preactivation"}
-FUSED = {"db": "epilogue", "derivative": "epilogue", "db_below": "kernel", "beside": True}
+FUSED = {"db": "epilogue", "derivative": "epilogue", "db_below": "kernel", "dw_concurrent": True}
 
 
 def gelu(dtype: DType = DType.BFLOAT16) -> Chain:
@@ -92,14 +92,16 @@ def test_backward_s_sizes_are_those_of_the_input_gradient() -> None:
 
 def test_backward_takes_of_the_table_what_the_problem_has(table: dict[str, Any]) -> None:
     table["backward"]["bf16 gelu preactivation"] = FUSED
-    assert first_backward(GELU) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL, beside=True)
+    assert first_backward(GELU) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL, dw_concurrent=True)
     problem = backward_of(GELU, 1)
-    assert problem.through is not None
-    without = first_backward(GELU, through=replace(problem.through, db=None))
-    assert without == BackwardStrategy(EPILOGUE, EPILOGUE, NOBODY, beside=True)
-    assert not first_backward(GELU, dw=None).beside, "there is nothing to be beside"
+    assert problem.input_derivative is not None
+    without = first_backward(GELU, input_derivative=replace(problem.input_derivative, db=None))
+    assert without == BackwardStrategy(EPILOGUE, EPILOGUE, NOBODY, dw_concurrent=True)
+    assert not first_backward(GELU, dw=None).dw_concurrent, "there is nothing to be beside"
     kept = first_backward(GELU, accumulate=True)
-    assert kept == BackwardStrategy(KERNEL, EPILOGUE, KERNEL, beside=True), "the library cannot add to a bias gradient"
+    assert kept == BackwardStrategy(KERNEL, EPILOGUE, KERNEL, dw_concurrent=True), (
+        "the library cannot add to a bias gradient"
+    )
 
 
 def test_a_bias_gradient_is_our_kernel_s_where_it_reads_dy_in_any_case(table: dict[str, Any]) -> None:
@@ -107,11 +109,11 @@ def test_a_bias_gradient_is_our_kernel_s_where_it_reads_dy_in_any_case(table: di
         "db": "epilogue",
         "derivative": "nobody",
         "db_below": "nobody",
-        "beside": False,
+        "dw_concurrent": False,
     }
-    assert first_backward(GELU, through=None).db is EPILOGUE
+    assert first_backward(GELU, input_derivative=None).db is EPILOGUE
     own = derivative_of(forward_of(GELU))
-    assert first_backward(GELU, 0, own=own, through=None).db is KERNEL
+    assert first_backward(GELU, 0, output_derivative=own, input_derivative=None).db is KERNEL
 
 
 def test_the_library_sums_no_rows_that_are_no_whole_octets(table: dict[str, Any]) -> None:
@@ -125,13 +127,13 @@ def _ragged(rows: int) -> Chain:
 
 
 def test_ragged_rows_have_trees_of_their_own(table: dict[str, Any]) -> None:
-    table["backward"]["bf16 gelu preactivation"] = dict.fromkeys(FUSED, "kernel") | {"beside": False}
+    table["backward"]["bf16 gelu preactivation"] = dict.fromkeys(FUSED, "kernel") | {"dw_concurrent": False}
     assert first_backward(_ragged(256)) == BackwardStrategy(KERNEL, KERNEL, KERNEL), "for want of a tree of their own"
     table["backward"]["ragged bf16 gelu preactivation"] = FUSED
-    assert first_backward(_ragged(256)) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL, beside=True)
+    assert first_backward(_ragged(256)) == BackwardStrategy(EPILOGUE, EPILOGUE, KERNEL, dw_concurrent=True)
     assert first_backward(_ragged(1 << 16)).derivative is KERNEL, "too large for our kernel for ragged rows"
     own = derivative_of(forward_of(_ragged(256)))
-    assert first_backward(_ragged(256), own=own).db is KERNEL, "which reads dy in any case"
+    assert first_backward(_ragged(256), output_derivative=own).db is KERNEL, "which reads dy in any case"
 
 
 @pytest.mark.parametrize(("columns", "epilogue"), [(7, Epilogue.BIAS), (9, Epilogue.GELU_AUX_BIAS)])
@@ -144,9 +146,11 @@ def test_few_ragged_columns_have_an_activation_of_their_own_pass(
 
 
 def test_backward_that_is_products_alone_has_a_tree_of_its_own(table: dict[str, Any]) -> None:
-    table["backward"]["bf16 products"] = dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"beside": True}
-    assert first_backward(GELU, 0).beside
-    assert not first_backward(GELU, 1).beside
+    table["backward"]["bf16 products"] = dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {
+        "dw_concurrent": True
+    }
+    assert first_backward(GELU, 0).dw_concurrent
+    assert not first_backward(GELU, 1).dw_concurrent
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ def test_an_activation_without_a_tree_takes_the_nearest_offered_strategy_of_a_li
 ) -> None:
     table["backward"][f"{kind} {measured}"] = FUSED
     chain = Chain.of_mlp(256, (64, 512, 64), Activation(activation), DType.FLOAT32, compute, input_gradient=True)
-    assert first_backward(chain) == BackwardStrategy(EPILOGUE, KERNEL, KERNEL, beside=True)
+    assert first_backward(chain) == BackwardStrategy(EPILOGUE, KERNEL, KERNEL, dw_concurrent=True)
 
 
 def test_the_nearest_architecture_s_table_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_auxiliary_matrices_that_the_library_cannot_use() -> None:
     for spec in (Spec(Layout(M, N, Order.ROW, N + 1)), Spec(Layout(M, N, Order.ROW, 24), 8)):
         assert Epilogue.GELU_AUX_BIAS not in [epilogue for epilogue, _ in pairs(a_forward(preactivation=spec))]
         through = below("gelu", Saved.PREACTIVATION, saved_spec=spec)
-        chained = a_backward(dtype=DType.FLOAT32, own=unchanged(None), through=through)
+        chained = a_backward(dtype=DType.FLOAT32, output_derivative=unchanged(None), input_derivative=through)
         assert makers(chained) == [(NOBODY, KERNEL, KERNEL)]
 
 
@@ -117,7 +117,9 @@ def test_auxiliary_matrices_that_a_kernel_of_ours_can_use() -> None:
     spec = Spec(Layout(M, N, Order.ROW, N + 1), 2)
     asked = [epilogue for epilogue, _ in pairs(a_forward(dtype=DType.FLOAT16, preactivation=spec))]
     assert Epilogue.GELU_AUX_BIAS in asked
-    chained = a_backward(own=unchanged(None), through=below("gelu", Saved.PREACTIVATION, saved_spec=spec))
+    chained = a_backward(
+        output_derivative=unchanged(None), input_derivative=below("gelu", Saved.PREACTIVATION, saved_spec=spec)
+    )
     below_it = (KERNEL, KERNEL), (EPILOGUE, KERNEL), (EPILOGUE, EPILOGUE)
     assert makers(chained) == [(NOBODY, *each) for each in below_it]
     whole = Spec(packed(M, 16)), Spec(packed(24, 16)), Spec(packed(M, 24)), Spec(Layout(M, 24, Order.ROW, 25))
@@ -169,7 +171,9 @@ def test_what_is_left_to_our_kernel() -> None:
 
 
 def makers(problem: BackwardProblem) -> list[tuple[MadeBy, MadeBy, MadeBy]]:
-    return [(each.db, each.derivative, each.db_below) for each in backward_strategies(problem) if not each.beside]
+    return [
+        (each.db, each.derivative, each.db_below) for each in backward_strategies(problem) if not each.dw_concurrent
+    ]
 
 
 def test_bias_gradient() -> None:
@@ -178,17 +182,17 @@ def test_bias_gradient() -> None:
     assert makers(a_backward(accumulate=True)) == kernel_alone  # the library overwrites
     assert makers(a_backward(dw=None)) == kernel_alone
     assert makers(a_backward(dw=Spec(packed(K, N).transposed))) == kernel_alone
-    assert makers(a_backward(own=unchanged(None))) == [(NOBODY, NOBODY, NOBODY)]
-    columns = a_backward(own=unchanged(256), dy=COLUMNS)
+    assert makers(a_backward(output_derivative=unchanged(None))) == [(NOBODY, NOBODY, NOBODY)]
+    columns = a_backward(output_derivative=unchanged(256), dy=COLUMNS)
     assert dz_spec(columns) == COLUMNS
     assert makers(columns) == kernel_alone
 
 
 def test_through_the_layer_below() -> None:
-    chained = a_backward(own=unchanged(None), through=below("gelu", Saved.PREACTIVATION))
+    chained = a_backward(output_derivative=unchanged(None), input_derivative=below("gelu", Saved.PREACTIVATION))
     fused = [(NOBODY, EPILOGUE, KERNEL), (NOBODY, EPILOGUE, EPILOGUE)]
     assert makers(chained) == [(NOBODY, KERNEL, KERNEL), *fused]
-    assert makers(replace(chained, through=below("relu", Saved.MASK))) == [(NOBODY, KERNEL, KERNEL), *fused]
+    assert makers(replace(chained, input_derivative=below("relu", Saved.MASK))) == [(NOBODY, KERNEL, KERNEL), *fused]
     assert makers(replace(chained, accumulate=True)) == [(NOBODY, KERNEL, KERNEL), (NOBODY, EPILOGUE, KERNEL)]
     by_kernel = [(NOBODY, KERNEL, KERNEL)]
     for alone in (
@@ -196,12 +200,12 @@ def test_through_the_layer_below() -> None:
         below("tanh", Saved.OUTPUT),
         below("gelu", Saved.PREACTIVATION, dropout=True),
     ):
-        assert makers(replace(chained, through=alone)) == by_kernel
+        assert makers(replace(chained, input_derivative=alone)) == by_kernel
     assert makers(replace(chained, dx=Spec(packed(K, M).transposed))) == by_kernel
     no_bias = below("gelu", Saved.PREACTIVATION, db=None)
-    assert makers(replace(chained, through=no_bias)) == [(NOBODY, KERNEL, NOBODY), (NOBODY, EPILOGUE, NOBODY)]
-    assert makers(replace(chained, through=below("none", Saved.NOTHING))) == [(NOBODY, NOBODY, KERNEL)]
-    both = replace(chained, own=unchanged(256))
+    assert makers(replace(chained, input_derivative=no_bias)) == [(NOBODY, KERNEL, NOBODY), (NOBODY, EPILOGUE, NOBODY)]
+    assert makers(replace(chained, input_derivative=below("none", Saved.NOTHING))) == [(NOBODY, NOBODY, KERNEL)]
+    both = replace(chained, output_derivative=unchanged(256))
     assert len(makers(both)) == 6
 
 
@@ -212,14 +216,14 @@ def test_where_nothing_is_multiplied_the_library_makes_no_sum(empty: str) -> Non
     x, w, y = (Spec(packed(*shape)) for shape in ((m, k), (n, k), (m, n)))
     kept = Spec(Layout(m, k, Order.ROW, 16))
     through = Derivative(Activation("gelu"), Saved.PREACTIVATION, kept, db=256)
-    problem = a_backward(x=x, w=w, dy=y, dx=x, dw=w, own=unchanged(256), through=through)
+    problem = a_backward(x=x, w=w, dy=y, dx=x, dw=w, output_derivative=unchanged(256), input_derivative=through)
     assert makers(problem) == [(KERNEL, KERNEL, KERNEL)]
 
 
 def test_two_products_may_run_beside_each_other() -> None:
-    assert [each.beside for each in backward_strategies(a_backward())] == [False, False, True, True]
+    assert [each.dw_concurrent for each in backward_strategies(a_backward())] == [False, False, True, True]
     for changes in ({"dw": None}, {"dx": None}):
-        assert not any(each.beside for each in backward_strategies(a_backward(**changes)))
+        assert not any(each.dw_concurrent for each in backward_strategies(a_backward(**changes)))
 
 
 @pytest.mark.parametrize("problem", [a_forward(), a_forward("relu"), a_forward("none")])
@@ -229,7 +233,7 @@ def test_a_forward_strategy_stands_in_a_file(problem: ForwardProblem) -> None:
 
 
 def test_a_backward_strategy_stands_in_a_file() -> None:
-    for strategy in backward_strategies(a_backward(through=below("relu", Saved.MASK))):
+    for strategy in backward_strategies(a_backward(input_derivative=below("relu", Saved.MASK))):
         assert from_json(BackwardStrategy, to_json(strategy)) == strategy
 
 

@@ -89,4 +89,4 @@ def test_lean_launches(
     monkeypatch.setattr(MatmulPlan, "nodes", lambda *_: ["KERNEL"])
     plan = MatmulPlan(a_product(epilogue, dtype), 0)
     monkeypatch.setattr(MatmulPlan, "nodes", lambda *_: nodes)
-    assert plan.launches_leanly(split(parts)) == lean
+    assert plan.launches_at_most_two_kernels_by(split(parts)) == lean

@@ -49,7 +49,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     """A library that offers one algorithm for everything; what needs a GPU besides is left out."""
     made = FakeLibrary(monkeypatch)
     made.offered = {(WORKSPACE, BOTH): [1]}
-    monkeypatch.setattr(MatmulPlan, "launches_leanly", lambda *_: True)
+    monkeypatch.setattr(MatmulPlan, "launches_at_most_two_kernels_by", lambda *_: True)
     for owner, name in ((ForwardPlan, "_own_pass"), (BackwardPlan, "_own_pass"), (BackwardPlan, "_pass_below")):
         monkeypatch.setattr(owner, name, lambda *_: None)
     return made
@@ -70,7 +70,7 @@ def a_forward(kind: Kind, *, backward: bool = False) -> ForwardProblem:
 def a_backward(kind: Kind) -> BackwardProblem:
     x, w, dy = (Spec(packed(*shape)) for shape in ((512, 256), (64, 256), (512, 64)))
     below = Derivative(Activation("gelu"), Saved.PREACTIVATION, x, 256)
-    return BackwardProblem(*kind, x, w, dy, unchanged(None), x, w, through=below)
+    return BackwardProblem(*kind, x, w, dy, unchanged(None), x, w, input_derivative=below)
 
 
 @pytest.mark.parametrize("epilogue", GELU)

@@ -13,7 +13,7 @@ from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.narrow import MAX_WIDTH, NarrowPass, takes
+from lt_runtime.kernels.narrow import MAX_WIDTH, NarrowPass, supports
 from lt_runtime.kernels.tiling import MAX_GRID_Y
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
@@ -59,9 +59,9 @@ PRODUCTS = (forward(256, 10, 512), input_gradient(256, 512, 10), weight_gradient
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
 def test_an_output_layer_is_taken(problem: MatmulProblem, dtype: DType) -> None:
     problem = replace(problem, dtype=dtype, d_dtype=dtype)
-    assert takes(problem)
-    assert takes(replace(problem, epilogue=Epilogue.NONE, c=problem.d))
-    assert takes(replace(problem, compute=Compute.TF32))
+    assert supports(problem)
+    assert supports(replace(problem, epilogue=Epilogue.NONE, c=problem.d))
+    assert supports(replace(problem, compute=Compute.TF32))
 
 
 @pytest.mark.parametrize("problem", PRODUCTS)
@@ -78,48 +78,48 @@ def test_what_is_refused(problem: MatmulProblem) -> None:
         {"epilogue": Epilogue.RELU},
         {"epilogue": Epilogue.BGRADB},
     ):
-        assert not takes(replace(problem, **change)), change
+        assert not supports(replace(problem, **change)), change
 
 
 @pytest.mark.parametrize("epilogue", DERIVATIVES)
 def test_the_derivative_of_the_layer_below_is_taken(epilogue: Epilogue) -> None:
     problem = through(256, 512, 10, epilogue)
-    assert takes(problem)
-    assert takes(replace(problem, c=problem.d))
-    assert takes(through(256, 1, 1, epilogue)), "of the three kernels the one that knows it"
-    assert not takes(through(256, 512, 17, epilogue))
-    assert not takes(replace(problem, aux=None))
-    assert not takes(replace(problem, aux=across(256, 512)))
+    assert supports(problem)
+    assert supports(replace(problem, c=problem.d))
+    assert supports(through(256, 1, 1, epilogue)), "of the three kernels the one that knows it"
+    assert not supports(through(256, 512, 17, epilogue))
+    assert not supports(replace(problem, aux=None))
+    assert not supports(replace(problem, aux=across(256, 512)))
     column = through(256, 1, 10, epilogue)
     bits_down = replace(column, d=across(256, 1), aux=across(256, 1))
-    assert not takes(bits_down), "a single column of bits may run down the rows"
+    assert not supports(bits_down), "a single column of bits may run down the rows"
 
 
 def test_epilogues_are_those_of_the_kind() -> None:
-    assert not takes(forward(256, 10, 512, Epilogue.BGRADA))
-    assert not takes(input_gradient(256, 512, 10, Epilogue.BIAS))
-    assert not takes(weight_gradient(10, 512, 256, Epilogue.BIAS))
+    assert not supports(forward(256, 10, 512, Epilogue.BGRADA))
+    assert not supports(input_gradient(256, 512, 10, Epilogue.BIAS))
+    assert not supports(weight_gradient(10, 512, 256, Epilogue.BIAS))
 
 
 @pytest.mark.parametrize("shape", [(256, 17, 512), (256, 512, 17), (17, 512, 256), (0, 10, 512), (256, 10, 0)])
 def test_sizes_that_are_refused(shape: tuple[int, int, int]) -> None:
-    assert not any(takes(make(*shape, Epilogue.NONE)) for make in (forward, input_gradient, weight_gradient))
+    assert not any(supports(make(*shape, Epilogue.NONE)) for make in (forward, input_gradient, weight_gradient))
 
 
 def test_layouts_that_are_refused() -> None:
-    assert not takes(problem_of(across(256, 512), across(512, 10)))
-    assert not takes(problem_of(Spec(packed(256, 512)), Spec(packed(512, 10))))
-    assert not takes(problem_of(across(256, 10), Spec(packed(10, 512))))
-    assert not takes(problem_of(Spec(packed(10, 256)), Spec(packed(256, 512))))
+    assert not supports(problem_of(across(256, 512), across(512, 10)))
+    assert not supports(problem_of(Spec(packed(256, 512)), Spec(packed(512, 10))))
+    assert not supports(problem_of(across(256, 10), Spec(packed(10, 512))))
+    assert not supports(problem_of(Spec(packed(10, 256)), Spec(packed(256, 512))))
 
 
 def test_a_single_row_or_column_lies_either_way() -> None:
     column, row = Spec(packed(512, 1)), Spec(packed(1, 512))
-    assert takes(problem_of(Spec(packed(256, 512)), column))
-    assert takes(problem_of(row, Spec(packed(512, 264)), Epilogue.BGRADA)), "the transpose of a column"
-    assert takes(problem_of(across(256, 1), Spec(packed(1, 512))))
+    assert supports(problem_of(Spec(packed(256, 512)), column))
+    assert supports(problem_of(row, Spec(packed(512, 264)), Epilogue.BGRADA)), "the transpose of a column"
+    assert supports(problem_of(across(256, 1), Spec(packed(1, 512))))
     gaps = Spec(Layout(512, 1, Order.ROW, 3))
-    assert not takes(problem_of(Spec(packed(256, 512)), gaps))
+    assert not supports(problem_of(Spec(packed(256, 512)), gaps))
 
 
 def test_what_is_not_taken_cannot_be_made() -> None:

@@ -280,7 +280,7 @@ def test_what_is_known_to_be_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_product_that_nobody_makes_unsplit_is_split(monkeypatch: pytest.MonkeyPatch, nodes: Nodes) -> None:
     library = Offering(monkeypatch, [(MatmulTile.TILE_64x64, 0.1, 4)])
-    unsplit = replace(forward(8, 8, 512), one_kernel=True)
+    unsplit = replace(forward(8, 8, 512), no_split_k=True)
     plan = MatmulPlan(unsplit, 0)
     assert plan.algorithm is not None
     assert plan.algorithm.get(AlgoConfigAttribute.SPLITK_NUM) == 4

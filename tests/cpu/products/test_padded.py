@@ -19,7 +19,7 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 from lt_runtime.products import choose as algorithms
 from lt_runtime.products import padded
-from lt_runtime.products.choose import configuration, plan_by
+from lt_runtime.products.choose import configuration, plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
@@ -127,7 +127,7 @@ def test_a_column_major_d_grows_along_its_rows() -> None:
 
 def test_epilogues_where_d_grows() -> None:
     problem = forward(M, K, N)
-    assert found(replace(problem, epilogue=Epilogue.BIAS, vector=2)).vector == 256
+    assert found(replace(problem, epilogue=Epilogue.BIAS, bias_alignment=2)).bias_alignment == 256
     assert padded_problem(replace(problem, epilogue=Epilogue.GELU_AUX_BIAS)) is None
     assert padded_problem(replace(problem, epilogue=Epilogue.BGRADA)) is None
     assert padded_problem(replace(problem, c=problem.d)) is None
@@ -135,11 +135,11 @@ def test_epilogues_where_d_grows() -> None:
 
 def test_a_bias_that_a_padded_d_has_aligned_is_copied() -> None:
     d = Spec(Layout(256, 512, Order.ROW, 515), alignment=2)
-    problem = forward(256, 512, 480, epilogue=Epilogue.BIAS, vector=2, d=d)
+    problem = forward(256, 512, 480, epilogue=Epilogue.BIAS, bias_alignment=2, d=d)
     inner = found(problem)
-    assert (inner.n, inner.vector) == (512, 256)
+    assert (inner.n, inner.bias_alignment) == (512, 256)
     assert padded.copies_of(problem, inner).keys() == {"d", "vector"}
-    aligned = replace(problem, vector=256)
+    aligned = replace(problem, bias_alignment=256)
     assert padded.copies_of(aligned, found(aligned)).keys() == {"d"}
 
 
@@ -195,7 +195,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Passes]:
     monkeypatch.setattr(padded, "ResizePass", made)
     monkeypatch.setattr(padded, "workspace_size", lambda _: WORKSPACE)
     monkeypatch.setattr(padded, "device_info", lambda _: DeviceInfo(0, "pretended", 90, 132, 1 << 33))
-    monkeypatch.setattr(MatmulPlan, "launches_leanly", lambda *_: True)
+    monkeypatch.setattr(MatmulPlan, "launches_at_most_two_kernels_by", lambda *_: True)
     return made
 
 
@@ -239,10 +239,10 @@ def test_the_library_keeps_to_the_workspace(library: FakeLibrary, passes: _Passe
     _offer(library, 1)
     library.workspace = lambda _: WORKSPACE
     blob = PaddedPlan(forward(M, N, K), 0).blob
-    assert plan_by(forward(M, N, K), 0, blob).blob == blob
+    assert plan_from_blob(forward(M, N, K), 0, blob).blob == blob
     library.workspace = lambda _: WORKSPACE + 1
     with pytest.raises(PlanError, match="workspace"):
-        plan_by(forward(M, N, K), 0, blob)
+        plan_from_blob(forward(M, N, K), 0, blob)
 
 
 def test_copies_take_a_small_part_of_the_memory_at_most(library: FakeLibrary, passes: _Passes) -> None:
@@ -265,7 +265,7 @@ def test_untuned_large_ones_are_padded(library: FakeLibrary, passes: _Passes) ->
 def test_copies_where_the_library_offers_nothing_else(
     library: FakeLibrary, passes: _Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lt_runtime.kernels.tile_matmul.takes", lambda _: False)
+    monkeypatch.setattr("lt_runtime.kernels.tile_matmul.supports", lambda _: False)
     problem, query = forward(64, 63, 63), MatmulPlan.query
     monkeypatch.setattr(MatmulPlan, "query", lambda self, *of: query(self, *of) if self.problem.k == 64 else [])
     _offer(library, 1)
@@ -279,7 +279,7 @@ def test_copies_where_the_library_offers_nothing_else(
 
 def test_a_blob_of_another_version(library: FakeLibrary) -> None:
     with pytest.raises(PlanError, match="not known"):
-        plan_by(forward(M, N, K), 0, b"lt_runtime: tomorrow".ljust(128, b"\0"))
+        plan_from_blob(forward(M, N, K), 0, b"lt_runtime: tomorrow".ljust(128, b"\0"))
 
 
 def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
@@ -287,11 +287,11 @@ def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
     plan = PaddedPlan(forward(M, N, K), 0)
     assert plan.blob == PADDED + plan.inner.algorithm.blob
     assert configuration(plan.blob) == configuration(plan.inner.blob) | {"PADDED": 1}
-    again = plan_by(plan.problem, 0, plan.blob)
+    again = plan_from_blob(plan.problem, 0, plan.blob)
     assert isinstance(again, PaddedPlan)
     assert again.inner.problem == plan.inner.problem
     with pytest.raises(PlanError, match="padding"):
-        plan_by(forward(M, N, 480), 0, plan.blob)
+        plan_from_blob(forward(M, N, 480), 0, plan.blob)
 
 
 def test_what_stands_for_copies_along_k(library: FakeLibrary, passes: _Passes) -> None:
@@ -300,7 +300,7 @@ def test_what_stands_for_copies_along_k(library: FakeLibrary, passes: _Passes) -
     plan = PaddedPlan(problem, 0, k_major=True)
     assert plan.blob == K_MAJOR + plan.inner.algorithm.blob
     assert configuration(plan.blob) == configuration(plan.inner.blob) | {"K_MAJOR": 1}
-    again = plan_by(problem, 0, plan.blob)
+    again = plan_from_blob(problem, 0, plan.blob)
     assert isinstance(again, PaddedPlan)
     assert again.inner.problem == plan.inner.problem
     assert again.blob == plan.blob

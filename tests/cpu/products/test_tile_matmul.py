@@ -13,11 +13,11 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.tile_matmul import TileMatmulPass, shares_of, takes
+from lt_runtime.kernels.tile_matmul import TileMatmulPass, shares_of, supports
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products import own
-from lt_runtime.products.choose import configuration, plan_by, rebuilt
+from lt_runtime.products.choose import configuration, plan_from_blob, plan_from_config
 from lt_runtime.products.own import TILE, TilePlan, own_kernels
 from lt_runtime.tuner.report import algorithm_in_words
 
@@ -54,9 +54,9 @@ PRODUCTS = (forward(1000, 221, 48), input_gradient(1000, 221, 48), weight_gradie
 
 @pytest.mark.parametrize("problem", PRODUCTS)
 def test_what_is_taken_and_what_is_refused(problem: MatmulProblem) -> None:
-    assert takes(problem)
-    assert takes(replace(problem, dtype=DType.FLOAT16, d_dtype=DType.FLOAT16))
-    assert takes(replace(problem, c=problem.d))
+    assert supports(problem)
+    assert supports(replace(problem, dtype=DType.FLOAT16, d_dtype=DType.FLOAT16))
+    assert supports(replace(problem, c=problem.d))
     for change in (
         {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32},
         {"d_dtype": DType.FLOAT32},
@@ -67,26 +67,26 @@ def test_what_is_taken_and_what_is_refused(problem: MatmulProblem) -> None:
         {"epilogue": Epilogue.BGRADB},
         {"aux": across(*problem.d.layout.shape)},
     ):
-        assert not takes(replace(problem, **change)), change
+        assert not supports(replace(problem, **change)), change
 
 
 @pytest.mark.parametrize("shape", [(1000, 224, 48), (0, 221, 48), (1000, 221, 0), (1 << 17, 221, 48)])
 def test_whole_vectors_and_what_is_empty_or_large_are_the_library_s(shape: tuple[int, int, int]) -> None:
-    assert not takes(forward(*shape))
-    assert not takes(input_gradient(*shape))
+    assert not supports(forward(*shape))
+    assert not supports(input_gradient(*shape))
 
 
 def test_rows_that_begin_anywhere_are_ragged() -> None:
     whole = forward(1000, 224, 48)
-    assert takes(replace(whole, a=replace(whole.a, alignment=2)))
-    assert takes(replace(whole, d=Spec(Layout(1000, 224, Order.ROW, 225))))
+    assert supports(replace(whole, a=replace(whole.a, alignment=2)))
+    assert supports(replace(whole, d=Spec(Layout(1000, 224, Order.ROW, 225))))
 
 
 def test_a_gradient_s_weights_lie_in_rows() -> None:
     problem = forward(1000, 221, 48, Epilogue.NONE)
-    assert takes(problem)
-    assert not takes(replace(problem, epilogue=Epilogue.BGRADA))
-    assert not takes(replace(problem, epilogue=Epilogue.DGELU, aux=problem.d))
+    assert supports(problem)
+    assert not supports(replace(problem, epilogue=Epilogue.BGRADA))
+    assert not supports(replace(problem, epilogue=Epilogue.DGELU, aux=problem.d))
 
 
 class _Recorded:
@@ -165,12 +165,12 @@ def _on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_an_algorithm_among_the_library_s() -> None:
     problem = PRODUCTS[0]
     assert own_kernels(problem) == [TILE.blob]
-    plan = plan_by(problem, 0, TILE.blob)
+    plan = plan_from_blob(problem, 0, TILE.blob)
     assert isinstance(plan, TilePlan)
     config = configuration(plan.blob)
-    assert isinstance(rebuilt(problem, 0, config), TilePlan)
+    assert isinstance(plan_from_config(problem, 0, config), TilePlan)
     assert algorithm_in_words(config) == "our kernel for rows that are no whole vectors"
-    assert plan.is_lean
+    assert plan.launches_at_most_two_kernels
     assert not plan.adds_memsets
 
 

@@ -36,7 +36,7 @@ WRITTEN = (
 )
 """The dataclasses that stand in files."""
 
-DIGESTS = {1: "2033f015c9951b6e", 2: "e379530e99f461c0", 3: "a092563557324247"}
+DIGESTS = {1: "2033f015c9951b6e", 2: "e379530e99f461c0", 3: "a092563557324247", 4: "5cc3f51475b32b27"}
 """Of the fields of those, by version of the format."""
 
 
@@ -65,14 +65,14 @@ def test_every_field_is_in_the_key() -> None:
         {"b": dataclasses.replace(SPEC, layout=packed(2, 3).transposed)},
         {"c": SPEC},
         {"batch": 2},
-        {"one_kernel": True},
+        {"no_split_k": True},
     ]
     keys = {problem_key(dataclasses.replace(PROBLEM, **fields)) for fields in changed}
     assert len(keys | {KEY}) == len(changed) + 1
 
 
 def test_equal_numbers_of_other_types_have_the_same_key() -> None:
-    assert problem_key(dataclasses.replace(PROBLEM, batch=np.int64(1), one_kernel=np.False_)) == KEY
+    assert problem_key(dataclasses.replace(PROBLEM, batch=np.int64(1), no_split_k=np.False_)) == KEY
     slopes = (1, 1.0, np.float64(1)), (0, 0.0, -0.0)
     for equal in slopes:
         activations = [Activation("leaky_relu", slope) for slope in equal]
@@ -87,8 +87,8 @@ def test_what_a_key_looks_like() -> None:
     spec = f"Spec(layout={layout}, alignment=256, batch_stride=0)"
     assert (
         "MatmulProblem(dtype=DType.BFLOAT16, d_dtype=DType.FLOAT32, compute=Compute.FLOAT32, "
-        f"a={spec}, b={spec}, d={spec}, epilogue=Epilogue.NONE, c=None, batch=1, vector=256, aux=None, "
-        "device_scalars=False, one_kernel=False)"
+        f"a={spec}, b={spec}, d={spec}, epilogue=Epilogue.NONE, c=None, batch=1, bias_alignment=256, aux=None, "
+        "device_scalars=False, no_split_k=False)"
     ) == KEY
 
 
@@ -119,7 +119,7 @@ def test_what_a_key_looks_like() -> None:
         KEY.replace("DType.BFLOAT16", "DType.BFLOAT17"),
         KEY.replace("DType.BFLOAT16", "Order.ROW"),
         KEY.replace("DType.BFLOAT16", "DType.__class__"),
-        KEY.replace("one_kernel=False", "one_kernel=0"),
+        KEY.replace("no_split_k=False", "no_split_k=0"),
         KEY.replace("MatmulProblem", "MatmulPlan"),
         KEY.replace("a=Spec(", "a=Layout("),
     ],

@@ -58,7 +58,7 @@ def test_queries_differ_in_workspace_and_reductions(library: FakeLibrary) -> Non
 
 def test_one_kernel_asks_for_no_reduction(library: FakeLibrary) -> None:
     library.offered = {(WORKSPACE, NONE): [1]}
-    heuristic_candidates(MatmulPlan(a_problem(one_kernel=True), 0), WORKSPACE)
+    heuristic_candidates(MatmulPlan(a_problem(no_split_k=True), 0), WORKSPACE)
     assert {mask for _, mask in library.asked} == {NONE}
 
 
@@ -123,7 +123,7 @@ def test_what_speaks_against_a_given_algorithm(library: FakeLibrary) -> None:
     split = plain.set(SPLITK, 2).set(SCHEME, ReductionScheme.COMPUTE_TYPE)
     assert MatmulPlan(a_problem(), 0, algorithm=split.blob).algorithm.blob == split.blob
     with pytest.raises(PlanError, match=r"sums the parts of a split K as .*COMPUTE_TYPE"):
-        MatmulPlan(a_problem(one_kernel=True), 0, algorithm=split.blob)
+        MatmulPlan(a_problem(no_split_k=True), 0, algorithm=split.blob)
     narrow = plain.set(SPLITK, 2).set(SCHEME, ReductionScheme.OUTPUT_TYPE)
     with pytest.raises(PlanError, match=r"sums the parts of a split K as .*OUTPUT_TYPE"):
         MatmulPlan(a_problem(), 0, algorithm=narrow.blob)
@@ -182,7 +182,7 @@ def test_deep_candidates_are_checked(library: FakeLibrary) -> None:
     assert all(each.get(TILE) != MatmulTile.TILE_64x64 for each in found)
     assert any(each.get(SPLITK) > 1 for each in found)
     library.offered = {(WORKSPACE, NONE): [1]}
-    assert all(each.get(SPLITK) <= 1 for each in deep(library, a_problem(one_kernel=True)))
+    assert all(each.get(SPLITK) <= 1 for each in deep(library, a_problem(no_split_k=True)))
 
 
 def test_known_bad_splits_are_not_guessed(library: FakeLibrary) -> None:

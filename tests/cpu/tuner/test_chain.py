@@ -52,9 +52,9 @@ def test_only_hidden_layers_have_dropout() -> None:
     chain = mlp(dropout=True, output_activation=Activation("tanh"))
     assert [forward_of(chain, index).dropout for index in range(3)] == [True, True, False]
     assert forward_of(chain, 2).activation == Activation("tanh")
-    assert backward_of(chain, 2).own == derivative_of(forward_of(chain, 2))
-    assert backward_of(chain, 2).through == derivative_of(forward_of(chain, 1))
-    assert backward_of(chain, 2).through.dropout  # type: ignore[union-attr]
+    assert backward_of(chain, 2).output_derivative == derivative_of(forward_of(chain, 2))
+    assert backward_of(chain, 2).input_derivative == derivative_of(forward_of(chain, 1))
+    assert backward_of(chain, 2).input_derivative.dropout  # type: ignore[union-attr]
 
 
 def test_a_chain_takes_every_derivative_once() -> None:
@@ -62,9 +62,9 @@ def test_a_chain_takes_every_derivative_once() -> None:
     below = derivative_of(forward_of(GELU, 0))
     assert below.saved is Saved.PREACTIVATION
     assert below.db == 256
-    assert (last.own, last.through) == (unchanged(256), derivative_of(forward_of(GELU, 1)))
-    assert (middle.own, middle.through) == (unchanged(None), below)
-    assert (first.own, first.through) == (unchanged(None), None)
+    assert (last.output_derivative, last.input_derivative) == (unchanged(256), derivative_of(forward_of(GELU, 1)))
+    assert (middle.output_derivative, middle.input_derivative) == (unchanged(None), below)
+    assert (first.output_derivative, first.input_derivative) == (unchanged(None), None)
     assert (first.dx, middle.dx, last.dx) == (None, spec(64, 48), spec(64, 24))
     assert backward_of(mlp(input_gradient=True), 0).dx == spec(64, 32)
 
@@ -72,8 +72,8 @@ def test_a_chain_takes_every_derivative_once() -> None:
 def test_layers_that_are_not_chained_take_their_own() -> None:
     for index in range(3):
         problem = backward_of(by_themselves(GELU), index)
-        assert problem.own == derivative_of(forward_of(GELU, index))
-        assert problem.through is None
+        assert problem.output_derivative == derivative_of(forward_of(GELU, index))
+        assert problem.input_derivative is None
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_layers_that_are_not_chained_take_their_own() -> None:
 )
 def test_what_is_saved_lies_as_forward_leaves_it(saved: Saved, layout: Layout) -> None:
     problem = backward_of(RELU.keeping({1: saved}), 2)
-    assert problem.through is not None
-    assert (problem.through.saved, problem.through.saved_spec) == (saved, Spec(layout))
+    assert problem.input_derivative is not None
+    assert (problem.input_derivative.saved, problem.input_derivative.saved_spec) == (saved, Spec(layout))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -95,7 +95,7 @@ def test_what_is_saved_lies_as_forward_leaves_it(saved: Saved, layout: Layout) -
 def test_what_is_saved_by_default_is_what_some_strategy_keeps(activation: str, dropout: bool) -> None:
     chain = mlp(activation, dropout=dropout)
     kept = {each.saved for each in forward_strategies(forward_of(chain, 1))}
-    below = backward_of(chain, 2).through
+    below = backward_of(chain, 2).input_derivative
     assert below is not None
     assert below.saved in kept
     assert (below.saved_spec is None) == (below.saved is Saved.NOTHING)
@@ -105,8 +105,8 @@ def test_what_is_saved_by_default_is_what_some_strategy_keeps(activation: str, d
 def test_without_bias_there_are_no_bias_gradients() -> None:
     chain = mlp(bias=False)
     problems = [backward_of(chain, index) for index in range(3)]
-    assert {each.own.db for each in problems} == {None}
-    assert {each.through.db for each in problems if each.through} == {None}
+    assert {each.output_derivative.db for each in problems} == {None}
+    assert {each.input_derivative.db for each in problems if each.input_derivative} == {None}
     assert forward_of(chain, 0).bias is None
 
 
@@ -147,8 +147,8 @@ def test_each_layer_is_decided_with_the_one_above() -> None:
     chain = mlp("relu")
     assert parts_of(chain) == [
         ([forward_of(chain, 2)], None),
-        ([forward_of(chain, 1), backward_of(chain, 2)], (1, "through")),
-        ([forward_of(chain, 0), backward_of(chain, 1)], (1, "through")),
+        ([forward_of(chain, 1), backward_of(chain, 2)], (1, "input_derivative")),
+        ([forward_of(chain, 0), backward_of(chain, 1)], (1, "input_derivative")),
         ([backward_of(chain, 0)], None),
     ]
 
@@ -156,7 +156,7 @@ def test_each_layer_is_decided_with_the_one_above() -> None:
 def test_layers_by_themselves_are_decided_with_their_own_backward() -> None:
     chain = by_themselves(mlp("relu", dims=(8, 24, 8), output_activation=Activation("gelu")))
     assert chain.parts == [Part(1, 1), Part(0, 0)]
-    assert chain.reader(0) == (0, "own")
+    assert chain.reader(0) == (0, "output_derivative")
 
 
 def test_the_last_layer_comes_after_the_one_below() -> None:
@@ -165,7 +165,7 @@ def test_the_last_layer_comes_after_the_one_below() -> None:
     decided = chain.keeping({0: Saved.MASK})
     second = decided.cut(Part(1, 1))
     assert second.layers == (Layer(forward_of(chain, 1), backward_of(decided, 1)),)
-    assert second.reader(0) == (0, "own")
+    assert second.reader(0) == (0, "output_derivative")
 
 
 def test_a_linear_layer_keeps_nothing_and_is_alone() -> None:
@@ -178,16 +178,16 @@ def test_keeping_something_else_changes_who_reads_it() -> None:
     assert saved_kinds(forward_of(chain, 0)) == (Saved.OUTPUT, Saved.MASK)
     by_mask = chain.keeping({0: Saved.MASK})
     assert (by_mask.layers[0], by_mask.layers[1].forward) == (chain.layers[0], chain.layers[1].forward)
-    own, through = derivative_of(forward_of(chain, 1)), backward_of(by_mask, 1).through
-    assert backward_of(by_mask, 1).own == own
+    own, through = derivative_of(forward_of(chain, 1)), backward_of(by_mask, 1).input_derivative
+    assert backward_of(by_mask, 1).output_derivative == own
     assert through is not None
     assert through.saved is Saved.MASK
     assert by_mask.keeping({0: Saved.OUTPUT}) == chain
     asked = Spec(packed(64, 24), 64)
     gelu = replace(forward_of(mlp(dims=(8, 24)), 0), activation=Activation("gelu"), preactivation=asked)
     lone = Chain.of_problem(gelu).keeping({0: Saved.PREACTIVATION})
-    assert backward_of(lone, 0).own.saved_spec == asked
-    assert backward_of(lone.keeping({0: Saved.NOTHING}), 0).own.saved_spec is None
+    assert backward_of(lone, 0).output_derivative.saved_spec == asked
+    assert backward_of(lone.keeping({0: Saved.NOTHING}), 0).output_derivative.saved_spec is None
 
 
 def test_a_problem_by_itself() -> None:

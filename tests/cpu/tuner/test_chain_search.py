@@ -42,7 +42,7 @@ def decided_beside(gpu: LayerGpu) -> bool:
     entry = gpu.store.layer(problem_key(LAST))
     assert entry is not None
     assert entry.in_chain
-    return entry.strategy["beside"] is True
+    return entry.strategy["dw_concurrent"] is True
 
 
 def alternatives(gpu: LayerGpu, chain: Chain) -> tuple[Alternative, ...]:
@@ -108,7 +108,7 @@ def test_a_branch_is_tried_before_what_is_nearer_by_itself(gpu: LayerGpu) -> Non
     chain = chain_of("gelu")
     problem = backward_of(chain, 1)
     after, *_ = splits = [plan_name(problem, each) for each in backward_strategies(problem)]
-    gpu.us = {name: 9.0 if "beside" in name else 20.0 for name in splits} | {after: 10.0}
+    gpu.us = {name: 9.0 if "dw_concurrent" in name else 20.0 for name in splits} | {after: 10.0}
     gpu.us[splits[6]], gpu.chain_us = 8.9, {after: 5.0}
     tuned = whole(tune(chain))
     assert tuned.strategy == f"as a chain: {after.partition(', from')[0]} in {describe(problem)}"

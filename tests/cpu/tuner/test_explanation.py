@@ -60,7 +60,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanStore:
     made = PlanStore(tmp_path / H200.file_name, H200)
     monkeypatch.setattr(explanation, "plan_store", lambda device: made)
     monkeypatch.setattr(explanation, "activated", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(explanation, "decide_layer", pretended_layer)
+    monkeypatch.setattr(explanation, "make_layer_plan", pretended_layer)
     monkeypatch.setattr(explanation, "configuration", lambda _: CONFIG)
     monkeypatch.setattr(explanation, "hardware", lambda device: HARDWARE)
     monkeypatch.setattr(requests, "ordinal_of", lambda device: 0)

@@ -40,7 +40,7 @@ BGRAD = "db by epilogue, derivative by kernel, db below by kernel, from nothing 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LayerGpu:
-    monkeypatch.setattr(search, "takes", lambda *_: False)  # narrow MLPs as a whole are tuned elsewhere
+    monkeypatch.setattr(search, "supports", lambda *_: False)  # narrow MLPs as a whole are tuned elsewhere
     return LayerGpu(monkeypatch, tmp_path)
 
 
@@ -118,7 +118,7 @@ def test_a_wrong_forward_is_rejected(gpu: LayerGpu) -> None:
 
 
 def test_a_slow_split_is_left_behind(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_search, "takes", lambda _: False)
+    monkeypatch.setattr(layer_search, "supports", lambda _: False)
     gpu.us = {BGRAD.format("output"): 25.0, SPLIT: 500.0}
     tuned = tune()
     assert f"{BGRAD.format('output')}: slow: 25.0 µs" in tuned.rejected
@@ -134,7 +134,7 @@ def test_a_slow_split_stays_in_where_our_kernel_takes_a_product(gpu: LayerGpu) -
 
 
 def test_what_runs_untuned_is_tuned_however_slow_it_is(gpu: LayerGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_search, "takes", lambda _: False)
+    monkeypatch.setattr(layer_search, "supports", lambda _: False)
     gpu.us, gpu.tuned_us = {FUSED: 50.0}, {FUSED: 5.0}
     tuned = tune()
     assert tuned.strategy.startswith("relu_bias")

@@ -14,7 +14,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import PlanError
 from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.choose import heuristic_algorithm, plan_by
+from lt_runtime.products.choose import heuristic_algorithm, plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.own import NARROW, NarrowPlan
 from lt_runtime.store.entries import Effort, ProductEntry
@@ -58,7 +58,9 @@ class FakeGpu(FakeLibrary):
         monkeypatch.setattr(product_search, "driver_call", lambda *_: None)
         monkeypatch.setattr(product_search, "launcher", self._launcher)
         monkeypatch.setattr(product_search, "ProductOperands", self._trial)
-        monkeypatch.setattr(MatmulPlan, "launches_leanly", lambda plan, algorithm: self._is_lean(plan, algorithm))
+        monkeypatch.setattr(
+            MatmulPlan, "launches_at_most_two_kernels_by", lambda plan, algorithm: self._is_lean(plan, algorithm)
+        )
 
     def _trial(self, xp: Any, problem: MatmulProblem) -> ProductOperands:
         self.trials.append(ProductOperands(xp, problem))
@@ -237,7 +239,7 @@ def test_our_kernel_is_one_more_candidate(gpu: FakeGpu, narrow: int) -> None:
     verdict = search(gpu, NARROW_PROBLEM)
     assert (verdict.algorithm, verdict.us, verdict.candidates) == (NARROW.blob, 6.0, 5)
     assert algorithm_in_words(verdict.config) == "our kernel for narrow products"
-    assert isinstance(plan_by(NARROW_PROBLEM, 0, verdict.algorithm), NarrowPlan)
+    assert isinstance(plan_from_blob(NARROW_PROBLEM, 0, verdict.algorithm), NarrowPlan)
     gpu.us = {3: 8.0, narrow: 9.0}
     assert search(gpu, NARROW_PROBLEM).algorithm[0] == 3
 
@@ -258,7 +260,7 @@ def corrupt_first(trial: ProductOperands) -> None:
 def test_our_kernel_is_for_narrow_products_alone(gpu: FakeGpu) -> None:
     assert NARROW.blob not in {each.algorithm for each in search(gpu).rejected}
     with pytest.raises(PlanError, match="does not take"):
-        plan_by(a_problem(), 0, NARROW.blob)
+        plan_from_blob(a_problem(), 0, NARROW.blob)
 
 
 @pytest.mark.parametrize("effort", ["default", "deep"])
@@ -275,4 +277,4 @@ def test_our_kernel_serves_where_the_library_offers_nothing(gpu: FakeGpu, narrow
 def test_partial_sums_that_have_no_room(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeNarrowPass, "scratch_bytes", WORKSPACE + 1)
     with pytest.raises(PlanError, match="no room"):
-        plan_by(NARROW_PROBLEM, 0, NARROW.blob)
+        plan_from_blob(NARROW_PROBLEM, 0, NARROW.blob)

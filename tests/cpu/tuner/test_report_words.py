@@ -47,7 +47,7 @@ def test_every_problem_has_a_name_of_one_line(problem: Problem) -> None:
             to_json(BackwardStrategy(MadeBy.KERNEL, MadeBy.EPILOGUE, MadeBy.KERNEL)),
             "db by kernel, derivative by epilogue, db below by kernel",
         ),
-        (to_json(BackwardStrategy(MadeBy.EPILOGUE, beside=True)), "db by epilogue, dw beside dx"),
+        (to_json(BackwardStrategy(MadeBy.EPILOGUE, dw_concurrent=True)), "db by epilogue, dw beside dx"),
         ({"unheard": "of"}, "unheard by of"),
     ],
 )
