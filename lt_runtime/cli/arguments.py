@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from lt_runtime import __version__
 
 _LARGEST: Final = 2**63 - 1
 _SHOWN: Final = 60
@@ -18,9 +21,10 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     Only one command gets its arguments, because those of others may need packages that are not installed.
     """
     top = argparse.ArgumentParser(prog="lt_runtime", description="Linear layers, run and trained fast.")
+    top.add_argument("--version", action="version", version=f"lt_runtime {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (description, add_arguments) in _COMMANDS.items():
-        added = commands.add_parser(name, help=description)
+    for name, (summary, description, add_arguments) in _COMMANDS.items():
+        added = commands.add_parser(name, help=summary, description=description)
         if name == command:
             add_arguments(added)
     return top
@@ -32,19 +36,26 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser("list", help="the files, and which of them fit this machine")
-    show = actions.add_parser("show", help="what was decided for problems, and what was rejected")
+    add = functools.partial(_add_action, actions)
+    add("list", "the files, and which of them fit this machine")
+    show = add("show", "what was decided for problems, and what was rejected")
     show.add_argument("pattern", metavar="KEY-OR-PATTERN", help="such as 8192x3072x768, or '*bfloat16 gelu*'")
-    actions.add_parser("verify", help="check every file; exits with 1 if one is damaged")
-    merge = actions.add_parser("merge", help="add the plans of files from equal machines")
+    add("verify", "check every file; exits with 1 if one is damaged")
+    merge = add("merge", "add the plans of files from equal machines")
     merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    export = actions.add_parser("export", help="write this machine's plans to a file")
+    export = add("export", "write this machine's plans to a file")
     export.add_argument("target", type=Path, metavar="FILE")
     export.add_argument("--file", metavar="NAME", help="another file of the cache, as `cache list` names it")
-    prune = actions.add_parser("prune", help="remove what this installation will never read again")
+    prune = add("prune", "remove what this installation will never read again")
     prune.add_argument("--yes", action="store_true", help="do it; without this it only says what it would remove")
     for action in actions.choices.values():
         action.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    description = f"{summary[0].upper()}{summary[1:]}."
+    added: argparse.ArgumentParser = actions.add_parser(name, help=summary, description=description)
+    return added
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +70,6 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Runs SCRIPT and prints where the time of its steps went. Steps are calls of lt.TrainStep, or what lies in "
-        'with lt.range("step"). Options stand before SCRIPT, its own arguments after it.'
-    )
     add = parser.add_argument
     add("--steps", type=_steps, metavar="A:B", help="steps A to B - 1: the first half is timed, the rest traced")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
@@ -77,10 +84,6 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Runs SCRIPT, and then checks whether functions that it defines may be captured into a CUDA graph. "
-        "Exits with 1 if one may not."
-    )
     add = parser.add_argument
     add("--function", action="append", metavar="NAME", help="one that takes no arguments (default: step)")
     _add_script(parser)
@@ -92,7 +95,6 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Says what changed between two profiles that were written with `profile --json` or prof.save."
     parser.add_argument("before", type=Path, metavar="A.json")
     parser.add_argument("after", type=Path, metavar="B.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -101,11 +103,6 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 def _add_warmup(parser: argparse.ArgumentParser) -> None:
     from lt_runtime.problem import ACTIVATIONS
 
-    parser.description = (
-        "Tunes layers and writes what is decided to the plan cache. A layer (M, N, K) stands alone, with all its "
-        "gradients; the layers of an MLP are tuned as a training step runs them, each backward pass through the "
-        "layer below. An activation follows every layer of an MLP but the last, or the layer that stands alone."
-    )
     add, types = parser.add_argument, ("float32", "float16", "bfloat16")
     add("--shapes", type=Path, metavar="FILE", help="layers and MLPs in JSON, or a layer M N K a line")
     add("--mlp", type=_sizes, action="append", metavar="DIMS", help="such as 768,3072,768; with --rows")
@@ -170,12 +167,51 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
+_PROFILE: Final = (
+    "Runs SCRIPT and prints where the time of its steps went. A step is a call of lt.TrainStep, or a block of "
+    '`with lt.range("step")`. Options stand before SCRIPT, its own arguments after it. Exits with 1 if there was '
+    "nothing to profile."
+)
+_WARMUP: Final = (
+    "Tunes layers and writes what is decided to the plan cache. A layer (M, N, K) stands alone, with all its "
+    "gradients; the layers of an MLP are tuned as a training step runs them, each backward pass through the "
+    "layer below. An activation follows every layer of an MLP but the last, or the layer that stands alone."
+)
 _COMMANDS: Final = {
-    "cache": ("look into the cache of measured plans, and carry it elsewhere", _add_cache),
-    "check": ("say whether functions of a script may be captured into a CUDA graph", _add_check),
-    "compare": ("say what changed between two profiles", _add_compare),
-    "demo": ("train a classifier of handwritten digits", _add_demo),
-    "doctor": ("say what is installed, what is missing, and how to mend it", _add_doctor),
-    "profile": ("run a script, and say where the time of its steps went", _add_profile),
-    "warmup": ("measure how layers run fastest, so that training need not", _add_warmup),
+    "cache": (
+        "look into the cache of measured plans, and carry it elsewhere",
+        "Shows, checks, exports, merges and prunes the files of measured plans. `cache ACTION --help` describes each.",
+        _add_cache,
+    ),
+    "check": (
+        "say whether functions of a script may be captured into a CUDA graph",
+        "Runs SCRIPT, then checks whether functions of it may be captured into a CUDA graph; exits with 1 if not.",
+        _add_check,
+    ),
+    "compare": (
+        "say what changed between two profiles",
+        "Compares the layers and kernels of two profiles that were written with `profile --json` or prof.save.",
+        _add_compare,
+    ),
+    "demo": (
+        "train a classifier of handwritten digits",
+        "Trains an MLP on scikit-learn's 1,797 digits, and prints its accuracy and speed. Runs on the CPU too.",
+        _add_demo,
+    ),
+    "doctor": (
+        "say what is installed, what is missing, and how to mend it",
+        "Lists GPUs, libraries, cache and environment variables; exits with 1 if something is missing here.",
+        _add_doctor,
+    ),
+    "profile": (
+        "run a script, and say where the time of its steps went",
+        _PROFILE,
+        _add_profile,
+    ),
+    "warmup": (
+        "measure how layers run fastest, so that training need not",
+        _WARMUP,
+        _add_warmup,
+    ),
 }
+"""Commands by name: a summary for the list of commands, a description, and the function that adds arguments."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from lt_runtime import __version__, environment
 from lt_runtime.cli import probes
 from lt_runtime.cli.output import show
 from lt_runtime.cli.probes import CacheDirectory, Driver, Library
@@ -63,14 +64,21 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the doctor saw."""
+    """All that the doctor saw.
 
+    Attributes:
+        version: of lt_runtime.
+        variables: the values of the environment variables that lt_runtime reads; None for one that is not set.
+    """
+
+    version: str
     python: str
     platform: str
     driver: Driver | None
     gpus: tuple[DeviceInfo, ...]
     libraries: tuple[Library, ...]
     cache: CacheDirectory
+    variables: Mapping[str, str | None]
     findings: tuple[Finding, ...]
 
     @property
@@ -97,7 +105,9 @@ def examine() -> Report:
     looks |= {name: functools.partial(probes.package, name) for name in PACKAGES}
     libraries = tuple(probes.library(name, look) for name, look in looks.items())
     findings = tuple(diagnose(driver, gpus, libraries, cache))
-    return Report(platform.python_version(), platform.platform(), driver, gpus, libraries, cache, findings)
+    variables = {name: os.environ.get(name) for name in environment.VARIABLES}
+    machine = platform.python_version(), platform.platform(), driver, gpus
+    return Report(__version__, *machine, libraries, cache, variables, findings)
 
 
 def diagnose(
@@ -117,6 +127,10 @@ def diagnose(
         yield from _missing(problems, CUDA_REQUIREMENTS, "running on the GPU")
         for finding in _missing(without_cupti, CUDA_REQUIREMENTS, "seeing kernels in profiles"):
             yield replace(finding, needed=False)
+    for name in environment.VARIABLES:
+        fault = environment.fault_of(name)
+        if fault is not None:
+            yield Finding(fault, "nothing: the variable has no effect", f"unset {name}", needed=False)
     if cache.path is not None and not cache.writable:
         kept = "keeping compiled kernels and plans from one run to the next"
         what = f"{cache.path} cannot be used" if cache.problem is None else f"{cache.path}: {cache.problem}"
@@ -158,6 +172,9 @@ def report_lines(report: Report) -> Iterator[str]:
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     yield from (f"{name:<{first}}  {version:<{second}}  {where}" for name, version, where in rows)
     yield ""
+    first = max(map(len, report.variables))
+    yield from (f"{name:<{first}}  {value or '(not set)'}" for name, value in report.variables.items())
+    yield ""
     for finding in report.findings:
         yield f"{'missing' if finding.needed else 'optional'}  {finding.what}"
         yield f"  prevents: {finding.prevents}\n  mend:     {finding.mend}\n"
@@ -165,7 +182,7 @@ def report_lines(report: Report) -> Iterator[str]:
 
 
 def _machine(report: Report) -> Iterator[str]:
-    yield f"Python {report.python} on {report.platform}"
+    yield f"lt_runtime {report.version}, Python {report.python} on {report.platform}"
     if report.driver:
         supported = _dotted(report.driver.cuda) if report.driver.cuda else "unknown"
         yield f"NVIDIA driver {report.driver.version or 'of unknown version'}, CUDA up to {supported}"

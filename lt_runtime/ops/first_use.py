@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, cast
 
 from lt_runtime.arguments import one_of
-from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.environment import TUNE_VARIABLE, VARIABLES, setting
+from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import relaxed_captures
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from lt_runtime.tuner.chain import Chain
     from lt_runtime.tuner.report import Progress
 
-TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
-_MODES: Final = ("off", "first-use")
 
 asked_for: Final[ContextVar[Effort | None]] = ContextVar("lt_runtime_tuning", default=None)
 """The effort at which the calling thread is to measure even what it has run before; None if it is not to."""
@@ -44,6 +42,9 @@ _seen: Final[set[tuple[Remembered | Chain, int, Effort]]] = set()
 """Problems and chains that have been measured, or cannot be, with device and effort."""
 _one_at_a_time = threading.Lock()
 _logger: Final = logging.getLogger("lt_runtime")
+
+for _name in VARIABLES:  # warns of meaningless values on the host too, where nothing else reads the variables
+    setting(_name)
 
 
 @contextlib.contextmanager
@@ -92,11 +93,8 @@ def before_first_use(problem: Remembered, device: int) -> None:
     """Verifies what another machine has measured of a problem, and measures what is not known, if that is asked for.
 
     What cannot be done costs a warning, and the problem runs as it would without.
-
-    Raises:
-        ArgumentError: the environment asks for something unknown.
     """
-    asked = asked_for.get() or ("default" if _mode() == "first-use" else None)
+    asked = asked_for.get() or ("default" if setting(TUNE_VARIABLE) == "first-use" else None)
     effort = None if _is_switched_off.get() else asked
     if _is_busy.get():
         return
@@ -137,22 +135,11 @@ def effort_of_step(tune: bool | None) -> Effort | None:
 
     Args:
         tune: what the step was made with, which decides before `tuning()`, and that before the environment.
-
-    Raises:
-        ArgumentError: the environment asks for something unknown.
     """
     if tune is False:
         return None
     asked = asked_for.get()
-    return None if not tune and asked is None and _mode() == "off" else asked or "default"
-
-
-def _mode() -> str | None:
-    """What the environment asks for; None if it says nothing."""
-    mode = os.environ.get(TUNE_VARIABLE) or None
-    if mode is not None and mode not in _MODES:
-        raise ArgumentError(f"{TUNE_VARIABLE} is {mode!r}; accepted are {' and '.join(map(repr, _MODES))}")
-    return mode
+    return None if not tune and asked is None and setting(TUNE_VARIABLE) == "off" else asked or "default"
 
 
 def is_measured(problem: Remembered, device: int, effort: Effort = "default") -> bool:

@@ -21,12 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from lt_runtime.environment import RECORD_VARIABLE, setting
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import read_regular, try_lock
 from lt_runtime.problem import MLPProblem
 from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 
-RECORD_VARIABLE: Final = "LT_RUNTIME_RECORD"
 _COMMENT: Final = "#"
 _ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
@@ -49,7 +49,7 @@ def record(problem: Problem) -> None:
 
     A file that cannot be written costs one warning.
     """
-    path = os.environ.get(RECORD_VARIABLE)
+    path = setting(RECORD_VARIABLE)
     if not path:
         return
     key = problem_key(problem)

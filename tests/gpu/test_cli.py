@@ -58,7 +58,8 @@ CASES: Final[dict[str, list[tuple[str, tuple[str, ...]]]]] = {
 
 def run(directory: Path, *command: str, **variables: str) -> str:
     """The standard output of a Python process, which must succeed and write no error."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LT_RUNTIME_CACHE_DIR": str(directory / "cache")} | variables
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "LT_RUNTIME_CACHE_DIR": str(directory / "cache")} | variables
     done = subprocess.run(
         [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True, check=False
     )

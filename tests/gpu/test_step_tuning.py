@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
+from lt_runtime.environment import RECORD_VARIABLE, TUNE_VARIABLE
 from lt_runtime.ops import first_use
 from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.plans import cache
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
+from lt_runtime.store.recording import read_recorded
 
 DIMS = (72, 160, 24)
 ROWS = 64
@@ -23,7 +24,7 @@ ROWS = 64
 @pytest.fixture
 def met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of problems that are met, by a process that has made no plan yet and whose plan cache is empty."""
-    monkeypatch.delenv(first_use.TUNE_VARIABLE)
+    monkeypatch.delenv(TUNE_VARIABLE)
     monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "met.jsonl"))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     _forget(monkeypatch)
@@ -93,6 +94,6 @@ def test_a_checkpoint_takes_the_plan_choices_to_an_empty_cache(
 
 def test_nothing_is_measured_where_that_is_switched_off(met: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _trained(tune=False)
-    monkeypatch.setenv(first_use.TUNE_VARIABLE, "off")
+    monkeypatch.setenv(TUNE_VARIABLE, "off")
     _trained()
     assert not any(first_use.is_measured(each, 0) for each in read_recorded(met))

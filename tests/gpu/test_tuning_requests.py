@@ -10,12 +10,13 @@ import cupy as cp
 import pytest
 
 import lt_runtime as lt
+from lt_runtime.environment import RECORD_VARIABLE
 from lt_runtime.ops import first_use
 from lt_runtime.paths import CACHE_VARIABLE
 from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.store.keys import problem_key
-from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
+from lt_runtime.store.recording import read_recorded
 from lt_runtime.tuner.chain import Chain, chains_of
 
 DIMS = (64, 100, 72, 10)

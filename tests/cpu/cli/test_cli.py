@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import lt_runtime
 from lt_runtime.cli import demo, main
 from lt_runtime.profiling import Layer
 from lt_runtime.profiling.report import Report
@@ -53,6 +54,20 @@ def test_arguments_that_the_parser_refuses(
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()[-1]) < 300
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lt_runtime {lt_runtime.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["cache", "check", "compare", "demo", "doctor", "profile", "warmup", "cache show"])
+def test_help_says_what_a_command_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*command.split(), "--help"])
+    _, description, *_ = capsys.readouterr().out.split("\n\n")
+    assert description.endswith(".")
 
 
 @pytest.mark.parametrize(

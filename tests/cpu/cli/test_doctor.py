@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,6 +32,11 @@ def without(*names: str) -> tuple[Library, ...]:
 
 def diagnose(driver=DRIVER, gpus=(H200,), libraries=LIBRARIES, cache=CACHE) -> list[doctor.Finding]:
     return list(doctor.diagnose(driver, gpus, libraries, cache))
+
+
+def reported(driver=None, gpus=(), libraries=LIBRARIES, cache=CACHE, findings=()) -> doctor.Report:
+    variables = {"LT_RUNTIME_TUNE": None}
+    return doctor.Report("0.1.0", "3.11", "Linux", driver, gpus, libraries, cache, variables, findings)
 
 
 def test_nothing_is_found_where_nothing_is_missing():
@@ -92,7 +98,7 @@ def test_a_package_of_the_core_is_needed_everywhere():
 def test_nothing_is_ready_without_a_required_package(package: str):
     libraries = without(package)
     findings = tuple(diagnose(driver=None, gpus=(), libraries=libraries))
-    report = doctor.Report("3.11", "Linux", None, (), libraries, CACHE, findings)
+    report = reported(libraries=libraries, findings=findings)
     assert not report.ok
     shown = "\n".join(doctor.report_lines(report))
     assert f"missing  {package}: not installed" in shown
@@ -126,7 +132,7 @@ def test_a_cache_directory_that_nothing_names(monkeypatch: pytest.MonkeyPatch):
     cache = probes.cache_directory()
     assert cache.path is None
     assert diagnose(cache=cache) == []  # the missing package is a finding of its own
-    report = doctor.Report("3.11", "Linux", None, (), LIBRARIES, cache, ())
+    report = reported(cache=cache)
     assert any(line.startswith("Cache: unknown, ") for line in doctor.report_lines(report))
 
 
@@ -158,12 +164,29 @@ def test_this_machine_is_described_alike_in_both_forms(capsys: pytest.CaptureFix
     assert main(["doctor"]) == status
     shown = capsys.readouterr().out
     assert all(library["version"] in shown for library in seen["libraries"] if library["version"])
+    assert shown.startswith(f"lt_runtime {seen['version']}, Python {seen['python']}")
+
+
+def test_all_variables_are_shown_and_what_has_no_meaning_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("LT_RUNTIME_CACHE_DIR", "LT_RUNTIME_CUBLASLT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LT_RUNTIME_RECORD", "yes")
+    monkeypatch.setenv("LT_RUNTIME_TUNE", "off")
+    main(["doctor"])
+    shown = capsys.readouterr().out
+    assert re.findall(r"^(LT_RUNTIME_\w+) +(\S.*)$", shown, re.MULTILINE) == [
+        ("LT_RUNTIME_CACHE_DIR", "(not set)"), ("LT_RUNTIME_CUBLASLT", "(not set)"),
+        ("LT_RUNTIME_RECORD", "yes"), ("LT_RUNTIME_TUNE", "off"),
+    ]  # fmt: skip
+    assert "optional  LT_RUNTIME_RECORD is 'yes'; accepted are names of files" in shown
 
 
 def test_a_report_with_everything_in_it_can_be_shown(capsys: pytest.CaptureFixture[str]):
     libraries = (*without("CuPy"), Library("broken", problem="ImportError: [odd] text"))
     findings = tuple(diagnose(libraries=libraries))
-    report = doctor.Report("3.11", "Linux", DRIVER, (H200,), libraries, CACHE, findings)
+    report = reported(driver=DRIVER, gpus=(H200,), libraries=libraries, findings=findings)
     assert not report.ok
     assert output.show({"ok": report.ok}, doctor.report_lines(report), as_json=False) == 1
     shown = capsys.readouterr().out

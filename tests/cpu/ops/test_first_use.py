@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lt_runtime.environment import RECORD_VARIABLE, TUNE_VARIABLE
 from lt_runtime.errors import ArgumentError, CaptureError, PlanError
 from lt_runtime.ops import first_use
-from lt_runtime.ops.first_use import TUNE_VARIABLE
 from lt_runtime.plans import cache
 from lt_runtime.plans.cache import forget
 from lt_runtime.plans.decisions import LayerProblem, strategies_of
@@ -20,7 +20,7 @@ from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved
 from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded
+from lt_runtime.store.recording import read_recorded
 from lt_runtime.store.records import to_json
 from lt_runtime.tuner import search
 from lt_runtime.tuner.chain import Chain, Layer, plain_backward
@@ -126,14 +126,6 @@ def test_a_backward_pass_is_forgotten_whatever_forward_has_saved(world: World) -
     plan = plan_of(with_mask, 0, 0)
     forget([BACKWARD], 0)
     assert plan_of(with_mask, 0, 0) is not plan
-
-
-@pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("mode", ["first_use", "on", "1"])
-def test_an_unknown_mode_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TUNE_VARIABLE, mode)
-    with pytest.raises(ArgumentError, match=f"LT_RUNTIME_TUNE is '{mode}'; accepted are 'off' and 'first-use'"):
-        plan_of(FORWARD, 0, 0)
 
 
 @pytest.mark.parametrize("mode", ["off", ""])

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lt_runtime.environment import RECORD_VARIABLE
 from lt_runtime.errors import ArgumentError
 from lt_runtime.store import recording
 from lt_runtime.store.keys import Problem, parse_key, problem_key
-from lt_runtime.store.recording import RECORD_VARIABLE, read_recorded, record
+from lt_runtime.store.recording import read_recorded, record
 from tests.support.plan_entries import layer_key, product_key
 from tests.support.strategies import problems
 

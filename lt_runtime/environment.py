@@ -1,0 +1,40 @@
+"""The environment variables that lt_runtime reads, and which of their values have a meaning."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Final
+
+RECORD_VARIABLE: Final = "LT_RUNTIME_RECORD"
+TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
+VARIABLES: Final = ("LT_RUNTIME_CACHE_DIR", "LT_RUNTIME_CUBLASLT", RECORD_VARIABLE, TUNE_VARIABLE)
+"""All of them."""
+
+_MODES: Final = ("off", "first-use")
+_SWITCHES: Final = ("0", "1", "false", "true", "no", "yes", "off", "on")
+
+
+def fault_of(name: str) -> str | None:
+    """Says what is wrong with the value of a variable; None if it is unset, empty, or has a meaning."""
+    value = os.environ.get(name)
+    if value and name == TUNE_VARIABLE and value not in _MODES:
+        return f"{name} is {value!r}; accepted are {' and '.join(map(repr, _MODES))}"
+    if value and name == RECORD_VARIABLE and value.lower() in _SWITCHES:
+        return f"{name} is {value!r}; accepted are names of files, such as met.jsonl"
+    return None
+
+
+def setting(name: str) -> str | None:
+    """The value of a variable; None if it is unset, empty, or has no meaning. The last case warns once."""
+    fault = fault_of(name)
+    if fault is not None:
+        _warn(fault)
+        return None
+    return os.environ.get(name) or None
+
+
+@functools.cache
+def _warn(fault: str) -> None:
+    warnings.warn(f"{fault}; it has no effect", stacklevel=3)
