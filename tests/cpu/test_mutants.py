@@ -1,4 +1,4 @@
-"""Every row of the table of planted faults fits the file that it is about, and the tests that it names are there."""
+"""Tests that planted faults fit their files and their tests exist, and of the tools that plant them."""
 
 import ast
 import functools
@@ -8,9 +8,10 @@ from collections import Counter
 
 import pytest
 
-from tests.mutants.fault import ROOT, Fault, StaleFaultError
-from tests.mutants.table import FAULTS
-from tests.mutants.trial import Copy, Verdict, own_environment, verdict_on
+from tests.mutants import FAULTS
+from tests.mutants.fault import Fault, StaleFaultError
+from tests.mutants.trial import ROOT, Copy, Verdict, own_environment, verdict_on
+from tests.mutate import Mutant, covering_tests, mutants_of
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("path", sorted({fault.path for fault in FAULTS}))
-def test_rows_fit_their_file(path: str) -> None:
+def test_faults_fit_their_file(path: str) -> None:
     for fault in FAULTS:
         if fault.path == path:
             planted = fault.planted(text_of(path))
@@ -40,14 +41,12 @@ def test_the_tests_that_must_see_a_fault_are_there() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("gone", "new"), ("twice", "new"), ("once", "once")])
-def test_a_row_that_does_not_fit_is_an_error(old: str, new: str) -> None:
+def test_a_fault_that_does_not_fit_is_an_error(old: str, new: str) -> None:
     with pytest.raises(StaleFaultError):
         Fault("", "a.py", old, new, ()).planted("once twice twice")
 
 
 TESTS = """
-import time
-
 from lt_runtime.schedules import DECAYS
 
 
@@ -61,7 +60,7 @@ def test_blind():
 
 def test_endless():
     while DECAYS[0] != "constant":
-        time.sleep(0.01)
+        pass
 """
 
 
@@ -69,34 +68,52 @@ def test_endless():
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     """A copy of the tree with tests of its own."""
     directory = tmp_path_factory.mktemp("copy")
-    (directory / "built").mkdir()
-    made = Copy(directory / "tree", directory / "built")
+    made = Copy(directory / "tree", built=directory / "built")
     (directory / "tree" / "tests" / "test_own.py").write_text(TESTS)
     return made
 
 
-def own_fault(*tests: str, hangs: bool = False) -> Fault:
-    ids = tuple(f"tests/test_own.py::test_{test}" for test in tests)
-    return Fault("", "lt_runtime/schedules.py", '["constant", "linear"', '["else", "linear"', ids, hangs)
+@pytest.mark.parametrize(
+    ("tests", "verdict"),
+    [(("blind", "right"), Verdict.KILLED), (("blind",), Verdict.SURVIVED), (("endless",), Verdict.TIMED_OUT)],
+)
+def test_verdicts(copy: Copy, tests: tuple[str, ...], verdict: Verdict) -> None:
+    path = "lt_runtime/schedules.py"
+    text = text_of(path) + '\nDECAYS = ("else",)\n'
+    found, output = copy.try_out(path, text, [f"tests/test_own.py::test_{test}" for test in tests], 6)
+    assert found is verdict, output
+    assert (copy.root / path).read_text() == text_of(path)
 
 
-def test_a_fault_is_killed_or_survives(copy: Copy) -> None:
-    assert copy.try_out(own_fault("blind", "right")).verdict is Verdict.KILLED
-    unchanged = copy.passes(["tests/test_own.py::test_right"], 0)
-    assert unchanged.verdict is Verdict.SURVIVED, unchanged.output
-    assert copy.try_out(own_fault("blind")).verdict is Verdict.SURVIVED
+@pytest.mark.parametrize(
+    ("status", "output", "verdict"),
+    [
+        (1, "E  AssertionError", Verdict.KILLED),
+        (1, "E  tests.host_kernels.build.BuildError: g++", Verdict.BROKEN),
+        (4, "ERROR: not found: test_own.py::test_absent", Verdict.BROKEN),
+        (Verdict.LEFT_OUT, "", Verdict.LEFT_OUT),
+    ],
+)
+def test_tests_that_cannot_run_kill_nothing(status: int | Verdict, output: str, verdict: Verdict) -> None:
+    assert verdict_on(status, output) is verdict
 
 
-def test_tests_that_cannot_run_kill_nothing(copy: Copy) -> None:
-    assert copy.try_out(own_fault("absent")).verdict is Verdict.BROKEN
+def test_changes_of_a_file_are_each_one_change_that_parses() -> None:
+    text = "def f(a: int = 1) -> int:\n    if a < 2 and not a:\n        print(a)\n    return a + 1\n"
+    found = [mutant.name.partition(": ")[2] for mutant in mutants_of("a.py", text)]
+    assert found == [
+        *("1 -> (2)", "1 -> (0)", "a < 2 and not a -> (not (a < 2 and (not a)))"),
+        *("a < 2 and not a -> (a < 2 or not a)", "a < 2 -> (a <= 2)", "2 -> (3)", "2 -> (1)", "not a -> bool(a)"),
+        *("print(a) -> pass", "return a + 1 -> return None", "a + 1 -> (a - 1)", "1 -> (2)", "1 -> (0)"),
+    ]
+    for mutant in mutants_of("a.py", text):
+        ast.parse(mutant.text)
+        assert mutant.text != text
 
 
-@pytest.mark.parametrize(("hangs", "verdict"), [(False, Verdict.TIMED_OUT), (True, Verdict.KILLED)])
-def test_tests_that_never_end(copy: Copy, hangs: bool, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy, "limit_s", 3.0)
-    assert copy.try_out(own_fault("endless", hangs=hangs)).verdict is verdict
-
-
-def test_a_kernel_that_does_not_compile_kills_nothing() -> None:
-    assert verdict_on(own_fault("right"), 1, "E  tests.host_kernels.build.BuildError: g++") is Verdict.BROKEN
-    assert verdict_on(own_fault("right"), 1, "E  AssertionError") is Verdict.KILLED
+def test_the_tests_of_a_mutant_are_the_fastest_that_run_its_line() -> None:
+    mutant = Mutant("", "a.py", range(3, 5), "")
+    recorded = {"seconds": {"slow": 15.0, "fast": 1.0, "medium": 12.0, "other": 0.1}}
+    assert covering_tests(mutant, {**recorded, "lines": {"a.py": {"4": [0, 1, 2], "5": [3]}}}) == ["fast", "medium"]
+    assert covering_tests(mutant, {**recorded, "lines": {"a.py": {"4": [], "5": [3]}}}) == ["other"]
+    assert covering_tests(mutant, {**recorded, "lines": {"a.py": {"5": [3]}}}) == []

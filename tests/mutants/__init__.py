@@ -1,1 +1,11 @@
-"""Planted faults, and a runner that tells which of them the tests see: `python -m tests.mutants`."""
+"""Planted faults: one change of one line each, with the tests that must fail where it is planted."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants import epilogue_kernels, loss_kernels, narrow_mlps, optimizer_kernels, product_kernels, trusted
+from tests.mutants.fault import Fault
+
+_MODULES: Final = (epilogue_kernels, product_kernels, loss_kernels, optimizer_kernels, narrow_mlps, trusted)
+FAULTS: Final[tuple[Fault, ...]] = tuple(each for module in _MODULES for each in module.FAULTS)

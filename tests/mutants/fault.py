@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
-
-ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class StaleFaultError(Exception):
-    """A row of the table no longer fits the file that it is about."""
+    """A fault no longer fits the file that it is about."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A row of the table.
+    """An entry of the table.
 
     Attributes:
         name: what is wrong, in a few words.
         path: the file, relative to the repository's root.
         old: text that is in the file exactly once.
-        new: what stands there instead.
+        new: the text that replaces it.
         tests: pytest's ids of the tests that must fail, the fewest and fastest.
-        hangs: whether a test that never ends counts as one that fails.
     """
 
     name: str
@@ -31,11 +26,10 @@ class Fault:
     old: str
     new: str
     tests: tuple[str, ...]
-    hangs: bool = False
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether nothing but a GPU shows the fault."""
+        """Whether only a GPU shows the fault."""
         return all(test.startswith("tests/gpu/") for test in self.tests)
 
     def concerns(self, paths: set[str]) -> bool:
@@ -46,7 +40,7 @@ class Fault:
         """The file's text with the fault.
 
         Raises:
-            StaleFaultError: the old text is not there exactly once, or is the new one.
+            StaleFaultError: the old text is not there exactly once, or equals the new one.
         """
         count = text.count(self.old)
         if count != 1 or self.old == self.new:
@@ -54,6 +48,6 @@ class Fault:
         return text.replace(self.old, self.new)
 
 
-def fault(name: str, path: str, old: str, new: str, *tests: str, hangs: bool = False) -> Fault:
-    """A row of the table."""
-    return Fault(name, path, old, new, tests, hangs)
+def fault(name: str, path: str, old: str, new: str, *tests: str) -> Fault:
+    """An entry of the table."""
+    return Fault(name, path, old, new, tests)

@@ -47,24 +47,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_TESTS}::test_blocks_go_from_tile_to_tile[0]",
     ),
     fault(
-        "the gradient of a part's last layer takes the place of an output that is needed",
-        _BACKWARD,
-        "static constexpr bool kReplaces = SAVED == 2 && LAST < HIDDEN;",
-        "static constexpr bool kReplaces = SAVED == 2;",
-        f"{_TESTS}::test_parts_make_what_one_launch_does",
-    ),
-    fault(
         "a part goes on below its first layer",
         _BACKWARD,
         "if (i == FIRST) break;",
         "if (i == 0) break;",
-        f"{_TESTS}::test_parts_make_what_one_launch_does",
-    ),
-    fault(
-        "a part has no place for what the derivative is taken from",
-        _BACKWARD,
-        "static constexpr int kOutputs = (SAVED == 2 ? HIDDEN : LAST) - kFirstOutput;",
-        "static constexpr int kOutputs = LAST - kFirstOutput;",
         f"{_TESTS}::test_parts_make_what_one_launch_does",
     ),
     fault(
@@ -80,20 +66,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "Pair<SCALAR>::unpack(Pair<SCALAR>::pack(float2{four[i % 2 * 2], four[i % 2 * 2 + 1]}));",
         "float2{four[i % 2 * 2], four[i % 2 * 2 + 1]};",
         f"{_TESTS}::test_a_loss_is_that_of_rounded_outputs",
-    ),
-    fault(
-        "the loss of an MLP is a sum",
-        "cuda_src/mlp_gradients.cu",
-        "*p.loss = sum / p.size;",
-        "*p.loss = sum;",
-        f"{_TESTS}::test_losses",
-    ),
-    fault(
-        "a loss in the backward pass forgets its scale",
-        "cuda_src/mlp_bwd.cu",
-        "p.grad_scale ? factor * *p.grad_scale : factor",
-        "factor",
-        f"{_TESTS}::test_losses",
     ),
     fault(
         "gradients of an MLP replace each other",

@@ -1,135 +1,137 @@
-"""Runs the tests of a fault in a copy of the tree that has it."""
+"""Runs tests in a copy of a checkout in which a file has been changed."""
 
 from __future__ import annotations
 
 import compileall
 import enum
+import math
 import os
 import py_compile
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.host_kernels.build import BUILD_DIRECTORY, BuildError
-from tests.mutants.fault import ROOT, Fault
 
+ROOT: Final = Path(__file__).resolve().parents[2]
 _COPIED: Final = (
-    *("lt_runtime", "cuda_src", "docs", "tests", "benchmarks"),
+    *("lt_runtime", "cuda_src", "tests", "benchmarks", "docs"),
     *("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
 )
-_LIMIT_S: Final = 300.0
 
 
 class Verdict(enum.Enum):
-    """What became of a fault."""
+    """What became of a change."""
 
     KILLED = "killed"
     SURVIVED = "survived"
     TIMED_OUT = "timed out"
+    LEFT_OUT = "left out"
+    """The time for all changes was over."""
     BROKEN = "broken"
-    """The tests could not run: the fault says nothing about them."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """A verdict with what pytest printed."""
-
-    verdict: Verdict
-    seconds: float
-    output: str
+    """The tests could not run, so that the change says nothing about them."""
 
 
 class Copy:
-    """A copy of the tree, in which faults are planted one after the other.
+    """A copy of a checkout, in which files are changed one after the other.
 
     Args:
         directory: where the copy is made.
-        built: where all copies keep the kernels that g++ has built for the host.
-
-    Attributes:
-        limit_s: seconds that the tests of a fault may take.
+        root: the checkout; its `.venv`, if it has one, runs the tests.
+        built: directory of the kernels that g++ builds for the host; the checkout's own if None.
+        deadline: time of `time.monotonic` at which every run is ended.
     """
 
-    def __init__(self, directory: Path, built: Path) -> None:
-        self._root, self._built, self.limit_s = directory, built, _LIMIT_S
-        for name in _COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(ROOT / name, directory / name)
+    def __init__(
+        self, directory: Path, root: Path = ROOT, built: Path | None = None, deadline: float = math.inf
+    ) -> None:
+        self.root, self._deadline = directory, deadline
+        own = root / ".venv" / "bin" / "python"
+        self._python = str(own if own.exists() else sys.executable)
+        self._built = built or Path(os.environ.get(BUILD_DIRECTORY, root / ".pytest_cache" / "d" / "host_kernels"))
+        self._built.mkdir(parents=True, exist_ok=True)
+        for place in (root / name for name in _COPIED):
+            if place.is_dir():
+                shutil.copytree(place, directory / place.name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif place.exists():
+                shutil.copy(place, directory / place.name)
         # By default Python tells by a file's size and by its time in whole seconds whether it has changed.
         checked = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(directory / "lt_runtime", quiet=1, invalidation_mode=checked)
 
-    def try_out(self, fault: Fault) -> Result:
-        """Runs the fault's tests on a tree that has it."""
-        file = self._root / fault.path
-        text = file.read_text()
-        file.write_text(fault.planted(text))
+    def try_out(self, path: str, text: str, tests: Sequence[str], limit_s: int) -> tuple[Verdict, str]:
+        """Runs tests where the file `path` has another text; see `run`.
+
+        Returns:
+            The verdict and pytest's output.
+        """
+        file = self.root / path
+        before = file.read_text()
+        file.write_text(text)
         try:
-            return self._run(fault)
+            status, output = self.pytest(["-x", "--tb=short", *tests], limit_s)
         finally:
-            file.write_text(text)
+            file.write_text(before)
+        return verdict_on(status, output), output
 
-    def passes(self, tests: Iterable[str], jobs: int) -> Result:
-        """Runs tests on the tree as it is, in so many processes."""
-        begun = time.monotonic()
-        status, output = self._pytest([f"-n{jobs}", *tests], None)
-        return Result(Verdict.SURVIVED if status == 0 else Verdict.BROKEN, time.monotonic() - begun, output)
+    def pytest(self, arguments: Sequence[str], limit_s: int | None = None) -> tuple[int | Verdict, str]:
+        """Runs pytest in one process, unless the arguments say otherwise.
 
-    @property
-    def _environment(self) -> dict[str, str]:
-        path = os.pathsep.join(filter(None, (str(self._root), os.environ.get("PYTHONPATH"))))  # packages may be there
-        return {"PYTHONPATH": path, BUILD_DIRECTORY: str(self._built), "LT_REQUIRE_GPU": "1"}
+        Args:
+            arguments: of pytest.
+            limit_s: seconds of a processor that it may take; five times as many may pass, because of other work.
 
-    def _run(self, fault: Fault) -> Result:
-        begun = time.monotonic()
-        status, output = self._pytest(["-n0", *fault.tests], self.limit_s)
-        return Result(verdict_on(fault, status, output), time.monotonic() - begun, output)
+        Returns:
+            Its exit status, or the verdict where it did not end by itself, and its output.
+        """
+        options = ["-n0", "-q", "-p", "no:cacheprovider", "--no-header", "--hypothesis-profile=mutants"]
+        return self.python(["-m", "pytest", *options, *arguments], limit_s)
 
-    def _pytest(self, arguments: Sequence[str], limit: float | None) -> tuple[int | None, str]:
-        """Its exit status, None where it ran beyond the limit, and its output."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
-        profile = "--hypothesis-profile=mutants"
+    def python(self, arguments: Sequence[str], limit_s: int | None = None) -> tuple[int | Verdict, str]:
+        """Runs Python in the copy, as `pytest` does."""
+        path = os.pathsep.join(filter(None, (str(self.root), os.environ.get("PYTHONPATH"))))  # packages may be there
         with subprocess.Popen(
-            [*command, profile, *arguments],
-            cwd=self._root,
-            env={**own_environment(), **self._environment},
+            [self._python, *arguments],
+            cwd=self.root,
+            env={**own_environment(), "PYTHONPATH": path, BUILD_DIRECTORY: str(self._built), "LT_REQUIRE_GPU": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=None if limit_s is None else lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s)),
         ) as process:
+            allowed_s = min(math.inf if limit_s is None else 5.0 * limit_s, max(0.0, self._deadline - time.monotonic()))
             try:
-                output, _ = process.communicate(timeout=limit)
+                output, _ = process.communicate(timeout=None if allowed_s == math.inf else allowed_s)
             except BaseException as error:
                 os.killpg(process.pid, signal.SIGKILL)
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
-                output, _ = process.communicate()
-                return None, output
-        return process.returncode, output
+                is_over = time.monotonic() >= self._deadline
+                return Verdict.LEFT_OUT if is_over else Verdict.TIMED_OUT, process.communicate()[0]
+        took_too_long = process.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+        return Verdict.TIMED_OUT if took_too_long else process.returncode, output
 
 
 def own_environment() -> dict[str, str]:
-    """Without what a pytest that runs this has set, and without the repository that the copy is none of."""
+    """The environment without what a pytest that runs this has set, and without the repository of the checkout."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GIT_"))}
 
 
-def verdict_on(fault: Fault, status: int | None, output: str) -> Verdict:
-    """What pytest's exit status says of a fault; None where its tests ran beyond the limit."""
-    if status is None:
-        return Verdict.KILLED if fault.hangs else Verdict.TIMED_OUT
+def verdict_on(status: int | Verdict, output: str) -> Verdict:
+    """The meaning of what `Copy.pytest` returned."""
+    if isinstance(status, Verdict):
+        return status
     if status == pytest.ExitCode.OK:
         return Verdict.SURVIVED
-    # Any other status is one of tests that did not run. Those of a kernel that does not compile did not either.
+    # Any other status is one of tests that did not run. Tests of a kernel that does not compile did not run either.
     ran = status == pytest.ExitCode.TESTS_FAILED and BuildError.__name__ not in output
     return Verdict.KILLED if ran else Verdict.BROKEN

@@ -1,0 +1,249 @@
+"""Changes one expression or statement of the package at a time, at random, and runs the tests that run its line.
+
+`python -m tests.mutate --sample 300 --seed 1 --resume FILE` names the changes that no test sees, and prints the share
+that some test sees. Results are appended to FILE; a run that finds the file goes on where it ended. `--root` names
+another checkout, which may be of another commit; its `.venv` runs its tests. A run of all tests, which takes minutes,
+first records which tests run which line, unless `--lines` names such a record. With `--changed BASE`, for continuous
+integration, one file that differs from that commit is changed, and only the tests that import it are recorded and run.
+
+It exits with 1 if four or more changes survive and none is seen: a few mean the same as the original. It needs the
+package `coverage`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.mutants.trial import Copy, Verdict
+
+RECORDER: Final = Path(__file__).with_name("line_contexts.py")
+_TESTS: Final = ("tests/cpu", "tests/host_kernels")
+_UNRELATED: Final = ("cpu/test_mutants.py", "cpu/test_packaging.py", "cpu/kernels", "host_kernels/test_sanitizers.py")
+"""These run no line of the package in their own process, or compile kernels for minutes."""
+_LIMIT_S: Final = 60
+_CHOSEN_S: Final = 20.0
+"""Recorded seconds of the tests that run for one mutant. The fastest are chosen."""
+_CHOSEN: Final = 400
+_TELLING: Final = 4
+"""About a quarter of all changes survive; so many in turn do not."""
+
+_SWAPS: Final[dict[type[ast.AST], type[ast.AST]]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitXor,
+}
+_Skipped = ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom
+"""Python 3.11 places nodes of f-strings wrongly, and errors' texts are prose."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A file with one change.
+
+    Attributes:
+        lines: the changed statement's, without those of its body.
+        text: of the whole file, changed.
+    """
+
+    name: str
+    path: str
+    lines: range
+    text: str
+
+
+def mutants_of(path: str, text: str) -> Iterator[Mutant]:
+    """All changes of a file."""
+    code = text.encode()
+    starts = [0]
+    for line in code.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for statement, node in _nodes(ast.parse(text), None):
+        for target, new in _changes(node):
+            begin = starts[target.lineno - 1] + target.col_offset
+            end = starts[target.end_lineno - 1] + target.end_col_offset
+            old = " ".join(code[begin:end].decode().split())
+            body = getattr(statement, "body", None)
+            last = max(statement.lineno, body[0].lineno - 1) if body else statement.end_lineno
+            yield Mutant(
+                f"{path}:{target.lineno}:{target.col_offset}: {old[:70]} -> {new[:70]}",
+                path,
+                range(statement.lineno, last + 1),
+                (code[:begin] + new.encode() + code[end:]).decode(),
+            )
+
+
+def _nodes(node: ast.AST, statement: Any) -> Iterator[tuple[Any, Any]]:
+    """Each node that may be changed, after the statement that it belongs to."""
+    statement = node if isinstance(node, ast.stmt) else statement
+    if statement is not None:
+        yield statement, node
+    for field, value in ast.iter_fields(node):
+        if field not in ("annotation", "returns", "decorator_list"):
+            for child in value if isinstance(value, list) else [value]:
+                types_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                if isinstance(child, ast.AST) and not isinstance(child, _Skipped) and not types_only:
+                    yield from _nodes(child, statement)
+
+
+def _changes(node: Any) -> Iterator[tuple[Any, str]]:
+    """Nodes to replace, each with what stands there instead."""
+    match node:
+        case ast.Compare(ops=operators):
+            for index, operator in enumerate(operators):
+                if type(operator) in _SWAPS:
+                    other = copy.deepcopy(node)
+                    other.ops[index] = _SWAPS[type(operator)]()
+                    yield node, f"({ast.unparse(other)})"
+        case ast.BoolOp(op=operator) | ast.BinOp(op=operator) if type(operator) in _SWAPS:
+            other = copy.copy(node)
+            other.op = _SWAPS[type(operator)]()
+            yield node, f"({ast.unparse(other)})"
+        case ast.UnaryOp(op=ast.Not()):
+            yield node, f"bool({ast.unparse(node.operand)})"
+        case ast.Constant(value=bool(value)):
+            yield node, str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield from ((node, f"({changed!r})") for changed in (value + 1, value - 1))
+        case ast.If() | ast.While() | ast.IfExp():
+            yield node.test, f"(not ({ast.unparse(node.test)}))"
+        case ast.Return(value=value) if value is not None and ast.unparse(value) != "None":
+            yield node, "return None"
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            yield node, "pass"
+        case ast.Assign(targets=targets) if all(isinstance(each, ast.Attribute | ast.Subscript) for each in targets):
+            yield node, "pass"
+
+
+def record(checkout: Copy, tests: Sequence[str], out: Path) -> str:
+    """Writes which tests run which line, and returns the end of pytest's output."""
+    left_out = [f"--ignore=tests/{path}" for path in _UNRELATED]
+    arguments = ["-P", str(RECORDER), str(out.resolve()), "-q", "-n0", "-p", "no:cacheprovider", *left_out, *tests]
+    return checkout.python(arguments)[1][-1000:]
+
+
+def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any]:
+    """The verdict on a mutant, and the test that has seen it."""
+    verdict, output = Verdict.SURVIVED, "no test runs it"
+    if tests:
+        verdict, output = checkout.try_out(mutant.path, mutant.text, tests, _LIMIT_S)
+        seen = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        output = seen[0][:200] if seen else output[-200:]
+    return {"name": mutant.name, "verdict": verdict.value, "tests": len(tests), "output": output}
+
+
+def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
+    """The fastest of the tests that run the mutant's lines; of its whole file, where only the import runs them."""
+    names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})
+    run = [lines[str(line)] for line in mutant.lines if str(line) in lines]
+    found = {number for tests in run for number in tests}
+    if run and not found:
+        found = {number for tests in lines.values() for number in tests}
+    chosen, left_s = [], _CHOSEN_S
+    for name in sorted((names[number] for number in found), key=recorded["seconds"].__getitem__)[:_CHOSEN]:
+        left_s -= recorded["seconds"][name]
+        if chosen and left_s < 0:
+            break
+        chosen.append(name)
+    return chosen
+
+
+def _changed(root: Path, base: str) -> dict[str, list[str]]:
+    """Changed modules of the package that some test imports by name, each with the files of those tests."""
+    command = ["git", "diff", "--name-only", "--diff-filter=AM", base, "HEAD", "--", "lt_runtime/*.py"]
+    changed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    found: dict[str, list[str]] = {}
+    for test in sorted((root / "tests" / "cpu").rglob("test_*.py")):
+        text = test.read_text()
+        for path in changed:
+            room, _, module = path.removesuffix(".py").replace("/", ".").rpartition(".")
+            if f"from {room}.{module} import" in text or f"from {room} import {module}\n" in text:
+                found.setdefault(path, []).append(str(test.relative_to(root)))
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
+    parser.add_argument("--sample", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--root", type=Path, default=Path.cwd())
+    parser.add_argument("--resume", type=Path, help="file of results")
+    parser.add_argument("--lines", type=Path, help="file with the record of which tests run which line")
+    parser.add_argument("--changed", metavar="BASE")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="the command ends after so many")
+    options = parser.parse_args(arguments)
+    os.environ["LT_TEST_EXAMPLES"] = "10"
+    root = options.root.resolve()
+    with tempfile.TemporaryDirectory(prefix="mutate-") as directory:
+        checkout = Copy(Path(directory, "tree"), root, deadline=time.monotonic() + options.seconds)
+        rng = random.Random(options.seed)
+        paths, tests = sorted(str(file.relative_to(root)) for file in root.glob("lt_runtime/**/*.py")), list(_TESTS)
+        if options.changed:
+            changed = _changed(root, options.changed)
+            paths = rng.sample(sorted(changed), min(1, len(changed)))
+            tests = [test for path in paths for test in changed[path]]
+        mutants = [mutant for path in paths for mutant in mutants_of(path, (root / path).read_text())]
+        lines = options.lines or Path(directory, "lines.json")
+        if mutants and not lines.exists():
+            print(record(checkout, tests, lines))
+        recorded = json.loads(lines.read_text()) if lines.exists() else {"seconds": {}, "lines": {}}
+        if options.changed:  # other tests may run the other lines
+            mutants = [each for each in mutants if covering_tests(each, recorded)]
+        done = _results(options.resume)
+        for mutant in rng.sample(mutants, min(options.sample, len(mutants))):
+            if mutant.name in done:
+                continue
+            result = tried(checkout, mutant, covering_tests(mutant, recorded))
+            if result["verdict"] == Verdict.LEFT_OUT.value:
+                break
+            done[mutant.name] = result
+            print(f"{result['verdict']}: {mutant.name}", flush=True)
+            if options.resume:
+                with options.resume.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+    survived = [result for result in done.values() if result["verdict"] == Verdict.SURVIVED.value]
+    for result in survived:
+        print(f"survivor: {result['name']} ({result['tests']} tests)")
+    print(f"{len(done) - len(survived)} of {len(done)} seen")
+    return int(bool(done) and len(survived) == len(done) >= _TELLING)
+
+
+def _results(file: Path | None) -> dict[str, Any]:
+    if file is None or not file.exists():
+        return {}
+    return {result["name"]: result for result in map(json.loads, file.read_text().splitlines())}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
