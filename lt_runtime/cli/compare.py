@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from lt_runtime.cli.output import print_lines
-from lt_runtime.profiling.layers import Kernel, label_of
-from lt_runtime.profiling.report import Report, load, short
+from lt_runtime.profiling.layers import Kernel, Layer, label_of
+from lt_runtime.profiling.report import Report, load, short, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,13 +24,14 @@ _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
 """Kernels that a training step should not have, by words in their names."""
 _PLANNED: Final = "copies that a plan chose"
 _NOISES: Final = 3.0
-"""A change counts if it is larger than so many standard errors of the difference, and than `_LEAST`."""
+"""A change counts if it exceeds so many standard errors of the difference, and `_LEAST` of the time before."""
 _LEAST: Final = 0.02
+_Row = TypeVar("_Row", Kernel, Layer)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One kernel of one layer, before and after; None where it is not.
+    """One kernel of one layer, before and after; figures are None where the kernel did not run.
 
     Attributes:
         us: of a step. noise_us: the standard error of the difference.
@@ -49,29 +49,56 @@ class Change:
     noise_us: float
 
 
+@dataclass(frozen=True, slots=True)
+class LayerChange:
+    """One layer, before and after: median and interquartile range of its time in a step; None where it did not run."""
+
+    name: str
+    phase: str
+    before_us: float | None
+    before_spread_us: float | None
+    after_us: float | None
+    after_spread_us: float | None
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison."""
     before, after = load(arguments.before), load(arguments.after)
-    changes, shares = list(changes_of(before, after)), shares_of(before, after)
+    changes, layers, shares = list(changes_of(before, after)), layers_of(before, after), shares_of(before, after)
     if arguments.json:
-        print(json.dumps({"changes": [asdict(each) for each in changes], "shares": shares}, indent=2))
+        steps = [report.totals.step_us for report in (before, after)]
+        rows = {"layers": [asdict(each) for each in layers], "changes": [asdict(each) for each in changes]}
+        print(json.dumps({"step_us": steps, **rows, "shares": shares}, indent=2))
     else:
-        print_lines(_lines(before, after, changes, shares))
+        print_lines(_lines(before, after, changes, layers, shares))
     return 0
 
 
 def changes_of(before: Report, after: Report) -> Iterator[Change]:
     """What changed, the largest change of a step's time first."""
-    first, second = (_by_place(report.kernels) for report in (before, after))
-    found = [_change(key, first.get(key), second.get(key), before, after) for key in {**first, **second}]
+    pairs = _paired(before.kernels, after.kernels, lambda each: (each.name, each.layer, each.phase))
+    found = [_change(first, second, before, after) for first, second in pairs]
     yield from sorted(found, key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))
+
+
+def layers_of(before: Report, after: Report) -> list[LayerChange]:
+    """All layers of both profiles, in the order of the first."""
+    found = []
+    for first, second in _paired(before.layers, after.layers, lambda each: (each.name, each.phase)):
+        known = first or second
+        assert known is not None
+        times = [(None, None) if each is None else (each.us, each.spread_us) for each in (first, second)]
+        found.append(LayerChange(known.name, known.phase, *times[0], *times[1]))
+    return found
 
 
 def shares_of(before: Report, after: Report) -> dict[str, tuple[float, float]]:
     """The shares of kernel time that each family of kernels takes which a step should not have, before and after."""
-    return {
-        family: (_share(before.kernels, family), _share(after.kernels, family)) for family in (*_FAMILIES, _PLANNED)
-    }
+
+    def share(report: Report, family: str) -> float:
+        return sum(each.share for each in report.kernels if family_of(each) == family)
+
+    return {family: (share(before, family), share(after, family)) for family in (*_FAMILIES, _PLANNED)}
 
 
 def family_of(kernel: Kernel) -> str:
@@ -82,22 +109,23 @@ def family_of(kernel: Kernel) -> str:
     return next((family for family, words in _FAMILIES.items() if any(word in name for word in words)), "")
 
 
-def _share(kernels: Iterable[Kernel], family: str) -> float:
-    return sum(each.share for each in kernels if family_of(each) == family)
+def _paired(
+    before: Iterable[_Row], after: Iterable[_Row], key: Callable[[_Row], tuple[str, ...]]
+) -> Iterator[tuple[_Row | None, _Row | None]]:
+    """Entries of two tables that have the same key; None where one of the tables has no such entry."""
+    first, second = ({key(each): each for each in rows} for rows in (before, after))
+    return ((first.get(each), second.get(each)) for each in {**first, **second})
 
 
-def _by_place(kernels: Iterable[Kernel]) -> dict[tuple[str, str, str], Kernel]:
-    return {(each.name, each.layer, each.phase): each for each in kernels}
-
-
-def _change(
-    key: tuple[str, str, str], first: Kernel | None, second: Kernel | None, before: Report, after: Report
-) -> Change:
+def _change(first: Kernel | None, second: Kernel | None, before: Report, after: Report) -> Change:
+    known = first or second
+    assert known is not None
     noise = (_variance(first, before) + _variance(second, after)) ** 0.5
     us_before, us_after = (None if each is None else each.total_us for each in (first, second))
     share_before, share_after = (None if each is None else each.share for each in (first, second))
     verdict = _verdict(us_before, us_after, noise)
-    return Change(*key, verdict, us_before, us_after, share_before, share_after, noise)
+    place = known.name, known.layer, known.phase
+    return Change(*place, verdict, us_before, us_after, share_before, share_after, noise)
 
 
 def _verdict(before: float | None, after: float | None, noise: float) -> str:
@@ -118,58 +146,41 @@ def _variance(kernel: Kernel | None, report: Report) -> float:
 
 
 def _lines(
-    before: Report, after: Report, changes: Iterable[Change], shares: Mapping[str, tuple[float, float]]
+    before: Report,
+    after: Report,
+    changes: Sequence[Change],
+    layers: Sequence[LayerChange],
+    shares: Mapping[str, tuple[float, float]],
 ) -> Iterator[str | Table]:
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    if not before.kernels or not after.kernels:
-        yield "A profile without kernels was given: only what its layers took can be compared."
-    table = Table("", *(Column(each, justify="right") for each in ("before", "after")), title="Share of kernel time")
-    for family, (first, second) in shares.items():
-        table.add_row(family, f"{first:.2%}", f"{second:.2%}")
-    yield table
-    numbers = [Column(each, justify="right") for each in ("before µs", "after µs", "± µs", "share", "share after")]
-    table = Table("", *numbers, "layer", "", "kernel", title="Kernels of a step")
-    unchanged = defaultdict[str, int](int)
-    for each in changes:
-        unchanged[each.verdict] += 1
-        if each.verdict == "same":
-            continue
-        cells = [each.verdict, _us(each.before_us), _us(each.after_us), f"{each.noise_us:.2f}"]
-        cells += [_percent(each.before_share), _percent(each.after_share)]
-        table.add_row(*map(escape, [*cells, each.layer, each.phase, short(each.name)]))
-    yield table
-    yield f"{unchanged['same']} kernels took as long as before."
-    yield from _layer_lines(before, after)
-
-
-def _layer_lines(before: Report, after: Report) -> Iterator[str | Table]:
-    """The layers' times; the interquartile ranges of both say how much of a change is noise."""
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    numbers = [Column(each, justify="right") for each in ("before µs", "±", "after µs", "±", "change")]
-    table = Table("layer", "", *numbers, title="Layers")
-    earlier = {(each.name, each.phase): each for each in before.layers}
-    later = {(each.name, each.phase): each for each in after.layers}
-    for key in {**earlier, **later}:
-        first, second = earlier.get(key), later.get(key)
-        cells = [cell for each in (first, second) for cell in _layer_cells(each)]
-        change = f"{second.us / first.us - 1.0:+.1%}" if first and second and first.us else ""
-        table.add_row(*map(escape, (label_of(*key), key[1])), *cells, change)
-    yield table
+    if before.kernels and after.kernels:
+        yield from _kernel_lines(changes, shares)
+    else:
+        yield "One of the profiles has no kernels, so that only layers can be compared."
+    rows = []
+    for layer in layers:
+        us, later = layer.before_us, layer.after_us
+        cells = [_text(us, ".1f"), _text(layer.before_spread_us, ".1f")]
+        cells += [_text(later, ".1f"), _text(layer.after_spread_us, ".1f")]
+        change = f"{later / us - 1.0:+.1%}" if us and later is not None else ""
+        rows.append([label_of(layer.name, layer.phase), layer.phase, *cells, change])
+    headings = ["layer", "phase", "before µs", "±", "after µs", "± after", "change"]
+    yield table("Layers", headings, rows, texts={"layer", "phase"})
     yield f"A step took {before.totals.step_us:.1f} µs before, {after.totals.step_us:.1f} µs after."
 
 
-def _layer_cells(layer: object) -> tuple[str, str]:
-    us, spread = getattr(layer, "us", None), getattr(layer, "spread_us", 0.0)
-    return ("", "") if us is None else (f"{us:.1f}", f"{spread:.1f}")
+def _kernel_lines(changes: Sequence[Change], shares: Mapping[str, tuple[float, float]]) -> Iterator[str | Table]:
+    rows = [[family, *(f"{share:.2%}" for share in pair)] for family, pair in shares.items()]
+    yield table("Share of kernel time", ["", "before", "after"], rows, texts={""})
+    changed = [each for each in changes if each.verdict != "same"]
+    headings = ["", "before µs", "after µs", "± µs", "share", "share after", "layer", "phase", "kernel"]
+    rows = []
+    for each in changed:
+        cells = [each.verdict, _text(each.before_us), _text(each.after_us), f"{each.noise_us:.2f}"]
+        cells += [_text(each.before_share, ".2%"), _text(each.after_share, ".2%")]
+        rows.append([*cells, each.layer, each.phase, short(each.name)])
+    yield table("Kernels of a step", headings, rows, texts={"", "layer", "phase", "kernel"})
+    yield f"{len(changes) - len(changed)} kernels took as long as before."
 
 
-def _us(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.2%}"
+def _text(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from lt_runtime import schedules
-from lt_runtime.cli.output import print_lines
-from lt_runtime.errors import ArgumentError, MissingLibraryError
-from lt_runtime.files import replacing
+from lt_runtime.cli.output import print_lines, writable
+from lt_runtime.errors import MissingLibraryError
+from lt_runtime.files import replace_file
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.ops.adamw import AdamW
 from lt_runtime.problem import DTypeName
 from lt_runtime.profiling import Layer, Profile, profile
 from lt_runtime.training import MLP, TrainStep
+from lt_runtime.training.prefetch import prefetch
 from lt_runtime.tuner.report import Progress, progress_bar
 
 _HIDDEN: Final = (256, 128)
@@ -40,7 +40,8 @@ class Result:
     Attributes:
         device: such as "cpu" or "cuda:0 (NVIDIA H200)".
         accuracy: on the held-out fifth, 0 to 1.
-        samples_per_second: in training, without the first epoch, which compiles, and the last, which may be profiled.
+        preparation_seconds: until the first step was done: compiling kernels, measuring layers, capturing the graph.
+        samples_per_second: of the steps after the first, without those that were profiled.
         loss: of every step.
         layers: where the time of a step went; empty without `--profile`.
     """
@@ -48,6 +49,7 @@ class Result:
     device: str
     dtype: str
     accuracy: float
+    preparation_seconds: float
     samples_per_second: float
     loss: list[float]
     layers: list[Layer]
@@ -96,8 +98,8 @@ def train(
     """Trains and evaluates.
 
     Args:
-        progress: is told of every epoch.
-        profiled: looks at the last epoch.
+        progress: called with the number of each epoch, their count, and a word for the progress bar.
+        profiled: profiles the last epoch.
     """
     digits = load_digits()
     model = MLP((digits.images.shape[1], *_HIDDEN, _CLASSES), dtype=dtype, dropout=dropout, seed=seed, device=device)
@@ -105,35 +107,43 @@ def train(
     schedule = schedules.warmup_cosine(min(digits.batches, total - 1), total)
     optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, schedule=schedule)
     with model.device.current():
-        losses, seconds = _train_epochs(epochs, digits, model, optimizer, progress, profiled)
+        losses, preparation, speed = _train_epochs(epochs, digits, model, optimizer, progress, profiled)
         images = model.device.asarray(digits.held_out_images.astype(model.dtype.numpy))
         scores = model.device.to_host(model(images)).astype(np.float32)
     accuracy = float(np.mean(scores.argmax(axis=1) == digits.held_out_labels))
-    typical = seconds[1:-1] or seconds
-    speed = digits.batches * _BATCH * len(typical) / sum(typical)
     layers = [] if profiled is None else [*profiled.layers()]
-    return Result(model.device.description, dtype, accuracy, speed, losses, layers)
+    return Result(model.device.description, dtype, accuracy, preparation, speed, losses, layers)
 
 
 def _train_epochs(
     epochs: int, digits: Digits, model: MLP, optimizer: AdamW, progress: Progress | None, profiled: Profile | None
-) -> tuple[list[float], list[float]]:
-    """Losses by step and seconds by epoch."""
-    device, losses, seconds = model.device, list[float](), list[float]()
+) -> tuple[list[float], float, float]:
+    """Trains; returns every step's loss, the seconds of the first step, and samples per second of the others."""
+    losses, seconds, steps = list[Any](), 0.0, 0
+    begun = time.perf_counter()
     step = TrainStep(model, optimizer, batch_size=_BATCH)
-    images, labels = device.asarray(digits.images.astype(model.dtype.numpy)), device.asarray(digits.labels)
-    generator = np.random.default_rng(model.seed)
-    for epoch in range(epochs):
-        if progress:
-            progress(epoch, epochs, "training")
-        order = generator.permutation(len(digits.labels))[: digits.batches * _BATCH].reshape(-1, _BATCH)
-        start = time.perf_counter()
-        with profiled if profiled is not None and epoch == epochs - 1 else contextlib.nullcontext():
-            of_steps = [step(images[batch], labels[batch]).copy() for batch in device.asarray(order)]
-            # They are read once an epoch, so that no step waits for them.
-            losses += map(float, device.to_host(device.namespace.stack(of_steps)))
-        seconds.append(time.perf_counter() - start)
-    return losses, seconds
+    with prefetch(_batches(digits, model, epochs), device=model.device) as batches:
+        losses.append(float(step(*next(batches))))
+        preparation = time.perf_counter() - begun
+        for epoch in range(epochs):
+            if progress:
+                progress(epoch, epochs, "training")
+            count = digits.batches - (epoch == 0)
+            is_last, start = epoch == epochs - 1, time.perf_counter()
+            with profiled if profiled is not None and is_last else contextlib.nullcontext():
+                losses += [step(*batch).copy() for batch in itertools.islice(batches, count)]
+                losses[-1] = float(losses[-1])  # waits for the epoch
+            if profiled is None or not is_last or not steps:
+                seconds, steps = seconds + time.perf_counter() - start, steps + count
+    return [*map(float, losses)], preparation, steps * _BATCH / seconds
+
+
+def _batches(digits: Digits, model: MLP, epochs: int) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Images and labels of each step, in an order of its own for each epoch."""
+    generator, images = np.random.default_rng(model.seed), digits.images.astype(model.dtype.numpy)
+    for _ in range(epochs):
+        order = generator.permutation(len(digits.labels))[: digits.batches * _BATCH]
+        yield from ((images[batch], digits.labels[batch]) for batch in order.reshape(-1, _BATCH))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -142,32 +152,18 @@ def run(arguments: argparse.Namespace) -> int:
     profiled = profile(device=arguments.device) if arguments.profile else None
     if parse_device(arguments.device) is None:
         print_lines(["No GPU in use: this runs the NumPy reference (see `python -m lt_runtime doctor`)."])
-    with _json_file(arguments.json) as file:
-        with progress_bar() as progress:
-            result = train(**options, progress=progress, profiled=profiled)
-        if file is not None:
-            file.write(json.dumps(asdict(result), indent=2).encode() + b"\n")
+    file = None if arguments.json is None else writable("--json", arguments.json)
+    with progress_bar() as progress:
+        result = train(**options, progress=progress, profiled=profiled)
+    if file is not None:
+        replace_file(file, json.dumps(asdict(result), indent=2).encode() + b"\n")
     if profiled is not None:
         print_lines(profiled.report.lines())
     print_lines(_lines(result))
     return 0
 
 
-@contextlib.contextmanager
-def _json_file(path: Path | None) -> Iterator[BinaryIO | None]:
-    """The file that `--json` names, which gets its new content at the end. What is wrong with its place is told now."""
-    with contextlib.ExitStack() as stack:
-        file = None
-        if path is not None:
-            if not path.parent.is_dir():
-                raise ArgumentError(f"--json is {path}, but {path.parent} is no directory")
-            try:
-                file = stack.enter_context(replacing(Path(os.path.realpath(path))))
-            except OSError as error:
-                raise ArgumentError(f"--json is {path}, which cannot be written ({error.strerror})") from None
-        yield file
-
-
 def _lines(result: Result) -> Iterator[str]:
     yield f"accuracy: {result.accuracy:.2%} of the held-out digits ({result.dtype})"
-    yield f"{result.samples_per_second:,.0f} samples per second on {result.device}"
+    speed, seconds = result.samples_per_second, result.preparation_seconds
+    yield f"{speed:,.0f} samples per second on {result.device}, after {seconds:.1f} s of preparation"

@@ -9,8 +9,11 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from lt_runtime.errors import ArgumentError
+from lt_runtime.files import replacing
 from lt_runtime.store.records import Json
 
 _WIDTH: Final = 160
@@ -63,6 +66,27 @@ def print_anything() -> None:
     """Lets a terminal that lacks a character, such as µ, show its number instead."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def writable(option: str, path: Path) -> Path:
+    """The file that an option names, behind all symbolic links, for results that are written once they are known.
+
+    Raises:
+        ArgumentError: it cannot be written; what is there is left as it was.
+    """
+    if not path.parent.is_dir():
+        raise ArgumentError(f"{option} is {path}, but {path.parent} is no directory")
+    target = Path(os.path.realpath(path))
+    try:
+        with contextlib.suppress(_Probed), replacing(target):
+            raise _Probed
+    except OSError as error:
+        raise ArgumentError(f"{option} is {path}, which cannot be written ({error.strerror})") from None
+    return target
+
+
+class _Probed(Exception):  # noqa: N818  # no error
+    """Ends the attempt to write a file without replacing it."""
 
 
 @contextlib.contextmanager

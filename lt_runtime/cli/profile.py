@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from lt_runtime.cli.output import print_lines
+from lt_runtime.cli.output import print_lines, writable
 from lt_runtime.errors import ArgumentError
-from lt_runtime.profiling.plot import plot
+from lt_runtime.profiling.plot import check_format, plot
 from lt_runtime.profiling.report import load
 from lt_runtime.profiling.session import profiled_device
 
@@ -23,7 +23,7 @@ _OUTPUT: Final = "lt_runtime-profile"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the script's exit status, or 1 if there is no report."""
+    """Returns the script's exit status, or 1 if there is no report or nothing in it."""
     script: Path = arguments.script
     if not script.is_file():
         raise ArgumentError(f"SCRIPT is {script}, which is no file")
@@ -32,17 +32,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_nsys or arguments.print_ncu:
         _print_commands(arguments)
         return 0
+    _check_outputs(arguments)
     with tempfile.TemporaryDirectory(prefix="lt_runtime-") as directory:
         report = Path(directory) / "report.json"
-        trace = None if arguments.trace is None else str(arguments.trace.absolute())
-        files = {"report": str(report), "trace": trace}
+        files = {"report": str(report), "trace": None if arguments.trace is None else str(arguments.trace)}
         options = {**_counts(arguments.steps), "device": profiled_device(arguments.device), **files}
         command = [sys.executable, "-m", "lt_runtime.cli.scripts", json.dumps(options), str(script)]
         status = subprocess.run([*command, *arguments.arguments], check=False).returncode
         if not report.exists():
             return _say_there_is_none(status)
-        _show(report, arguments)
-    return status
+        return _show(report, arguments, status)
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Finds out whether all results can be written, before the script runs, and resolves the names of their files."""
+    for name in ("json", "trace", "plot"):
+        path = getattr(arguments, name)
+        if path is not None:
+            setattr(arguments, name, writable(f"--{name}", path))
+    if arguments.plot is not None:
+        check_format(arguments.plot)
+    if arguments.csv is not None:
+        arguments.csv.mkdir(parents=True, exist_ok=True)
+        writable("--csv", arguments.csv / "layers.csv")
 
 
 def _counts(steps: tuple[int, int] | None) -> dict[str, int]:
@@ -53,7 +65,8 @@ def _counts(steps: tuple[int, int] | None) -> dict[str, int]:
     return {"skip": first, "timed": (end - first + 1) // 2, "traced": (end - first) // 2}
 
 
-def _show(file: Path, arguments: argparse.Namespace) -> None:
+def _show(file: Path, arguments: argparse.Namespace, status: int) -> int:
+    """Prints the report and writes the files; returns the script's status, or 1 if there was nothing to profile."""
     report = load(file)
     print_lines(report.lines())
     if arguments.json is not None:
@@ -62,6 +75,7 @@ def _show(file: Path, arguments: argparse.Namespace) -> None:
         report.to_csv(arguments.csv)
     if arguments.plot is not None:
         plot(report, arguments.plot)
+    return status or int(not report.layers and not report.kernels)
 
 
 def _say_there_is_none(status: int) -> int:

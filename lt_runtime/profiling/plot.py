@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from lt_runtime.errors import MissingLibraryError
+from lt_runtime.errors import ArgumentError, MissingLibraryError
 from lt_runtime.files import replacing
 from lt_runtime.profiling.ceilings import COPY
 from lt_runtime.profiling.layers import Layer
@@ -23,17 +23,34 @@ _OTHER: Final = "#9c9c9c"
 _MOST_BARS: Final = 40
 
 
+def check_format(file: Path) -> str:
+    """The format that a file's suffix says: PNG if it has none.
+
+    Raises:
+        ArgumentError: matplotlib cannot write it.
+        MissingLibraryError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise MissingLibraryError("a plot needs matplotlib: pip install 'lt_runtime[plot]'") from error
+    kind, known = file.suffix.removeprefix(".").lower() or "png", FigureCanvasBase.get_supported_filetypes()
+    if kind not in known:
+        raise ArgumentError(f"the plot's file is {file}; accepted suffixes are {', '.join(sorted(known))}")
+    return kind
+
+
 def plot(report: Report, file: Path) -> None:
     """Writes the drawing; the file's suffix says in which format.
 
     Raises:
+        ArgumentError: the suffix is of no known format.
         MissingLibraryError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingLibraryError("a plot needs matplotlib: pip install 'lt_runtime[plot]'") from error
+    kind = check_format(file)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     longest = sorted(report.layers, key=lambda each: -each.us)[:_MOST_BARS]
     layers = [each for each in report.layers if each in longest and each.us > 0][::-1]  # bars begin at the bottom
     figure = Figure(figsize=(15, max(5.0, 2.5 + 0.3 * len(layers))), layout="constrained")
@@ -45,7 +62,7 @@ def plot(report: Report, file: Path) -> None:
     _roofline(roof, [each for each in layers if each.bytes], report.ceilings)
     figure.suptitle(f"{report.device}: {report.totals.step_us:.0f} µs a step")
     with replacing(file) as out:
-        figure.savefig(out, format=file.suffix.removeprefix(".") or "png", dpi=110)
+        figure.savefig(out, format=kind, dpi=110)
 
 
 def _bars(axes: Any, layers: Sequence[Layer], values: Sequence[float], label: str) -> None:

@@ -97,7 +97,7 @@ class Report:
             row += [f"{layer.kernels:g}", f"{layer.kernel_us:.1f}"] if self.kernels else ["", ""]
             rows.append([*row, layer.strategy])
         title = f"Layers: {self.timed_steps} steps on {self.device}"
-        return _table(title, headings, rows, texts={"layer", "", "bound", "strategy"})
+        return table(title, headings, rows, texts={"layer", "", "bound", "strategy"})
 
     def _kernel_table(self) -> Table:
         headings = ["share", "µs a step", "count", "mean", "median", "min", "max", "std", "layer", "", "kernel"]
@@ -111,7 +111,7 @@ class Report:
         if rest:
             share, total = sum(each.share for each in rest), sum(each.total_us for each in rest)
             rows.append([f"{share:.1%}", f"{total:.2f}", *[""] * 8, f"{len(rest)} more rows"])
-        return _table(f"Kernels: {self.traced_steps} steps", headings, rows, texts={"layer", "", "kernel"})
+        return table(f"Kernels: {self.traced_steps} steps", headings, rows, texts={"layer", "", "kernel"})
 
     def _sentences(self) -> Iterator[str]:
         totals = self.totals
@@ -166,7 +166,7 @@ def _rows(kind: type[_Row], rows: Iterable[Any]) -> list[_Row]:
     return [kind(**row) for row in rows]
 
 
-def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], texts: Set[str]) -> Table:
+def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], texts: Set[str]) -> Table:
     """A table without the columns that are empty; all are numbers but those of some headings."""
     from rich.markup import escape
     from rich.table import Column, Table

@@ -140,6 +140,7 @@ class Profile:
         """Draws the roofline, and each layer's time beside its bytes. Needs the extra `plot`.
 
         Raises:
+            ArgumentError: the file's suffix is of no format that matplotlib writes.
             MissingLibraryError: matplotlib is not installed.
         """
         plot(self.report, Path(file))
@@ -271,7 +272,9 @@ class Profile:
                 notes.append(f"{timer.left_open} ranges were left open and end with the range around them")
             if timer.lost:
                 notes.append(f"the trace lacks {timer.lost} ranges; the tables have them")
-        if self._seen < self._skip:
+        if not self._seen and (timer is None or not timer.steps):
+            notes.append('the code had no step: a call of lt.TrainStep, or a block of `with lt.range("step")`')
+        elif self._seen < self._skip:
             notes.append(f"the code ended after {self._seen} steps, before step {self._skip}, where the profile begins")
         elif self._begin_next is not None and self._traced and self._device is not None:
             notes.append(

@@ -102,11 +102,12 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     result = json.loads(file.read_text())
-    assert set(result) == {"device", "dtype", "accuracy", "samples_per_second", "loss", "layers"}
+    assert set(result) == {"device", "dtype", "accuracy", "preparation_seconds", "samples_per_second", "loss", "layers"}
     assert (result["device"], result["dtype"]) == ("cpu", dtype)
     assert 0.96 <= result["accuracy"] <= 1
     assert f"accuracy: {result['accuracy']:.2%}" in done.stdout
     assert result["samples_per_second"] > 0
+    assert f"samples per second on cpu, after {result['preparation_seconds']:.1f} s of preparation" in done.stdout
     steps = EPOCHS * (len(demo.load_digits().labels) // 64)
     assert len(result["loss"]) == steps
     assert np.mean(result["loss"][-20:]) < 0.1 < 2 < result["loss"][0]
@@ -121,7 +122,7 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
 def quick_training(monkeypatch: pytest.MonkeyPatch, effect: Callable[[], None] = lambda: None) -> None:
     def train(**_: object) -> demo.Result:
         effect()
-        return demo.Result("cpu", "float32", 0.97, 1000.0, [2.0, 0.1], [])
+        return demo.Result("cpu", "float32", 0.97, 0.5, 1000.0, [2.0, 0.1], [])
 
     monkeypatch.setattr(demo, "train", train)
 

@@ -79,7 +79,7 @@ def test_a_script_that_leaves_no_report(script: Path) -> None:
 
 def test_a_script_that_never_comes_to_its_steps(script: Path) -> None:
     done = profiled(script, options=("--steps", "100:120"))
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert "the code ended after 8 steps, before step 100" in done.stdout
 
 
@@ -96,6 +96,31 @@ def test_commands_for_nsight(script: Path, capsys: pytest.CaptureFixture[str]) -
     assert ncu.startswith("ncu --set full")
     assert r"'lt_runtime@forward\/layer0/'" in ncu  # a slash by itself would begin another range's name
     assert "graph=False" in note
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--plot", "/nowhere/a.png"), "--plot is /nowhere/a.png, but /nowhere is no directory"),
+        (("--plot", "a.xyz"), "a.xyz; accepted suffixes are "),
+        (("--json", "."), "--json is ., which cannot be written"),
+        (("--trace", "/proc/a.json"), "--trace is /proc/a.json, which cannot be written"),
+        (("--csv", "script.py"), "script.py: File exists"),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused_before_the_script_runs(
+    script: Path, options: tuple[str, ...], message: str
+) -> None:
+    done = profiled(script, options=options)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert message in done.stderr
+
+
+def test_a_script_without_a_step_says_so(script: Path) -> None:
+    script.write_text("print('ran')")
+    done = profiled(script)
+    assert done.returncode == 1
+    assert "the code had no step: a call of lt.TrainStep, or a block of" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -154,6 +179,8 @@ def test_what_changed_is_told_from_noise(
     assert main(["compare", "--json", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     shown: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert shown["shares"]["transposes"] == [0, 0.1]
+    times = {"before_us": 50.0, "before_spread_us": 1.0, "after_us": 50.0, "after_spread_us": 1.0}
+    assert shown["layers"] == [{"name": "fc", "phase": "forward", **times}]
 
 
 def test_families_of_kernels() -> None:
