@@ -92,10 +92,9 @@ from lt_runtime.cublaslt.enums import (
     Status,
 )
 from lt_runtime.cublaslt.execute import PreparedMatmul, matmul, matrix_transform
-from lt_runtime.cublaslt.handles import Handle, handle
 from lt_runtime.cublaslt.known_bad import Candidate, is_inaccurate, is_known_bad
 from lt_runtime.cublaslt.library import (
-    get_cudart_version, get_status_name, get_status_string, get_version, heuristics_cache_get_capacity,
+    Handle, get_cudart_version, get_status_name, get_status_string, get_version, handle, heuristics_cache_get_capacity,
     heuristics_cache_set_capacity, library_path,
 )
 from lt_runtime.cublaslt.logger import (
@@ -126,6 +125,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "MatmulTile":
         raise AttributeError(f"module 'lt_runtime.cublaslt' has no attribute {name!r}")
-    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: it is only made then
+    from lt_runtime.cublaslt.tiles import MatmulTile  # imported late: making the enum takes milliseconds
 
     return MatmulTile

@@ -1,4 +1,4 @@
-"""Algorithms: the queries that return them, their configuration, their capabilities, and their check."""
+"""Algorithms of cuBLASLt: queries that return them, their configuration and capabilities, and `algo_check`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lt_runtime.cublaslt.abi import ALGO_BYTES
 from lt_runtime.cublaslt.attributes import ARRAYS, AlgoCapAttribute, AlgoConfigAttribute
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatmulPreference, MatrixLayout
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Status
-from lt_runtime.cublaslt.handles import Handle, pointer
+from lt_runtime.cublaslt.library import Handle, pointer
 from lt_runtime.cublaslt.tiles import tile_shape
 from lt_runtime.cublaslt.validation import validate
 from lt_runtime.errors import ArgumentError, CublasLtError
@@ -45,8 +45,8 @@ class Algorithm:
 
     Attributes:
         blob: the 64 opaque bytes of `cublasLtMatmulAlgo_t`, valid for one version of the library.
-        workspace_size: the bytes of workspace that it needs; 0 until the heuristic or `algo_check` has set it.
-        waves_count: how many times its blocks fill the GPU; 1.0 is one full wave, 0.0 is unknown.
+        workspace_size: bytes of workspace that the algorithm needs; 0 until the heuristic or `algo_check` has set it.
+        waves_count: how many times the algorithm's blocks fill the GPU; 1.0 is one full wave, 0.0 is unknown.
     """
 
     blob: bytes
@@ -58,20 +58,20 @@ class Algorithm:
             raise ArgumentError(f"blob has {len(self.blob)} bytes; an algorithm has {ALGO_BYTES}")
 
     def get(self, attribute: AlgoConfigAttribute) -> int:
-        """Reads one part of the configuration."""
+        """Reads one attribute of the configuration."""
         value: int = library.read_attribute(f"{_CONFIG}GetAttribute", self.blob, attribute)
         return value
 
     @property
     def tile(self) -> tuple[int, int] | None:
-        """Rows and columns of D that a block works on; None if the tile is not known."""
+        """Rows and columns of D that one block computes; None if the tile is not known."""
         raw = library.read_bytes(f"{_CONFIG}GetAttribute", self.blob, AlgoConfigAttribute.TILE_ID)
-        return tile_shape(int.from_bytes(raw, sys.byteorder))  # A member of `MatmulTile` would take milliseconds.
+        return tile_shape(int.from_bytes(raw, sys.byteorder))  # Making the enum `MatmulTile` takes milliseconds.
 
     def set(self, attribute: AlgoConfigAttribute, value: int) -> Self:
-        """A copy with one part of the configuration changed, and with unknown workspace size and waves.
+        """A copy with one attribute of the configuration changed, and with unknown workspace size and waves.
 
-        Only `algo_check` tells whether the algorithm and the GPU support the new configuration.
+        Only `algo_check` can tell whether the algorithm and the GPU support the new configuration.
 
         Raises:
             ArgumentError: the value is not accepted. A tile or a number of stages that these bindings do not know is
@@ -90,7 +90,7 @@ class Algorithm:
         """Reads one capability; for TILE_IDS and STAGES_IDS use `capabilities`.
 
         Raises:
-            CublasLtError: the library refused, for example a blob that it has not made.
+            CublasLtError: the library refused, for example because the blob is not from the library.
         """
         if attribute in ARRAYS:
             raise ArgumentError(f"{attribute} has many values; use capabilities()")
@@ -101,7 +101,7 @@ class Algorithm:
         """Reads TILE_IDS or STAGES_IDS: the members of `MatmulTile` or `MatmulStages` that the algorithm supports.
 
         Raises:
-            CublasLtError: the library refused, for example a blob that it has not made.
+            CublasLtError: the library refused, for example because the blob is not from the library.
         """
         if attribute not in ARRAYS:
             raise ArgumentError(f"{attribute} has one value; use capability()")
@@ -132,7 +132,7 @@ def get_heuristics(
 ) -> list[Algorithm]:
     """At most `count` algorithms for a product, the most promising first; an empty list if none supports it.
 
-    The heuristic reads the values of the bias and aux pointers. Set them before, to the real addresses or to others of
+    The heuristic reads the bias and aux pointers. Set them before, to the real addresses or to other addresses with
     the same alignment.
 
     Args:
@@ -180,12 +180,12 @@ def algo_check(
     *,
     stream: int | None = None,
 ) -> Algorithm:
-    """The algorithm with the workspace and waves that it needs for a product; the arguments are as of `get_heuristics`.
+    """Checks an algorithm for a product, and returns it with its workspace size and waves for this product.
 
-    An algorithm that passes may still fail at the launch.
+    An algorithm that passes may still fail at the launch. The arguments are those of `get_heuristics`.
 
     Raises:
-        CublasLtError: it does not support the product, see `is_refusal`; or the call failed.
+        CublasLtError: the algorithm does not support the product, see `is_refusal`; or the call failed.
     """
     validate(desc, a, b, c, d)
     result = _HeuristicResult()
@@ -197,7 +197,7 @@ def algo_check(
 
 
 def is_refusal(error: CublasLtError) -> bool:
-    """Whether the error says that the algorithm does not fit the product, which the next call would say again."""
+    """Whether the error says that the algorithm does not support the product, so that another try would fail too."""
     return error.status in (Status.INVALID_VALUE, Status.NOT_SUPPORTED, Status.ARCH_MISMATCH)
 
 

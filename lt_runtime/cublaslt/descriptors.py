@@ -1,4 +1,4 @@
-"""Descriptors as context managers, which free what the library made exactly once.
+"""Descriptors as context managers: each frees exactly once the object that the library made for it.
 
 A descriptor that is never closed is freed when it is garbage-collected. That is safe at any time, even during a
 capture, because the library frees a descriptor on the host alone.
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from lt_runtime.cublaslt.attributes import (
+    Attribute,
     EmulationDescAttribute,
     MatmulDescAttribute,
     MatrixLayoutAttribute,
@@ -21,7 +22,6 @@ from lt_runtime.cublaslt.attributes import (
 )
 from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Order, PointerMode
 from lt_runtime.cublaslt.library import attribute_failure, call, function, read_attribute
-from lt_runtime.cublaslt.values import Attribute
 from lt_runtime.errors import ArgumentError
 
 A = TypeVar("A", bound=Attribute)
@@ -30,7 +30,7 @@ _revisions = itertools.count()
 
 
 class Descriptor(Generic[A, V]):
-    """The base of all descriptors.
+    """The base of all descriptors. A subclass has the name of its C functions without "cublasLt".
 
     Attributes:
         revision: a number that no other descriptor has. It changes whenever a check of the descriptor may have
@@ -38,11 +38,12 @@ class Descriptor(Generic[A, V]):
     """
 
     _prefix: ClassVar[str]
-    _attributes: ClassVar[type[Attribute]]
     _setter: ClassVar[str]
+    _attributes: ClassVar[type[Attribute]]
 
-    def __init_subclass__(cls) -> None:
-        cls._setter = f"{cls._prefix}SetAttribute"
+    def __init_subclass__(cls, attributes: type[Attribute]) -> None:
+        cls._prefix = f"cublasLt{cls.__name__}"
+        cls._setter, cls._attributes = f"{cls._prefix}SetAttribute", attributes
 
     def __init__(self) -> None:
         self._create(f"{self._prefix}Create")
@@ -54,7 +55,7 @@ class Descriptor(Generic[A, V]):
         self._values: dict[A, Any] = {}
         self.revision = next(_revisions)
         self._free: weakref.finalize[..., Any] = weakref.finalize(self, call, f"{self._prefix}Destroy", created.value)
-        self._free.atexit = False  # the process's memory goes with it, and the library may be unloaded by then
+        self._free.atexit = False  # the system takes back the memory, and the library may be unloaded by then
 
     @property
     def handle(self) -> int:
@@ -83,7 +84,7 @@ class Descriptor(Generic[A, V]):
             raise attribute_failure(self._setter, status, attribute)
         before = self._values.get(attribute)
         self._values[attribute] = value
-        # No check depends on the value of an address, only on whether there is one.
+        # Checks ask only whether an address is 0: replacing one address by another keeps the revision.
         if not (attribute.accepted.alignment and before and value):
             self.revision = next(_revisions)
 
@@ -122,7 +123,7 @@ class Descriptor(Generic[A, V]):
         self.close()
 
 
-class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
+class MatmulDesc(Descriptor[MatmulDescAttribute, int], attributes=MatmulDescAttribute):
     """`cublasLtMatmulDesc_t`: the computation of a matrix product.
 
     Args:
@@ -131,11 +132,7 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
 
     Attributes:
         validated: the revisions of this descriptor and of four layouts that passed `validate` together.
-        prepared: what `matmul` prepared for its last call with this descriptor, after what tells whether it still fits.
     """
-
-    _prefix = "cublasLtMatmulDesc"
-    _attributes = MatmulDescAttribute
 
     def __init__(self, compute_type: ComputeType, scale_type: DataType) -> None:
         ids = MatmulDescAttribute
@@ -145,7 +142,6 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
         self._values |= {**created, ids.POINTER_MODE: PointerMode.HOST}
         self._emulation: EmulationDesc | None = None
         self.validated: tuple[int, ...] = ()
-        self.prepared: tuple[Any, Any] = (None, None)
 
     def set_emulation(self, emulation: EmulationDesc | None) -> None:
         """Sets EMULATION_DESCRIPTOR, and keeps the descriptor that it points to alive.
@@ -157,7 +153,7 @@ class MatmulDesc(Descriptor[MatmulDescAttribute, int]):
         self._emulation = emulation
 
 
-class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
+class MatrixLayout(Descriptor[MatrixLayoutAttribute, int], attributes=MatrixLayoutAttribute):
     """`cublasLtMatrixLayout_t`: a matrix in memory, or a batch of them.
 
     Args:
@@ -172,9 +168,6 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
     Raises:
         ArgumentError: a number is negative, or the leading dimension is too small.
     """
-
-    _prefix = "cublasLtMatrixLayout"
-    _attributes = MatrixLayoutAttribute
 
     def __init__(
         self,
@@ -196,9 +189,8 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
         defaults = {ids.ORDER: Order.COL, ids.BATCH_COUNT: 1, ids.STRIDED_BATCH_OFFSET: 0}
         self._values |= {**created, **defaults, ids.BATCH_MODE: BatchMode.STRIDED}
         try:
-            for attribute, value in more.items():
-                if value != defaults[attribute]:
-                    self.set(attribute, value)
+            for attribute, value in more.items() - defaults.items():
+                self.set(attribute, value)
         except Exception:
             self.close()
             raise
@@ -210,7 +202,7 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
         Args:
             data_type: the type of an element.
             groups: the number of matrices.
-            rows, cols, leading_dimensions: device addresses of arrays of int32, one number a matrix.
+            rows, cols, leading_dimensions: device addresses of arrays of int32, one number for each matrix.
 
         Raises:
             ArgumentError, AlignmentError: as for the attributes GROUPED_*.
@@ -224,33 +216,24 @@ class MatrixLayout(Descriptor[MatrixLayoutAttribute, int]):
         return made
 
 
-class MatmulPreference(Descriptor[PreferenceAttribute, float]):
+class MatmulPreference(Descriptor[PreferenceAttribute, float], attributes=PreferenceAttribute):
     """`cublasLtMatmulPreference_t`: the limits within which the heuristic chooses algorithms."""
 
-    _prefix = "cublasLtMatmulPreference"
-    _attributes = PreferenceAttribute
 
-
-class MatrixTransformDesc(Descriptor[MatrixTransformDescAttribute, int]):
+class MatrixTransformDesc(Descriptor[MatrixTransformDescAttribute, int], attributes=MatrixTransformDescAttribute):
     """`cublasLtMatrixTransformDesc_t`: the computation of a matrix transform; `scale_type` is the type of α and β."""
-
-    _prefix = "cublasLtMatrixTransformDesc"
-    _attributes = MatrixTransformDescAttribute
 
     def __init__(self, scale_type: DataType) -> None:
         _check({MatrixTransformDescAttribute.SCALE_TYPE: scale_type})
         self._create("cublasLtMatrixTransformDescCreate", scale_type)
 
 
-class EmulationDesc(Descriptor[EmulationDescAttribute, int]):
+class EmulationDesc(Descriptor[EmulationDescAttribute, int], attributes=EmulationDescAttribute):
     """`cublasLtEmulationDesc_t`: how FP32 or FP64 is emulated with narrower types.
 
     Raises:
         MissingLibraryError: the library is older than 13.1.
     """
-
-    _prefix = "cublasLtEmulationDesc"
-    _attributes = EmulationDescAttribute
 
 
 def _check(values: Mapping[A, int]) -> None:

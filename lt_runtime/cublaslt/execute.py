@@ -1,20 +1,41 @@
-"""The calls that put work on a stream: the matrix product and the matrix transform."""
+"""The calls that put work on a stream, the matrix product and the matrix transform, and checks of their arguments."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from lt_runtime.cublaslt.algorithms import Algorithm
-from lt_runtime.cublaslt.attributes import MatmulDescAttribute, MatrixLayoutAttribute, MatrixTransformDescAttribute
+from lt_runtime.cublaslt.attributes import (
+    MAX_ADDRESS,
+    MatmulDescAttribute,
+    MatrixLayoutAttribute,
+    MatrixTransformDescAttribute,
+)
 from lt_runtime.cublaslt.descriptors import MatmulDesc, MatrixLayout, MatrixTransformDesc
-from lt_runtime.cublaslt.enums import PointerMode
-from lt_runtime.cublaslt.handles import Handle, pointer
-from lt_runtime.cublaslt.library import call, failure, function
-from lt_runtime.cublaslt.operands import Scalar, alignment_of, check_address, check_workspace, scalar_readers
-from lt_runtime.cublaslt.validation import check_layout, check_pointers, read_shape, validate
-from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.cublaslt.enums import BatchMode, DataType, PointerMode
+from lt_runtime.cublaslt.library import Handle, call, failure, function, pointer
+from lt_runtime.cublaslt.validation import check_layout, check_pointers, element_bytes, read_shape, validate
+from lt_runtime.errors import AlignmentError, ArgumentError, ShapeError
 
-_PLAIN: Final = [attribute for attribute in MatrixLayoutAttribute if attribute <= MatrixLayoutAttribute.BATCH_MODE]
+Scalar = int | float | complex
+_Reader = Callable[[Scalar], bytes | int | None]
+"""Converts α or β to the form that the library reads: the number's bytes, or its address."""
+
+_WORKSPACE_ALIGNMENT: Final = 256
+_POINTER_BYTES: Final = 8
+_LAYOUT: Final = [attribute for attribute in MatrixLayoutAttribute if attribute <= MatrixLayoutAttribute.BATCH_MODE]
+_SCALARS: Final = {
+    # "=" rather than native: a native float turns a number that is too large into infinity.
+    DataType.R_16F: struct.Struct("=e"),
+    DataType.R_32F: struct.Struct("=f"),
+    DataType.R_64F: struct.Struct("=d"),
+    DataType.R_32I: struct.Struct("=i"),
+    DataType.C_32F: struct.Struct("=ff"),
+    DataType.C_64F: struct.Struct("=dd"),
+}
 
 
 def matmul(
@@ -37,11 +58,14 @@ def matmul(
 ) -> None:
     """D = α·op(A)·op(B) + β·C with the descriptor's epilogue, on `stream`. The arguments are cublasLtMatmul's.
 
+    For a product that is launched many times, `PreparedMatmul` does the checks once.
+
     Args:
         handle: see `handle`.
         desc: the product.
         alpha, beta: numbers, which are rounded to the descriptor's scale type; or, if its pointer mode says so, device
-            addresses. The kernel reads these when it runs, so that each replay of a captured graph reads them again.
+            addresses. The kernel reads device addresses when it runs, so each replay of a captured graph reads them
+            again.
         a, b, c, d: device addresses, multiples of the element's size. Pass `d` and `d_layout` for C where there is
             none; `c` may equal `d` only if their layouts agree.
         algorithm: from `get_heuristics` or `algo_check`; with None the library asks its own heuristic, without a
@@ -52,21 +76,20 @@ def matmul(
 
     Raises:
         ArgumentError, ShapeError, LayoutError, DTypeError: see `validate`; or an address is missing.
-        AlignmentError: an address is not a multiple of what it must be.
+        AlignmentError: an address is not a multiple of the required alignment.
         CublasLtError: the library refused the call.
     """
     layouts = a_layout, b_layout, c_layout, d_layout
-    key = (pointer(handle), algorithm, desc.revision, *(layout.revision for layout in layouts))
-    known, prepared = desc.prepared
-    if known != key:
-        prepared = PreparedMatmul(handle, desc, *layouts, algorithm)
-        prepared.kept = ()  # the descriptor that remembers it must not be kept by it
-        desc.prepared = key, prepared
-    for name, address, alignment in zip("abcd", (a, b, c, d), prepared.alignments, strict=True):
-        check_address(name, address, alignment)
-    if c == d and any(c_layout.recall(each) != d_layout.recall(each) for each in _PLAIN):
+    prepared = PreparedMatmul(handle, desc, *layouts, algorithm)
+    for name, address, layout in zip("abcd", (a, b, c, d), layouts, strict=True):
+        _check_address(name, address, _alignment_of(layout))
+    if c == d and any(c_layout.recall(each) != d_layout.recall(each) for each in _LAYOUT):
         raise ArgumentError("c is d, and their layouts differ; accepted: equal layouts, or another place for C")
-    check_workspace(workspace, workspace_size, 0 if algorithm is None else algorithm.workspace_size)
+    least = 0 if algorithm is None else algorithm.workspace_size
+    if not least <= workspace_size <= MAX_ADDRESS:
+        raise ArgumentError(f"workspace_size is {workspace_size}; accepted: {least} or more, which the algorithm needs")
+    if workspace_size:
+        _check_address("workspace", workspace, _WORKSPACE_ALIGNMENT)
     prepared(alpha, a, b, beta, c, d, workspace, workspace_size, stream)
 
 
@@ -74,13 +97,7 @@ class PreparedMatmul:
     """A product that is launched many times: all work that does not depend on addresses is done once, here.
 
     Launches do not check addresses. Until the last launch `handle` must stay open, and the descriptors may not change,
-    except for the addresses in `desc`.
-
-    The arguments are as of `matmul`.
-
-    Attributes:
-        kept: the descriptors, which the library reads at each launch.
-        alignments: what the addresses of A to D must be multiples of, in bytes.
+    except for the addresses in `desc`. The arguments are those of `matmul`.
 
     Raises:
         ArgumentError, ShapeError, LayoutError, DTypeError: see `validate`.
@@ -98,44 +115,33 @@ class PreparedMatmul:
     ) -> None:
         validate(desc, a_layout, b_layout, c_layout, d_layout)
         check_pointers(desc)
-        self.kept: tuple[Any, ...] = (desc, a_layout, b_layout, c_layout, d_layout)
-        self._handles = tuple(each.handle for each in self.kept)
-        self.alignments = [alignment_of(layout) for layout in (a_layout, b_layout, c_layout, d_layout)]
+        self._kept = desc, a_layout, b_layout, c_layout, d_layout  # the library reads them at each launch
+        self._handles = tuple(each.handle for each in self._kept)
         self._handle, self._algorithm = pointer(handle), None if algorithm is None else algorithm.blob
-        ids = MatmulDescAttribute
-        mode = desc.recall(ids.POINTER_MODE)
-        self._alpha, self._beta = scalar_readers(mode, desc.recall(ids.SCALE_TYPE))
+        mode = desc.recall(MatmulDescAttribute.POINTER_MODE)
+        self._alpha, self._beta = _scalar_readers(mode, desc.recall(MatmulDescAttribute.SCALE_TYPE))
         usual = (1.0, 0.0) if mode == PointerMode.HOST else ()  # packed once here: most launches pass one of these
-        self._alphas: dict[Scalar, Any] = {value: self._alpha(value) for value in usual}
-        self._betas: dict[Scalar, Any] = {value: self._beta(value) for value in usual}
+        self._packed: dict[Scalar, Any] = {value: self._alpha(value) for value in usual}
         self._matmul = function("cublasLtMatmul")
 
     def __call__(
-        self,
-        alpha: Scalar,
-        a: int,
-        b: int,
-        beta: Scalar,
-        c: int,
-        d: int,
-        workspace: int,
-        workspace_size: int,
-        stream: int,
+        self, alpha: Scalar, a: int, b: int, beta: Scalar, c: int, d: int, workspace: int, size: int, stream: int
     ) -> None:
-        """Puts the product on `stream`; the arguments are as of `matmul`.
+        """Puts the product on `stream`; the arguments are those of `matmul`, `size` its `workspace_size`.
 
         Raises:
             ArgumentError: α or β does not fit the scale type.
             CublasLtError: the library refused the call.
         """
         desc, a_layout, b_layout, c_layout, d_layout = self._handles
+        packed = self._packed
         try:
-            factor, c_factor = self._alphas.get(alpha) or self._alpha(alpha), self._betas.get(beta) or self._beta(beta)
-        except TypeError:  # what cannot be hashed is no number; the readers say so
+            factor, c_factor = packed.get(alpha) or self._alpha(alpha), packed.get(beta) or self._beta(beta)
+        except TypeError:  # an unhashable object is no number; the readers name it in their error
             factor, c_factor = self._alpha(alpha), self._beta(beta)
         status = self._matmul(
             self._handle, desc, factor, a, a_layout, b, b_layout, c_factor, c, c_layout, d, d_layout,
-            self._algorithm, workspace, workspace_size, stream,
+            self._algorithm, workspace, size, stream,
         )  # fmt: skip
         if status:
             raise failure("cublasLtMatmul", status)
@@ -159,7 +165,7 @@ def matrix_transform(
     Args:
         handle: see `handle`.
         desc: the transform.
-        alpha, beta: as of `matmul`.
+        alpha, beta: as in `matmul`.
         a, b, c: device addresses; `b` is 0 and `b_layout` None where there is no B.
         stream: a stream handle.
 
@@ -172,7 +178,7 @@ def matrix_transform(
     _check_transformed("A", a, a_layout, desc.recall(ids.TRANSA), c_layout)
     if b_layout is not None:
         _check_transformed("B", b, b_layout, desc.recall(ids.TRANSB), c_layout)
-    read_alpha, read_beta = scalar_readers(desc.recall(ids.POINTER_MODE), desc.recall(ids.SCALE_TYPE))
+    read_alpha, read_beta = _scalar_readers(desc.recall(ids.POINTER_MODE), desc.recall(ids.SCALE_TYPE))
     second = (b or None, None if b_layout is None else b_layout.handle)
     scaled = (read_alpha(alpha), a, a_layout.handle, read_beta(beta), *second)
     call("cublasLtMatrixTransform", pointer(handle), desc.handle, *scaled, c, c_layout.handle, stream)
@@ -180,7 +186,56 @@ def matrix_transform(
 
 def _check_transformed(name: str, address: int, layout: MatrixLayout, operation: int, c: MatrixLayout) -> None:
     check_layout(name, layout)
-    check_address(name.lower(), address, alignment_of(layout))
+    _check_address(name.lower(), address, _alignment_of(layout))
     own, wanted = read_shape(layout, operation), read_shape(c, 0)
     if own != wanted:
         raise ShapeError(f"op({name}) is {own[0]}×{own[1]}; C is {wanted[0]}×{wanted[1]}")
+
+
+def _scalar_readers(mode: int, scale_type: int) -> tuple[_Reader, _Reader]:
+    """Readers of α and β for a pointer mode, which says whether each is a number, an address or ignored.
+
+    Raises:
+        ArgumentError: the library does not have this scale type.
+    """
+    kind = DataType(scale_type)
+    if kind not in _SCALARS:
+        raise ArgumentError(f"the scale type is {kind.name}; accepted: {', '.join(known.name for known in _SCALARS)}")
+    number, address = partial(_number, kind=kind), partial(_check_address, alignment=_SCALARS[kind].size)
+    alpha: _Reader = partial(number if mode == PointerMode.HOST else address, "alpha")
+    if mode == PointerMode.ALPHA_DEVICE_VECTOR_BETA_ZERO:
+        return alpha, lambda _: None
+    reads_number = mode in (PointerMode.HOST, PointerMode.ALPHA_DEVICE_VECTOR_BETA_HOST)
+    return alpha, partial(number if reads_number else address, "beta")
+
+
+def _number(name: str, value: Scalar, kind: DataType) -> bytes:
+    packer = _SCALARS[kind]
+    try:
+        if kind is DataType.R_32I and isinstance(value, float) and value.is_integer():
+            value = int(value)
+        is_complex = len(packer.format) == 3
+        return packer.pack(value.real, value.imag) if is_complex else packer.pack(value)
+    except (struct.error, OverflowError, AttributeError) as error:
+        raise ArgumentError(f"{name} is {value!r}; accepted: a number of type {kind.name}") from error
+
+
+def _check_address(name: str, address: object, alignment: int) -> int:
+    """Returns the address if it can be a device's.
+
+    Raises:
+        ArgumentError: it is not an int, or not positive, or too large.
+        AlignmentError: it is not a multiple of `alignment`.
+    """
+    if not isinstance(address, int) or not 0 < address <= MAX_ADDRESS:
+        raise ArgumentError(f"{name} is {address!r}; accepted: a device address")
+    if address % alignment:
+        raise AlignmentError(f"{name} is {address:#x}; accepted: a multiple of {alignment}")
+    return address
+
+
+def _alignment_of(layout: MatrixLayout) -> int:
+    """Required alignment of a matrix's address: an element's size, or a pointer's for an array of pointers."""
+    if layout.recall(MatrixLayoutAttribute.BATCH_MODE) == BatchMode.STRIDED:
+        return element_bytes(layout.recall(MatrixLayoutAttribute.TYPE))
+    return _POINTER_BYTES

@@ -1,4 +1,4 @@
-"""The faults of cuBLASLt, as data: the versions, GPUs, problems and algorithms concerned, the effect, the source."""
+"""Known faults of cuBLASLt as data: affected versions, GPUs, problems and algorithms, the effect, and the source."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Final
 
 from lt_runtime.cublaslt.enums import ComputeType, DataType, Epilogue
 
-_STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}  # the K that one pipeline stage takes, by stages id
+_STAGE_K: Final[Mapping[int, int]] = {35: 64, 36: 128}  # how much of K one pipeline stage covers, by stages id
 _MAX_INT32: Final = 2**31 - 1
 _ALIGNMENT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What the conditions depend on: the library, the GPU, the problem, and the algorithm's configuration.
+    """The facts that the conditions of `KNOWN_BAD` test: library, GPU, problem, and configuration of the algorithm.
 
     Attributes:
         version: the library's, major·10000 + minor·100 + patch.
         capability: the compute capability, major·10 + minor.
         m, n, k: the sizes of the column-major problem that the library sees.
         largest_pitch: the largest leading dimension of an operand, in bytes.
-        largest_span: the most elements from the first to the last of an operand.
+        largest_span: the largest distance between the first and the last element of an operand, in elements.
         vector_alignment: the alignment of the bias or bias gradient, in bytes.
-        c_alignment, d_alignment: the alignment that every row of C and of D has, in bytes.
-        asked_alignment: MIN_ALIGNMENT_D_BYTES, which the algorithm is capable of.
+        c_alignment, d_alignment: the alignment that all rows of C, or of D, have in common, in bytes.
+        asked_alignment: the algorithm's capability MIN_ALIGNMENT_D_BYTES: the alignment that it requires of D.
         algo_id, splitk, stages: CONFIG_ID, SPLITK_NUM and STAGES_ID of the algorithm.
     """
 
@@ -48,12 +48,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class KnownBad:
-    """One fault.
+    """One fault of the library.
 
     Attributes:
-        condition: the problems and algorithms that it affects.
-        effect: what happens.
-        source: where it is described.
+        condition: whether the fault affects a problem and an algorithm.
+        effect: the wrong result or failure, in words.
+        source: the document that describes the fault.
         versions: the first and last version of the library that has it.
         capabilities: the lowest and highest compute capability that has it, major·10 + minor.
     """
@@ -128,20 +128,20 @@ KNOWN_BAD: Final = (
         "seen on an H200 (13.1.0), by algorithm 21 in FP16, BF16 and TF32; no version is known to be cured",
     ),
 )
-"""The faults of single algorithms and epilogues. Faults that no choice of algorithm avoids are handled where they
-arise: unchecked alignments and workspaces, heuristics during a capture, ReLU's treatment of NaN."""
+"""Faults of single algorithms and epilogues. Faults that no choice of algorithm avoids are handled elsewhere: unchecked
+alignments and workspaces, heuristic queries during a capture, ReLU's treatment of NaN."""
 
 
 def is_known_bad(candidate: Candidate) -> str | None:
-    """The effect of the first fault that `candidate` has; None if it has none."""
+    """The effect of the first known fault that affects `candidate`; None if there is none."""
     return next((fault.effect for fault in KNOWN_BAD if fault.affects(candidate)), None)
 
 
 def is_inaccurate(epilogue: Epilogue, compute_type: ComputeType, d_type: DataType) -> str | None:
-    """The error of an epilogue that is right, but not as accurate as the compute type promises; None if it has none.
+    """Describes the error of an epilogue that is less accurate than its compute type; None if the epilogue is accurate.
 
-    It was measured on an H200 against FP64. The rounding to a narrower D hides it, and TF32 products have a larger
-    error of their own.
+    The error was measured on an H200 against FP64. It matters only where D is FP32 and the product is full FP32: the
+    rounding to a narrower D hides it, and so does the larger error of a TF32 product.
     """
     if epilogue.has_gelu and compute_type is ComputeType.COMPUTE_32F and d_type is DataType.R_32F:
         return "cuBLASLt's GELU is off by 5e-6, where FP32 arithmetic is off by 5e-7"

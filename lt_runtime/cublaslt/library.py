@@ -1,4 +1,4 @@
-"""Loads cuBLASLt at first use, finds its functions, and turns statuses into exceptions.
+"""Loads cuBLASLt at first use, finds its functions, makes its handles, and turns statuses into exceptions.
 
 The functions of the header that concern the library as a whole (versions, statuses, its cache) are here as well.
 """
@@ -8,28 +8,28 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
+import warnings
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from lt_runtime.cublaslt import abi
+from lt_runtime.cublaslt.attributes import Attribute
 from lt_runtime.cublaslt.enums import Status
-from lt_runtime.cublaslt.values import Attribute
 from lt_runtime.errors import ArgumentError, CublasLtError, MissingLibraryError
 
 _OVERRIDE: Final = "LT_RUNTIME_CUBLASLT"
+_handles: Final[dict[int, int]] = {}
+_lock: Final = threading.Lock()
 
 
 class Library:
     """The loaded library: its path, its version and its functions."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self._dll = ctypes.CDLL(path)
+        self.path, self._dll = path, ctypes.CDLL(path)
         self._functions: dict[str, Any] = {}
-        self.version = self._read_version()
-
-    def _read_version(self) -> int:
-        return int(self.function("cublasLtGetVersion")())
+        self.version = int(self.function("cublasLtGetVersion")())
 
     def function(self, name: str) -> Callable[..., Any]:
         """The C function `name`, with its types declared; see the module's `function`."""
@@ -56,7 +56,7 @@ def version_text(version: int) -> str:
 
 
 def _find() -> str:
-    """The library's file: the one that LT_RUNTIME_CUBLASLT names, else the one of NVIDIA's wheels or toolkits."""
+    """Path of the library: the value of LT_RUNTIME_CUBLASLT, or else the file in NVIDIA's wheels or toolkits."""
     named = os.environ.get(_OVERRIDE)
     if named:
         return named
@@ -126,12 +126,84 @@ def read_attribute(name: str, owner: Any, attribute: Attribute) -> Any:
 
 
 def read_bytes(name: str, owner: Any, attribute: Attribute) -> bytes:
-    """As `read_attribute`, but the bytes as they are stored."""
+    """As `read_attribute`, but returns the bytes that the library wrote."""
     cell, written = ctypes.create_string_buffer(attribute.size), ctypes.c_size_t()
     status = function(name)(owner, attribute, cell, attribute.size, ctypes.byref(written))
     if status:
         raise attribute_failure(name, status, attribute)
     return cell.raw
+
+
+class Handle:
+    """`cublasLtHandle_t` for the device that is current when the handle is made; close it with that device current.
+
+    Closing a handle synchronises the device, so it must not happen while a stream is captured. For the same reason the
+    garbage collector does not close a handle: one that is left open stays open until the process ends, and gives a
+    `ResourceWarning`.
+
+    Raises:
+        CublasLtError: the library could not be initialised. Without a GPU the status is NOT_INITIALIZED.
+    """
+
+    _value: int | None = None
+
+    def __init__(self) -> None:
+        self._value = _create()
+
+    @property
+    def value(self) -> int:
+        """The C pointer.
+
+        Raises:
+            ArgumentError: the handle is closed.
+        """
+        if self._value is None:
+            raise ArgumentError("this Handle is closed")
+        return self._value
+
+    def close(self) -> None:
+        """Destroys the handle; a second call does nothing."""
+        value, self._value = self._value, None
+        if value is not None:
+            call("cublasLtDestroy", value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._value is not None:
+            warnings.warn("a cuBLASLt Handle was never closed", ResourceWarning, source=self, stacklevel=2)
+
+
+def handle(device: int) -> int:
+    """The handle for a device, which must be current. It is made once and used until the process ends.
+
+    It is never destroyed, because `cublasLtDestroy` synchronises the device.
+
+    Raises:
+        CublasLtError: the library could not be initialised.
+    """
+    known = _handles.get(device)
+    if known is not None:
+        return known
+    with _lock:
+        if device not in _handles:
+            _handles[device] = _create()
+        return _handles[device]
+
+
+def pointer(owner: Handle | int) -> int:
+    """The C pointer of a `Handle`, or of the int that `handle` returns."""
+    return owner if isinstance(owner, int) else owner.value
+
+
+def _create() -> int:
+    created = ctypes.c_void_p()
+    call("cublasLtCreate", ctypes.byref(created))
+    return created.value or 0
 
 
 def library_path() -> str:

@@ -1,4 +1,4 @@
-"""The library's logger. There is one for the process.
+"""The library's logger, one for the whole process.
 
 Levels: 0 off, 1 errors, 2 performance trace, 3 performance hints, 4 heuristics trace, 5 API trace. The mask's bits are
 1 errors, 2 performance trace, 4 performance hints, 8 heuristics trace, 16 API trace.
@@ -22,17 +22,17 @@ _MAX_MASK: Final = 31
 _callback: Callback | None = None
 
 
-def _pass_on(level: int, function: bytes, message: bytes) -> None:
+def _forward(level: int, function: bytes, message: bytes) -> None:
     callback = _callback
     if callback is not None:
         callback(level, function.decode(errors="replace"), message.decode(errors="replace"))
 
 
-_forward: Final = LoggerCallback(_pass_on)  # never freed: another thread may be about to call it
+_forwarder: Final = LoggerCallback(_forward)  # never freed: another thread may be about to call it
 
 
 def logger_set_callback(callback: Callback | None) -> None:
-    """Passes every message to `callback(level, function, message)`, besides writing it; None stops that.
+    """Passes every message to `callback(level, function, message)` as well as writing it; None removes the callback.
 
     The callback runs in the thread that logs, during the call that is logged, and must not call the library. An
     exception that it raises is reported as unraisable, and the call continues.
@@ -44,7 +44,7 @@ def logger_set_callback(callback: Callback | None) -> None:
         return
     previous, _callback = _callback, callback
     try:
-        call("cublasLtLoggerSetCallback", _forward)
+        call("cublasLtLoggerSetCallback", _forwarder)
     except Exception:
         _callback = previous
         raise
@@ -58,7 +58,7 @@ def _stop() -> None:
 
 
 def logger_set_level(level: int) -> None:
-    """Logs the messages of a level and of those below it.
+    """Logs the messages of a level and of all lower levels.
 
     Raises:
         ArgumentError: the level is not 0 to 5. The library itself would accept 6.

@@ -82,14 +82,14 @@ _NAMES: Final = """
     TILE_768x72 TILE_768x80 TILE_256x512 TILE_256x1024 TILE_512x512 TILE_512x1024 TILE_4x1 TILE_8x1 TILE_16x1
     TILE_24x1 TILE_32x1 TILE_40x1 TILE_48x1 TILE_64x1 TILE_128x1 TILE_192x1 TILE_256x1
 """
-"""The header numbers the tiles from 0 without gaps, so that their order gives their values."""
+"""Names in the order of the header, which numbers the tiles from 0 without gaps."""
 
 if TYPE_CHECKING:
     MatmulTile = enum.IntEnum("MatmulTile", _NAMES, start=0)
 
 
 def __getattr__(name: str) -> Any:
-    """Makes `MatmulTile` when it is first asked for: its many members take milliseconds to make."""
+    """Makes the enum `MatmulTile` at its first use: its 600 members take milliseconds to make."""
     if name != "MatmulTile":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     create: Any = enum.IntEnum
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
 
 
 def tile_shape(tile: int) -> tuple[int, int] | None:
-    """Rows and columns of a tile, as the library sees D; None if the tile is not known."""
+    """Rows and columns of a tile, of the column-major D; None if the tile is not known."""
     names = _names()
     rows, _, cols = (names[tile] if 0 <= tile < len(names) else "").removeprefix("TILE_").partition("x")
     return (int(rows), int(cols)) if cols else None

@@ -1,6 +1,6 @@
-"""Checks of a whole product, which no descriptor can make alone and the library does not make.
+"""Checks of a whole product that involve several descriptors, and that the library does not make.
 
-The table of types follows cuBLAS's documentation of cublasLtMatmul.
+The table of types, `RULES`, follows cuBLAS's documentation of cublasLtMatmul.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ RULES: Final[Mapping[ComputeType, tuple[_Rule, ...]]] = {
     _C.COMPUTE_32F_EMULATED_16BFX9: _FAST,
     **dict.fromkeys((_C.COMPUTE_64F, _C.COMPUTE_64F_PEDANTIC, _C.COMPUTE_64F_EMULATED_FIXEDPOINT), _DOUBLE),
 }
-"""For each compute type, the accepted triples: the type of α and β, that of A and B, that of C and D."""
+"""For each compute type, the accepted triples: type of α and β, type of A and B, type of C and D."""
 
 _NARROW: Final = (_T.R_8F_E4M3, _T.R_8F_E5M2, _T.R_6F_E2M3, _T.R_6F_E3M2, _T.R_4F_E2M1)
-"""Float types of 8 bits and fewer. What they go together with depends on their scaling and on the GPU."""
+"""Float types of 8 bits and fewer. Their accepted combinations depend on their scaling and on the GPU."""
 
 
 def element_bytes(data_type: int) -> int:
@@ -52,14 +52,14 @@ def element_bytes(data_type: int) -> int:
 def validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout, d: MatrixLayout) -> None:
     """Checks a product's descriptor and layouts against each other.
 
-    The checks take some time, and are repeated only after one of the descriptors has changed.
+    The checks are repeated only after one of the descriptors has changed.
 
     Raises:
         ArgumentError: the leading dimension of an operand or of the auxiliary matrix is too small, or the auxiliary
             matrix's is not a multiple of 128 (ReLU) or 8 (GELU).
         ShapeError: the shapes do not fit.
         LayoutError: the matrices of the batch D overlap.
-        DTypeError: the types do not go together.
+        DTypeError: the library does not support this combination of types.
     """
     state = (desc.revision, a.revision, b.revision, c.revision, d.revision)
     if state != desc.validated:
@@ -80,7 +80,7 @@ def _validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayou
 
 
 def check_pointers(desc: MatmulDesc) -> None:
-    """Refuses an epilogue whose bias or auxiliary pointer is not set, because the kernels would dereference it.
+    """Refuses an epilogue whose bias or auxiliary pointer is not set: the kernels would dereference address 0.
 
     Raises:
         ArgumentError: names the attribute.
@@ -96,7 +96,7 @@ def check_pointers(desc: MatmulDesc) -> None:
 
 
 def check_layout(name: str, layout: MatrixLayout) -> None:
-    """Refuses a layout whose columns overlap; attributes that are set one after the other may lead to one."""
+    """Refuses a layout whose columns overlap. A new layout is checked already, but `set` may have changed it since."""
     order, rows, cols, leading = (layout.recall(attribute) for attribute in (_L.ORDER, _L.ROWS, _L.COLS, _L.LD))
     try:
         check_leading_dimension(order, rows, cols, leading)
@@ -133,7 +133,7 @@ def _check_batch(d: MatrixLayout) -> None:
 
 
 def _check_types(compute: int, scale: int, a: int, b: int, c: int, d: int) -> None:
-    """Refuses types that no version of the library multiplies."""
+    """Refuses combinations of types that no version of the library supports."""
     computed, scaled = ComputeType(compute), DataType(scale)
     if a in _NARROW or b in _NARROW:
         if computed is not _C.COMPUTE_32F or scaled is not _T.R_32F:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lt_runtime import cublaslt
-from lt_runtime.cublaslt.values import Attribute
+from lt_runtime.cublaslt.attributes import Attribute
 from lt_runtime.errors import MissingLibraryError
 
 

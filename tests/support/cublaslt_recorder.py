@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lt_runtime.cublaslt import handles, library
+from lt_runtime.cublaslt import library
 
 FAILURE = 14  # INTERNAL_ERROR
 _TEXTS = ("cublasLtGetStatusName", "cublasLtGetStatusString")
@@ -39,7 +39,7 @@ class Recorder:
         """Puts a recorder in the library's place, and no handles, for as long as the test runs."""
         recorder = cls(stand_ins)
         monkeypatch.setattr(library, "loaded", lambda: recorder)
-        monkeypatch.setattr(handles, "_handles", {})
+        monkeypatch.setattr(library, "_handles", {})
         return recorder
 
     def function(self, name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Loading the library; what it says of itself."""
+"""Loading the library, its version and its cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from lt_runtime.errors import ArgumentError, MissingLibraryError
 
 
 @pytest.fixture
-def unloaded() -> Iterator[None]:
-    """The library not loaded yet, and again the usual one afterwards."""
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The library is not loaded during the test; afterwards the usual one is."""
+    monkeypatch.delenv("LT_RUNTIME_CUBLASLT", raising=False)
     library.loaded.cache_clear()
     yield
     library.loaded.cache_clear()
@@ -36,57 +37,33 @@ def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     def not_found(name: str) -> SimpleNamespace:
         raise pathfinder.DynamicLibNotFoundError(name)
 
-    monkeypatch.delenv("LT_RUNTIME_CUBLASLT", raising=False)
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", not_found)
     with pytest.raises(MissingLibraryError, match=r"cuBLASLt is not installed: pip install 'lt_runtime\[cuda13\]'"):
         library.function("cublasLtCreate")
 
 
 @pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize("major", [12, 13])
-def test_what_pathfinder_finds_is_loaded(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either major, wherever it lies: the real library under another name stands for one."""
-    asked: list[str] = []
-    real = pathfinder.load_nvidia_dynamic_lib("cublasLt").abs_path
-
-    def load(name: str) -> SimpleNamespace:
-        asked.append(name)
-        return SimpleNamespace(abs_path=real)
-
-    monkeypatch.delenv("LT_RUNTIME_CUBLASLT", raising=False)
-    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", load)
-    monkeypatch.setattr(library.Library, "_read_version", lambda _: major * 10000)
-    assert cublaslt.library_path() == real
-    assert cublaslt.get_version() == major * 10000
-    assert asked == ["cublasLt"]
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_the_library_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = pathfinder.load_nvidia_dynamic_lib("cublasLt").abs_path
+def test_an_environment_variable_names_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     link = tmp_path / "libcublasLt.so.13"
-    link.symlink_to(real)
+    link.symlink_to(pathfinder.load_nvidia_dynamic_lib("cublasLt").abs_path)
     monkeypatch.setenv("LT_RUNTIME_CUBLASLT", str(link))
     assert cublaslt.library_path() == str(link)
     assert cublaslt.get_version() >= 120000
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_a_named_library_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LT_RUNTIME_CUBLASLT", str(tmp_path / "nothing.so"))
-    with pytest.raises(MissingLibraryError, match=r"nothing\.so cannot be loaded; LT_RUNTIME_CUBLASLT names it: "):
-        cublaslt.get_version()
-    monkeypatch.setenv("LT_RUNTIME_CUBLASLT", sys.executable)
-    with pytest.raises(MissingLibraryError, match="cannot be loaded"):
-        cublaslt.get_version()
+def test_a_named_file_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for file in (tmp_path / "nothing.so", sys.executable):
+        monkeypatch.setenv("LT_RUNTIME_CUBLASLT", str(file))
+        with pytest.raises(MissingLibraryError, match=rf"^{file} cannot be loaded; LT_RUNTIME_CUBLASLT names it: "):
+            cublaslt.get_version()
 
 
-@pytest.mark.usefixtures("unloaded")
-def test_a_function_that_the_library_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the call that needs it fails; a library that has none of them stands for an older one."""
-    monkeypatch.setenv("LT_RUNTIME_CUBLASLT", "libc.so.6")
-    monkeypatch.setattr(library.Library, "_read_version", lambda _: 130000)
-    assert cublaslt.get_version() == 130000
+def test_a_function_that_an_older_library_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the call that needs the function fails. The C library, which has no function of cuBLASLt, stands in."""
+    older = object.__new__(library.Library)
+    older.__dict__.update(path="libc.so.6", version=130000, _functions={}, _dll=library.ctypes.CDLL("libc.so.6"))
+    monkeypatch.setattr(library, "loaded", lambda: older)
     message = r"^cublasLtEmulationDescCreate is not in .*; it came with cuBLASLt 13\.1\.0: pip install 'nvidia-cublas>="
     with pytest.raises(MissingLibraryError, match=message):
         cublaslt.EmulationDesc()
