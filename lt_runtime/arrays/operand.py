@@ -78,6 +78,17 @@ class Operand:
         """Where it lives, in words."""
         return "in host memory (NumPy)" if self.device == HOST else f"on GPU {self.device}"
 
+    def converted(self, dtype: str) -> str:
+        """The expression by which a caller converts the array to another type, for errors."""
+        return f"{self.name}.to(torch.{dtype})" if self.library is TORCH else f"{self.name}.astype({dtype!r})"
+
+    def element_type(self, *, fp64: bool = False) -> DType:
+        """The member of `DType` for its elements; raises `DTypeError`, with a remedy, as `DType.parse`."""
+        try:
+            return DType.parse(self.name, self.dtype, fp64=fp64)
+        except DTypeError as error:
+            raise DTypeError(f"{error}; convert it: {self.converted('float32')}") from None
+
     @property
     def layout(self) -> Layout:
         """How it lies as a matrix; `ShapeError` or `LayoutError` if it is none."""
@@ -129,13 +140,15 @@ def on_host(operands: Mapping[str, Any]) -> bool:
             if not any(hasattr(operands[name], protocol) for protocol in _PROTOCOLS):
                 raise _no_array(name, operands[name])
         raise DeviceError(
-            f"{', '.join(host)} in host memory (NumPy) but {', '.join(others)} not; all must be on one device"
+            f"{', '.join(host)} in host memory (NumPy) but {', '.join(others)} not; all must be on one device: "
+            "cupy.asarray copies an array to a GPU, cupy.asnumpy to the host"
         )
     return bool(host)
 
 
 def _no_array(name: str, value: object) -> OperandError:
-    return OperandError(f"{name} is a {type(value).__name__} ({shown(value)}); accepted are {_ACCEPTED}")
+    remedy = f"; numpy.asarray({name}) makes one" if isinstance(value, (list, tuple, int, float)) else ""
+    return OperandError(f"{name} is a {type(value).__name__} ({shown(value)}); accepted are {_ACCEPTED}{remedy}")
 
 
 def _check_tensor(name: str, array: Any) -> None:

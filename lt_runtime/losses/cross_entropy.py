@@ -81,10 +81,10 @@ def cross_entropy(
         label_smoothing: ε, in [0, 1].
         ignore_index: rows with this label are left out of the mean, and their gradient is 0. None ignores none, and
             saves a GPU the counting.
-        class_weights: (C,) FP32. Each element of a row's target is multiplied by its class's weight, and the mean
-            divides by the sum of the labels' weights instead of the number of rows.
-        row_weights: (M,) FP32, by which each row's loss is multiplied; the mean divides by the same as without them,
-            see `mse_loss`.
+        class_weights: (C,) FP32, not negative. Each element of a row's target is multiplied by its class's weight, and
+            the mean divides by the sum of the labels' weights instead of the number of rows.
+        row_weights: (M,) FP32, not negative, by which each row's loss is multiplied; the mean divides by the same as
+            without them, see `mse_loss`.
         grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
             operands. It keeps small FP16 gradients from vanishing.
         share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too. The
@@ -101,7 +101,8 @@ def cross_entropy(
         its row of the gradient NaN. The loss of no rows, or of none that counts, is NaN.
 
     Raises:
-        ArgumentError: a label is out of range (NumPy arrays); label_smoothing, ignore_index or share is.
+        ArgumentError: a label is out of range, or a weight negative or NaN (NumPy arrays); label_smoothing,
+            ignore_index or share is out of its range.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     smoothing = label_smoothing if type(label_smoothing) is float else number("label_smoothing", label_smoothing)

@@ -13,7 +13,7 @@ from lt_runtime.arrays.checks import check_same, check_shape
 from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import ArgumentError
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss, ElementwiseLossPass
-from lt_runtime.losses.operation import Loss, LossOperation, perform_loss
+from lt_runtime.losses.operation import Loss, LossOperation, check_not_negative, perform_loss
 
 
 class ElementwiseLossOperation(LossOperation):
@@ -67,6 +67,7 @@ class BinaryCrossEntropy(ElementwiseLossOperation):
     def exact(self, scores: Any, target: Any, weights: Sequence[Any], *options: Any) -> tuple[float, Any]:
         """See `LossOperation`."""
         row_weights, pos_weight = weights
+        check_not_negative("targets", target)
         return reference.bce_with_logits(scores, target, pos_weight=pos_weight, row_weights=row_weights)
 
 
@@ -90,10 +91,11 @@ def mse_loss(
 
     Args:
         prediction: (M, N), float32, float16 or bfloat16. target: (M, N), same type.
-        row_weights: (M,) FP32, by which each row's losses are multiplied. The mean divides by M·N all the same, as
-            Keras does with `sample_weight`, and PyTorch in `binary_cross_entropy(weight=...)`, so that the weights may
-            have any sign, and parts of a batch add up to the batch. For a weighted average, such as scikit-learn's with
-            `sample_weight`, pass weights whose mean is 1.
+        row_weights: (M,) FP32, not negative, by which each row's losses are multiplied. The mean divides by M·N all
+            the same, as Keras does with `sample_weight`, and PyTorch in `binary_cross_entropy(weight=...)`, so that
+            parts of a batch add up to the batch. For a weighted average, such as scikit-learn's with `sample_weight`,
+            pass weights whose mean is 1. NumPy's are looked at; on a GPU, where that would take a wait, a negative
+            weight multiplies as any other number does, and NaN makes the loss and the row's gradient NaN.
         grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
             operands. It keeps small FP16 gradients from vanishing.
         share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too.
@@ -107,7 +109,7 @@ def mse_loss(
         The loss of no elements is NaN.
 
     Raises:
-        ArgumentError: share is out of its range.
+        ArgumentError: share is out of its range; a weight is negative or NaN (NumPy arrays).
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     buffers = grad_scale, share, out_gradient, out_loss, stream
@@ -149,7 +151,7 @@ def huber_loss(
         The loss of no elements is NaN.
 
     Raises:
-        ArgumentError: delta or share is out of its range.
+        ArgumentError: delta or share is out of its range; a weight is negative or NaN (NumPy arrays).
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     if type(delta) is not float:
@@ -180,9 +182,9 @@ def bce_with_logits(
 
     Args:
         logits: (M, N), float32, float16 or bfloat16.
-        targets: (M, N), same type: 1 for what is there and 0 for what is not, or anything between. As in PyTorch, other
-            numbers are not refused; the formula is applied to them.
-        pos_weight: (N,) FP32, p for each column: above 1 where positive targets are rare.
+        targets: (M, N), same type: 1 for what is there and 0 for what is not, or anything between. Negative numbers and
+            NaN are refused in NumPy arrays. The formula is applied to all others, as in PyTorch.
+        pos_weight: (N,) FP32, p for each column, not negative: above 1 where positive targets are rare.
         row_weights: (M,) FP32, by which each row's losses are multiplied; the mean divides by M·N all the same, see
             `mse_loss`.
         grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
@@ -198,7 +200,7 @@ def bce_with_logits(
         loss of no elements is NaN.
 
     Raises:
-        ArgumentError: share is out of its range.
+        ArgumentError: share is out of its range; a weight or a target is negative or NaN (NumPy arrays).
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     buffers = grad_scale, share, out_gradient, out_loss, stream

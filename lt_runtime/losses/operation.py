@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
+from numpy.typing import NDArray
+
 from lt_runtime.arguments import is_number, number
 from lt_runtime.arrays.checks import check_same, check_shape, check_type
 from lt_runtime.arrays.operand import Operand
@@ -80,7 +82,7 @@ class LossOperation(Operation):
         """See `Operation`."""
         in_place, *of_loss = options
         scores, target, scale, gradient, loss, *weights = operands
-        dtype, layout = DType.parse(scores.name, scores.dtype), scores.layout
+        dtype, layout = scores.element_type(), scores.layout
         check_weights(scores, weights)
         of_target = self.read_target(scores, target, [each is not None for each in weights], *of_loss)
         if scale is not None:
@@ -133,6 +135,9 @@ class LossOperation(Operation):
         """See `Operation`."""
         scores, target, scale, gradient, loss, *weights = arrays
         in_place, *options = request.detail
+        for name, each in zip(self.names[_LOSS + 1 :], weights, strict=True):
+            if each is not None:
+                check_not_negative(name, each)
         value, exact = self.exact(scores, target, weights, *options)
         factor = scalars if scale is None else scalars * float(scale.reshape(()))
         out = scores if in_place else gradient
@@ -142,6 +147,13 @@ class LossOperation(Operation):
         """See `Operation`."""
         in_place, *_ = prepared.request.detail
         return Loss(arrays[_LOSS], arrays[0 if in_place else _GRADIENT])
+
+
+def check_not_negative(name: str, array: NDArray[Any]) -> None:
+    """Raises `ArgumentError` if a NumPy array holds a negative number or NaN."""
+    wrong = array[~(array >= 0)]
+    if wrong.size:
+        raise ArgumentError(f"{name} holds {wrong[0]!s}; accepted are numbers that are not negative")
 
 
 def check_weights(scores: Operand, weights: Sequence[Operand | None]) -> None:

@@ -177,7 +177,7 @@ def read_parameters(parameters: Sequence[Parameter], options: Options, device: i
 def _read_parameter(parameter: Parameter, options: Options, device: int, stream: int) -> ReadParameter:
     name = parameter.name
     data, grad = read(f"{name}.data", parameter.data, stream), read(f"{name}.grad", parameter.grad, stream)
-    dtype, _ = DType.parse(data.name, data.dtype), DType.parse(grad.name, grad.dtype)
+    dtype, _ = data.element_type(), grad.element_type()
     master = None
     rounds_in_place = dtype is DType.BFLOAT16 and options.stochastic_rounding and parameter.master is None
     if dtype is not DType.FLOAT32 and not rounds_in_place:
@@ -204,7 +204,7 @@ def values_for(parameter: Parameter, name: str, values: Any) -> NDArray[np.float
     if host.shape != data.shape:
         found = f"{name} is {shown(values)}, of shape {host.shape}"
         raise ShapeError(f"{found}; it must have shape {data.shape}, as {data.name}")
-    return in_float32(name, host, DType.parse(data.name, data.dtype).numpy)
+    return in_float32(name, host, data.element_type().numpy)
 
 
 def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> None:

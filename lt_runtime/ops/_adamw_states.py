@@ -266,4 +266,4 @@ def _word(words: Any, name: str) -> Any:
 
 
 def _typed(operand: Operand) -> tuple[int, DType]:
-    return operand.address, DType.parse(operand.name, operand.dtype)
+    return operand.address, operand.element_type()

@@ -17,7 +17,7 @@ from lt_runtime.layout import packed
 from lt_runtime.ops._context import Layer
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request
 from lt_runtime.plans.strategies import unchanged
-from lt_runtime.problem import BackwardProblem, Compute, Derivative, DType, Philox, Spec
+from lt_runtime.problem import BackwardProblem, Compute, Derivative, Philox, Spec
 
 _FIRST_OUTPUT: Final = 5  # among the arrays, after dy, x, w and two saved tensors
 _OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
@@ -92,7 +92,7 @@ class LinearBackward(Operation):
         m, n, k = layer.shape
         check_shape(dy.name, dy.shape, (m, n), "y's shape")
         shapes = {"dx": (m, k), "dw": (n, k), "db": (n,), "dz": (m, n), "db_below": (k,)}
-        dtype = DType.parse("x", x.dtype)
+        dtype = x.element_type()
         new, specs = {}, {}
         for name in filter(wanted.get, _OUTPUTS):
             shape, out = shapes[name], given[name]

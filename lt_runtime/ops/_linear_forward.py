@@ -18,7 +18,7 @@ from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.ops._context import Layer, LinearContext
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request
-from lt_runtime.problem import Activation, Compute, DType, ForwardProblem, Philox, Saved, Spec, check_dropout
+from lt_runtime.problem import Activation, Compute, ForwardProblem, Philox, Saved, Spec, check_dropout
 
 _BITS = 8  # of a byte
 _Y, _KEPT = 3, 4  # places among the arrays
@@ -41,7 +41,7 @@ class LinearForward(Operation):
         activation = Activation.of(activation, negative_slope)
         has_dropout = check_dropout(dropout, scalars) is not None
         dropout, propagate_nan = float(dropout), flag("propagate_nan", propagate_nan)
-        dtype = DType.parse("x", x.dtype)
+        dtype = x.element_type()
         check_same(x, w, *(each for each in (bias, out, out_z) if each is not None))
         m, n, k = _shape(x, w, bias)
         for each in (out, out_z):

@@ -53,7 +53,7 @@ class Matmul(Operation):
         epilogue = epilogue if isinstance(epilogue, Epilogue) else Epilogue.parse(epilogue)
         _check_presence(epilogue, given)
         a, b = given["a"], given["b"]
-        dtype = DType.parse("a", a.dtype, fp64=True)
+        dtype = a.element_type(fp64=True)
         check_same(a, b)
         compute = Compute.parse(compute, dtype)
         d_dtype = _result_type(dtype, d_type, epilogue)

@@ -190,7 +190,7 @@ def _problem(x: Operand, parameters: Sequence[Operand | None], activation: Activ
     check_shape(x.name, x.shape, (*x.shape[:1], dims[0]), f"as {weights[0].name} has it")
     check_same(x, *(each for each in parameters if each is not None))
     biases = tuple(each is not None for each in parameters[1 : 2 * len(weights) : 2])
-    return MLPProblem(DType.parse(x.name, x.dtype), x.shape[0], dims, biases, activation, backward)
+    return MLPProblem(x.element_type(), x.shape[0], dims, biases, activation, backward)
 
 
 def _layers_on_host(problem: MLPProblem, x: Any, parameters: Sequence[Any]) -> list[tuple[Any, Any]]:

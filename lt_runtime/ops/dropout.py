@@ -15,7 +15,7 @@ from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.dropout import DropoutPass
 from lt_runtime.layout import packed
 from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
-from lt_runtime.problem import DType, Philox, Spec, check_dropout
+from lt_runtime.problem import Philox, Spec, check_dropout
 from lt_runtime.products.plan import Plan
 
 _KEEPS_ALL: Final = DropoutState(65536, Philox())  # dropout with p = 0, which makes the kernel a copy
@@ -54,7 +54,7 @@ class Dropout(Operation):
         x, out = operands
         check_dropout(p, scalars)
         p = float(p)
-        dtype, spec = DType.parse("x", x.dtype), x.spec
+        dtype, spec = x.element_type(), x.spec
         if out is not None:
             check_shape("out", out.shape, x.shape, "the result's shape")
             check_same(x, out)

@@ -11,7 +11,8 @@ from typing import Any, Final
 import numpy as np
 
 from lt_runtime.arrays.libraries import cupy
-from lt_runtime.errors import CaptureError
+from lt_runtime.arrays.operand import HOST, Operand, on_host, read
+from lt_runtime.errors import CaptureError, DeviceError
 from lt_runtime.gpu.devices import device_info
 
 _PATIENCE_S: Final = 2.0
@@ -57,6 +58,21 @@ class ComputeDevice:
         """`array` on this device; a NumPy array is not copied for the host."""
         with self.current():
             return self.namespace.asarray(array)
+
+    def read(self, name: str, array: Any, stream: int) -> Operand:
+        """An array that must live here, as an operand; raises `DeviceError`, with a remedy, if it does not."""
+        if self.ordinal is None:
+            on_host({"the model": np.empty(0), name: array})  # refuses arrays on a GPU without asking for a driver
+        operand = read(name, array, stream)
+        if operand.device == (HOST if self.ordinal is None else self.ordinal):
+            return operand
+        if operand.device == HOST:
+            found = f"{name} is a NumPy array, the model is on {self.description}"
+            raise DeviceError(f"{found}; cupy.asarray({name}) copies it there, and lt.prefetch does so for batches")
+        found = f"{name} is {operand.place}, the model on {self.description}"
+        raise DeviceError(
+            f"{found}; within `with cupy.cuda.Device({self.ordinal}):` cupy.array({name}) copies it there"
+        )
 
     def write(self, array: Any, values: np.ndarray[Any, Any]) -> None:
         """Puts NumPy values of the same shape and type into an array that lives here."""

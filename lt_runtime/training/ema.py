@@ -16,7 +16,6 @@ from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.adamw import EmaParams, ema_launches, ema_table
 from lt_runtime.ops._adamw_parameters import HeldArrays
-from lt_runtime.problem import DType
 from lt_runtime.training.mlp import MLP, brief
 
 
@@ -125,7 +124,7 @@ class _GpuAverages:
             ]
             table = ema_table(
                 [
-                    (of.address, to.address, DType.parse(to.name, to.dtype), array.size)
+                    (of.address, to.address, to.element_type(), array.size)
                     for (of, to), array in zip(pairs, averages, strict=True)
                 ]
             )

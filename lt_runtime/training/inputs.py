@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from lt_runtime.arrays.checks import check_shape, check_type
-from lt_runtime.arrays.operand import Operand, read
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import DTypeError, LayoutError, ShapeError
 from lt_runtime.losses.cross_entropy import check_labels
-from lt_runtime.training.losses import StepLoss, check_on_device
-from lt_runtime.training.mlp import MLP
+from lt_runtime.training.losses import StepLoss
+from lt_runtime.training.mlp import MLP, check_model_type, read_inputs
 
 Batch: TypeAlias = tuple[Operand, ...]
 """Inputs, targets and, if there are any, weights of the rows."""
@@ -29,35 +29,23 @@ def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) ->
         DeviceError, ShapeError, DTypeError, LayoutError: one of them cannot be copied into a step's buffers as it is.
     """
     (x, target, *row_weights), name = batch, "labels" if loss.classifies else "target"
-    inputs, wanted = _read(model, "x", x, stream), _read(model, name, target, stream)
+    inputs, wanted = read_inputs(model, x, stream), model.device.read(name, target, stream)
     outputs = inputs.shape[0], model.dims[-1]
-    _check_values(model, inputs)
+    _check_rows(inputs)
     if loss.is_own:
         _check_any(wanted, outputs[0])
     elif loss.classifies:
         check_labels(wanted, outputs)
     else:
         check_shape(name, wanted.shape, outputs, "the outputs' shape")
-        _check_values(model, wanted)
-    weights = [_read(model, "row_weights", each, stream) for each in row_weights]
+        check_model_type(model, wanted)
+        _check_rows(wanted)
+    weights = [model.device.read("row_weights", each, stream) for each in row_weights]
     for each in weights:
         check_type(each, "float32")
         check_shape("row_weights", each.shape, outputs[:1], "one a row of x")
         each.check_packed()
     return inputs, wanted, *weights
-
-
-def _read(model: MLP, name: str, array: Any, stream: int) -> Operand:
-    operand = read(name, array, stream)
-    check_on_device(operand, model, "; use lt.prefetch or cupy.asarray")
-    return operand
-
-
-def _check_values(model: MLP, operand: Operand) -> None:
-    """Refuses another type than the model's, and rows that are not contiguous."""
-    if operand.dtype != model.dtype.value:
-        raise DTypeError(f"{operand.name} is {operand.dtype}; the model is {model.dtype.value}")
-    _check_rows(operand)
 
 
 def _check_any(target: Operand, rows: int) -> None:

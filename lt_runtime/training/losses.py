@@ -12,14 +12,14 @@ import numpy as np
 from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.libraries import cupy_stream
-from lt_runtime.arrays.operand import CUPY, HOST, Operand, read
-from lt_runtime.errors import ArgumentError, DeviceError, ShapeError
+from lt_runtime.arrays.operand import CUPY, HOST
+from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.elementwise_loss import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.losses.cross_entropy import cross_entropy
 from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
-from lt_runtime.losses.operation import Loss
+from lt_runtime.losses.operation import Loss, check_not_negative
 from lt_runtime.training.mlp import MLP
 
 LOSSES: Final[Mapping[str, Callable[..., Loss]]] = {
@@ -141,8 +141,7 @@ class OwnLoss(StepLoss):
         """What the function returned, if it is one FP32 number on the model's device."""
         if isinstance(loss, np.generic):
             loss = np.asarray(loss)
-        operand = read(_RETURNED, loss, stream or 0)
-        check_on_device(operand, self._model)
+        operand = self._model.device.read(_RETURNED, loss, stream or 0)
         check_type(operand, "float32")
         if operand.shape not in ((), (1,)):
             raise ShapeError(f"{_RETURNED} has shape {operand.shape}; accepted are () and (1,)")
@@ -177,18 +176,14 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
     """Weights of the model's outputs, copied to its device if they are NumPy's; None stays."""
     if array is None:
         return None
-    if isinstance(array, np.ndarray):
-        array = model.device.asarray(array.copy())
+    given = array
+    if isinstance(given, np.ndarray):
+        array = model.device.asarray(given.copy())
         model.device.synchronize()  # steps may come on any stream
-    operand = read(name, array, 0)
-    check_on_device(operand, model)
+    operand = model.device.read(name, array, 0)
     check_type(operand, "float32")
     check_shape(name, operand.shape, (model.dims[-1],), "one an output")
     operand.check_packed()
+    if isinstance(given, np.ndarray):
+        check_not_negative(name, given)
     return array
-
-
-def check_on_device(operand: Operand, model: MLP, advice: str = "") -> None:
-    """Raises `DeviceError`, which ends with the advice, unless an operand lives where the model does."""
-    if operand.device != (HOST if model.device.ordinal is None else model.device.ordinal):
-        raise DeviceError(f"{operand.name} is {operand.place}, the model on {model.device.description}{advice}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import by_layer, flag, integer, integers, shown
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
-from lt_runtime.arrays.operand import CUPY, library_of, read_step
-from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.arrays.operand import CUPY, Operand, library_of, read_step
+from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError, ShapeError
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
@@ -239,12 +240,17 @@ class MLP:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
         """
-        if self.narrow is not None and self.narrow.take(x, backward=False):
-            return self.narrow.outputs(x, stream)
-        for each in self.layers:
-            bias = None if each.bias is None else each.bias.data
-            x = linear(x, each.weight.data, bias, activation=each.activation, compute=self.compute, stream=stream)
-        return x
+        try:
+            if self.narrow is not None and self.narrow.take(x, backward=False):
+                return self.narrow.outputs(x, stream)
+            y = x
+            for each in self.layers:
+                bias = None if each.bias is None else each.bias.data
+                y = linear(y, each.weight.data, bias, activation=each.activation, compute=self.compute, stream=stream)
+        except OperandError:
+            self._refuse_inputs(x, stream)
+            raise
+        return y
 
     def forward(
         self, x: Any, step: Any = None, *, micro_batch: int = 0, copy_step: bool = True, stream: Any = None
@@ -278,14 +284,18 @@ class MLP:
             )
         elif copies:
             step = self._copied_step(step, x, stream)
-        contexts, options = [], {"compute": self.compute, "stream": stream}
-        for i, each in enumerate(self.layers, micro_batch * len(self.layers)):
-            bias = None if each.bias is None else each.bias.data
-            asked: dict[str, Any] = {"activation": each.activation, "dropout": each.dropout, **options}
-            with range_of(f"forward/{each.name}"):
-                x, ctx = linear_fwd(x, each.weight.data, bias, rng=Philox(self.seed, i, step), **asked)
-            contexts.append(ctx)
-        return x, contexts
+        contexts, options, y = [], {"compute": self.compute, "stream": stream}, x
+        try:
+            for i, each in enumerate(self.layers, micro_batch * len(self.layers)):
+                bias = None if each.bias is None else each.bias.data
+                asked: dict[str, Any] = {"activation": each.activation, "dropout": each.dropout, **options}
+                with range_of(f"forward/{each.name}"):
+                    y, ctx = linear_fwd(y, each.weight.data, bias, rng=Philox(self.seed, i, step), **asked)
+                contexts.append(ctx)
+        except OperandError:
+            self._refuse_inputs(x, stream)
+            raise
+        return y, contexts
 
     def backward(
         self, dy: Any, contexts: Sequence[Any], *, accumulate: bool = False, need_dx: bool = False, stream: Any = None
@@ -316,6 +326,12 @@ class MLP:
             dy = backward_layer(self.layers, dy, left, accumulate=accumulate, need_dx=needs_input, stream=stream)
             left.pop()
         return dy
+
+    def _refuse_inputs(self, x: Any, stream: Any) -> None:
+        """Raises an error that names x if that is at fault, where a layer's error names the layer's weight."""
+        device = self.device.ordinal
+        with contextlib.nullcontext() if device is None else activated(device):
+            read_inputs(self, x, 0 if device is None else stream_handle(stream, device, library_of(x).current_stream))
 
     def _copied_step(self, step: Any, x: Any, stream: Any) -> Any:
         """A step that stays as it is now, if it is an array: one of the model's device is copied on the stream."""
@@ -357,6 +373,27 @@ class MLP:
 def brief(model: MLP) -> str:
     """A model in a few words, such as "MLP 784-64-10 on cuda:0"."""
     return f"MLP {'-'.join(map(str, model.dims))} on {model.device.name}"
+
+
+def read_inputs(model: MLP, x: Any, stream: int) -> Operand:
+    """The operand that a model's inputs are.
+
+    Raises:
+        OperandError: they are no matrix of the model's inputs and type on its device. The message names x and says what
+            the model takes.
+    """
+    operand = model.device.read("x", x, stream)
+    if len(operand.shape) != 2 or operand.shape[1] != model.dims[0]:
+        raise ShapeError(f"x has shape {operand.shape}; the model takes (M, {model.dims[0]})")
+    check_model_type(model, operand)
+    return operand
+
+
+def check_model_type(model: MLP, operand: Operand) -> None:
+    """Raises `DTypeError` unless an operand has the model's type."""
+    if operand.dtype != model.dtype.value:
+        found = f"{operand.name} is {operand.dtype}; the model takes {model.dtype.value}"
+        raise DTypeError(f"{found}: {operand.converted(model.dtype.value)}")
 
 
 def backward_layer(

@@ -67,6 +67,9 @@ def load(parameters: Mapping[str, Parameter], state: Any, *, strict: bool) -> Le
     if strict or len(missing) == len(parameters):
         complaints += [f"missing: {name}" for name in missing]
         complaints += [f"unexpected: {shown(name)}" for name in left.unexpected]
+        if missing and left.unexpected:
+            names = f"{{{missing[0]!r}: {shown(left.unexpected[0])}, ...}}"
+            complaints.append(f"where a parameter has another name in the state, pass names={names}")
     for name, parameter in parameters.items():
         if name in state:
             try:

@@ -167,7 +167,7 @@ def _launch(
     dtype, layout, logits, labels, kind = DType.FLOAT32, None, 0, 0, Labels()
     if scores is not None:
         operand, classes = read("logits", scores.logits, stream), read("labels", scores.labels, stream)
-        dtype, layout, logits = DType.parse("logits", operand.dtype), operand.layout, operand.address
+        dtype, layout, logits = operand.element_type(), operand.layout, operand.address
         labels, kind = classes.address, Labels(classes.dtype == "int64", scores.ignore_index)
     addresses = logits, labels, read("loss", loss, stream).address, *places
     _pass(dtype, layout, kind, device).run(*addresses, weight=weight, first=first, stream=stream)

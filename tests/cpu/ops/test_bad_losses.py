@@ -47,12 +47,14 @@ COMMON: list[tuple[dict[str, Any], type[LtError], str]] = [
     ({"row_weights": ones(M, dtype=np.float64)}, DTypeError, "row_weights is float64; it must be float32"),
     ({"row_weights": ones(M, 1)}, ShapeError, r"row_weights has shape \(3, 1\); it must be \(3,\), one a row of "),
     ({"row_weights": ones(2 * M)[::2]}, LayoutError, r"row_weights has strides \(2,\); it must be row-major"),
+    ({"row_weights": -ones(M)}, ArgumentError, "row_weights holds -1.0; accepted are numbers that are not negative"),
+    ({"row_weights": ones(M) * np.nan}, ArgumentError, "row_weights holds nan; accepted are numbers that are not"),
     ({"row_weights": [1.0, 1.0, 1.0]}, OperandError, "row_weights is a list"),
     ({"row_weights": DeviceArray((M,))}, DeviceError, "but row_weights not; all must be on one device"),
 ]
 CROSS_ENTROPY: list[tuple[dict[str, Any], type[LtError], str]] = [
     *COMMON,
-    ({"logits": ones(M, C, dtype=np.float64)}, DTypeError, "logits has type float64; accepted are float32"),
+    ({"logits": ones(M, C, dtype=np.float64)}, DTypeError, "logits has type float64; accepted are .*: logits.astype"),
     ({"logits": ones(M)}, ShapeError, r"logits has shape \(3,\); accepted are matrices"),
     ({"logits": ones(M, C, 1)}, ShapeError, r"logits has shape \(3, 4, 1\); accepted are matrices"),
     ({"labels": LABELS[:2]}, ShapeError, r"labels has shape \(2,\); it must be \(3,\), one a row of logits"),
@@ -81,6 +83,7 @@ CROSS_ENTROPY: list[tuple[dict[str, Any], type[LtError], str]] = [
         r"class_weights has shape \(3,\); it must be \(4,\), one a column of logits",
     ),
     ({"class_weights": ones(C, dtype=np.int32)}, DTypeError, "class_weights is int32; it must be float32"),
+    ({"class_weights": ones(C) * np.nan}, ArgumentError, "class_weights holds nan; accepted"),
     ({"class_weights": 2.0}, OperandError, "class_weights is a float"),
     ({"labels": DeviceArray((M,), "<i4")}, DeviceError, "logits, out_gradient, out_loss in host .* but labels not"),
 ]
@@ -113,6 +116,9 @@ BCE: list[tuple[dict[str, Any], type[LtError], str]] = [
         DTypeError,
         "targets is int64 but logits is float32; types must be equal",
     ),
+    ({"targets": ones(M, C) * np.nan}, ArgumentError, "targets holds nan; accepted are numbers that are not negative"),
+    ({"targets": -ones(M, C)}, ArgumentError, "targets holds -1.0; accepted"),
+    ({"pos_weight": -ones(C)}, ArgumentError, "pos_weight holds -1.0; accepted"),
     ({"pos_weight": ones(M)}, ShapeError, r"pos_weight has shape \(3,\); it must be \(4,\), one a column of logits"),
     ({"pos_weight": ones(C, dtype=np.float16)}, DTypeError, "pos_weight is float16; it must be float32"),
     ({"pos_weight": 2.0}, OperandError, "pos_weight is a float"),

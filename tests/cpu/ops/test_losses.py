@@ -242,8 +242,8 @@ def test_as_pytorch(name: str, target: Any, options: dict[str, Any], value: floa
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weights_of_rows(name: str, parts: int) -> None:
-    """Each multiplies its row's loss, whatever its sign; parts of a batch add up to the batch."""
-    scores, weights = numbers(8, (4, C), "float32"), singles(2, 0, -1, 0.5)
+    """Each multiplies its row's loss; parts of a batch add up to the batch."""
+    scores, weights = numbers(8, (4, C), "float32"), singles(2, 0, 1, 0.5)
     function = getattr(lt, name if name not in ("mse", "huber") else f"{name}_loss")
     target = LABELS[:4] if name == "cross_entropy" else np.abs(numbers(9, (4, C), "float32"))
     rows = [function(scores[i : i + 1], target[i : i + 1]) for i in range(4)]

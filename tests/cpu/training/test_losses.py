@@ -57,7 +57,7 @@ def test_a_step_minimizes_the_function_of_its_loss(
     step = step_of(name, options)
     x, target = batch()
     target = np.arange(ROWS) % OUTPUTS if name == "cross_entropy" else target
-    weights = np.linspace(-1, 2, ROWS).astype(np.float32) if weighted else None
+    weights = np.linspace(0, 2, ROWS).astype(np.float32) if weighted else None
     outputs, contexts = step.model.forward(x)
     expected = function(outputs, target, row_weights=weights, **options)
     step.model.backward(expected.gradient, contexts)
@@ -94,6 +94,18 @@ def test_options_are_read_when_the_step_is_made() -> None:
             r"pos_weight has shape \(2,\); it must be \(3,\), one",
         ),
         ("cross_entropy", {"class_weights": np.ones(3)}, DTypeError, "class_weights is float64; it must be float32"),
+        (
+            "cross_entropy",
+            {"class_weights": -SINGLE},
+            ArgumentError,
+            "class_weights holds -0.5; accepted are numbers that",
+        ),
+        (
+            "bce_with_logits",
+            {"pos_weight": SINGLE * np.nan},
+            ArgumentError,
+            "pos_weight holds nan; accepted are numbers",
+        ),
         (squared, {"delta": 1.0}, ArgumentError, "loss_options are for losses with a name"),
         (None, None, ArgumentError, "loss is None; accepted are cross_entropy, mse, huber, bce_with_logits"),
     ],

@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import ArgumentError, CheckpointError, KindError, LtError
-from tests.support.numpy_cases import FORMULAS, Array, numbers
+from lt_runtime.errors import (
+    ArgumentError,
+    CheckpointError,
+    DeviceError,
+    DTypeError,
+    KindError,
+    LtError,
+    OperandError,
+    ShapeError,
+)
+from tests.support.numpy_cases import FORMULAS, Array, DeviceArray, numbers
 
 DIMS = [3, 5, 4, 2]
 MIXED: dict[str, Any] = {
@@ -128,6 +137,22 @@ def test_the_rules(
         assert [each.bias is not None for each in made.layers] == biases
         for one, other in zip(model.parameters(), made.parameters(), strict=True):
             np.testing.assert_array_equal(one.data, other.data)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (np.ones((2, 5), np.float32), ShapeError, r"^x has shape \(2, 5\); the model takes \(M, 4\)$"),
+        (np.ones(4, np.float32), ShapeError, r"^x has shape \(4,\); the model takes \(M, 4\)$"),
+        (np.ones((2, 4)), DTypeError, r"^x is float64; the model takes float32: x.astype\('float32'\)$"),
+        ([[1.0] * 4], OperandError, r"^x is a list .*; numpy.asarray\(x\) makes one$"),
+        (DeviceArray((2, 4)), DeviceError, "the model in host memory .* but x not; .*cupy.asnumpy to the host"),
+    ],
+)
+@pytest.mark.parametrize("call", ["__call__", "forward"])
+def test_inputs_that_do_not_fit(x: Any, error: type[LtError], message: str, call: str) -> None:
+    with pytest.raises(error, match=message):
+        getattr(lt.MLP([4, 3, 2], device="cpu"), call)(x)
 
 
 def test_options_that_mean_the_same_are_the_same() -> None:

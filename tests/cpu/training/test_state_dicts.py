@@ -123,9 +123,12 @@ def test_everything_that_does_not_fit_is_listed() -> None:
     assert first.startswith("state has the names ['layer0.weight', 'layer0.bias', ")
     assert first.endswith(", which does not fit the model; nothing was loaded:")
     assert lines[:3] == ["  missing: layer1.bias", "  unexpected: 'layer1.biass'", "  unexpected: 3"]
-    assert lines[3].startswith("  layer0.bias is array([1., 1., 1., 1., 1.]), of shape (5,); it must have shape (12,)")
-    assert lines[4].startswith("  layer1.weight (complex64) is array(")
-    assert len(lines) == 5
+    assert (
+        lines[3] == "  where a parameter has another name in the state, pass names={'layer1.bias': 'layer1.biass', ...}"
+    )
+    assert lines[4].startswith("  layer0.bias is array([1., 1., 1., 1., 1.]), of shape (5,); it must have shape (12,)")
+    assert lines[5].startswith("  layer1.weight (complex64) is array(")
+    assert len(lines) == 6
     assert_same(state(run), before)
 
 

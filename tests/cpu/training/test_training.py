@@ -145,7 +145,7 @@ LABELS = np.zeros(BATCH, np.int32)
         ),
         (np.ones((BATCH, 3), np.float32), LABELS, ShapeError, r"x has shape \(32, 3\); .* \(32, 2\)$"),
         (np.ones((BATCH, 2), np.float32), LABELS[1:], ShapeError, r"labels has shape \(31,\); it must be \(32,\)"),
-        (np.ones((BATCH, 2), np.float16), LABELS, DTypeError, "x is float16; the model is float32"),
+        (np.ones((BATCH, 2), np.float16), LABELS, DTypeError, "x is float16; the model takes float32"),
         (np.ones((BATCH, 2), np.float32), LABELS + CLASSES, ArgumentError, "labels holds 3; accepted are 0 to 2"),
         ([[1.0, 2.0]] * BATCH, LABELS, OperandError, "x is a list .*; accepted are"),
         (DeviceArray((BATCH, 2)), LABELS, OperandError, "but x not; all must be on one device"),
