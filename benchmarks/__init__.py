@@ -1,1 +1,1 @@
-"""What is measured, against whom, and how; `results/` holds what was seen."""
+"""Benchmarks against other libraries; `results/` holds the measurements."""

@@ -1,6 +1,7 @@
-"""The one entry: `python -m benchmarks SUITE... [options]`, or a command.
+"""Measures suites: `python -m benchmarks SUITE... [options]`; `--list` says what each suite measures.
 
-Commands are compare, report, derive-priors and judge-priors.
+Commands, with options of their own: compare (old results with new ones), report (writes the tables and the plot of
+benchmarks/README.md), derive-priors and judge-priors (untuned choices).
 """
 
 from __future__ import annotations
@@ -9,55 +10,51 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 from benchmarks import report, suite
 
-SUITES: Final = ("kernels", "layers", "wide", "parts", "untuned", "steps", "narrow", "host", "tuning", "cold")
-_COMMANDS: Final = {"compare": "compare", "report": "readme", "derive-priors": "priors", "judge-priors": "judge"}
-_SPECIAL: Final = {
-    "dtype": ("layers", "wide", "parts", "untuned"),
-    "activation": ("layers",),
-    "max_autotune": ("layers", "wide", "steps", "narrow"),
-    "torch_compile": ("kernels", "steps"),
-    "jax": ("layers", "steps", "narrow"),
-    "soak": ("steps",),
-    "prefetch": ("steps",),
-    "profile": ("host",),
-    "ours": ("host", "kernels", "layers", "steps"),
-    "keep_plans": ("layers", "wide", "steps"),
+SUITES: Final = ("kernels", "layers", "wide", "untuned", "parts", "steps", "narrow", "host", "tuning", "cold")
+_COMMANDS: Final = {"compare": "compare", "report": "tables", "derive-priors": "priors", "judge-priors": "judge"}
+_FLAG: Final = {"action": "store_true"}
+_SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
+    "ours": (("host", "kernels", "layers", "steps"), "measure only our public calls", _FLAG),
+    "keep-plans": (
+        ("layers", "wide", "steps"),
+        "tune in the plan cache of $LT_RUNTIME_CACHE_DIR, and not in an empty one for each row",
+        _FLAG,
+    ),
+    "dtype": (("layers", "wide", "parts", "untuned"), "measure only this type", {"choices": ("bf16", "tf32")}),
+    "activation": (("layers",), "measure only this activation", {"choices": ("gelu", "relu")}),
+    "max-autotune": (
+        ("layers", "wide", "steps", "narrow"),
+        "add torch.compile in this mode, a minute for each row; layers: only six shapes",
+        _FLAG,
+    ),
+    "torch-compile": (("kernels", "steps"), "add torch.compile; steps: in its default mode", _FLAG),
+    "jax": (("steps", "narrow"), "add JAX", _FLAG),
+    "prefetch": (("steps",), "add training from batches on the host", _FLAG),
 }
-"""Options that mean nothing to the other suites."""
+"""The suites that have an option, its help, and how it is parsed."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of all suites."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    made.add_argument("suites", nargs="+", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
+    made.add_argument("--list", action="store_true", help="say what each suite measures")
     made.add_argument("--only", metavar="PATTERN", help="cases in whose name this regular expression is found")
     made.add_argument("--rounds", type=int, metavar="N", help="rounds that count; each suite has a default")
     made.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no row after this time")
-    made.add_argument("--resume", action="store_true", help="keep the file's rows, and measure those that it lacks")
+    made.add_argument("--resume", action="store_true", help="keep the file's rows, and measure the missing ones")
     told = f"the folder for SUITE.json; for a whole suite and with --resume it is {report.RESULTS} by default"
     made.add_argument("--out", metavar="DIR", help=told)
-    made.add_argument("--ours", action="store_true", help="host, kernels, layers, steps: only our own calls")
-    told = "layers, wide, steps: tune in the plan cache of $LT_RUNTIME_CACHE_DIR, not in an empty one for each row"
-    made.add_argument("--keep-plans", action="store_true", help=told)
-    made.add_argument("--dtype", choices=("bf16", "tf32", "fp32"), help="layers, wide, parts, untuned: only this type")
-    made.add_argument("--activation", choices=("gelu", "relu"), help="layers: only this activation")
-    told = "layers, wide, steps, narrow: torch.compile in this mode too, a minute each; layers: six representative ones"
-    made.add_argument("--max-autotune", action="store_true", help=told)
-    made.add_argument(
-        "--torch-compile", action="store_true", help="steps, kernels: torch.compile too, in steps by default"
-    )
-    told = "layers, steps, narrow: JAX too; layers: six representative ones"
-    made.add_argument("--jax", action="store_true", help=told)
-    made.add_argument(
-        "--compile-seconds", type=float, default=150.0, metavar="N", help="for each; default: %(default)g"
-    )
-    made.add_argument("--soak", type=int, default=0, metavar="N", help="steps: N steps of mnist, and what they leave")
-    made.add_argument("--prefetch", action="store_true", help="steps: training from batches on the host too")
-    made.add_argument("--profile", action="store_true", help="host: print where our calls spend their time instead")
+    told = "the most that torch.compile may take for each row; default: %(default)g"
+    made.add_argument("--compile-seconds", type=float, default=150.0, metavar="N", help=told)
+    for name, (suites, told, how) in _SPECIAL.items():
+        made.add_argument(f"--{name}", help=f"{', '.join(suites)}: {told}", **how)
     return made
 
 
@@ -69,9 +66,12 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     made = parser()
     options = made.parse_args(argv)
-    for name, suites in _SPECIAL.items():
-        if getattr(options, name) and not set(suites) & set(options.suites):
-            made.error(f"--{name.replace('_', '-')} is an option of {' and '.join(suites)}")
+    unknown = [name for name in options.suites if name not in SUITES]
+    if unknown or not (options.suites or options.list):
+        made.error(f"name a suite of {', '.join(SUITES)}" + (f", not {', '.join(unknown)}" if unknown else ""))
+    for name, (suites, _, _) in _SPECIAL.items():
+        if getattr(options, name.replace("-", "_")) and not set(suites) & set(options.suites):
+            made.error(f"--{name} is an option of {' and '.join(suites)}")
     return options
 
 
@@ -82,11 +82,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         import_module(f"benchmarks.{_COMMANDS[arguments[0]]}").main(arguments[1:])
         return
     options = options_of(arguments)
+    if options.list:
+        for name in SUITES:
+            print((import_module(f"benchmarks.{name}").__doc__ or "").partition("\n")[0])
+        return
     for name in options.suites:
         module = import_module(f"benchmarks.{name}")
-        if options.profile and name == "host":
-            module.print_profiles(options.only)
-            continue
         of_suite = argparse.Namespace(**vars(options) | {"rounds": options.rounds or module.SUITE.rounds})
         suite.run(name, module.SUITE, of_suite)
 

@@ -1,4 +1,4 @@
-"""Random arrays on the GPU. They are never zeros: zeros draw less power, and a kernel may treat them differently."""
+"""Random arrays on the GPU: zeros would draw less power, and a kernel may treat them differently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 Sets = list[tuple[Any, ...]]
 """The arrays of each buffer set, inputs first and then outputs."""
 
-# Standard normal numbers by Box and Muller, from splitmix64 of seed and index. BF16 is the upper half of FP32.
+# Standard normal numbers by the Box-Muller transform, from splitmix64 of seed and index. BF16 is FP32's upper half.
 DRAW: Final = """
     unsigned long long h = (seed << 40) + i;
     h = (h + 0x9E3779B97F4A7C15ull);
@@ -43,7 +43,7 @@ def _kernel(dtype: str) -> Any:
 
 
 def normal(shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of standard normal numbers, which differ from call to call; `dtype` is "float32" or "bfloat16"."""
+    """An array of standard normal numbers, other ones in each call; `dtype` is "float32" or "bfloat16"."""
     import cupy as cp
 
     plain = "uint16" if dtype == "bfloat16" else dtype
@@ -51,12 +51,12 @@ def normal(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def labels(rows: int, classes: int) -> Any:
-    """Class indices, int64."""
+    """Random class indices, (rows,) int64."""
     import cupy as cp
 
     return cp.asarray(np.random.default_rng(next(_seeds)).integers(0, classes, rows))
 
 
 def matrices(shape: tuple[int, int], dtype: str, sets: int, count: int) -> Sets:
-    """Buffer sets of `count` matrices each; those that the task writes hold random numbers at first as well."""
+    """Buffer sets of `count` matrices each, all of random numbers, also where the task writes."""
     return [tuple(normal(shape, dtype) for _ in range(count)) for _ in range(sets)]

@@ -1,11 +1,11 @@
-"""The suite `cold`: how long a new process takes to import the package, to its first layer, and to its first step.
+"""The suite `cold`: how long a new process takes to import the package, to its first layer and to its first step.
 
-Each figure is the median over processes of their own. The first layer and the first step are measured with an empty
-cache of compiled kernels, and in a second process with what the first has left there. A process that is not counted
-reads all files first, so that they are in the operating system's cache.
+Each figure is the median over several processes. The first layer and the first step are measured with empty caches of
+the package and of CuPy, and again in a second process with the caches that the first has filled. One process that does
+not count reads all files first, so that they are in the operating system's cache.
 
-What training steps measure before the first of them is left out there, and has rows of its own: what it takes on an
-empty cache, and after how many steps it has paid for itself.
+The time that a training step takes to measure its layers is left out there. It has rows of its own: with empty caches,
+the time to the first loss, and the number of steps after which measuring has paid for itself.
 """
 
 from __future__ import annotations
@@ -32,37 +32,38 @@ NAMES: Final = {
 _MEASURING: Final = {model: f"first TrainStep step that measures, on empty caches, {model}" for model in MODELS}
 _IMPORT_MS: Final = 200.0
 _NO_OTHER_CACHE: Final = "CUDA_CACHE_DISABLE"
-"""Keeps the driver and NVRTC from a cache of their own, which would not be empty when ours is."""
-_OTHER_SETTINGS: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
-"""Variables that are unset. Without the last, a first process leaves bytecode for the others, as installing does."""
+"""Keeps the driver and NVRTC from a cache of their own, which would not be empty."""
+_UNSET: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
+"""Variables that processes do not get. Without the last, the first process writes bytecode, as an installation does."""
 
 Found = Mapping[str, Any]
-"""What a process has printed."""
+"""The JSON that a process has printed."""
 
 
 def child(task: Sequence[str], cache: str, *, tunes: bool = False) -> Found:
-    """What a process does with a task and its arguments, given the folder of its caches."""
+    """Runs a task with its arguments in a new process whose caches are in a folder."""
     variable, off = UNTUNED
-    environment = {name: value for name, value in os.environ.items() if name not in (*_OTHER_SETTINGS, variable)}
-    environment |= {CACHE_VARIABLE: cache, _NO_OTHER_CACHE: "1", **({} if tunes else {variable: off})}
+    environment = {name: value for name, value in os.environ.items() if name not in (*_UNSET, variable)}
+    environment |= {CACHE_VARIABLE: cache, "CUPY_CACHE_DIR": f"{cache}/cupy", _NO_OTHER_CACHE: "1"}
+    environment |= {} if tunes else {variable: off}
     return last_line([sys.executable, "-m", "benchmarks.processes", *task], environment)
 
 
 def pairs(task: str, count: int) -> list[tuple[Found, Found]]:
-    """Pairs of processes, after one that is not counted."""
+    """Pairs of processes, after one that does not count."""
     with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
         child([task], cache)
     return [pair(task) for _ in range(count)]
 
 
 def pair(task: str) -> tuple[Found, Found]:
-    """A process with an empty cache, and one with what that has left there."""
+    """A process with empty caches, and one with the caches that the first has filled."""
     with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
         return child([task], cache), child([task], cache)
 
 
 def measuring(model: str) -> tuple[Found, Found]:
-    """Processes that train a model with an empty cache: one that measures before, and one that does not."""
+    """Two processes that train a model from empty caches: the first measures its layers, the second does not."""
     with (
         tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as tuned,
         tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as untuned,
@@ -71,20 +72,15 @@ def measuring(model: str) -> tuple[Found, Found]:
 
 
 def row_of_imports(found: Sequence[Found]) -> Row:
-    """The package alone, and with everything that its names stand for, from what processes have printed."""
+    """The import of the package alone, and of all modules that its names need."""
     alone = summarise([each["us"]["import"] for each in found])
     whole = summarise([each["us"]["import"] + each["us"]["names"] for each in found])
-    setting = {
-        "processes": len(found),
-        "loads_driver": any(each["loads_driver"] for each in found),
-        "target_ms": _IMPORT_MS,
-        "within_target": alone.median <= 1e3 * _IMPORT_MS,
-    }
+    setting = {"processes": len(found), "loads_driver": any(each["loads_driver"] for each in found)}
     return Row(IMPORT, {"lt": alone, "lt_all_names": whole}, setting=setting)
 
 
 def row_of_firsts(task: str, found: Sequence[tuple[Found, Found]]) -> Row:
-    """The first call with either cache, the second call, and what comes before, from pairs of processes."""
+    """The first call with filled and with empty caches, the second call, and the time before the first call."""
     empty, filled = ([each["us"] for each in one] for one in zip(*found, strict=True))
     timings = {
         "lt": summarise([us["first"] for us in filled]),
@@ -96,7 +92,7 @@ def row_of_firsts(task: str, found: Sequence[tuple[Found, Found]]) -> Row:
 
 
 def row_of_measuring(model: str, found: Sequence[tuple[Found, Found]]) -> Row:
-    """The first step with and without measuring, a later step by either, and when the difference is made up for."""
+    """The first step with and without measuring, a later step of either, and the steps until measuring has paid."""
     tuned, untuned = ([each["us"] for each in one] for one in zip(*found, strict=True))
     timings = {"lt": summarise([us["first"] for us in tuned]), "lt_untuned": summarise([us["first"] for us in untuned])}
     step, other = (summarise([us["step"] for us in each]).median for each in (tuned, untuned))
@@ -107,23 +103,17 @@ def row_of_measuring(model: str, found: Sequence[tuple[Found, Found]]) -> Row:
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Whether the import is as short as it has to be, and touches no GPU."""
-    row = next((row for row in rows if row["case"] == IMPORT and row["us"]), None)
-    ms, loads = (None, None) if row is None else (row["us"]["lt"] / 1e3, float(row["loads_driver"]))
-    return [
-        Finding(f"milliseconds of the {IMPORT}", ms, _IMPORT_MS, int(ms is not None), at_most=True),
-        Finding("processes in which it loaded the CUDA driver", loads, 0, int(ms is not None), at_most=True),
-        *(finding for model, case in _MEASURING.items() for finding in _pays(model, case, rows)),
-    ]
-
-
-def _pays(model: str, case: str, rows: Sequence[Json]) -> list[Finding]:
-    row = next((row for row in rows if row["case"] == case and row["us"]), None)
-    seconds, steps = (None, None) if row is None else (row["us"]["lt"] / 1e6, row["pays_after_steps"])
-    return [
-        Finding(f"seconds to the first loss on an empty cache, {model}", seconds, None, int(row is not None)),
-        Finding(f"steps after which that has paid for itself, {model}", steps, None, int(row is not None)),
-    ]
+    """Whether the import is short and loads no driver; when training from empty caches has its first loss, and pays."""
+    made = []
+    for row in rows:
+        if row["case"] == IMPORT and row["us"]:
+            made.append(Finding(f"milliseconds of the {IMPORT}", row["us"]["lt"] / 1e3, _IMPORT_MS, at_most=True))
+            loads = float(row["loads_driver"])
+            made.append(Finding("processes in which it loaded the CUDA driver", loads, 0, at_most=True))
+        elif "pays_after_steps" in row:
+            made.append(Finding(f"seconds to the first loss, {row['case']}", row["us"]["lt"] / 1e6))
+            made.append(Finding(f"steps until measuring has paid, {row['case']}", row["pays_after_steps"]))
+    return made
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:

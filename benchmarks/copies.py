@@ -1,4 +1,4 @@
-"""The fastest copy in device memory, which is the ceiling for every kernel that streams through it."""
+"""The fastest copy in device memory: its bandwidth is the ceiling for every kernel that streams through memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMES: Final = {
     for loads in _LOADS
     for streaming in (False, True)
 }
-"""The instances of the kernel, by loads in flight and by whether caches are told that nothing is used again."""
+"""The instances of the kernel, by loads in flight and by whether loads and stores are marked as used once."""
 _ROUNDS: Final = 11  # of fifty copies
 
 
@@ -59,7 +59,7 @@ class Ceiling(NamedTuple):
 
 
 def measure_copies(stream: Any) -> Ceiling:
-    """Lets all copies take turns on two buffers of `SIZE` bytes."""
+    """Measures all copies in turns on two buffers of `SIZE` bytes."""
     source, target = (normal((SIZE // 4,), "float32") for _ in range(2))
     builders = {name: partial(Contender, run) for name, run in _copies(source, target).items()}
     timings, left_out = measure(builders, 1, repetitions(2 * SIZE, 1), _ROUNDS, stream)
@@ -69,7 +69,7 @@ def measure_copies(stream: Any) -> Ceiling:
 
 
 def _copies(source: Any, target: Any) -> dict[str, Run]:
-    """Every kernel with every shape of launch, and the driver's own copy."""
+    """Every kernel with every launch configuration, and the driver's own copy."""
     import cupy as cp
 
     def by_driver(_: int, stream: int) -> None:
@@ -88,5 +88,5 @@ def _copies(source: Any, target: Any) -> dict[str, Run]:
 
 
 def _launch(kernel: Any, blocks: int, threads: int, arguments: tuple[Any, ...], *_: int) -> None:
-    """CuPy launches on its current stream, which is the captured one."""
+    """Launches on CuPy's current stream, which is the captured one."""
     kernel((blocks,), (threads,), arguments)

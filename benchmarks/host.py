@@ -10,7 +10,8 @@ import argparse
 import contextlib
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -19,16 +20,30 @@ from benchmarks.buffers import itemsize, labels, normal
 from benchmarks.kernels import GPT2, GPT2_NAME, adamw_step, optimizer_step
 from benchmarks.layers import presets
 from benchmarks.peers import peer
-from benchmarks.report import NO_TARGET, Row, Target
-from benchmarks.suite import Job, Suite, matches
-from benchmarks.timing import WARM_UP, Call, HostTurn, built, profile, release, repeat, synchronize, take_turns
+from benchmarks.report import Row
+from benchmarks.suite import Job, Suite
+from benchmarks.timing import WARM_UP, Call, HostTurn, built, synchronize, take_turns
 
 _QUEUE: Final = 1000  # launches, about, that the driver queues before the host has to wait for the GPU
-_PROFILED: Final = 2000  # calls
 _ALIGNED: Final = 256  # bytes, the alignment of memory that comes from an allocator
 _PLACES: Final = 20_000  # more than there are calls
+_RANGES: Final = 1000
+_BATCHES: Final = 4  # as many as `lt.prefetch` rotates through
 
 Builders = Mapping[str, Callable[[], Call]]
+
+
+@contextlib.contextmanager
+def _another_thread() -> Iterator[None]:
+    """Keeps a second Python thread alive, so that the package captures no repeated call."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 @dataclass(frozen=True)
@@ -36,21 +51,21 @@ class HostCase:
     """One row.
 
     Attributes:
-        builders: what builds the contenders' calls, by name; all work on the same operands.
-        launches: the most that one call of any contender puts on the stream.
-        target: what has to be reached.
-        most: calls in a turn, at most: fewer where the GPU needs long for each.
+        builders: makes the functions by name that build the contenders' calls, on the same operands.
+        launches: the most launches that one call of any contender puts on the stream.
+        most: the most calls in a turn; small where the GPU needs long for each call.
+        context: entered while the row is measured.
     """
 
     name: str
     builders: Callable[[], Builders]
     launches: int
-    target: Target = NO_TARGET
     most: int = 200
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     @property
     def calls(self) -> int:
-        """How many calls a turn makes without filling the driver's queue."""
+        """The number of calls in a turn, which do not fill the driver's queue."""
         return min(self.most, _QUEUE // self.launches)
 
 
@@ -66,24 +81,11 @@ def _matmul(m: int, n: int, k: int) -> Builders:
     return {
         "lt": lambda: partial(lt.matmul, a, b, out=d),
         "lt_bound": lambda: lt.bind(lt.matmul, a, b, out=d),
-        "lt_plan": _internal("matmul_plan", *at),
         "cupy": lambda: partial(cp.matmul, a, b, out=d),
         "torch_eager": peer("torch_host", "matmul", *at),
         "torch_linear": peer("torch_host", "matmul_linear", *at),
         "nvmath": peer("nvmath", "matmul", *at),
     }
-
-
-def _internal(name: str, *arguments: Any) -> Callable[[], Call]:
-    """A call of a plan that is made beforehand."""
-
-    def build() -> Call:
-        from benchmarks import internals
-
-        call: Call = getattr(internals, name)(*arguments)
-        return call
-
-    return build
 
 
 # A linear layer with GELU, in BF16.
@@ -104,21 +106,29 @@ class Layer(NamedTuple):
 
 
 def layer(m: int, n: int, k: int) -> Layer:
-    """Random numbers, also in what is to be written."""
+    """Random numbers in operands and results."""
     shapes = ((m, k), (n, k), (n,), (m, n), (m, n), (m, n), (m, k), (n, k), (n,))
     return Layer(*(normal(shape, "bfloat16") for shape in shapes))
 
 
-def linear_forward(at: Layer, *, keeps: bool = True) -> Call:
-    """`linear_fwd` with a buffer for y; what it keeps for backward is given a buffer too, or is allocated."""
+def forward(at: Layer, *results: str, operation: str = "linear_fwd") -> Call:
+    """`linear_fwd`, or another operation, that writes the named results, of "y" and "z", into the layer's buffers."""
     import lt_runtime as lt
 
-    buffers = {"out": at.y, "out_z": at.z} if keeps else {"out": at.y}
-    return partial(lt.linear_fwd, at.x, at.w, at.bias, activation="gelu", **buffers)
+    buffers = {name: getattr(at, result) for result, name in (("y", "out"), ("z", "out_z")) if result in results}
+    return partial(getattr(lt, operation), at.x, at.w, at.bias, activation="gelu", **buffers)
 
 
-def linear_elsewhere(at: Layer) -> Call:
-    """`linear_fwd` with all buffers, and with x at an address that no call has had before."""
+def bound(at: Layer) -> Call:
+    """`lt.bind` of `linear_fwd` with all buffers."""
+    import lt_runtime as lt
+
+    call: Any = forward(at, "y", "z")
+    return lt.bind(call.func, *call.args, **call.keywords)
+
+
+def forward_elsewhere(at: Layer) -> Call:
+    """`linear_fwd` with all buffers, and with x at a new address in each call."""
     import lt_runtime as lt
 
     step = _ALIGNED // itemsize("bfloat16")
@@ -127,60 +137,29 @@ def linear_elsewhere(at: Layer) -> Call:
     return lambda: lt.linear_fwd(next(places), at.w, at.bias, activation="gelu", out=at.y, out_z=at.z)
 
 
-def linear_new(at: Layer) -> Call:
-    """`linear_fwd` that makes both of its results anew."""
+def both(at: Layer, *, into_buffers: bool = True) -> Call:
+    """Forward and all gradients, into the layer's buffers or into new arrays."""
     import lt_runtime as lt
 
-    return partial(lt.linear_fwd, at.x, at.w, at.bias, activation="gelu")
+    call = forward(at, "y", "z") if into_buffers else forward(at)
+    buffers = {"out_dx": at.dx, "out_dw": at.dw, "out_db": at.db} if into_buffers else {}
+
+    def forward_and_backward() -> object:
+        _, ctx = call()  # type: ignore[misc]
+        return lt.linear_bwd(at.dy, ctx, **buffers)
+
+    return forward_and_backward
 
 
-def linear_bound(at: Layer) -> Call:
-    """`lt.bind` of `linear_fwd` with all buffers."""
-    import lt_runtime as lt
-
-    return lt.bind(lt.linear_fwd, at.x, at.w, at.bias, activation="gelu", out=at.y, out_z=at.z)
-
-
-def linear_inference(at: Layer) -> Call:
-    """`linear`, which keeps nothing."""
-    import lt_runtime as lt
-
-    return partial(lt.linear, at.x, at.w, at.bias, activation="gelu", out=at.y)
-
-
-def linear_both(at: Layer) -> Call:
-    """Forward and all gradients, each into a given buffer."""
-    import lt_runtime as lt
-
-    def call() -> object:
-        _, ctx = lt.linear_fwd(at.x, at.w, at.bias, activation="gelu", out=at.y, out_z=at.z)
-        return lt.linear_bwd(at.dy, ctx, out_dx=at.dx, out_dw=at.dw, out_db=at.db)
-
-    return call
-
-
-def linear_both_new(at: Layer) -> Call:
-    """Forward and all gradients, each made anew."""
-    import lt_runtime as lt
-
-    def call() -> object:
-        _, ctx = lt.linear_fwd(at.x, at.w, at.bias, activation="gelu")
-        return lt.linear_bwd(at.dy, ctx)
-
-    return call
-
-
-def _linear_forward(m: int, n: int, k: int) -> Builders:
+def _forward(m: int, n: int, k: int) -> Builders:
     at = layer(m, n, k)
     return {
-        "lt": partial(linear_forward, at, keeps=False),
-        "lt_out_z": partial(linear_forward, at),
-        "lt_elsewhere": partial(linear_elsewhere, at),
-        "lt_new": partial(linear_new, at),
-        "lt_inference": partial(linear_inference, at),
-        "lt_bound": partial(linear_bound, at),
-        "lt_plan": _internal("linear_plan", at.x, at.w, at.bias, at.y, at.z),
-        "graph_launch": lambda: _internal("bound_launch", linear_bound(at))(),
+        "lt": partial(forward, at, "y"),
+        "lt_out_z": partial(forward, at, "y", "z"),
+        "lt_elsewhere": partial(forward_elsewhere, at),
+        "lt_new": partial(forward, at),
+        "lt_inference": partial(forward, at, "y", operation="linear"),
+        "lt_bound": partial(bound, at),
         "torch_eager": peer("torch_host", "linear_forward", at),
         "torch_eager_recording": peer("torch_host", "linear_forward", at, gradients=True),
         "torch_graph": peer("torch_host", "linear_replay", at),
@@ -188,24 +167,27 @@ def _linear_forward(m: int, n: int, k: int) -> Builders:
     }
 
 
-def _linear(m: int, n: int, k: int) -> Builders:
+def _uncaptured(m: int, n: int, k: int) -> Builders:
+    at = layer(m, n, k)
+    recording = peer("torch_host", "linear_forward", at, gradients=True)
+    return {"lt": partial(forward, at, "y", "z"), "torch_eager_recording": recording}
+
+
+def _both(m: int, n: int, k: int) -> Builders:
     at = layer(m, n, k)
     return {
-        "lt": partial(linear_both, at),
-        "lt_new": partial(linear_both_new, at),
+        "lt": partial(both, at),
+        "lt_new": partial(both, at, into_buffers=False),
         "torch_eager": peer("torch_host", "linear_both", at),
         "torch_eager_one_thread": peer("torch_host", "linear_both_one_thread", at),
     }
 
 
-# An optimizer's step, and a training step.
+# An optimizer's step, a training step, and ranges.
 
 
 def _adamw() -> Builders:
     return {"lt": partial(optimizer_step, GPT2), "torch_eager": peer("torch_host", "adamw", GPT2)}
-
-
-_BATCHES: Final = 4  # that a loop's batches go round in, as those of `lt.prefetch` do
 
 
 def _train_step() -> Builders:
@@ -215,41 +197,35 @@ def _train_step() -> Builders:
     return {
         "lt": partial(_our_train_step, dims, batches[:1]),
         "lt_elsewhere": partial(_our_train_step, dims, batches),
-        "graph_launch": lambda: _internal("step_launch", *_step_of(dims, *batches[0]))(),
         "torch_graph": peer("torch_host", "train_step", dims, *batches[0]),
     }
 
 
 def _our_train_step(dims: tuple[int, ...], batches: list[tuple[Any, Any]]) -> Call:
-    """The launch of a graph that copies the batch into its buffers; where the batch lies elsewhere, it is told so."""
-    step, *_ = _step_of(dims, *batches[0])
+    """Launches a graph that copies the batch into its buffers; a batch at another address is announced first."""
+    import lt_runtime as lt
+
+    model = lt.MLP(dims, activation="relu", dtype="bfloat16", device="cuda")
+    optimizer = lt.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    step = lt.TrainStep(model, optimizer, loss="cross_entropy", batch_size=len(batches[0][0]))
     if len(batches) == 1:
         return partial(step, *batches[0])
     turns = itertools.cycle(batches)
     return lambda: step(*next(turns))
 
 
-def _step_of(dims: tuple[int, ...], x: Any, targets: Any) -> tuple[Any, Any, Any]:
-    """A training step, and a batch for it."""
-    import lt_runtime as lt
-
-    model = lt.MLP(dims, activation="relu", dtype="bfloat16", device="cuda")
-    optimizer = lt.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    return lt.TrainStep(model, optimizer, loss="cross_entropy", batch_size=len(x)), x, targets
-
-
 def _ranges() -> Builders:
-    """A thousand ranges that nobody hears: one that is there, and one that is asked for by name each time.
+    """A thousand ranges while no profile runs: one object, or one looked up by name each time.
 
-    The peer is a context of Python's that does nothing.
+    The peer is a context manager of Python's that does nothing.
     """
     import lt_runtime as lt
 
     made, nothing = lt.range("benchmark"), contextlib.nullcontext()
 
-    def silent() -> None:
+    def entered(context: contextlib.AbstractContextManager[object]) -> None:
         for _ in itertools.repeat(None, _RANGES):
-            with made:
+            with context:
                 pass
 
     def by_name() -> None:
@@ -257,35 +233,34 @@ def _ranges() -> Builders:
             with lt.range(name):
                 pass
 
-    def null() -> None:
-        for _ in itertools.repeat(None, _RANGES):
-            with nothing:
-                pass
-
-    return {"lt": lambda: silent, "lt_by_name": lambda: by_name, "nullcontext": lambda: null}
+    calls = {"lt": partial(entered, made), "lt_by_name": by_name, "nullcontext": partial(entered, nothing)}
+    return {name: lambda call=call: call for name, call in calls.items()}
 
 
-_RANGES: Final = 1000
 _SMALL: Final = (64, 64, 64)
 _MNIST: Final = (256, 512, 784)
-_FORWARD: Final = Target(ratio={"torch_eager": 1.4, "nvmath": 3.5})
-_AUTOGRAD: Final = Target(ratio={"torch_eager": 3.0})
 _ADAMW: Final = adamw_step(GPT2_NAME, GPT2, "float32").name
 
 CASES: Final = (
     HostCase("matmul FP32 64×64×64, out=", partial(_matmul, *_SMALL), 2),
-    HostCase("linear_fwd GELU BF16 64×64×64, out=", partial(_linear_forward, *_SMALL), 4, _FORWARD),
-    HostCase("linear_fwd GELU BF16 256×512×784, out=", partial(_linear_forward, *_MNIST), 4, _FORWARD),
-    HostCase("linear_fwd + linear_bwd GELU BF16 64×64×64, eager", partial(_linear, *_SMALL), 12, _AUTOGRAD),
-    HostCase("linear_fwd + linear_bwd GELU BF16 256×512×784, eager", partial(_linear, *_MNIST), 12, _AUTOGRAD),
-    HostCase(_ADAMW, _adamw, 40, Target(ratio={"torch_eager": 20.0}), most=10),
+    HostCase("linear_fwd GELU BF16 64×64×64, out=", partial(_forward, *_SMALL), 4),
+    HostCase("linear_fwd GELU BF16 256×512×784, out=", partial(_forward, *_MNIST), 4),
+    HostCase(
+        "linear_fwd GELU BF16 256×512×784, out= out_z=, beside another thread",
+        partial(_uncaptured, *_MNIST),
+        4,
+        context=_another_thread,
+    ),
+    HostCase("linear_fwd + linear_bwd GELU BF16 64×64×64, eager", partial(_both, *_SMALL), 12),
+    HostCase("linear_fwd + linear_bwd GELU BF16 256×512×784, eager", partial(_both, *_MNIST), 12),
+    HostCase(_ADAMW, _adamw, 40, most=10),
     HostCase("a thousand ranges that nobody hears", _ranges, 1),
     HostCase("TrainStep call, mnist MLP BF16, batch 256", _train_step, 50, most=20),
 )
 
 
 def called(build: Callable[[], Call]) -> Callable[[], Call]:
-    """Builds a call and makes it once, so that one that fails is left out before it is measured."""
+    """Builds a call and makes it once, so that a call that fails is left out before it is measured."""
 
     def made() -> Call:
         call = build()
@@ -298,29 +273,15 @@ def called(build: Callable[[], Call]) -> Callable[[], Call]:
 
 def measure(case: HostCase, options: argparse.Namespace, _: Any = None) -> Row:
     """One row."""
-    builders = case.builders()  # Kept until the end: plans know only the addresses of their operands.
-    wanted = {name: each for name, each in builders.items() if not options.ours or is_public(name)}
-    calls, left_out = built({name: called(build) for name, build in wanted.items()})
-    turns = {name: HostTurn(call, case.calls, synchronize) for name, call in calls.items()}
-    timings = take_turns(turns, options.rounds)
+    builders = case.builders()  # Kept until the end, because bound calls hold only the addresses of their operands.
+    wanted = {name: each for name, each in builders.items() if not options.ours or name.startswith("lt")}
+    with case.context():
+        calls, left_out = built({name: called(build) for name, build in wanted.items()})
+        turns = {name: HostTurn(call, case.calls, synchronize) for name, call in calls.items()}
+        timings = take_turns(turns, options.rounds)
     until_done = {name: round(statistics.median(turn.until_done[WARM_UP:]), 4) for name, turn in turns.items()}
     setting = {"calls": case.calls, "rounds": options.rounds, "until_done_us": until_done}
-    return Row(case.name, timings, target=case.target, setting=setting, left_out=left_out)
-
-
-def is_public(name: str) -> bool:
-    """Whether a contender is a public call of ours."""
-    return name.startswith("lt") and name != "lt_plan"
-
-
-def print_profiles(pattern: str | None) -> None:
-    """Prints where Python spends the time of our calls."""
-    for case in CASES:
-        if matches(pattern, case.name):
-            call = case.builders()["lt"]()
-            repeat(call, case.calls)
-            print(f"{case.name}: {profile(call, case.calls, -(-_PROFILED // case.calls), synchronize)}\n")
-            release()
+    return Row(case.name, timings, setting=setting, left_out=left_out)
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:

@@ -8,34 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import cupy as cp
-from cuda.bindings import driver
 
 import lt_runtime as lt
 from benchmarks.splits import DEVICE, chain_of
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.graphs import Graph, captured_nodes
+from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.memory import MAX_TICKETS, stream_memory
 from lt_runtime.gpu.streams import private_stream
-from lt_runtime.kernels.call import Call as PlanCall
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass, Sums
 from lt_runtime.layout import packed
 from lt_runtime.plans.cache import forget
-from lt_runtime.plans.decisions import make_layer_plan, make_plan
+from lt_runtime.plans.decisions import make_layer_plan
 from lt_runtime.problem import (
     Activation,
     Compute,
     Derivative,
     DType,
     ForwardProblem,
-    MatmulProblem,
     Philox,
     Saved,
     Spec,
@@ -43,33 +38,9 @@ from lt_runtime.problem import (
 )
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.store.recording import read_recorded
 from lt_runtime.training import captured, narrow
 
 Call = Callable[[], object]
-
-# The suite `host`: what is left when a call is nothing but the driver's launch of its graph, by the bindings.
-
-
-def bound_launch(bound: Any) -> Call:
-    """The launch of a bound call's graph."""
-    return _launch(bound._graph.executable, bound._stream, bound)
-
-
-def step_launch(step: Any, x: Any, targets: Any) -> Call:
-    """The launch of a training step's graph, on the default stream."""
-    step(x, targets, stream=0)
-    return _launch(step._gpu._latest.graph.executable, 0, (step, x, targets))
-
-
-def _launch(executable: int, stream: int, held: object) -> Call:
-    graph, on = driver.CUgraphExec(executable), driver.CUstream(stream)
-
-    def call(_held: object = held) -> object:
-        return driver.cuGraphLaunch(graph, on)
-
-    return call
-
 
 # The suite `narrow`.
 
@@ -122,36 +93,6 @@ def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:
     return DropoutState(keep_threshold(dropout), Philox(**rng)) if dropout else None
 
 
-# The suite `host`: the launches of a public call, from a plan that is made beforehand.
-
-
-def matmul_plan(a: Any, b: Any, d: Any) -> Call:
-    """D = A·B in FP32."""
-    a_spec, b_spec, d_spec = (Spec(packed(*array.shape)) for array in (a, b, d))
-    problem = MatmulProblem(DType.FLOAT32, DType.FLOAT32, Compute.FLOAT32, a_spec, b_spec, d_spec)
-    plan, call = make_plan(problem, 0), PlanCall((a.data.ptr, b.data.ptr, 0, 0, 0, d.data.ptr), 0)
-    return lambda: plan.run(call)
-
-
-def linear_plan(x: Any, w: Any, bias: Any, y: Any, z: Any) -> Call:
-    """y = GELU(x · wᵀ + bias) in BF16, keeping the pre-activation z."""
-    x_spec, w_spec, y_spec = (Spec(packed(*array.shape)) for array in (x, w, y))
-    problem = ForwardProblem(
-        DType.BFLOAT16,
-        Compute.FLOAT32,
-        Activation("gelu"),
-        x_spec,
-        w_spec,
-        y_spec,
-        bias=256,
-        preactivation=y_spec,
-        backward=True,
-    )
-    plan = make_layer_plan(problem, 0)
-    call = PlanCall(tuple(int(array.data.ptr) for array in (x, w, bias, y, z)), 0)
-    return lambda: plan.run(call)
-
-
 # The suite `steps`: the graph of a TrainStep, and the plans that it follows.
 
 
@@ -177,34 +118,11 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     return launch
 
 
-def nodes_of(step: lt.TrainStep) -> dict[str, int]:
-    """The nodes of a step's graph by kind, such as "kernel", from capturing it once more."""
-    gpu = step._gpu
-    (batches,) = gpu._batches.values()
-    with activated(DEVICE), captured._memory_from(gpu._pool):
-        names = captured_nodes(
-            lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(DEVICE, "training")
-        )
-    return dict(Counter(name.lower() for name in names))
-
-
 def memory_of_step(step: lt.TrainStep) -> int:
     """Bytes of a captured step's own memory: the pool of its graphs, and the scratch space of their streams."""
     memory = stream_memory(DEVICE, private_stream(DEVICE, "training"))
     streams = [memory] if memory._branch is None else [memory, memory._branch]
     return int(step._gpu._pool.total_bytes()) + sum(each._scratch.size + each._copies.size for each in streams)
-
-
-def unmeasured(file: Path) -> int:
-    """How many of the problems recorded in a file the plan cache does not know.
-
-    There is no file where no problem was met, as by a narrow MLP whose passes are one kernel each.
-    """
-    if not file.exists():
-        return 0
-    store = plan_store(DEVICE)
-    keys = map(problem_key, read_recorded(file))
-    return sum(store.layer(key) is None and store.product(key) is None for key in keys)
 
 
 # The suite `tuning`: plans in a process that finds every problem measured.

@@ -1,7 +1,7 @@
 """The suite `layers`: blocks of two layers, forward and full backward, against others and against other strategies.
 
 Contenders are CUDA graphs of repetitions of a whole block. Their buffers rotate through more memory than the L2 cache
-holds, but for blocks so small that their data would be found there in practice: these have one buffer set.
+holds. Blocks so small that their data stays in the cache in practice have one buffer set.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks import report, timing
 from benchmarks.buffers import itemsize, normal
-from benchmarks.fastest import is_peer
+from benchmarks.kept import is_peer
 from benchmarks.peers import peer
-from benchmarks.report import Finding, Json, Row, speedups
-from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
+from benchmarks.report import Finding, Json, Row
+from benchmarks.suite import MAX_AUTOTUNE, Job, Suite, plan_cache
 from benchmarks.timing import Contender, Timing
 
 TYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -41,18 +41,17 @@ REPRESENTATIVE: Final = (
     (4096, 4096, 1024),
     (8192, 3072, 768),
 )
-"""The layers that are compared with torch.compile and JAX as well, which takes its time."""
+"""The layers that `--max-autotune` compares with torch.compile, which takes a minute for each."""
 
 FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8, "fp32": 4.5e7}  # what an H200 reaches, about
 BYTES_PER_US: Final = 4.2e6
-_REPLAY_US: Final = 400.0  # One replay takes about this long or longer: an event's resolution is half a microsecond.
+_REPLAY_US: Final = 400.0  # the least time of a replay, because an event's resolution is half a microsecond
 _MOST_REPETITIONS: Final = 48
-_LAUNCHES_US: Final = 18.0  # A dozen kernels do not take less.
+_LAUNCHES_US: Final = 18.0  # the least time of a dozen kernels
 _CACHES: Final = 3  # Rotating buffers take at least this many times the size of the L2 cache.
 _MOST_SETS: Final = 16
-_NEAR: Final = 1.25  # Candidates that are further behind by the tuner's times are not measured again.
+_NEAR: Final = 1.25  # Candidates that were slower than this multiple of the best in tuning are not measured again.
 _MOST_CANDIDATES: Final = 10
-_SUSTAINED: Final = ("lt", "torch_graph")
 _SHOWN: Final = 200  # characters of a reason
 
 Builders = dict[str, Callable[[], Contender]]
@@ -79,7 +78,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """What the row is called."""
+        """The row's name."""
         activation = {"gelu": "GELU", "relu": "ReLU"}.get(self.activation, self.activation)
         return f"{self.group} {self.rows}×{self.n}×{self.k} {self.kind.upper()} {activation}"
 
@@ -90,7 +89,7 @@ class Block:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Inputs of the first layer, then outputs of each."""
+        """Inputs of the first layer, then outputs of each layer."""
         return self.k, self.n, self.k
 
     @property
@@ -105,8 +104,8 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """All matrices that a block reads or writes: x, y and their gradients, what is between the layers, weights."""
-        inside = 3 * self.rows * self.n  # y1, what is kept beside it, and the gradient
+        """Bytes of all matrices that a block reads or writes: x, y, their gradients, hidden activations, weights."""
+        inside = 3 * self.rows * self.n  # y1, the tensor saved beside it, and the gradient
         return itemsize(self.dtype) * (4 * self.rows * self.k + inside + 4 * self.n * self.k)
 
     @property
@@ -115,18 +114,18 @@ class Block:
         return 12 * self.rows * self.n * self.k
 
     def sets(self, cache: int) -> int:
-        """How many buffer sets exceed an L2 cache of so many bytes; one for blocks whose data is in it in practice."""
+        """The number of buffer sets that exceed an L2 cache of `cache` bytes; 1 for blocks whose data stays in it."""
         wanted = -(-_CACHES * cache // self.bytes)
         return wanted if wanted <= _MOST_SETS else 1
 
     def repetitions(self, sets: int) -> int:
-        """How often a graph repeats the block, every buffer set equally often: few, so that the suite takes minutes."""
+        """How often a graph repeats the block: every buffer set equally often, and few times, to save time."""
         expected = max(self.flops / FLOPS_PER_US[self.kind], self.bytes / BYTES_PER_US, _LAUNCHES_US)
         wanted = min(math.ceil(_REPLAY_US / expected), _MOST_REPETITIONS)
         return math.ceil(wanted / sets) * sets
 
     def as_json(self) -> dict[str, Any]:
-        """What the block is, for its row."""
+        """The block as entries of its row."""
         return {"layer": list(self.layer), "type": self.kind, "activation": self.activation}
 
 
@@ -143,13 +142,13 @@ def blocks() -> list[Block]:
 
 
 def chosen_blocks(options: argparse.Namespace) -> list[Block]:
-    """The blocks that the command line asks for, but for `--only`."""
+    """The blocks of a command line, without regard to `--only`."""
     return [
         block
         for block in blocks()
         if options.dtype in (None, block.kind)
         and options.activation in (None, block.activation)
-        and (block.layer in REPRESENTATIVE or not (options.max_autotune or options.jax))
+        and (block.layer in REPRESENTATIVE or not options.max_autotune)
     ]
 
 
@@ -157,10 +156,10 @@ def chosen_blocks(options: argparse.Namespace) -> list[Block]:
 
 
 class Arrays(NamedTuple):
-    """One buffer set: the operands of both layers, and what the four passes make.
+    """One buffer set: the operands of both layers, and the results of the four passes.
 
-    `kept` is what forward of the first layer keeps beside y1 (public calls make it themselves), and dz1 the gradient
-    before its activation.
+    `kept` holds the tensor that forward of the first layer saves for backward; public calls allocate it themselves. dz1
+    is the gradient before the first layer's activation.
     """
 
     x: Any
@@ -181,16 +180,16 @@ class Arrays(NamedTuple):
 
 
 def arrays(block: Block, make: Callable[[tuple[int, ...], str], Any] = normal) -> Arrays:
-    """Random numbers, also in what is to be written."""
+    """Random numbers in operands and results."""
     m, n, k = block.layer
-    padded = -(-n // 8) * 8  # cuBLASLt wants such rows of a pre-activation that is kept; a mask needs less.
+    padded = -(-n // 8) * 8  # cuBLASLt needs such rows for a saved pre-activation; a mask needs fewer bytes.
     w1, w2 = (n, k), (k, n)
     shapes = ((m, k), w1, (n,), w2, (k,), (m, k), (m, n), (m, k), (m, padded), (m, k), w1, (n,), (m, n), w2, (k,))
     return Arrays(*(make(shape, block.dtype) for shape in shapes))
 
 
 def run_block(block: Block, at: Arrays, stream: Any = None) -> object:
-    """Forward and full backward on a stream; returns the contexts, which own what forward has kept."""
+    """Forward and full backward on a stream; returns the contexts, which own the saved tensors."""
     import lt_runtime as lt
 
     how = {"compute": block.compute, "stream": stream}
@@ -211,23 +210,23 @@ def run_block(block: Block, at: Arrays, stream: Any = None) -> object:
 
 
 def ours(block: Block, buffers: Sequence[Arrays]) -> Contender:
-    """Public calls, by whatever plans the cache holds."""
+    """Public calls, which run the plans of the plan cache."""
     return Contender(lambda i, stream: run_block(block, buffers[i], stream))
 
 
 class Tuned(NamedTuple):
-    """How long tuning took, and what the tuner said."""
+    """The duration of tuning, and the tuner's report."""
 
     seconds: float
     report: Sequence[Any]
 
     def as_json(self) -> dict[str, Any]:
-        """For the row."""
+        """Entries of the row."""
         return {"tuning_s": round(self.seconds, 3), "tuned": [_group_as_json(each) for each in self.report]}
 
 
-def tune(case: Any, effort: str = "default") -> Tuned:
-    """Measures the problems of a block or of a training step, unless the plan cache has them."""
+def tune(case: Any) -> Tuned:
+    """Measures the problems of a block or of a training step that the plan cache does not hold."""
     import lt_runtime as lt
 
     start = time.perf_counter()
@@ -238,14 +237,13 @@ def tune(case: Any, effort: str = "default") -> Tuned:
         dtype=case.dtype,
         compute=case.compute,
         input_gradient=case.input_gradient,
-        effort=effort,
         progress=False,
     )
     return Tuned(time.perf_counter() - start, made)
 
 
 def _group_as_json(group: Any) -> dict[str, Any]:
-    """What the tuner says of problems that it decided together."""
+    """The tuner's report of problems that it decided together."""
     return {
         "strategy": group.strategy,
         "before_us": round(group.before_us, 3),
@@ -257,15 +255,9 @@ def _group_as_json(group: Any) -> dict[str, Any]:
 
 
 def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes a block, in a fresh plan cache unless the options say otherwise, and lets all contenders take turns."""
+    """Tunes a block, in an empty plan cache unless `--keep-plans` is given, and lets all contenders take turns."""
     sets = block.sets(timing.cache_size())
     count = block.repetitions(sets)
-    sustained: dict[str, Any] = {}
-
-    def run_long(name: str, replay: timing.Replay, took: Timing) -> None:
-        if name in _SUSTAINED and took.median >= timing.LONG_US:
-            sustained[name] = timing.sustained(partial(timing.repeat, replay), took.median, stream, count)
-
     with plan_cache(keep=options.keep_plans):
         tuned = tune(block)
         buffers = [arrays(block) for _ in range(sets)]
@@ -275,18 +267,16 @@ def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row
         if not options.ours:
             others, candidates, facts = _others(block, buffers)
             builders |= others | candidates | _peers(block, buffers, options)
-        timings, left_out = timing.measure(builders, sets, count, options.rounds, stream, run_long)
-    setting = block.as_json() | {"when": report.now()}
-    setting |= {"buffer_sets": sets, "repetitions": count, "rounds": options.rounds} | tuned.as_json()
+        timings, left_out = timing.measure(builders, sets, count, options.rounds, stream)
+    setting = block.as_json() | {"buffer_sets": sets, "repetitions": count, "rounds": options.rounds} | tuned.as_json()
     setting |= facts
     setting |= no_loss(timings, candidates) if candidates else {}
-    setting |= {"sustained": sustained} if sustained else {}
     timings = {name: each for name, each in timings.items() if name not in candidates}
     return Row(block.name, timings, setting=setting, left_out=left_out)
 
 
 def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders, dict[str, Any]]:
-    """Our passes split in other ways; the candidates that could have been chosen; and facts about both."""
+    """The block split in other ways, the tuner's other candidates, and facts about both."""
     from benchmarks import splits
 
     addresses = [Arrays(*(array.data.ptr for array in each)) for each in buffers]
@@ -314,50 +304,25 @@ def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace)
     made: Builders = {"torch_graph": peer("torch_layers", "eager", block, buffers)}
     if options.max_autotune:
         made[MAX_AUTOTUNE] = peer("torch_layers", "compiled", block, buffers, options.compile_seconds)
-    if options.jax:
-        made[JAX] = peer("jax", "block", block, buffers)
     return made
 
 
 # The figures over all rows.
 
-_TORCH: Final = {"bf16": 1.15, "tf32": 1.10}
-_COLUMNS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE, JAX)
+_OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE)
 
 
 def no_loss(timings: Mapping[str, Timing], candidates: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The candidates' times, and the chosen plan's as a multiple of the best of all that are ours."""
+    """The candidates' times, and the chosen plan's time as a multiple of the best of all our times."""
     medians = {name: each.median for name, each in timings.items() if not is_peer(name)}
     loss = {"chosen_vs_best": round(medians["lt"] / min(medians.values()), 4)} if "lt" in medians else {}
     return loss | {"candidates": {name: round(medians[name], 4) for name in candidates if name in medians}}
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """All that the suite has to show."""
-    fused = speedups(rows, "lt_fused_top1")
+    """Every contender against the tuned plan, and the tuned plan against the best candidate."""
     of_best = {row["case"]: row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row}
-    made = [
-        report.share("within 3 % of the best candidate", of_best, lambda loss: loss <= 1.03, 0.95),
-        report.share("within 8 % of the best candidate", of_best, lambda loss: loss <= 1.08, 1.0),
-        report.mean("lt_fused_top1 / lt", fused, 1.3),
-        report.worst("lt_fused_top1 / lt", fused, 0.98),
-    ]
-    for kind, target in _TORCH.items():
-        torch = speedups((row for row in rows if row.get("type") == kind), "torch_graph")
-        made.append(report.mean(f"torch_graph / lt, {kind.upper()}", torch, target))
-        made.append(report.worst(f"torch_graph / lt, {kind.upper()}", torch, 0.97))
-    made.append(report.mean(f"{MAX_AUTOTUNE} / lt", speedups(rows, MAX_AUTOTUNE), 1.08))
-    made.append(report.worst(f"{JAX} / lt", speedups(rows, JAX)))
-    made.append(report.mean("lt / lt_priors", speedups(rows, "lt", "lt_priors"), 0.90))
-    return made
-
-
-def lines(rows: Sequence[Json]) -> report.Table:
-    more = {
-        "÷ best": lambda row: f"{row['chosen_vs_best']:.3f}" if "chosen_vs_best" in row else "",
-        "tuned in": lambda row: f"{row['tuning_s']:.2f} s",
-    }
-    return report.compact_table(rows, _COLUMNS, more)
+    return [report.worst("lt / best candidate", of_best, at_most=True), *report.against_ours(rows, _OTHERS)]
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
@@ -365,6 +330,4 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
 
 
 _NAMES: Final = [block.name for block in blocks()]
-SUITE: Final = Suite(
-    rounds=9, order=_NAMES, jobs=_jobs, findings=findings, lines=lines, optional={MAX_AUTOTUNE: _NAMES, JAX: _NAMES}
-)
+SUITE: Final = Suite(rounds=9, order=_NAMES, jobs=_jobs, findings=findings)

@@ -1,7 +1,7 @@
-"""The suite `narrow`: training steps of narrow MLPs, tuned, in one kernel a pass, layer by layer, PyTorch's and JAX's.
+"""The suite `narrow`: training steps of narrow MLPs: tuned, one kernel a pass, layer by layer, by PyTorch and by JAX.
 
-Each step is one CUDA graph, and is measured as in the suite `steps`. Beside it stand two least times of a step: of the
-bytes that a step in one kernel moves, at the bandwidth of the best copy kernel in the same run, and of its products, at
+Each step is one CUDA graph, measured as in the suite `steps`. A row also has two floors of the step's time: moving the
+bytes of a step in one kernel at the bandwidth of the fastest copy kernel in the same run, and computing its products at
 the tensor cores' nominal peak.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from benchmarks import report
 from benchmarks.buffers import itemsize
 from benchmarks.copies import Ceiling, measure_copies
 from benchmarks.peers import peer
-from benchmarks.report import Finding, Json, Row, speedups
+from benchmarks.report import Finding, Json, Row
 from benchmarks.steps import MODES, Setup, StepCase, StepContender, contender, graph_turn, tune
 from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
 from benchmarks.timing import Timing, built, take_turns
@@ -27,16 +27,15 @@ _INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 128: (128, 
 _FUSED: Final = "lt_one_kernel"
 _LAYERS: Final = "lt_layers"
 _TORCH: Final = "torch_graph_bf16"
-_NAMED: Final = "64x3 2^18"
-_PARAMETER_BYTES: Final = 28  # BF16, FP32 master and two FP32 moments, each read and written; gradients stay inside
+_PARAMETER_BYTES: Final = 28  # BF16, FP32 master and two FP32 moments, each read and written; no gradients
 _PEAK_TFLOPS: Final = {"NVIDIA H200": 989.4}
-"""Data sheets state this peak of dense BF16 products. It is that of 1.83 GHz; small steps run at up to 1.98 GHz."""
+"""The peak of dense BF16 products in the data sheet, at 1.83 GHz; small steps run at up to 1.98 GHz."""
 
 
 def _case(width: int, hidden: int, power: int) -> StepCase:
     inputs, outputs = _INPUTS_AND_OUTPUTS[width]
     name, dims = f"{width}x{hidden} 2^{power}", (inputs, *[width] * hidden, outputs)
-    return StepCase(name, "bf16", 1 << power, dims, "relu", "mse", 1.0)
+    return StepCase(name, "bf16", 1 << power, dims, "relu", "mse")
 
 
 CASES: Final = tuple(
@@ -54,7 +53,7 @@ CASES: Final = tuple(
 
 
 def least_bytes(case: StepCase) -> int:
-    """The fewest that a step in one kernel moves: inputs and targets are read, and parameters with all that is theirs.
+    """The fewest bytes that a step in one kernel moves: inputs, targets, parameters, masters and moments.
 
     Every case has BF16 parameters with FP32 masters, and targets of the shape and type of its outputs.
     """
@@ -63,11 +62,7 @@ def least_bytes(case: StepCase) -> int:
 
 
 def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    """Measures a step, and how near it comes to its least times.
-
-    Args:
-        copies: measures the best copy kernel, or knows it already.
-    """
+    """Measures a step; `copies` measures the fastest copy, or returns it if it was measured before."""
     copy_gb_s = copies(stream).gb_s
     timings, setting, left_out = _times(case, options, stream)
     return Row(
@@ -75,7 +70,7 @@ def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any],
         timings,
         bytes=least_bytes(case),
         copy_gb_s=copy_gb_s,
-        flops=case.flops,  # of the MLP's own widths: what a kernel pads them to is no work that was asked for
+        flops=case.flops,  # of the MLP's own widths, not of the widths to which a kernel pads them
         peak_tflops=_PEAK_TFLOPS.get(report.machine()["gpu"]),
         setting={**setting, "copy_gb_s": round(copy_gb_s, 1)},
         left_out=left_out,
@@ -85,11 +80,7 @@ def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any],
 def _times(
     case: StepCase, options: argparse.Namespace, stream: Any
 ) -> tuple[dict[str, Timing], dict[str, Any], dict[str, str]]:
-    """Tunes a step, and lets it, both of its ways, and PyTorch's take turns.
-
-    Returns:
-        Their times, facts for the record, and why some were left out.
-    """
+    """Times of the tuned step, of both ways to run it and of its peers; facts for the row; contenders left out."""
     from benchmarks.internals import one_kernel_a_pass
 
     setup = Setup(case, stream)
@@ -103,14 +94,13 @@ def _times(
         contenders |= theirs
         turns = {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}
         timings = take_turns(turns, options.rounds)
-    setting = case.as_json() | {"when": report.now(), "rounds": options.rounds, "replays": case.replays} | tuned
-    setting |= {"nodes": {name: each.nodes for name, each in contenders.items()}}
+    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays} | tuned
     setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
     return timings, setting, left_out
 
 
 def _peers(setup: Setup, options: argparse.Namespace) -> dict[str, Callable[[], StepContender]]:
-    """PyTorch's own kernels, and what is asked for besides."""
+    """Functions that build the peers: PyTorch's kernels, and those that options add."""
     made = {_TORCH: peer("torch_steps", "contender", setup, "bf16")}
     if options.max_autotune:
         mode = MODES[MAX_AUTOTUNE]
@@ -121,31 +111,14 @@ def _peers(setup: Setup, options: argparse.Namespace) -> dict[str, Callable[[], 
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """All that the suite has to show."""
-    return [*_ratios(rows), Finding(f"µs of a step of {_NAMED}", *_microseconds(rows), at_most=True)]
-
-
-def _ratios(rows: Sequence[Json]) -> Iterator[Finding]:
-    for name in (_FUSED, _LAYERS, _TORCH, MAX_AUTOTUNE, JAX):
-        found = speedups(rows, name)
-        worst = min(found, key=found.__getitem__, default=None)
-        value = None if worst is None else found[worst]
-        yield Finding(f"{name} / lt, least", value, 0.97, len(found), worst)
-
-
-def _microseconds(rows: Sequence[Json]) -> tuple[float | None, float, int]:
-    """At most what a JAX step takes on an H200, divided by 2.5."""
-    found = [row["us"]["lt"] for row in rows if row["case"].startswith(_NAMED) and "lt" in row.get("us", {})]
-    return (found[0] if found else None), 131.0, len(found)
+    """Every contender against the tuned step."""
+    return report.against_ours(rows, (_FUSED, _LAYERS, _TORCH, MAX_AUTOTUNE, JAX))
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    """The copies are measured once in a run, by its first row."""
-    copies = functools.cache(measure_copies)
+    copies = functools.cache(measure_copies)  # The first row of a run measures the copies.
     return {case.name: partial(measure, case, options, copies) for case in CASES}
 
 
 _NAMES: Final = [case.name for case in CASES]
-SUITE: Final = Suite(
-    rounds=9, order=_NAMES, jobs=_jobs, findings=findings, optional={MAX_AUTOTUNE: _NAMES, JAX: _NAMES}
-)
+SUITE: Final = Suite(rounds=9, order=_NAMES, jobs=_jobs, findings=findings)

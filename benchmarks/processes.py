@@ -1,7 +1,7 @@
-"""What a process of its own does for the suites `cold` and `tuning`: `python -m benchmarks.processes TASK`.
+"""The processes that the suites `cold` and `tuning` start: `python -m benchmarks.processes TASK`.
 
-The tasks are import, linear, step, trained MODEL, and plans BLOCK... Each prints a line of JSON. What is imported at
-the top is imported before the clock starts, so it is as little as possible.
+The tasks are import, linear, step, trained MODEL, and plans BLOCK... Each prints a line of JSON. The modules imported
+at the top are imported before the clock starts, so they are few.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODELS: Final[Mapping[str, tuple[int, tuple[int, ...]]]] = {
     "mnist MLP BF16, batch 256": (_M, (784, 512, 512, 10)),
     "gpt2-mlp-x2 BF16": (8192, (768, 3072, 768, 3072, 768)),
 }
-"""Rows of a batch, and columns, of BF16 models with ReLU."""
+"""Rows of a batch and layer sizes of BF16 models with ReLU."""
 _STEPS: Final = 500
 
 
@@ -36,7 +36,7 @@ class Stages:
 
 
 def import_(stages: Stages) -> None:
-    """The package, and then everything that its names stand for."""
+    """Imports the package, and then looks up every public name, which imports its module."""
     import lt_runtime as lt
 
     stages.mark("import")
@@ -46,7 +46,7 @@ def import_(stages: Stages) -> None:
 
 
 def linear(stages: Stages) -> None:
-    """A layer forward, twice."""
+    """Runs a layer forward, twice."""
     cp, lt, to_gpu = _libraries(stages)
     x, w, bias, y = (to_gpu(shape) for shape in ((_M, _K), (_N, _K), (_N,), (_M, _N)))
     _done(cp, stages, "operands")
@@ -56,12 +56,12 @@ def linear(stages: Stages) -> None:
 
 
 def step(stages: Stages) -> None:
-    """A model's training step, twice: the first makes the plans, compiles the kernels and captures the graph."""
+    """Makes two training steps; the first makes the plans, compiles the kernels and captures the graph."""
     _first_steps(stages, next(iter(MODELS)))
 
 
 def trained(stages: Stages, model: str) -> None:
-    """The same of a model by its name, and then many steps; `step` is a step's part of them."""
+    """Makes two training steps of the named model, and then many; stage `step` is the time of one of these."""
     cp, train = _first_steps(stages, model)
     for _ in range(_STEPS):
         train()
@@ -70,7 +70,7 @@ def trained(stages: Stages, model: str) -> None:
 
 
 def _first_steps(stages: Stages, name: str) -> tuple[Any, Callable[[], object]]:
-    """CuPy, and a training step on the same batch each time."""
+    """Makes two training steps; returns CuPy and a function that makes one more on the same batch."""
     cp, lt, to_gpu = _libraries(stages)
     rows, dims = MODELS[name]
     model = lt.MLP(dims, activation="relu", dtype="bfloat16", device="cuda")
@@ -108,7 +108,7 @@ def loads_driver() -> bool:
 
 
 def plans(names: Sequence[str]) -> dict[str, Any]:
-    """Builds the plans of blocks by their names, with every problem measured before; see `internals.SecondProcess`."""
+    """Builds the plans of the named blocks, whose problems have been measured; see `internals.SecondProcess`."""
     from benchmarks.internals import SecondProcess
     from benchmarks.layers import blocks
 
@@ -128,7 +128,7 @@ TASKS: Final[Mapping[str, Callable[..., None]]] = {
 
 
 def main(task: str, names: Sequence[str]) -> None:
-    """Does one task and prints its times."""
+    """Runs one task and prints its times."""
     if task == "plans":
         found = plans(names)
     else:

@@ -1,15 +1,12 @@
-"""How times are taken: contenders take turns within one run, and each figure is a median with its spread."""
+"""Takes times: contenders take turns within one run, and each figure is a median with its spread."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import cProfile
 import gc
-import io
 import itertools
 import math
-import pstats
 import statistics
 import sys
 import time
@@ -17,25 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from benchmarks import clocks
-
 WARM_UP: Final = 2
 """Rounds that run before those that count."""
-LONG_US: Final = 1000.0
-"""What takes so long is measured in a long run as well: such work is bound by the power that the GPU may draw."""
 
-_REPLAY_US: Final = 2000.0  # One replay takes at least this long, because an event's resolution is half a microsecond.
+_REPLAY_US: Final = 2000.0  # the least time of a replay, because an event's resolution is half a microsecond
 _MAX_REPETITIONS: Final = 200  # of a task in one graph
 _BYTES_PER_US: Final = 4.8e6  # The bandwidth in the datasheet of an H200, which no kernel exceeds.
-_LAUNCH_US: Final = 1.5  # No kernel in a graph takes less than this.
+_LAUNCH_US: Final = 1.5  # the least time of a kernel in a graph
 _CACHES: Final = 4  # Rotating buffers take at least this many times the size of the L2 cache.
-_SUSTAINED_US: Final = 2e6
 _BY_HOST_US: Final = 10_000.0  # The shorter part of a turn by the wall clock takes at least about this long.
-_PROFILE_LINES: Final = 25
 
 Call = Callable[[], object]
 Turn = Callable[[], float]
-"""Runs a contender once and returns the microseconds that count."""
+"""Runs a contender once and returns its microseconds."""
 
 
 class Timing(NamedTuple):
@@ -56,7 +47,7 @@ def summarise(samples: Sequence[float]) -> Timing:
 def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, Timing]:
     """Gives every contender one turn in each round; every other round goes through the contenders backwards.
 
-    So a machine that grows warmer or slower does so for all contenders, and none always follows the same other one.
+    So a machine that grows warmer or slower does so for all contenders, and no contender always follows the same one.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(-WARM_UP, rounds):
@@ -68,7 +59,7 @@ def take_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, Timing]:
 
 
 def buffer_sets(size: int, cache: int) -> int:
-    """How many buffer sets of `size` bytes a task has to rotate through so that it finds none in the L2 cache."""
+    """The number of buffer sets of `size` bytes through which a task must rotate to find none in the L2 cache."""
     return min(max(2, math.ceil(_CACHES * cache / size)), _MAX_REPETITIONS)
 
 
@@ -80,7 +71,7 @@ def repetitions(size: int, sets: int) -> int:
 
 
 def built(builders: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the builders return, by name; and for each builder that fails the reason."""
+    """The builders' results by name, and the reason for each builder that fails."""
     made, left_out = {}, {}
     for name, build in builders.items():
         try:
@@ -99,11 +90,11 @@ def reason(error: Exception) -> str:
 
 
 class HostTurn:
-    """A contender's turn: so many calls in a row, begun when the GPU is idle, without garbage collection.
+    """A contender's turn: a number of calls in a row, begun when the GPU is idle, without garbage collection.
 
     Attributes:
         until_done: for each turn, microseconds a call until the GPU has finished as well. If it is far above the host's
-            own time, then the GPU was the slower of the two, and the driver's queue held the calls that were left.
+            own time, the GPU was the slower of the two, and the driver's queue held the remaining calls.
     """
 
     def __init__(self, call: Call, calls: int, synchronize: Call) -> None:
@@ -140,22 +131,6 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def profile(call: Call, calls: int, turns: int, synchronize: Call) -> str:
-    """The Python functions that take most time in so many turns of so many calls.
-
-    The profiler slows every Python call down. Its shares are a guide, and its times are not those of an unprofiled run.
-    """
-    profiler = cProfile.Profile()
-    for _ in range(turns):
-        synchronize()
-        profiler.enable()
-        repeat(call, calls)
-        profiler.disable()
-    text = io.StringIO()
-    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(_PROFILE_LINES)
-    return f"{turns * calls} calls\n{text.getvalue().strip()}"
-
-
 # GPU time: CUDA graphs that repeat a task, between two events.
 
 Run = Callable[[int, int], object]
@@ -164,10 +139,10 @@ Replay = Callable[[], object]
 
 
 def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
-    """A graph of what `run` launches on a CuPy stream.
+    """Captures the launches of `run` on a CuPy stream into a graph.
 
-    What `run` returns is kept until the same buffer set comes round again, so that the results of consecutive
-    repetitions lie in different memory, and is never freed while the graph is in use.
+    The results of `run` are kept until the same buffer set is used again, so that the results of consecutive
+    repetitions lie in different memory. The last results of each set live as long as the graph.
     """
     kept: collections.deque[object] = collections.deque(maxlen=sets)
     with stream:
@@ -190,7 +165,7 @@ def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
 
 
 def warm_up(run: Run, sets: int, stream: Any) -> None:
-    """Runs the task once on each buffer set, so that compiling, planning and allocating are done before a capture."""
+    """Runs the task once on each buffer set, so that compiling, planning and allocating precede the capture."""
     synchronize()  # Any stream may have filled the buffers.
     for i in range(sets):
         run(i, stream.ptr)
@@ -200,8 +175,8 @@ def warm_up(run: Run, sets: int, stream: Any) -> None:
 def timed(replay: Replay, repetitions: int, stream: Any, lead: Replay | None = None) -> Turn:
     """A turn that takes the GPU's microseconds for each of the repetitions in a replay.
 
-    A first replay (or `lead`, if that is given) keeps the GPU busy until the host has queued the timed one, and fills
-    the caches with what the contender itself leaves there.
+    A first, untimed replay (or `lead`, if given) keeps the GPU busy until the host has queued the timed one, and leaves
+    the caches as this contender leaves them.
     """
     import cupy as cp
 
@@ -219,13 +194,13 @@ def timed(replay: Replay, repetitions: int, stream: Any, lead: Replay | None = N
 
 
 def timed_by_host(replay: Replay, repetitions: int, wait: Callable[[Any], object]) -> Turn:
-    """A turn by the wall clock, for a library that launches on streams of its own, which no event of ours reaches.
+    """A turn by the wall clock, for a library that launches on streams of its own, where our events cannot be recorded.
 
-    It takes by how much twice as many replays take longer. What the host does before the first kernel and after the
-    last is in both times, and what it does in between it does while the GPU is busy: the difference is the GPU's time.
+    The turn takes the difference between the times of 2 n and of n replays. The host's work before the first kernel and
+    after the last is in both times, and its other work runs while the GPU is busy: the difference is the GPU's time.
 
     Args:
-        replay: queues the repetitions; what it returns tells `wait` what to wait for.
+        replay: queues the repetitions; its result is given to `wait`.
     """
 
     def elapsed(count: int) -> float:
@@ -246,31 +221,15 @@ def timed_by_host(replay: Replay, repetitions: int, wait: Callable[[Any], object
 
 
 class Contender(NamedTuple):
-    """How a contender does the task, how that is captured, and how the captured is timed."""
+    """The task of a contender, the function that captures it, and the function that times the capture."""
 
     run: Run
     capture: Callable[[Run, int, int, Any], Replay] = capture
     timed: Callable[[Replay, int, Any], Turn] = timed
 
 
-def sustained(queue: Callable[[int], object], us: float, stream: Any, repetitions: int = 1) -> dict[str, float]:
-    """Microseconds of a repetition over two seconds without a pause, and the GPU's clock, power and temperature.
-
-    In a turn the GPU is cooler, and may draw more power for a moment than it can keep up.
-
-    Args:
-        queue: puts so many replays on the stream.
-        us: what a repetition takes in a turn.
-        repetitions: in a replay.
-    """
-    count = math.ceil(_SUSTAINED_US / (us * repetitions))
-    turn = timed(partial(queue, count), count * repetitions, stream, partial(queue, 1))
-    long, state = clocks.during(turn, 0.5e-6 * _SUSTAINED_US)
-    return {"us": round(long, 4), **state}
-
-
 class Measured(NamedTuple):
-    """Times by contender, and for each contender without a time the reason."""
+    """Times by contender, and the reason for each contender without a time."""
 
     timings: dict[str, Timing]
     left_out: dict[str, str]
@@ -282,29 +241,24 @@ def measure(
     repetitions: int,
     rounds: int,
     stream: Any,
-    then: Callable[[str, Replay, Timing], None] | None = None,
 ) -> Measured:
     """Captures every contender and lets the contenders take turns; those that fail are left out with their reason.
 
     Args:
-        sets: number of buffer sets that the repetitions rotate through.
-        repetitions: of the task in one graph.
+        sets: the number of buffer sets through which the repetitions rotate.
+        repetitions: how often one graph repeats the task.
         stream: a CuPy stream that can be captured, on which everything runs.
-        then: is given each contender's name, replay and time when all have been measured.
     """
 
     def turn(name: str, build: Callable[[], Contender]) -> Turn:
         contender = build()
         replay = contender.capture(contender.run, repetitions, sets, stream)
-        kept[name] = contender, replay
+        kept.append(contender)
         return contender.timed(replay, repetitions, stream)
 
-    kept: dict[str, tuple[Contender, Replay]] = {}  # their graphs read what they hold
+    kept: list[Contender] = []  # They hold the memory that their graphs read.
     turns, left_out = built({name: partial(turn, name, build) for name, build in builders.items()})
-    timings = take_turns(turns, rounds)
-    for name, each in timings.items() if then else ():
-        then(name, kept[name][1], each)
-    return Measured(timings, left_out)
+    return Measured(take_turns(turns, rounds), left_out)
 
 
 def has_gpu() -> bool:
@@ -325,7 +279,7 @@ def cache_size() -> int:
 
 
 def synchronize() -> None:
-    """Waits for all work on the GPU, whichever library it is from."""
+    """Waits for all work on the GPU, of every library."""
     import cupy as cp
 
     cp.cuda.Device().synchronize()

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from benchmarks import layers, report
+from benchmarks import report
 from benchmarks.layers import Block, measure_block
 from benchmarks.report import Finding, Json, Row, speedups
 from benchmarks.suite import MAX_AUTOTUNE, Job, Suite
@@ -123,6 +123,4 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
 
 
 _NAMES: Final = [block.name for block in blocks()]
-SUITE: Final = Suite(
-    rounds=5, order=_NAMES, jobs=_jobs, findings=findings, lines=layers.lines, optional={MAX_AUTOTUNE: _NAMES}
-)
+SUITE: Final = Suite(rounds=5, order=_NAMES, jobs=_jobs, findings=findings)

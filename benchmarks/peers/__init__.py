@@ -1,4 +1,4 @@
-"""The other libraries that do the same work: PyTorch, JAX and nvmath-python. Each module imports its library."""
+"""Contenders of other libraries: PyTorch, JAX and nvmath-python. Each module imports its library."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def peer(module: str, name: str, *arguments: Any, **options: Any) -> Callable[[], Any]:
-    """A function that builds a contender of `benchmarks.peers.MODULE`, and imports that module only then.
+    """A function that imports `benchmarks.peers.MODULE` and builds one of its contenders.
 
-    So a library that is not installed leaves its own contenders out, and nothing else.
+    A library that is not installed leaves out only its own contenders.
     """
     return lambda: getattr(import_module(f"benchmarks.peers.{module}"), name)(*arguments, **options)

@@ -1,7 +1,7 @@
-"""JAX's contenders in the suites `layers`, `steps` and `narrow`: compiled loops of blocks and of training steps.
+"""JAX's contender in the suites `steps` and `narrow`: a compiled loop of training steps.
 
-JAX launches on streams of its own, so its turns are by the wall clock, see `timed_by_host`. A loop of many repetitions
-is one call: what the host does for a call is measured only where a contender's name says so.
+JAX launches on streams of its own, so its turns are by the wall clock, see `timed_by_host`. A loop of many steps is one
+call, so the host's work for a call is measured only where a contender has `_call` in its name.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # The others need memory as well.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves memory for the other contenders
 
 import cupy as cp
 import jax
 import jax.numpy as jnp
 
-from benchmarks.layers import Arrays, Block
 from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepContender
-from benchmarks.timing import Contender, Replay, Run, timed_by_host
+from benchmarks.timing import timed_by_host
 
 _BETAS: Final = (0.9, 0.999)
 _EPSILON: Final = 1e-8
@@ -36,7 +35,7 @@ def _check_gpu() -> None:
 
 
 def _array(values: Any) -> jax.Array:
-    """A copy of an array on the GPU by way of the host, which knows every type."""
+    """A copy of a GPU array, made through the host, where every type can be converted."""
     return jnp.asarray(cp.asnumpy(values))
 
 
@@ -45,62 +44,10 @@ def _linear(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.matmul(x, w.T, precision="tensorfloat32" if x.dtype == jnp.float32 else None) + bias
 
 
-# The suite `layers`.
-
-
-def block(case: Block, buffers: list[Arrays]) -> Contender:
-    """Forward and all gradients, in a loop in which y2 is the next block's x, and dx its dy.
-
-    So no block can be left out or taken out of the loop. The weights are scaled so that numbers keep their size.
-    """
-    _check_gpu()
-    scales = (case.k**-0.5, 1.0, (2 / case.n) ** 0.5, 1.0)
-    weights = [
-        tuple(_array(each) * scale for each, scale in zip((at.w1, at.b1, at.w2, at.b2), scales, strict=True))
-        for at in buffers
-    ]
-    x, dy, held = _array(buffers[0].x), _array(buffers[0].dy), [jax.tree.map(jnp.zeros_like, weights)]
-
-    def capture(_run: Run, repetitions: int, sets: int, _stream: Any) -> Replay:
-        def replay() -> object:
-            done = blocks(weights, x, dy, held[0], repetitions // sets, case.activation)
-            held[0] = done[-1]
-            return done
-
-        return replay
-
-    return Contender(lambda *_: None, capture, _timed)
-
-
-def _timed(replay: Replay, repetitions: int, _stream: Any) -> Callable[[], float]:
-    return timed_by_host(replay, repetitions, jax.block_until_ready)
-
-
-@functools.partial(jax.jit, static_argnames=("count", "activation"), donate_argnames="gradients")
-def blocks(weights: Any, x: jax.Array, dy: jax.Array, gradients: Any, count: int, activation: str) -> Any:
-    """Runs `count` blocks with each set of weights; returns the last y2 and dx, and the last gradients of each set."""
-
-    def forward(x: jax.Array, w1: jax.Array, b1: jax.Array, w2: jax.Array, b2: jax.Array) -> jax.Array:
-        return _linear(_ACTIVATIONS[activation](_linear(x, w1, b1)), w2, b2)
-
-    def every_set(_: Any, carried: Any) -> Any:
-        (x, dy, _), made = carried, []
-        for each in weights:
-            x, pull = jax.vjp(forward, x, *each)
-            dy, *of_weights = pull(dy)
-            made.append(tuple(of_weights))
-        return x, dy, made
-
-    return jax.lax.fori_loop(0, count, every_set, (x, dy, gradients))
-
-
-# The suites `steps` and `narrow`.
-
-
 def step(setup: Setup) -> StepContender:
-    """Steps whose parameters, moments and number are donated; in BF16 parameters and moments are BF16.
+    """Steps whose parameters, moments and step number are donated; in BF16 parameters and moments are BF16.
 
-    A loop runs on one batch. Steps that are called take the batches in turn.
+    Each loop runs on one batch; called steps take the batches in turn.
     """
     _check_gpu()
     case, count = setup.case, setup.case.replays
@@ -134,11 +81,11 @@ def step(setup: Setup) -> StepContender:
 
     memory = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
     turn = timed_by_host(replay, count, jax.block_until_ready)
-    return StepContender(replays, calls, first_loss, {}, memory - sizes.alias_size_in_bytes, turn)
+    return StepContender(replays, calls, first_loss, memory - sizes.alias_size_in_bytes, turn)
 
 
 def trained(state: Any, x: jax.Array, target: jax.Array, *, activation: str, loss: str) -> Any:
-    """Parameters, moments, number of steps and loss after a step of AdamW, whose arithmetic is FP32."""
+    """One step of AdamW in FP32 arithmetic: the new parameters, moments, step number and loss."""
     parameters, moments, number, _ = state
     value, gradients = jax.value_and_grad(cost)(parameters, x, target, activation, loss)
     number = number + 1
@@ -150,7 +97,7 @@ def trained(state: Any, x: jax.Array, target: jax.Array, *, activation: str, los
 
 
 def cost(parameters: list[jax.Array], x: jax.Array, target: jax.Array, activation: str, loss: str) -> jax.Array:
-    """Forward and loss."""
+    """The loss of the model's outputs."""
     layers = list(zip(parameters[::2], parameters[1::2], strict=True))
     for w, bias in layers[:-1]:
         x = _ACTIVATIONS[activation](_linear(x, w, bias))
@@ -163,7 +110,7 @@ def cost(parameters: list[jax.Array], x: jax.Array, target: jax.Array, activatio
 def _adamw(
     parameter: jax.Array, gradient: jax.Array, mean: jax.Array, square: jax.Array, number: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The parameter and its moments after an update, each in the type in which it is kept."""
+    """The parameter and its moments after an update, rounded to the types of the arguments."""
     (first, second), kept = _BETAS, parameter.dtype
     value, slope, mean, square = (each.astype(jnp.float32) for each in (parameter, gradient, mean, square))
     mean = first * mean + (1 - first) * slope

@@ -1,4 +1,4 @@
-"""nvmath-python's contenders in the suite `host`, planned beforehand. They allocate their results."""
+"""nvmath-python's contenders in the suite `host`. They are planned beforehand, and allocate their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def matmul(a: Any, b: Any, _: Any) -> Call:
 
 
 def linear_forward(at: Layer) -> Call:
-    """yᵀ = GELU(w · xᵀ + bias), because its bias runs along rows; on PyTorch's tensors, because CuPy has no BF16."""
+    """yᵀ = GELU(w · xᵀ + bias), because nvmath's bias runs along rows; on PyTorch tensors, because CuPy has no BF16."""
     from benchmarks.peers.torch_kernels import tensor
 
     x, w, bias = (tensor(each) for each in (at.x, at.w, at.bias))

@@ -1,4 +1,4 @@
-"""PyTorch's contenders in the suite `host`: each function returns a call."""
+"""PyTorch's contenders in the suite `host`; each function returns a call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.timing import Call
 
 
 def matmul(a: Any, b: Any, d: Any) -> Call:
-    """Into a given buffer."""
+    """torch.matmul into a given buffer."""
     x, y, out = tensor(a), tensor(b), tensor(d)
     return lambda: torch.matmul(x, y, out=out)
 
 
 def matmul_linear(a: Any, b: Any, _: Any) -> Call:
-    """The same product by F.linear, which allocates its result."""
+    """The product by F.linear, which allocates its result."""
     x, w = tensor(a), tensor(b).T
     return lambda: functional.linear(x, w)
 
@@ -49,7 +49,7 @@ def linear_replay(at: Layer) -> Call:
 
     graph = _captured(forward)
 
-    def call(_held: object = (operands, kept)) -> None:  # The graph holds only their addresses.
+    def call(_held: object = (operands, kept)) -> None:  # The graph holds only the addresses of these tensors.
         graph.replay()
 
     return call
@@ -62,7 +62,7 @@ def linear_both(at: Layer) -> Call:
 
 
 def linear_both_one_thread(at: Layer) -> Call:
-    """The same, with backward in the calling thread."""
+    """Forward, and all gradients by autograd in the calling thread."""
     call = linear_both(at)
 
     def in_one_thread() -> object:
@@ -73,7 +73,7 @@ def linear_both_one_thread(at: Layer) -> Call:
 
 
 def adamw(shapes: Shapes) -> Call:
-    """The fused optimizer, in the form that can be captured."""
+    """The fused optimizer with `capturable=True`."""
     run = torch_kernels.adamw(shapes).run
     return lambda: run(0, 0)
 
@@ -92,7 +92,7 @@ def train_step(dims: tuple[int, ...], x: Any, targets: Any) -> Call:
 
     graph = _captured(step)
 
-    def call(_held: object = (model, optimizer)) -> None:  # The graph holds only their addresses.
+    def call(_held: object = (model, optimizer)) -> None:  # The graph holds only the addresses of their tensors.
         static_inputs.copy_(inputs)
         static_wanted.copy_(wanted)
         graph.replay()
@@ -108,7 +108,7 @@ def _model(dims: tuple[int, ...]) -> torch.nn.Module:
 
 
 def _captured(step: Call) -> torch.cuda.CUDAGraph:
-    """A graph of a whole step, warmed up and captured as PyTorch's documentation says."""
+    """A graph of `step`, warmed up and captured as PyTorch's documentation says."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

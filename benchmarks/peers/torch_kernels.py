@@ -1,4 +1,4 @@
-"""PyTorch's contenders in the suite `kernels`, and what its contenders in all suites share."""
+"""PyTorch's contenders in the suite `kernels`; tensors and captures for all suites."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def tensor(array: Any) -> torch.Tensor:
-    """The same memory as a tensor; BF16 goes by way of integers, which every version exchanges."""
+    """The same memory as a tensor; BF16 is exchanged as int16, which every version of DLPack knows."""
     if array.dtype == np.dtype("bfloat16"):
         return torch.from_dlpack(array.view(cp.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
 
 
 def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
-    """A graph of what PyTorch launches on a CuPy stream, in memory of the graph's own.
+    """Captures PyTorch's launches on a CuPy stream into a graph that has its own memory.
 
-    What `run` returns is kept until the same buffer set comes round again, so that the results of consecutive
+    The results of `run` are kept until the same buffer set is used again, so that the results of consecutive
     repetitions lie in different memory.
     """
     outside = torch.cuda.ExternalStream(stream.ptr)
@@ -49,12 +49,12 @@ def capture(run: Run, repetitions: int, sets: int, stream: Any) -> Replay:
 
 
 def _over(sets: list[tuple[torch.Tensor, ...]], task: Callable[..., object]) -> Contender:
-    """The task on the tensors of each set. It runs on the current stream, which is the captured one."""
+    """Runs the task on the tensors of each set, on the current stream, which is the captured one."""
     return Contender(lambda i, _: task(*sets[i]), capture)
 
 
 def _compiled(task: Callable[..., Any], *, wanted: bool = True) -> Callable[..., Any]:
-    """The task by torch.compile at its greatest effort, or as it is."""
+    """The task by torch.compile at its greatest effort; the task itself unless `wanted`."""
     return torch.compile(task, mode="max-autotune-no-cudagraphs", dynamic=False) if wanted else task
 
 
@@ -64,7 +64,7 @@ def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def gelu_backward(buffers: Sets) -> Contender:
-    """dz alone."""
+    """dz without the bias gradient."""
     return _over(_inputs(buffers, 2), lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"))
 
 
@@ -95,7 +95,7 @@ def epilogue_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -
 
 
 def dropout(buffers: Sets, p: float) -> Contender:
-    """What F.dropout and its derivative run: the mask is stored, a byte an element."""
+    """The operations of F.dropout and its derivative, which store the mask, a byte an element."""
 
     def task(x: torch.Tensor, dy: torch.Tensor) -> object:
         y, mask = torch.native_dropout(x, p, True)
@@ -114,8 +114,8 @@ def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
 def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
     """The fused optimizer in FP32.
 
-    For BF16 parameters it does what a script does around that optimizer: gradients to FP32, clipping, the step, and
-    parameters back to BF16.
+    For BF16 parameters it makes the steps that a script makes around the optimizer: gradients to FP32, clipping, the
+    update, and parameters back to BF16.
     """
     parameters = _parameters(shapes)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=True)
@@ -175,22 +175,28 @@ def linear(buffers: Sets, *, compiled: bool = False) -> Contender:
 
 
 def addmm_activation(buffers: Sets) -> Contender:
-    """The same by PyTorch's private product with a fused bias and GELU."""
+    """F.linear and GELU by PyTorch's private product with a fused bias and GELU."""
     return _over(_inputs(buffers, 3), lambda x, w, bias: torch._addmm_activation(bias, x, w.T, use_gelu=True))
 
 
-def cross_entropy(buffers: Sets, targets: Any, *, compiled: bool = False) -> Contender:
-    """F.cross_entropy and its gradient through autograd."""
-    labels = tensor(targets)
+def cross_entropy(
+    buffers: Sets, targets: Any, *, row_weights: Any = None, class_weights: Any = None, compiled: bool = False
+) -> Contender:
+    """F.cross_entropy and its gradient through autograd; with weights, the rows are weighted by hand."""
+    labels, weights = tensor(targets), [tensor(each) for each in (row_weights, class_weights) if each is not None]
 
     def cost(logits: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits, labels)
+        if not weights:
+            return torch.nn.functional.cross_entropy(logits, labels)
+        of_rows, of_classes = weights
+        losses = torch.nn.functional.cross_entropy(logits, labels, of_classes.to(logits.dtype), reduction="none")
+        return (losses * of_rows).sum() / of_classes[labels].sum()
 
     return _with_gradient(cost, _inputs(buffers, 1), compiled)
 
 
 def log_softmax_gradient(buffers: Sets, targets: Any) -> Contender:
-    """The same by hand, from log_softmax: autograd would write the gradient of log_softmax's output as well."""
+    """Loss and gradient by hand from log_softmax: autograd would also write the gradient of log_softmax's output."""
     labels, inputs = tensor(targets)[:, None], _inputs(buffers, 1)
     minus_one = torch.full(labels.shape, -1.0, device="cuda", dtype=inputs[0][0].dtype)
 
@@ -200,19 +206,6 @@ def log_softmax_gradient(buffers: Sets, targets: Any) -> Contender:
         return loss, log_p.exp_().scatter_add_(1, labels, minus_one).mul_(1 / len(labels))
 
     return _over(inputs, task)
-
-
-def weighted_cross_entropy(
-    buffers: Sets, targets: Any, *, row_weights: Any, class_weights: Any, compiled: bool = False
-) -> Contender:
-    """F.cross_entropy with weights of classes, and of rows by hand, and its gradient through autograd."""
-    labels, of_rows, of_classes = tensor(targets), tensor(row_weights), tensor(class_weights)
-
-    def cost(logits: torch.Tensor) -> torch.Tensor:
-        losses = torch.nn.functional.cross_entropy(logits, labels, of_classes.to(logits.dtype), reduction="none")
-        return (losses * of_rows).sum() / of_classes[labels].sum()
-
-    return _with_gradient(cost, _inputs(buffers, 1), compiled)
 
 
 def elementwise_loss(
@@ -239,7 +232,7 @@ def elementwise_loss(
 def _with_gradient(
     cost: Callable[..., torch.Tensor], sets: list[tuple[torch.Tensor, ...]], compiled: bool
 ) -> Contender:
-    """A cost and its gradient with respect to the first tensor."""
+    """A cost, and its gradient with respect to the first tensor."""
     run = _compiled(cost, wanted=compiled)
 
     def task(first: torch.Tensor, *others: torch.Tensor) -> object:

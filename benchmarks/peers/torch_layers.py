@@ -16,7 +16,7 @@ from benchmarks.peers.torch_kernels import capture, tensor
 from benchmarks.timing import Contender
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Newer versions have another name for it as well.
+    warnings.simplefilter("ignore")  # Newer versions warn that this option has a new name.
     torch.backends.cuda.matmul.allow_tf32 = True
 
 Inputs = tuple[torch.Tensor, ...]
@@ -49,7 +49,7 @@ def _contender(forward: Forward, inputs: list[tuple[Inputs, torch.Tensor]]) -> C
 
 def _task(forward: Forward, inputs: Inputs, dy: torch.Tensor) -> object:
     y = forward(*inputs)
-    with torch.autograd.set_multithreading_enabled(False):  # Another thread has no CUDA context yet, and warns.
+    with torch.autograd.set_multithreading_enabled(False):  # A new thread would warn that it has no CUDA context.
         return y.detach(), torch.autograd.grad(y, inputs, dy)
 
 
@@ -70,7 +70,7 @@ def _inputs(buffers: Arrays) -> tuple[Inputs, torch.Tensor]:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Ends the block when it takes longer: only in the main thread, and only once Python code runs again.
+    """Ends the block after `seconds`; works only in the main thread, and only when Python code runs.
 
     Raises:
         TimeoutError: the block took longer.

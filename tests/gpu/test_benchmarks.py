@@ -1,25 +1,37 @@
-"""The kernels' suite in small: every contender can be captured, and does what the others do."""
+"""The suites in small: rows end to end, and all contenders compute the same."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cupy as cp
 import numpy as np
 import pytest
 
-from benchmarks import buffers, kernels
+from benchmarks import buffers, cold, host, kernels, narrow, splits, steps, tuning
+from benchmarks.__main__ import options_of
 from benchmarks.copies import Ceiling
-from benchmarks.kernels import Case, measure_case
-from benchmarks.suite import TORCH_COMPILE
-from benchmarks.timing import cache_size, measure
+from benchmarks.host import HostCase
+from benchmarks.internals import forget_plans
+from benchmarks.kernels import Case
+from benchmarks.layers import Arrays, Block, arrays, blocks, measure_block, run_block, tune
+from benchmarks.steps import Setup, StepCase
+from benchmarks.suite import TORCH_COMPILE, plan_cache
+from benchmarks.timing import measure
+from lt_runtime.problem import Activation
+from lt_runtime.reference import activate, derivative
 from tests.support.gpu_arrays import to_host
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS = {name: importlib.util.find_spec(name) is not None for name in ("torch", "nvmath", "jax")}
+with_torch = pytest.mark.skipif(not HAS["torch"], reason="a peer, where it is installed")
+COPIES = Ceiling("copy", 4000.0, {})
 SHAPES = ((64, 33), (7,), (4097,))
-CASES: list[Case] = [
+KERNELS: list[Case] = [
     kernels.epilogue_backward(64, 48),
     kernels.epilogue_backward(64, 48, 0.1),
     kernels.epilogue_forward(64, 48, 0.1),
@@ -28,35 +40,101 @@ CASES: list[Case] = [
     kernels.adamw_step("small", SHAPES, "float32"),
     kernels.adamw_step("small", SHAPES, "bfloat16", 1.0),
     kernels.cross_entropy(32, 50),
+    kernels.cross_entropy(32, 50, weighted=True),
+    kernels.elementwise_loss("bce_with_logits", 32, 50, weighted=True),
     kernels.inference(8, 64, 48),
 ]
+BLOCKS = [Block("small", 96, 64, 40, kind, activation) for kind in ("bf16", "tf32") for activation in ("gelu", "relu")]
+CLASSES = StepCase("small", "tf32", 64, (48, 32, 16), "relu", "cross_entropy")
+STEPS = [CLASSES, replace(CLASSES, kind="bf16"), replace(CLASSES, kind="bf16", activation="gelu", loss="mse")]
+NARROW = StepCase("narrow", "bf16", 256, (16, 16, 3), "relu", "mse")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_contender_is_measured(case: Case) -> None:
-    builders = {name: build for name, build in case.builders(3).items() if name != TORCH_COMPILE}  # takes a minute
-    timings, left_out = measure(builders, 3, 6, rounds=2, stream=cp.cuda.Stream(non_blocking=True))
-    assert set(left_out) == (set() if HAS_TORCH else {name for name in builders if name.startswith("torch")})
-    assert all(timing.median > 0 for timing in timings.values())
+def name_of(case: Any) -> str:
+    return f"{case.name} {case.loss}" if isinstance(case, StepCase) else case.name
 
 
-def test_a_row() -> None:
-    case = replace(CASES[0], rotated=False)
-    row = measure_case(case, 3, lambda _: Ceiling("copy", 4000.0, {}), cp.cuda.Stream(non_blocking=True))
-    assert row.fraction_of_copy is not None
-    assert row.as_json()["buffer_sets"] == 1
-    assert cache_size() > 1 << 20
+def asked(suite: str, *options: str) -> argparse.Namespace:
+    return options_of([suite, "--rounds", "2", *options])
 
 
-def test_a_contender_that_cannot_be_built_or_run_is_left_out() -> None:
-    def build() -> Any:
-        raise ValueError("no such thing\nat all")
+@pytest.fixture
+def stream() -> Any:
+    return cp.cuda.Stream(non_blocking=True)
 
-    good = CASES[3].builders(1)["lt"]
-    stream = cp.cuda.Stream(non_blocking=True)
-    timings, left_out = measure({"bad": build, "good": good}, 1, 1, rounds=1, stream=stream)
-    assert left_out == {"bad": "ValueError: no such thing"}
-    assert set(timings) == {"good"}
+
+# Rows end to end.
+
+
+@pytest.mark.parametrize("case", KERNELS, ids=name_of)
+def test_every_contender_of_a_kernel_is_measured(case: Case, stream: Any) -> None:
+    row = kernels.measure_case(case, asked("kernels"), lambda _: COPIES, stream)
+    names = {name for name in case.builders(1) if name != TORCH_COMPILE}  # which takes a minute
+    assert {*row.left_out} == (set() if HAS["torch"] else {name for name in names if name.startswith("torch")})
+    assert {*row.timings, *row.left_out} == names
+    assert row.as_json()["fraction_of_copy"] > 0
+
+
+@pytest.mark.parametrize("case", host.CASES, ids=name_of)
+# PyTorch warns of the thread that runs its backward pass.
+@pytest.mark.filterwarnings("ignore:.*no current CUDA context.*:UserWarning")
+def test_every_contender_of_the_host_is_measured(case: HostCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "GPT2", SHAPES)
+    row = host.measure(case, asked("host"))
+    missing = {name for name in row.left_out if not HAS.get(name.partition("_")[0], True)}
+    missing |= {"nvmath"} & {*row.left_out} if not HAS["torch"] else set()  # one contender of nvmath uses tensors
+    assert {*row.left_out} == missing, row.left_out
+    assert all(timing.median > 0 for timing in row.timings.values())
+
+
+def test_a_row_of_layers(stream: Any) -> None:
+    row = measure_block(BLOCKS[0], asked("layers"), stream).as_json()
+    ours = {"lt", "lt_priors", "lt_fused_top1", "lt_split_top1"}
+    assert {*row["us"]} == ours | ({"torch_graph"} if HAS["torch"] else set())
+    assert row["chosen_vs_best"] >= 1.0
+    assert row["candidates"]
+    assert row["tuning_s"] > 0
+    assert {*measure_block(BLOCKS[1], asked("layers", "--ours"), stream).as_json()["us"]} == {"lt"}
+
+
+def test_a_row_of_steps(stream: Any) -> None:
+    row = steps.measure_case(STEPS[2], asked("steps"), stream).as_json()
+    theirs = {f"torch_graph{call}{way}" for call in ("", "_call") for way in ("", "_autocast", "_bf16")}
+    assert {*row["us"]} == {"lt", "lt_untuned", "lt_call"} | (theirs if HAS["torch"] else set())
+    assert row["memory_bytes"]["lt"] > 0
+    assert {*steps.measure_calls(STEPS[1], asked("steps", "--ours"), stream).as_json()["us"]} == {"lt_call"}
+    prefetched = steps.measure_prefetch(STEPS[2], asked("steps"), stream).as_json()
+    assert {*prefetched["us"]} == {"gpu_batches", "prefetch"}
+
+
+def test_a_row_of_narrow(stream: Any) -> None:
+    row = narrow.measure(NARROW, asked("narrow"), lambda _: COPIES, stream).as_json()
+    theirs = {"torch_graph_bf16"} if HAS["torch"] else set()
+    assert {*row["us"]} == {"lt", "lt_one_kernel", "lt_layers"} | theirs
+    assert row["floors_us"]["copy"] == pytest.approx(narrow.least_bytes(NARROW) / 4000e3, abs=1e-4)
+
+
+def test_rows_of_tuning(tmp_path: Path, stream: Any) -> None:
+    (tmp_path / "first").mkdir()
+    row = tuning.measure(BLOCKS[0], asked("tuning"), str(tmp_path / "first"), stream).as_json()
+    assert row["tuning_s"] > 0
+    block = next(block for block in blocks() if block.layer == (64, 64, 64))
+    with plan_cache(str(tmp_path)):
+        tune(block)
+        second = tuning.measure_second_process([block.name], str(tmp_path), None).as_json()
+    assert (second["measurements"], second["known"], len(second["plans_us"])) == (0, 4, 4)
+
+
+@pytest.mark.large
+def test_rows_of_cold() -> None:
+    tuned, untuned = cold.measuring("mnist MLP BF16, batch 256")
+    assert tuned["us"]["first"] > untuned["us"]["first"] > untuned["us"]["step"] > 0
+    for task in cold.NAMES:
+        row = cold.row_of_firsts(task, [cold.pair(task)])
+        assert {*row.timings} == {"lt", "lt_empty_cache", "lt_second"}
+
+
+# Contenders compute the same.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -67,40 +145,135 @@ def test_buffers_hold_normal_numbers_that_differ(dtype: str) -> None:
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
 
 
-@pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")
-@pytest.mark.parametrize(("dtype", "max_norm"), [("float32", None), ("bfloat16", 1.0)])
-def test_what_is_compiled_for_adamw_can_be_captured_as_it_is(
-    dtype: str, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@with_torch
+def test_pytorch_s_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.peers import torch_kernels
 
-    monkeypatch.setattr(torch_kernels, "_compiled", lambda task: task)
-    builders = {"flat": lambda: torch_kernels.flat_adamw(SHAPES, dtype, max_norm)}
-    timings, left_out = measure(builders, 1, 2, rounds=1, stream=cp.cuda.Stream(non_blocking=True))
-    assert (set(timings), left_out) == ({"flat"}, {})
+    def close(ours: Any, theirs: Any) -> None:
+        np.testing.assert_allclose(to_host(ours), theirs.detach().float().cpu().numpy(), rtol=0.05, atol=1e-3)
 
-
-@pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")
-def test_pytorch_s_fused_layer_does_the_same() -> None:
-    from benchmarks.peers import torch_kernels
-
-    shapes = (8, 48), (64, 48), (64,)
-    made = [tuple(buffers.normal(shape, "bfloat16") for shape in shapes)]
-    plain, fused = (each(made).run(0, 0) for each in (torch_kernels.linear, torch_kernels.addmm_activation))
-    np.testing.assert_allclose(plain.float().cpu().numpy(), fused.float().cpu().numpy(), rtol=0.02, atol=0.05)
-
-
-@pytest.mark.skipif(not HAS_TORCH, reason="a peer, where it is installed")
-def test_pytorch_does_the_same() -> None:
-    from benchmarks.peers import torch_kernels
-
-    stream, made = cp.cuda.get_current_stream(), buffers.matrices((64, 48), "bfloat16", 1, 3)
-    kernels.epilogue_backward_pass(made).run(0, stream.ptr)
-    dz, _ = torch_kernels.epilogue_backward(made).run(0, stream.ptr)
-    np.testing.assert_allclose(to_host(made[0][2]), dz.float().cpu().numpy(), rtol=0.02, atol=1e-3)
+    handle, made = cp.cuda.get_current_stream().ptr, buffers.matrices((64, 48), "bfloat16", 1, 3)
+    kernels.epilogue_backward_pass(made).run(0, handle)
+    close(made[0][2], torch_kernels.epilogue_backward(made).run(0, handle)[0])
 
     logits, targets = buffers.matrices((32, 50), "bfloat16", 1, 2), buffers.labels(32, 50)
-    kernels.our_cross_entropy(logits, targets).run(0, stream.ptr)
-    for contender in (torch_kernels.cross_entropy, torch_kernels.log_softmax_gradient):
-        _, gradient = contender(logits, targets).run(0, stream.ptr)
-        np.testing.assert_allclose(to_host(logits[0][1]), gradient.float().cpu().numpy(), rtol=0.05, atol=1e-3)
+    weights = {"row_weights": abs(buffers.normal((32,), "float32"))}
+    weights["class_weights"] = abs(buffers.normal((50,), "float32"))
+    for given, others in (({}, (torch_kernels.log_softmax_gradient,)), (weights, ())):
+        kernels.our_loss("cross_entropy", logits, targets, **given).run(0, handle)
+        for contender in (partial(torch_kernels.cross_entropy, **given), *others):
+            close(logits[0][1], contender(logits, targets).run(0, handle)[1])
+
+    layer = [tuple(buffers.normal(shape, "bfloat16") for shape in ((8, 48), (64, 48), (64,)))]
+    plain, fused = (each(layer).run(0, 0) for each in (torch_kernels.linear, torch_kernels.addmm_activation))
+    np.testing.assert_allclose(plain.float().cpu().numpy(), fused.float().cpu().numpy(), rtol=0.02, atol=0.05)
+
+    monkeypatch.setattr(torch_kernels, "_compiled", lambda task: task)
+    for dtype, max_norm in (("float32", None), ("bfloat16", 1.0)):
+        builders = {"flat": partial(torch_kernels.flat_adamw, SHAPES, dtype, max_norm)}
+        assert not measure(builders, 1, 2, 1, cp.cuda.Stream(non_blocking=True)).left_out
+
+
+def results(at: host.Layer, *names: str) -> list[Any]:
+    cp.cuda.Device().synchronize()
+    return [to_host(getattr(at, name)) for name in names]
+
+
+def test_calls_of_the_host_compute_the_same() -> None:
+    at = host.layer(64, 48, 40)
+    host.both(at)()
+    y, z, *gradients = results(at, "y", "z", "dx", "dw", "db")
+    inference = partial(host.forward, at, "y", operation="linear")
+    for build in (partial(host.forward, at, "y"), inference, partial(host.bound, at)):
+        at.y[...] = 0
+        build()()
+        np.testing.assert_allclose(*results(at, "y"), y, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(*results(at, "z"), z, rtol=0.02, atol=0.02)
+    theirs: list[Any] = []
+    if HAS["torch"]:
+        from benchmarks.peers import torch_host
+
+        theirs = [torch_host.linear_forward(at)(), *torch_host.linear_both(at)()]
+    if HAS["torch"] and HAS["nvmath"]:
+        from benchmarks.peers import nvmath
+
+        theirs.append(nvmath.linear_forward(at)().T)
+    for ours, other in zip((y, *gradients, y), theirs, strict=False):
+        values = other.detach().float().cpu().numpy()
+        assert np.linalg.norm(ours - values) <= 0.03 * np.linalg.norm(values)
+
+
+def expected(block: Block, at: Arrays) -> dict[str, Any]:
+    """The results in float64, each from the results of the passes before it, as these are stored."""
+    with np.errstate(invalid="ignore"):  # A buffer that a split does not use holds any bits.
+        have = {name: to_host(array).astype(np.float64) for name, array in at._asdict().items()}
+    activation = Activation(block.activation)
+    z = have["x"] @ have["w1"].T + have["b1"]
+    return {
+        "y1": activate(z, activation),
+        "y2": have["y1"] @ have["w2"].T + have["b2"],
+        "dw2": have["dy"].T @ have["y1"],
+        "db2": have["dy"].sum(0),
+        "dz1": (have["dy"] @ have["w2"]) * derivative(z, activation),
+        "db1": have["dz1"].sum(0),
+        "dw1": have["dz1"].T @ have["x"],
+        "dx": have["dz1"] @ have["w1"],
+    }
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=name_of)
+def test_all_splits_of_a_block_compute_the_block(block: Block) -> None:
+    chain = splits.chain_of(block)
+    fused, _ = splits.fused_first(chain)
+    for plans in (fused, splits.split_first(chain), splits.by_priors(chain), None):
+        at, handle = arrays(block), cp.cuda.get_current_stream().ptr
+        if plans is None:
+            run_block(block, at, handle)
+        else:
+            plans.run(Arrays(*(array.data.ptr for array in at)), handle)
+        for name, wanted in expected(block, at).items():
+            far = np.abs(to_host(getattr(at, name)).astype(np.float64) - wanted) > 0.02 * np.abs(wanted).max()
+            # Rounding may move a pre-activation near 0 across ReLU's corner.
+            assert far.mean() <= 0.002, (name, plans and splits.split_of(plans))
+    if HAS["torch"]:
+        from benchmarks.peers import torch_layers
+
+        y, gradients = torch_layers.eager(block, [at]).run(0, handle)
+        for name, theirs in zip(("y2", "dx", "dw1", "db1", "dw2", "db2"), (y, *gradients), strict=True):
+            ours = to_host(getattr(at, name)).astype(np.float64)
+            off = np.linalg.norm(theirs.double().cpu().numpy() - ours) / np.linalg.norm(ours)
+            assert off <= (0.1 if block.activation == "relu" else 0.03), (name, off)
+
+
+@pytest.mark.parametrize("case", STEPS, ids=name_of)
+def test_all_steps_begin_with_the_same_loss(case: StepCase, stream: Any) -> None:
+    with plan_cache():
+        setup = Setup(case, stream)
+        made = [steps.contender(setup) for _ in range(2)]
+        assert made[0].first_loss == made[1].first_loss, "the initial parameters are put back"
+        assert tune(case).seconds > 0
+        forget_plans(case)
+        made.append(steps.contender(setup))
+    before = to_host(setup.model.layers[0].weight.data)
+    made[0].replays(3)
+    made[1].calls(2)
+    stream.synchronize()
+    assert setup.optimizer.steps.item() == 8
+    assert not np.array_equal(before, to_host(setup.model.layers[0].weight.data))
+    if HAS["torch"]:
+        from benchmarks.peers import torch_steps
+
+        made += [torch_steps.contender(setup, way) for way in case.ways]
+    if HAS["jax"]:
+        from benchmarks.peers import jax
+
+        made.append(jax.step(setup))
+        assert made[-1].turn is not None
+        assert made[-1].turn() > 0
+    for each in made[1:]:
+        assert each.first_loss == pytest.approx(made[0].first_loss, rel=0.02)
+    for each in made[3:]:
+        assert each.memory > sum(array.nbytes for array in (setup.x, setup.target))
+        each.replays(2)
+        each.calls(2)
+        stream.synchronize()

@@ -1,29 +1,23 @@
-"""What of the layers' suite needs no GPU: blocks, what rows come to, resuming, and fitting the priors."""
+"""Splits of blocks that the benchmarks measure, and the fit of the choices for layers that nobody has measured."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from benchmarks import layers, report, splits, tuning
 from benchmarks import priors as derived
-from benchmarks.__main__ import options_of
-from benchmarks.layers import REPRESENTATIVE, Arrays, Block, blocks, presets
+from benchmarks import splits
+from benchmarks.layers import Arrays, Block
 from benchmarks.priors import Sample, fit
 from benchmarks.splits import Plans, Split, chain_of, near, strategy_name
-from benchmarks.timing import Measured, Timing
 from lt_runtime.cublaslt import MatmulTile
 from lt_runtime.errors import PlanError
 from lt_runtime.plans import priors
@@ -35,14 +29,6 @@ from tests.support.chain_problems import backward_of, forward_of
 BLOCK = Block("test", 64, 32, 16, "bf16", "gelu")
 
 
-def test_there_is_a_block_for_every_layer_type_and_activation() -> None:
-    listed = [(group, *layer) for group, members in presets()["layers"].items() for layer in members]
-    assert len(blocks()) == 4 * len(listed) == 124
-    assert len({block.name for block in blocks()}) == len(blocks())
-    assert set(REPRESENTATIVE) <= {block.layer for block in blocks()}
-    assert {block.layer for block in tuning.sample()} == set(tuning._LAYERS)
-
-
 def test_a_block_is_two_chained_layers_that_undo_each_other_s_shape() -> None:
     chain = chain_of(BLOCK)
     shapes = [(each.x.layout.shape, each.w.layout.shape) for each in (forward_of(chain, 0), forward_of(chain, 1))]
@@ -51,204 +37,6 @@ def test_a_block_is_two_chained_layers_that_undo_each_other_s_shape() -> None:
     through = backward_of(chain, 1).input_derivative
     assert through is not None
     assert through.activation.name == "gelu"
-    assert BLOCK.bytes == 2 * (4 * 64 * 16 + 3 * 64 * 32 + 4 * 16 * 32)
-    assert BLOCK.flops == 2 * 6 * 64 * 32 * 16
-
-
-@given(st.sampled_from(blocks()), st.integers(1, 16))
-def test_every_buffer_set_is_used_as_often(block: Block, sets: int) -> None:
-    count = block.repetitions(sets)
-    assert count % sets == 0
-    assert sets <= count < 48 + sets
-
-
-def row(case: str, kind: str = "bf16", loss: float = 1.0, **us: float) -> dict[str, Any]:
-    times = {"lt": 10.0, **us}
-    return {"case": case, "type": kind, "us": times, "spread": dict.fromkeys(times, 0.1)} | {
-        "chosen_vs_best": loss,
-        "tuning_s": 1.5,
-    }
-
-
-def found(rows: list[dict[str, Any]], start: str) -> report.Finding:
-    (only,) = (each for each in layers.findings(rows) if each.what.startswith(start))
-    return only
-
-
-def test_geometric_means() -> None:
-    assert report.geometric_mean([2.0, 8.0]) == pytest.approx(4.0)
-    rows = [
-        row("a", lt_fused_top1=20.0),
-        row("b", lt_fused_top1=9.7),
-        row("c"),
-        {"case": "d", "us": {}, "type": "bf16"},
-    ]
-    mean, worst = found(rows, "lt_fused_top1 / lt, geom"), found(rows, "lt_fused_top1 / lt, worst")
-    assert (mean.value, mean.met, mean.rows) == (pytest.approx(math.sqrt(2 * 0.97)), True, 2)
-    assert (worst.value, worst.met, worst.where) == (pytest.approx(0.97), False, "b")
-
-
-def test_torch_is_judged_by_type() -> None:
-    rows = [row("a", torch_graph=11.2), row("b", "tf32", torch_graph=11.2)]
-    assert found(rows, "torch_graph / lt, BF16, geom").met is False
-    assert found(rows, "torch_graph / lt, TF32, geom").met is True
-
-
-def test_priors_are_judged_by_what_they_reach_of_the_tuned() -> None:
-    assert found([row("a", lt_priors=11.0)], "lt / lt_priors").met is True
-    assert found([row("a", lt_priors=11.2)], "lt / lt_priors").met is False
-
-
-def test_losses_against_the_best_candidate() -> None:
-    rows = [row(str(number)) for number in range(18)] + [row("slow", loss=1.04), row("slower", loss=1.09)]
-    near_, all_ = found(rows, "share of rows within 3 %"), found(rows, "share of rows within 8 %")
-    assert (near_.value, near_.met) == (0.9, False)
-    assert (all_.value, all_.met) == (0.95, False)
-    timings = {"lt": Timing(10.0, 0.0), "a": Timing(8.0, 0.0), "torch_graph": Timing(1.0, 0.0)}
-    assert layers.no_loss(timings, ["a", "left out"]) == {"chosen_vs_best": 1.25, "candidates": {"a": 8.0}}
-
-
-def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    assert {each.met for each in layers.findings([])} == {None}
-    assert found([row("a")], "torch_max_autotune").as_json()["value"] is None
-
-
-def test_tables() -> None:
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(layers.SUITE.lines([row("a", torch_graph=12.5), {"case": "b", "us": {}}]))
-        console.print(report.findings_table(layers.findings([row("a", lt_fused_top1=12.0)])))
-    lines = [line.split() for line in capture.get().splitlines()]
-    assert lines[1] == ["a", "10.0", "0.10", "1.250", "1.000", "1.50", "s"]
-    assert lines[2] == ["b", "no", "result"]
-    assert next(line for line in lines if "geometric" in line)[-5:] == ["1.200", "≥", "1.3", "1", "MISSED"]
-
-
-def arguments(*given: str) -> argparse.Namespace:
-    return options_of(["layers", *given])
-
-
-def test_the_command_line_chooses_blocks() -> None:
-    assert layers.chosen_blocks(arguments()) == blocks()
-    some = layers.chosen_blocks(arguments("--dtype", "tf32", "--activation", "relu"))
-    listed = [tuple(layer) for members in presets()["layers"].values() for layer in members]
-    assert [block.layer for block in some] == listed
-    assert {(block.kind, block.activation) for block in some} == {("tf32", "relu")}
-    compiled = layers.chosen_blocks(arguments("--max-autotune"))
-    assert {block.layer for block in compiled} == set(REPRESENTATIVE)
-
-
-@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
-def test_public_calls_compute_the_block(activation: str) -> None:
-    block = Block("test", 12, 16, 8, "tf32", activation)
-    generator = np.random.default_rng(0)
-    at = layers.arrays(block, lambda shape, dtype: generator.standard_normal(shape).astype(dtype))
-    layers.run_block(replace_compute(block), at)
-    x, w1, b1, w2, b2, dy = (getattr(at, name).astype(np.float64) for name in ("x", "w1", "b1", "w2", "b2", "dy"))
-    z = x @ w1.T + b1
-    y1 = np.maximum(z, 0) if activation == "relu" else gelu(z)
-    step = 1e-6
-    slope = (z > 0) if activation == "relu" else (gelu(z + step) - gelu(z - step)) / (2 * step)
-    dz1 = (dy @ w2) * slope
-    expected = {"y1": y1, "y2": y1 @ w2.T + b2, "dw2": dy.T @ y1, "db2": dy.sum(0), "dz1": dz1, "db1": dz1.sum(0)}
-    for name, wanted in (expected | {"dw1": dz1.T @ x, "dx": dz1 @ w1}).items():
-        np.testing.assert_allclose(getattr(at, name), wanted, rtol=1e-3, atol=1e-3, err_msg=name)
-
-
-def gelu(z: Any) -> Any:
-    return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-
-
-class Replaced(Block):
-    compute = "float32"
-
-
-def replace_compute(block: Block) -> Block:
-    return Replaced(block.group, block.rows, block.n, block.k, block.kind, block.activation)
-
-
-def test_buffers_exceed_the_cache_unless_the_data_is_in_it_in_practice() -> None:
-    assert BLOCK.sets(1 << 20) == 1, "so small that hundreds of sets would be needed"
-    large = Block("test", 1024, 1024, 1024, "bf16", "gelu")
-    assert large.sets(50 << 20) * large.bytes >= 3 * (50 << 20)
-    assert (large.sets(50 << 20) - 1) * large.bytes < 3 * (50 << 20)
-
-
-def test_a_block_is_tuned_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    def tune(dims: Any, rows: int, **options: Any) -> list[Any]:
-        given.update(options, dims=dims, rows=rows)
-        facts = {"strategy": "s", "before_us": 2.0, "after_us": 1.0, "measured": 3, "seconds": 0}
-        return [SimpleNamespace(**facts, rejected=("r" * 300,))]
-
-    monkeypatch.setattr("lt_runtime.tune", tune, raising=False)
-    tuned = layers.tune(Block("test", 64, 32, 16, "tf32", "relu"), "deep").as_json()
-    assert given == {
-        "dims": (16, 32, 16),
-        "rows": 64,
-        "activation": "relu",
-        "dtype": "float32",
-        "compute": "tf32",
-        "input_gradient": True,
-        "effort": "deep",
-        "progress": False,
-    }
-    assert tuned["tuned"] == [
-        {"strategy": "s", "before_us": 2.0, "after_us": 1.0, "measured": 3, "rejected": ["r" * 200], "seconds": 0}
-    ]
-
-
-def test_a_row_of_our_public_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `compare` runs it, on another version of the package: nothing inside the package is imported."""
-    monkeypatch.setattr(layers, "tune", lambda block: layers.Tuned(1.5, []))
-    monkeypatch.setattr(layers, "arrays", lambda block: None)
-    monkeypatch.setattr(layers.timing, "cache_size", lambda: 50 << 20)
-    monkeypatch.setitem(sys.modules, "benchmarks.splits", None)
-    timed = Timing(1, 0)
-    monkeypatch.setattr(layers.timing, "measure", lambda builders, *_: Measured(dict.fromkeys(builders, timed), {}))
-    row = layers.measure_block(BLOCK, arguments("--ours", "--keep-plans", "--rounds", "3"), None).as_json()
-    assert row["us"] == {"lt": 1}
-    assert row["tuning_s"] == 1.5
-    assert "chosen_vs_best" not in row
-
-
-def test_findings_of_tuning() -> None:
-    rows = [row("a", lt_deep=8.0) | {"tuned": [{"seconds": 1.0}, {"seconds": 4.0}], "deep_s": 9.0}]
-    second = {"case": tuning.SECOND, "us": {"lt_plan": 700.0}}
-    rows.append(second | {"measurements": 1, "known": 2, "plans_us": [500.0, 900.0]})
-    made = {each.what: each for each in tuning.findings(rows)}
-    assert made["seconds of tuning problems that are decided together, median"].met is False
-    assert made["seconds of tuning a block deeply, most"].value == 9.0
-    assert made["lt / lt_deep, geometric mean"].value == pytest.approx(1.25)
-    assert made["measurements of a second process"].met is False
-    assert made["problems in it without a measured plan"].met is True
-    assert made["milliseconds of building a plan in it, median"].as_json()["target"] == "≤ 1"
-    assert {each.met for each in tuning.findings([])} == {None}
-
-
-def test_the_second_process_is_given_what_this_run_has_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[Any] = []
-
-    def last_line(command: Any, environment: Any) -> dict[str, Any]:
-        commands.append((command[2:], environment["LT_RUNTIME_CACHE_DIR"]))
-        return {"measurements": 0, "known": 4, "us": [900.0, 100.0, 200.0, 300.0]}
-
-    folders: list[str] = []
-
-    def measure(block: Block, options: Any, plans: str, stream: Any) -> report.Row:
-        folders.append(plans)
-        return report.Row(block.name, {})
-
-    monkeypatch.setattr(tuning, "last_line", last_line)
-    monkeypatch.setattr(tuning, "measure", measure)
-    jobs = tuning.SUITE.jobs(arguments())
-    first = next(iter(jobs))
-    jobs[first](None)
-    second = jobs[tuning.SECOND](None).as_json()
-    assert commands == [(["benchmarks.processes", "plans", first], folders[0])]
-    assert second["us"] == {"lt_plan": 250.0}
-    assert (second["known"], len(second["plans_us"])) == (4, 4)
 
 
 ENTRIES = {

@@ -1,9 +1,9 @@
-"""The kept results, and in them our times beside the time of the fastest peer that does the same."""
+"""The kept results, and our times in them beside the time of the fastest peer that does the same task."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from benchmarks.report import RESULTS, Json
@@ -21,7 +21,7 @@ _LABELS: Final = {
     "cupy": "CuPy",
     "nvmath": "nvmath-python",
 }
-"""How tables call the contenders whose names begin so; the first that fits counts."""
+"""The names of peers in tables, by the beginning of the contender's name; the first that fits counts."""
 _DOES_LESS: Final = "without"  # in the name of a contender that leaves a part of the task out
 _CALL: Final = "_call"  # in the name of a step as a script calls it
 
@@ -33,7 +33,7 @@ def result(suite: str) -> dict[str, Any]:
 
 
 def rows_of(suite: str) -> list[dict[str, Any]]:
-    """The rows of a suite that hold times; none if nothing is kept of it."""
+    """The rows of a suite that hold times; none if no results of the suite are kept."""
     if not (RESULTS / f"{suite}.json").exists():
         return []
     return [row for row in result(suite)["rows"] if row["us"]]
@@ -45,17 +45,18 @@ def is_peer(name: str) -> bool:
 
 
 def label(name: str) -> str:
-    """How tables call a peer."""
+    """The name of a peer in tables."""
     return next(told for start, told in _LABELS.items() if name.startswith(start))
 
 
 class Comparison(NamedTuple):
-    """A time of ours beside the fastest peer's, in microseconds.
+    """One of our times beside the fastest peer's, in microseconds.
 
     Attributes:
         what: the case, and the call where a case has several.
-        peer, theirs: the contender's name, and its time.
-        row: all that was measured of the case.
+        peer: the contender's name.
+        theirs: its time.
+        row: all measurements of the case.
     """
 
     suite: str
@@ -67,24 +68,19 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The peer's time by ours: more than 1 is faster."""
+        """The peer's time divided by ours: more than 1 if we are faster."""
         return self.theirs / self.ours
 
 
-def fastest(row: Json, names: Iterable[str]) -> str | None:
-    """The name of the fastest of some contenders; None if none of them was measured."""
-    return min((name for name in names if name in row["us"]), key=row["us"].__getitem__, default=None)
-
-
 def against(row: Json, suite: str = "", ours: str = "lt", what: str = "", *names: str) -> Comparison | None:
-    """A contender of ours against the fastest of some peers; None if ours or all of them were not measured.
+    """One of our contenders against the fastest of some peers; None if either side was not measured.
 
     Args:
         what: the row's case if left out.
-        names: all peers that do the same if left out; for a step that is called, those that are called as well.
+        names: all peers that do the same if left out. Called steps are compared with called steps.
     """
     theirs = names or [name for name in row["us"] if is_peer(name) and (_CALL in name) == (_CALL in ours)]
-    peer = fastest(row, theirs)
+    peer = min((name for name in theirs if name in row["us"]), key=row["us"].__getitem__, default=None)
     if peer is None or ours not in row["us"]:
         return None
     return Comparison(suite, what or row["case"], row["us"][ours], peer, row["us"][peer], row)
@@ -101,7 +97,7 @@ def comparisons(suite: str) -> Iterator[Comparison]:
                 yield found
 
 
-# The suite `host`: each call against those of other libraries that do the same.
+# The suite `host`: each call against calls of other libraries that do the same.
 
 _KEEPS: Final = ("torch_eager_recording",)
 _PRODUCTS: Final = ("torch_eager", "torch_linear")
@@ -122,7 +118,7 @@ _CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
     "AdamW": {"lt": ("AdamW{}", ("torch_eager",))},
     "TrainStep": {"lt": ("TrainStep{}", ("torch_graph",))},
 }
-"""For each kind of case and contender of ours: the call (without the kind's name in it), and who does the same."""
+"""By kind of case and contender: the call, with {} for the case without its kind, and the peers that do the same."""
 
 
 def _of_calls(row: Json) -> Iterator[Comparison]:

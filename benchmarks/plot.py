@@ -1,0 +1,125 @@
+"""Draws the speed-up over the fastest peer, a line for each shape, from the kept results.
+
+The picture holds a digest of the rows that it was drawn from. Its colours are Okabe's and Ito's, which colour-blind
+people can tell apart; the markers' shapes and fillings tell types and activations apart as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.kept import Comparison, comparisons, result, rows_of
+from benchmarks.report import RESULTS
+
+FILE: Final = RESULTS / "plots" / "speedup.png"
+DIGEST: Final = "Source"
+"""The key of the digest in the picture."""
+
+_KINDS: Final = {"bf16": ("#0072B2", "o"), "tf32": ("#E69F00", "s")}
+_ACTIVATIONS: Final = {"gelu": "GELU", "relu": "ReLU"}
+_TICKS: Final = (0.5, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50)
+_RING: Final = {"color": "black", "marker": "o", "markerfacecolor": "none", "markersize": 11, "linestyle": "none"}
+_COLOURS: Final = 64  # of the file, which makes it a third as large
+_PANELS: Final[Mapping[str, Sequence[str]]] = {
+    "Blocks of two layers": ("layers",),
+    "Blocks of shapes that were drawn at random": ("wide",),
+    "Training steps of MLPs; narrow ones by width x hidden layers, with a point for each number of rows": (
+        "steps",
+        "narrow",
+    ),
+}
+"""The suites by the title of their panel."""
+
+
+def digest() -> str:
+    """A digest of the rows that the picture shows."""
+    rows = [rows_of(suite) for suites in _PANELS.values() for suite in suites]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+
+def write(file: Path = FILE) -> Path:
+    """Draws the picture; returns its file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image, PngImagePlugin
+
+    figure, facts = Figure(layout="constrained", dpi=100), PngImagePlugin.PngInfo()
+    canvas = FigureCanvasAgg(figure)
+    _draw(figure)
+    canvas.draw()
+    facts.add_text(DIGEST, digest())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(_COLOURS)
+    picture.save(file, optimize=True, pnginfo=facts)
+    return file
+
+
+def _draw(figure: Any) -> None:
+    """A panel for each kind of task, with a line for each shape."""
+    panels = {title: lines for title, suites in _PANELS.items() if (lines := _by_shape(suites))}
+    heights = [len(lines) + 1 for lines in panels.values()]
+    figure.set_size_inches(9, 1.5 + 0.21 * sum(heights))
+    every = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, (title, lines) in zip(every, panels.items(), strict=True):
+        for place, some in enumerate(lines.values()):
+            for each in some:
+                _point(axes, each, place)
+        axes.set_yticks(range(len(lines)), list(lines), fontsize=8)
+        axes.set_ylim(len(lines) - 0.4, -0.6)  # the first shape at the top
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.axvline(1, color="black", linewidth=1)
+        axes.grid(alpha=0.25)
+    ratios = [1.0, *(each.ratio for lines in panels.values() for some in lines.values() for each in some)]
+    low, high = min(ratios) / 1.05, max(ratios) * 1.05
+    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    every[-1].set_xscale("log")
+    every[-1].set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
+    every[-1].set_xticks([], minor=True)
+    every[-1].set_xlim(low, high)
+    every[-1].set_xlabel("time of the fastest peer / time of lt_runtime (right of the line lt_runtime is faster)")
+    every[0].legend(handles=_legend(), fontsize=8, loc="lower right")
+    figure.suptitle(f"Speed-up over the fastest peer, {result('layers')['machine']['gpu']}", fontsize=11)
+
+
+def _by_shape(suites: Sequence[str]) -> dict[str, list[Comparison]]:
+    """The comparisons of some suites by the label of their line, without the comparisons of called steps."""
+    lines: dict[str, list[Comparison]] = {}
+    for each in itertools.chain.from_iterable(map(comparisons, suites)):
+        if not each.what.endswith(", called"):
+            lines.setdefault(_line(each), []).append(each)
+    return lines
+
+
+def _line(each: Comparison) -> str:
+    """The case without type and activation; only the width or the stratum where a line has many cases."""
+    words = {each.row["type"].upper(), _ACTIVATIONS[each.row["activation"]]}
+    shape = [word for word in each.what.split() if word not in words]
+    shorter = {"narrow": f"narrow {shape[0]}", "wide": each.row.get("stratum", "")}
+    return shorter.get(each.suite, " ".join(shape))
+
+
+def _point(axes: Any, each: Comparison, place: float) -> None:
+    colour, marker = _KINDS[each.row["type"]]
+    face = colour if each.row["activation"] == "gelu" else "none"
+    axes.plot(each.ratio, place, marker, color=colour, markerfacecolor=face, markersize=5.5)
+    if each.ratio < 1:
+        axes.plot(each.ratio, place, **_RING)
+
+
+def _legend() -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    made = []
+    for kind, (colour, marker) in _KINDS.items():
+        for activation, told in _ACTIVATIONS.items():
+            face = colour if activation == "gelu" else "white"
+            style = {"color": colour, "marker": marker, "markerfacecolor": face, "linestyle": "none"}
+            made.append(Line2D([], [], label=f"{kind.upper()} {told}", **style))
+    return [*made, Line2D([], [], label="the peer is faster", **_RING)]

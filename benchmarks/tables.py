@@ -1,0 +1,241 @@
+"""Writes the tables of benchmarks/README.md, and the plot, from the kept results: `python -m benchmarks report`.
+
+A table stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`, where NAME is one of `TABLES`. Its
+commit, its date and the peers stand above it. A ratio is a peer's time divided by ours; it is bold where we are slower.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import plot, tuning
+from benchmarks.kept import COMPARED, Comparison, against, comparisons, is_peer, label, result, rows_of
+from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Json, geometric_mean, speedups
+
+PAGE: Final = Path(__file__).parent / "README.md"
+_BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
+_VERSIONS: Final = {
+    "PyTorch": "torch",
+    "torch.compile": "torch",
+    "JAX": "jax",
+    "CuPy": "cupy",
+    "nvmath-python": "nvmath",
+}
+"""The key of a result file's machine that holds the version of a peer, by the first word of the peer's label."""
+
+Lines = Sequence[Sequence[str]]
+
+
+def us(value: float | None) -> str:
+    """Microseconds with three digits; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def times(ratio: float) -> str:
+    """A ratio, in bold where we are slower."""
+    return f"**{ratio:.2f}×**" if ratio < 1 else f"{ratio:.2f}×"
+
+
+def peer(found: Comparison | None) -> str:
+    """The fastest peer: its time, its name and the ratio; empty for None."""
+    return "" if found is None else f"{us(found.theirs)} {label(found.peer)}, {times(found.ratio)}"
+
+
+def markdown(headings: Sequence[str], lines: Lines) -> str:
+    """A table."""
+    every = [headings, ["---"] * len(headings), *lines]
+    return "\n".join(" ".join(["|", *(f"{cell} |".lstrip() for cell in line)]) for line in every)
+
+
+def source(suites: Iterable[str]) -> str:
+    """The commits, dates, machine and peers of the results of some suites."""
+    return "; ".join(_source(suite) for suite in suites)
+
+
+def _source(suite: str) -> str:
+    kept, rows = result(suite), rows_of(suite)
+    machine, others = kept["machine"], sum(row.get("commit", kept["commit"]) != kept["commit"] for row in rows)
+    when = max([kept.get("when", ""), *(row.get("when", "") for row in rows)])[:10]
+    told = f"`{suite}` at commit {kept['commit'][:7]}"
+    told += f" ({others} of {len(rows)} rows at other commits)" if others else ""
+    told += f", measured until {when} on {machine['gpu']} with driver {machine['driver']}"
+    told += f" and cuBLASLt {machine['cublaslt'] // 10000}.{machine['cublaslt'] // 100 % 100}"
+    names = dict.fromkeys(label(name).split()[0] for row in rows for name in row["us"] if is_peer(name))
+    versions = [f"{name} {machine.get(_VERSIONS[name], 'of a version that was not recorded')}" for name in names]
+    return told + (f", against {', '.join(versions)}" if versions else "")
+
+
+# One function for each table.
+
+
+def kernels() -> str:
+    """Every kernel against the copy and the fastest peer."""
+    lines = []
+    for row in rows_of("kernels"):
+        if "lt" not in row["us"]:
+            continue  # the row of the copies
+        less = row["us"].get("torch_without_bias_gradient")
+        also = "" if less is None else f" ({us(less)} without the bias gradient)"
+        fraction = f"{100 * row['fraction_of_copy']:.0f} %"
+        lines.append([row["case"], us(row["us"]["lt"]), fraction, peer(against(row)) + also])
+    copy = result("kernels")["copy_gb_s"]
+    return markdown(["Kernel", "µs", f"of the copy's {copy:.0f} GB/s", "fastest peer, µs"], lines)
+
+
+_ACTIVATIONS: Final = {"gelu": "GELU", "relu": "ReLU"}
+_PEER: Final = "the fastest peer"
+_AGAINST: Final = {
+    _PEER: "the fastest peer of each block",
+    "torch_graph": "PyTorch's kernels in a graph",
+    "torch_max_autotune": "torch.compile, max-autotune",
+    "lt_fused_top1": "everything fused that cuBLASLt can fuse, its first algorithms",
+    "lt_split_top1": "nothing fused, first algorithms",
+    "lt_priors": "lt_runtime untuned",
+}
+
+
+def layers() -> str:
+    """The mean and the worst block against each contender; how near tuned plans are to the best candidates."""
+    rows = rows_of("layers")
+    losses = [row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row]
+    near = sum(loss <= 1.03 for loss in losses) / max(len(losses), 1)
+    seconds = statistics.median([row.get("tuning_s", 0.0) for row in rows])
+    return (
+        _means(rows, lambda row: "")
+        + f"\n\nThe tuned plan is within 3 % of the best candidate in {100 * near:.0f} % of "
+        f"{len(losses)} blocks, and at most {100 * (max(losses, default=1) - 1):.1f} % slower. Tuning a block takes "
+        f"{seconds:.2f} s at the median."
+    )
+
+
+def wide() -> str:
+    """The same for the shapes of the suite `wide`, by stratum."""
+    return _means(rows_of("wide"), lambda row: f" {row['stratum']}")
+
+
+def _means(rows: Sequence[Json], group: Callable[[Json], str]) -> str:
+    lines, rows = [], [_with_fastest(row) for row in rows]
+    groups = sorted({(row["type"], group(row)) for row in rows})
+    for contender, told_as in _AGAINST.items():
+        for kind, of_group in groups:
+            some = [row for row in rows if (row["type"], group(row)) == (kind, of_group) and contender in row["us"]]
+            if some:
+                activations = " and ".join(sorted({_ACTIVATIONS[row["activation"]] for row in some}))
+                found = speedups(some, contender)
+                where = min(found, key=found.__getitem__)
+                told = f"{len(some)}{of_group} {kind.upper()} {activations}"
+                figures = times(geometric_mean(found.values())), f"{times(found[where])} ({where})"
+                lines.append([told_as, told, *figures, str(sum(value < 1 for value in found.values()))])
+    return markdown(["Against", "blocks", "geometric mean", "worst", "slower"], lines)
+
+
+def _with_fastest(row: Json) -> dict[str, Any]:
+    found = against(row)
+    return {**row} if found is None else {**row, "us": {**row["us"], _PEER: found.theirs}}
+
+
+def steps() -> str:
+    """Whole training steps."""
+    lines = []
+    for row in rows_of("steps"):
+        if "lt" not in row["us"]:
+            continue  # the row of prefetched training
+        masters = ", FP32 masters" if row["type"] == "bf16" and row["master"] else ""
+        of_layers = f"{_ACTIVATIONS[row['activation']]}, {row['loss'].replace('_', '-')}"
+        what = f"{'-'.join(map(str, row['dims']))}, batch {row['rows']}, {of_layers}, {row['type'].upper()}{masters}"
+        untuned = f"{us(row['us']['lt_untuned'])}, {times(row['us']['lt_untuned'] / row['us']['lt'])}"
+        called = us(row["us"].get("lt_call")), peer(against(row, ours="lt_call"))
+        memory = f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
+        lines.append([what, us(row["us"]["lt"]), peer(against(row)), *called, untuned, memory])
+    called = "called", "fastest peer, called"
+    headings = "MLP", "lt_runtime", "fastest peer", *called, "lt_runtime untuned", "memory / PyTorch's"
+    return markdown(headings, lines)
+
+
+def narrow() -> str:
+    """Training steps of narrow MLPs beside their floors, with each floor as a fraction of our time."""
+    lines = []
+    for each in comparisons("narrow"):
+        least = each.row.get("floors_us", {})
+        floors = [name in least and f"{us(least[name])}, {100 * least[name] / each.ours:.1f} %" for name in _FLOORS]
+        lines.append([each.what, us(each.ours), *(told or "" for told in floors), peer(each)])
+    return markdown(["MLP", "lt_runtime", "least by copy", "least by peak", "fastest peer"], lines)
+
+
+_FLOORS: Final = (COPY_FLOOR, PEAK_FLOOR)
+
+
+def host() -> str:
+    """The host's time of a call."""
+    lines = [[each.what, us(each.ours), peer(each)] for each in comparisons("host")]
+    return markdown(["Call", "lt_runtime", "fastest peer"], lines)
+
+
+def slower() -> str:
+    """Every row of every suite in which some peer is faster, the worst first."""
+    found = sorted((each for suite in COMPARED for each in comparisons(suite)), key=lambda each: each.ratio)
+    lines = [[each.suite, each.what, us(each.ours), peer(each)] for each in found if each.ratio < 1]
+    return markdown(["Suite", "row", "lt_runtime", "fastest peer"], lines)
+
+
+def cold() -> str:
+    """The times of a new process, in milliseconds."""
+    lines = []
+    for row in rows_of("cold"):
+        found = {name: f"{value / 1e3:.1f}" for name, value in row["us"].items()}
+        lines.append([row["case"], found["lt"], found.get("lt_empty_cache", "")])
+        if "lt_all_names" in found:
+            lines.append([f"{row['case']}, and the use of all its names", found["lt_all_names"], ""])
+    return markdown(["Process", "ms", "with empty caches"], lines)
+
+
+def tuning_figures() -> str:
+    """The figures over all rows of the suite `tuning`."""
+    found = tuning.findings(rows_of("tuning"))
+    return markdown(["Figure", ""], [[each.what, f"{each.value:.3g}"] for each in found if each.value is not None])
+
+
+TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
+    "slower": (slower, ()),
+    "steps": (steps, ("steps",)),
+    "layers": (layers, ("layers",)),
+    "wide": (wide, ("wide",)),
+    "kernels": (kernels, ("kernels",)),
+    "narrow": (narrow, ("narrow",)),
+    "host": (host, ("host",)),
+    "cold": (cold, ("cold",)),
+    "tuning": (tuning_figures, ("tuning",)),
+}
+"""By name: the function that makes a table, and the suites whose source stands above it."""
+
+
+def table(name: str) -> str:
+    """A table with its source.
+
+    Raises:
+        KeyError: no table has this name.
+    """
+    make, suites = TABLES[name]
+    return f"*{source(suites)}.*\n\n{make()}" if suites else make()
+
+
+def rendered(text: str) -> str:
+    """The text with every table written anew.
+
+    Raises:
+        KeyError: no table has this name.
+    """
+    return _BLOCK.sub(lambda block: f"{block[1]} -->\n\n{table(block[1])}\n\n", text)
+
+
+def main(_: Sequence[str]) -> None:
+    """Writes the page and the plot."""
+    PAGE.write_text(rendered(PAGE.read_text()))
+    for file in (PAGE, plot.write()):
+        print(f"written to {file}")

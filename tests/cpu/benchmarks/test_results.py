@@ -1,0 +1,191 @@
+"""What is made of results, without a GPU: rows, figures, the page's tables and picture, comparisons."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from benchmarks import kept, plot, report, tables
+from benchmarks.__main__ import main
+from benchmarks.report import Row
+from benchmarks.timing import Timing
+
+ROW = Row(
+    "a case",
+    {"lt": Timing(10.0, 0.5), "torch": Timing(15.0, 1.0)},
+    bytes=36_000_000,
+    copy_gb_s=4000.0,
+    setting={"repetitions": 20},
+    left_out={"jax": "ImportError: [no] module"},
+    flops=2_000_000_000,
+    peak_tflops=500.0,
+)
+
+
+def test_a_row_as_json() -> None:
+    """36 MB at 4 TB/s take 9 µs, and 2 GFLOP at 500 TFLOP/s take 4 µs."""
+    assert ROW.as_json() == {
+        "case": "a case",
+        "us": {"lt": 10.0, "torch": 15.0},
+        "spread": {"lt": 0.5, "torch": 1.0},
+        "repetitions": 20,
+        "bytes": 36_000_000,
+        "flops": 2_000_000_000,
+        "floors_us": {"copy": 9.0, "peak": 4.0},
+        "fraction_of_copy": 0.9,
+        "fraction_of_peak": 0.4,
+        "ratio": {"torch": 1.5},
+        "left_out": {"jax": "ImportError: [no] module"},
+    }
+    failed = replace(ROW, timings={}, bytes=None, flops=None, setting={}, left_out={})
+    assert failed.as_json() == {"case": "a case", "us": {}, "spread": {}}
+
+
+def test_a_row_in_the_terminal() -> None:
+    console = Console(width=150)
+    with console.capture() as capture:
+        console.print(report.table([ROW]))
+        console.print(report.findings_table(report.against_ours([ROW.as_json()], ["torch", "jax"])))
+    lines = [line.split() for line in capture.get().splitlines()]
+    assert lines[1] == ["a", "case", "lt", "10.00", "0.50", "90.0", "%", "40.0", "%"]
+    assert lines[2] == ["torch", "15.00", "1.00", "1.50"]
+    assert lines[3] == ["(least", "by", "copy)", "9.00"]
+    assert lines[5] == ["jax", "left", "out", "ImportError:", "[no]", "module"]
+    assert ["torch", "/", "lt,", "worst", "1.500", "1", "a", "case"] in lines
+
+
+def test_a_result_file_has_lists_on_one_line(tmp_path: Path) -> None:
+    content = {"a": [1, 2.5, "three  [4]", None], "b": [{"c": [[1, 2], []]}], "d": []}
+    report.write_json(tmp_path / "some.json", content)
+    text = (tmp_path / "some.json").read_text()
+    assert json.loads(text) == content
+    assert '"a": [1, 2.5, "three  [4]", null],' in text
+
+
+@pytest.mark.parametrize("file", sorted(report.RESULTS.glob("*.json")), ids=lambda file: file.name)
+def test_kept_results_have_the_common_form(file: Path) -> None:
+    result = json.loads(file.read_text())
+    assert {"gpu", "cublaslt", "cupy", "torch", "python"} <= set(result["machine"])
+    assert result["commit"]
+    for row in result["rows"]:
+        assert set(row["us"]) == set(row["spread"])
+        assert all(value > 0 for value in row["us"].values())
+
+
+def test_the_page_and_its_picture_are_those_of_the_results() -> None:
+    text = tables.PAGE.read_text()
+    assert tables.rendered(text) == text, "run `python -m benchmarks report`"
+    assert sorted(re.findall("<!-- benchmarks:(.*) -->", text)) == sorted(tables.TABLES)
+    with Image.open(plot.FILE) as picture:
+        assert picture.info[plot.DIGEST] == plot.digest(), "run `python -m benchmarks report`"
+    assert plot.FILE.stat().st_size < 100_000
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes results that the tables and the picture are made from."""
+    monkeypatch.setattr(kept, "RESULTS", tmp_path)
+    machine = {"gpu": "a GPU", "driver": "580", "cublaslt": 130100, "torch": "2.11", "jax": "0.11"}
+
+    def write(suite: str, *rows: dict[str, Any], **more: Any) -> None:
+        facts = {"machine": machine, "commit": "abcdefgh", "when": "2026-01-02T03:04:05Z", **more}
+        (tmp_path / f"{suite}.json").write_text(json.dumps({**facts, "rows": rows}))
+
+    return write
+
+
+def test_a_table_has_its_source_and_the_rest_of_the_page_stays(results: Any) -> None:
+    row = {"case": "loss", "fraction_of_copy": 0.5}
+    us = {"lt": 2.0, "torch": 8.0, "torch_log_softmax": 6.0, "torch_without_bias_gradient": 1.0}
+    results("kernels", {**row, "us": us, "commit": "other"}, copy_gb_s=4000.0)
+    made = tables.rendered("before <!-- benchmarks:kernels -->\nold\n<!-- /benchmarks:kernels --> after")
+    source = "`kernels` at commit abcdefg (1 of 1 rows at other commits), measured until 2026-01-02 on a GPU"
+    source += " with driver 580 and cuBLASLt 13.1"
+    told = "6.00 PyTorch log_softmax by hand, 3.00× (1.00 without the bias gradient)"
+    assert made.splitlines() == [
+        "before <!-- benchmarks:kernels -->",
+        "",
+        f"*{source}, against PyTorch 2.11.*",
+        "",
+        "| Kernel | µs | of the copy's 4000 GB/s | fastest peer, µs |",
+        "| --- | --- | --- | --- |",
+        f"| loss | 2.00 | 50 % | {told} |",
+        "",
+        "<!-- /benchmarks:kernels --> after",
+    ]
+    with pytest.raises(KeyError, match="unknown"):
+        tables.rendered("<!-- benchmarks:unknown -->\n<!-- /benchmarks:unknown -->")
+
+
+def test_calls_are_compared_with_calls_that_do_the_same_and_losses_are_shown(results: Any) -> None:
+    both = {"lt": 18.4, "torch_eager": 167.0, "torch_eager_one_thread": 128.0}
+    results(
+        "host",
+        {"case": "linear_fwd + linear_bwd, eager", "us": both},
+        {"case": "matmul", "us": {"lt": 9.0, "torch_eager": 12.0, "cupy": 8.0, "lt_bound": 2.0}},
+    )
+    step = {"lt": 10.0, "jax": 8.0, "lt_call": 11.0, "torch_graph_call": 12.0, "jax_call": 10.9}
+    results("steps", {"case": "a", "us": step})
+    assert tables.host().splitlines()[2:] == [
+        "| linear_fwd + linear_bwd, eager | 18.4 | 128 PyTorch, 6.96× |",
+        "| matmul | 9.00 | 8.00 CuPy, **0.89×** |",
+        "| matmul, through lt.bind | 2.00 | 12.0 PyTorch, 6.00× |",
+    ]
+    assert tables.slower().splitlines()[2:] == [
+        "| steps | a | 10.0 | 8.00 JAX, **0.80×** |",
+        "| host | matmul | 9.00 | 8.00 CuPy, **0.89×** |",
+        "| steps | a, called | 11.0 | 10.9 JAX, **0.99×** |",
+    ]
+
+
+def test_the_picture_is_drawn_from_the_results(results: Any, tmp_path: Path) -> None:
+    block = {"type": "bf16", "activation": "gelu", "us": {"lt": 2.0, "torch_graph": 1.5}}
+    results("layers", {"case": "a 64×32×16 BF16 GELU", **block})
+    results("wide", block | {"case": "odd fit 64×31×15 BF16 GELU", "stratum": "odd"})
+    step = {"case": "mnist BF16", "type": "bf16", "activation": "relu", "us": {"lt": 3.0, "jax": 4.0}}
+    results("steps", step)
+    results("narrow", step | {"case": "16x1 2^10 BF16"})
+    before = plot.write(tmp_path / "some.png").read_bytes()
+    assert plot.write(tmp_path / "some.png").read_bytes() == before
+    results("steps", step | {"us": {"lt": 3.0, "jax": 5.0}})
+    assert plot.write(tmp_path / "some.png").read_bytes() != before
+
+
+def runs(folder: Path, side: str, *times: dict[str, float]) -> list[str]:
+    files = []
+    for number, us in enumerate(times):
+        file = folder / f"{side}-{number}" / "steps.json"
+        file.parent.mkdir()
+        rows = [{"case": case, "us": {"lt": time, "torch": 1.0}} for case, time in us.items()]
+        file.write_text(json.dumps({"rows": [*rows, {"case": "failed", "us": {}}]}))
+        files.append(str(file))
+    return files
+
+
+@pytest.mark.parametrize(
+    ("slow_runs", "slower", "status"), [(1, 0, 0), (2, 1, 1)], ids=["a disturbed run", "two of three runs"]
+)
+def test_a_row_is_slower_if_it_is_in_two_of_three_runs(
+    slow_runs: int, slower: int, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = runs(tmp_path, "old", *[{"a": 10.0, "b": 10.0, "gone": 1.0}] * 3)
+    new = runs(tmp_path, "new", *({"a": 10.6 if n < slow_runs else 10.0, "b": 8.0, "added": 1.0} for n in range(3)))
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--old", *old, "--new", *new])
+    out = capsys.readouterr().out
+    assert ended.value.code == status
+    assert f"two thirds of the runs: {slower}" in out
+    mean = (0.8 * (1.06 if slower else 1.0)) ** 0.5
+    assert f"geometric mean of 2 rows over 3 runs: {mean:.4f}" in out
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--old", *new, "--new", *old])
+    assert ended.value.code == 1, "the mean is 1.1"
+    with pytest.raises(SystemExit, match="no row of lt_runtime in common"):
+        main(["compare", "--old", *old[:1], "--new", *runs(tmp_path, "other", {"c": 1.0})])

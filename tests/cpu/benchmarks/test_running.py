@@ -1,0 +1,205 @@
+"""How suites are run, without a GPU: options, result files, resuming, plan caches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import cold, report, suite, tuning
+from benchmarks.__main__ import SUITES, main, options_of
+from benchmarks.report import Finding, Row
+from benchmarks.suite import Suite, plan_cache
+from benchmarks.timing import Timing
+from lt_runtime.paths import cache_directory
+
+ROOT = Path(__file__).parents[3]
+STREAM = object()
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_without_a_gpu_a_suite_says_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(suite, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit, match=f"the suite {name} needs an NVIDIA GPU"):
+        main([name])
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_rows_have_different_names_which_are_those_of_the_kept_results(name: str) -> None:
+    order = import_module(f"benchmarks.{name}").SUITE.order
+    assert len(set(order)) == len(order)
+    assert {*suite.kept_rows(report.RESULTS / f"{name}.json")} <= set(order)
+
+
+def test_every_suite_is_listed_without_loading_a_gpu_library() -> None:
+    code = "import sys; from benchmarks.__main__ import main; main(['--list']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    *lines, modules = done.stdout.splitlines()
+    assert len(lines) == len(SUITES)
+    assert {"cupy", "jax", "torch", "nvmath", "matplotlib"}.isdisjoint(name.split(".")[0] for name in modules.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["host", "--prefetch"], "--prefetch is an option of steps"),
+        (["hosts"], "name a suite of kernels.*, not hosts"),
+        ([], "name a suite"),
+    ],
+)
+def test_wrong_commands(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options_of(arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with a GPU on which nothing runs."""
+    fake = SimpleNamespace(cuda=SimpleNamespace(Stream=lambda **_: STREAM))
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(suite, "has_gpu", lambda: True)
+    monkeypatch.setattr(suite, "release", lambda: None)
+    monkeypatch.setattr(report, "machine", lambda: {"gpu": "a GPU"})
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+
+
+def measured(name: str) -> Row:
+    return Row(name, {"lt": Timing(1.0, 0.0)})
+
+
+def suite_of(*names: str, **jobs: Any) -> Suite:
+    made = {name: jobs.get(name, lambda stream, name=name: measured(name)) for name in names}
+    return Suite(
+        rounds=3,
+        order=[*names],
+        jobs=lambda _: made,
+        findings=lambda rows: [Finding("rows", len(rows), 1)],
+        facts=lambda rows: {"first": rows[0]["case"]},
+    )
+
+
+def asked(*options: str) -> argparse.Namespace:
+    return options_of(["layers", *options])
+
+
+def test_a_run_continues_and_its_file_is_whole_after_errors_and_interruptions(
+    machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, done = tmp_path / "some.json", list[str]()
+
+    def two(stream: Any) -> Row:
+        assert stream is STREAM
+        done.append("two")
+        if len(done) == 1:
+            raise ValueError("[not] this time")
+        return measured("two")
+
+    def interrupted(stream: Any) -> Row:
+        raise KeyboardInterrupt
+
+    cut_off = suite_of("one", "two", "three", "four", two=two, three=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        suite.run("some", cut_off, asked("--out", str(tmp_path)))
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["one", "two"]
+    assert rows[1]["error"] == "ValueError: [not] this time"
+    assert "two: ValueError: [not] this time" in capsys.readouterr().err
+
+    monkeypatch.setenv("GIT_COMMIT", "later")
+    suite.run("some", suite_of("one", "two", "three", two=two), asked("--out", str(tmp_path), "--resume"))
+    written = json.loads(file.read_text())
+    assert done == ["two", "two"]
+    assert (written["machine"], written["commit"], written["first"]) == ({"gpu": "a GPU"}, "later", "one")
+    assert written["summary"][0]["value"] == 3
+    assert [(row["case"], row.get("commit")) for row in written["rows"]] == [
+        *(("one", "abc"), ("two", None), ("three", None))
+    ]
+    assert all(row["when"].endswith("Z") for row in written["rows"])
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "is_written"),
+    [
+        ((), ["one", "two"], True),
+        (("--only", "TW"), ["two"], False),
+        (("--only", "tw", "--resume"), ["two"], True),
+        (("--dtype", "bf16"), ["one", "two"], False),
+        (("--ours",), ["one", "two"], False),
+        (("--minutes", "-1"), [], False),
+    ],
+)
+def test_a_part_of_a_suite_is_not_kept(
+    machine: None, options: tuple[str, ...], rows: list[str], is_written: bool
+) -> None:
+    assert [*suite.run("some", suite_of("one", "two"), asked(*options))] == rows
+    assert (report.RESULTS / "some.json").exists() is is_written
+
+
+def test_another_plan_cache_shares_only_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
+    with plan_cache() as directory:
+        assert cache_directory() == directory != tmp_path
+        (cache_directory() / "kernels" / "a kernel").touch()
+        (cache_directory() / "a plan").touch()
+    assert cache_directory() == tmp_path
+    assert [file.name for file in tmp_path.rglob("*")] == ["kernels", "a kernel"]
+    with plan_cache(keep=True) as directory:
+        assert directory == tmp_path
+
+
+@pytest.mark.parametrize("tunes", [False, True])
+def test_cold_processes_start_with_empty_caches(tunes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(cold, "last_line", lambda command, environment: seen.append(environment))
+    monkeypatch.setenv("LT_RUNTIME_TUNE", "first-use")
+    cold.child(["trained"], str(tmp_path), tunes=tunes)
+    assert seen[0].get("LT_RUNTIME_TUNE") == (None if tunes else "off")
+    assert (seen[0]["LT_RUNTIME_CACHE_DIR"], seen[0]["CUPY_CACHE_DIR"]) == (str(tmp_path), f"{tmp_path}/cupy")
+
+
+def test_a_process_that_imports_loads_no_driver(tmp_path: Path) -> None:
+    found = cold.child(["import"], str(tmp_path))
+    row = cold.row_of_imports([found, found]).as_json()
+    assert 0 < row["us"]["lt"] < row["us"]["lt_all_names"]
+    assert not row["loads_driver"]
+
+
+def test_a_cold_row_says_when_measuring_has_paid() -> None:
+    def trained(first: float, step: float) -> dict[str, Any]:
+        return {"us": {"first": first, "step": step}}
+
+    model = next(iter(cold.MODELS))
+    row = cold.row_of_measuring(model, [(trained(3e6, 40.0), trained(1e6, 50.0))] * 2).as_json()
+    assert (row["us"], row["pays_after_steps"]) == ({"lt": 3e6, "lt_untuned": 1e6}, 200_000)
+    assert cold.row_of_measuring(model, [(trained(2.0, 5.0), trained(1.0, 5.0))]).setting["pays_after_steps"] is None
+
+
+def test_the_second_process_of_tuning_reads_the_plans_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def last_line(command: Any, environment: Any) -> dict[str, Any]:
+        seen.append((command[2:], environment["LT_RUNTIME_CACHE_DIR"]))
+        return {"measurements": 0, "known": 4, "us": [900.0, 100.0, 200.0, 300.0]}
+
+    folders: list[str] = []
+    monkeypatch.setattr(tuning, "last_line", last_line)
+    monkeypatch.setattr(tuning, "measure", lambda block, options, plans, _: folders.append(plans))
+    jobs = tuning.SUITE.jobs(asked())
+    first = next(iter(jobs))
+    jobs[first](None)
+    second = jobs[tuning.SECOND](None).as_json()
+    assert seen == [(["benchmarks.processes", "plans", first], folders[0])]
+    assert second["us"] == {"lt_plan": 250.0}
+    found = {each.what: each for each in tuning.findings([second, {"tuning_s": 2.0}])}
+    assert found["measurements of a second process"].met
+    assert found["seconds of tuning a block, median"].value == 2.0
