@@ -1,4 +1,4 @@
-"""Calls bound to their buffers."""
+"""`lt.bind`: calls bound to their buffers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,31 @@ _OPERATIONS: Final = (linear_fwd, linear, linear_bwd, matmul, *_LOSSES, dropout)
 
 
 def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, **options: Any) -> Callable[[], None]:
-    """A call with everything fixed: made as often as one likes, without another look at its arguments.
+    """Binds a call to its arguments: the callable that is returned makes the call again without checking them.
 
     ::
 
         forward = lt.bind(lt.linear_fwd, x, w, bias, activation="gelu", out=y, out_z=z)
         forward()  # y and z from what x, w and bias hold now
 
-    On a GPU its launches are captured once into a graph, so that a call costs the host one launch, whatever it consists
-    of. It holds no arrays: they have to stay alive and where they are. On NumPy arrays each call runs the reference. A
-    dropout mask is the same at each call unless the step of `rng` is an array that lives with the operands.
+    On a GPU the call's launches are captured here into a graph, so that a bound call costs the host one launch. While
+    this function runs, other threads must not synchronise with the whole device (`torch.cuda.synchronize()`,
+    `cupy.cuda.Device().synchronize()`, cuCtxSynchronize) nor call cudaMalloc or cudaFree: during a capture such calls
+    fail, and may invalidate it. On NumPy arrays each bound call runs the reference.
+
+    The bound call does not keep the arrays alive: they must stay where they are. A dropout mask is the same at each
+    call unless the step of `rng` is an array on the operands' device.
 
     Args:
         operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.dropout`, or one of the losses.
-        arguments, options: its own, with a buffer for every result, and for the pre-activation where it is kept.
+        arguments, options: the operation's, with a buffer for every result, and for a pre-activation that is kept.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
-            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each call
-            will run on it.
+            that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each bound call runs
+            on this stream.
 
     Returns:
-        A callable without arguments and results, to be called with the arrays' GPU current. A failing launch raises
-        GpuError; labels that are out of range raise ArgumentError on NumPy arrays, as in `lt.cross_entropy`.
+        A callable without arguments and results, to be called while the arrays' GPU is current. It raises GpuError if
+        a launch fails and, on NumPy arrays, ArgumentError for labels out of range, as `lt.cross_entropy` does.
 
     Raises:
         ArgumentError: another operation, or no buffer for a result.

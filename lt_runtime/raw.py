@@ -20,7 +20,8 @@ from lt_runtime.layout import Layout, packed
 from lt_runtime.ops._context import Layer
 from lt_runtime.ops._linear_backward import LinearBackward
 from lt_runtime.ops._linear_forward import LinearForward
-from lt_runtime.ops.call import Operation, addresses_of, prepare
+from lt_runtime.ops.call import addresses_of, prepare
+from lt_runtime.ops.operation import Operation
 from lt_runtime.problem import ACTIVATIONS, Activation, Saved
 
 __all__ = ["backward_raw", "forward_raw"]

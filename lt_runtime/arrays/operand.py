@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from cuda.bindings import driver
@@ -32,7 +32,7 @@ from lt_runtime.errors import (
 )
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import order_after
+from lt_runtime.gpu.streams import order_after, stream_handle
 from lt_runtime.layout import Layout, layout_of, packed
 from lt_runtime.problem import DType, Spec
 
@@ -41,6 +41,8 @@ _PROTOCOLS: Final = ("__dlpack_device__", "__cuda_array_interface__")
 _UNKNOWN_ADDRESS: Final = int(driver.CUresult.CUDA_ERROR_INVALID_VALUE)
 _DEVICE_ORDINAL: Final = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+_Source: TypeAlias = "tuple[int, Library, Callable[[str, Any, int, int], Operand]]"
 HOST: Final = -1
 """The ordinal that stands for host memory, where NumPy arrays are."""
 CUPY: Final = CupyLibrary()
@@ -158,31 +160,99 @@ def _check_tensor(name: str, array: Any) -> None:
         raise DeviceError(f"{found}, which is not accepted; pass {name}.numpy(), or move it to a GPU: {name}.cuda()")
 
 
-def device_of(name: str, array: Any) -> int:
-    """Ordinal of the GPU that an array lives on; `HOST` for NumPy's.
+class ReadCall(NamedTuple):
+    """The arrays of one call as operands.
+
+    Attributes:
+        operands: None for an absent array.
+        device: ordinal of the GPU that the first array lives on; `HOST` if all are NumPy arrays.
+        stream: handle of the stream that the call runs on; 0 on the host.
+    """
+
+    operands: list[Operand | None]
+    device: int
+    stream: int
+
+
+def read_call(names: Sequence[str], required: int, arrays: Sequence[Any], stream: Any) -> ReadCall:
+    """Reads the arrays of a call, and finds the stream that it runs on.
+
+    Args:
+        names: of the arrays, in their order.
+        required: how many of the first arrays may not be None.
+        stream: as the caller gave it; if None, the current stream of the first array's library. On the host a stream
+            is checked and not used.
 
     Raises:
-        DeviceError: it lives on another kind of device, or is another library's in host memory.
-        OperandError: it is no array.
+        As `on_host` and `read`; StreamError and DeviceError as `stream_handle`.
     """
+    on_host({name: array for name, array in zip(names, arrays, strict=True) if array is not None})
+    found = [
+        None if array is None and place >= required else _source(name, array)
+        for place, (name, array) in enumerate(zip(names, arrays, strict=True))
+    ]
+    assert found[0] is not None, "the first array is required"
+    device, library, _ = found[0]
+    if device == HOST:
+        handle = 0 if stream is None else stream_handle(stream, HOST)
+    else:
+        handle = stream_handle(stream, device, library.current_stream)
+    operands = [
+        None if source is None else _read_from(source, name, array, handle)
+        for source, name, array in zip(found, names, arrays, strict=True)
+    ]
+    return ReadCall(operands, device, handle)
+
+
+def read(name: str, array: Any, stream: int) -> Operand:
+    """The operand that an array is, its contents ordered before what `stream` is given from now on.
+
+    Raises:
+        DeviceError: it lives on another kind of device than a GPU, or is another library's in host memory.
+        OperandError: it is no array.
+        AlignmentError: its address is no multiple of its element size.
+    """
+    return _read_from(_source(name, array), name, array, stream)
+
+
+def device_of(name: str, array: Any) -> int:
+    """Ordinal of the GPU that an array lives on; `HOST` for NumPy's. Raises `DeviceError`, `OperandError` as `read`."""
+    return _source(name, array)[0]
+
+
+def library_of(array: Any) -> Library:
+    """The library whose current stream orders an array's contents: PyTorch for its tensors, CuPy for all others."""
+    return TORCH if is_from(array, "torch") else CUPY
+
+
+def _source(name: str, array: Any) -> _Source:
+    """Device of an array, the library that orders its contents, and the function that reads it."""
     if isinstance(array, np.ndarray):
-        return HOST
+        return HOST, NUMPY, _read_numpy
     if is_from(array, "cupy"):
-        return int(array.device.id)
+        return int(array.device.id), CUPY, _read_cupy
     if is_from(array, "torch"):
         _check_tensor(name, array)
-        return int(array.device.index)
+        return int(array.device.index), TORCH, _read_torch
     if hasattr(array, "__dlpack_device__"):
         kind, ordinal = array.__dlpack_device__()
         if int(kind) not in _DLPACK_CUDA:
             raise DeviceError(
                 f"{name} lives on DLPack device {(int(kind), ordinal)}; accepted are NumPy arrays and GPUs"
             )
-        return int(ordinal)
+        return int(ordinal), CUPY, _read_dlpack if hasattr(array, "__dlpack__") else _read_interface
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         raise _no_array(name, array)
-    return device_of_address(name, interface["data"][0])
+    return device_of_address(name, interface["data"][0]), CUPY, _read_interface
+
+
+def _read_from(source: _Source, name: str, array: Any, stream: int) -> Operand:
+    device, _, reader = source
+    operand = reader(name, array, device, stream)
+    if operand.address % operand.itemsize:
+        raise AlignmentError(f"{name} is at {operand.address:#x}; it must be a multiple of {operand.itemsize}")
+    return operand
 
 
 def device_of_address(name: str, address: int) -> int:
@@ -201,35 +271,7 @@ def device_of_address(name: str, address: int) -> int:
         raise DeviceError(f"{name} is {address:#x}, which is not an address of GPU memory") from error
 
 
-def library_of(array: Any) -> Library:
-    """The library whose current stream orders an array's contents: PyTorch for its tensors, CuPy for all others."""
-    return TORCH if is_from(array, "torch") else CUPY
-
-
-def read(name: str, array: Any, stream: int) -> Operand:
-    """The operand that an array is, its contents ordered before what `stream` is given from now on.
-
-    Raises:
-        DeviceError, OperandError: see `device_of`.
-        AlignmentError: its address is no multiple of its element size.
-    """
-    device = device_of(name, array)
-    if device == HOST:
-        operand = _read_numpy(name, array)
-    elif is_from(array, "cupy"):
-        operand = _read_cupy(name, array, CUPY)
-    elif is_from(array, "torch"):
-        operand = _read_torch(name, array)
-    elif hasattr(array, "__dlpack__"):
-        operand = _read_dlpack(name, array, device, stream)
-    else:
-        operand = _read_interface(name, array, device, stream)
-    if operand.address % operand.itemsize:
-        raise AlignmentError(f"{name} is at {operand.address:#x}; it must be a multiple of {operand.itemsize}")
-    return operand
-
-
-def _read_numpy(name: str, array: np.ndarray[Any, Any]) -> Operand:
+def _read_numpy(name: str, array: np.ndarray[Any, Any], device: int, stream: int) -> Operand:
     check_plain(name, array)
     _check_byte_order(name, array.dtype)
     size, address = array.itemsize, array.__array_interface__["data"][0]
@@ -254,14 +296,14 @@ def _check_byte_order(name: str, dtype: np.dtype[Any]) -> None:
         raise DTypeError(f"{found}; accepted is this machine's, as in {name}.astype({dtype.newbyteorder('=').str!r})")
 
 
-def _read_cupy(name: str, array: Any, library: Library) -> Operand:
+def _read_cupy(name: str, array: Any, device: int, stream: int, library: Library = CUPY) -> Operand:
     _check_byte_order(name, array.dtype)
     size = array.itemsize
     strides = _in_elements(name, array.strides, size)
-    return Operand(name, array.data.ptr, array.shape, strides, array.dtype.name, size, array.device.id, library, array)
+    return Operand(name, array.data.ptr, array.shape, strides, array.dtype.name, size, device, library, array)
 
 
-def _read_torch(name: str, tensor: Any) -> Operand:
+def _read_torch(name: str, tensor: Any, device: int, stream: int) -> Operand:
     return Operand(
         name,
         tensor.data_ptr(),
@@ -269,7 +311,7 @@ def _read_torch(name: str, tensor: Any) -> Operand:
         tuple(tensor.stride()),
         str(tensor.dtype).removeprefix("torch."),
         tensor.element_size(),
-        tensor.device.index,
+        device,
         TORCH,
         tensor,
     )
@@ -279,7 +321,7 @@ def _read_dlpack(name: str, array: Any, device: int, stream: int) -> Operand:
     with cupy_stream(device, stream) as module:  # the producer orders its work before CuPy's current stream
         view = module.from_dlpack(array)
     namespace = getattr(array, "__array_namespace__", None)
-    return _read_cupy(name, view, CUPY if namespace is None else _array_api(namespace()))
+    return _read_cupy(name, view, device, stream, CUPY if namespace is None else _array_api(namespace()))
 
 
 @functools.cache

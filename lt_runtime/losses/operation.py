@@ -18,7 +18,8 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.cross_entropy import CrossEntropyPass
 from lt_runtime.kernels.elementwise_loss import ElementwiseLossPass
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
+from lt_runtime.ops.call import PreparedCall, perform
+from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.problem import DType
 from lt_runtime.products.plan import Plan
 

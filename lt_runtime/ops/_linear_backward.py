@@ -15,7 +15,8 @@ from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import packed
 from lt_runtime.ops._context import Layer
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request
+from lt_runtime.ops.call import PreparedCall
+from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.plans.strategies import unchanged
 from lt_runtime.problem import BackwardProblem, Compute, Derivative, Philox, Spec
 

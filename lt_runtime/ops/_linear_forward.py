@@ -17,7 +17,8 @@ from lt_runtime.errors import ShapeError
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.ops._context import Layer, LinearContext
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request
+from lt_runtime.ops.call import PreparedCall
+from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.problem import Activation, Compute, ForwardProblem, Philox, Saved, Spec, check_dropout
 
 _BITS = 8  # of a byte

@@ -15,7 +15,8 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import Layout, Order, batch_of, packed
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request
+from lt_runtime.ops.call import PreparedCall
+from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 
 _C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8  # places among the arrays

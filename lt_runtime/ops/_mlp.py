@@ -14,7 +14,8 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
 from lt_runtime.kernels.mlp import MAX_LAYERS
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request
+from lt_runtime.ops.call import PreparedCall
+from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.problem import Activation, DType, MLPProblem
 from lt_runtime.products.plan import Plan

@@ -1,146 +1,58 @@
-"""The one way in which an operation runs: its arrays are read and checked, its problem planned, its plan run.
+"""The path that every call of an operation takes: its arrays are read and checked, its problem planned, its plan run.
 
-What was made of a call, its plan above all, holds for all calls that differ in nothing but the addresses of equally
-aligned arrays: their operands are not looked at again. A call that comes with the same addresses a third time is bound,
-and is the launch of one graph from then on.
+A call whose arrays differ from an earlier call's in nothing but their addresses, equally aligned, finds that call's
+`PreparedCall`, and its arrays are not checked again except for overlap. The third call with the same addresses is
+captured into a graph, and each later one is the launch of that graph.
 """
 
 from __future__ import annotations
 
 import functools
-import re
+import threading
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from lt_runtime import ranges
 from lt_runtime.arrays.checks import check_device, check_no_overlap
-from lt_runtime.arrays.libraries import Library, Signature, current_streams, signature_of
-from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, on_host, read
+from lt_runtime.arrays.libraries import Signature, current_streams, signature_of
+from lt_runtime.arrays.operand import HOST, Operand, read_call
 from lt_runtime.errors import ArgumentError, CaptureError, GpuError, OperandError, OverlapError
 from lt_runtime.gpu.bound import BoundPlan
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import is_current
-from lt_runtime.gpu.memory import memories, stream_memory
+from lt_runtime.gpu.memory import StreamMemory, memories, stream_memory
 from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.call import Call
 from lt_runtime.layout import overlaps_itself
-from lt_runtime.ops.first_use import asked_for, before_first_use
+from lt_runtime.ops.first_use import asked_for
+from lt_runtime.ops.operation import Operation, Request
 from lt_runtime.plans import cache
 from lt_runtime.products.plan import Plan
 
 _MOST_CALLS: Final = 1024
 _MOST_REPEATS: Final = 1024
-_ONCE: Final = False  # stands for the launch of a call that was made once with these arrays
-
-
-@dataclass(frozen=True, slots=True)
-class New:
-    """An array that a call makes for a result.
-
-    Attributes:
-        shape: of the memory, row-major.
-        view: makes the array of the memory; None where the array is all of it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    library: Library
-    view: Callable[[Any], Any] | None = None
-
-
-class Request(NamedTuple):
-    """What an operation makes of its operands.
-
-    Attributes:
-        problem: what is asked; None where nothing is to be planned.
-        written: places of the operands that are written.
-        new: results for which the caller gives no buffer, by their places among the arrays.
-        detail: what the operation needs again, to run on the host or to make the caller's result.
-        same: places of an operand and of the result that may be the same memory.
-    """
-
-    problem: Any
-    written: tuple[int, ...]
-    new: Mapping[int, New]
-    detail: Any = None
-    same: tuple[int, int] | None = None
-
-
-class Operation(ABC):
-    """What an operation such as `linear_fwd` adds to the driver; compared by identity.
-
-    Attributes:
-        names: of the arrays, in their order.
-        required: how many of the first may not be absent.
-        is_scaled: whether a call's scalars are numbers that a bound call keeps, such as α and β.
-        range_name: of the range around each call, such as "lt.linear_forward" for `LinearForward`.
-    """
-
-    names: ClassVar[tuple[str, ...]]
-    required: ClassVar[int]
-    is_scaled: ClassVar[bool] = False
-    range_name: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        cls.range_name = f"lt.{re.sub(r'(?<!^)(?=[A-Z])', '_', cls.__name__).lower()}"
-
-    @abstractmethod
-    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
-        """Checks operands and options, and says what they ask for.
-
-        Args:
-            operands: an `Operand` for each of `names`; None where an array is absent.
-            asked: the options that a call's course depends on.
-            extras: arguments on which it does not: scalars, where random numbers come from.
-
-        Raises:
-            LtError: something is not accepted.
-        """
-
-    @abstractmethod
-    def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
-        """Writes the results into NumPy arrays."""
-
-    @abstractmethod
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
-        """What the caller gets.
-
-        Args:
-            arrays: the caller's, with those that were made in their places, as their library exports them.
-        """
-
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """The plan for the problem, from the plan cache; an operation with nothing to decide makes its plan itself."""
-        return cache.plan_of(request.problem, device, stream, before_first_use, anew=asked_for.get() is not None)
-
-    def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
-        """The reading with what only the plan decides, such as what forward keeps; there is no plan on the host."""
-        return request
-
-    def is_bindable(self, request: Request) -> bool:
-        """Whether a call that repeats does the same each time, so that it may be bound."""
-        return True
-
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
-        """The plan's call; `addresses` are in the order of `names`."""
-        return Call(addresses, stream)
+_UNTIL_RETRY: Final = 1000  # calls
+_ONCE: Final = False
+"""Value in `cache.repeats` of a call that was made once with its arrays, and has no launch yet."""
+_OWN_THREADS: Final = "lt_runtime "
+"""The names of the threads that the package starts begin with this."""
 
 
 @dataclass(slots=True, eq=False)
 class PreparedCall:
-    """A call whose operands have been found to be sound.
+    """A call whose operands have been checked, with its plan.
 
     Attributes:
         device: ordinal of the GPU, or `HOST`.
         plan: None on the host.
         sizes: bytes from each operand's first element to its last; 0 for an absent one.
-        generation: `cache.generation` before the plan was asked for; a later one makes the call unknown.
-        makers: of new arrays, see `Library.maker`.
+        generation: `cache.generation` before the plan was looked up. Once plans are forgotten the generation is
+            another, and the prepared call is not used any more.
+        makers: one for each of the request's new arrays, see `Library.maker`.
     """
 
     operation: Operation
@@ -154,7 +66,7 @@ class PreparedCall:
     _overlaps: list[tuple[int, list[tuple[int, int, int]]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Notes how far after each operand that is written another begins where the two overlap."""
+        """Notes for each written operand the distances to every other operand at which the two overlap."""
         present = [(place, size) for place, size in enumerate(self.sizes) if size]
         self._overlaps = [
             (i, [(j, -other, size) for j, other in present if j != i])
@@ -163,7 +75,7 @@ class PreparedCall:
         ]
 
     def is_sound(self, addresses: Sequence[int]) -> bool:
-        """Whether no operand that is written shares an address with another, by where they begin and end."""
+        """Whether no written operand overlaps another; only where operands begin and end is compared."""
         for i, others in self._overlaps:
             start = addresses[i]
             for j, above, below in others:
@@ -174,12 +86,12 @@ class PreparedCall:
     def make(
         self, arrays: Sequence[Any], given: tuple[int, ...], stream: int | None
     ) -> tuple[Sequence[Any], tuple[int, ...]]:
-        """The arrays with those that this call makes in their places, and the addresses of all of them.
+        """Makes the request's new arrays; returns all arrays, and the addresses of all of them.
 
         Args:
             given: addresses of `arrays`, 0 for an absent one.
-            stream: that the new arrays' memory is ordered with; None if it is the current one of their library, and the
-                device is too.
+            stream: the stream that the new arrays' memory is ordered with; None if that stream, and the device, are
+                the current ones of the arrays' library.
         """
         filled, addresses = list(arrays), list(given)
         for (place, each), maker in zip(self.request.new.items(), self.makers, strict=True):
@@ -190,13 +102,13 @@ class PreparedCall:
         return filled, tuple(addresses)
 
     def put(self, call: Call) -> None:
-        """Runs the plan."""
+        """Puts the plan's launches on the call's stream."""
         memory = memories.get((self.device, call.stream)) or stream_memory(self.device, call.stream)
         with memory.lock:
             self.plan.put(call, memory)
 
     def finish(self, arrays: Sequence[Any], scalars: Any, stream: int) -> Any:
-        """What the caller gets, once the work is on the stream."""
+        """Returns the caller's result, once the work is on the stream."""
         new = self.request.new
         if new:
             exported = list(arrays)
@@ -208,18 +120,18 @@ class PreparedCall:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Stands for a stream where a call is to be bound to its buffers rather than made; see `lt.bind`."""
+    """Passed as the stream of a call that is to be bound to its buffers instead of made; see `lt.bind`."""
 
     stream: Any
 
 
 def perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, scalars: Any, stream: Any) -> Any:
-    """Makes a call; what the caller gets.
+    """Makes a call, and returns the caller's result.
 
     Args:
         arrays: in the order of `operation.names`; None where one is absent.
-        asked, extras: see `Operation.read`.
-        stream: as the caller gave it; a `Binding` for a callable that makes the call.
+        options, scalars: see `Operation.read`.
+        stream: as the caller gave it; with a `Binding` the result is a callable that makes the call.
 
     Raises:
         LtError: the call is not accepted, or failed; outputs, caches and the stream stay usable.
@@ -240,7 +152,7 @@ def _perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, s
             handle = current(device) if stream is None else stream_handle(stream, device)
             try:
                 prepared: PreparedCall | None = cache.calls.get((operation, options, forms))
-            except TypeError:  # an option that is no value
+            except TypeError:  # an option that cannot be hashed
                 prepared = signature = None
             if prepared is not None and prepared.generation is cache.generation:
                 filled: Sequence[Any] = arrays
@@ -252,7 +164,7 @@ def _perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, s
 
 
 def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> bool:
-    """Makes a known call once more, with the same arrays or others; False, and nothing is done, if operands overlap."""
+    """Makes a prepared call again, with the same addresses or others; returns False, unmade, if operands overlap."""
     repeat = prepared, stream, addresses, scalars if prepared.operation.is_scaled else None
     launch = cache.repeats.get(repeat)
     if not (launch or prepared.is_sound(addresses)):
@@ -260,7 +172,8 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
     if ranges.watchers:
         ranges.tell(prepared)
     if launch:
-        launch()
+        if launch():
+            cache.repeats[repeat] = _ONCE
         return True
     call = prepared.operation.call(prepared, addresses, scalars, stream)
     prepared.put(call)
@@ -270,25 +183,54 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
                 _make_room()
             cache.repeats[repeat] = _ONCE
         elif not is_captured(stream):
-            cache.repeats[repeat] = _bound(prepared, call)
+            cache.repeats[repeat] = _launch_of(prepared, call)
     return True
 
 
-def _bound(prepared: PreparedCall, call: Call) -> Callable[[], None]:
-    """The launch of a call that repeats.
+def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
+    """Captures a repeated call into a graph, if no other thread can be disturbed by that; returns the call's launch.
 
-    A call that cannot be bound, for want of memory perhaps, costs a warning, and stays as it was.
+    A call that cannot be captured, for want of memory perhaps, costs a warning and is launched kernel by kernel.
     """
+    if not _is_alone():
+        return _Uncaptured(prepared.plan, call, stream_memory(prepared.device, call.stream))
     try:
-        launch: Callable[[], None] = prepared.plan.bind(call)
+        launch: Callable[[], object] = prepared.plan.bind(call)
     except (GpuError, CaptureError) as error:  # a capture may have begun in between
         warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)
         return functools.partial(prepared.put, call)
     return launch
 
 
+def _is_alone() -> bool:
+    """Whether every other living Python thread is the package's own.
+
+    While a stream is being captured, cuCtxSynchronize fails in every thread, whatever mode the capture has. So no call
+    is captured unasked while there is a thread that may synchronise, as by `torch.cuda.synchronize()`.
+    """
+    own = threading.current_thread()
+    return all(each is own or each.name.startswith(_OWN_THREADS) for each in threading.enumerate())
+
+
+@dataclass(slots=True, eq=False)
+class _Uncaptured:
+    """The launches, kernel by kernel, of a repeated call that was not captured because of another thread."""
+
+    plan: Plan
+    call: Call
+    memory: StreamMemory
+    left: int = _UNTIL_RETRY
+
+    def __call__(self) -> bool:
+        """Puts the launches on the stream; returns whether a capture is to be tried again."""
+        with self.memory.lock:
+            self.plan.put(self.call, self.memory)
+        self.left -= 1
+        return self.left <= 0
+
+
 def _make_room() -> None:
-    """Lets go of the calls that were made once; of all calls, if most of them are bound."""
+    """Forgets the calls that were made once; forgets all repeated calls if most of them have a launch."""
     bound = {repeat: launch for repeat, launch in list(cache.repeats.items()) if launch}
     cache.repeats.clear()
     if 2 * len(bound) <= _MOST_REPEATS:
@@ -298,32 +240,29 @@ def _make_room() -> None:
 def _cold_call(
     operation: Operation, arrays: tuple[Any, ...], options: Any, scalars: Any, stream: Any, signature: Signature | None
 ) -> Any:
+    """Makes a call that has no `PreparedCall` yet, or binds it."""
     binds = isinstance(stream, Binding)
-    device = _device_of(operation, arrays)
-    handle = _handle(arrays[0], stream.stream if binds else stream, device)
-    if device == HOST:
-        operands = _read(operation, arrays, 0)
+    read = read_call(operation.names, operation.required, arrays, stream.stream if binds else stream)
+    operands, given, handle = read.operands, addresses_of(read.operands), read.stream
+    if read.device == HOST:
         prepared = prepare(operation, operands, options, scalars, 0)
         if binds:
             _check_bindable(prepared)
             return functools.partial(_run_on_host, prepared, arrays, scalars)
-        filled, _ = prepared.make(arrays, addresses_of(operands), 0)
+        filled, _ = prepared.make(arrays, given, 0)
         _run_on_host(prepared, filled, scalars)
         return operation.result(prepared, filled, scalars)
-    with activated(device):
-        operands = _read(operation, arrays, handle)
+    with activated(read.device):
         prepared = prepare(operation, operands, options, scalars, handle)
-        if signature is not None and not binds:
-            calls = cache.calls
-            if len(calls) >= _MOST_CALLS:
-                calls.clear()
-            calls[operation, options, signature[0]] = prepared
-        given = addresses_of(operands)
         if binds:
             _check_bindable(prepared)
             bound: BoundPlan = prepared.plan.bind(operation.call(prepared, given, scalars, handle))
             bound.prepared = prepared
             return bound
+        if signature is not None:
+            if len(cache.calls) >= _MOST_CALLS:
+                cache.calls.clear()
+            cache.calls[operation, options, signature[0]] = prepared
         ranges.tell(prepared)
         filled, addresses = prepared.make(arrays, given, handle)
         prepared.put(operation.call(prepared, addresses, scalars, handle))
@@ -333,7 +272,11 @@ def _cold_call(
 def prepare(
     operation: Operation, operands: Sequence[Operand | None], options: Any, scalars: Any, stream: int
 ) -> PreparedCall:
-    """What is made of a call whose operands live on a GPU, which is current, or on the host."""
+    """Checks operands on the host, or on a GPU that is current, and plans the call.
+
+    Raises:
+        LtError: something is not accepted, or no plan can be made.
+    """
     present = [operand for operand in operands if operand is not None]
     check_device(*present)
     device = present[0].device
@@ -347,7 +290,7 @@ def prepare(
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
-    """Their addresses, 0 for absent ones."""
+    """The operands' addresses, 0 for an absent one."""
     return tuple([0 if operand is None else operand.address for operand in operands])
 
 
@@ -355,26 +298,6 @@ def _run_on_host(prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) ->
     ranges.tell(prepared)
     with np.errstate(all="ignore"):  # overflow and NaN are results here, as they are on a GPU
         prepared.operation.on_host(prepared.request, arrays, scalars)
-
-
-def _device_of(operation: Operation, arrays: Sequence[Any]) -> int:
-    """Where the arrays live; NumPy arrays and others at once are refused with all their names."""
-    named = {name: array for name, array in zip(operation.names, arrays, strict=True) if array is not None}
-    return HOST if on_host(named) else device_of(operation.names[0], arrays[0])
-
-
-def _read(operation: Operation, arrays: tuple[Any, ...], stream: int) -> list[Operand | None]:
-    return [
-        None if array is None and place >= operation.required else read(operation.names[place], array, stream)
-        for place, array in enumerate(arrays)
-    ]
-
-
-def _handle(array: Any, stream: Any, device: int) -> int:
-    """The handle of the stream; on the host a stream is checked, and not used."""
-    if device == HOST:
-        return 0 if stream is None else stream_handle(stream, HOST)
-    return stream_handle(stream, device, library_of(array).current_stream)
 
 
 def _check_written(operands: Sequence[Operand | None], request: Request) -> None:

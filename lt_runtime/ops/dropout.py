@@ -14,7 +14,8 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.dropout import DropoutPass
 from lt_runtime.layout import packed
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
+from lt_runtime.ops.call import PreparedCall, perform
+from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.problem import Philox, Spec, check_dropout
 from lt_runtime.products.plan import Plan
 

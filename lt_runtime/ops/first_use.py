@@ -54,7 +54,8 @@ def tuning(effort: Effort = "default") -> Iterator[None]:
     A layer's forward pass is decided together with the backward pass that goes with it. What is decided goes to the
     plan cache and is used from then on, by other threads and processes as well. While its stream is being captured
     nothing is measured. `LT_RUNTIME_TUNE=first-use` does the same for a whole process, at default effort, to problems
-    that it runs for the first time. A `TrainStep` needs neither.
+    that it runs for the first time. A `TrainStep` needs neither. What other threads must not do while something is
+    measured stands at `lt.tune`.
 
     Args:
         effort: "default" takes about a second a problem at most on an H200, "deep" tries many more algorithms. What

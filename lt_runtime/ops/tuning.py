@@ -52,6 +52,10 @@ def tune(
     they are met, within `lt.tuning()`, or given as such. What was decided with no less effort is not measured again.
     If it is interrupted, what has been decided is kept. What the GPU has not enough memory for costs a warning.
 
+    Tuning captures graphs. While it runs, other threads must not synchronise with the whole device
+    (`torch.cuda.synchronize()`, `cupy.cuda.Device().synchronize()`, cuCtxSynchronize) nor call cudaMalloc or cudaFree:
+    during a capture such calls fail, and may invalidate it.
+
     Args:
         dims: inputs of the first layer, then outputs of each; or one or more problems, which leave no room for other
             arguments about layers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,25 @@ def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None
         for seed, layer in enumerate(layers):
             layer.refill(seed)
             layer.check()
+
+
+def test_nothing_is_captured_unasked_beside_a_thread_of_the_caller(gpu: FakeGpu) -> None:
+    """The thread might call cuCtxSynchronize, which fails in every thread while a stream is captured."""
+    layer, ends = Layer(gpu, layer_case(), gpu.stream), threading.Event()
+    layer.check()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    gpu.calls.begin()
+    try:
+        for seed in range(_CALLS):
+            layer.refill(seed)
+            layer.check()
+    finally:
+        ends.set()
+        thread.join()
+    assert "cuStreamBeginCapture" not in gpu.calls.names
+    for _ in range(3):
+        layer.check()
 
 
 def test_remembered_calls_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

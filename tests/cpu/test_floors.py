@@ -39,7 +39,7 @@ NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 LIKE_A_USER = {"cli", "__main__"}
 """The rooms above the package's public names, which may import the package itself."""
 
-SHARED_BY_OPERATIONS = {"call", "first_use"}
+SHARED_BY_OPERATIONS = {"call", "first_use", "operation"}
 """The modules of `ops` that are no operation, besides helpers, named _x."""
 
 KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}

@@ -274,6 +274,34 @@ def test_threads_that_share_a_stream() -> None:
         assert_close([layer.y, *layer.out.values()], layer.expected())
 
 
+def test_a_thread_that_synchronises_is_not_disturbed(launches: list[BoundPlan]) -> None:
+    """While a stream is captured cuCtxSynchronize fails in every thread: nothing is captured that nobody asked for."""
+    layers, ends, failed = [Layer(seed) for seed in range(50)], threading.Event(), list[Exception]()
+    layers[0].run(buffers=True)  # the plans are made
+
+    def synchronise() -> None:
+        try:
+            while not ends.is_set():
+                cp.cuda.runtime.deviceSynchronize()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=synchronise)
+    thread.start()
+    try:
+        for _ in range(3):
+            for layer in layers:
+                for _ in range(REPEATS):
+                    layer.run(buffers=True)
+    finally:
+        ends.set()
+        thread.join()
+    assert not failed
+    assert not launches
+    for layer in layers:
+        assert_close([layer.y, *layer.out.values()], layer.expected())
+
+
 def test_products() -> None:
     generator = np.random.default_rng(0)
     a, b, c = (generator.standard_normal(shape).astype(np.float32) for shape in ((M, K), (K, N), (M, N)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ from lt_runtime.gpu import streams
 from lt_runtime.kernels.call import Call
 from lt_runtime.ops import call as call_module
 from lt_runtime.ops import first_use
-from lt_runtime.ops.call import Operation, PreparedCall, Request, perform
+from lt_runtime.ops.call import PreparedCall, perform
+from lt_runtime.ops.operation import Operation, Request
 from lt_runtime.plans import cache
 
 _AT = 0x10000
@@ -232,6 +234,24 @@ def test_a_call_is_bound_when_it_comes_a_third_time(world: Any) -> None:
         assert make(X, None, OUT) is OUT
     assert (len(plan.calls), plan.launches) == (4, 4)
     assert plan.bound == plan.calls[-1:]
+
+
+@pytest.mark.parametrize(("name", "is_bound"), [("a reader of batches", False), ("lt_runtime prefetch", True)])
+def test_a_call_is_bound_while_no_thread_is_alive_that_may_synchronise(name: str, is_bound: bool) -> None:
+    plan, ends = remember(X, None, OUT), threading.Event()
+    thread = threading.Thread(target=ends.wait, name=name)
+    thread.start()
+    try:
+        for _ in range(5):
+            make(X, None, OUT)
+    finally:
+        ends.set()
+        thread.join()
+    assert (len(plan.bound), plan.launches, len(plan.calls)) == ((1, 3, 2) if is_bound else (0, 0, 5))
+    for _ in range(2000):
+        make(X, None, OUT)
+    assert len(plan.bound) == 1, "once the thread has ended"
+    assert plan.launches > 900
 
 
 def test_a_call_is_bound_on_each_stream() -> None:
