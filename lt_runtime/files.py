@@ -1,4 +1,4 @@
-"""Files: replaced as a whole, so that no reader sees half of one, and renamed rather than deleted."""
+"""Replaces files in one step, so that no reader sees half of one, and removes files that dead processes left."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import BinaryIO, Final, TypeAlias
 TEMPORARY: Final = ".tmp"
 """Suffix of files that are still being written."""
 
-_LOOKED_AT: Final = 100_000
-"""Entries of a directory that are looked at for abandoned files; more would delay a save."""
+_MOST_SEARCHED: Final = 100_000
+"""Most directory entries that are searched for abandoned files; searching more would delay a save."""
 
 Signature: TypeAlias = tuple[int, int, int] | None
 """Inode, size and time of a file, which change whenever it is replaced; None if there is no file."""
@@ -35,16 +35,16 @@ def signature(path: Path) -> Signature:
 def read_regular(
     path: Path, limit: int, *, flags: int = 0, check: Callable[[os.stat_result], None] | None = None
 ) -> bytes:
-    """The content of a regular file. Whatever else lies there, the call returns at once.
+    """The content of a regular file. The call does not block on a pipe or device in the file's place.
 
     Args:
         limit: the most bytes that are read.
         flags: more flags for `os.open`.
-        check: looks at the file's status before it is read, and may raise.
+        check: gets the file's status before the file is read, and may raise.
 
     Raises:
-        ValueError: it is a pipe, a device or a directory, or has more than `limit` bytes.
-        OSError: it cannot be read.
+        ValueError: the path is a pipe, a device or a directory, or the file has more than `limit` bytes.
+        OSError: the file cannot be read.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | flags)
     try:
@@ -64,16 +64,16 @@ def read_regular(
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
-    """Replaces a file in one step by what the block writes to the file that it is given; no reader sees half of it.
+    """Replaces a file in one step: the block writes a temporary file, which is then renamed to `path`.
 
-    What killed processes have left of the same file is removed.
+    Temporary files of the same name that killed processes have left are removed.
 
     Args:
-        mode: of the file, which may then replace anything but a directory. Left out, a regular file that is replaced
-            keeps its mode, and the mode of a new one follows the umask.
+        mode: permissions of the file, which may then replace anything but a directory. Without it, a replaced file
+            keeps its permissions, only regular files are replaced, and the umask decides for a new file.
 
     Raises:
-        OSError: the file cannot be written; what was there is unchanged.
+        OSError: the file cannot be written; an older file at the path is unchanged.
     """
     mode = _mode(path) if mode is None else mode
     remove_abandoned(path.parent, re.escape(path.name))
@@ -97,20 +97,20 @@ def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """The permissions of the file that is to be replaced; None if there is none, or a symbolic link."""
+    """The permissions of the file at a path; None if there is none, or a symbolic link."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return None
     if stat.S_ISLNK(mode):
         return None
-    if not stat.S_ISREG(mode):  # renaming would replace a device too
+    if not stat.S_ISREG(mode):  # renaming would replace even a device
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return stat.S_IMODE(mode)
 
 
 def _new_temporary(path: Path, mode: int) -> tuple[Path, int]:
-    """A new file beside another: its path, and a handle that holds a lock on it for as long as it is written."""
+    """Makes a temporary file beside `path`; returns its path, and a handle that locks it until it is closed."""
     while True:
         temporary = path.with_name(f"{path.name}.{os.urandom(4).hex()}{TEMPORARY}")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -120,13 +120,14 @@ def _new_temporary(path: Path, mode: int) -> tuple[Path, int]:
         except BaseException:
             os.close(handle)
             raise
-        os.close(handle)  # another process has taken it for abandoned before it was locked, and removes it
+        os.close(handle)  # another process found it unlocked, took it for abandoned, and removes it
 
 
 def try_lock(handle: int) -> bool | None:
-    """Locks a file without waiting; False if another has it locked, None where the file system has no locks.
+    """Locks a file without waiting; returns False if another process holds the lock, None without support for locks.
 
-    The system frees the lock of a process that ends, however it ends. `filelock` would truncate the file.
+    The system frees the lock of a process that ends, even if it is killed. The package `filelock` is not used because
+    it truncates the file.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,16 +139,16 @@ def try_lock(handle: int) -> bool | None:
 
 
 def remove_abandoned(directory: Path, names: str) -> None:
-    """Removes the temporary files that no process is writing, of files whose names match a regular expression."""
+    """Removes abandoned temporary files: no process is writing them, and the regular expression `names` matches."""
     pattern = re.compile(f"(?:{names})" + r"\.[0-9a-f]{8}" + re.escape(TEMPORARY))
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in itertools.islice(entries, _LOOKED_AT):
+        for entry in itertools.islice(entries, _MOST_SEARCHED):
             if pattern.fullmatch(entry.name):
                 _remove_if_abandoned(entry.path)
 
 
 def _remove_if_abandoned(path: str) -> None:
-    with contextlib.suppress(OSError):  # another process has been faster, or the file belongs to another user
+    with contextlib.suppress(OSError):  # another process has removed it, or it belongs to another user
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if stat.S_ISREG(os.fstat(handle).st_mode) and try_lock(handle):

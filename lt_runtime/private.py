@@ -1,8 +1,8 @@
 """Files of the cache directory, which are used only if nobody but the user and root can have written them.
 
-What counts is the file itself, looked at through the handle that it is read by, its directory, and the directory above,
-which is the cache directory. Higher directories are not looked at: whoever may rename things there can put another
-directory in the place of ours, but no file into it that belongs to the user.
+Three things are checked: the file, through the handle that reads it; its directory; and the directory above, which is
+the cache directory. Higher directories need no check: a user who may rename entries there can replace our directory,
+but cannot put a file into the replacement that belongs to us.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UntrustedError(PermissionError):
-    """Another user could have written what lies at a path; the message names the path and says how to mend it."""
+    """Another user could have written the file or directory; the message names its path and the remedy."""
 
 
 def read_private(path: Path, limit: int) -> bytes:
-    """The content of a file in a directory of the cache directory.
+    """The content of a file in a subdirectory of the cache directory.
 
     Raises:
         UntrustedError: another user could have written it.
@@ -43,36 +43,38 @@ def read_private(path: Path, limit: int) -> bytes:
 
 
 def replace_private(path: Path, content: bytes) -> None:
-    """Replaces a file in a directory of the cache directory, as `replace_file` does, whatever is there.
+    """Replaces a file in a subdirectory of the cache directory, as `replace_file` does.
+
+    A link, a pipe or a device in the file's place is replaced too.
 
     Raises:
         UntrustedError: other users can write to the directory.
-        OSError: the file cannot be written; what was there is unchanged.
+        OSError: the file cannot be written; an older file at the path is unchanged.
     """
     make_private_directory(path.parent)
     replace_file(path, content, _FILE_MODE)
 
 
 def make_private_directory(directory: Path) -> None:
-    """Makes a directory of the cache directory, and those above it, where they are missing; nobody else may enter them.
+    """Makes a subdirectory of the cache directory, and missing directories above it; no other user may enter them.
 
     Raises:
-        UntrustedError: it is there, and other users can write to it.
-        OSError: it cannot be made.
+        UntrustedError: the directory exists, and other users can write to it.
+        OSError: the directory cannot be made.
     """
     _make(directory)
     require_private_directory(directory)
 
 
 def require_private_directory(directory: Path) -> None:
-    """Checks a directory of the cache directory, and the cache directory itself.
+    """Checks a subdirectory of the cache directory, and the cache directory itself.
 
     Raises:
         UntrustedError: it belongs to another user, or other users can put files there.
         OSError: it is not there.
     """
     for each in (directory.parent, directory):
-        for status in (each.lstat(), each.stat()):  # of a symbolic link, and of what it leads to
+        for status in (each.lstat(), each.stat()):  # of a symbolic link, and of its target
             _require_private(each, status)
 
 

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: modes, and the temporary files of processes that died while writing."""
+"""Files replaced in one step: their modes, and temporary files left by processes that died while writing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def temporaries(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir() if path.name.endswith(TEMPORARY)]
 
 
-def test_half_of_a_file_is_never_seen(tmp_path: Path) -> None:
+def test_a_half_written_file_is_never_seen(tmp_path: Path) -> None:
     path = tmp_path / "a"
     replace_file(path, b"old")
     with replacing(path) as file:
@@ -38,7 +38,7 @@ def interrupted(path: Path) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_error_in_between_leaves_the_older_file(tmp_path: Path) -> None:
+def test_an_error_while_writing_leaves_the_older_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     replace_file(path, b"old")
     with pytest.raises(KeyboardInterrupt):
@@ -65,8 +65,7 @@ def test_modes(tmp_path: Path, umask: int) -> None:
 
 def test_the_new_content_of_a_private_file_is_never_public(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    path.write_bytes(b"old")
-    path.chmod(0o600)
+    path.touch(0o600)
     with replacing(path) as file:
         assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
 
@@ -83,7 +82,7 @@ def test_only_regular_files_are_replaced(tmp_path: Path, make: object) -> None:
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_what_dead_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "a"
     left = [tmp_path / f"a.{digits}{TEMPORARY}" for digits in ("00000000", "89abcdef")]
     names = ("b.00000000", "a.0000000", "a.000000000", "a.0000000g", "a.b.00000000", "aa.00000000", ".a.00000000")
@@ -98,7 +97,7 @@ def test_what_dead_writers_left_is_removed_and_nothing_else(tmp_path: Path) -> N
     assert {*tmp_path.iterdir()} == {path, link, fifo, *others}
 
 
-def test_a_name_is_no_pattern(tmp_path: Path) -> None:
+def test_a_name_is_not_read_as_a_pattern(tmp_path: Path) -> None:
     other = tmp_path / f"ab.00000000{TEMPORARY}"
     other.write_bytes(b"half")
     replace_file(tmp_path / "a.", b"new")
@@ -106,7 +105,7 @@ def test_a_name_is_no_pattern(tmp_path: Path) -> None:
     assert other.exists()
 
 
-def test_what_is_being_written_stays(tmp_path: Path) -> None:
+def test_a_file_that_is_being_written_stays(tmp_path: Path) -> None:
     path = tmp_path / "a"
     with replacing(path) as outer:
         outer.write(b"outer")
@@ -147,13 +146,13 @@ def test_a_process_that_writes_keeps_its_file_until_it_dies(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("lost", ["removed", "locked"])
-def test_a_file_taken_for_abandoned_before_it_is_locked(
+def test_a_temporary_file_that_another_process_removes_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     path, others, flock = tmp_path / "a", [], fcntl.flock
 
     def late(handle: int, operation: int) -> None:
-        if not others:  # another process comes first
+        if not others:  # another process locks and removes the file first
             taken = tmp_path / temporaries(tmp_path)[0]
             others.append(taken)
             other = os.open(taken, os.O_RDONLY)
@@ -170,9 +169,7 @@ def test_a_file_taken_for_abandoned_before_it_is_locked(
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_where_there_are_no_locks_nothing_is_taken_for_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_no_temporary_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
@@ -184,9 +181,9 @@ def test_where_there_are_no_locks_nothing_is_taken_for_abandoned(
     assert {*tmp_path.iterdir()} == {path, left}
 
 
-def test_a_crowded_directory_is_not_searched_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_part_of_a_crowded_directory_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         (tmp_path / f"a.{number:08x}{TEMPORARY}").touch()
-    monkeypatch.setattr(files, "_LOOKED_AT", 30)
+    monkeypatch.setattr(files, "_MOST_SEARCHED", 30)
     replace_file(tmp_path / "a", b"new")
     assert len(temporaries(tmp_path)) == 20

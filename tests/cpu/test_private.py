@@ -1,4 +1,4 @@
-"""Who may have written what the cache directory holds."""
+"""Files of the cache directory are used only if no other user can have written them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,9 @@ def as_me(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("uid", [ME, 0])
 @pytest.mark.parametrize(
     "mode",
-    [
-        stat.S_IFREG | 0o644,
-        stat.S_IFDIR | 0o755,
-        stat.S_IFDIR | 0o1777,
-        stat.S_IFDIR | 0o2755,
-        stat.S_IFLNK | 0o777,
-    ],
+    [stat.S_IFREG | 0o644, *(stat.S_IFDIR | mode for mode in (0o755, 0o1777, 0o2755)), stat.S_IFLNK | 0o777],
 )
-def test_what_is_trusted(uid: int, mode: int) -> None:
+def test_trusted_files(uid: int, mode: int) -> None:
     _require_private(Path("it"), status(uid, mode))
 
 
@@ -52,12 +46,12 @@ def test_what_is_trusted(uid: int, mode: int) -> None:
         (0, stat.S_IFDIR | 0o757, "it can be written by other users"),
     ],
 )
-def test_what_is_not(uid: int, mode: int, message: str) -> None:
+def test_untrusted_files(uid: int, mode: int, message: str) -> None:
     with pytest.raises(UntrustedError, match=f"{message}.*LT_RUNTIME_CACHE_DIR"):
         _require_private(Path("it"), status(uid, mode))
 
 
-def test_every_directory_that_is_made_is_the_users_alone(tmp_path: Path) -> None:
+def test_new_files_and_directories_are_private(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "c" / "file"
     replace_private(path, b"content")
     assert [stat.S_IMODE(each.stat().st_mode) for each in (path, *path.parents[:3])] == [0o600, 0o700, 0o700, 0o700]
@@ -86,7 +80,7 @@ def test_a_file_that_is_exchanged_while_it_is_opened_is_not_used(
     assert opened == [str(path)]
 
 
-def test_a_file_that_others_could_write_is_replaced_by_one_that_they_cannot(tmp_path: Path) -> None:
+def test_a_public_file_is_replaced_by_a_private_one(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     path.chmod(0o666)
@@ -104,7 +98,7 @@ def test_nothing_is_written_where_others_can_write(tmp_path: Path, place: int) -
     assert not [*directory.iterdir()]
 
 
-def test_what_is_a_file_cannot_be_a_directory(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for directory in (tmp_path / "file", tmp_path / "file" / "inner"):
         with pytest.raises((FileExistsError, NotADirectoryError)):

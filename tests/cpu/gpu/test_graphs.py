@@ -1,77 +1,97 @@
-"""What a capture leaves behind, on the pretended GPU."""
+"""Captures, bound plans, branches of a graph and private streams, on the pretended GPU."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from cuda.bindings import driver
 
-from lt_runtime.errors import CublasLtError, DriverError, GpuError
-from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.graphs import Graph, captured_nodes
-from lt_runtime.gpu.streams import is_capturing
 from tests.support.fake_gpu import FakeGpu
+from tests.support.over_fake_gpu import call, own
+
+THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+RUN_BEFORE = "run the operation once on this stream before the capture"
 
 
-@pytest.mark.parametrize("capture", [Graph, captured_nodes])
-def test_a_capture_that_fails_ends(gpu: FakeGpu, capture: type[Graph]) -> None:
+@pytest.fixture
+def fresh(gpu: FakeGpu) -> Iterator[Any]:
+    """The memory of a new stream, which is freed at the end."""
+    stream = gpu.cp.cuda.Stream().ptr
+    yield own("gpu.memory").stream_memory(0, stream)
+    gpu.synchronize_all()
+    own("gpu.memory").release(0, stream)
+
+
+def put(memory: Any) -> None:
+    """Puts one memset on a memory's stream."""
+    call("cuMemsetD8Async", memory.scratch(16), 1, 16, memory.stream)
+
+
+@pytest.mark.parametrize("capture", ["Graph", "captured_nodes"])
+def test_a_capture_that_fails_ends(gpu: FakeGpu, capture: str) -> None:
     def fail(stream: int) -> None:
-        assert is_capturing(stream)
+        assert own("gpu.driver").is_capturing(stream)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        capture(fail, gpu.stream.ptr)
-    assert not is_capturing(gpu.stream.ptr)
+        getattr(own("gpu.graphs"), capture)(fail, gpu.stream.ptr)
+    assert not own("gpu.driver").is_capturing(gpu.stream.ptr)
 
 
-@pytest.mark.parametrize("capture", [Graph, captured_nodes])
-def test_nothing_is_collected_during_a_capture(gpu: FakeGpu, capture: type[Graph]) -> None:
-    """What is collected may free memory, which the capturing thread may not do."""
+@pytest.mark.parametrize("capture", ["Graph", "captured_nodes"])
+def test_no_garbage_is_collected_during_a_capture(gpu: FakeGpu, capture: str) -> None:
+    """Finalisers may free memory, which the capturing thread may not do."""
     seen = list[bool]()
-    capture(lambda _: seen.append(gc.isenabled()), gpu.stream.ptr)
+    getattr(own("gpu.graphs"), capture)(lambda _: seen.append(gc.isenabled()), gpu.stream.ptr)
     assert seen == [False]
     assert gc.isenabled()
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("is_told", [False, True])
-def test_a_capture_that_others_end_is_made_anew(gpu: FakeGpu, times: int, is_told: bool) -> None:
+def test_a_capture_that_another_thread_invalidates_is_tried_three_times(
+    gpu: FakeGpu, times: int, is_told: bool
+) -> None:
+    """Another thread synchronises the device. cuBLASLt may report the driver's refusal as a failure of its own."""
     buffer, ended = gpu.cp.zeros(4, "float32"), list[int]()
+    errors, graph_of = own("errors"), own("gpu.graphs").Graph
 
     def run(stream: int) -> None:
-        if len(ended) < times:  # as when another thread waits for the whole device
+        if len(ended) < times:
             gpu.streams.captures[stream].is_broken = True
             ended.append(stream)
-            if is_told:  # by cuBLASLt, of the launch that the driver has refused it
-                raise CublasLtError("cublasLtMatmul", 13, "CUBLAS_STATUS_EXECUTION_FAILED", "")
+            if is_told:
+                raise errors.CublasLtError("cublasLtMatmul", 13, "CUBLAS_STATUS_EXECUTION_FAILED", "")
         call("cuMemsetD32Async", buffer.data.ptr, 0x3F800000, 4, stream)
 
     if times == 3:
-        with pytest.raises(GpuError, match="EXECUTION_FAILED" if is_told else "CAPTURE_INVALIDATED"):
-            Graph(run, gpu.stream.ptr)
+        with pytest.raises(errors.GpuError, match="EXECUTION_FAILED" if is_told else "CAPTURE_INVALIDATED"):
+            graph_of(run, gpu.stream.ptr)
     else:
-        with Graph(run, gpu.stream.ptr) as graph:
+        with graph_of(run, gpu.stream.ptr) as graph:
             graph.launch(gpu.stream.ptr)
         gpu.synchronize(gpu.stream.ptr)
         assert gpu.host_of(buffer).tolist() == [1.0] * 4
-    assert not is_capturing(gpu.stream.ptr)
+    assert not own("gpu.driver").is_capturing(gpu.stream.ptr)
 
 
-def test_what_the_capturing_thread_may_not_do_is_not_tried_again(gpu: FakeGpu) -> None:
+def test_a_call_that_is_forbidden_to_the_capturing_thread_is_not_tried_again(gpu: FakeGpu) -> None:
     calls = list[int]()
 
     def run(stream: int) -> None:
         calls.append(stream)
         call("cuStreamSynchronize", stream)
 
-    with pytest.raises(DriverError, match="CAPTURE_UNSUPPORTED"):
-        Graph(run, gpu.stream.ptr)
+    with pytest.raises(own("errors").DriverError, match="CAPTURE_UNSUPPORTED"):
+        own("gpu.graphs").Graph(run, gpu.stream.ptr)
     assert len(calls) == 1
 
 
-def test_a_device_that_is_captured_from_is_waited_for(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lt_runtime.training import device  # the GPU's own copy of the package
-
+def test_a_synchronisation_of_the_device_waits_for_captures(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, errors = own("training.device"), own("errors")
     model = gpu.lt.MLP([8, 4], device="cuda")
     gpu.synchronize_all()
     call("cuStreamBeginCapture", gpu.stream.ptr, 1)
@@ -80,7 +100,7 @@ def test_a_device_that_is_captured_from_is_waited_for(gpu: FakeGpu, monkeypatch:
     def nap(seconds: float) -> None:
         naps.append(seconds)
         if len(naps) == 3:
-            with pytest.raises(DriverError, match="INVALIDATED"):
+            with pytest.raises(errors.DriverError, match="INVALIDATED"):
                 call("cuStreamEndCapture", gpu.stream.ptr)
 
     monkeypatch.setattr(device.time, "sleep", nap)
@@ -88,7 +108,105 @@ def test_a_device_that_is_captured_from_is_waited_for(gpu: FakeGpu, monkeypatch:
     assert len(naps) == 3
     monkeypatch.setattr(device, "_PATIENCE_S", -1.0)
     call("cuStreamBeginCapture", gpu.stream.ptr, 1)
-    with pytest.raises(device.CaptureError, match="is being captured"):
+    with pytest.raises(errors.CaptureError, match="is being captured"):
         model.device.synchronize()
-    with pytest.raises(DriverError, match="INVALIDATED"):
+    with pytest.raises(errors.DriverError, match="INVALIDATED"):
         call("cuStreamEndCapture", gpu.stream.ptr)
+
+
+def bound(memory: Any) -> Any:
+    return own("gpu.bound").BoundPlan(put, 0, memory.stream, lambda memory: memory.scratch(16))
+
+
+def test_a_bound_plan_is_captured_once_and_launched_at_each_call(gpu: FakeGpu, fresh: Any) -> None:
+    plan = bound(fresh)
+    assert fresh.stream not in gpu.streams.captures
+    for _ in range(2):
+        gpu.memory.view(fresh.scratch(16), 16, "the buffer")[...] = 0
+        plan()
+        gpu.synchronize(fresh.stream)
+        assert gpu.memory.view(fresh.scratch(16), 16, "the buffer").tolist() == [1] * 16  # the stream's own memory
+    assert gpu.streams.log[fresh.stream][-2:] == ["graph"] * 2
+
+
+def test_a_bound_plan_puts_its_launches_into_a_capture(gpu: FakeGpu, fresh: Any) -> None:
+    plan = bound(fresh)
+    call("cuStreamBeginCapture", fresh.stream, THREAD_LOCAL)
+    plan()
+    with pytest.raises(own("errors").CaptureError, match=f"stream {fresh.stream:#x} is being captured"):
+        bound(fresh)
+    graph = call("cuStreamEndCapture", fresh.stream)
+    graphs = own("gpu.graphs")
+    assert [graphs.node_type(node) for node in graphs.nodes_of(graph)] == ["MEMSET"]
+    call("cuGraphDestroy", graph)
+
+
+def test_graphs_of_ended_plans_are_freed_when_the_next_is_bound(gpu: FakeGpu, fresh: Any) -> None:
+    bound(fresh)  # frees what earlier tests left
+    before = gpu.calls.open()["cuGraphInstantiate"]
+    plans = [bound(fresh), bound(fresh)]
+    assert gpu.calls.open()["cuGraphInstantiate"] == before + 1
+    plans.clear()  # perhaps during a capture, which freeing a graph would invalidate
+    assert gpu.calls.open()["cuGraphInstantiate"] == before + 1
+    kept = bound(fresh)
+    assert gpu.calls.open()["cuGraphInstantiate"] == before
+    assert kept is not None
+
+
+def test_a_branch_runs_beside_its_stream_and_is_joined(gpu: FakeGpu, fresh: Any) -> None:
+    branch, edges = own("gpu.memory").branch, list[list[int]]()
+    with branch(fresh) as outside:
+        assert outside is fresh  # without a capture there is no branch
+    fresh.branch.scratch(16)
+
+    def fail_within(branched: Any) -> None:
+        with branched as beside:
+            put(beside)
+            raise ZeroDivisionError
+
+    def run(stream: int) -> None:
+        view = fresh.on(stream)
+        put(view)
+        with branch(view) as beside:
+            assert beside.workspace != fresh.workspace
+            put(beside)
+            put(view)
+        with pytest.raises(ZeroDivisionError):
+            fail_within(branch(view))
+        put(view)
+        edges.extend(sorted(node.after) for node in gpu.streams.captures[stream].nodes)
+
+    fresh.scratch(16)
+    own("gpu.graphs").Graph(run, gpu.stream.ptr).close()
+    assert edges == [[], [0], [0], [1, 2], [1, 2, 3]]
+
+
+def test_buffers_grow_apart_and_not_during_a_capture(fresh: Any) -> None:
+    scratch, copies = fresh.scratch(2 << 20), fresh.copies(1 << 20)
+    assert scratch != copies
+    view = fresh.on(0)
+    assert (view.scratch(2 << 20), view.copies(1 << 20)) == (scratch, copies)
+    errors = own("errors")
+    call("cuStreamBeginCapture", fresh.stream, THREAD_LOCAL)
+    assert fresh.copies(1 << 10) == copies
+    with pytest.raises(errors.CaptureError, match=RUN_BEFORE):
+        fresh.copies(2 << 20)
+    with pytest.raises(errors.CaptureError, match=RUN_BEFORE), own("gpu.memory").branch(fresh):
+        raise AssertionError("the first branch cannot be made during a capture")
+    call("cuGraphDestroy", call("cuStreamEndCapture", fresh.stream))
+    assert view.copies(2 << 20) == fresh.copies(0) != copies
+
+
+def test_each_purpose_has_a_stream_that_does_not_wait_for_the_default_stream(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, made = own("gpu.streams"), list[tuple[Any, ...]]()
+
+    def create(*arguments: Any) -> int:
+        made.append(arguments)
+        return len(made)
+
+    monkeypatch.setattr(streams, "call", create)
+    asked = [(0, "this test"), (0, "another test"), (1, "this test")]
+    assert [streams.private_stream(*each) for each in (*asked, *asked)] == [1, 2, 3, 1, 2, 3]
+    assert made == [("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)] * 3
