@@ -1,8 +1,8 @@
 """Named ranges of a step: a layer, forward, loss, backward, optimizer.
 
-A range is pushed to NVTX, where Nsight shows it, and every listener in this process is told of it. NVTX settles at the
-first range whether a tool is attached: if none is, it stays out for the life of the process, and so its calls, which
-take longer than all else here, are left out. A range that nobody hears costs two calls that do nothing.
+A range is pushed to NVTX, for Nsight, and reported to every listener in this process. NVTX decides at the first range
+whether a tool is attached; if none is, it stays inactive for the life of the process, and its calls, which are the most
+expensive part of a range, are skipped. Without a tool and listeners a range costs two calls that do nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _R = TypeVar("_R")
 STEP: Final = "step"
 """The name of the range around one training step. A profile counts steps by it."""
 
-_MOST_RANGES: Final = 4096  # names that are kept; a script may make them up as it runs
+_MOST_RANGES: Final = 4096  # `Range` objects that are kept; a script may use a new name at each step
 
 
 class Listener(Protocol):
-    """An object that is told when ranges begin and end, on the thread where that happens.
+    """An object whose methods are called when ranges begin and end, on the thread of the range.
 
-    It may hear the end of a range whose beginning it has missed.
+    A range that was open when the listener was added calls `exit` alone.
     """
 
     def enter(self, name: str) -> None:
@@ -38,11 +38,11 @@ class Listener(Protocol):
 
 
 watchers: Final[list[Callable[[Any], None]]] = []
-"""Are told within an operation's range what the operation runs: a `PreparedCall` of `ops/call.py`, or an `AdamW`."""
+"""Called in an operation's range with the work that it runs: a `PreparedCall` of `ops/call.py`, or an `AdamW`."""
 
 
 def tell(work: Any) -> None:
-    """Tells the watchers what runs."""
+    """Calls the watchers with the work that is about to run."""
     for watcher in watchers:
         watcher(work)
 
@@ -53,15 +53,15 @@ _place = threading.local()
 
 
 class Range:
-    """A range as a context manager, or as the decorator of a function, each call of which is in the range.
+    """A range, as a context manager or as a decorator of a function whose calls are in the range.
 
-    It may be entered again before it has ended, and by several threads at once.
+    A range may be entered again before it has ended, and by several threads at once.
     """
 
     __slots__ = ("_attributes", "name")
 
-    # Nobody hears. These two are not Python functions because calling two of those takes three times as long: the
-    # first turns an empty list round, the second releases a view of nothing, whatever its arguments are.
+    # Methods for ranges without listeners and tools: one reverses an empty list, the other releases an empty
+    # memoryview, and both ignore their arguments. Two Python functions would take three times as long.
     __enter__: Any = [].reverse
     __exit__: Any = memoryview(b"").__exit__
 
@@ -71,7 +71,7 @@ class Range:
         self._attributes = None if domain is None else domain.get_event_attributes(message=name)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        """The function, each call of it within the range."""
+        """Returns a function that calls `function` in the range."""
 
         @functools.wraps(function)
         def within(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -108,15 +108,15 @@ def _exit_for_tool(self: Range, kind: object, error: object, trace: object) -> N
 
 _push: Callable[[Any], object] | None = None
 _pop: Callable[[], object] | None = None
-"""NVTX's, where a tool is attached."""
+"""NVTX's functions; None if no tool is attached."""
 
 
 is_heard = False
-"""Whether a listener or a tool is told of ranges, for those who make some only then."""
+"""Whether there is a listener or a tool. Code that opens ranges at a cost does so only if this is true."""
 
 
 def _settle() -> None:
-    """Gives all ranges the way to begin and end that suits who hears them."""
+    """Sets the methods of `Range` by whether there are listeners, a tool, or neither."""
     global is_heard, _push, _pop
     domain = _nvtx_domain()
     if domain is not None:
@@ -128,7 +128,7 @@ def _settle() -> None:
 
 @functools.cache
 def _nvtx_domain() -> Any:
-    """Our domain; None if no tool was attached when it was made."""
+    """The package's NVTX domain; None if no tool was attached when it was made."""
     import nvtx
 
     domain = nvtx.get_domain("lt_runtime")
@@ -139,14 +139,14 @@ _made: dict[str, Range] = {}
 
 
 def range_of(name: str) -> Range:
-    """The range of a name, public as `lt.range`.
+    """Returns the range with a name, public as `lt.range`.
 
     It is a context manager and a decorator: `with lt.range("block0.fc1"):`. Nsight shows it, and `lt.profile` reports
-    it. Ranges nest. Names that begin with "forward/" or "backward/" say which pass of the layer behind the slash is
-    meant; a range within another called "forward" or "backward" needs no such beginning.
+    it as a layer. Ranges nest. A layer's range is in its forward or backward pass if a range named "forward" or
+    "backward" is around it, or if its own name begins with "forward/" or "backward/".
 
     Raises:
-        KindError: the name is no string.
+        KindError: the name is not a string.
     """
     try:
         return _made[name]
@@ -169,7 +169,7 @@ def _make(name: str) -> Range:
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Reports the ranges that begin and end during the block, on any thread, to `listener`."""
+    """Reports the ranges that begin and end during the `with` block, on any thread, to a listener."""
     global _listeners
     with _lock:
         _listeners = (*_listeners, listener)
@@ -184,7 +184,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on(stream: int) -> Iterator[None]:
-    """Says that what this thread's ranges hold goes to `stream`, which need not be the current one of any library."""
+    """Declares that this thread's ranges hold work on `stream`, which need not be any library's current stream."""
     before = placed()
     _place.stream = stream
     try:
@@ -194,23 +194,23 @@ def on(stream: int) -> Iterator[None]:
 
 
 def placed() -> int | None:
-    """The stream that `on` names; None outside of it."""
+    """The stream that this thread has declared by `on`; None outside of its block."""
     return getattr(_place, "stream", None)
 
 
 PHASES: Final = ("input", "forward", "loss", "backward", "optimizer")
-"""The parts of a step, by the names of their ranges."""
+"""Names of the ranges around the phases of a step."""
 
 OPERATION: Final = "lt."
-"""Names of the ranges that operations open themselves begin so."""
+"""Prefix of the ranges that operations open themselves."""
 
 
 class Place(NamedTuple):
-    """Where work belongs.
+    """The layer and the phase that some work belongs to.
 
     Attributes:
-        layer: the name of the innermost range that is no part of a step; "" if there is none.
-        phase: one of `PHASES`, or "" if no range and no operation tells.
+        layer: the name of the innermost range that is neither a phase nor an operation's; "" if there is none.
+        phase: one of `PHASES`; "" if neither a range nor an operation names one.
     """
 
     layer: str
@@ -219,10 +219,10 @@ class Place(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def place_of(path: tuple[str, ...]) -> Place:
-    """The place of a path of ranges, outermost first.
+    """The place of a path of ranges, given outermost first.
 
-    An operation belongs to the range around it, and is a layer of its own only where there is none. Backward tells
-    itself; other operations outside of all parts of a step are taken for forward. Ranges around a step name no layer.
+    An operation belongs to the layer around it, and is a layer of its own if there is none. Outside of all phases, a
+    backward operation is in the phase "backward", any other in "forward". Ranges around a step do not count as layers.
     """
     layer = phase = operation = ""
     for name in path:

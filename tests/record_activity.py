@@ -19,14 +19,14 @@ import numpy as np
 
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.profiling.collector import Collector, unusable
+from lt_runtime.profiling.collector import Collector
 from lt_runtime.profiling.cupti import library as cupti
 from lt_runtime.ranges import range_of
 
 
 def main(arguments: list[str]) -> int:
     """The command."""
-    print("unusable:", unusable(), "| version:", cupti.version())
+    print("version:", cupti.version())
     cupti.check_layouts()
     kept: list[cupti.Filled] = []
     session = cupti.Session

@@ -1,4 +1,4 @@
-"""To which ranges each record of a profile belongs."""
+"""Finds the ranges that each record of a profile belongs to."""
 
 from __future__ import annotations
 
@@ -14,42 +14,40 @@ from lt_runtime.profiling.records import Activity
 Path: TypeAlias = tuple[str, ...]
 
 MOST_BORDERS: Final = 4_000_000
-"""Borders of ranges that a timeline keeps, of 16 bytes each."""
+"""Begins and ends of ranges that a timeline keeps, of 16 bytes each."""
 _LOCAL: Final = 0xFFFFFFFF
 
 
 class Timeline:
-    """Which ranges were open in a thread, by time; what comes after `MOST_BORDERS` borders is not known."""
+    """The ids of the paths that were open in a thread, by time; nothing is known after `MOST_BORDERS` entries."""
 
     def __init__(self) -> None:
         self._times, self._numbers = array("q"), array("q")
 
-    def add(self, time_ns: int, number: int) -> bool:
-        """From this time on the path of this number is open. False, and it is not kept, where there is no more room."""
-        if len(self._times) >= MOST_BORDERS:
-            return False
-        self._times.append(time_ns)
-        self._numbers.append(number)
-        return True
+    def add(self, time_ns: int, number: int) -> None:
+        """Notes that from this time on the path with this id is open; 0 for no range."""
+        if len(self._times) < MOST_BORDERS:
+            self._times.append(time_ns)
+            self._numbers.append(number)
 
     def at(self, time_ns: int) -> int:
-        """The number of the path that was open; 0 before the first border."""
+        """The id of the path that was open; 0 before the first entry."""
         index = bisect_right(self._times, time_ns)
         return self._numbers[index - 1] if index else 0
 
 
 @dataclass
 class Attribution:
-    """What was noted while a profile ran.
+    """Notes of a profile, by which records are given their ranges.
 
     Attributes:
-        paths: by number, the ranges that were open when the number was pushed.
-        places: by the ids of a graph and of a node within it, the ranges within which the node was captured. The graph
-            is an executable one, or one that such a graph was made from.
-        sources: by the id of a graph, executable or not, that of the graph that it was made from.
+        paths: paths of open ranges, by the ids that CUPTI links calls to.
+        places: by the ids of a graph and of a node in it, the ranges that were open when the node was captured. The
+            graph is an executable one, or one that an executable graph was made from.
+        sources: the id of the graph that a graph, executable or not, was made from, by the id of the latter.
         threads: ids of the threads that opened ranges.
-        timeline: of the thread that profiles. A thread without ranges of its own works for it, as those do in which
-            PyTorch runs backward passes.
+        timeline: of the profiling thread. Calls of a thread that has opened no range, such as PyTorch's threads for
+            backward passes, get the ranges that were open in the profiling thread at the time.
     """
 
     paths: dict[int, Path] = field(default_factory=lambda: {0: ()})
@@ -59,10 +57,11 @@ class Attribution:
     timeline: Timeline = field(default_factory=Timeline)
 
     def place(self, node_id: int, path: Path, graph: int | None = None) -> None:
-        """Notes within which ranges a node was captured.
+        """Notes the ranges that were open when a node was captured.
 
         Args:
-            graph: the id of the graph that the node is met in; the one in the node's own id if left out.
+            node_id: the graph's id in the upper 32 bits, the node's own in the lower.
+            graph: the id of the graph to note the node for; by default the one in `node_id`.
         """
         key = node_id >> 32 if graph is None else graph, node_id & _LOCAL
         self.places.setdefault(key, path)

@@ -1,4 +1,4 @@
-"""What this GPU reaches at most, measured once: a copy, and a large matrix product of each type.
+"""The highest rates of a GPU, measured once: bytes/s of a copy, FLOP/s of a large matrix product of each type.
 
 The ceilings are kept beside the plans, in a file for each kind of machine.
 """
@@ -29,11 +29,11 @@ _LIMIT: Final = 1 << 16  # bytes of the file
 
 
 class Ceiling(NamedTuple):
-    """What bounds work.
+    """The resource that limits some work.
 
     Attributes:
         bound: "compute" or "memory".
-        us: the least time that the work can take.
+        us: the time that the work takes at the highest rate.
     """
 
     bound: str
@@ -41,9 +41,12 @@ class Ceiling(NamedTuple):
 
 
 def ceilings(device: int, kinds: Iterable[str]) -> Mapping[str, float]:
-    """FLOP/s of each kind of matrix product, and bytes/s of a copy by the name `COPY`, read and written both counted.
+    """FLOP/s of each kind of matrix product, and bytes/s of a copy under the name `COPY`, counting reads and writes.
 
-    What was not measured yet on this kind of machine is measured now, which takes some tenths of a second.
+    Ceilings that are not in the file are measured, which takes some tenths of a second.
+
+    Args:
+        kinds: names of types, or "tf32".
 
     Raises:
         GpuError: no memory, or another failure.
@@ -55,13 +58,13 @@ def ceilings(device: int, kinds: Iterable[str]) -> Mapping[str, float]:
     if missing:
         with workbench(device) as bench:
             known |= {kind: measure(bench, kind) for kind in sorted(missing)}
-        with contextlib.suppress(OSError):  # they are measured again next time
+        with contextlib.suppress(OSError):  # without the file they are measured again next time
             replace_private(path, json.dumps(known, indent=2).encode())
     return known
 
 
 def bound_of(flops: float, moved: float, kind: str, known: Mapping[str, float]) -> Ceiling | None:
-    """Which ceiling bounds the work; None if none is known."""
+    """The ceiling that limits work of so many FLOPs and bytes; None if none is known."""
     times = {"memory": moved / known[COPY] if COPY in known else 0.0}
     times["compute"] = flops / known[kind] if kind in known else 0.0
     bound = max(times, key=lambda name: times[name])
@@ -69,7 +72,7 @@ def bound_of(flops: float, moved: float, kind: str, known: Mapping[str, float]) 
 
 
 def measure(bench: Bench, kind: str) -> float:
-    """One ceiling."""
+    """Measures one ceiling: bytes/s for `COPY`, otherwise FLOP/s."""
     if kind == COPY:
         source, target = (bench.xp.zeros(_COPIED, "uint8") for _ in range(2))
         copy = target.data.ptr, source.data.ptr, _COPIED
@@ -93,7 +96,7 @@ def _path(device: int) -> Path:
 
 
 def _read(path: Path) -> dict[str, float]:
-    """What was measured; nothing if the file is missing or not as it should be."""
+    """The ceilings in a file; none if it is missing or damaged."""
     try:
         values = json.loads(read_private(path, _LIMIT))
         return {str(name): float(value) for name, value in values.items() if value > 0}

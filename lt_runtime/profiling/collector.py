@@ -1,4 +1,4 @@
-"""Collects what runs on the GPUs, and to which ranges it belongs."""
+"""Collects all kernels, copies and calls of a block of code by CUPTI, each with the ranges that it belongs to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple, Self
 
 from lt_runtime.arrays.libraries import TorchLibrary
-from lt_runtime.errors import GpuError, LtError
+from lt_runtime.errors import GpuError
 from lt_runtime.gpu.devices import activated, current_device, device_count
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graphs import CapturedNodes, graph_under_capture, graphs_with_ranges
@@ -24,17 +24,17 @@ from lt_runtime.profiling.records import Activity
 from lt_runtime.ranges import listening
 
 MOST_PATHS: Final = 65536
-"""Different paths of ranges that one profile tells apart."""
+"""Limit of different paths of ranges in one profile; work in further ranges counts to the ranges around them."""
 
 _NEVER_CAPTURED: Final = {0, 1, 2}
 """Handles of the default stream, and of CU_STREAM_LEGACY and CU_STREAM_PER_THREAD."""
 
 _numbers: Final = itertools.count(1)
-"""Numbers of paths, each used once in the life of the process: CUPTI keeps those of ranges that outlive a profile."""
+"""Ids of paths, never used twice: CUPTI still links calls to the ids of ranges that are open after a profile's end."""
 
 
 class _Moment(NamedTuple):
-    """One moment on CUPTI's clock, and on the host's monotonic clock, in nanoseconds."""
+    """One moment on two clocks, CUPTI's and the host's monotonic one, in nanoseconds."""
 
     cupti_ns: int
     host_ns: int
@@ -50,7 +50,7 @@ class _Moment(NamedTuple):
 
 
 class _Thread(threading.local):
-    """What is open in a thread: ranges, each with its path and that path's number, and captures of its streams."""
+    """A thread's open ranges, as (name, path, id of the path), and the captures of its current streams."""
 
     def __init__(self) -> None:
         self.open: list[tuple[str, Path, int]] = []
@@ -58,14 +58,13 @@ class _Thread(threading.local):
 
 
 class Collector:
-    """A context manager that collects what runs on the GPUs meanwhile, and a listener of `lt_runtime.ranges`.
+    """A context manager that collects all work on the GPUs in its block, and a listener of `lt_runtime.ranges`.
 
-    It waits for all GPUs at its begin and its end. There is one at a time in a process.
+    It waits for all GPUs at its begin and its end. A process can have one at a time.
 
     Attributes:
         activities: sorted by start, with their ranges, on the host's monotonic clock; empty before the end.
         dropped: how many records were lost, for lack of memory or because CUPTI could not time them.
-        unnamed: how many ranges were counted to the range around them, because there were too many different ones.
 
     Raises:
         CuptiError: when it is entered, CUPTI cannot be used: no permission, another profiler, an unknown version.
@@ -74,7 +73,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.activities: list[Activity] = []
-        self.dropped = self.unnamed = 0
+        self.dropped = 0
         self._notes, self._by_path = Attribution(), dict[Path, int]()
         self._own_thread, self._thread = 0, _Thread()
         self._session = cupti.Session(self._notes.sources.__setitem__)
@@ -92,10 +91,10 @@ class Collector:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
         try:
-            while self._thread.open:  # ranges that outlive the profile
+            while self._thread.open:  # ranges that end after the profile
                 self._thread.open.pop()
                 cupti.pop_id()
-            with contextlib.suppress(GpuError):  # the program's own error, which it gets to know by itself
+            with contextlib.suppress(GpuError):  # an error of the program's own work, which its own calls will raise
                 _wait_for_gpus()
                 self._note_graphs()
             ended = _Moment.now()
@@ -124,7 +123,7 @@ class Collector:
             self._place(nodes)
 
     def exit(self, name: str) -> None:
-        """The innermost range ends; one that had begun before this listened is passed over."""
+        """The innermost range ends; nothing happens if the range had begun before the profile."""
         if not self._thread.open or self._thread.open[-1][0] != name:
             return
         for nodes in self._captures():
@@ -135,11 +134,10 @@ class Collector:
         self._border(self._thread.open[-1][2] if self._thread.open else 0)
 
     def _numbered(self, path: Path, outer: int) -> tuple[Path, int]:
-        """A path with its number, or with that of the path around it if there are too many paths."""
+        """A path with its id; the path around it with that one's id, `outer`, if there are too many paths."""
         number = self._by_path.get(path)
         if number is None:
             if len(self._by_path) >= MOST_PATHS:
-                self.unnamed += 1
                 return path[:-1], outer
             number = self._by_path[path] = next(_numbers)
             self._notes.paths[number] = path
@@ -148,11 +146,11 @@ class Collector:
     def _border(self, number: int) -> None:
         thread = threading.get_native_id()
         self._notes.threads.add(thread)
-        if thread == self._own_thread and not self._notes.timeline.add(time.monotonic_ns(), number):
-            self.unnamed += 1
+        if thread == self._own_thread:
+            self._notes.timeline.add(time.monotonic_ns(), number)
 
     def _captures(self) -> list[CapturedNodes]:
-        """The captures from the streams that are current in the calling thread."""
+        """The captures of the streams that are current in the calling thread."""
         graphs = {graph_under_capture(stream)[0]: stream for stream in _current_streams()}
         known = self._thread.captures
         self._thread.captures = {
@@ -161,32 +159,21 @@ class Collector:
         return [*self._thread.captures.values()]
 
     def _place(self, nodes: CapturedNodes) -> None:
-        """Notes the ids of nodes while their graph is there; whoever captures it may soon destroy it."""
+        """Notes the ids of new nodes at once, because the graph may be destroyed soon after its capture."""
         while nodes.paths:
             node, path = nodes.paths.popitem()
             self._notes.place(cupti.node_id(node), path)
 
     def _note_graphs(self) -> None:
-        """Notes the nodes of the package's own graphs, which were captured at any time."""
+        """Notes the nodes of the package's own graphs, including those captured before the profile."""
         for graph in graphs_with_ranges():
             executable = cupti.executable_id(graph.executable)
             for node, path in graph.ranges.items():
                 self._notes.place(cupti.node_id(node), path, executable)
 
 
-def unusable() -> str | None:
-    """Why nothing can be collected here, in a line; None if it can."""
-    session = cupti.Session(lambda *_: None)
-    try:
-        session.start()
-        session.stop()
-    except LtError as error:
-        return str(error)
-    return None
-
-
 def _current_streams() -> set[int]:
-    """The streams that CuPy and PyTorch put work on now, where they are in use, but for the default streams."""
+    """The current streams of CuPy and PyTorch, if these are in use, without the default streams."""
     device = current_device()
     streams = {cupy_current(device)}
     torch = sys.modules.get("torch")
@@ -196,7 +183,7 @@ def _current_streams() -> set[int]:
 
 
 def _wait_for_gpus() -> None:
-    """Waits until all that this process has put on its GPUs is done."""
+    """Waits for all work of this process on all GPUs."""
     for ordinal in range(device_count()):
         _, is_active = call("cuDevicePrimaryCtxGetState", call("cuDeviceGet", ordinal))
         if is_active:
@@ -205,7 +192,7 @@ def _wait_for_gpus() -> None:
 
 
 def _on_host_clock(records: Iterable[Activity | Link], begun: _Moment, ended: _Moment) -> Iterator[Activity | Link]:
-    """The records with times on the host's clock, which passed by both clocks at two moments."""
+    """The records with their times converted to the host's clock, by two moments that were read on both clocks."""
     rate = (ended.host_ns - begun.host_ns) / max(ended.cupti_ns - begun.cupti_ns, 1)
 
     def on_host(cupti_ns: int) -> int:

@@ -1,4 +1,4 @@
-"""The rows of a report, from what was timed and from what the GPU's activities were."""
+"""The tables of a report, made from timed steps and from recorded activities."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _WITH_LAYERS: Final = ("forward", "backward", "")
 
 
 def label_of(layer: str, phase: str) -> str:
-    """How people are shown a layer, or what lies between the layers."""
+    """The name of a layer in tables; "(between)" for the time of a pass outside of its layers."""
     return layer or ("(between)" if phase in _WITH_LAYERS else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer in one part of a step. All figures are of one step.
+    """One layer in one phase of a step. All figures are for one step.
 
     Attributes:
-        name: of the layer; "" for what a part of the step does outside of its layers.
-        phase: "input", "forward", "loss", "backward", "optimizer", or "" where none is known.
-        calls: how often its range was entered, the mean.
-        us: its latency without the layers within it, the median; on the GPU from event to event where one is timed.
-        spread_us: the interquartile range of that.
-        host_us: what the host spent there, the median.
-        kernels: kernels, copies and memsets. kernel_us: the sum of their times. 0 where CUPTI did not look.
+        name: of the layer; "" for the time of a phase outside of its layers.
+        phase: "input", "forward", "loss", "backward", "optimizer", or "" if no range names it.
+        calls: how often its range was entered, in the mean.
+        us: median latency without nested layers: between events on a GPU, otherwise by the host's clock.
+        spread_us: interquartile range of the latency.
+        host_us: median time of the host.
+        kernels: the number of kernels, copies and memsets, and `kernel_us` the sum of their times; 0 without CUPTI.
         flops: of matrix products. bytes: read and written by all kernels of the plans.
         tflops, gbytes: the rates, in TFLOP/s and GB/s.
-        bound: "compute" or "memory", whichever ceiling of this GPU is the nearer; "" if it is not known.
-        fraction: of that ceiling, reached; 0.0 if it is not known.
-        strategy: what the plans chose.
+        bound: "compute" or "memory", the ceiling that limits the layer; "" if the ceilings are not known.
+        fraction: the share of that ceiling that was reached, 0 to 1; 0.0 if the ceilings are not known.
+        strategy: the plan's strategy, in words.
     """
 
     name: str
@@ -62,22 +62,22 @@ class Layer:
 
     @property
     def label(self) -> str:
-        """The name for people."""
+        """The name in tables."""
         return label_of(self.name, self.phase)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All launches of one kernel, copy or memset at one place.
+    """All launches of one kernel, copy or memset in one layer and phase.
 
     Attributes:
-        name: as CUPTI has it, demangled; "memcpy DtoD" and the like.
-        layer, phase: see `Layer`; `UNATTRIBUTED` where it was in no range.
-        share: of the time of all, 0 to 1.
-        count: launches in a step, the mean.
-        total_us: of a step. mean_us, median_us, min_us, max_us, std_us: of a launch.
-        bytes: of a step, copied or set.
-        is_planned_copy: whether a plan chose to copy operands, and this kernel does it.
+        name: demangled, from CUPTI; "memcpy DtoD" and the like.
+        layer, phase: see `Layer`; `UNATTRIBUTED` for work in no range.
+        share: of the time of all kernels, 0 to 1.
+        count: launches in a step, in the mean.
+        total_us: time in a step. mean_us, median_us, min_us, max_us, std_us: of a launch.
+        bytes: copied or set in a step.
+        is_planned_copy: whether the kernel copies operands to padded buffers because a plan chose to.
     """
 
     name: str
@@ -97,17 +97,17 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums of a step.
+    """Sums over a step.
 
     Attributes:
-        step_us: the latency of a step. phase_us: that of each part; "" is what lies in none.
-        host_us: what the host spent.
-        kernel_us: the sum of all kernels' times. busy_us: of the time in which at least one ran, so that the
-            difference is what ran beside something else.
-        gaps: pauses of the GPU of at least a microsecond within the traced steps, and `gap_us` their sum. Tracing makes
-            launches slower, so that gaps between graphs are longer than without.
-        unattributed_us: of `kernel_us`, what is in no range.
-        synchronizations, allocations: how many calls of these kinds were made.
+        step_us: latency of a step. phase_us: latency of each phase; "" holds the rest.
+        host_us: time of the host.
+        kernel_us: the sum of all kernels' times. busy_us: the time in which at least one kernel ran; the difference is
+            time in which kernels ran side by side.
+        gaps: pauses of the GPU of at least a microsecond in a traced step, and `gap_us` their sum. Tracing makes
+            launches slower, and so the gaps between graphs longer.
+        unattributed_us: the part of `kernel_us` that belongs to no range.
+        synchronizations, allocations: how many calls of these kinds a step makes.
     """
 
     step_us: float = 0.0
@@ -123,7 +123,7 @@ class Totals:
 
 
 def layers_of(steps: Sequence[Step], kernels: Iterable[Kernel], ceilings: Mapping[str, float]) -> list[Layer]:
-    """The rows of all layers, in the order of the step's parts and within them as they came."""
+    """The table of layers: sorted by phase, and in a phase by first appearance."""
     places = list(dict.fromkeys(place for step in steps for place in step))
     by_place: dict[Place, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
@@ -136,7 +136,7 @@ def layers_of(steps: Sequence[Step], kernels: Iterable[Kernel], ceilings: Mappin
 def _layer(place: Place, steps: Sequence[Step], kernels: Sequence[Kernel], ceilings: Mapping[str, float]) -> Layer:
     cells = [step[place] for step in steps if place in step]
     times = [cell.us for cell in cells]
-    # A graph's ranges are timed in several replays, so that what is left between them may come out just below 0.
+    # Ranges of a graph are timed in several launches, so that the difference of two times may fall below 0.
     us = max(0.0, statistics.median(times))
     works = [work_of(ran) for ran in cells[-1].works]
     flops, moved = sum(work.flops for work in works), sum(work.bytes for work in works)
@@ -169,11 +169,11 @@ def spread(values: Sequence[float]) -> float:
 
 
 def kernels_of(activities: Iterable[Activity], steps: int, copying: Iterable[Place] = ()) -> list[Kernel]:
-    """The rows of all kernels, copies and memsets, the longest total first.
+    """The table of kernels, copies and memsets, the longest total first.
 
     Args:
         steps: how many were traced.
-        copying: places where a plan chose to copy operands.
+        copying: places where a plan chose to copy operands to padded buffers.
     """
     found: dict[tuple[Place, str], list[Activity]] = defaultdict(list)
     for each in activities:
@@ -210,7 +210,7 @@ def _kernel(
 
 
 def totals_of(steps: Sequence[Step], activities: Iterable[Activity], traced: int) -> Totals:
-    """The sums of a step."""
+    """Sums over a step, in the median of the timed steps and in the mean of the `traced` ones."""
     activities, traced = list(activities), max(traced, 1)
     on_gpu = sorted((each for each in activities if each.kind in _ON_GPU), key=lambda each: each.start_ns)
     busy, gaps = _union([(each.start_ns, each.end_ns) for each in on_gpu])
@@ -236,12 +236,12 @@ def totals_of(steps: Sequence[Step], activities: Iterable[Activity], traced: int
 
 
 def works_at(step: Step) -> dict[Place, list[Work]]:
-    """What the operations of a step ran, by place."""
+    """The work of a step's operations, by place."""
     return {place: [work_of(ran) for ran in cell.works] for place, cell in step.items() if cell.works}
 
 
 def _union(intervals: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
-    """The length of the union of intervals that are sorted by their starts, and the gaps in it that count."""
+    """The length of the union of intervals sorted by start, and its gaps of at least `_LEAST_GAP_NS`."""
     busy, gaps, end = 0, list[int](), intervals[0][0] if intervals else 0
     for start, stop in intervals:
         if start - end >= _LEAST_GAP_NS:

@@ -1,8 +1,8 @@
-"""Events that mark the moments at which ranges begin and end, on a stream and within graphs of training steps.
+"""Events at the begin and the end of ranges, on a stream and in graphs of training steps.
 
-An event takes the GPU a few µs within a graph. A profile's copy of a graph therefore has those of an eighth of its
-moments, eight copies have all, and the copies are launched in turn. What an event takes is measured, and left out of
-every time.
+A moment is a begin or an end of a range in a captured graph. An event costs the GPU a few µs in a graph. A graph is
+therefore copied eight times, each copy has the events of an eighth of the moments, and the copies are launched in turn.
+The cost of an event is measured, and subtracted from every time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lt_runtime.gpu.streams import stream_handle
 
 _COPIES: Final = 8
 _EMPTY: Final = 9
-"""Events in a row, with nothing between them, that tell what an event takes."""
+"""Events in a row, with no work between them, whose distance is the cost of an event."""
 _EXTERNAL: Final = driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
 
 
 class EventMarks:
-    """Events on the stream that this thread's ranges are on, or else on the current one; the device is current."""
+    """Records events on the stream that `ranges.on` names, or else on the current one; the device is current."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -38,7 +38,10 @@ class EventMarks:
         self._start = self.take()
 
     def take(self) -> Any:
-        """An event that marks this moment; None where another than the profile itself captures, or for another GPU."""
+        """Records an event; in a capture of the profile's own, returns the number of the moment.
+
+        None in a capture by somebody else, and while another GPU is current.
+        """
         if not is_current(self._device):
             return None
         stream = ranges.placed()
@@ -51,7 +54,7 @@ class EventMarks:
                 return self._captured.take(stream)
             event = self._free.pop() if self._free else call("cuEventCreate", driver.CUevent_flags.CU_EVENT_DEFAULT)
             call("cuEventRecord", event, stream)
-        except DriverError:  # the default stream, while another that waits for it is captured
+        except DriverError:  # the default stream, while a stream that waits for it is captured
             return None
         return event
 
@@ -67,33 +70,33 @@ class EventMarks:
         return self.us(self._start, mark)
 
     def drop(self, *marks: Any) -> None:
-        """Says that the events are not read again."""
+        """Gives events back, to be recorded again."""
         self._free += [mark for mark in marks if mark is not None]
 
     def capture(self, marks: CapturedMarks | None) -> None:
-        """Says that a capture which follows is the profile's own."""
+        """Numbers moments by `marks` in the captures that follow, which are the profile's own; None ends that."""
         self._captured = marks
 
     def close(self) -> None:
-        """Destroys the events; all have been dropped."""
+        """Destroys the events, all of which have been dropped."""
         for event in filter(None, (*self._free, self._start)):
             call("cuEventDestroy", event)
         self._free.clear()
 
 
 class CapturedMarks:
-    """Events that the replays of one graph record.
+    """The events of one copy of a graph, which every launch of the copy records anew.
 
-    Moments are numbered in the order of capture, and two with no work between them are one.
+    Moments are numbered in the order of capture; two with no work between them get one number.
 
     Args:
         first, last: the moments that get an event; all from the first on if `last` is None.
-        empty: how many events more come before the first moment, to learn what an event takes.
+        empty: the number of further events before the first moment, to measure the cost of an event.
 
     Attributes:
         first, empty: see above.
-        count: moments that there have been.
-        events: in the order in which a replay records them.
+        count: moments met so far.
+        events: in the order in which a launch records them.
     """
 
     def __init__(self, first: int = 0, last: int | None = None, *, empty: int = 0) -> None:
@@ -102,7 +105,7 @@ class CapturedMarks:
         self._last, self._tail = last, list[int]()
 
     def take(self, stream: int) -> int:
-        """The number of this moment of the capture."""
+        """Returns the number of this moment, and captures its event if this copy has one there."""
         if not self.count or self._tail != _tail(stream):
             if self.count >= self.first and (self._last is None or self.count <= self._last):
                 for _ in range(1 if self.count else 1 + self.empty):
@@ -119,13 +122,13 @@ class CapturedMarks:
 
 
 def _tail(stream: int) -> list[int]:
-    """The nodes that the next one on a captured stream comes after."""
+    """The nodes that the next node captured from a stream will depend on."""
     *_, nodes, _, count = call("cuStreamGetCaptureInfo", stream)
     return sorted(int(node) for node in nodes[:count])
 
 
 class MarkedCopy:
-    """A copy of a graph with events in it. `is_unread` says that a replay's times have not been read."""
+    """A copy of a graph with events in it. `is_unread` is true from a launch until its times are read."""
 
     def __init__(self, marks: CapturedMarks, graph: Graph) -> None:
         self.marks, self.graph, self.is_unread = marks, graph, False
@@ -139,18 +142,18 @@ class MarkedCopy:
 class MarkedGraph:
     """The copies of one graph that are launched in its place while it is timed.
 
-    The first has all events and is launched once, so that there is a time between any two moments from then on. A
-    later replay brings those of its copy's moments up to date.
+    The first copy has all events and is launched once, so that every time is known from then on. Each later launch
+    updates the times of its copy's eighth.
 
     Args:
-        capture: captures the graph with marks in it.
+        capture: captures the graph with the events that it is given.
 
     Attributes:
-        cost_us: what an event takes.
-        times_us: from each moment to the next, without what the events take.
+        cost_us: the cost of an event.
+        times_us: from each moment to the next, without the cost of events.
 
     Raises:
-        GpuError: the graph could not be captured, or not again with the same moments.
+        GpuError: the graph could not be captured, or a second capture had other moments.
     """
 
     def __init__(self, capture: Callable[[CapturedMarks], Graph]) -> None:
@@ -179,18 +182,18 @@ class MarkedGraph:
 
     @property
     def next(self) -> MarkedCopy | None:
-        """The copy to launch; None if the graph has no two moments."""
+        """The copy to launch next; None if the graph has fewer than two moments."""
         return self._turns[0] if self._turns else None
 
     def launch(self, copy: MarkedCopy) -> None:
-        """Says that the next copy is launched."""
+        """Notes that the next copy is launched, and puts it behind the others; the first copy is not used again."""
         copy.is_unread = True
         self._turns.popleft()
         if not copy.marks.empty:
             self._turns.append(copy)
 
     def read(self, copy: MarkedCopy, events: EventMarks) -> float:
-        """Reads the times of a replay; returns when its first moment was, in microseconds from the profile's begin."""
+        """Reads the times of a launch; returns its first moment, in microseconds from the profile's begin."""
         copy.is_unread = False
         first, empty = copy.marks.first, copy.marks.empty
         times = [events.us(start, end) for start, end in pairwise(copy.marks.events)]

@@ -24,7 +24,7 @@ _MOST_BARS: Final = 40
 
 
 def check_format(file: Path) -> str:
-    """The format that a file's suffix says: PNG if it has none.
+    """The format that a file's suffix names; PNG if it has none.
 
     Raises:
         ArgumentError: matplotlib cannot write it.
@@ -41,7 +41,7 @@ def check_format(file: Path) -> str:
 
 
 def plot(report: Report, file: Path) -> None:
-    """Writes the drawing; the file's suffix says in which format.
+    """Writes the drawing in the format of the file's suffix.
 
     Raises:
         ArgumentError: the suffix is of no known format.
@@ -75,7 +75,7 @@ def _bars(axes: Any, layers: Sequence[Layer], values: Sequence[float], label: st
 
 
 def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float]) -> None:
-    """FLOP/s over FLOPs a byte, of layers that multiply, under the measured ceilings."""
+    """FLOP/s over FLOPs per byte of the layers with matrix products, below the measured ceilings."""
     points = [(each.flops / each.bytes, each.tflops, each) for each in layers if each.flops]
     for place, (intensity, tflops, layer) in enumerate(sorted(points, key=lambda point: point[1])):
         axes.scatter(intensity, tflops, color=_colour(layer), zorder=3)
@@ -84,7 +84,7 @@ def _roofline(axes: Any, layers: Sequence[Layer], ceilings: Mapping[str, float])
         axes.annotate(_name(layer), (intensity, tflops), **at, fontsize=8, va="center", arrowprops=line)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("FLOPs a byte")
+    axes.set_xlabel("FLOPs per byte")
     axes.set_ylabel("TFLOP/s")
     axes.grid(which="both", alpha=0.2)
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""What ran on a GPU while it was looked at, as data."""
+"""The data type of everything that a profile records: kernels, copies, calls."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """One kernel, copy, memset, synchronisation or call of an interface.
+    """One kernel, copy, memset, synchronisation, allocation, or call of the driver or the CUDA runtime.
 
     Attributes:
-        kind: what it is.
-        name: a kernel's demangled name, the direction of a copy such as "HtoD", a call's name.
-        start_ns, end_ns: on the clock of the profile, which is the host's monotonic clock in nanoseconds.
-        device, stream: ordinal, and the tool's number of the stream; -1 for a call.
-        correlation: joins a call to what it started.
-        graph, node: ids of a graph launch and of the node within, 0 outside of graphs.
+        kind: which of them.
+        name: a kernel's demangled name, the direction of a copy such as "HtoD", or the name of a call.
+        start_ns, end_ns: on the host's monotonic clock, in nanoseconds.
+        device, stream: the GPU's ordinal, and CUPTI's number of the stream; -1 for a call.
+        correlation: the same number for a call and for the work that it started.
+        graph, node: ids of the launched graph and of the node in it; 0 for work outside of graphs.
         size: bytes copied, set, or allocated.
-        range: the path of ranges that it belongs to, outermost first, () if it could not be attributed.
-        thread: of the host, for a call; 0 otherwise.
+        range: the path of ranges that it belongs to, outermost first; () if it belongs to none.
+        thread: id of the thread that made a call; 0 for the other kinds.
     """
 
     kind: Literal["kernel", "memcpy", "memset", "synchronization", "allocation", "call"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = 1
 _SHOWN_KERNELS: Final = 25
 _LEAST_SHOWN_US: Final = 0.05
-"""What takes less between the layers is in the data alone."""
+"""Entries outside of layers that take less are left out of the table."""
 _SHOWN_NAME: Final = 72
 _WIDTH: Final = 160  # columns of a table as text
 _Row = TypeVar("_Row", Layer, Kernel)
@@ -29,13 +29,13 @@ _Row = TypeVar("_Row", Layer, Kernel)
 
 @dataclass(frozen=True)
 class Report:
-    """What a profile found.
+    """The result of a profile.
 
     Attributes:
         device: such as "cuda:0 (NVIDIA H200)" or "the host".
-        timed_steps, traced_steps: how many steps the layers' times and the kernels' come from.
-        ceilings: of this GPU, measured: FLOP/s by type, and bytes/s as "copy".
-        notes: what could not be seen, and why.
+        timed_steps: the number of steps behind `layers`. traced_steps: the number of steps behind `kernels`.
+        ceilings: highest rates of this GPU, measured: FLOP/s by type, and bytes/s as "copy".
+        notes: sentences on what is missing, and why.
     """
 
     device: str = ""
@@ -63,7 +63,7 @@ class Report:
             replace_file(directory / f"{name}.csv", text.getvalue().encode())
 
     def lines(self) -> Iterator[str | Table]:
-        """For people: tables and lines."""
+        """The report as tables and lines of text."""
         if self.layers:
             yield self._layer_table()
         if self.kernels:
@@ -132,10 +132,10 @@ class Report:
 
 
 def load(file: Path) -> Report:
-    """Reads what `Report.save` wrote.
+    """Reads a file of `Report.save`.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: the file has another content or schema.
         OSError: it cannot be read.
     """
     try:
@@ -157,7 +157,7 @@ def _rate(value: float) -> str:
 
 
 def short(name: str) -> str:
-    """A kernel's name without the middle of what is too long for a table."""
+    """A kernel's name; the middle is left out if it is too long for a table."""
     half = _SHOWN_NAME // 2
     return name if len(name) <= _SHOWN_NAME else f"{name[:half]} … {name[-half + 3 :]}"
 
@@ -167,7 +167,7 @@ def _rows(kind: type[_Row], rows: Iterable[Any]) -> list[_Row]:
 
 
 def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], texts: Set[str]) -> Table:
-    """A table without the columns that are empty; all are numbers but those of some headings."""
+    """A table without its empty columns. Columns whose headings are in `texts` are aligned left, numbers right."""
     from rich.markup import escape
     from rich.table import Column, Table
 

@@ -1,4 +1,4 @@
-"""Profiles a block of code: the steps in it are timed first, and traced after that."""
+"""Profiles a block of code: its first steps are timed, the next ones are traced by CUPTI."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _running = threading.Lock()
 
 
 class Profile:
-    """Where the time of a step goes; `lt.profile` makes it, as a context manager or already full.
+    """The profile of a block of code; `lt.profile` makes it, as a context manager or already full.
 
     It has its rows once the block is over. Printing it gives the report.
 
     Attributes:
-        report: all of it, as data.
+        report: the whole result, as data.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Profile:
         self.report = Report()
         self._skip, self._timed, self._traced, self._device = skip, timed, traced, device
         self._threads = threading.local()
-        self._current: Any = None
-        self._begin_next: Callable[[], None] | None = self._time
+        self._current: Any = None  # the timer or the collector, while it is at work
+        self._to_come = [self._time, self._trace]
         self._seen = self._traced_steps = 0
-        self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first
+        self._is_marked = is_marked  # whether steps end with calls of `step`; None before the first step
         self._timer: Timer | None = None
         self._collector: Any = None
         self._notes: list[str] = []
@@ -76,10 +76,10 @@ class Profile:
         self._make_report()
 
     def step(self) -> None:
-        """Says that a step is over, for code whose steps are no `lt.TrainStep`.
+        """Marks the end of a step, for code whose steps are not calls of an `lt.TrainStep`.
 
         Raises:
-            ArgumentError: training steps in the block have counted already.
+            ArgumentError: calls of an `lt.TrainStep` in the block have been counted as steps.
         """
         if self._is_marked is False:
             raise ArgumentError("prof.step() is for code without lt.TrainStep, whose calls count as steps already")
@@ -88,13 +88,13 @@ class Profile:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps have been seen that were asked for."""
-        return self._current is None and self._begin_next is None
+        """Whether all steps that were asked for have been timed and traced."""
+        return self._current is None and not self._to_come
 
     def enter(self, name: str) -> None:
         """A range begins; see `Listener`."""
         self._open().append(name)
-        if self._current is not None and self._current is self._timer:  # a collector listens by itself
+        if self._timer is not None and self._current is self._timer:  # the collector listens by itself
             self._timer.enter(name)
 
     def exit(self, name: str) -> None:
@@ -104,7 +104,7 @@ class Profile:
             return
         while opened.pop() != name:
             pass
-        if self._current is not None and self._current is self._timer:
+        if self._timer is not None and self._current is self._timer:
             self._timer.exit(name)
         if name == ranges.STEP and name not in opened and not self._is_marked:
             self._is_marked = False
@@ -119,25 +119,25 @@ class Profile:
         return self.report.kernels
 
     def totals(self) -> Totals:
-        """The sums of a step."""
+        """Sums over a step."""
         return self.report.totals
 
     def to_csv(self, directory: str | Path) -> None:
-        """Writes `layers.csv` and `kernels.csv` there, with the attributes of `Layer` and `Kernel` as columns."""
+        """Writes `layers.csv` and `kernels.csv` into a directory; the columns are the attributes of the rows."""
         self.report.to_csv(Path(directory))
 
     def save(self, file: str | Path) -> None:
-        """Writes everything as JSON, which `python -m lt_runtime compare` reads."""
+        """Writes the report as JSON, which `python -m lt_runtime compare` reads."""
         self.report.save(Path(file))
 
     def save_trace(self, file: str | Path) -> None:
-        """Writes a trace that Perfetto (ui.perfetto.dev) opens: ranges, kernels and calls on a line of time."""
+        """Writes ranges, kernels and calls on a time axis, as a trace that Perfetto (ui.perfetto.dev) opens."""
         spans = () if self._timer is None else self._timer.spans
         activities = () if self._collector is None else self._collector.activities
         trace.write(Path(file), spans, activities, self.report.device)
 
     def plot(self, file: str | Path) -> None:
-        """Draws the roofline, and each layer's time beside its bytes. Needs the extra `plot`.
+        """Draws the roofline, and each layer's time beside its bytes. Needs the package's extra `plot`.
 
         Raises:
             ArgumentError: the file's suffix is of no format that matplotlib writes.
@@ -159,29 +159,27 @@ class Profile:
     def _end_step(self) -> None:
         self._seen += 1
         if self._current is None:
-            if self._begin_next is not None and self._seen >= self._skip:
-                self._next()
-        elif self._current is self._timer and self._timer is not None:
+            is_over = bool(self._to_come) and self._seen >= self._skip
+        elif self._timer is not None and self._current is self._timer:
             self._timer.end_step()
-            if self._timer.count >= self._timed:
-                self._next()
+            is_over = self._timer.count >= self._timed
         else:
             self._traced_steps += 1
-            if self._traced_steps >= self._traced:
-                self._next()
+            is_over = self._traced_steps >= self._traced
+        if is_over:
+            self._next()
 
     def _next(self) -> None:
-        """Stops what runs and begins what comes after it, with the ranges that are open."""
+        """Goes on to timing, tracing or neither; the ranges that are open at this moment begin there anew."""
         self._stop()
-        if self._begin_next is not None:
-            self._begin_next()
+        while self._to_come and self._current is None:
+            self._to_come.pop(0)()
         self._tell_profilers()
-        if self._current is not None:
-            for name in self._open():
-                self._current.enter(name)
+        for name in self._open() if self._current is not None else ():
+            self._current.enter(name)
 
     def _tell_profilers(self) -> None:
-        """Starts and stops profilers from outside, which may have been told to wait for that."""
+        """Starts or stops an external profiler, such as Nsight, that was told to record between these two calls."""
         is_running = self._current is not None
         if self._device is not None and is_running != self._is_bracketed:
             self._is_bracketed = is_running
@@ -189,9 +187,7 @@ class Profile:
                 call("cuProfilerStart" if is_running else "cuProfilerStop")
 
     def _time(self) -> None:
-        self._begin_next = self._trace
         if not self._timed:
-            self._trace()
             return
         with contextlib.nullcontext() if self._device is None else activated(self._device):
             self._timer = self._current = Timer(self._device)
@@ -200,21 +196,16 @@ class Profile:
             graphs.stand_in = self._timer.stand_in
 
     def _trace(self) -> None:
-        self._begin_next = None
         if not self._traced or self._device is None:
             return
         try:
-            from lt_runtime.profiling.collector import Collector, unusable
+            from lt_runtime.profiling.collector import Collector
 
-            why = unusable()
-            if why is None:
-                collector = Collector()
-                collector.__enter__()
-                self._collector = self._current = collector
+            collector = Collector()
+            collector.__enter__()
+            self._collector = self._current = collector
         except (LtError, ImportError) as error:
-            why = str(error)
-        if why is not None:
-            self._notes.append(f"no kernel times: {why}")
+            self._notes.append(f"no kernel times: {error}")
 
     def _stop(self) -> None:
         current, self._current = self._current, None
@@ -262,7 +253,7 @@ class Profile:
             return {}
 
     def _explain(self) -> None:
-        """Says what is missing from the report."""
+        """Adds notes on what is missing from the report, and why."""
         timer, notes = self._timer, self._notes
         if timer is not None:
             notes += timer.notes
@@ -276,7 +267,7 @@ class Profile:
             notes.append('the code had no step: a call of lt.TrainStep, or a block of `with lt.range("step")`')
         elif self._seen < self._skip:
             notes.append(f"the code ended after {self._seen} steps, before step {self._skip}, where the profile begins")
-        elif self._begin_next is not None and self._traced and self._device is not None:
+        elif self._to_come and self._traced and self._device is not None:
             notes.append(
                 f"no kernel times: tracing begins once {self._timed} steps have been timed, and the code had "
                 f"{self._seen}; timed=0 traces it from its beginning"
@@ -286,7 +277,7 @@ class Profile:
 
 
 def profiled_device(device: object) -> int | None:
-    """The ordinal of the GPU that "auto" or another name of a device stands for; None for the host."""
+    """The ordinal of a device that is named as in `profile`; None for the host. "auto" is the current GPU."""
     return current_device() if device == "auto" and device_count() else parse_device(device)
 
 
@@ -299,7 +290,7 @@ def profile(
     traced: int = 10,
     device: Any = "auto",
 ) -> Profile:
-    """Where the time of a step goes, by layer and by kernel.
+    """Measures where the time of a step goes, by layer and by kernel.
 
     ::
 
@@ -308,19 +299,19 @@ def profile(
                 step(x, labels)
         print(prof)
 
-    Steps are the calls of an `lt.TrainStep`, or what lies between calls of `prof.step()`. A block without either is one
-    step. The first `timed` steps are timed by events; a captured training step is launched from a copy of its graph
-    with events in it. The next `traced` steps are traced by CUPTI, which tells of every kernel, copy and call, also of
-    other libraries. A step is never both, because tracing makes launches several times slower. Later steps run as they
-    would without a profile. What belongs to which layer follows from `lt.range`; operations, models and training steps
-    open their ranges themselves. On the host there is nothing to trace, and its clock times the layers.
+    A step is a call of an `lt.TrainStep`, or the code between two calls of `prof.step()`. A block with neither counts
+    as one step. The first `timed` steps are timed by events; a captured training step is launched from a copy of its
+    graph that has events in it. The next `traced` steps are traced by CUPTI, which records every kernel, copy and call
+    of all libraries. No step is both timed and traced, because tracing makes launches several times slower. Later steps
+    run as they would without a profile. Ranges (`lt.range`) name the layers; operations, models and training steps
+    open ranges themselves. On the host nothing is traced, and the host's clock times the layers.
 
     Args:
-        function: is called `steps` times to be timed and as often to be traced, after two calls that are not looked
-            at; the profile that comes back is full.
+        function: called `steps` times to be timed and `steps` times to be traced, after two calls that are not
+            measured. The returned profile is full. Without a function it is a context manager.
         steps: see `function`; `skip`, `timed` and `traced` are for blocks.
         skip: steps before the first that is timed.
-        timed, traced: how many steps of each; 0 for none.
+        timed, traced: how many steps to time and to trace; 0 for none.
         device: the GPU to profile, or "cpu"; see `lt.MLP`. "auto" is the current GPU, or the host if there is none.
 
     Raises:

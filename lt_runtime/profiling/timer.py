@@ -15,19 +15,19 @@ from lt_runtime.gpu.graphs import Graph
 from lt_runtime.profiling.marks import CapturedMarks, EventMarks, MarkedCopy, MarkedGraph
 from lt_runtime.ranges import Place, place_of
 
-_MOST_PENDING: Final = 2048  # ranges whose times have not been read
+_MOST_PENDING: Final = 2048  # ranges that have ended and whose events have not been read
 _MOST_SPANS: Final = 20_000  # kept for the trace
 _MOST_PLACES: Final = 4096
 _OTHERS: Final = Place("(other ranges)", "")
 
 
 class Span(NamedTuple):
-    """A range that is over, for the trace.
+    """A range that has ended, for the trace.
 
     Attributes:
-        start_ns: when it began, on the host's monotonic clock. us: its length on the host.
-        gpu_start_ns: when it began on the GPU, counted from the moment at which the profile began. gpu_us: its length
-            there; None where no GPU is timed.
+        start_ns, us: its begin on the host's monotonic clock, and its length on the host.
+        gpu_start_ns, gpu_us: its begin and length on the GPU, the begin moved to the host's clock by taking the first
+            event for simultaneous with the profile's begin; `gpu_us` is None where no GPU is timed.
     """
 
     path: tuple[str, ...]
@@ -40,10 +40,10 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class Cell:
-    """What one step spent at one place, without what nested places spent.
+    """The time that one step spent at one place, without the time of places nested in it.
 
     Attributes:
-        works: what the operations there ran.
+        works: the prepared calls and optimizers that ran there, as `ranges.tell` passes them.
     """
 
     calls: int = 0
@@ -58,8 +58,8 @@ Step = dict[Place, Cell]
 class _Frame:
     """A range that is open, or whose times have not been read.
 
-    Where a graph was captured with marks, `start` and `end` are numbers of moments. `inside` is what ranges within
-    took, and `cost` what events within a graph took.
+    `start` and `end` are the host's nanoseconds, events, or numbers of moments in a captured graph. `inside` sums the
+    microseconds of the ranges in it, and `cost` those that the events in graphs launched in it take.
     """
 
     __slots__ = (
@@ -83,14 +83,14 @@ class _Frame:
 
 
 class _Captured(NamedTuple):
-    """The copies of a graph, and the ranges that were met while it was captured."""
+    """The copies of a graph, and the ranges that its capture opened."""
 
     graph: MarkedGraph
     frames: list[_Frame]
 
 
 class _Launch(NamedTuple):
-    """A replay of a copy, within a range."""
+    """A launch of one copy, whose times have not been read, and the range that it is in."""
 
     captured: _Captured
     copy: MarkedCopy
@@ -104,11 +104,11 @@ class Timer:
         device: ordinal of the GPU, which is current; None to time the host alone.
 
     Attributes:
-        steps: what each step spent where.
-        spans: single ranges, as many as are kept.
-        left_open: ranges that were never ended; each is taken to end with the range around it.
-        discarded: steps in which graphs were captured, which are not in `steps`.
-        notes: what a reader of the report should know.
+        steps: the cells of each step, by place.
+        spans: the first `_MOST_SPANS` ranges. lost: how many came after them.
+        left_open: how many ranges were never ended; each is taken to end with the range around it.
+        discarded: how many steps captured a graph, and are not in `steps` for that reason.
+        notes: sentences for the reader of the report.
     """
 
     def __init__(self, device: int | None) -> None:
@@ -135,7 +135,7 @@ class Timer:
         frames.append(frame)
 
     def exit(self, name: str) -> None:
-        """A range ends, and with it those within that were left open."""
+        """A range ends, and with it the ranges in it that were left open."""
         frames = self._frames()
         if all(frame.name != name for frame in frames):
             return
@@ -155,13 +155,13 @@ class Timer:
             self._resolve(len(self._pending) // 2)
 
     def ran(self, work: Any) -> None:
-        """An operation says what it runs."""
+        """Notes what an operation runs in the innermost range; see `ranges.tell`."""
         frames = self._frames()
         if frames:
             frames[-1].works.append(work)
 
     def end_step(self) -> None:
-        """What has come since the last call is a step. Waits for the step before."""
+        """Ends a step. Waits for the step before it, whose events are read then."""
         events = self._events
         self._ends.append((len(self._pending), events is not None and events.captured_by_others))
         if events is not None:
@@ -170,11 +170,11 @@ class Timer:
 
     @property
     def count(self) -> int:
-        """How many steps are over and count."""
+        """How many steps are over, without those that captured a graph."""
         return len(self.steps) + sum(not was_captured for _, was_captured in self._ends)
 
     def finish(self) -> None:
-        """Reads all times; the ranges that came after the last step count as one if there is no other."""
+        """Reads all times. Ranges after the last step are dropped, unless there was no step: then they are one."""
         if not self.steps and not self._ends and self._pending:
             self.end_step()
         self._end_steps(0)
@@ -187,7 +187,11 @@ class Timer:
                 self._events.close()
 
     def stand_in(self, graph: Graph, capture: Callable[[], Graph]) -> Graph:
-        """The copy of a graph that is to be launched."""
+        """Returns the copy to launch in the place of a graph; the graph itself if it cannot be copied.
+
+        Args:
+            capture: captures the graph anew.
+        """
         if graph not in self._captured:
             try:
                 self._captured[graph] = self._capture(capture)
@@ -198,7 +202,7 @@ class Timer:
         copy = None if captured is None else captured.graph.next
         if captured is None or copy is None:
             return graph
-        if copy.is_unread:  # and its events are about to be recorded anew
+        if copy.is_unread:  # this launch would overwrite its events
             self._end_steps(0)
         while copy.is_unread:
             self._resolve(1)
@@ -232,7 +236,7 @@ class Timer:
         return frames
 
     def _end_steps(self, but: int) -> None:
-        """Reads the times of the steps that are over, except the last ones."""
+        """Reads the times of the steps that are over, but for the last `but` of them."""
         while len(self._ends) > but:
             count, was_captured = self._ends.popleft()
             self._resolve(count)
@@ -243,7 +247,7 @@ class Timer:
             self._step = {}
 
     def _resolve(self, count: int) -> None:
-        """Reads the times of what has been waiting for longest."""
+        """Reads the times of the first `count` pending ranges and launches."""
         with self._lock:
             for _ in range(count):
                 item = self._pending.popleft()
@@ -278,12 +282,16 @@ class Timer:
         for frame in frames:
             path = frame.path if parent is None else (*parent.path, *frame.path)
             us = sum(times[frame.start : frame.end])
-            self._add(frame, path, frame.parent or parent, us, 0.0)  # the host did its part at the capture
+            self._add(frame, path, frame.parent or parent, us, 0.0)  # a replay costs the host nothing in the range
             self._keep(frame, path, us, began_us + sum(times[: frame.start]))
-            frame.inside = frame.host_inside = 0.0  # it is read again after the next replay
+            frame.inside = frame.host_inside = 0.0  # the next replay is read into the same frame
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:
-        """Adds what a range took to its place, without what ranges within it took."""
+        """Adds the time of a range to its place, without the time of the ranges in it.
+
+        Args:
+            path: of the range. above: the range around it.
+        """
         place, around = place_of(path), place_of(path[:-1])
         phase = place.phase or frame.phase
         cell = self._cell(Place(place.layer, phase))

@@ -1,4 +1,4 @@
-"""What an operation computes and moves, from its plan: each kernel reads and writes each of its operands once."""
+"""FLOPs and bytes of an operation, from its plan: each kernel reads and writes each of its operands once."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _BITS = 8
 
 
 class Work(NamedTuple):
-    """One run of an operation.
+    """The work of one run of an operation.
 
     Attributes:
-        flops: of its matrix products; a multiply-add is two.
-        bytes: read and written by all its kernels, those that copy operands included.
-        kind: the type that the products are computed in, "tf32" among them; "" where nothing is multiplied.
-        strategy: how the plan splits it, in words; "" where there is nothing to split.
-        copies: whether the plan chose to copy operands.
+        flops: of its matrix products; a multiply-add counts two.
+        bytes: read and written by all its kernels, including copies of operands.
+        kind: the type of its products, or "tf32"; "" without products.
+        strategy: the plan's strategy, in words; "" if there was none to choose.
+        copies: whether the plan copies operands to padded buffers.
     """
 
     flops: int = 0
@@ -55,14 +55,14 @@ class Work(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def work_of(ran: PreparedCall | AdamW) -> Work:
-    """The work of what watchers of ranges are told."""
+    """The work of a prepared call or of an optimizer's update, as `ranges.tell` passes them."""
     if isinstance(ran, AdamW):
         return Work(bytes=_bytes_of_update(ran))
     problem = ran.request.problem
     if isinstance(problem, MLPProblem):
         return _work_of_mlp(problem)
     if not isinstance(problem, (ForwardProblem, BackwardProblem, MatmulProblem)):
-        return Work(bytes=sum(ran.sizes))  # a loss or dropout: each array once
+        return Work(bytes=sum(ran.sizes))  # a loss or dropout reads or writes each array once
     kind = "tf32" if problem.compute is Compute.TF32 else problem.dtype.value
     least = roofline.work_of(problem)
     if ran.plan is None:
@@ -76,7 +76,7 @@ def work_of(ran: PreparedCall | AdamW) -> Work:
 
 
 def _work_of_mlp(problem: MLPProblem) -> Work:
-    """Of one pass: the backward pass makes the forward pass again."""
+    """The work of one pass of a narrow MLP; the backward pass includes a forward pass."""
     return Work(*roofline.work_of(problem), problem.dtype.value, strategy_in_words({FUSED_MLP: True}))
 
 
@@ -85,7 +85,7 @@ def _products(plan: Plan) -> dict[str, Plan]:
 
 
 def _moved(plan: Plan) -> Iterator[int]:
-    """Bytes, kernel by kernel."""
+    """Bytes that each kernel of a plan reads and writes."""
     for product in _products(plan).values():
         if not isinstance(product, PaddedPlan):
             yield roofline.work_of(product.problem).bytes
@@ -104,12 +104,12 @@ def _moved(plan: Plan) -> Iterator[int]:
 
 
 def _copies(copies: Iterable[Resize | None], dtype: DType) -> Iterator[int]:
-    """Each reads its source and writes its target; None is no copy."""
+    """Bytes of each copy, which reads its source and writes its target; None entries are skipped."""
     return ((each.source.size + each.target.size) * dtype.itemsize for each in copies if each is not None)
 
 
 def _forward_pass(plan: ForwardPlan) -> Iterator[int]:
-    """Reads the product and perhaps the bias, writes y and perhaps what is kept."""
+    """Bytes of the pass after a layer's product: reads the product and the bias, writes y and the saved tensor."""
     problem = plan.problem
     if not leaves_a_pass(problem, plan.strategy):
         return
@@ -122,7 +122,7 @@ def _forward_pass(plan: ForwardPlan) -> Iterator[int]:
 
 
 def _backward_passes(plan: BackwardPlan) -> Iterator[int]:
-    """From dy to dz with the bias gradient, and over dx for the layer below."""
+    """Bytes of the passes from dy to dz with the bias gradient, and from dx to the input layer's dz."""
     problem, strategy = plan.problem, plan.strategy
     needs_dz = problem.dz is not None or (not problem.output_derivative.is_identity and bool(plan.products))
     if needs_dz or strategy.db is MadeBy.KERNEL:
@@ -150,7 +150,10 @@ def _vector(matrix: Spec, dtype: DType) -> int:
 
 
 def _bytes_of_update(optimizer: AdamW) -> int:
-    """Reads gradients, values and moments, writes values and moments; a gradient's norm reads the gradients again."""
+    """Bytes of an update: reads gradients, values and moments, writes values and moments.
+
+    The gradients are read once more if their norm or finiteness is checked.
+    """
     options, moved = optimizer.options, 0
     moments = 3 if options.amsgrad else 2
     for parameter in optimizer.parameters:

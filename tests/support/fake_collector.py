@@ -1,4 +1,4 @@
-"""Stands in for the collector of a GPU's activities: gives those that a test has made by hand."""
+"""A replacement for the collector, which returns activities that a test has made by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def kernel(name: str, start_us: float, us: float, *path: str, kind: Any = "kerne
 def install(
     monkeypatch: pytest.MonkeyPatch, activities: list[Activity], *, dropped: int = 0, why: str | None = None
 ) -> ModuleType:
-    """Puts a collector in place that finds these activities; `why` says why there is none."""
+    """Replaces the collector by one that returns these activities, or that fails with the error `why`."""
+    from lt_runtime.errors import CuptiError  # of the copy of the package that the test uses
+
     module: Any = ModuleType(MODULE)
 
     class Collector:
@@ -30,6 +32,8 @@ def install(
             self.dropped = 0
 
         def __enter__(self) -> Collector:
+            if why is not None:
+                raise CuptiError(why)
             module.running += 1
             return self
 
@@ -43,6 +47,6 @@ def install(
         def exit(self, name: str) -> None:
             pass
 
-    module.Collector, module.unusable, module.entered, module.running = Collector, lambda: why, [], 0
+    module.Collector, module.entered, module.running = Collector, [], 0
     monkeypatch.setitem(__import__("sys").modules, MODULE, module)
     return module

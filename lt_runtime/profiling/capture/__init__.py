@@ -1,1 +1,1 @@
-"""Whether a function can be captured, and what a replay of it would get wrong."""
+"""Checks whether a function can be captured into a graph, and whether replays give the same results."""

@@ -1,4 +1,4 @@
-"""Whether a function can be captured into a graph, and if not, what stands in the way and where."""
+"""Checks whether a function can be captured into a graph, and names the lines that prevent it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuda.bindings import driver
 
 from lt_runtime.arguments import shown
 from lt_runtime.arrays.libraries import cupy_stream
-from lt_runtime.errors import DriverError, KindError
+from lt_runtime.errors import DriverError, KindError, LtError
 from lt_runtime.gpu.devices import activated, current_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.graph_nodes import differ, exchange_values, host_values, pageable_ends
@@ -22,7 +22,7 @@ from lt_runtime.gpu.graphs import no_collection, node_type
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.profiling.capture.results import Results
 from lt_runtime.profiling.capture.watch import Place, Watch
-from lt_runtime.profiling.collector import Collector, unusable
+from lt_runtime.profiling.collector import Collector
 
 _NODES: Final = {"HOST": "a call of a host function", "MEM_ALLOC": "an allocation", "MEM_FREE": "a free"}
 _UNSAFE: Final = {
@@ -32,17 +32,17 @@ _UNSAFE: Final = {
     "fills memory synchronously": r"cu(da)?Memset.*",
     "synchronises": r"cu(da)?(Stream|Device|Ctx|Event|Thread)Synchronize.*",
 }
-"""Calls that no capture allows, by what they do; those that end in Async are no such calls."""
+"""Patterns of calls that a capture forbids, by their effect. Names that end in Async are excepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that has no place in a graph, or that a graph does otherwise than the function.
+    """A call or node that a graph must not have, or a result that differs between the function and its graph.
 
     Attributes:
         what: the call, the node or the result, and what is wrong with it.
         range: the path of ranges that it is in, outermost first.
-        where: file and line of the Python code, with that line; "" where it is not known.
+        where: file and line of the Python code, with the text of that line; "" if they are not known.
     """
 
     what: str
@@ -56,11 +56,11 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What `check_capture` found.
+    """The result of `check_capture`.
 
     Attributes:
         faults: in the order in which they were met.
-        nodes: how many nodes the graph has; 0 if there is none.
+        nodes: the number of the graph's nodes; 0 if the capture failed.
         compared: names of the results that were compared between replays and eager runs.
     """
 
@@ -80,20 +80,21 @@ class CaptureReport:
 
 
 def check_capture(fn: Callable[[], Any], *, stream: Any = None) -> CaptureReport:
-    """Captures what a function puts on a GPU, and tells what a graph of it would do wrong.
+    """Captures the work of a function into a graph, and reports what the graph would do wrong.
 
-    The function is called without arguments: twice to warm it, then within a capture, where every call of CUDA that
-    may do harm fails, then in turns with replays of the graph. Its range and its line of Python are told of every
-    fault. The first call that fails ends the capture; calls after it are found in a further run, if CUPTI is there.
+    The function is called without arguments: twice to warm up, then in a capture, where CUDA refuses every unsafe call,
+    then in turns with replays of the graph. Each fault is reported with its range and its line of Python. The first
+    refused call ends the capture; a further run under CUPTI, if it is installed, finds the calls after it.
 
-    For values of the host that a graph would keep for ever, the graph is replayed twice and the function is run twice,
-    each time from the same contents of the arrays that it returns: what changes from run to run but not from replay to
-    replay comes from the host. Results are compared bit for bit.
+    A graph keeps the values that the host passed at its capture, such as a learning rate. To find them, the graph is
+    replayed twice and the function is run twice, each time from the same contents of the arrays that it returns: a
+    result that changes from run to run but not from replay to replay depends on such a value. Results are compared bit
+    for bit.
 
     Args:
         fn: puts its work on the current stream of CuPy or PyTorch, or on `stream`. It returns the arrays to be
-            compared: one, several, a mapping from names to arrays, or None. They should be all that it changes.
-        stream: as everywhere; a stream of its own if left out.
+            compared: one, several, a mapping from names to arrays, or None. It should change no other arrays.
+        stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; by default a stream made for the check.
 
     Raises:
         KindError: `fn` cannot be called.
@@ -131,13 +132,16 @@ class _Check:
         return CaptureReport(tuple(self._faults), len(watch.nodes), captured.names)
 
     def _run(self) -> Results:
-        """An eager run, over when this returns."""
+        """Calls the function without a capture, and waits for its work."""
         results = Results(self._fn(), self._stream)
         call("cuStreamSynchronize", self._stream)
         return results
 
     def _capture(self) -> tuple[Watch, int, Results]:
-        """The watch, the graph, or 0 and a fault more, and the captured results."""
+        """Captures the function; returns the watch, the graph and the results.
+
+        The graph is 0, and a fault is added, if the capture fails.
+        """
         watch, results = Watch(self._stream), Results(None, self._stream)
         failed: Fault | None = None
         call("cuStreamBeginCapture", self._stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
@@ -158,7 +162,7 @@ class _Check:
         return watch, graph, results
 
     def _end_capture(self, *, leaves_graph: bool) -> tuple[int, str]:
-        """The graph, 0 if it is not wanted or there is none; and why there is none."""
+        """Ends the capture; returns the graph, and why there is none. The graph is 0 if it is not wanted, too."""
         try:
             graph = int(call("cuStreamEndCapture", self._stream))
         except DriverError as error:
@@ -168,10 +172,13 @@ class _Check:
         return (graph if leaves_graph else 0), ""
 
     def _add_calls(self) -> None:
-        """Names the unsafe calls that an eager run makes, with their ranges, besides the one that ended the capture."""
-        if unusable() is not None:
-            return
-        with Collector() as collector:
+        """Adds the unsafe calls that an uncaptured run makes, and names the call that ended the capture."""
+        collector = Collector()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(collector)
+            except LtError:
+                return
             self._run()
         found: dict[tuple[tuple[str, ...], str], str] = {}
         for each in collector.activities:
@@ -186,7 +193,11 @@ class _Check:
         self._faults += [Fault(f"{name} {does}", path) for (path, does), name in found.items()]
 
     def _compare(self, watch: Watch, graph: int, captured: Results, kept: Results) -> None:
-        """Finds results that differ between replays of the graph and eager runs."""
+        """Adds a fault for each result that differs between replays of the graph and uncaptured runs.
+
+        Args:
+            kept: the captured results whose memory the function did not allocate anew; they are reset before each run.
+        """
         if not captured.names:
             return
         begin = kept.read()
@@ -212,10 +223,10 @@ class _Check:
             call("cuGraphExecDestroy", executable)
 
     def _baked_places(self, watch: Watch, executable: Any, changes: Callable[[], bool]) -> Sequence[Place]:
-        """Where nodes come from to which the host gives other values in another capture; one unknown place if none.
+        """The places of the nodes whose host values differ in a second capture; an unknown place if none do.
 
-        Of several those alone with which another replay `changes` its results. The others are never read: CuPy leaves a
-        part of its arguments as it was in memory.
+        If several differ, each node is given its other values in turn, and counts only if that `changes` the results of
+        a replay. CuPy leaves a part of its kernel arguments uninitialised, which differs but is never read.
         """
         before = {node: host_values(node) for node in watch.nodes}
         again, graph, _ = self._capture()
@@ -233,13 +244,13 @@ class _Check:
 
 
 def _is_other(values: Sequence[bytes], others: Sequence[bytes]) -> bool:
-    """Whether what the host put into one node differs from what it put into another."""
+    """Whether the host values of two nodes differ."""
     pairs = zip(values, others, strict=False)
     return any(len(one) != len(other) or differ(one, other) for one, other in pairs)
 
 
 def _with_values(executable: Any, node: int, other: int, test: Callable[[], bool]) -> bool:
-    """What a test says while an executable graph's node has another node's values; True where it cannot have them."""
+    """Runs a test while a node of an executable graph has another node's values; True if they cannot be set."""
     try:
         exchange_values(executable, node, other)
     except DriverError:
@@ -251,7 +262,7 @@ def _with_values(executable: Any, node: int, other: int, test: Callable[[], bool
 
 
 def _wrong_results(replays: Sequence[Mapping[str, bytes]], runs: Sequence[Mapping[str, bytes]]) -> Iterator[str]:
-    """What is wrong with the results of two replays and two eager runs from the same beginning, by name."""
+    """Compares the results of two replays and two uncaptured runs, all from the same contents, by name."""
     for name in replays[0]:
         (first, second), (one, other) = ([each.get(name) for each in results] for results in (replays, runs))
         if one != other and first == second:
@@ -281,7 +292,7 @@ def _node_faults(nodes: Mapping[int, Place]) -> Iterator[Fault]:
 
 
 def _unsafe(name: str) -> str | None:
-    """What an unsafe call does; None for a safe one."""
+    """The effect of an unsafe call, such as "allocates memory"; None for a safe call."""
     bare = re.sub(r"_(v\d+|ptsz|ptds)", "", name)
     if bare.endswith("Async"):
         return None
@@ -290,13 +301,13 @@ def _unsafe(name: str) -> str | None:
 
 @functools.cache
 def _blocking_stream(device: int) -> int:
-    """A stream that waits for the default stream: work that goes there by mistake ends a capture from it."""
+    """A stream that synchronises with the default stream, so that work put there by mistake invalidates a capture."""
     return int(call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_DEFAULT))
 
 
 @contextlib.contextmanager
 def _current(device: int, stream: int) -> Iterator[None]:
-    """Makes a stream current for CuPy and PyTorch, where they are in use."""
+    """Makes a stream current for CuPy and PyTorch, if these are in use."""
     with contextlib.ExitStack() as stack:
         if "cupy" in sys.modules:
             stack.enter_context(cupy_stream(device, stream))

@@ -12,7 +12,7 @@ from lt_runtime.gpu.driver import call
 
 
 class Results:
-    """Arrays on a GPU among what a function returned; what lies on the host is left out.
+    """The arrays on a GPU that a function returned; arrays on the host are left out.
 
     Args:
         returned: an array, several in a tuple or list, a mapping from names to arrays, or None.
@@ -26,21 +26,21 @@ class Results:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the arrays: the keys of the mapping that was returned, or "result", with an index if there are several."""
+        """Keys of the returned mapping; otherwise "result", or "result[i]" if several arrays were returned."""
         return tuple(self._arrays)
 
     def addresses(self) -> dict[str, int]:
-        """Where the arrays are, by name."""
+        """Device addresses of the arrays, by name."""
         return {name: each.address for name, each in self._arrays.items()}
 
     def kept(self, addresses: Mapping[str, int]) -> Results:
-        """The arrays alone that are where they were."""
+        """The arrays that have the given addresses."""
         kept = Results(None, self._stream)
         kept._arrays = {name: each for name, each in self._arrays.items() if addresses.get(name) == each.address}
         return kept
 
     def read(self) -> dict[str, bytes]:
-        """The contents, gaps between rows included, once the stream has done its work."""
+        """Waits for the stream; returns the bytes of each array, including gaps between rows."""
         contents = {name: np.empty(_size(each), np.uint8) for name, each in self._arrays.items()}
         for name, each in self._arrays.items():
             call("cuMemcpyDtoHAsync", contents[name].ctypes.data, each.address, contents[name].nbytes, self._stream)
@@ -48,7 +48,7 @@ class Results:
         return {name: content.tobytes() for name, content in contents.items()}
 
     def write(self, contents: Mapping[str, bytes]) -> None:
-        """Writes what `read` gave; done when this returns."""
+        """Writes contents that `read` has returned, and waits for the stream."""
         for name, each in self._arrays.items():
             content = np.frombuffer(contents[name], np.uint8)
             call("cuMemcpyHtoDAsync", each.address, content.ctypes.data, content.nbytes, self._stream)

@@ -1,4 +1,4 @@
-"""Watches a function while a stream is captured: which range and which line of Python each node comes from."""
+"""Finds the range and the line of Python that each node of a captured graph comes from."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LIBRARIES: Final = tuple(
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
     )
 )
-"""Where code lies whose lines nobody wants to be told of."""
+"""Directories of this package, of installed packages, and of the standard library: their lines are not reported."""
 
 
 class Place(NamedTuple):
-    """Where something was done.
+    """A place in the watched code.
 
     Attributes:
-        range: the path of ranges, outermost first.
-        where: file and line of the innermost Python code that is no library's, and that line; "" if there is none.
+        range: the path of open ranges, outermost first.
+        where: file, number and text of the innermost line outside of libraries; "" if there is none.
     """
 
     range: tuple[str, ...] = ()
@@ -43,12 +43,12 @@ class Place(NamedTuple):
 
 
 class Watch:
-    """A listener of `lt_runtime.ranges` and a trace function; it looks at the capture before and after each line.
+    """A listener of ranges and a trace function of Python, which inspects the graph under capture at each line.
 
     Attributes:
-        nodes: by handle, in the order of their capture, where the nodes come from.
-        broken: where the capture was found invalid first; None as long as it is valid.
-        raised: where the exception passed first that has come farthest; None without one.
+        nodes: the place that each node comes from, by handle, in the order of capture.
+        broken: the place where the capture was first found invalid; None while it is valid.
+        raised: the last exception seen, and the place where it was raised; None without one.
     """
 
     def __init__(self, stream: int) -> None:
@@ -64,7 +64,7 @@ class Watch:
         self._here = self._here._replace(range=(*self._here.range, name))
 
     def exit(self, name: str) -> None:
-        """The innermost range ends; an exception may be on its way through it."""
+        """The innermost range ends, perhaps by an exception."""
         self.note()
         error = sys.exc_info()[1]
         if error is not None:
@@ -73,7 +73,7 @@ class Watch:
             self._here = self._here._replace(range=self._here.range[:-1])
 
     def note(self) -> None:
-        """Gives new nodes, or the end of the capture's validity, to the range and line that are being executed."""
+        """Assigns new nodes to the current place, or notes that the capture has become invalid there."""
         if self.broken is not None:
             return
         graph, _ = graph_under_capture(self._stream)
@@ -89,7 +89,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches the calling thread; another trace function, such as a debugger's, rests meanwhile."""
+        """Watches the calling thread; another trace function, such as a debugger's, is suspended."""
         previous = sys.gettrace()
         with listening(self):
             sys.settrace(self._call)
@@ -100,7 +100,7 @@ class Watch:
                 self.note()
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """What Python calls at the begin of every function."""
+        """Trace function for the begin of every function."""
         if _is_library(frame.f_code.co_filename):
             return None
         self.note()
@@ -108,7 +108,7 @@ class Watch:
         return self._step
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """What Python calls within functions that are no library's."""
+        """Trace function for lines, exceptions and returns in functions outside of libraries."""
         self.note()
         if event == "exception":
             self._note_error(argument[1])

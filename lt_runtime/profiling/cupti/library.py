@@ -1,4 +1,4 @@
-"""CUPTI's activity interface through ctypes: CUPTI writes records of what runs on the GPUs into our buffers."""
+"""CUPTI's activity interface through ctypes: CUPTI writes records of all work on the GPUs into our buffers."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ _GRAPH, _ORIGINAL_GRAPH, _GRAPH_EXEC = 0, 8, 48
 
 BUFFER_SIZE: Final = 8 << 20
 MOST_BUFFERS: Final = 64
-"""Of `BUFFER_SIZE` bytes each: about two million kernels. What comes after them is dropped, and counted."""
+"""Buffers of `BUFFER_SIZE` bytes, enough for about two million kernels. Records after them are dropped and counted."""
 
 _ON_REQUEST: Final = ctypes.CFUNCTYPE(None, _P, _P, _P)
 _ON_COMPLETION: Final = ctypes.CFUNCTYPE(None, _P, _U32, _P, _SIZE, _SIZE)
 _ON_EVENT: Final = ctypes.CFUNCTYPE(None, _P, _INT, _U32, _P)
 
 Copied: TypeAlias = Callable[[int, int], None]
-"""Is told the id of a graph, executable or not, and that of the graph that it was made from."""
+"""Called with the id of a graph, executable or not, and the id of the graph that it was made from."""
 
 
 class Filled(NamedTuple):
-    """A buffer that CUPTI has filled, where its records start, and whether one is damaged and ends them."""
+    """A buffer that CUPTI has filled, the offsets of its records, and whether a damaged record cuts them off."""
 
     buffer: memoryview
     offsets: Sequence[int]
@@ -97,7 +97,7 @@ def function(name: str) -> Callable[..., int]:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls a function.
+    """Calls a function of CUPTI.
 
     Raises:
         CuptiError: it returned another status than success.
@@ -120,14 +120,14 @@ def _string(address: int | None) -> str:
 
 
 def _number(kind: Any, name: str, *arguments: Any) -> int:
-    """What a function writes to the address that is its last argument."""
+    """Calls a function with the address of a number as its last argument, and returns the number."""
     cell = kind()
     call(name, *arguments, ctypes.addressof(cell))
     return int(cell.value)
 
 
 def version() -> int:
-    """Of the loaded library: 130001 is CUDA 13.0, update 1."""
+    """The version of the loaded library: 130001 is CUDA 13.0, update 1."""
     return _number(_U32, "cuptiGetVersion")
 
 
@@ -137,12 +137,12 @@ def timestamp() -> int:
 
 
 def push_id(number: int) -> None:
-    """Joins the calls of this thread to a number, until `pop_id`."""
+    """Links further calls of this thread to an id, until `pop_id`."""
     call("cuptiActivityPushExternalCorrelationId", OUR_IDS, number)
 
 
 def pop_id() -> None:
-    """Ends what the last `push_id` of this thread began."""
+    """Ends the last `push_id` of this thread."""
     _number(_U64, "cuptiActivityPopExternalCorrelationId", OUR_IDS)
 
 
@@ -178,7 +178,7 @@ def kernel_name(address: int) -> str:
 
 @functools.cache
 def demangled(name: str) -> str:
-    """A C++ symbol as people read it; another name, and any name without the C++ library, as it is."""
+    """The readable form of a C++ symbol; other names, and all names if libstdc++ is missing, are unchanged."""
     try:
         library = ctypes.CDLL("libstdc++.so.6")
     except OSError:
@@ -195,7 +195,7 @@ def demangled(name: str) -> str:
 
 
 def check_layouts() -> None:
-    """Raises `CuptiError` unless the loaded library writes records as they are read here."""
+    """Raises `CuptiError` unless the loaded library's records have the sizes of `RECORD_SIZES`."""
     found = version()
     sizes = RECORD_SIZES.get(found // 100)
     if sizes is None:
@@ -212,17 +212,17 @@ def check_layouts() -> None:
 
 
 class Buffers:
-    """Memory for records. CUPTI asks for it, and gives it back full, from any thread; there is a most of it."""
+    """Memory for records, which CUPTI requests and returns filled, on any thread; at most `MOST_BUFFERS` buffers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lent: dict[int, NDArray[np.uint8]] = {}
         self._full: list[tuple[NDArray[np.uint8], int]] = []
-        # CUPTI calls these two for as long as the process lives.
+        # These live as long as the process, because CUPTI keeps calling them.
         self.on_request, self.on_completion = _ON_REQUEST(self._lend), _ON_COMPLETION(self._take_back)
 
     def take(self) -> list[tuple[NDArray[np.uint8], int]]:
-        """The full buffers, with their numbers of valid bytes."""
+        """Takes the filled buffers, each with its number of valid bytes."""
         with self._lock:
             full, self._full = self._full, []
         return full
@@ -246,10 +246,10 @@ _buffers: Final = Buffers()
 
 
 class Session:
-    """CUPTI recording into our buffers, from `start` to `stop`; there is one at a time in a process.
+    """CUPTI's recording from `start` to `stop`; a process can have one at a time.
 
     Args:
-        on_graph: is told of every graph that is cloned or instantiated meanwhile.
+        on_graph: called for every graph that is cloned or instantiated in this time.
     """
 
     def __init__(self, on_graph: Copied) -> None:
@@ -257,7 +257,7 @@ class Session:
         self._on_event = _ON_EVENT(self._event)
 
     def start(self) -> None:
-        """Begins.
+        """Begins to record.
 
         Raises:
             CuptiError: CUPTI cannot be used here; nothing is left enabled.
@@ -281,10 +281,10 @@ class Session:
             raise
 
     def stop(self) -> tuple[list[Filled], int]:
-        """Ends; all work is done that is to be in the records.
+        """Ends the recording; the caller has waited for all work that the records are to contain.
 
         Returns:
-            The buffers, in the order in which they were filled, and how many records found no room in them.
+            The buffers, in the order in which they were filled, and the number of lost records.
         """
         try:
             call("cuptiActivityFlushAll", _FORCED)
@@ -295,7 +295,7 @@ class Session:
         return filled, dropped + sum(each.damaged for each in filled)
 
     def _end(self) -> None:
-        """Disables what was enabled. A failure changes nothing that anybody could still do."""
+        """Disables all that was enabled; failures are ignored, because there is no remedy."""
         while self._enabled:
             function("cuptiActivityDisable")(self._enabled.pop())
         function("cuptiUnsubscribe")(self._subscriber)
@@ -305,7 +305,7 @@ class Session:
         graph, original, executable = (
             _P.from_address(graphs + at).value for at in (_GRAPH, _ORIGINAL_GRAPH, _GRAPH_EXEC)
         )
-        with contextlib.suppress(CuptiError):  # of a graph without an id nothing can be said
+        with contextlib.suppress(CuptiError):  # a graph without an id has no records
             if number == _GRAPH_CLONED:
                 self._on_graph(graph_id(graph or 0), graph_id(original or 0))
             elif number == _GRAPH_EXEC_CREATED:
@@ -313,7 +313,7 @@ class Session:
 
 
 def _records(memory: NDArray[np.uint8], valid: int) -> tuple[list[int], bool]:
-    """Where the records in a buffer start, and whether one is damaged, so that those after it are lost."""
+    """The offsets of the records in a buffer, and whether a damaged record hides the ones after it."""
     record, base, offsets = _P(), memory.ctypes.data, list[int]()
     step, out = function("cuptiActivityGetNextRecord"), ctypes.addressof(record)
     while not (status := step(base, valid, out)):

@@ -1,4 +1,4 @@
-"""CUPTI's activity records read from the bytes of its buffers."""
+"""Reads CUPTI's activity records from the bytes of its buffers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SYNCHRONIZATION: Final = 38
 EXTERNAL_CORRELATION: Final = 39
 MEMORY: Final = 49
 KINDS: Final = (EXTERNAL_CORRELATION, DRIVER, RUNTIME, MEMCPY, MEMSET, KERNEL, SYNCHRONIZATION, MEMORY)
-"""`CUpti_ActivityKind` of everything that is read here. Without DRIVER and RUNTIME no external correlation comes."""
+"""`CUpti_ActivityKind`s to record. CUPTI writes external correlations only if DRIVER and RUNTIME are on."""
 
 OUR_IDS: Final = 5
-"""CUSTOM2, the `CUpti_ExternalCorrelationKind` of the ids that are pushed here."""
+"""`CUpti_ExternalCorrelationKind` CUSTOM2, for the ids that this package pushes."""
 
 _COMMON: Final = {DRIVER: 40, RUNTIME: 40, SYNCHRONIZATION: 56, EXTERNAL_CORRELATION: 24, MEMORY: 128}
 
@@ -37,9 +37,9 @@ RECORD_SIZES: Final[Mapping[int, Mapping[int, int]]] = {
     1304: _sizes(248, 112, 104),
     1305: _sizes(248, 112, 104),
 }
-"""Bytes of each kind's record, by CUPTI's version without its update: 1305 is 13.5. Other versions are not known.
+"""Bytes of a record of each kind, by CUPTI's version without its update: 1305 is 13.5.
 
-In all of these versions the fields that are read here are at the same places; newer records are only longer.
+In all of these versions the fields that are read here have the same offsets; newer records are only longer.
 """
 
 _KERNEL: Final = Struct("<16xQQ8xI4xI40xI8xQ32xQ4xI")
@@ -59,11 +59,11 @@ _NO_STREAM: Final = 0xFFFFFFFF
 
 
 class Link(NamedTuple):
-    """Joins calls to the id that was pushed when they were made.
+    """Links a call to the innermost id that its thread had pushed.
 
     Attributes:
         external: the id.
-        correlation: of a call.
+        correlation: the call's correlation number.
     """
 
     external: int
@@ -71,15 +71,15 @@ class Link(NamedTuple):
 
 
 KernelName: TypeAlias = Callable[[int], str]
-"""Gives the demangled name at an address."""
+"""Returns the demangled name at an address."""
 CallName: TypeAlias = Callable[[int, int], str]
-"""Gives the name of a call, by the kind of its record and its number there."""
+"""Returns the name of a call from the kind of its record and its number."""
 
 
 def read_records(
     buffer: memoryview, offsets: Iterable[int], kernel_name: KernelName, call_name: CallName
 ) -> Iterator[Activity | Link]:
-    """The records that start at some offsets of a buffer, with CUPTI's times; records of other kinds are left out."""
+    """The records that start at the offsets of a buffer, with CUPTI's times; records of unknown kinds are left out."""
     for offset in offsets:
         (kind,) = _KIND.unpack_from(buffer, offset)
         if kind in (DRIVER, RUNTIME):

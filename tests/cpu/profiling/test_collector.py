@@ -1,4 +1,4 @@
-"""The collector on a pretended GPU: what ran, and to which ranges it belongs."""
+"""The collector on a pretended GPU: records of all work, with the ranges that it belongs to."""
 
 from __future__ import annotations
 
@@ -47,22 +47,15 @@ def test_work_belongs_to_the_ranges_that_are_open(gpu: FakeGpu, collector: Any) 
     assert not gpu.cupti.enabled
 
 
-def test_times_are_on_the_hosts_clock(gpu: FakeGpu, collector: Any) -> None:
+def test_a_call_and_its_copy_have_times_of_the_hosts_clock(gpu: FakeGpu, collector: Any) -> None:
     before = time.monotonic_ns()
-    with collector:
-        fill(gpu)
-    after = time.monotonic_ns()
-    assert len(collector.activities) == 2  # the call and the copy
-    for each in collector.activities:
-        assert before < each.start_ns <= each.end_ns < after
-    assert [each.kind for each in collector.activities] == ["call", "memcpy"]
-    assert collector.activities[0].correlation == collector.activities[1].correlation
-
-
-def test_calls_have_their_names_and_threads(gpu: FakeGpu, collector: Any) -> None:
     with collector, within("a"):
         fill(gpu)
-    (call,) = [each for each in collector.activities if each.kind == "call"]
+    after = time.monotonic_ns()
+    call, copy = collector.activities
+    for each in (call, copy):
+        assert before < each.start_ns <= each.end_ns < after
+    assert (call.kind, copy.kind, call.correlation) == ("call", "memcpy", copy.correlation)
     assert (call.name, call.thread, call.range) == ("cuLaunchKernel", threading.get_native_id(), ("a",))
 
 
@@ -111,14 +104,6 @@ def test_a_thread_without_ranges_works_for_the_one_that_profiles(gpu: FakeGpu, c
             run_in_thread(lambda: fill(gpu))
         run_in_thread(lambda: fill(gpu))
     assert paths(collector) == [("backward",), ()]
-
-
-def test_a_range_that_ends_by_an_exception_is_closed(gpu: FakeGpu, collector: Any) -> None:
-    with collector:
-        with pytest.raises(ValueError, match="in the body"), within("fails"):
-            raise ValueError("in the body")
-        fill(gpu)
-    assert paths(collector) == [()]
 
 
 def test_ranges_that_outlive_a_profile_do_not_reach_the_next(gpu: FakeGpu, collector: Any) -> None:
@@ -284,7 +269,7 @@ def test_what_finds_no_room_is_counted(gpu: FakeGpu, collector: Any, monkeypatch
     assert (len(again.activities), again.dropped) == (2, 0)
 
 
-def test_too_many_ranges_count_to_those_around_them(
+def test_work_in_too_many_ranges_belongs_to_the_ranges_around_them(
     gpu: FakeGpu, collector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own("profiling.collector"), "MOST_PATHS", 2)
@@ -293,10 +278,11 @@ def test_too_many_ranges_count_to_those_around_them(
             with within(name):
                 fill(gpu)
     assert paths(collector) == [("a", "b"), ("a",), ("a", "b")]
-    assert collector.unnamed == 1
 
 
-def test_too_many_borders_are_said(gpu: FakeGpu, collector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_timeline_leaves_other_threads_without_ranges(
+    gpu: FakeGpu, collector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(own("profiling.attribution"), "MOST_BORDERS", 2)
     with collector:
         with within("a"):
@@ -304,7 +290,6 @@ def test_too_many_borders_are_said(gpu: FakeGpu, collector: Any, monkeypatch: py
         with within("b"):
             run_in_thread(lambda: fill(gpu))
     assert paths(collector) == [("a",), ()]
-    assert collector.unnamed == 2
 
 
 def test_a_second_profile_is_refused_and_the_first_goes_on(gpu: FakeGpu, collector: Any) -> None:
@@ -313,7 +298,6 @@ def test_a_second_profile_is_refused_and_the_first_goes_on(gpu: FakeGpu, collect
         fill(gpu)
         with pytest.raises(gpu.lt.errors.CuptiError, match="another profiler is attached"):
             second.__enter__()
-        assert "another profiler is attached" in own("profiling.collector").unusable()
         with within("a"):
             fill(gpu)
     assert paths(collector) == [(), ("a",)]
@@ -335,20 +319,19 @@ def test_a_second_profile_is_refused_and_the_first_goes_on(gpu: FakeGpu, collect
 def test_why_it_cannot_be_used(
     gpu: FakeGpu, collector: Any, version: int, sizes: dict[int, int], fails: dict[str, int], said: str
 ) -> None:
-    assert own("profiling.collector").unusable() is None
     gpu.cupti.version = version
     gpu.cupti.sizes.update(sizes)
     gpu.cupti.fails.update(fails)
-    with pytest.raises(gpu.lt.errors.CuptiError, match=said):
+    with pytest.raises(gpu.lt.errors.CuptiError, match=said) as caught:
         collector.__enter__()
+    assert "\n" not in str(caught.value)
     assert not gpu.cupti.enabled
-    said_of_it = own("profiling.collector").unusable()
-    assert said_of_it
-    assert "\n" not in said_of_it
     gpu.cupti.version = 130500
     gpu.cupti.sizes.clear()
     gpu.cupti.fails.clear()
-    assert own("profiling.collector").unusable() is None
+    with own("profiling.collector").Collector() as again:
+        fill(gpu)
+    assert paths(again) == [()]
 
 
 def test_records_that_could_not_be_timed_are_dropped(gpu: FakeGpu, collector: Any) -> None:
@@ -362,7 +345,7 @@ def test_records_that_could_not_be_timed_are_dropped(gpu: FakeGpu, collector: An
     assert collector.dropped == 1
 
 
-def test_the_programs_error_comes_through(gpu: FakeGpu, collector: Any) -> None:
+def test_a_range_and_the_profile_end_by_an_exception(gpu: FakeGpu, collector: Any) -> None:
     def fail() -> None:
         with collector, within("a"):
             fill(gpu)
