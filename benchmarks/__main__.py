@@ -28,10 +28,10 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "activation": (("layers",), "measure only this activation", {"choices": ("gelu", "relu")}),
     "max-autotune": (
         ("layers", "wide", "steps", "narrow"),
-        "add torch.compile in this mode, a minute for each row; layers: only six shapes",
+        "add torch.compile, a minute for each row; layers: only six shapes",
         _FLAG,
     ),
-    "torch-compile": (("kernels", "steps"), "add torch.compile; steps: in its default mode", _FLAG),
+    "torch-compile": (("kernels",), "add torch.compile, a minute for each row", _FLAG),
     "jax": (("steps", "narrow"), "add JAX", _FLAG),
     "prefetch": (("steps",), "add training from batches on the host", _FLAG),
 }

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from benchmarks.processes import MODELS
-from benchmarks.report import Finding, Json, Row
+from benchmarks.report import Row
 from benchmarks.suite import CACHE_VARIABLE, UNTUNED, Job, Suite, last_line
 from benchmarks.timing import summarise
 
@@ -30,7 +30,6 @@ NAMES: Final = {
     "step": "first TrainStep step, mnist MLP BF16, batch 256",
 }
 _MEASURING: Final = {model: f"first TrainStep step that measures, on empty caches, {model}" for model in MODELS}
-_IMPORT_MS: Final = 200.0
 _NO_OTHER_CACHE: Final = "CUDA_CACHE_DISABLE"
 """Keeps the driver and NVRTC from a cache of their own, which would not be empty."""
 _UNSET: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
@@ -102,20 +101,6 @@ def row_of_measuring(model: str, found: Sequence[tuple[Found, Found]]) -> Row:
     return Row(_MEASURING[model], timings, setting=setting)
 
 
-def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Whether the import is short and loads no driver; when training from empty caches has its first loss, and pays."""
-    made = []
-    for row in rows:
-        if row["case"] == IMPORT and row["us"]:
-            made.append(Finding(f"milliseconds of the {IMPORT}", row["us"]["lt"] / 1e3, _IMPORT_MS, at_most=True))
-            loads = float(row["loads_driver"])
-            made.append(Finding("processes in which it loaded the CUDA driver", loads, 0, at_most=True))
-        elif "pays_after_steps" in row:
-            made.append(Finding(f"seconds to the first loss, {row['case']}", row["us"]["lt"] / 1e6))
-            made.append(Finding(f"steps until measuring has paid, {row['case']}", row["pays_after_steps"]))
-    return made
-
-
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
     def imports(_: Any) -> Row:
         return row_of_imports([*itertools.chain(*pairs("import", options.rounds))])
@@ -131,4 +116,4 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
 
 
 _ORDER: Final = [IMPORT, *NAMES.values(), *_MEASURING.values()]
-SUITE: Final = Suite(rounds=4, order=_ORDER, jobs=_jobs, findings=findings, has_context=False)
+SUITE: Final = Suite(rounds=4, order=_ORDER, jobs=_jobs, has_context=False)

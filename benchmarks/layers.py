@@ -52,13 +52,28 @@ _CACHES: Final = 3  # Rotating buffers take at least this many times the size of
 _MOST_SETS: Final = 16
 _NEAR: Final = 1.25  # Candidates that were slower than this multiple of the best in tuning are not measured again.
 _MOST_CANDIDATES: Final = 10
-_SHOWN: Final = 200  # characters of a reason
 
 Builders = dict[str, Callable[[], Contender]]
 
 
+class Typed:
+    """A case whose `kind` is one of `TYPES`."""
+
+    kind: str
+
+    @property
+    def dtype(self) -> str:
+        """The name of the operands' type."""
+        return TYPES[self.kind][0]
+
+    @property
+    def compute(self) -> str:
+        """How products are formed."""
+        return TYPES[self.kind][1]
+
+
 @dataclass(frozen=True)
-class Block:
+class Block(Typed):
     """Layers K→N→K over M rows with biases, the activation between them.
 
     Attributes:
@@ -91,16 +106,6 @@ class Block:
     def dims(self) -> tuple[int, ...]:
         """Inputs of the first layer, then outputs of each layer."""
         return self.k, self.n, self.k
-
-    @property
-    def dtype(self) -> str:
-        """The element type of every array, by name."""
-        return TYPES[self.kind][0]
-
-    @property
-    def compute(self) -> str:
-        """How products are formed."""
-        return TYPES[self.kind][1]
 
     @property
     def bytes(self) -> int:
@@ -222,7 +227,10 @@ class Tuned(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Entries of the row."""
-        return {"tuning_s": round(self.seconds, 3), "tuned": [_group_as_json(each) for each in self.report]}
+        return {
+            "tuning_s": round(self.seconds, 3),
+            "tuned": [{"strategy": each.strategy, "seconds": round(each.seconds, 3)} for each in self.report],
+        }
 
 
 def tune(case: Any) -> Tuned:
@@ -240,18 +248,6 @@ def tune(case: Any) -> Tuned:
         progress=False,
     )
     return Tuned(time.perf_counter() - start, made)
-
-
-def _group_as_json(group: Any) -> dict[str, Any]:
-    """The tuner's report of problems that it decided together."""
-    return {
-        "strategy": group.strategy,
-        "before_us": round(group.before_us, 3),
-        "after_us": round(group.after_us, 3),
-        "measured": group.measured,
-        "rejected": [each[:_SHOWN] for each in group.rejected],
-        "seconds": round(group.seconds, 3),
-    }
 
 
 def measure_block(block: Block, options: argparse.Namespace, stream: Any) -> Row:

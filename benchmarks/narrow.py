@@ -19,7 +19,7 @@ from benchmarks.buffers import itemsize
 from benchmarks.copies import Ceiling, measure_copies
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import MODES, Setup, StepCase, StepContender, contender, graph_turn, tune
+from benchmarks.steps import Setup, StepCase, StepContender, contender, graph_turn, tune
 from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
 from benchmarks.timing import Timing, built, take_turns
 
@@ -103,8 +103,7 @@ def _peers(setup: Setup, options: argparse.Namespace) -> dict[str, Callable[[], 
     """Functions that build the peers: PyTorch's kernels, and those that options add."""
     made = {_TORCH: peer("torch_steps", "contender", setup, "bf16")}
     if options.max_autotune:
-        mode = MODES[MAX_AUTOTUNE]
-        made[MAX_AUTOTUNE] = peer("torch_steps", "contender", setup, "bf16", mode, options.compile_seconds)
+        made[MAX_AUTOTUNE] = peer("torch_steps", "contender", setup, "bf16", options.compile_seconds)
     if options.jax:
         made[JAX] = peer("jax", "step", setup)
     return made

@@ -19,10 +19,10 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.buffers import labels, normal
-from benchmarks.layers import BYTES_PER_US, FLOPS_PER_US, TYPES, presets, tune
+from benchmarks.layers import BYTES_PER_US, FLOPS_PER_US, Typed, presets, tune
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, plan_cache
+from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
 from benchmarks.timing import Timing, Turn, built, synchronize, take_turns, timed
 
 LEARNING_RATE: Final = 1e-3
@@ -30,7 +30,6 @@ WEIGHT_DECAY: Final = 0.01
 PREFETCH: Final = "prefetch gpt2-mlp-x2 BF16"
 
 _GRAPH: Final = "torch_graph"
-MODES: Final = {TORCH_COMPILE: "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 # Compiling takes a minute and more. Autocast is not compiled: it was 16 % to 27 % slower than BF16 parameters.
 _COMPILED_WAYS: Final = (None, "bf16")
 
@@ -45,7 +44,7 @@ _LEAST_STEPS: Final = 50  # steps of prefetched training in a turn
 
 
 @dataclass(frozen=True)
-class StepCase:
+class StepCase(Typed):
     """Forward, loss, backward and AdamW of an MLP.
 
     Attributes:
@@ -70,16 +69,6 @@ class StepCase:
     def name(self) -> str:
         """The row's name."""
         return f"{self.preset} {self.kind.upper()}"
-
-    @property
-    def dtype(self) -> str:
-        """The type of the batch, of the parameters that products read, and of their gradients."""
-        return TYPES[self.kind][0]
-
-    @property
-    def compute(self) -> str:
-        """How products are formed."""
-        return TYPES[self.kind][1]
 
     @property
     def parameters(self) -> int:
@@ -299,14 +288,12 @@ def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[s
 
 def _peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
     """By name, functions that build the contenders of PyTorch and JAX."""
-    asked = {TORCH_COMPILE: options.torch_compile, MAX_AUTOTUNE: options.max_autotune}
     for way in setup.case.ways:
         suffix = "" if way is None else f"_{way}"
         yield _GRAPH + suffix, peer("torch_steps", "contender", setup, way)
-        for name, is_asked in asked.items():
-            if is_asked and way in _COMPILED_WAYS:
-                seconds = options.compile_seconds
-                yield name + suffix, peer("torch_steps", "contender", setup, way, MODES[name], seconds)
+        if options.max_autotune and way in _COMPILED_WAYS:
+            compiled = peer("torch_steps", "contender", setup, way, options.compile_seconds)
+            yield MAX_AUTOTUNE + suffix, compiled
     if options.jax:
         yield JAX, peer("jax", "step", setup)
 
@@ -406,7 +393,7 @@ def _training(step: Any, source: Iterator[tuple[Any, Any]], stream: Any) -> Call
     return train
 
 
-_OTHERS: Final = ("lt_untuned", "lt_master", _GRAPH, TORCH_COMPILE, MAX_AUTOTUNE, JAX)
+_OTHERS: Final = ("lt_untuned", "lt_master", _GRAPH, MAX_AUTOTUNE, JAX)
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable
@@ -19,13 +20,13 @@ _WARM_UP: Final = 3  # steps before the capture, as PyTorch's documentation asks
 Cost = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def contender(setup: Setup, way: str | None, mode: str | None = None, seconds: float = 0.0) -> StepContender:
+def contender(setup: Setup, way: str | None, compile_seconds: float | None = None) -> StepContender:
     """A whole step in a graph: forward and loss, gradients by autograd, and the fused optimizer.
 
     Args:
         way: see `StepCase.ways`.
-        mode: of torch.compile, for forward, loss and their gradients; None for PyTorch's own kernels.
-        seconds: the time limit for compiling.
+        compile_seconds: lets torch.compile make forward, loss and their gradients at its greatest effort, within this
+            time; None for PyTorch's own kernels.
 
     Raises:
         TimeoutError: compiling takes longer.
@@ -34,12 +35,9 @@ def contender(setup: Setup, way: str | None, mode: str | None = None, seconds: f
     with torch.cuda.stream(outside):
         torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # makes the workspace of the stream
         before = torch.cuda.memory_allocated()
-        made = _Step(setup, way, mode)
-        if mode is None:
+        made = _Step(setup, way, compiled=compile_seconds is not None)
+        with contextlib.nullcontext() if compile_seconds is None else time_limit(compile_seconds):
             made.warm_up()
-        else:
-            with time_limit(seconds):
-                made.warm_up()
     torch.cuda.reset_peak_memory_stats()
     made.capture(outside)
     return made.contender(outside, torch.cuda.max_memory_allocated() - before)
@@ -48,7 +46,7 @@ def contender(setup: Setup, way: str | None, mode: str | None = None, seconds: f
 class _Step:
     """A training step of PyTorch's, with its parameters, its optimizer, and buffers for a batch."""
 
-    def __init__(self, setup: Setup, way: str | None, mode: str | None) -> None:
+    def __init__(self, setup: Setup, way: str | None, *, compiled: bool) -> None:
         self._given = itertools.cycle([(tensor(x), tensor(target)) for x, target in setup.batches])
         self._buffers = tuple(tensor(each).clone() for each in (setup.x, setup.target))
         network = _network(setup, torch.bfloat16 if way == "bf16" else torch.float32)
@@ -56,9 +54,9 @@ class _Step:
             network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
         )
         self._cost = _cost(network, setup.case.loss, autocast=way == "autocast")
-        if mode is not None:
+        if compiled:
             torch._dynamo.reset()
-            self._cost = torch.compile(self._cost, mode=mode, dynamic=False)
+            self._cost = torch.compile(self._cost, mode="max-autotune-no-cudagraphs", dynamic=False)
         self._graph = torch.cuda.CUDAGraph()
         self._first_loss = float("nan")
 

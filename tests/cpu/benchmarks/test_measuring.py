@@ -193,15 +193,16 @@ def test_the_faster_of_pytorch_s_ways_counts() -> None:
     timings = {name: Timing(value, 0.1) for name, value in us.items()}
     made = steps.with_fastest(timings)
     assert {name: each.median for name, each in made.items()} == us | {"torch_graph": 8.0, "torch_graph_call": 11.0}
-    left_out = {"torch_graph_bf16": "a", "torch_compile_bf16": "b"}
-    assert steps.without_any(left_out, made) == {"torch_compile": "b"}
+    left_out = {"torch_graph_bf16": "a", "torch_max_autotune_bf16": "b"}
+    assert steps.without_any(left_out, made) == {"torch_max_autotune": "b"}
 
 
 @pytest.mark.parametrize(
     ("options", "kernel", "step"),
     [
         ([], {"lt", "torch"}, {"torch_graph_autocast", "torch_graph_bf16"}),
-        (["--torch-compile"], {"lt", "torch", "torch_compile"}, {"torch_compile_bf16"}),
+        (["--torch-compile"], {"lt", "torch", "torch_compile"}, {"torch_graph_bf16"}),
+        (["--max-autotune"], {"lt", "torch"}, {"torch_max_autotune_bf16"}),
         (["--ours"], {"lt"}, set()),
     ],
 )
