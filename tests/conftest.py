@@ -111,6 +111,7 @@ def _summarise_registers(terminalreporter: pytest.TerminalReporter) -> None:
 def build_directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = os.environ.get(BUILD_DIRECTORY)
     if given:
+        Path(given).mkdir(parents=True, exist_ok=True)
         return Path(given)
     cache: pytest.Cache | None = getattr(request.config, "cache", None)
     if cache:

@@ -110,7 +110,9 @@ class Builder:
         """The shared library with the kernels of `variant`."""
         macros = {**dict(variant.macros), "KERNEL_FILE": f'"{variant.path.name}"'}
         macros["ENTRIES"] = " ".join(f"EXPORT({entry})" for entry in variant.entries)
+        header = self._build("precompiled.h.gch", ["-x", "c++-header"], [], [SHIM / "precompiled.h"])
         arguments = ["-shared", *(f"-D{name}={value}" for name, value in macros.items())]
+        arguments += ["-Winvalid-pch", "-include", str(header.with_suffix(""))]
         return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime()])
 
     def _runtime(self) -> list[Path]:
@@ -125,9 +127,13 @@ class Builder:
         command = [COMPILER, *_FLAGS, *self._sanitizer.options, *arguments, *(f"-I{path}" for path in headers)]
         command += ["-isystem", runtime_headers()]
         read = [*inputs, *included, *sorted(SHIM.glob("*.h")), *sorted(kernel_sources().glob("*.cuh"))]
-        # The place of the tree does not show in what is built, so that copies of the tree share it.
+        # Neither the place of the tree nor of the toolkit shows in what is built, so that copies of the tree share it.
         command.append(f"-ffile-prefix-map={_ROOT}=.")
-        key = _digest([argument.replace(str(_ROOT), "") for argument in command], read)
+        places = (str(self._directory), runtime_headers(), str(_ROOT))
+        key = _digest(
+            [functools.reduce(lambda text, place: text.replace(place, ""), places, argument) for argument in command],
+            read,
+        )
         return _once(self._directory / f"{key}-{name}", [*command, *map(str, inputs)])
 
 
