@@ -125,7 +125,7 @@ def backward_raw(
     saved = Saved.PREACTIVATION if has_z else Saved.NOTHING
     layer = Layer((y.rows, y.cols, x.cols), saved, None, activation, 0.0, "float32", with_bias)
     wanted = [operands[name] is not None for name in ("gA", "gB", "gBias")]
-    options = (layer, None, False, *wanted, False, False)
+    options = (layer, None, False, *wanted, False, False, True)
     _run(_BACKWARD, operands, 5, options, (None, None), stream)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arrays.operand import Operand
+from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import DeviceError, DTypeError, OverlapError, ShapeError
 
 _WORK: Final = 10_000  # of NumPy's search for a common element; without an answer by then there is one
@@ -43,6 +43,23 @@ def check_device(first: Operand, *others: Operand) -> None:
             raise DeviceError(
                 f"{other.name} is {other.place} but {first.name} {first.place}; all must be on one device"
             )
+
+
+def is_same_matrix(x: Any, y: Any) -> bool:
+    """Whether two arrays are one matrix: of one type, at one address, with equal shapes and strides.
+
+    Raises:
+        OperandError: one of them cannot be read, see `read`.
+    """
+    if x is y:
+        return True
+    first, second = read("x", x, 0), read("y", y, 0)
+    kinds = [(each.device, each.dtype, each.shape) for each in (first, second)]
+    axes = [
+        [stride for stride, extent in zip(each.strides, each.shape, strict=True) if extent > 1]
+        for each in (first, second)
+    ]
+    return kinds[0] == kinds[1] and (0 in first.shape or (first.address == second.address and axes[0] == axes[1]))
 
 
 def check_no_overlap(out: Operand, *others: Operand) -> None:

@@ -1,4 +1,4 @@
-"""What a linear layer's forward pass leaves for its backward pass."""
+"""`LinearContext`: the tensors and options that a linear layer's backward pass needs from its forward pass."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lt_runtime.problem import Activation, Philox, Saved, type_name
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """What all forward calls of one layer that look the same have in common; compared by identity.
+    """The part of a context that is the same for all calls with one `PreparedCall`; compared by identity.
 
     Attributes:
         shape: (M, N, K).
-        saved_as: what the saved array is; a mask is bytes (M, N/8 rounded up to a multiple of 16).
-        saved_layout: how the saved array lies where forward has decided that, a mask in bits; None where its strides
-            say it.
-        activation, dropout, compute: as they were in forward.
+        saved_as: kind of the saved array; a mask is bytes (M, N/8 rounded up to a multiple of 16).
+        saved_layout: layout of a saved array that forward has made, a mask's in bits; None if the array's own strides
+            are to be read.
+        activation, dropout, compute: the options of the forward call.
         has_bias: whether the layer has a bias.
     """
 
@@ -33,14 +33,15 @@ class Layer:
 
 @dataclass(slots=True, eq=False, repr=False)
 class LinearContext:
-    """What one `linear_fwd` call leaves for `linear_bwd`; to be read only.
+    """The result of a `linear_fwd` call that `linear_bwd` takes; its attributes are to be read only.
 
     Attributes:
-        layer: what does not depend on the arrays.
+        layer: the layer's sizes and options.
         x, w: the operands.
-        saved: the array that the activation's derivative is taken from; None if nothing is needed.
+        saved: the array that the activation's derivative is computed from; None if there is none.
         preactivation: x · wᵀ + bias (M, N) where it was kept or asked for; None otherwise.
-        rng: as it was in forward.
+        rng: the source of the dropout mask; None without dropout.
+        y: the layer's output, kept so that `linear_bwd` can tell whether it is another layer's x.
     """
 
     layer: Layer
@@ -49,6 +50,7 @@ class LinearContext:
     saved: Any
     preactivation: Any
     rng: Philox | None
+    y: Any
 
     def __repr__(self) -> str:
         (m, n, k), kind = self.shape, type_name(getattr(self.x, "dtype", "of unknown type"))
@@ -61,12 +63,12 @@ class LinearContext:
 
     @property
     def saved_as(self) -> Saved:
-        """What `saved` is."""
+        """Kind of the tensor in `saved`: mask, output or pre-activation."""
         return self.layer.saved_as
 
     @property
     def dropout(self) -> float:
-        """Its probability."""
+        """Probability of dropout in the layer."""
         return self.layer.dropout
 
     @property

@@ -51,6 +51,7 @@ class BackwardOptions(NamedTuple):
         layer: that the gradient is taken back through.
         below: the layer whose y was this one's x, where the gradient is taken through its activation too.
         before_activation: the gradient that comes in has been taken through the layer's activation already.
+        require_same: x must be the y of the layer below; checked before, by `linear_bwd`.
     """
 
     layer: Layer
@@ -61,6 +62,7 @@ class BackwardOptions(NamedTuple):
     need_db: bool
     need_db_below: bool
     accumulate: bool
+    require_same: bool
 
     @classmethod
     def of(cls, options: Sequence[Any]) -> Self:

@@ -113,9 +113,9 @@ class LinearForward(Operation):
         saved_as = layer.saved_as
         rng = scalars if layer.dropout else None
         if saved_as is Saved.MASK:
-            return y, LinearContext(layer, x, w, kept, None, rng)
+            return y, LinearContext(layer, x, w, kept, None, rng, y)
         saved = kept if saved_as is Saved.PREACTIVATION else y if saved_as is Saved.OUTPUT else None
-        return y, LinearContext(layer, x, w, saved, kept, rng)
+        return y, LinearContext(layer, x, w, saved, kept, rng, y)
 
 
 class LinearInference(LinearForward):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from lt_runtime.arguments import shown
-from lt_runtime.errors import KindError
+from lt_runtime.arguments import flag, shown
+from lt_runtime.arrays.checks import is_same_matrix
+from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.ops._context import LinearContext
 from lt_runtime.ops._linear_backward import BackwardOptions, LinearBackward
 from lt_runtime.ops._linear_forward import LinearForward, LinearInference
@@ -112,6 +113,7 @@ def linear_bwd(
     accumulate: bool = False,
     before_activation: bool = False,
     through: LinearContext | None = None,
+    require_same: bool = True,
     need_db_below: bool = True,
     out_dx: Any = None,
     out_dw: Any = None,
@@ -139,7 +141,9 @@ def linear_bwd(
         need_dx, need_dw, need_db: which gradients to make. There is no db for a layer without bias.
         accumulate: add dw, db and db_below to what their buffers hold; dx is overwritten all the same.
         before_activation: dy has been taken through this layer's activation and dropout already.
-        through: the context of the layer whose y was this one's x.
+        through: the context of the layer below, whose y is this layer's x: the same memory, type, shape and strides.
+            Both contexts keep that array alive.
+        require_same: whether `through` is checked to be that layer's context. Pass False only if x is a copy of its y.
         need_db_below: with `through`, whether to make that layer's bias gradient.
         out_dx: (M, K) buffer, for dz_below with `through`. out_dw: (N, K). out_db: (N,). out_db_below: (K,).
         out_dz: (M, N) buffer for the gradient with respect to the pre-activation; scratch memory if None.
@@ -153,7 +157,8 @@ def linear_bwd(
 
     Raises:
         KindError: `ctx` or `through` is no context.
-        ArgumentError: `accumulate` without the buffers to add to; `through` without dx.
+        ArgumentError: `accumulate` without the buffers to add to; `through` without dx; `through` is of a layer whose y
+            is not this layer's x.
         ShapeError: `through` is a layer whose y this one's x cannot be.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
@@ -164,10 +169,12 @@ def linear_bwd(
     layer = ctx.layer
     below, saved_below, rng_below, below_has_bias = None, None, None, False
     if through is not None:
+        if through.y is not ctx.x:
+            _check_below(ctx, through, require_same)
         below, saved_below, rng_below = through.layer, through.saved, through.rng
         below_has_bias = below.has_bias
     need_db, need_db_below = layer.has_bias and need_db, below_has_bias and need_db_below
-    options = (layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate)
+    options = (layer, below, before_activation, need_dx, need_dw, need_db, need_db_below, accumulate, require_same)
     try:
         arrays = (
             dy,
@@ -185,3 +192,14 @@ def linear_bwd(
         BackwardOptions.of(options)
         raise
     return perform(BACKWARD, arrays, options, (ctx.rng, rng_below), stream)
+
+
+def _check_below(ctx: LinearContext, through: LinearContext, require_same: bool) -> None:
+    """Raises `ArgumentError` if the layer's x is another matrix than the y below; shapes are compared later."""
+    has_shape = through.shape[:2] == ctx.shape[::2]
+    if flag("require_same", require_same) and has_shape and not is_same_matrix(ctx.x, through.y):
+        raise ArgumentError(
+            "through is the context of a layer whose y is not the x of ctx: the gradient would be taken through an "
+            "activation that did not make x; pass the context of the layer that made x, or no through. "
+            "If x is a copy of that y, pass require_same=False"
+        )

@@ -115,6 +115,8 @@ class StepBody:
                         self.model.layers, gradient, contexts, accumulate=index > 0, need_dx=False, stream=stream
                     )
                     contexts.pop()
+                    if contexts:
+                        contexts[-1].y = None  # no later work reads it: other arrays may take its memory
 
     def _only_loss_reads(self, outputs: Any, contexts: Sequence[Any]) -> bool:
         """Whether nothing but the loss reads the outputs: no tally of classes, no derivative of the last layer."""

@@ -71,6 +71,21 @@ def test_nothing_is_captured_unasked_beside_a_thread_of_the_caller(gpu: FakeGpu)
         layer.check()
 
 
+def test_the_layer_below_has_made_x(gpu: FakeGpu) -> None:
+    lt, ones = gpu.lt, [gpu.cp.ones(shape, "float32") for shape in ((8, 24), (16, 24), (12, 16), (8, 12))]
+    y, below = lt.linear_fwd(ones[0], ones[1], activation="gelu")
+    for _ in range(3):  # also when the call is known
+        for x, is_same in ((y, True), (y.reshape(8, 16), True), (gpu.cp.ones((8, 16), "float32"), False)):
+            _, above = lt.linear_fwd(x, ones[2])
+            if is_same:
+                lt.linear_bwd(ones[3], above, through=below)
+                continue
+            with pytest.raises(ValueError, match="whose y is not the x of ctx"):
+                lt.linear_bwd(ones[3], above, through=below)
+            lt.linear_bwd(ones[3], above, through=below, require_same=False)
+    gpu.synchronize_all()
+
+
 def test_remembered_calls_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = importlib.import_module("lt_runtime.plans.cache")  # the pretended GPU's package
     monkeypatch.setattr("lt_runtime.ops.call._MOST_CALLS", 4)

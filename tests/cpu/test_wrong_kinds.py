@@ -147,8 +147,7 @@ def linear(world: World) -> Call:
 
 def linear_bwd(world: World) -> Call:
     lt, ones, above = world.lt, world.ones, world.context()
-    y = ones(M, K)
-    _, below = lt.linear_fwd(ones(M, N), ones(K, N), ones(K), activation="gelu", out=y)
+    _, below = lt.linear_fwd(ones(M, N), ones(K, N), ones(K), activation="gelu", out=above.x)
     outputs = {"out_dx": ones(M, K), "out_dw": ones(N, K), "out_db": ones(N), "out_dz": ones(M, N)}
     return lt.linear_bwd, {"dy": ones(M, N), "ctx": above, "through": below, **outputs, "out_db_below": ones(K)}
 
@@ -348,7 +347,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "linear_bwd": Row(
         linear_bwd,
         {"dy": "", "ctx": "", "through": "none", "stream": STREAM}
-        | dict.fromkeys(("need_dx", "need_dw", "need_db", "need_db_below", "before_activation"), FLAG)
+        | dict.fromkeys(("need_dx", "need_dw", "need_db", "need_db_below", "before_activation", "require_same"), FLAG)
         | {"accumulate": FLAG}
         | dict.fromkeys(("out_dx", "out_dw", "out_db", "out_dz", "out_db_below"), "none"),
     ),

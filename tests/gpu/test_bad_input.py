@@ -110,6 +110,18 @@ def test_backward_outputs_that_share_memory() -> None:
         lt.linear_bwd(dy, ctx, out_dx=dy)
 
 
+def test_the_layer_below_has_made_x() -> None:
+    y, below = lt.linear_fwd(_ones(M, K), _ones(N, K), activation="gelu")
+    dy = _ones(M, K)
+    for _ in range(3):  # also when the call is known
+        for x in (y, y[:], y.reshape(1, M, N)[0]):
+            lt.linear_bwd(dy, lt.linear_fwd(x, _ones(K, N))[1], through=below)
+        _, above = lt.linear_fwd(y + 1, _ones(K, N))
+        with pytest.raises(ArgumentError, match="whose y is not the x of ctx"):
+            lt.linear_bwd(dy, above, through=below)
+        lt.linear_bwd(dy, above, through=below, require_same=False)
+
+
 def test_step_must_be_one_uint32_on_the_device() -> None:
     for step in (cp.zeros(1, cp.int32), cp.zeros(2, cp.uint32)):
         with pytest.raises(DTypeError, match="step"):

@@ -63,6 +63,19 @@ def test_what_is_not_asked_for_is_not_made() -> None:
     assert chained[1:] == (None, None, None)
 
 
+def test_the_layer_below_has_made_x() -> None:
+    below, above, dy = a_block()
+    y, w = below.y, above.w
+    for same in (y[:], y.T.T, y.reshape(1, M, N)[0]):
+        _, context = lt.linear_fwd(same, w, activation="tanh")
+        np.testing.assert_array_equal(lt.linear_bwd(dy, context, through=below).dw, lt.linear_bwd(dy, context).dw)
+    for other in (y + 1, y.copy(), np.asfortranarray(y)):  # a residual net's x is y with something added to it
+        _, context = lt.linear_fwd(other, w, activation="tanh")
+        with pytest.raises(ArgumentError, match=r"whose y is not the x of ctx.*pass require_same=False"):
+            lt.linear_bwd(dy, context, through=below)
+        lt.linear_bwd(dy, context, through=below, require_same=False)
+
+
 def test_refused_before_anything_is_written() -> None:
     below, above, dy = a_block()
     with pytest.raises(ArgumentError, match="need_dx is False, but through asks"):
