@@ -1,4 +1,4 @@
-"""A stand-in for what of cuBLASLt needs a GPU to find an algorithm: heuristic, ids, capabilities, check."""
+"""A stand-in for the functions of cuBLASLt that find algorithms and need a GPU: heuristic, ids, capabilities, check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.cublaslt_recorder import Recorder, creates
 
 WORKSPACE = 32 << 20
 BOTH, NONE = 2, 0
-"""Reduction masks: sums of a split K in the compute type, or no sums."""
+"""Reduction masks: the parts of a split K are added in the compute type, or K is not split."""
 TILES = (MatmulTile.TILE_64x64, MatmulTile.TILE_128x128, MatmulTile.TILE_128x256, 5000)
 STAGES = (35, 36)
 
@@ -31,11 +31,11 @@ class FakeLibrary:
     """cuBLASLt 13.1 on a pretended Hopper GPU, for as long as the test runs.
 
     Attributes:
-        offered: ids by workspace limit and reduction mask; others offer nothing.
-        asked: those pairs, in the order of the queries.
-        ids: what AlgoGetIds lists.
-        refuses: whether the check refuses an algorithm.
-        workspace: bytes that an algorithm needs.
+        offered: ids that the heuristic offers, by workspace limit and reduction mask; none for other pairs.
+        asked: pairs of workspace limit and reduction mask, in the order of the queries.
+        ids: ids that AlgoGetIds returns.
+        refuses: whether AlgoCheck refuses an algorithm.
+        workspace: bytes of workspace that an algorithm needs.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +111,6 @@ class FakeLibrary:
 
 
 def waves(algorithm: Algorithm) -> float:
-    """Of D of 1024×512 in the library's eyes, one block to a multiprocessor."""
+    """Waves of an algorithm for a column-major D of 1024×512, with one block on each of 132 multiprocessors."""
     rows, cols = algorithm.tile or (1024, 512)
     return float(-(-1024 // rows) * -(-512 // cols) * max(1, algorithm.get(AlgoConfigAttribute.SPLITK_NUM)) / 132)

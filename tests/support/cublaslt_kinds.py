@@ -42,7 +42,7 @@ EVERY_ATTRIBUTE = [
 
 
 def made(make: Callable[[], Any], attribute: Attribute | None = None) -> Any:
-    """A descriptor; the test is skipped where an older library is installed that lacks it, or the attribute."""
+    """Makes a descriptor; skips the test if the installed library is too old for the descriptor or the attribute."""
     if attribute is not None and cublaslt.get_version() < attribute.since:
         pytest.skip("newer than the installed library")
     try:

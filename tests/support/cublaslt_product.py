@@ -1,4 +1,4 @@
-"""A matrix product as cuBLASLt's bindings take it, to be varied by tests."""
+"""A matrix product with all arguments of `matmul`, which tests vary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VECTOR = [epilogue for epilogue in Epilogue if "BIAS" in epilogue.name or "BGRAD
 
 @dataclass
 class Product:
-    """A product of a 64×32 by a 32×16 matrix, which tests change; all that `matmul` takes."""
+    """A product of a 64×32 by a 32×16 matrix, column-major, unless a test changes it."""
 
     compute: ComputeType = ComputeType.COMPUTE_32F
     scale: DataType = DataType.R_32F

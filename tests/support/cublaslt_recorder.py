@@ -1,4 +1,4 @@
-"""Stands between the bindings and cuBLASLt: records the calls, makes one fail, does without a GPU."""
+"""A layer between the bindings and cuBLASLt that records calls, makes one fail, and replaces calls that need a GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TEXTS = ("cublasLtGetStatusName", "cublasLtGetStatusString")
 
 
 class Recorder:
-    """What `library.loaded` gives instead of the library: its functions, but for those that `stand_ins` replace.
+    """Takes the place of the loaded library. Its functions are the real ones, except those that `stand_ins` replace.
 
     Attributes:
-        calls: names of the functions called, in order, those that give a status' text left out.
-        fail_at: index of the call that is to fail, without being made.
-        created, destroyed: how often each address was handed out and taken back.
+        calls: names of the functions called, in order, without the two that return a status' text.
+        fail_at: index of a call that fails instead of being made.
+        created, destroyed: how often each address was created and destroyed.
     """
 
     def __init__(self, stand_ins: Mapping[str, Callable[..., int]] | None = None) -> None:
@@ -36,7 +36,7 @@ class Recorder:
     def install(
         cls, monkeypatch: pytest.MonkeyPatch, stand_ins: Mapping[str, Callable[..., int]] | None = None
     ) -> Recorder:
-        """Puts a recorder in the library's place, and no handles, for as long as the test runs."""
+        """Puts a recorder in the library's place, and forgets all handles, until the test ends."""
         recorder = cls(stand_ins)
         monkeypatch.setattr(library, "loaded", lambda: recorder)
         monkeypatch.setattr(library, "_handles", {})
@@ -50,7 +50,7 @@ class Recorder:
         def run(*arguments: Any) -> int:
             index = len(self.calls)
             self.calls.append(name)
-            if name.endswith("Destroy"):  # an attempt counts: whoever called must not try again
+            if name.endswith("Destroy"):  # counts even if it fails: the caller must not try again
                 self.destroyed[getattr(arguments[0], "value", arguments[0])] += 1
             if index == self.fail_at:
                 return FAILURE
@@ -62,14 +62,14 @@ class Recorder:
         return run
 
     def forget(self) -> None:
-        """Starts anew, nothing failing."""
+        """Forgets all calls and addresses; no call fails."""
         self.calls, self.fail_at = [], None
         self.created.clear()
         self.destroyed.clear()
 
 
 def creates(address: int) -> Callable[..., int]:
-    """A stand-in for cublasLtCreate, which gives one address after the other."""
+    """A stand-in for cublasLtCreate, which returns consecutive addresses."""
     addresses = iter(range(address, address + 1000))
 
     def create(out: Any) -> int:
@@ -80,7 +80,7 @@ def creates(address: int) -> Callable[..., int]:
 
 
 def succeeds(*_: Any) -> int:
-    """A stand-in that does nothing."""
+    """A stand-in that does nothing and reports success."""
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The memory of a pretended GPU: host memory that is handed out, poisoned, guarded and looked up by address."""
+"""The memory of a pretended GPU: host memory filled with NaN, guarded at both ends, and found by address."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 GUARD: Final = 512
-"""Bytes before and after each allocation that nothing may write. They are NaN in every type."""
-_ALIGNMENT: Final = 512  # of real allocations
+"""Bytes before and after each allocation that no work may write. They are NaN in every type."""
+_ALIGNMENT: Final = 512  # as of the driver's allocations
 _POISON: Final = 0xFF
-_LARGE: Final = 1 << 20  # bytes from which only the ends are poisoned, as writing all of it would take too long
+_LARGE: Final = 1 << 20  # of allocations of this size and more only the ends are filled: all would take too long
 
 
 class BadAddressError(AssertionError):
-    """Work names memory that was never allocated, or is freed by now, or too small for it."""
+    """An address that belongs to no allocation, was freed, or is too close to the allocation's end."""
 
 
 class DeviceMemory:
     """All allocations of a pretended GPU.
 
     Attributes:
-        retired: what has been freed, but may still be read by work that has not run yet.
+        retired: freed memory that work which has not run yet may still read.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class DeviceMemory:
         return start
 
     def free(self, address: int) -> None:
-        """Takes an allocation back; its memory stays until `release`."""
+        """Frees an allocation; its memory stays readable until `release`."""
         self._starts.remove(address)
         block, _ = self._blocks.pop(address)
         _check_guards(block, address)
@@ -54,25 +54,25 @@ class DeviceMemory:
 
     @property
     def count(self) -> int:
-        """How many allocations there are."""
+        """The number of allocations."""
         return len(self._starts)
 
     @property
     def size(self) -> int:
-        """How many bytes they have."""
+        """Bytes of all allocations together."""
         return sum(size for _, size in self._blocks.values())
 
     def release(self) -> None:
-        """Gives retired memory back to the host. Nothing that could read it may be left to do."""
+        """Gives retired memory back to the host. All work that could read it has run."""
         self.retired.clear()
 
     def check_guards(self) -> None:
-        """Fails if anything wrote just outside an allocation."""
+        """Fails if work wrote just outside an allocation."""
         for start, (block, _) in self._blocks.items():
             _check_guards(block, start)
 
     def block(self, address: int) -> NDArray[np.uint8] | None:
-        """What tells the allocation that starts at an address from all others; None if none does."""
+        """The memory of the allocation that starts at an address, which identifies it; None if there is none."""
         found = self._blocks.get(address)
         return None if found is None else found[0]
 
@@ -84,10 +84,10 @@ class DeviceMemory:
         """The `size` bytes at an address.
 
         Args:
-            what: names the operand in the error.
+            what: the operand's name, for the error.
 
         Raises:
-            BadAddressError: they are not all within one allocation.
+            BadAddressError: the bytes are not all within one allocation.
         """
         start = self._around(address)
         if start is None:
@@ -121,10 +121,10 @@ def matrix_at(
     strides: tuple[int, ...],
     what: str,
 ) -> NDArray[Any]:
-    """An array in device memory as NumPy sees it; `strides` are in elements.
+    """A NumPy view of an array in device memory; `strides` are in elements.
 
     Raises:
-        BadAddressError: it does not lie within one allocation, or not on a multiple of its element size.
+        BadAddressError: the array is not within one allocation, or not aligned to its element size.
     """
     if address % dtype.itemsize:
         raise BadAddressError(f"{what} is at {address:#x}, no multiple of {dtype.itemsize} bytes")

@@ -1,4 +1,4 @@
-"""A clock for contenders that say what they cost."""
+"""A clock for tests of the tuner: contenders take as long as the test says."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ STREAM = 7
 
 
 class FakeClock:
-    """Work takes as long as the contenders say; a replay as long as all its launches.
+    """Stands in for `Clock`. A replay takes as long as all its launches together.
 
     Attributes:
         now: seconds that have passed.
-        watch: what it says those were spent on; it reads the clock where `time.monotonic` is made to be `now`.
+        watch: counts time spent on timing, if the test makes `time.monotonic` return `now`.
         launched: the names and numbers of all launches.
-        alone: the names of those that were waited for one by one.
-        open: graphs that are not freed.
-        rounds: names of what was replayed, in order.
-        leaves_us: by name, microseconds that what is replayed behind it saves.
+        alone: names of the launches that were timed by `once`.
+        open: number of graphs that are not freed.
+        rounds: names of the graphs of each replay, in order.
+        leaves_us: microseconds that a graph saves if it runs behind the named graph, whose data are in the cache.
         graph_us: the host's time to launch a graph: no replay takes less.
     """
 
@@ -41,7 +41,7 @@ class FakeClock:
     def contender(
         self, name: str, us: float, first_us: float | None = None, host_us: float = 0.0
     ) -> Callable[[int, int], None]:
-        """One of so many microseconds, others at its first launch; the host's time passes where it is waited for."""
+        """A contender that takes `us`, its first launch `first_us`; `once` adds the host's time to launch it."""
         costs = itertools.chain([us if first_us is None else first_us], itertools.repeat(us))
 
         def launch(number: int, stream: int) -> None:

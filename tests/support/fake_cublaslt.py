@@ -1,4 +1,4 @@
-"""cuBLASLt on a pretended GPU: every call is interpreted in NumPy by what the real descriptors hold."""
+"""cuBLASLt on a pretended GPU: NumPy computes each product as the real library's descriptors describe it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ from lt_runtime.cublaslt import (
     PreferenceAttribute,
     Status,
 )
+from lt_runtime.cublaslt.attributes import Attribute
 from tests.support.device_memory import DeviceMemory, matrix_at
 from tests.support.fake_streams import KERNEL, Streams
 
+_ID: Final = MatmulDescAttribute
 TYPES: Final[Mapping[int, np.dtype[Any]]] = {
     DataType.R_32F: np.dtype(np.float32),
     DataType.R_64F: np.dtype(np.float64),
@@ -49,9 +51,9 @@ _RELU_AUX_BITS: Final = 128
 _GELU_AUX_ELEMENTS: Final = 8
 ALGORITHM_IDS: Final = (21, 22, 23)
 _VECTORS: Final = 16
-"""Bytes of the vectors that the first algorithm stores. As the real one does, the library takes D's rows for as aligned
-as C's, and offers the algorithm where C's are aligned."""
-_SCRIBBLE: Final = 1 << 14
+"""Bytes of the vectors that the first algorithm stores. Like the real library, this one assumes that D's rows are as
+aligned as C's, and offers the algorithm where C's are aligned."""
+_SCRIBBLE: Final = 1 << 14  # bytes at both ends of the workspace that each product overwrites
 
 _BIAS: Final = frozenset(
     (Epilogue.BIAS, Epilogue.RELU_BIAS, Epilogue.RELU_AUX_BIAS, Epilogue.GELU_BIAS, Epilogue.GELU_AUX_BIAS)
@@ -82,7 +84,7 @@ class Layout:
         return TYPES[self.dtype]
 
     def takes_vectors(self, address: int = 0) -> bool:
-        """Whether all rows, or columns, begin at whole vectors of 16 bytes, if the first one lies at an address."""
+        """Whether all rows, or columns, are aligned to 16 bytes if the first lies at `address`."""
         width = self.numpy.itemsize
         return all(each % _VECTORS == 0 for each in (address, self.leading * width, self.stride * width))
 
@@ -95,7 +97,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Desc:
-    """What of a `cublasLtMatmulDesc_t` describes the product, addresses apart."""
+    """The attributes of a `cublasLtMatmulDesc_t` that describe the product, without addresses."""
 
     compute: int
     scale: int
@@ -107,6 +109,18 @@ class Desc:
     bias_stride: int
     aux_leading: int
     aux_stride: int
+
+
+_LAYOUT: Final = [
+    *(MatrixLayoutAttribute.TYPE, MatrixLayoutAttribute.ORDER, MatrixLayoutAttribute.ROWS, MatrixLayoutAttribute.COLS),
+    *(MatrixLayoutAttribute.LD, MatrixLayoutAttribute.BATCH_COUNT, MatrixLayoutAttribute.STRIDED_BATCH_OFFSET),
+]
+_ALIGNMENTS: Final = [PreferenceAttribute[f"MIN_ALIGNMENT_{name}_BYTES"] for name in "ABCD"]
+_DESC: Final = [
+    *(_ID.COMPUTE_TYPE, _ID.SCALE_TYPE, _ID.POINTER_MODE, _ID.TRANSA, _ID.TRANSB, _ID.EPILOGUE, _ID.BIAS_DATA_TYPE),
+    *(_ID.BIAS_BATCH_STRIDE, _ID.EPILOGUE_AUX_LD, _ID.EPILOGUE_AUX_BATCH_STRIDE),
+]
+"""Attributes in the order of the fields of `Layout`, of A to D, and of the fields of `Desc`."""
 
 
 class Matmul(NamedTuple):
@@ -138,6 +152,7 @@ class Matmul(NamedTuple):
 
     @property
     def algorithm_id(self) -> int:
+        """The id that the first four bytes of the algorithm hold."""
         return int.from_bytes(self.algorithm[:4], "little")
 
     @property
@@ -146,12 +161,12 @@ class Matmul(NamedTuple):
 
 
 class FakeCublasLt:
-    """The functions of cuBLASLt that need a GPU. All others are the real library's, descriptors with them.
+    """The functions of cuBLASLt that need a GPU. All others, also those of descriptors, are the real library's.
 
     Attributes:
         calls: every matmul, in the order of the calls.
-        refused: epilogues for which the heuristic offers nothing.
-        fault: changes a call before it is done: what a wrong program would have called.
+        refused: epilogues for which the heuristic offers no algorithm.
+        fault: changes each matmul before it is done, to pretend that the program had made a wrong call.
     """
 
     def __init__(self, real: ctypes.CDLL, memory: DeviceMemory, streams: Streams) -> None:
@@ -182,51 +197,31 @@ class FakeCublasLt:
 
     # Descriptors
 
-    def _get(self, kind: str, owner: int, attribute: int, width: int) -> int:
-        cell = (ctypes.c_uint8 * width)()
-        written = ctypes.c_size_t()
-        function = self._real[f"cublasLt{kind}GetAttribute"]
-        arguments = (ctypes.c_void_p(owner), ctypes.c_int(attribute), cell, ctypes.c_size_t(width))
-        status = function(*arguments, ctypes.byref(written))
+    def _get(self, owner: int, attribute: Attribute) -> int:
+        """Reads an attribute of a descriptor; numbers are read as signed."""
+        cell, written = (ctypes.c_uint8 * attribute.size)(), ctypes.c_size_t()
+        kind = type(attribute).__name__.removesuffix("Attribute").replace("Preference", "MatmulPreference")
+        arguments = ctypes.c_void_p(owner), ctypes.c_int(attribute), cell, ctypes.c_size_t(attribute.size)
+        status = self._real[f"cublasLt{kind}GetAttribute"](*arguments, ctypes.byref(written))
         assert status == 0, f"{kind} has no attribute {attribute}"
         return int.from_bytes(bytes(cell), "little", signed=True)
 
     def layout(self, handle: int) -> Layout:
-        """What the layout with this handle says."""
-        ids = MatrixLayoutAttribute
-        fields = ((ids.TYPE, 4), (ids.ORDER, 4), (ids.ROWS, 8), (ids.COLS, 8), (ids.LD, 8), (ids.BATCH_COUNT, 4))
-        values = [self._get("MatrixLayout", handle, attribute, width) for attribute, width in fields]
-        stride = self._get("MatrixLayout", handle, ids.STRIDED_BATCH_OFFSET, 8)
-        if self._get("MatrixLayout", handle, ids.BATCH_MODE, 4) != BatchMode.STRIDED:
+        """Reads the layout with this handle."""
+        if self._get(handle, MatrixLayoutAttribute.BATCH_MODE) != BatchMode.STRIDED:
             raise NotImplementedError("batches by pointers")
-        return Layout(*values, stride)
+        return Layout(*(self._get(handle, attribute) for attribute in _LAYOUT))
 
     def _describe(self, handle: int) -> tuple[Desc, int, int]:
-        """The descriptor, the bias' address and that of the auxiliary tensor."""
-        ids = MatmulDescAttribute
-
-        def get(attribute: int, width: int = 4) -> int:
-            return self._get("MatmulDesc", handle, attribute, width)
-
-        aux_type = get(ids.EPILOGUE_AUX_DATA_TYPE)
-        assert aux_type in (-1, get(ids.BIAS_DATA_TYPE)), "an auxiliary tensor of another type is not interpreted"
-        assert get(ids.TRANSC) == Operation.N
-        desc = Desc(
-            get(ids.COMPUTE_TYPE),
-            get(ids.SCALE_TYPE),
-            get(ids.POINTER_MODE),
-            get(ids.TRANSA),
-            get(ids.TRANSB),
-            get(ids.EPILOGUE),
-            get(ids.BIAS_DATA_TYPE),
-            get(ids.BIAS_BATCH_STRIDE, 8),
-            get(ids.EPILOGUE_AUX_LD, 8),
-            get(ids.EPILOGUE_AUX_BATCH_STRIDE, 8),
-        )
-        return desc, get(ids.BIAS_POINTER, 8), get(ids.EPILOGUE_AUX_POINTER, 8)
+        """Reads a descriptor: the product, the address of the bias and the address of the auxiliary tensor."""
+        aux_type = self._get(handle, _ID.EPILOGUE_AUX_DATA_TYPE)
+        assert aux_type in (-1, self._get(handle, _ID.BIAS_DATA_TYPE)), "no auxiliary tensor of another type"
+        assert self._get(handle, _ID.TRANSC) == Operation.N
+        desc = Desc(*(self._get(handle, attribute) for attribute in _DESC))
+        return desc, self._get(handle, _ID.BIAS_POINTER), self._get(handle, _ID.EPILOGUE_AUX_POINTER)
 
     def supports(self, desc: Desc, layouts: Iterable[Layout]) -> bool:
-        """Whether the library does such a product at all."""
+        """Whether the library supports a product at all."""
         a, b, c, d = layouts
         if any(each.dtype not in TYPES for each in (a, b, c, d)) or desc.compute not in _COMPUTES:
             return False
@@ -254,30 +249,23 @@ class FakeCublasLt:
     # Algorithms
 
     def _heuristic(self, *arguments: Any) -> int:
-        desc, layouts, preference, wanted, results, returned = self._asked(arguments)
-        given = 0
+        _, operation, *handles, preference, wanted, results, returned = arguments
+        desc, layouts = self._product(operation, handles)
+        offered: list[int] = []
         if self.supports(desc, layouts):
-            ids = PreferenceAttribute
-            most = self._get("MatmulPreference", preference, ids.MAX_WORKSPACE_BYTES, 8)
-            mins = (ids.MIN_ALIGNMENT_A_BYTES, ids.MIN_ALIGNMENT_B_BYTES, ids.MIN_ALIGNMENT_C_BYTES)
-            promised = [
-                self._get("MatmulPreference", preference, each, 4) for each in (*mins, ids.MIN_ALIGNMENT_D_BYTES)
-            ]
-            needed = min(_WORKSPACE, most)
+            needed = min(_WORKSPACE, self._get(address_of(preference), PreferenceAttribute.MAX_WORKSPACE_BYTES))
+            promised = [self._get(address_of(preference), each) for each in _ALIGNMENTS]
             takes_vectors = layouts[2].takes_vectors(min(promised[2:]))
             offered = [each for each in ALGORITHM_IDS if takes_vectors or each != ALGORITHM_IDS[0]][:wanted]
-            given = len(offered)
             for index, number in enumerate(offered):
                 blob = struct.pack("<I52xII", number, _pack_alignments(promised), _digest(desc, layouts))
-                ctypes.memmove(results + 96 * index, struct.pack("<64sQif16x", blob, needed, 0, 1.0), 96)
-        ctypes.c_int.from_address(returned).value = given
-        return 0 if given else int(Status.NOT_SUPPORTED)
+                _write_result(address_of(results) + 96 * index, blob, needed)
+        ctypes.c_int.from_address(address_of(returned)).value = len(offered)
+        return 0 if offered else int(Status.NOT_SUPPORTED)
 
-    def _asked(self, arguments: tuple[Any, ...]) -> tuple[Desc, tuple[Layout, ...], int, int, int, int]:
-        _, operation, *layouts, preference, wanted, results, returned = arguments
+    def _product(self, operation: Any, handles: list[Any]) -> tuple[Desc, tuple[Layout, ...]]:
         desc, _, _ = self._describe(address_of(operation))
-        read = tuple(self.layout(address_of(layout)) for layout in layouts)
-        return desc, read, address_of(preference), wanted, address_of(results), address_of(returned)
+        return desc, tuple(self.layout(address_of(handle)) for handle in handles)
 
     def _list(self, *arguments: Any) -> int:
         (ctypes.c_int * len(ALGORITHM_IDS)).from_address(address_of(arguments[8]))[:] = ALGORITHM_IDS
@@ -291,14 +279,13 @@ class FakeCublasLt:
         return 0
 
     def _check(self, *arguments: Any) -> int:
-        _, operation, *layouts, algorithm, result = arguments
-        desc, _, _ = self._describe(address_of(operation))
-        read = tuple(self.layout(address_of(layout)) for layout in layouts)
+        _, operation, *handles, algorithm, result = arguments
+        desc, layouts = self._product(operation, handles)
         blob = ctypes.string_at(address_of(algorithm), 64)
         number = int.from_bytes(blob[:4], "little")
-        if not self.supports(desc, read) or (number == ALGORITHM_IDS[0] and not read[2].takes_vectors()):
+        if not self.supports(desc, layouts) or (number == ALGORITHM_IDS[0] and not layouts[2].takes_vectors()):
             return int(Status.NOT_SUPPORTED)
-        ctypes.memmove(address_of(result), struct.pack("<64sQif16x", blob, _WORKSPACE, 0, 1.0), 96)
+        _write_result(address_of(result), blob, _WORKSPACE)
         return 0
 
     def _capability(self, *arguments: Any) -> int:
@@ -318,7 +305,7 @@ class FakeCublasLt:
             return int(Status.NOT_SUPPORTED)
         capturing = call.stream in self._streams.captures
         if capturing and not any(map(self._memory.holds, (call.a, call.b, call.d))):
-            # A look at what such a launch would put on a stream, with addresses that stand for any.
+            # A rehearsal: the launch is captured to see its nodes, with addresses that belong to no allocation.
             self._streams.put(call.stream, KERNEL, "matmul", _never)
             return 0
         call = self.fault(call)
@@ -346,21 +333,21 @@ class FakeCublasLt:
         return Matmul(desc, scalars[0], *operands, bias, aux, blob, workspace or 0, size, stream or 0)
 
     def _scalar(self, desc: Desc, address: int) -> float:
-        """A number in the host's memory, read at the call; or the address, for the device to read."""
+        """A number in host memory, read at the call; or an address, which the device reads when the product runs."""
         if desc.mode == PointerMode.DEVICE:
             return address
         assert desc.mode == PointerMode.HOST
         return float((ctypes.c_double if desc.scale == DataType.R_64F else ctypes.c_float).from_address(address).value)
 
     def _check_algorithm(self, call: Matmul) -> None:
-        """An algorithm is good for the problem and the alignments that it was asked for."""
+        """An algorithm may be used only for the problem and the alignments that the heuristic was asked about."""
         number, promised, digest = struct.unpack("<I52xII", call.algorithm)
         if number not in ALGORITHM_IDS:
-            raise LibraryMisuseError(f"the algorithm has id {number}, which the library never gave")
+            raise LibraryMisuseError(f"the algorithm has id {number}, which the library never offered")
         if number == ALGORITHM_IDS[0] and not call.layouts[3].takes_vectors(call.d):
             raise LibraryMisuseError(f"a misaligned address: the algorithm stores vectors to D at {call.d:#x}")
         if not digest:
-            return  # made by hand
+            return  # from AlgoInit, for any problem
         if digest != _digest(call.desc, call.layouts):
             raise LibraryMisuseError("the algorithm was offered for another problem")
         reads_c = call.desc.mode == PointerMode.DEVICE or call.beta != 0
@@ -378,7 +365,7 @@ class FakeCublasLt:
             raise LibraryMisuseError(f"two branches of a graph share the workspace at {call.workspace:#x}")
 
     def _check_owner(self, workspace: int, stream: int, captured: int) -> None:
-        """A workspace belongs to one stream: the one that work runs on, or the one that a graph was captured from."""
+        """A workspace belongs to one stream: the stream that runs the work, or that its graph was captured from."""
         block = self._memory.block(workspace)
         if block is None:
             raise LibraryMisuseError(f"the workspace at {workspace:#x} was freed before the work was done")
@@ -389,7 +376,7 @@ class FakeCublasLt:
             raise LibraryMisuseError(f"streams {owner:#x} and {stream:#x} share a workspace")
 
     def _work(self, call: Matmul) -> Callable[[], None]:
-        """The product as work; all addresses are looked up now."""
+        """A function that computes the product. All addresses are looked up now."""
         memory, desc = self._memory, call.desc
         a, b, d = (
             layout.at(memory, address, name)
@@ -405,7 +392,7 @@ class FakeCublasLt:
         workspace = memory.view(call.workspace, call.workspace_size, "the workspace")
 
         def run() -> None:
-            workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF  # a kernel may write all of it
+            workspace[:_SCRIBBLE] = workspace[-_SCRIBBLE:] = 0xFF  # a real kernel may overwrite all of it
             product = alpha() * (_operand(a, desc.trans_a, desc.compute) @ _operand(b, desc.trans_b, desc.compute))
             if c is not None and (scale := beta()) != 0:
                 product = product + scale * c.astype(np.float64)
@@ -451,8 +438,8 @@ class FakeCublasLt:
         _, operation, alpha, a, a_layout, _, b, _, c, c_layout, stream = arguments
         assert b is None, "a sum of two matrices is not interpreted"
         ids, handle = MatrixTransformDescAttribute, address_of(operation)
-        scale, mode = (self._get("MatrixTransformDesc", handle, each, 4) for each in (ids.SCALE_TYPE, ids.POINTER_MODE))
-        transposes = self._get("MatrixTransformDesc", handle, ids.TRANSA, 4) != Operation.N
+        scale, mode = self._get(handle, ids.SCALE_TYPE), self._get(handle, ids.POINTER_MODE)
+        transposes = self._get(handle, ids.TRANSA) != Operation.N
         desc = Desc(0, scale, mode, 0, 0, 0, 0, 0, 0, 0)
         factor = self._reader(desc, self._scalar(desc, address_of(alpha)), "α")
         source = self.layout(address_of(a_layout)).at(self._memory, a, "A")
@@ -477,8 +464,13 @@ def address_of(argument: Any) -> int:
     return ctypes.addressof(getattr(argument, "_obj", argument))
 
 
+def _write_result(address: int, blob: bytes, workspace: int) -> None:
+    """Writes a `cublasLtMatmulHeuristicResult_t`."""
+    ctypes.memmove(address, struct.pack("<64sQif16x", blob, workspace, 0, 1.0), 96)
+
+
 def _never() -> None:
-    raise AssertionError("a look at a launch was launched")
+    raise AssertionError("a rehearsal was launched")
 
 
 def _pack_alignments(alignments: Iterable[int]) -> int:
@@ -518,7 +510,7 @@ def _finish(
     aux: NDArray[Any] | None,
     operands: tuple[NDArray[Any], NDArray[Any]],
 ) -> NDArray[np.float64]:
-    """What is stored as D; writes the auxiliary tensor and the bias gradient."""
+    """The values of D; also writes the auxiliary tensor and the bias gradient."""
     epilogue = Epilogue(desc.epilogue)
     if epilogue in _BIAS:
         assert vector is not None

@@ -1,4 +1,4 @@
-"""CUPTI on a pretended GPU: records of what its streams run, handed over through the callbacks."""
+"""CUPTI on a pretended GPU: writes records of the work that runs, and delivers them through the callbacks."""
 
 # ruff: noqa: N802  # the functions have the names that the library gives them
 
@@ -19,20 +19,20 @@ from tests.support.fake_driver import FakeDriver
 from tests.support.fake_streams import KERNEL, MEMSET, Observer, Streams
 
 AHEAD_NS: Final = 10**17
-"""By how much CUPTI's clock is ahead of the host's."""
+"""Nanoseconds that CUPTI's clock is ahead of the host's."""
 _LAUNCH, _GRAPH_LAUNCH = 307, 514
 _CALLS: Final = {_LAUNCH: b"cuLaunchKernel", _GRAPH_LAUNCH: b"cuGraphLaunch"}
 _SUBSCRIBED, _LIMIT, _INVALID = 39, 12, 1
 
 
 class FakeCupti(Observer):
-    """The functions of libcupti, which a `Streams` tells of its work.
+    """The functions of libcupti. It observes a `Streams`, which tells it of all work.
 
     Attributes:
-        version: of the library.
-        sizes: of records, if they are not those of the version.
-        fails: by a function's name, the status that it returns instead of doing anything.
-        name: of all kernels, if not what the stream calls them.
+        version: the library's version.
+        sizes: sizes of records by kind, where they differ from those of the version.
+        fails: functions that fail, and the statuses that they return.
+        name: the name of all kernels, instead of the names that the streams give them.
         enabled: kinds of records that are written.
     """
 
@@ -53,7 +53,7 @@ class FakeCupti(Observer):
         self._node: tuple[int, int, int] | None = None
 
     def opened(self, real: ctypes.CDLL) -> Any:
-        """The library as ctypes opens it."""
+        """The library as `ctypes.CDLL` would open it."""
         functions = {name: self._function(name) for name in dir(self) if name.startswith("cupti")}
         handle = real._handle
         return type("Library", (), {"_handle": handle, "__getitem__": lambda _, name: functions[name]})()
@@ -68,18 +68,18 @@ class FakeCupti(Observer):
 
     @property
     def pushed(self) -> list[int]:
-        """Ids that the calling thread has pushed and not popped."""
+        """Correlation ids that the calling thread has pushed and not popped."""
         if not hasattr(self._ids, "pushed"):
             self._ids.pushed = []
         return self._ids.pushed  # type: ignore[no-any-return]
 
     def tell(self, name: str) -> None:
-        """A call that puts no work on a stream."""
+        """Records a call of the driver that puts no work on a stream."""
         number = next((number for number, known in self._calls.items() if known == name.encode()), len(self._calls))
         self._calls[number] = name.encode()
         self._call(number)
 
-    # What the streams tell
+    # Observer's methods, called by the streams
 
     def given(self, kind: Any) -> int:
         return self._call(_GRAPH_LAUNCH if kind is None else _LAUNCH)
@@ -123,7 +123,7 @@ class FakeCupti(Observer):
             self._node = None
 
     def instantiated(self, graph: int, executable: int) -> None:
-        """As the driver does it: a clone is made first."""
+        """Reports a graph's clone and then its instantiation, in the driver's order."""
         if self._subscriber is not None:
             self._tell_of_graph(11, executable | 1, graph, 0)
             self._tell_of_graph(18, executable | 1, 0, executable)
@@ -198,7 +198,7 @@ class FakeCupti(Observer):
         ctypes.c_uint64.from_address(out).value = self.pushed.pop()
 
     def cuptiActivityFlushAll(self, _: int) -> None:
-        """Hands the records over from a thread of its own, as the library does."""
+        """Delivers the records from a thread of its own, as the library does."""
         worker = threading.Thread(target=self._hand_over)
         worker.start()
         worker.join()

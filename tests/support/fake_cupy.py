@@ -1,4 +1,4 @@
-"""A module that stands in for CuPy: arrays in a pretended GPU's memory, and the parts of `cupy.cuda` that are used."""
+"""A stand-in for CuPy: arrays in a pretended GPU's memory, and the used parts of `cupy.cuda`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.fake_streams import KERNEL, MEMCPY, Capture, Streams
 
 
 class Gpu(Protocol):
-    """What the arrays need."""
+    """The parts of a pretended GPU that arrays use."""
 
     memory: DeviceMemory
     streams: Streams
@@ -29,7 +29,7 @@ class Gpu(Protocol):
 
 
 class Memory:
-    """An allocation, freed with its last user."""
+    """An allocation, freed when it is garbage-collected."""
 
     def __init__(self, gpu: Gpu, size: int) -> None:
         self.ptr, self.size, self.device_id = gpu.memory.allocate(max(size, 1)), size, 0
@@ -37,7 +37,7 @@ class Memory:
 
 
 class MemoryPointer:
-    """A place in an allocation."""
+    """An address in an allocation."""
 
     def __init__(self, mem: Any, offset: int) -> None:
         self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, 0
@@ -47,9 +47,9 @@ class MemoryPointer:
 
 
 class Array(np.lib.mixins.NDArrayOperatorsMixin):
-    """`cupy.ndarray`. What NumPy computes from its values waits for the current stream.
+    """`cupy.ndarray`. NumPy computes its operations, once the current stream has done its work.
 
-    The base of one class a pretended GPU: see `fake_cupy`.
+    `fake_cupy` makes a subclass for each pretended GPU.
     """
 
     _gpu: Gpu
@@ -85,7 +85,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def _host(self) -> NDArray[Any]:
-        """Its memory as NumPy sees it, with what has been done to it so far."""
+        """A NumPy view of the array's present values."""
         strides = tuple(stride // self.itemsize for stride in self.strides)
         return matrix_at(self._gpu.memory, self.data.ptr, self.dtype, self.shape, strides, "an array")
 
@@ -126,7 +126,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             return
         values = value._settled.copy() if isinstance(value, Array) else np.array(value)
         target = self._host[_view_key(_settled(key))]
-        if not np.shares_memory(target, self._host):  # places picked by a mask or by numbers
+        if not np.shares_memory(target, self._host):  # a mask or an index array selects the elements
             self._settled[_settled(key)] = values
             return
 
@@ -158,7 +158,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self._module.cuda.get_current_stream().ptr in self._gpu.streams.captures
 
     def _result(self, function: Any, arguments: Any, options: Any, out: Any = None) -> Any:
-        """What a function of NumPy's gives: now, or at each launch of the graph that is being captured."""
+        """The result of a NumPy function, computed now, or at each launch of the graph that is being captured."""
         if not self._is_capturing:
             made = self._made(function(*map(_settled, arguments), **options))
             if out is not None:
@@ -176,7 +176,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return out
 
     def _put(self, compute: Callable[[], Any]) -> None:
-        """Gives the current stream the work of computing what this array is to hold."""
+        """Puts the computation of this array's values on the current stream."""
         target = self._host
 
         def run() -> None:
@@ -185,7 +185,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         self._gpu.streams.put(self._module.cuda.get_current_stream().ptr, KERNEL, "cupy", run)
 
     def _made(self, result: Any) -> Any:
-        """A result of NumPy's as an array of this kind."""
+        """Converts a result of NumPy to an array of this kind."""
         if isinstance(result, tuple):
             return tuple(map(self._made, result))
         return self._module.asarray(np.asarray(result))
@@ -223,7 +223,7 @@ _METHODS: Final = ("all", "any", "astype", "copy", "max", "mean", "min", "nonzer
 
 
 def _present(value: Any) -> Any:
-    """Its values by now."""
+    """The present values of an array; other objects as they are."""
     return value._host if isinstance(value, Array) else value
 
 
@@ -232,7 +232,7 @@ def _settled(value: Any) -> Any:
 
 
 def _view_key(key: Any) -> tuple[Any, ...]:
-    """The same key, so that NumPy gives an array even for one element."""
+    """An equivalent key with which NumPy returns an array even for one element."""
     keys = key if isinstance(key, tuple) else (key,)
     return keys if any(each is ... for each in keys) else (*keys, ...)
 
@@ -242,7 +242,7 @@ def _packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 class Stream:
-    """`cupy.cuda.Stream`; one without a handle is new."""
+    """`cupy.cuda.Stream`; without a handle, a new stream."""
 
     _handles = iter(range(0x5000_0000, 0x6000_0000, 0x10))
     _current: list[Stream]
@@ -293,7 +293,7 @@ class OutOfMemoryError(Exception):
 
 
 class CUDARuntimeError(Exception):
-    """What the runtime reports."""
+    """An error of the CUDA runtime."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -301,7 +301,7 @@ class CUDARuntimeError(Exception):
 
 
 class _Block:
-    """Memory of a pool in use; it goes back with its last user."""
+    """Memory of a pool in use; it returns to the pool when it is garbage-collected."""
 
     def __init__(self, mem: Memory, back: list[Memory]) -> None:
         self.ptr, self.size, self.device_id = mem.ptr, mem.size, 0
@@ -309,7 +309,7 @@ class _Block:
 
 
 class MemoryPool:
-    """Hands memory out, and again what has been given back, to the stream that had it before, as CuPy does."""
+    """Reuses returned memory, as CuPy does, for requests of the same size on the same stream."""
 
     default: Callable[[int], MemoryPointer]
     current_stream: Callable[[], int]
@@ -341,7 +341,7 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
             return values
         host = np.asarray(values, dtype)
         made = module.ndarray(host.shape, host.dtype)
-        made._host[...] = host  # ordinary memory has been read when CuPy returns
+        made._host[...] = host  # CuPy reads ordinary memory before it returns
         return made
 
     def ascontiguousarray(array: Any) -> Any:
@@ -396,7 +396,7 @@ def _cuda(gpu: Gpu) -> Any:
             pass
 
         def synchronize(self) -> None:
-            if gpu.streams.captures:  # the driver refuses to wait, and ends every capture
+            if gpu.streams.captures:  # the driver refuses to wait, and invalidates every capture
                 for capture in gpu.streams.captures.values():
                     capture.is_broken = True
                 raise CUDARuntimeError(900)

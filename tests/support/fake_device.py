@@ -1,4 +1,4 @@
-"""Stand-ins for a GPU's memory: arrays on the host that say where they lie, and the driver's copies between them."""
+"""Stand-ins for a GPU's memory: host arrays with the interface of CuPy's, and the driver's copies between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lt_runtime.arrays.operand import Operand
 
 
 class DeviceArray(np.ndarray[Any, Any]):
-    """Says where it lies as CuPy's arrays do."""
+    """A host array that reports its address as CuPy's arrays do."""
 
     @property
     def data(self) -> Any:
@@ -21,7 +21,7 @@ class DeviceArray(np.ndarray[Any, Any]):
 
 
 def operand_of(name: str, array: Any, stream: int = 0) -> Operand:
-    """What `lt_runtime.arrays.operand.read` would make of an array."""
+    """The operand that `lt_runtime.arrays.operand.read` would return for an array."""
     strides = tuple(stride // array.itemsize for stride in array.strides)
     address = array.ctypes.data
     return Operand(name, address, array.shape, strides, array.dtype.name, array.itemsize, 0, CupyLibrary(), array)
@@ -44,18 +44,5 @@ def call(name: str, *arguments: Any) -> None:
         (ctypes.c_uint32 * count).from_address(address)[:] = [value] * count
     elif name in ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"):
         ctypes.memmove(*arguments[:3])
-    elif name == "cuMemcpy2DAsync":
-        _copy_matrix(arguments[0])
     else:
         assert name in ("cuStreamSynchronize", "cuStreamWaitEvent", "cuEventRecord", "cuEventSynchronize"), name
-
-
-def _copy_matrix(copy: Any) -> None:
-    for row in range(copy.Height):
-        target, source = (int(base) + row * pitch for base, pitch in _sides(copy))
-        ctypes.memmove(target, source, copy.WidthInBytes)
-
-
-def _sides(copy: Any) -> list[tuple[int, int]]:
-    assert copy.srcMemoryType == copy.dstMemoryType
-    return [(copy.dstDevice, copy.dstPitch), (copy.srcDevice, copy.srcPitch)]

@@ -30,7 +30,7 @@ H200: Final[Mapping[Any, int]] = {
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: 132,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: 232448,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: 233472,
-    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: 64 << 10,  # so that tuners rotate through few buffers
+    _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: 64 << 10,  # small, so that the tuner rotates through few buffers
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_CLOCK_RATE: 1980000,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: 3201000,
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: 6144,
@@ -38,7 +38,7 @@ H200: Final[Mapping[Any, int]] = {
 
 Run = Callable[[], None]
 Launcher = Callable[[int, int, tuple[int, int, int], tuple[int, int, int], int], Run]
-"""Takes a kernel's handle, the address of its argument block, grid, block and bytes of shared memory."""
+"""Makes work of a launch: a kernel's handle, the address of its argument block, grid, block, bytes of shared memory."""
 
 
 class LaunchConfig(ctypes.Structure):
@@ -58,11 +58,11 @@ class FakeDriver:
     """The driver's functions, by their names. They return results, and raise `DriverStatusError` for a status.
 
     Args:
-        launcher: makes a kernel's launch into work; the argument block may change once it has returned.
-        functions: more functions, those about modules and kernels.
+        launcher: makes work of a kernel's launch; it copies the argument block.
+        functions: the driver's functions about modules and kernels.
 
     Attributes:
-        elsewhere: ordinals of the GPUs of streams that are not this GPU's.
+        elsewhere: the GPU that a stream belongs to, by handle, if it is another GPU.
         contexts: the stack of current contexts; a test empties it to begin as a process does.
         profiler_calls: "start" and "stop", as profilers from outside were told.
     """
@@ -83,12 +83,12 @@ class FakeDriver:
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """All of them."""
+        """All functions, by name."""
         own = {name: getattr(self, name) for name in dir(self) if name.startswith("cu")}
         return {**own, **self._more}
 
     def by_ctypes(self, name: str) -> Callable[..., int]:
-        """A function as libcuda.so.1 exports it: results go to addresses, a status comes back."""
+        """A function as libcuda.so.1 exports it: it writes results to addresses and returns a status."""
         known = {
             "cuCtxGetDevice": self._store_device,
             "cuEventRecord": self.cuEventRecord,
@@ -109,7 +109,7 @@ class FakeDriver:
         return run
 
     def by_bindings(self, name: str) -> Callable[..., tuple[Any, ...]]:
-        """A function as `cuda.bindings` has it: a status, and results."""
+        """A function as `cuda.bindings` has it: it returns a status and results."""
         known = self.functions[name]
 
         def run(*arguments: Any) -> tuple[Any, ...]:
@@ -245,7 +245,7 @@ class FakeDriver:
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> None:
         of = _host_bytes(source, size)
         is_pinned = any(start <= source < start + length for start, length in self._pinned.items())
-        # The driver has read ordinary memory when it returns, and page-locked memory when the copy runs.
+        # The driver reads ordinary memory before it returns, and page-locked memory when the copy runs.
         to = self._memory.view(target, size, "a copy's target")
         self._copy(to, of if is_pinned else of.copy(), stream, (target, source))
 
@@ -256,12 +256,6 @@ class FakeDriver:
     def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> None:
         of = self._memory.view(source, size, "a copy's source")
         self._copy(_host_bytes(target, size), of, stream, (target, source))
-
-    def cuMemcpy2DAsync(self, copy: Any, stream: int) -> None:
-        assert copy.srcMemoryType == copy.dstMemoryType == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        for row in range(copy.Height):
-            target, source = int(copy.dstDevice) + row * copy.dstPitch, int(copy.srcDevice) + row * copy.srcPitch
-            self.cuMemcpyDtoDAsync(target, source, copy.WidthInBytes, stream)
 
     def _copy(self, target: Any, source: Any, stream: int, ends: tuple[int, int]) -> None:
         def run() -> None:
@@ -355,7 +349,7 @@ class FakeDriver:
 
     def cuGraphKernelNodeGetParams(self, node: int) -> Any:
         arguments = self._node(node).arguments
-        if arguments is None:  # a kernel of cuBLASLt
+        if arguments is None:  # a kernel of cuBLASLt's, whose arguments the driver does not know
             raise DriverStatusError(Status.CUDA_ERROR_INVALID_VALUE)
         function, block = arguments
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
@@ -388,7 +382,7 @@ class FakeDriver:
         return graph.nodes[index]
 
     def place_of(self, node: int) -> tuple[Capture, int]:
-        """The graph that a node is in, by its handle, and the node's index there."""
+        """The graph of the node with this handle, and the node's index."""
         places = ((graph, index) for graph in self._graphs.values() for index, each in enumerate(graph.nodes))
         return next((graph, index) for graph, index in places if graph.nodes[index].handle == node)
 

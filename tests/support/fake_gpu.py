@@ -1,8 +1,8 @@
-"""A GPU for tests: the driver, NVRTC, cuBLASLt and CuPy replaced, on host memory.
+"""A pretended GPU for tests: the driver, NVRTC, cuBLASLt, CuPy and PyTorch are replaced and work on host memory.
 
-What is replaced is not the package's own: functions of `cuda.bindings`, libraries that ctypes loads, the module CuPy.
-The package is imported anew on top of it, so that no state of other tests is met and none is left behind. Products are
-interpreted in NumPy from what the real library's descriptors hold; our kernels run as g++ built them.
+Only code outside the package is replaced: functions of `cuda.bindings`, libraries that ctypes loads, and the modules
+cupy and torch. The package is imported once more on top of the replacements, so that it shares no state with other
+tests. NumPy computes the products that the real library's descriptors describe; our kernels are compiled by g++.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ class FakeGpu:
     """A pretended GPU with its own copy of the package.
 
     Args:
-        kernels: builds our kernels.
-        directory: where that copy keeps compiled kernels and plans.
-        package: the directory that holds `lt_runtime`, if not the one that is imported anyway.
+        kernels: builds our kernels for the host.
+        directory: the cache directory of the GPU's copy of the package, for compiled kernels and plans.
+        package: the directory that contains `lt_runtime`, if it is another than the tests import.
 
     Attributes:
-        directory: as given.
-        lt: the package, imported on top of the GPU.
-        cp, torch: stand in for CuPy and PyTorch.
-        stream, other_stream: two that are not the default stream, for tests to use.
-        library: cuBLASLt.
-        cupti: CUPTI.
-        calls: every call of cuBLASLt, the driver and NVRTC, one of which may be made to fail.
+        directory: see above.
+        lt: the GPU's copy of the package.
+        cp, torch: stand-ins for CuPy and PyTorch.
+        stream, other_stream: two streams for tests, neither of them the default stream.
+        library: the stand-in for cuBLASLt.
+        cupti: the stand-in for CUPTI.
+        calls: counts the calls of cuBLASLt, the driver and NVRTC, and can make one fail.
     """
 
     lt: Any
     gelu_error = 0.0
-    """Of cuBLASLt's GELU, relative to what it is applied to."""
+    """Relative error of this cuBLASLt's GELU; other GPUs of the tests have one."""
 
     def __init__(self, kernels: HostKernels, directory: Path, package: Path | None = None) -> None:
         self.memory, self.streams, self.calls = DeviceMemory(), Streams(), LibraryCalls()
@@ -75,7 +75,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Puts everything in place; afterwards checks that nobody wrote beside an allocation."""
+        """Replaces libraries and package for the block."""
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(self.directory))
             monkeypatch.setitem(sys.modules, "cupy", self.cp)
@@ -91,7 +91,7 @@ class FakeGpu:
                 yield
 
     def settle(self) -> None:
-        """Fails if work was left on a stream that nobody waits for, or memory was written that is nobody's."""
+        """Fails if no one waited for the work of a stream, or work wrote outside of all allocations."""
         undone = self.streams.left_undone()
         self.streams.synchronize_all()
         self.memory.check_guards()
@@ -103,7 +103,7 @@ class FakeGpu:
         self.streams.synchronize(stream)
 
     def host_of(self, array: Any) -> NDArray[Any]:
-        """An array's memory as it is now. No stream is waited for: what was given to a wrong one has not been done."""
+        """An array's present values. This waits for no stream, so work on a wrong stream shows as missing."""
         strides = tuple(stride // array.itemsize for stride in array.strides)
         return matrix_at(self.memory, array.data.ptr, array.dtype, tuple(array.shape), strides, "an array")
 
@@ -123,7 +123,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def _own_package(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """The copy of the package in the place of the others' one."""
+        """Puts the GPU's copy of the package in the place of the copy that the tests imported."""
         if self._package is not None:
             monkeypatch.syspath_prepend(self._package)
         self._others = _taken_modules()
@@ -139,7 +139,7 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def others_package(self) -> Iterator[Any]:
-        """The package that the tests themselves have imported. It imports some of its modules at their first use."""
+        """The copy of the package that the tests imported, which may import more of its modules within the block."""
         own = _taken_modules()
         sys.modules.update(self._others)
         try:
@@ -181,7 +181,7 @@ class _Driver:
 
 
 class _Library:
-    """cuBLASLt with some functions replaced, and the calls counted of those that return a status."""
+    """cuBLASLt with some functions replaced. Calls of functions that return a status are counted."""
 
     def __init__(self, real: ctypes.CDLL, replaced: Mapping[str, Any], calls: LibraryCalls) -> None:
         self._real, self._replaced, self._calls = real, replaced, calls

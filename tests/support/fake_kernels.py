@@ -1,4 +1,5 @@
-"""NVRTC and modules of a pretended GPU: what is compiled names a kernel file, which g++ has built for the host."""
+"""NVRTC and modules of a pretended GPU. "Machine code" names a kernel's file and macros; g++ has compiled the
+kernel."""
 
 from __future__ import annotations
 
@@ -18,19 +19,20 @@ from tests.support.kernel_families import ENTRIES
 
 _MACRO: Final = re.compile(r"--define-macro=(\w+)=(.*)")
 _OCCUPANCY: Final = ("BLOCKS", "1")
-"""Blocks of a multiprocessor change nothing on the host: with one number there are fewer libraries to build."""
+"""One value for the macro BLOCKS, blocks of a multiprocessor: it has no effect on the host, and fewer builds are
+needed."""
 
 
 class FakeKernels:
-    """The functions of NVRTC and the driver's about modules.
+    """The functions of NVRTC, and the driver's functions about modules and kernels.
 
     Args:
         host: builds and launches kernels on the host.
-        memory: where all addresses that kernels are given must lie.
+        memory: every address in an argument block must belong to it.
 
     Attributes:
         launched: names of the kernels that were launched, in the order of the calls.
-        fault: changes the argument block of a kernel, by its name: what a wrong program would have launched.
+        fault: changes the argument block of each kernel, to pretend that the program had made a wrong launch.
     """
 
     def __init__(self, host: HostKernels, memory: DeviceMemory) -> None:
@@ -46,7 +48,7 @@ class FakeKernels:
 
     @property
     def nvrtc_functions(self) -> dict[str, Callable[..., tuple[Any, ...]]]:
-        """By name, as `cuda.bindings.nvrtc` has them."""
+        """NVRTC's functions by name, as in `cuda.bindings.nvrtc`."""
         return {
             "nvrtcCreateProgram": self._create,
             "nvrtcCompileProgram": self._compile,
@@ -59,7 +61,7 @@ class FakeKernels:
 
     @property
     def driver_functions(self) -> dict[str, Callable[..., Any]]:
-        """By name, in the way of `FakeDriver`."""
+        """The driver's functions by name, in the way of `FakeDriver`."""
         return {
             "cuModuleLoadData": self._load,
             "cuModuleGetFunction": self._find,
@@ -101,7 +103,7 @@ class FakeKernels:
     def launch(
         self, function: int, params: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared: int
     ) -> Callable[[], None]:
-        """A launch as work, with what the argument block holds now. Blocks and threads take turns in varying orders."""
+        """Makes work of a launch, with a copy of the argument block. The order of blocks and threads varies."""
         name, kernel, kind = self._functions[function]
         copied = kind.from_buffer_copy(ctypes.string_at(params, ctypes.sizeof(kind)))
         self.fault(name, copied)
@@ -118,7 +120,7 @@ class FakeKernels:
 
 
 def _addresses(params: ctypes.Structure, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The addresses in an argument block, and the names of their fields."""
+    """The names of the pointers in an argument block, with their addresses."""
     for field, kind, *_ in params._fields_:
         value = getattr(params, field)
         if isinstance(value, ctypes.Structure):

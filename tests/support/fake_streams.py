@@ -1,4 +1,4 @@
-"""Streams, events, captures and graphs of a pretended GPU: work waits until somebody waits for it."""
+"""Streams, events, captures and graphs of a pretended GPU. Work runs only once its stream is synchronised."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _node_handles = itertools.count(0x2000_0000, 0x10)
 
 
 class DriverStatusError(Exception):
-    """A status that a driver function is to return."""
+    """Raised by a function of the pretended driver that returns this status."""
 
     def __init__(self, status: Any) -> None:
         super().__init__(status.name)
@@ -31,13 +31,14 @@ class DriverStatusError(Exception):
 
 @dataclass
 class Node:
-    """Work in a graph; `after` are the nodes that must have run before it.
+    """A node of a graph.
 
     Attributes:
-        handle: what the driver knows it by.
-        arguments: of a kernel of ours, its function and its argument block.
-        value: of a memset.
-        ends: of a copy, the addresses that it writes to and reads from.
+        after: indices of the nodes that must run before.
+        handle: the driver's handle.
+        arguments: function and argument block of one of our kernels.
+        value: the value of a memset.
+        ends: the addresses that a copy writes to and reads from.
     """
 
     kind: Any
@@ -54,16 +55,17 @@ class Node:
 
 @dataclass
 class Capture:
-    """A graph in the making.
+    """A capture, and the graph that it makes.
 
     Attributes:
         origin: the stream whose capture was begun.
-        tails: by stream, the nodes that its next one comes after.
-        unjoined: streams whose last work nobody in the capture waits for yet.
-        workspaces: by address, the stream that uses each.
-        events: are recorded by each launch of the graph.
-        is_strict: whether calls that may do harm end it, work of the default stream among them.
-        handle: what the driver knows the graph by, once somebody has asked; 0 before.
+        tails: for each stream, the nodes that its next node comes after.
+        unjoined: streams whose last work no other stream of the capture waits for yet.
+        workspaces: the stream that uses a workspace, by address.
+        events: events that each launch of the graph records.
+        is_broken: whether the capture has been invalidated.
+        is_strict: whether forbidden calls of any thread, and work on the default stream, invalidate it (mode GLOBAL).
+        handle: the driver's handle of the graph; 0 before the first query.
     """
 
     origin: int
@@ -84,9 +86,9 @@ class Capture:
 
 
 def in_late_order(nodes: list[Node]) -> Iterator[Node]:
-    """The nodes in an order that their edges allow, which is not that in which they were captured.
+    """The nodes in an order that their edges allow, and that differs from the order of their capture.
 
-    Of several that may run, the one captured last comes first: what relies on more than the edges goes wrong.
+    Of several nodes that may run, the node captured last comes first: code that relies on more than edges fails.
     """
     left = dict(enumerate(nodes))
     while left:
@@ -96,7 +98,7 @@ def in_late_order(nodes: list[Node]) -> Iterator[Node]:
 
 @dataclass
 class Event:
-    """What a stream had been given when the event was recorded; `at_us`, when that was done."""
+    """A point in a stream: after its first `count` works, or after `tails` in a capture; `at_us` is its time."""
 
     stream: int | None = None
     at_us: float = 0.0
@@ -107,7 +109,7 @@ class Event:
 
 @dataclass
 class _Stream:
-    """What is not done yet, and whether it is work or an event; how much was ever given and is done."""
+    """Work that has not run yet, each with whether it is work or an event; how many were given and are done."""
 
     waiting: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
     given: int = 0
@@ -115,17 +117,17 @@ class _Stream:
 
 
 class Observer:
-    """Is told of work; this one looks away."""
+    """Is told of all work, and ignores it. CUPTI's stand-in is a subclass."""
 
     def given(self, kind: Any) -> Any:
-        """A call has given a stream work; the kind of a graph is None. What is returned names the call."""
+        """A call gave a stream work of a kind, None for a graph; returns a token for the call."""
 
     def running(self, token: Any, kind: Any, name: str, stream: int) -> AbstractContextManager[Any]:
-        """Work runs."""
+        """Work runs within the block."""
         return nullcontext()
 
     def within_graph(self, token: Any, executable: int, index: int) -> AbstractContextManager[Any]:
-        """A graph's node runs: what runs is this node's, and the launch's."""
+        """A node of a graph runs within the block."""
         return nullcontext()
 
     def instantiated(self, graph: int, executable: int) -> None:
@@ -133,13 +135,13 @@ class Observer:
 
 
 class Streams:
-    """All streams of a pretended GPU. Nothing runs before its stream is waited for: work on the wrong one shows.
+    """All streams of a pretended GPU. Work runs only once its stream is synchronised, so work on a wrong stream shows.
 
     Attributes:
-        captures: by stream, the capture that it takes part in.
-        log: the kinds of work that were given to each stream, captures included.
-        costs_us: what each kind of work costs, 1 where nothing is said, and events of graphs 0.
-        now_us: the sum of what all that was done has cost.
+        captures: the capture that a stream takes part in, by stream.
+        log: names of the work that each stream was given, including captured work.
+        costs_us: microseconds of each kind of work; 1 for kinds that are not named, 0 for events in graphs.
+        now_us: the time, which is the sum of the costs of all work so far.
         observer: is told of all work.
     """
 
@@ -153,7 +155,7 @@ class Streams:
         self._launched_on: dict[int, int] = {}
 
     def running_on(self, stream: int) -> int:
-        """The stream that runs what `stream` was given: of what was captured from it, the one that the graph is on."""
+        """The stream that runs the work of `stream`: the graph's stream for work that was captured from `stream`."""
         return self._launched_on.get(stream, stream)
 
     def put(self, stream: int, kind: Any, name: str, run: Callable[[], None]) -> None:
@@ -182,7 +184,7 @@ class Streams:
         own.given += 1
 
     def synchronize(self, stream: int) -> None:
-        """Runs all that a stream was given, and what that waits for."""
+        """Runs all work of a stream, and the work of other streams that it waits for."""
         if stream in self.captures:
             self.captures[stream].is_broken = True
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
@@ -201,19 +203,19 @@ class Streams:
             self._run_to(stream, self._streams[stream].given)
 
     def abandon(self) -> None:
-        """Forgets all work that is not done, and all captures."""
+        """Drops all captures, and all work that has not run."""
         self.captures.clear()
         for own in self._streams.values():
             own.waiting.clear()
             own.done = own.given
 
     def left_undone(self) -> dict[int, int]:
-        """By stream, how much of its work nobody has waited for."""
+        """The number of works of each stream that have not run."""
         undone = {handle: sum(is_work for _, is_work in own.waiting) for handle, own in self._streams.items()}
         return {handle: count for handle, count in undone.items() if count}
 
     def record(self, event: Event, stream: int) -> None:
-        """What `cuEventRecord` does."""
+        """`cuEventRecord`."""
         capture = self.captures.get(stream)
         event.stream, event.capture = stream, capture
         if capture is not None:
@@ -227,7 +229,7 @@ class Streams:
         event.count = self._streams[stream].given
 
     def record_in_graph(self, event: Event, stream: int) -> None:
-        """What `cuEventRecordWithFlags` does with an external event: within a capture it makes a node."""
+        """`cuEventRecordWithFlags` with an external event, which makes a node in a capture."""
         capture = self.captures[stream]
 
         def mark() -> None:
@@ -238,7 +240,7 @@ class Streams:
         capture.events.append(event)
 
     def wait_event(self, stream: int, event: Event) -> None:
-        """What `cuStreamWaitEvent` does: within a capture it makes an edge, and brings another stream in."""
+        """`cuStreamWaitEvent`, which in a capture makes an edge, and may bring another stream into the capture."""
         capture, own = event.capture, self.captures.get(stream)
         if event.stream is None:
             return
@@ -256,12 +258,12 @@ class Streams:
             capture.unjoined.add(stream)
 
     def wait_on_host(self, event: Event) -> None:
-        """What `cuEventSynchronize` does."""
+        """`cuEventSynchronize`."""
         if event.stream is not None and event.capture is None:
             self._run_to(event.stream, event.count)
 
     def begin_capture(self, stream: int) -> None:
-        """What `cuStreamBeginCapture` does."""
+        """`cuStreamBeginCapture`."""
         if stream == 0 or stream in self.captures:
             raise DriverStatusError(Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         capture = Capture(stream)
@@ -269,7 +271,7 @@ class Streams:
         self.captures[stream] = capture
 
     def end_capture(self, stream: int) -> Capture:
-        """What `cuStreamEndCapture` does."""
+        """`cuStreamEndCapture`."""
         capture = self.captures.get(stream)
         if capture is None or capture.origin != stream:
             raise DriverStatusError(Status.CUDA_ERROR_ILLEGAL_STATE)

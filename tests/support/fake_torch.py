@@ -1,4 +1,4 @@
-"""A module that stands in for PyTorch: tensors in a pretended GPU's memory, and its current stream."""
+"""A stand-in for PyTorch: tensors in a pretended GPU's memory, and a current stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.fake_cupy import Array
 
 
 class Tensor:
-    """`torch.Tensor`, over an array of the stand-in for CuPy."""
+    """`torch.Tensor`, a wrapper around an array of CuPy's stand-in."""
 
     is_cuda = True
 

@@ -1,4 +1,5 @@
-"""Calls of cuBLASLt, the driver and NVRTC on a pretended GPU: what was made, what is still open, which one fails."""
+"""Counts the calls of cuBLASLt, the driver and NVRTC on a pretended GPU, counts open objects, and makes one call
+fail."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CLOSED_BY: Final = {
     "cublasLtMatrixTransformDescCreate": "cublasLtMatrixTransformDescDestroy",
     "nvrtcCreateProgram": "nvrtcDestroyProgram",
 }
-"""By the call that opens something, the call that closes it."""
+"""Calls that close an object, by the calls that open it."""
 _CLOSING: Final = frozenset(CLOSED_BY.values())
 _TEXT: Final = "cuGetErrorString"
 
@@ -30,12 +31,12 @@ _TEXT: Final = "cuGetErrorString"
 class LibraryCalls:
     """Counts calls that return a status, and makes one fail. Threads may call at the same time.
 
-    A call that fails does nothing, unless it closes something: the libraries close it all the same, and tell of a
-    failure that came before.
+    A call that fails does nothing, unless it closes an object: the libraries close the object nevertheless, and the
+    status reports an earlier failure.
 
     Attributes:
-        names: of the calls made, in their order.
-        fail_at: index of the call that is to fail; None if none is.
+        names: names of the calls made, in their order.
+        fail_at: index of the call that is to fail; None if no call is.
         failed: the name of the call that failed.
     """
 
@@ -47,16 +48,16 @@ class LibraryCalls:
         self._lock = threading.Lock()
 
     def begin(self, fail_at: int | None = None) -> None:
-        """Counts calls from 0 again. What is open stays so."""
+        """Starts counting calls at 0 again. Open objects stay counted."""
         with self._lock:
             self.names, self.fail_at, self.failed = [], fail_at, None
 
     def counted(self, name: str, run: Callable[..., Any], failure: Any, is_good: Callable[[Any], bool]) -> Any:
-        """A function that is counted.
+        """Wraps a function so that its calls are counted.
 
         Args:
-            failure: what it returns when it fails.
-            is_good: whether a result says that it succeeded.
+            failure: the result of a call that is made to fail.
+            is_good: whether a result reports success.
         """
         if name == _TEXT:
             return run
@@ -74,12 +75,12 @@ class LibraryCalls:
             with self._lock:
                 self._made[name] += succeeded or name in _CLOSING
                 if name in _CLOSING and name in CLOSED_BY and not succeeded:
-                    self._made[CLOSED_BY[name]] += 1  # a capture that does not end well leaves no graph
+                    self._made[CLOSED_BY[name]] += 1  # a capture that fails to end leaves no graph
             return failure if fails else result
 
         return counted
 
     def open(self) -> Counter[str]:
-        """By the call that opened them, how many things are open."""
+        """The number of open objects, by the call that opened them."""
         with self._lock:
             return Counter({name: self._made[name] - self._made[closes] for name, closes in CLOSED_BY.items()})

@@ -1,4 +1,4 @@
-"""The package that is over a pretended GPU: its modules, and calls through it."""
+"""Access to the copy of the package that runs on the pretended GPU: its modules, ranges and driver calls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from tests.support.fake_gpu import FakeGpu
 
 
 def own(name: str) -> Any:
-    """A module of the package, while the pretended GPU is active."""
+    """A module of the package's copy; the pretended GPU is active."""
     return importlib.import_module(f"lt_runtime.{name}")
 
 
 def within(name: str) -> Any:
-    """A range."""
+    """A named range, as a context manager."""
     return own("ranges").range_of(name)
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """A call of the driver."""
+    """Calls a function of the pretended driver."""
     return own("gpu.driver").call(name, *arguments)
 
 
