@@ -34,9 +34,9 @@ _TESTS: Final = ("tests/cpu", "tests/host_kernels")
 _UNRELATED: Final = ("cpu/test_mutants.py", "cpu/test_packaging.py", "cpu/kernels", "host_kernels/test_sanitizers.py")
 """These run no line of the package in their own process, or compile kernels for minutes."""
 _LIMIT_S: Final = 60
-_CHOSEN_S: Final = 20.0
+_CHOSEN_S: Final = 8.0
 """Recorded seconds of the tests that run for one mutant. The fastest are chosen."""
-_CHOSEN: Final = 400
+_CHOSEN: Final = 200
 _TELLING: Final = 4
 """About a quarter of all changes survive; so many in turn do not."""
 

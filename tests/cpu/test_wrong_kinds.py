@@ -1,7 +1,7 @@
 """Every parameter of the public interface is given every wrong kind of value, on NumPy and on the pretended GPU.
 
-`ROWS` states for each function which kinds each of its parameters accepts. A function or a parameter without an entry
-fails.
+`SOUND` gives each function with arguments that it takes. A parameter accepts values of its default's kind, unless
+`ACCEPTED` or `ACCEPTED_BY` says otherwise. A function without an entry fails.
 """
 
 from __future__ import annotations
@@ -90,8 +90,12 @@ class World:
         self.arrays.append(array)
         return array
 
+    @property
+    def device(self) -> str:
+        return "cpu" if self.gpu is None else "cuda"
+
     def model(self) -> Any:
-        model = self.lt.MLP([K, N], device="cpu" if self.gpu is None else "cuda")
+        model = self.lt.MLP([K, N], device=self.device)
         self.arrays += [array for each in model.parameters() for array in (each.data, each.grad)]
         return model
 
@@ -116,121 +120,63 @@ class World:
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A function of the interface.
-
-    Attributes:
-        make: gives it with sound arguments.
-        accepts: the kinds that each parameter accepts.
-        aliases: what errors call a parameter, if not by its name.
-        gpu_only: whether it needs a GPU.
-    """
-
-    make: Callable[[World], Call]
-    accepts: Mapping[str, str]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    gpu_only: bool = False
+def operands(world: World, *shapes: tuple[int, ...], names: str) -> dict[str, Any]:
+    return {name: world.ones(*shape) for name, shape in zip(names.split(), shapes, strict=True)}
 
 
 def linear_fwd(world: World) -> Call:
-    lt, ones = world.lt, world.ones
-    operands = {"x": ones(M, K), "w": ones(N, K), "bias": ones(N), "out": ones(M, N), "out_z": ones(M, N)}
-    return lt.linear_fwd, {**operands, "activation": "leaky_relu", "dropout": 0.5, "rng": lt.Philox()}
-
-
-def linear(world: World) -> Call:
-    ones = world.ones
-    operands = {"x": ones(M, K), "w": ones(N, K), "bias": ones(N), "out": ones(M, N)}
-    return world.lt.linear, {**operands, "activation": "leaky_relu"}
+    lt, shapes = world.lt, ((M, K), (N, K), (N,), (M, N), (M, N))
+    arrays = operands(world, *shapes, names="x w bias out out_z")
+    return lt.linear_fwd, {**arrays, "activation": "leaky_relu", "dropout": 0.5, "rng": lt.Philox()}
 
 
 def linear_bwd(world: World) -> Call:
-    lt, ones, above = world.lt, world.ones, world.context()
-    _, below = lt.linear_fwd(ones(M, N), ones(K, N), ones(K), activation="gelu", out=above.x)
-    outputs = {"out_dx": ones(M, K), "out_dw": ones(N, K), "out_db": ones(N), "out_dz": ones(M, N)}
-    return lt.linear_bwd, {"dy": ones(M, N), "ctx": above, "through": below, **outputs, "out_db_below": ones(K)}
+    lt, above = world.lt, world.context()
+    _, below = lt.linear_fwd(world.ones(M, N), world.ones(K, N), world.ones(K), activation="gelu", out=above.x)
+    shapes = ((M, N), (M, K), (N, K), (N,), (M, N), (K,))
+    arrays = operands(world, *shapes, names="dy out_dx out_dw out_db out_dz out_db_below")
+    return lt.linear_bwd, {**arrays, "ctx": above, "through": below}
 
 
 def matmul(world: World) -> Call:
-    ones = world.ones
-    options = {"epilogue": "gelu_aux_bias", "bias": ones(N), "aux": ones(M, N), "out": ones(M, N), "beta": 1.0}
-    return world.lt.matmul, {"a": ones(M, K), "b": ones(K, N), "c": ones(M, N), **options}
+    arrays = operands(world, (M, K), (K, N), (M, N), (N,), (M, N), (M, N), names="a b c bias aux out")
+    return world.lt.matmul, {**arrays, "epilogue": "gelu_aux_bias", "beta": 1.0}
 
 
-def operand_sums(world: World) -> Call:
-    ones = world.ones
-    return world.lt.matmul, {"a": ones(M, K), "b": ones(K, N), "epilogue": "bgradb", "bias_gradient": ones(N)}
+def loss(name: str, *names: str, labels: Any = np.float32, **more: tuple[int, ...]) -> Callable[[World], Call]:
+    def make(world: World) -> Call:
+        target = world.ones(M, dtype=labels) if labels is np.int32 else world.ones(M, N)
+        given = {
+            names[0]: world.ones(M, N),
+            names[1]: target,
+            "out_gradient": world.ones(M, N),
+            "out_loss": world.ones(),
+        }
+        return getattr(world.lt, name), given | {each: world.ones(*shape) for each, shape in more.items()}
+
+    return make
 
 
-def mse_loss(world: World) -> Call:
-    ones = world.ones
-    buffers = {"out_gradient": ones(M, N), "out_loss": ones()}
-    return world.lt.mse_loss, {"prediction": ones(M, N), "target": ones(M, N), **buffers}
+def raw(name: str, shapes: Mapping[str, tuple[int, ...]], **flags: bool) -> Callable[[World], Call]:
+    def make(world: World) -> Call:
+        addresses = {name: world.ones(*shape).data.ptr for name, shape in shapes.items()}
+        sizes = {"m": M, "k": K, "n": N, "trans_a": False, "trans_b": False, "with_bias": True}
+        return getattr(world.lt.raw, name), {**addresses, **sizes, **flags, "act": "gelu", "leaky_slope": 0.5}
 
-
-def cross_entropy(world: World) -> Call:
-    ones = world.ones
-    buffers = {"out_gradient": ones(M, N), "out_loss": ones()}
-    return world.lt.cross_entropy, {"logits": ones(M, N), "labels": ones(M, dtype=np.int32), **buffers}
-
-
-def huber_loss(world: World) -> Call:
-    return world.lt.huber_loss, mse_loss(world)[1]
-
-
-def bce_with_logits(world: World) -> Call:
-    ones = world.ones
-    operands = {"logits": ones(M, N), "targets": ones(M, N), "pos_weight": ones(N)}
-    return world.lt.bce_with_logits, {**operands, "out_gradient": ones(M, N), "out_loss": ones()}
-
-
-def dropout(world: World) -> Call:
-    return world.lt.dropout, {"x": world.ones(M, N), "p": 0.5, "rng": world.lt.Philox(), "out": world.ones(M, N)}
-
-
-def forward_raw(world: World) -> Call:
-    arrays = {"A": (M, K), "B": (K, N), "bias": (N,), "Y": (M, N), "Z": (M, N)}
-    addresses = {name: world.ones(*shape).data.ptr for name, shape in arrays.items()}
-    flags = {"trans_a": False, "trans_b": False, "with_bias": True, "save_z": True}
-    return world.lt.raw.forward_raw, {**addresses, "m": M, "k": K, "n": N, **flags, "act": "gelu", "leaky_slope": 0.5}
-
-
-def backward_raw(world: World) -> Call:
-    arrays = {"A": (M, K), "B": (K, N), "C": (M, N), "gY": (M, N), "Z": (M, N), "gA": (M, K), "gB": (K, N)}
-    arrays |= {"gC": (M, N), "gBias": (N,)}
-    addresses = {name: world.ones(*shape).data.ptr for name, shape in arrays.items()}
-    flags = {"trans_a": False, "trans_b": False, "with_bias": True}
-    return world.lt.raw.backward_raw, {**addresses, "m": M, "k": K, "n": N, **flags, "act": "gelu", "leaky_slope": 0.5}
-
-
-def bound(world: World) -> Call:
-    buffers = {"x": world.ones(M, K), "w": world.ones(N, K), "out": world.ones(M, N)}
-    return world.lt.bind, {"operation": world.lt.linear, **buffers}
+    return make
 
 
 def parameter(world: World) -> Call:
-    data, grad, master = (world.ones(4, dtype=np.float16), world.ones(4), world.ones(4))
-
     def make(**fields: Any) -> Any:
         return world.lt.AdamW([world.lt.Parameter(**fields)])
 
-    return make, {"data": data, "grad": grad, "master": master, "name": "p"}
+    half = world.ones(4, dtype=np.float16)
+    return make, {"data": half, "grad": world.ones(4), "master": world.ones(4), "name": "p"}
 
 
 def assigned(world: World) -> Call:
-    tensor = world.lt.Parameter(world.ones(4, dtype=np.float16), world.ones(4), world.ones(4), name="p")
-    return tensor.assign, {"values": np.zeros(4)}
-
-
-def loaded_state(world: World) -> Call:
-    model = world.model()
-    return model.load_state_dict, {"state": model.state_dict()}
-
-
-def model(world: World) -> Call:
-    device = "cpu" if world.gpu is None else "cuda"
-    return world.lt.MLP, {"dims": [K, N, N], "device": device, "dtype": "bfloat16"}
+    half = world.ones(4, dtype=np.float16)
+    return world.lt.Parameter(half, world.ones(4), world.ones(4), name="p").assign, {"values": np.zeros(4)}
 
 
 def model_forward(world: World) -> Call:
@@ -243,20 +189,6 @@ def model_backward(world: World) -> Call:
     model = world.model()
     _, contexts = model.forward(world.ones(M, K))
     return model.backward, {"dy": world.ones(M, N), "contexts": contexts}
-
-
-def evaluation(world: World) -> Call:
-    batches = [(world.ones(M, K), world.ones(M, dtype=np.int32))]
-    return world.lt.evaluate, {"model": world.model(), "batches": batches}
-
-
-def train_step(world: World) -> Call:
-    model, optimizer = world.trained()
-    return world.lt.TrainStep, {"model": model, "optimizer": optimizer}
-
-
-def made_step(world: World, **options: Any) -> Any:
-    return world.lt.TrainStep(*world.trained(), **options)
 
 
 def averages(world: World) -> Any:
@@ -275,20 +207,15 @@ def setter(target: Any) -> Callable[..., None]:
     return put
 
 
-def one_step(world: World) -> Call:
-    return made_step(world), {"x": world.ones(M, K), "target": world.ones(M, dtype=np.int32)}
+def batch(world: World) -> dict[str, Any]:
+    return {"x": world.ones(M, K), "target": world.ones(M, dtype=np.int32)}
 
 
-def one_step_in_parts(world: World) -> Call:
-    return made_step(world, accumulate=2), {"x": world.ones(M, K), "target": world.ones(M, dtype=np.int32)}
-
-
-def checkpoint(name: str) -> Callable[[World], Call]:
-    def make(world: World) -> Call:
-        model, optimizer = world.trained()
-        return getattr(world.lt, name), {"path": "/nowhere/at/all", "model": model, "optimizer": optimizer}
-
-    return make
+def with_trained(name: str, **more: Any) -> Callable[[World], Call]:
+    return lambda world: (
+        getattr(world.lt, name),
+        {**dict(zip(("model", "optimizer"), world.trained(), strict=True)), **more},
+    )
 
 
 def tuning(world: World) -> Call:
@@ -299,11 +226,7 @@ def tuning(world: World) -> Call:
     return enter, {"effort": "default"}
 
 
-def asked_of(name: str) -> Callable[[World], Call]:
-    return lambda world: (getattr(world.lt, name), {"dims": [K, N, N], "rows": M, "activation": "relu"})
-
-
-def plain(path: str, **arguments: Any) -> Callable[[World], Call]:
+def plain(path: str, /, **arguments: Any) -> Callable[[World], Call]:
     """A function that needs no arrays."""
 
     def make(world: World) -> Call:
@@ -315,171 +238,134 @@ def plain(path: str, **arguments: Any) -> Callable[[World], Call]:
     return make
 
 
-STREAM = "none"
-OPTIONS = {"activation": "", "negative_slope": "float", "compute": "", "propagate_nan": "true"}
-FLAG, NUMBER = "true", "float"
-LAYERS = {
-    "dims": "", "rows": "", "activation": "none", "output_activation": "none", "dtype": "", "compute": "",
-    "dropout": "", "bias": FLAG, "input_gradient": "none true",
-}  # fmt: skip
-LAYER_ALIASES = {"dtype": "the chain"}
-RAW = {
-    **dict.fromkeys(("m", "k", "n", "act"), ""), **dict.fromkeys(("trans_a", "trans_b", "with_bias"), FLAG),
-    "leaky_slope": NUMBER, "stream": STREAM,
-}  # fmt: skip
-CHECKPOINT = {"path": "text", "model": "", "optimizer": ""}
-LOSS = {
-    "row_weights": "none",
-    "grad_scale": "none float nan",
-    "share": "",
-    "out_gradient": "none",
-    "out_loss": "none",
-    "stream": STREAM,
+LAYERS: Final = {"dims": [K, N, N], "rows": M, "activation": "relu"}
+FORWARD_RAW: Final = {"A": (M, K), "B": (K, N), "bias": (N,), "Y": (M, N), "Z": (M, N)}
+BACKWARD_RAW: Final = {
+    "A": (M, K),
+    "B": (K, N),
+    "C": (M, N),
+    "gY": (M, N),
+    "Z": (M, N),
+    "gA": (M, K),
+    "gB": (K, N),
+    "gC": (M, N),
+    "gBias": (N,),
 }
 
-ROWS: Final[Mapping[str, Row]] = {
-    "linear_fwd": Row(
-        linear_fwd,
-        {"x": "", "w": "", "bias": "none", **OPTIONS, "dropout": "", "rng": "", "out": "none", "out_z": "none"}
-        | {"stream": STREAM},
+SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
+    "linear_fwd": linear_fwd,
+    "linear": lambda w: (
+        w.lt.linear,
+        operands(w, (M, K), (N, K), (N,), (M, N), names="x w bias out") | {"activation": "leaky_relu"},
     ),
-    "linear": Row(linear, {"x": "", "w": "", "bias": "none", **OPTIONS, "out": "none", "stream": STREAM}),
-    "linear_bwd": Row(
-        linear_bwd,
-        {"dy": "", "ctx": "", "through": "none", "stream": STREAM}
-        | dict.fromkeys(("need_dx", "need_dw", "need_db", "need_db_below", "before_activation", "require_same"), FLAG)
-        | {"accumulate": FLAG}
-        | dict.fromkeys(("out_dx", "out_dw", "out_db", "out_dz", "out_db_below"), "none"),
+    "linear_bwd": linear_bwd,
+    "matmul": matmul,
+    "matmul of operand sums": lambda w: (
+        w.lt.matmul,
+        operands(w, (M, K), (K, N), (N,), names="a b bias_gradient") | {"epilogue": "bgradb"},
     ),
-    "matmul": Row(
-        matmul,
-        {"a": "", "b": "", "c": "none", "alpha": "float nan", "beta": "none float nan", "epilogue": "", "bias": ""}
-        | {"aux": "", "dtype": "none", "compute": "", "out": "none", "stream": STREAM, "bias_gradient": "none array"},
+    "mse_loss": loss("mse_loss", "prediction", "target"),
+    "huber_loss": loss("huber_loss", "prediction", "target"),
+    "bce_with_logits": loss("bce_with_logits", "logits", "targets", pos_weight=(N,)),
+    "cross_entropy": loss("cross_entropy", "logits", "labels", labels=np.int32),
+    "dropout": lambda w: (w.lt.dropout, {"x": w.ones(M, N), "p": 0.5, "rng": w.lt.Philox(), "out": w.ones(M, N)}),
+    "bind": lambda w: (w.lt.bind, {"operation": w.lt.linear, **operands(w, (M, K), (N, K), (M, N), names="x w out")}),
+    "contiguous": plain("contiguous"),
+    "Parameter": parameter,
+    "Parameter.assign": assigned,
+    "Parameter set": lambda w: (setter(w.model().parameters()[0]), {}),
+    "AdamW": lambda w: (w.lt.AdamW, {"parameters": w.model().parameters()}),
+    "AdamW set": lambda w: (setter(w.trained()[1]), {}),
+    "AdamW.apply_settings": lambda w: (w.trained()[1].apply_settings, {}),
+    "AdamW.check_arrays": lambda w: (w.trained()[1].check_arrays, {}),
+    "AdamW.step": lambda w: (w.trained()[1].step, {}),
+    "MLP": lambda w: (w.lt.MLP, {"dims": [K, N, N], "device": w.device, "dtype": "bfloat16"}),
+    "MLP.parameters": lambda w: (w.model().parameters, {}),
+    "MLP.state_dict": lambda w: (w.model().state_dict, {}),
+    "MLP.load_state_dict": lambda w: ((model := w.model()).load_state_dict, {"state": model.state_dict()}),
+    "MLP.__call__": lambda w: (w.model(), {"x": w.ones(M, K)}),
+    "MLP.forward": model_forward,
+    "MLP.backward": model_backward,
+    "TrainStep": with_trained("TrainStep"),
+    "TrainStep.__call__": lambda w: (w.lt.TrainStep(*w.trained()), batch(w)),
+    "TrainStep.__call__ in parts": lambda w: (w.lt.TrainStep(*w.trained(), accumulate=2), batch(w)),
+    "TrainStep.metrics": lambda w: (w.lt.TrainStep(*w.trained()).metrics, {}),
+    "EMA": lambda w: (w.lt.EMA, {"model": w.model()}),
+    "EMA.update": lambda w: (averages(w).update, {}),
+    "EMA.copy_to": lambda w: (averages(w).copy_to, {}),
+    "EMA.check_arrays": lambda w: (averages(w).check_arrays, {}),
+    "evaluate": lambda w: (
+        w.lt.evaluate,
+        {"model": w.model(), "batches": [(w.ones(M, K), w.ones(M, dtype=np.int32))]},
     ),
-    "matmul of operand sums": Row(operand_sums, {"bias_gradient": ""}),
-    "mse_loss": Row(mse_loss, {"prediction": "", "target": "", **LOSS}),
-    "huber_loss": Row(huber_loss, {"prediction": "", "target": "", "delta": "float", **LOSS}),
-    "bce_with_logits": Row(bce_with_logits, {"logits": "", "targets": "", "pos_weight": "none", **LOSS}),
-    "cross_entropy": Row(
-        cross_entropy,
-        {"logits": "", "labels": "", **LOSS, "label_smoothing": "", "ignore_index": "none", "class_weights": "none"},
-    ),
-    "dropout": Row(
-        dropout, {"x": "", "p": "", "rng": "", "out": "none", "stream": STREAM}, {"p": "dropout probability"}
-    ),
-    "bind": Row(bound, {"operation": "", "stream": STREAM}),
-    "contiguous": Row(plain("contiguous"), {"array": "array tensor"}),
-    "Parameter": Row(
-        parameter,
-        {"data": "", "grad": "", "master": "none", "name": "text", "lr_scale": "float", "weight_decay": "none float"},
-    ),
-    "Parameter.assign": Row(assigned, {"values": ""}),
-    "AdamW": Row(
-        lambda world: (world.lt.AdamW, {"parameters": world.model().parameters()}),
-        {"parameters": "", "lr": NUMBER, "betas": "", "eps": NUMBER, "weight_decay": NUMBER, "schedule": "none"}
-        | {"amsgrad": FLAG, "max_norm": "none float", "skip_nonfinite": FLAG, "scaler": "none", "moments": ""}
-        | {"stochastic_rounding": FLAG, "seed": ""},
-    ),
-    "AdamW set": Row(
-        lambda world: (setter(world.trained()[1]), {}),
-        {"lr": NUMBER, "weight_decay": NUMBER, "schedule": "none"},
-    ),
-    "Parameter set": Row(
-        lambda world: (setter(world.model().parameters()[0]), {}),
-        {"name": "text", "lr_scale": "float", "weight_decay": "none float"},
-    ),
-    "AdamW.apply_settings": Row(lambda world: (world.trained()[1].apply_settings, {}), {"stream": STREAM}),
-    "AdamW.check_arrays": Row(lambda world: (world.trained()[1].check_arrays, {}), {}),
-    "AdamW.step": Row(lambda world: (world.trained()[1].step, {}), {"stream": STREAM}),
-    "MLP": Row(
-        model,
-        {"dims": "", "activation": "", "dtype": "", "dropout": "", "seed": "", "device": "", "compute": ""}
-        | {"master_weights": FLAG, "bias": FLAG, "output_activation": "none"},
-        {"dtype": "the model"},
-    ),
-    "MLP.parameters": Row(lambda world: (world.model().parameters, {}), {}),
-    "MLP.state_dict": Row(lambda world: (world.model().state_dict, {}), {"names": "none dict"}),
-    "MLP.load_state_dict": Row(loaded_state, {"state": "", "strict": FLAG, "names": "none dict"}),
-    "MLP.__call__": Row(lambda world: (world.model(), {"x": world.ones(M, K)}), {"x": "", "stream": STREAM}),
-    "MLP.forward": Row(
-        model_forward,
-        {"x": "", "step": "", "micro_batch": "", "copy_step": FLAG, "stream": STREAM},
-        {"micro_batch": "micro_batch|layer"},
-    ),
-    "MLP.backward": Row(
-        model_backward,
-        {"dy": "", "contexts": "", "accumulate": FLAG, "need_dx": FLAG, "stream": STREAM},
-        {"contexts": "contexts|ctx"},
-    ),
-    "TrainStep": Row(
-        train_step,
-        {"model": "", "optimizer": "", "loss": "", "loss_options": "none dict", "batch_size": "none huge"}
-        | {"graph": FLAG, "accumulate": "huge", "ema": "none", "tune": f"none {FLAG}"},
-    ),
-    "EMA": Row(lambda world: (world.lt.EMA, {"model": world.model()}), {"model": "", "decay": ""}),
-    "EMA.update": Row(lambda world: (averages(world).update, {}), {"stream": STREAM}),
-    "EMA.copy_to": Row(lambda world: (averages(world).copy_to, {}), {"model": ""}),
-    "EMA.check_arrays": Row(lambda world: (averages(world).check_arrays, {}), {}),
-    "TrainStep.__call__": Row(
-        one_step, {"x": "", "target": "", "row_weights": "none", "stream": STREAM}, {"target": "target|labels"}
-    ),
-    "TrainStep.__call__ in parts": Row(one_step_in_parts, {"x": "", "target": ""}, {"target": "target|labels"}),
-    "TrainStep.metrics": Row(lambda world: (made_step(world).metrics, {}), {"stream": STREAM}),
-    "evaluate": Row(
-        evaluation, {"model": "", "batches": "dict", "loss": "", "loss_options": "none dict", "stream": STREAM}
-    ),
-    "save_checkpoint": Row(checkpoint("save_checkpoint"), CHECKPOINT),
-    "load_checkpoint": Row(checkpoint("load_checkpoint"), {**CHECKPOINT, "optimizer": "none", "changed": ""}),
-    "save_model": Row(
-        lambda world: (world.lt.save_model, {"path": "/nowhere/at/all", "model": world.model()}),
-        {"path": "text", "model": ""},
-    ),
-    "load_model": Row(lambda world: (world.lt.load_model, {"path": "/nowhere/at/all"}), {"path": "text", "device": ""}),
-    "prefetch": Row(
-        lambda world: (world.lt.prefetch, {"iterable": [], "device": "cpu" if world.gpu is None else "cuda"}),
-        {"iterable": "text list dict array", "depth": "", "device": "", "stream": STREAM},
-    ),
-    "tune": Row(
-        asked_of("tune"), {**LAYERS, "effort": "", "device": "none", "progress": FLAG}, LAYER_ALIASES, gpu_only=True
-    ),
-    "explain": Row(asked_of("explain"), {**LAYERS, "device": "none"}, LAYER_ALIASES, gpu_only=True),
-    "tuning": Row(tuning, {"effort": ""}),
-    "Activation": Row(
-        plain("Activation", name="leaky_relu"), {"name": "", "negative_slope": NUMBER}, {"name": "activation"}
-    ),
-    "Activation.of": Row(plain("Activation.of", activation="leaky_relu"), {"activation": "", "negative_slope": NUMBER}),
-    "Epilogue": Row(plain("Epilogue"), {"value": "huge array"}, {"value": "epilogue"}),
-    "Philox": Row(plain("Philox"), {"seed": "", "layer": "", "step": "array tensor"}),
-    "Schedule": Row(
-        plain("Schedule", decay="linear", total_steps=5),
-        {"decay": "", "warmup_steps": "", "total_steps": "", "final_factor": ""},
-    ),
-    "GradScaler": Row(
-        plain("GradScaler"),
-        {"init_scale": NUMBER, "growth_factor": NUMBER, "backoff_factor": "", "growth_interval": ""},
-    ),
-    "schedules.constant": Row(plain("schedules.constant"), {}),
-    "schedules.warmup": Row(plain("schedules.warmup"), {"warmup_steps": ""}),
-    **{
-        f"schedules.{name}": Row(
-            plain(f"schedules.{name}", warmup_steps=1, total_steps=5),
-            {"warmup_steps": "", "total_steps": "", "final_factor": ""},
-        )
-        for name in ("warmup_linear", "warmup_cosine")
-    },
-    "raw.forward_raw": Row(
-        forward_raw,
-        {**RAW, "save_z": FLAG, **dict.fromkeys(("A", "B", "bias", "Y", "Z"), "")},
-        {"leaky_slope": "leaky_slope|negative_slope"},
-        gpu_only=True,
-    ),
-    "raw.backward_raw": Row(
-        backward_raw,
-        {**RAW, **dict.fromkeys(("A", "B", "C", "gY", "Z", "gA", "gB", "gC", "gBias"), "")},
-        {"leaky_slope": "leaky_slope|negative_slope"},
-        gpu_only=True,
-    ),
+    "save_checkpoint": with_trained("save_checkpoint", path="/nowhere/at/all"),
+    "load_checkpoint": with_trained("load_checkpoint", path="/nowhere/at/all"),
+    "save_model": lambda w: (w.lt.save_model, {"path": "/nowhere/at/all", "model": w.model()}),
+    "load_model": plain("load_model", path="/nowhere/at/all"),
+    "prefetch": lambda w: (w.lt.prefetch, {"iterable": [], "device": w.device}),
+    "tune": plain("tune", **LAYERS),
+    "explain": plain("explain", **LAYERS),
+    "tuning": tuning,
+    "Activation": plain("Activation", name="leaky_relu"),
+    "Activation.of": plain("Activation.of", activation="leaky_relu"),
+    "Epilogue": plain("Epilogue"),
+    "Philox": plain("Philox"),
+    "Schedule": plain("Schedule", decay="linear", total_steps=5),
+    "GradScaler": plain("GradScaler"),
+    "schedules.constant": plain("schedules.constant"),
+    "schedules.warmup": plain("schedules.warmup"),
+    "schedules.warmup_linear": plain("schedules.warmup_linear", warmup_steps=1, total_steps=5),
+    "schedules.warmup_cosine": plain("schedules.warmup_cosine", warmup_steps=1, total_steps=5),
+    "raw.forward_raw": raw("forward_raw", FORWARD_RAW, save_z=True),
+    "raw.backward_raw": raw("backward_raw", BACKWARD_RAW),
 }
+GPU_ONLY: Final = ("tune", "explain", "raw.forward_raw", "raw.backward_raw")
+
+ACCEPTED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("dropout", "rng", "share", "final_factor", "rows", "backoff_factor"), ""),
+    **dict.fromkeys(("loss_options", "names"), "none dict"),
+    **dict.fromkeys(("trans_a", "trans_b", "with_bias", "save_z"), "true"),
+    "grad_scale": "none float nan",
+    "path": "text",
+    "leaky_slope": "float",
+    "max_norm": "none float",
+    "input_gradient": "none true",
+    "tune": "none true",
+}
+"""Kinds that a parameter of a name accepts."""
+ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
+    "matmul": {"alpha": "float nan", "beta": "none float nan", "bias": "", "aux": "", "bias_gradient": "none array"},
+    "matmul of operand sums": {"bias_gradient": ""},
+    "cross_entropy": {"label_smoothing": "", "ignore_index": "none"},
+    "contiguous": {"array": "array tensor"},
+    "Parameter": {"name": "text", "weight_decay": "none float"},
+    "Parameter set": {"name": "text", "lr_scale": "float", "weight_decay": "none float"},
+    "AdamW set": {"lr": "float", "weight_decay": "float", "schedule": "none"},
+    "MLP.forward": {"step": ""},
+    "TrainStep": {"batch_size": "none huge", "accumulate": "huge"},
+    "TrainStep.__call__ in parts": {"x": "", "target": ""},
+    "EMA": {"decay": ""},
+    "evaluate": {"batches": "dict"},
+    "prefetch": {"iterable": "text list dict array"},
+    "Epilogue": {"value": "huge array"},
+    "Philox": {"step": "array tensor"},
+}
+"""Kinds that a function's parameters accept. Of a function with a space in its name only these are tried."""
+SHOWN_AS: Final[Mapping[str, Mapping[str, str]]] = {
+    "dropout": {"p": "dropout probability"},
+    "MLP": {"dtype": "the model"},
+    "MLP.forward": {"micro_batch": "micro_batch|layer"},
+    "MLP.backward": {"contexts": "contexts|ctx"},
+    "TrainStep.__call__": {"target": "target|labels"},
+    "TrainStep.__call__ in parts": {"target": "target|labels"},
+    "tune": {"dtype": "the chain"},
+    "explain": {"dtype": "the chain"},
+    "Activation": {"name": "activation"},
+    "Epilogue": {"value": "epilogue"},
+    "raw.forward_raw": {"leaky_slope": "leaky_slope|negative_slope"},
+    "raw.backward_raw": {"leaky_slope": "leaky_slope|negative_slope"},
+}
+"""Names of parameters in errors, where they are not their own."""
 
 ELSEWHERE: Final = {
     "cublaslt": "bindings, which have checks and tests of their own",
@@ -514,19 +400,25 @@ def public(lt: ModuleType) -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{method}", getattr(value, method)
 
 
-def test_every_parameter_has_an_entry() -> None:
-    found = {name: value for name, value in public(lt_runtime) if name not in ELSEWHERE}
-    assert found.keys() == {name for name in ROWS if " " not in name}
-    for name, function in found.items():
-        if name == "Epilogue":  # an enumeration's signature is that of making one
-            continue
-        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        parameters = inspect.signature(function).parameters.items()
-        asked = {each for each, parameter in parameters if parameter.kind not in kinds and each != "self"}
-        assert asked == set(ROWS[name].accepts), name
+def accepted_of(name: str) -> dict[str, str]:
+    """The kinds that each parameter of a function accepts."""
+    special = ACCEPTED_BY.get(name, {})
+    if " " in name or name == "Epilogue":  # an enumeration's signature is that of making one
+        return dict(special)
+    found = {}
+    for each, parameter in inspect.signature(PUBLIC[name]).parameters.items():
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and each != "self":
+            by_default = {type(None): "none", bool: "true", float: "float"}.get(type(parameter.default), "")
+            found[each] = special.get(each, ACCEPTED.get(each, by_default))
+    return found
 
 
-CASES = [(name, parameter) for name, row in ROWS.items() for parameter in row.accepts]
+PUBLIC: Final = {name: value for name, value in public(lt_runtime) if name not in ELSEWHERE}
+CASES: Final = [(name, parameter) for name in SOUND for parameter in accepted_of(name)]
+
+
+def test_every_function_has_an_entry() -> None:
+    assert PUBLIC.keys() == {name for name in SOUND if " " not in name}
 
 
 @pytest.fixture
@@ -536,7 +428,7 @@ def _torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_torch")
-@pytest.mark.parametrize(("name", "parameter"), [case for case in CASES if not ROWS[case[0]].gpu_only])
+@pytest.mark.parametrize(("name", "parameter"), [case for case in CASES if case[0] not in GPU_ONLY])
 def test_on_numpy_arrays(name: str, parameter: str) -> None:
     _check(World(lt_runtime, lambda array: array), name, parameter)
 
@@ -548,15 +440,13 @@ def test_on_the_pretended_gpu(gpu: FakeGpu, name: str, parameter: str, monkeypat
 
 
 def _check(world: World, name: str, parameter: str) -> None:
-    row = ROWS[name]
-    function, sound = row.make(world)
+    function, sound = SOUND[name](world)
+    accepted, shown_as = accepted_of(name)[parameter].split(), SHOWN_AS.get(name, {}).get(parameter, parameter)
     before, complaints = world.values(), []
     for kind, value in {**KINDS, "array": world.place(KINDS["array"])}.items():
-        if kind in row.accepts[parameter].split():
+        if kind in accepted:
             continue
-        complaint = _complaint(
-            world, function, {**sound, parameter: value}, row.aliases.get(parameter, parameter), kind
-        )
+        complaint = _complaint(world, function, {**sound, parameter: value}, shown_as, kind)
         if complaint:
             complaints.append(f"{kind}: {complaint}")
         if world.values() != before:
