@@ -1,4 +1,4 @@
-"""What a model is worth on batches that it is not trained on."""
+"""Loss and accuracy of a model on batches, without training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lt_runtime.training.body import IGNORE_INDEX
 from lt_runtime.training.losses import LossName, OwnFunction, step_loss
 from lt_runtime.training.mlp import MLP
 from lt_runtime.training.step import Metrics
-from lt_runtime.training.tally import GpuTallies, HostTally, Scores, Totals
+from lt_runtime.training.tally import GpuTally, HostTally, Scores, Tally, Totals
 
 
 def evaluate(
@@ -27,7 +27,7 @@ def evaluate(
 ) -> Metrics:
     """Means over all rows of some batches, without dropout and without an update.
 
-    Batches may have any sizes: nothing is captured for them. A GPU is waited for once, at the end.
+    Batches may have any sizes: nothing is captured for them. The host waits for a GPU only at the end.
 
     Args:
         model: an `MLP`.
@@ -51,7 +51,7 @@ def evaluate(
     device = model.device.ordinal
     if stream is not None:
         stream = stream_handle(stream, HOST if device is None else device)
-    totals, sizes, tallies = list[Totals](), list[int](), None
+    tallies, sizes = list[Tally](), list[int]()
     for x, target in _pairs(batches):
         device_of("x", x)  # refuses what is no array
         if device is not None and stream is None:
@@ -60,15 +60,10 @@ def evaluate(
         reuse = not measured.classifies
         value = measured.compute(outputs, target, None, scale=None, share=1.0, reuse=reuse, stream=stream).loss
         scores = Scores(outputs, target, IGNORE_INDEX) if measured.classifies else None
+        tallies.append(HostTally() if device is None else GpuTally(device, stream))
+        tallies[-1].add(value, scores, 1.0, first=True, stream=stream)
         sizes.append(int(outputs.shape[0]))
-        if device is None:
-            tally = HostTally()
-            tally.add(value, scores, 1.0, first=True, stream=None)
-            totals.append(tally.read(None))
-        else:
-            tallies = tallies or GpuTallies(device, stream)
-            tallies.add(value, scores)
-    return _means(totals if tallies is None else tallies.read(), sizes, measured.classifies)
+    return _means([each.read(stream) for each in tallies], sizes, measured.classifies)
 
 
 def _pairs(batches: Any) -> Iterator[tuple[Any, Any]]:
@@ -83,15 +78,15 @@ def _pairs(batches: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _means(totals: list[Totals], sizes: list[int], classifies: bool) -> Metrics:
-    """The means over the rows that count: of a loss without classes all of them.
+    """Means over the rows that count, which are all rows for a loss without classes.
 
     Args:
-        totals: of each batch alone, whose loss is the mean over its rows that count.
-        sizes: the rows of each batch.
+        totals: of each batch; its loss is the mean over the batch's rows that count.
+        sizes: the number of rows of each batch.
     """
     counts = [each.rows for each in totals] if classifies else sizes
     rows = sum(counts)
-    # The loss of no rows is NaN, and counts for nothing.
+    # A batch without a row that counts has the loss NaN; it is left out of the sum.
     whole = sum(count * each.loss for count, each in zip(counts, totals, strict=True) if count)
     accuracy = sum(each.correct for each in totals) / rows if rows else math.nan
     return Metrics(len(totals), whole / rows if rows else math.nan, accuracy if classifies else None)
