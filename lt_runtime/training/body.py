@@ -1,4 +1,4 @@
-"""What a training step does, on the host as on a GPU: forward, loss, backward, and the optimizer's update."""
+"""The operations of a training step, on the host and on a GPU: forward, loss, backward, the optimizer's update."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ IGNORE_INDEX: Final = -100
 
 
 def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[Chain]:
-    """What a model's layers are asked for by a training step.
+    """The problems of a model's layers in a training step, for the tuner.
 
     Args:
         rows: of a micro-batch.
-        accumulates: whether there are several, of which all but the first add to the gradients.
+        accumulates: whether a step has several micro-batches, of which all but the first add to the gradients.
     """
-    from lt_runtime.tuner.chain import Chain  # where nothing is to be measured, nobody needs it
+    from lt_runtime.tuner.chain import Chain  # imported here, because only tuning needs it
 
     chain = Chain.of_mlp(
         rows,
@@ -43,24 +43,24 @@ def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[Chain]:
 
 
 class StepBody:
-    """The operations of one step, one after the other.
+    """The operations of one step, in their order.
 
     Args:
-        ema: averages that follow the parameters.
+        ema: the averages to update after the optimizer; None for none.
     """
 
     def __init__(self, model: MLP, optimizer: AdamW, loss: StepLoss, ema: EMA | None = None) -> None:
         self.model, self.optimizer, self.loss, self.ema = model, optimizer, loss, ema
 
     def run(self, parts: Sequence[tuple[Any, ...]], tally: Tally, stream: Any, *, updates: bool = True) -> None:
-        """Puts a step on a stream.
+        """Runs a step.
 
         Args:
-            parts: inputs, targets and, if there are any, row weights of each micro-batch. All have the same size; the
-                gradients are those of the mean over all of them.
-            tally: the losses are added to it.
+            parts: inputs, targets and, if there are any, row weights of each micro-batch. All micro-batches have the
+                same size; the gradients are those of the mean over all of them.
+            tally: receives the losses.
             stream: a handle on a GPU, None on the host.
-            updates: whether the optimizer makes its step, and the averages follow.
+            updates: whether the optimizer and the averages are updated.
         """
         for i, part in enumerate(parts):
             self._run_part(part, i, 1.0 / len(parts), tally, stream)
@@ -100,11 +100,11 @@ class StepBody:
                 outputs, target, row_weights, scale=scale, share=share, reuse=reuse, stream=stream
             )
         scores = Scores(outputs, target, IGNORE_INDEX) if self.loss.classifies else None
-        del outputs  # From here on each array is let go after its last reader, so that later arrays have its memory.
+        del outputs  # From here on, each array is freed after its last use, so that later arrays get its memory.
         device = self.model.device.ordinal
-        # Nothing else in the step waits for the tally, so that on a GPU a stream beside adds to it.
-        beside = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
-        with beside as memory:
+        # No later operation of the step reads the tally: on a GPU it is updated on a second stream, concurrently.
+        concurrent = contextlib.nullcontext() if device is None else branch(stream_memory(device, stream))
+        with concurrent as memory:
             with range_of("loss"):
                 tally.add(loss, scores, share, first=index == 0, stream=memory and memory.stream)
             with range_of("backward"):
@@ -119,5 +119,5 @@ class StepBody:
                         contexts[-1].y = None  # no later work reads it: other arrays may take its memory
 
     def _only_loss_reads(self, outputs: Any, contexts: Sequence[Any]) -> bool:
-        """Whether nothing but the loss reads the outputs: no tally of classes, no derivative of the last layer."""
+        """Whether only the loss reads the outputs: neither a tally of classes nor the last layer's derivative does."""
         return not self.loss.classifies and not (contexts and contexts[-1].saved is outputs)

@@ -1,4 +1,4 @@
-"""Training steps on a GPU: each batch is copied into buffers that stay; one captured graph runs the step on them."""
+"""Training steps on a GPU: a graph copies each batch into fixed buffers and runs the step on them."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ from lt_runtime.training.inputs import Batch, read_batch
 from lt_runtime.training.tally import GpuTally, Totals
 
 MAX_GRAPHS: Final = 8
-"""Graphs that one training step keeps: one for each size of batch, type of targets, with and without row weights. The
-least recently used is dropped first."""
+"""The number of graphs that a training step keeps: one for each batch size and type of targets, with and without row
+weights. The least recently used graph is dropped first."""
 
 _Key: TypeAlias = tuple[Hashable, ...]
+"""The shape and type of a batch's targets, and the number of its arrays of row weights."""
 
 
-class Turn:
+class GraphOrder:
     """Lets the graphs of a device run one after another, on whichever streams they are launched.
 
-    They are captured on one stream and therefore share its scratch memory and workspace.
+    All graphs are captured on one stream and therefore share its scratch memory and workspace. Whoever launches one
+    holds `lock`, calls `give`, puts the graph on the stream, and calls `end`.
 
     Attributes:
-        lock: held during a turn, which ends with `end`.
-        stream: the one that was given the last turn; None before the first.
+        lock: held by the thread that launches a graph.
+        stream: the stream of the last launch; None before the first.
     """
 
     def __init__(self) -> None:
@@ -57,35 +59,36 @@ class Turn:
         self._record = function("cuEventRecord")
 
     def give(self, stream: int) -> None:
-        """Gives this turn to a stream, which waits for everything that earlier turns put on other streams."""
+        """Makes a stream wait for all graphs that were launched on other streams."""
         if self.stream not in (None, stream):
             call("cuStreamWaitEvent", stream, self._event, 0)
         self.stream = stream
 
     def end(self) -> None:
-        """Notes what was put on the stream."""
+        """Records the event that the next launch on another stream waits for."""
         if self._record(self._event, self.stream):
-            # The work is on the stream, and no later turn could wait for it there.
+            # Nothing could wait for this launch by the event, so the host waits for it now.
             call("cuStreamSynchronize", self.stream)
 
     def wait(self) -> None:
-        """Waits on the host until everything that was put on a stream within a turn is done."""
+        """Waits on the host until all graphs have run."""
         call("cuEventSynchronize", self._event)
 
 
 @functools.cache
-def _turn(device: int) -> Turn:
-    return Turn()
+def _order(device: int) -> GraphOrder:
+    return GraphOrder()
 
 
-class Batches:
-    """Buffers for the micro-batches of one size, filled with zeros, and the graph that runs over them, if there is one.
+class StepBuffers:
+    """Buffers for the micro-batches of one batch size, and the graph that runs on them.
 
-    The graph begins with the copy of a batch, which it finds by a table on the device: where the arrays are is written
-    there before a launch if it is not where those of the launch before were.
+    The graph begins with the copy of a batch into the buffers. It reads the addresses of the batch's arrays from a
+    table on the device, which the host rewrites before a launch if the arrays lie elsewhere than in the last launch.
 
     Attributes:
-        parts: inputs, targets and, if there are any, row weights of each micro-batch.
+        parts: inputs, targets and, if there are any, row weights of each micro-batch; zeros at first.
+        graph: None before the capture, without graphs, and once it has been freed.
     """
 
     def __init__(self, batch: Batch, parts: int, stream: int) -> None:
@@ -96,7 +99,7 @@ class Batches:
         with cupy_stream(device, stream) as module:
             self._table = module.zeros(TABLE_BYTES, np.uint8)
         self._copy = RowsCopy([_targets(*each) for each in zip(batch, self._buffers, strict=True)], parts, device)
-        self._there: tuple[Any, ...] | None = None
+        self._written: tuple[Any, ...] | None = None
         self._range = range_of("input")
 
     def fill(self, places: Sequence[Place], stream: int) -> None:
@@ -105,22 +108,22 @@ class Batches:
             self._copy.run(places, stream)
 
     def fill_by_table(self, stream: int) -> None:
-        """Copies the arrays that the table names when the copy runs."""
+        """Copies the arrays whose addresses the table holds when the copy runs."""
         with self._range:
             self._copy.run_by_table(self._table.data.ptr, stream)
 
-    def find(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
-        """Has the next launch of the graph, on this stream, copy the arrays at these addresses."""
+    def point_at(self, addresses: tuple[int, ...], pitches: tuple[int, ...], stream: int) -> None:
+        """Writes the addresses of a batch's arrays into the table, in the order of the stream, if they are others."""
         wanted = addresses, pitches
-        if wanted != self._there:
-            self._there = None  # what the table holds after a write that fails is unknown
+        if wanted != self._written:
+            self._written = None  # if the write fails, the contents of the table are unknown
             with self._range:
                 write_table(self._table.data.ptr, [*zip(addresses, pitches, strict=True)], stream)
-            self._there = wanted
+            self._written = wanted
 
 
 def _pitch(array: Operand) -> int:
-    """Bytes from row to row; of a single row, its own."""
+    """Bytes from one row to the next; the row's own bytes if there is only one row."""
     return array.itemsize * (array.strides[0] if array.shape[0] > 1 else math.prod(array.shape[1:]))
 
 
@@ -138,18 +141,23 @@ def _zeros(operand: Operand, parts: int, stream: int) -> list[Any]:
 
 
 class Replay(NamedTuple):
-    """All that is needed to run a batch that looks like one before."""
+    """The result of the checks of a batch, for later batches that differ only in addresses and values.
+
+    Attributes:
+        key: of the buffers.
+        pitches: bytes from row to row of each array of the batch.
+    """
 
     key: _Key
     pitches: tuple[int, ...]
-    batches: Batches
+    buffers: StepBuffers
 
 
 class GpuStep:
-    """Runs steps on one GPU; frees its graphs at its end.
+    """Runs steps on one GPU; frees its graphs when it is garbage-collected.
 
     Args:
-        parts: micro-batches of a step.
+        parts: the number of micro-batches of a step.
         graph: whether a step is captured once and then launched as one graph.
         tune: see `TrainStep`.
     """
@@ -157,18 +165,18 @@ class GpuStep:
     def __init__(self, body: StepBody, device: int, parts: int, *, graph: bool, tune: bool | None) -> None:
         self._body, self._device, self._parts, self._captures = body, device, parts, graph
         self._tune = tune
-        self._batches: OrderedDict[_Key, Batches] = OrderedDict()
-        self._latest: Batches | None = None
+        self._buffers: OrderedDict[_Key, StepBuffers] = OrderedDict()
+        self._latest: StepBuffers | None = None
         self._replays: dict[Hashable, Replay] = {}
         self._current_stream = CUPY.current_stream
         self._seen: object = None
         with activated(device):
             stream = stream_handle(None, device)
-            self.tally, self._spare = GpuTally(device, stream), GpuTally(device, stream)
+            self.tally, self._rehearsed_tally = GpuTally(device, stream), GpuTally(device, stream)
             call("cuStreamSynchronize", stream)  # steps may come on any stream
-            self._turn, self._launch_graph = _turn(device), function("cuGraphLaunch")
+            self._order, self._launch_graph = _order(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
-        weakref.finalize(self, _close, device, self._batches)
+        weakref.finalize(self, _close, device, self._buffers)
 
     def totals(self, stream: Any) -> Totals:
         """Sums over the steps since the last call; waits for the stream.
@@ -181,8 +189,8 @@ class GpuStep:
     def repeat(self, batch: tuple[Any, ...], stream: Any) -> bool:
         """Runs a step if a batch that looks the same was run before; returns whether it did.
 
-        Batches look the same if they differ in nothing but their addresses and values, so that nothing is to be
-        checked. This is the shortest way from a call to the launch of the graph.
+        Batches look the same if they differ only in addresses and values, so that no check is needed. This is the
+        shortest way from a call to the launch of the graph.
         """
         signature = signature_of(batch)
         if signature is None:
@@ -196,16 +204,16 @@ class GpuStep:
             return False
         if ranges.is_heard:
             with _heard_step(handle):
-                return self._take_turn(replay, addresses, handle)
-        return self._take_turn(replay, addresses, handle)
+                return self._launch(replay, addresses, handle)
+        return self._launch(replay, addresses, handle)
 
     def run(self, batch: tuple[Any, ...], stream: Any) -> None:
-        """Runs a step on a batch that has not been seen before; its x has the right shape.
+        """Runs a step on a batch that looks different from all earlier ones; the shape of x has been checked.
 
         Raises:
             OperandError: the batch cannot be copied as it is.
             CaptureError: the stream is being captured: a graph cannot be captured in another.
-            GpuError: no memory for another size of batch, or another failure; nothing has been updated.
+            GpuError: no memory for another batch size, or another failure; nothing has been updated.
         """
         with activated(self._device):
             self._current_stream = library_of(batch[0]).current_stream
@@ -215,126 +223,123 @@ class GpuStep:
             if not self._captures:
                 with _step(handle):
                     replay = self._prepared(operands, handle)
-                    replay.batches.fill([*zip(addresses, replay.pitches, strict=True)], handle)
-                    with self._own_tuning():
-                        self._body.run(replay.batches.parts, self.tally, handle)
+                    replay.buffers.fill([*zip(addresses, replay.pitches, strict=True)], handle)
+                    with self._tuning_off():
+                        self._body.run(replay.buffers.parts, self.tally, handle)
                 return
             _refuse_capture(handle)
-            with self._turn.lock, _step(handle):
+            with self._order.lock, _step(handle):
                 try:
-                    self._turn.give(handle)
+                    self._order.give(handle)
                     self._apply_settings(handle)
                     replay = self._prepared(operands, handle)
                 finally:
-                    self._turn.end()
-                self._take_turn(replay, addresses, handle)
+                    self._order.end()
+                self._launch(replay, addresses, handle)
                 signature = signature_of(batch)
                 if signature is not None:
                     self._replays[signature[0]] = replay
 
-    def _take_turn(self, replay: Replay, addresses: tuple[int, ...], stream: int) -> bool:
-        """Puts a step's graph on a stream; False if another thread's batch has just taken the graph's place."""
-        turn, batches = self._turn, replay.batches
-        with turn.lock:
+    def _launch(self, replay: Replay, addresses: tuple[int, ...], stream: int) -> bool:
+        """Launches a step's graph; returns False if another thread's batch has just had the graph freed."""
+        order, buffers = self._order, replay.buffers
+        with order.lock:
             try:
-                if turn.stream != stream:
-                    turn.give(stream)
+                if order.stream != stream:
+                    order.give(stream)
                 if changes.latest is not self._seen:
                     self._apply_settings(stream)
-                graph = batches.graph
+                graph = buffers.graph
                 if graph is None:
                     return False
-                if batches is not self._latest:
-                    self._batches.move_to_end(replay.key)
-                    self._latest = batches
-                batches.find(addresses, replay.pitches, stream)
+                if buffers is not self._latest:
+                    self._buffers.move_to_end(replay.key)
+                    self._latest = buffers
+                buffers.point_at(addresses, replay.pitches, stream)
                 if graphs.stand_in is not None:
-                    graph = graphs.stand_in(graph, lambda: self._record(batches))
+                    graph = graphs.stand_in(graph, lambda: self._record(buffers))
                 if status := self._launch_graph(graph.executable, stream):
                     check("cuGraphLaunch", status)
                 return True
             finally:
-                turn.end()
+                order.end()
 
     def _apply_settings(self, stream: int) -> None:
-        """Brings to the device what was changed of the optimizer's settings; a graph only reads them there."""
+        """Writes changed settings of the optimizer to the device, where the graph reads them."""
         latest = changes.latest
         self._body.optimizer.apply_settings(stream=stream)
         self._seen = latest
 
     def _prepared(self, batch: Batch, stream: int) -> Replay:
-        """What runs a batch of this size; its buffers and its graph are made at the first batch of the size."""
+        """The buffers for a batch, which are made and captured at the first batch of their key."""
         _, target, *weights = batch
         key = (*target.shape, target.dtype, len(weights))
-        if key not in self._batches:
+        if key not in self._buffers:
             self._measure(batch, stream)
-            while len(self._batches) >= MAX_GRAPHS:
-                self._replays.clear()  # some of them may be of the graph that goes
-                _close(self._device, self._batches, 1)
-            self._batches[key] = self._make(batch, stream)
-        self._latest = self._batches[key]
-        self._batches.move_to_end(key)
+            while len(self._buffers) >= MAX_GRAPHS:
+                self._replays.clear()  # some of them may name the graph that is dropped
+                _close(self._device, self._buffers, 1)
+            self._buffers[key] = self._make(batch, stream)
+        self._latest = self._buffers[key]
+        self._buffers.move_to_end(key)
         return Replay(key, tuple(map(_pitch, batch)), self._latest)
 
     def _measure(self, batch: Batch, stream: int) -> None:
-        """Measures what is not known of the problems that a size of batch brings, if that is to be done."""
+        """Tunes the layers for a batch size, if that is asked for and the plan cache does not know them."""
         effort = effort_of_step(self._tune)
         if effort is not None and not is_captured(stream):
             rows, several = batch[0].shape[0] // self._parts, self._parts > 1
             before_first_step(chains_of(self._body.model, rows, accumulates=several), self._device, stream, effort)
 
-    def _own_tuning(self) -> AbstractContextManager[None]:
-        """Keeps the operations of a step that is not to be tuned from being tuned as they are met."""
+    def _tuning_off(self) -> AbstractContextManager[None]:
+        """With `tune=False`, keeps the step's operations from being tuned at their first use."""
         return not_tuning() if self._tune is False else contextlib.nullcontext()
 
-    def _make(self, batch: Batch, stream: int) -> Batches:
+    def _make(self, batch: Batch, stream: int) -> StepBuffers:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
         try:
-            batches = Batches(batch, self._parts, stream)
+            buffers = StepBuffers(batch, self._parts, stream)
             if self._captures:
-                batches.graph = self._capture(batches, stream)
+                buffers.graph = self._capture(buffers, stream)
         except BaseException as error:
-            if not self._batches:  # no graph holds an address
+            if not self._buffers:  # no graph holds an address of the pool
                 self._pool.free_all_blocks()
             if isinstance(error, out_of_memory):
                 raise GpuError(f"no memory for batches of {batch[0].shape[0]} rows: {error}") from error
             raise
-        return batches
+        return buffers
 
-    def _capture(self, batches: Batches, stream: int) -> Graph:
-        """The graph of a step, which is rehearsed twice before, without the update.
+    def _capture(self, buffers: StepBuffers, stream: int) -> Graph:
+        """Captures a step, after two rehearsals without the update.
 
-        The first rehearsal makes the plans; its memory is given back. The second allocates the memory that the graph
-        keeps. Before the first graph, master copies are checked.
+        The first rehearsal makes the plans, and its memory is given back. The second allocates the memory that the
+        graph keeps. Before the first graph, master copies are checked.
         """
-        if not self._batches:
+        if not self._buffers:
             check_masters(self._body.optimizer.parameters, stream)
         captured = private_stream(self._device, "training")
         order_after(captured, stream)
         try:
-            self._rehearse(batches, cupy().cuda.MemoryPool(), captured)
-            self._rehearse(batches, self._pool, captured)
+            for pool in (cupy().cuda.MemoryPool(), self._pool):
+                with self._tuning_off(), _memory_from(pool):
+                    self._body.run(buffers.parts, self._rehearsed_tally, captured, updates=False)
         finally:
             order_after(stream, captured)
-        return self._record(batches)
+        return self._record(buffers)
 
-    def _rehearse(self, batches: Batches, pool: Any, stream: int) -> None:
-        with self._own_tuning(), _memory_from(pool):
-            self._body.run(batches.parts, self._spare, stream, updates=False)
-
-    def _record(self, batches: Batches) -> Graph:
+    def _record(self, buffers: StepBuffers) -> Graph:
         captured = private_stream(self._device, "training")
         with _memory_from(self._pool), ranges.on(captured):
 
             def run(handle: int) -> None:
-                batches.fill_by_table(handle)
-                self._body.run(batches.parts, self.tally, handle)
+                buffers.fill_by_table(handle)
+                self._body.run(buffers.parts, self.tally, handle)
 
             return Graph(run, captured)
 
 
 def _step(stream: int) -> AbstractContextManager[Any]:
-    """The range of a step, and for those who hear it the stream that it is on."""
+    """The range of a step; listeners are told its stream."""
     return _heard_step(stream) if ranges.is_heard else range_of(ranges.STEP)
 
 
@@ -351,7 +356,7 @@ def _refuse_capture(stream: int) -> None:
 
 @contextlib.contextmanager
 def _memory_from(pool: Any) -> Iterator[None]:
-    """Makes CuPy allocate from a pool of the graphs' own, during a capture too, because they keep the addresses."""
+    """Makes CuPy allocate from a pool, also during a capture. Graphs keep addresses, so their pool is theirs alone."""
 
     def allocate(size: int) -> Any:
         with relaxed_captures():
@@ -362,7 +367,7 @@ def _memory_from(pool: Any) -> Iterator[None]:
 
 
 def _device_memory(size: int) -> Any:
-    """Allocates for the pool. CuPy's own error would make the pool give up blocks that graphs use."""
+    """Allocates for the pool. At CuPy's own error the pool would give up blocks that graphs use."""
     cuda = cupy().cuda
     try:
         return cuda.MemoryPointer(cuda.Memory(size), 0)
@@ -370,14 +375,14 @@ def _device_memory(size: int) -> Any:
         raise GpuError(f"{size} bytes of GPU memory could not be allocated: {error}") from error
 
 
-def _close(device: int, batches: OrderedDict[_Key, Batches], count: int | None = None) -> None:
-    """Frees the graphs that have not been used for the longest time, or all of them, once they are done."""
-    if not batches:
+def _close(device: int, buffers: OrderedDict[_Key, StepBuffers], count: int | None = None) -> None:
+    """Frees the `count` least recently used graphs, or all of them, once they have run."""
+    if not buffers:
         return
     with activated(device):
-        _turn(device).wait()
-        for _ in range(count or len(batches)):
-            _, dropped = batches.popitem(last=False)
+        _order(device).wait()
+        for _ in range(count or len(buffers)):
+            _, dropped = buffers.popitem(last=False)
             graph, dropped.graph = dropped.graph, None
             if graph is not None:
                 graph.close()

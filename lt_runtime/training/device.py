@@ -1,4 +1,4 @@
-"""Where a model lives, and the array library that goes with it."""
+"""The device of a model, and its array library."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class ComputeDevice:
 
     @property
     def type(self) -> str:
-        """As of a `torch.device`: "cpu" or "cuda"."""
+        """The kind of device as in `torch.device`: "cpu" or "cuda"."""
         return "cpu" if self.ordinal is None else "cuda"
 
     @property
     def index(self) -> int | None:
-        """As of a `torch.device`: the GPU's ordinal, None for the host."""
+        """The GPU's ordinal, None for the host, as `torch.device.index`."""
         return self.ordinal
 
     @property
     def name(self) -> str:
-        """Such as "cpu" or "cuda:0"."""
+        """The device as a string, such as "cpu" or "cuda:0"."""
         return "cpu" if self.ordinal is None else f"cuda:{self.ordinal}"
 
     @property
     def description(self) -> str:
-        """For people, such as "cpu" or "cuda:0 (NVIDIA H200)"."""
+        """The name with the GPU's model, such as "cpu" or "cuda:0 (NVIDIA H200)"."""
         return self.name if self.ordinal is None else f"{self.name} ({device_info(self.ordinal).name})"
 
     @property
@@ -51,11 +51,11 @@ class ComputeDevice:
         return np if self.ordinal is None else cupy()
 
     def current(self) -> AbstractContextManager[Any]:
-        """Makes this CuPy's current device within a `with` block."""
+        """Context manager that makes this CuPy's current device."""
         return contextlib.nullcontext() if self.ordinal is None else self.namespace.cuda.Device(self.ordinal)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
-        """`array` on this device; a NumPy array is not copied for the host."""
+        """Copies a NumPy array to this device; the host gets the array itself."""
         with self.current():
             return self.namespace.asarray(array)
 
@@ -75,7 +75,7 @@ class ComputeDevice:
         )
 
     def write(self, array: Any, values: np.ndarray[Any, Any]) -> None:
-        """Puts NumPy values of the same shape and type into an array that lives here."""
+        """Writes NumPy values of the same shape and type into an array on this device."""
         with self.current():
             if self.ordinal is None:
                 array[...] = values
@@ -83,10 +83,10 @@ class ComputeDevice:
                 array.set(np.ascontiguousarray(values).reshape(values.shape))
 
     def synchronize(self) -> None:
-        """Waits for all work that the device has been given, once no thread captures a graph there.
+        """Waits for all work on the device. Tries again for 2 s while a thread captures a graph, when it cannot wait.
 
         Raises:
-            CaptureError: a capture goes on for too long; the driver has put an end to it.
+            CaptureError: a capture lasts longer. Each try has invalidated the captures that it met.
         """
         if self.ordinal is None:
             return
@@ -103,6 +103,6 @@ class ComputeDevice:
             time.sleep(1e-3)
 
     def to_host(self, array: Any) -> np.ndarray[Any, Any]:
-        """`array` as a NumPy array; waits until a GPU has computed it."""
+        """Returns an array of this device as a NumPy array; waits until a GPU has computed it."""
         host: np.ndarray[Any, Any] = array if self.ordinal is None else self.namespace.asnumpy(array)
         return host

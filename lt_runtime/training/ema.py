@@ -22,15 +22,15 @@ from lt_runtime.training.mlp import MLP, brief
 class EMA(Fixed):
     """An exponential moving average of a model's parameters (Polyak averaging): a ← decay·a + (1 - decay)·θ.
 
-    θ is a parameter's master copy if it has one, otherwise its value. The averages are FP32 and begin as θ is when this
-    is made. `lt.TrainStep(..., ema=ema)` updates them after the optimizer, in the step's graph; a loop of one's own
-    calls `update`. An update is one launch. A step that the optimizer leaves out is averaged too, with θ as it stayed.
+    θ is a parameter's master copy if it has one, otherwise its value. The averages are FP32; their first values are θ.
+    `lt.TrainStep(..., ema=ema)` updates them after the optimizer, in the step's graph; your own loop calls `update`.
+    An update is one launch. It is also made in steps whose update the optimizer skips, with the unchanged θ.
 
-    To save the averages, save the arrays of `averages`; to go on with them, write into these: `average[...] = saved`.
+    To save the averages, save the arrays of `averages`; to load them, write into these arrays: `average[...] = saved`.
 
     Args:
-        model: an `MLP`, with its master copies, if an optimizer is to make some.
-        decay: in [0, 1); the averages are about those of the last 1 / (1 - decay) updates.
+        model: an `MLP`. If the optimizer makes the master copies, make the optimizer first.
+        decay: in [0, 1); the averages are over about the last 1 / (1 - decay) updates.
 
     Attributes:
         model, decay: as given.
@@ -62,13 +62,13 @@ class EMA(Fixed):
         return f"EMA({brief(self.model)}, decay={self.decay})"
 
     def update(self, *, stream: Any = None) -> None:
-        """Moves the averages towards the parameters as they are.
+        """Moves the averages towards the parameters' present values.
 
         Args:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
 
         Raises:
-            OperandError: an array of a parameter has been replaced.
+            OperandError: an array of a parameter has been replaced since this was made.
             GpuError: the driver failed.
         """
         self.check_arrays()
@@ -112,7 +112,7 @@ class EMA(Fixed):
 
 
 class _GpuAverages:
-    """The launch that moves averages towards values on one GPU, with the table of arrays that it reads."""
+    """The launch that updates the averages on one GPU, and its table of the arrays' addresses."""
 
     def __init__(self, averages: Sequence[Any], values: Sequence[Any], device: int) -> None:
         self._device = device
@@ -133,7 +133,7 @@ class _GpuAverages:
             self._launches = ema_launches(EmaParams(self._table.data.ptr), len(table), device)
 
     def average(self, weight: float, stream: Any) -> None:
-        """One update; `weight` is that of the values."""
+        """Makes one update; `weight` is 1 - decay."""
         with activated(self._device):
             params, launch = self._launches[stream_handle(stream, self._device)]
             params.weight = weight

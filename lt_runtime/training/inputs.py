@@ -1,4 +1,4 @@
-"""Which batches a training step accepts."""
+"""The checks of a training step's batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lt_runtime.training.losses import StepLoss
 from lt_runtime.training.mlp import MLP, check_model_type, read_inputs
 
 Batch: TypeAlias = tuple[Operand, ...]
-"""Inputs, targets and, if there are any, weights of the rows."""
+"""Inputs, targets and, if there are any, row weights."""
 _FLOATS: Final = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS: Final = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
 def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) -> Batch:
-    """The operands of a batch whose x is known to have the shape (M, inputs).
+    """Reads and checks the arrays of a batch.
 
     Args:
-        batch: x; then labels (M,) of a loss that classifies, targets (M, outputs) of others with a name, or any array
-            of M rows for a loss of the caller's own; then (M,) FP32 weights of the rows, if there are any.
+        batch: x (M, inputs); the target: labels (M,) for a loss that classifies, (M, outputs) for another loss with a
+            name, any array of M rows for the caller's own loss; and (M,) FP32 row weights, if there are any.
 
     Raises:
         DeviceError, ShapeError, DTypeError, LayoutError: one of them cannot be copied into a step's buffers as it is.
@@ -49,7 +49,7 @@ def read_batch(model: MLP, batch: Sequence[Any], loss: StepLoss, stream: int) ->
 
 
 def _check_any(target: Operand, rows: int) -> None:
-    """Refuses what is no array of numbers with so many rows, and rows that are not contiguous."""
+    """Refuses a target with another number of rows, without numbers, or with rows that are not contiguous."""
     if target.shape[:1] != (rows,):
         raise ShapeError(f"target has shape {target.shape}; it must have {rows} rows, as x has")
     if target.dtype not in (*_FLOATS, *_INTEGERS, "bool"):

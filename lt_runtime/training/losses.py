@@ -1,4 +1,4 @@
-"""What a training step minimizes: a loss by its name, with its options, or a function of the caller's own."""
+"""The losses of training steps: losses with a name and options, and functions of the caller's own."""
 
 from __future__ import annotations
 
@@ -22,19 +22,14 @@ from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
 from lt_runtime.losses.operation import Loss, check_not_negative
 from lt_runtime.training.mlp import MLP
 
-LOSSES: Final[Mapping[str, Callable[..., Loss]]] = {
-    "cross_entropy": cross_entropy,
-    "mse": mse_loss,
-    "huber": huber_loss,
-    "bce_with_logits": bce_with_logits,
+LOSSES: Final[Mapping[str, tuple[Callable[..., Loss], tuple[str, ...]]]] = {
+    "cross_entropy": (cross_entropy, ("label_smoothing", "class_weights")),
+    "mse": (mse_loss, ()),
+    "huber": (huber_loss, ("delta",)),
+    "bce_with_logits": (bce_with_logits, ("pos_weight",)),
 }
-_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "cross_entropy": ("label_smoothing", "class_weights"),
-    "mse": (),
-    "huber": ("delta",),
-    "bce_with_logits": ("pos_weight",),
-}
-_ARRAYS: Final = ("class_weights", "pos_weight")
+"""The function of each loss, and the options that it takes in a training step."""
+_ARRAYS: Final = ("class_weights", "pos_weight")  # options that are arrays; the others are numbers
 _RETURNED: Final = "what the loss function returned"
 LossName: TypeAlias = Literal["cross_entropy", "mse", "huber", "bce_with_logits"]
 OwnFunction: TypeAlias = Callable[[Any, Any, Any, int | None], Any]
@@ -44,10 +39,10 @@ class StepLoss(ABC):
     """A loss of a model's outputs.
 
     Attributes:
-        name: that of the loss, or of the caller's function.
-        classifies: whether its targets are labels.
-        is_own: whether its targets may be any array.
-        elementwise: what a kernel needs to make the loss of each output by itself; None if it needs labels or weights.
+        name: of the loss, or of the caller's function.
+        classifies: whether the targets are labels.
+        is_own: whether it is the caller's function, whose targets may be any array.
+        elementwise: the loss as kernels of narrow MLPs compute it; None if it needs labels or weights.
     """
 
     name: str
@@ -59,11 +54,11 @@ class StepLoss(ABC):
     def compute(
         self, outputs: Any, target: Any, row_weights: Any, *, scale: Any, share: float, reuse: bool, stream: int | None
     ) -> Loss:
-        """Puts the loss on a stream, and its gradient of the outputs' type.
+        """Computes the loss, and its gradient in the outputs' type.
 
         Args:
-            scale: what the gradient is multiplied by: one FP32 on the model's device, or None.
-            share: of these rows in the step's batch; the gradient is multiplied by it.
+            scale: factor of the gradient: one FP32 number on the model's device, or None.
+            share: these rows' share of the step's batch, another factor of the gradient.
             reuse: whether the gradient may be written over the outputs, because nothing reads them later.
             stream: a handle on a GPU, None on the host.
         """
@@ -73,18 +68,21 @@ class NamedLoss(StepLoss):
     """One of `LOSSES`.
 
     Raises:
-        ArgumentError, OperandError: an option that it does not take, or not so.
+        ArgumentError: the loss does not take an option, or a number among the options is out of its range.
+        OperandError: an array among the options does not fit the model.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], model: MLP) -> None:
+        self._function, known = LOSSES[name]
         for option in options:
-            if option not in _OPTIONS[name]:
-                accepted = ", ".join(_OPTIONS[name]) or "none"
-                raise ArgumentError(f"loss_options has {shown(option)}; those of {name!r} are {accepted}")
-        self.name, self.classifies, self._function = name, name == "cross_entropy", LOSSES[name]
+            if option not in known:
+                raise ArgumentError(
+                    f"loss_options has {shown(option)}; those of {name!r} are {', '.join(known) or 'none'}"
+                )
+        self.name, self.classifies = name, name == "cross_entropy"
         numbers = {option: value for option, value in options.items() if option not in _ARRAYS}
         row = np.zeros((1, model.dims[-1]), np.float32)
-        self._function(row, np.zeros(1, np.int32) if self.classifies else row, **numbers)  # which refuses wrong ones
+        self._function(row, np.zeros(1, np.int32) if self.classifies else row, **numbers)  # refuses wrong numbers
         arrays = {option: _on_device(option, options[option], model) for option in options if option in _ARRAYS}
         self._options = {**numbers, **arrays}
         if name in ELEMENTWISE and all(each is None for each in arrays.values()):
@@ -100,7 +98,7 @@ class NamedLoss(StepLoss):
 
 
 class OwnLoss(StepLoss):
-    """A function of the caller's own; see `TrainStep`."""
+    """A function of the caller's; see `TrainStep`."""
 
     is_own = True
 
@@ -138,7 +136,7 @@ class OwnLoss(StepLoss):
         return zeros
 
     def _read(self, loss: Any, stream: int | None) -> Any:
-        """What the function returned, if it is one FP32 number on the model's device."""
+        """Checks that the function has returned one FP32 number on the model's device, and returns it."""
         if isinstance(loss, np.generic):
             loss = np.asarray(loss)
         operand = self._model.device.read(_RETURNED, loss, stream or 0)
@@ -149,14 +147,14 @@ class OwnLoss(StepLoss):
 
 
 def step_loss(loss: object, options: object, model: MLP) -> StepLoss:
-    """The loss of a training step.
+    """Makes the loss of a training step.
 
     Args:
         loss: a name of `LOSSES`, or a function.
-        options: of a loss with a name; None for none.
+        options: of a loss with a name, or None.
 
     Raises:
-        ArgumentError, OperandError: one of them is not accepted.
+        ArgumentError, OperandError: the loss or one of the options is not accepted.
     """
     if callable(loss):
         if options:
@@ -173,7 +171,7 @@ def step_loss(loss: object, options: object, model: MLP) -> StepLoss:
 
 
 def _on_device(name: str, array: Any, model: MLP) -> Any:
-    """Weights of the model's outputs, copied to its device if they are NumPy's; None stays."""
+    """Checks weights of the model's outputs, which may be None, and copies NumPy arrays to the model's device."""
     if array is None:
         return None
     given = array

@@ -1,4 +1,4 @@
-"""A narrow MLP's passes, each of which is one kernel where that is faster than layer by layer."""
+"""Forward and backward passes of a narrow MLP as one kernel each, where that is faster than layer by layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lt_runtime.problem import Activation, DType, MLPProblem
 
 
 class Layer(Protocol):
-    """What is asked of a model's layer; see `lt.MLP`."""
+    """The attributes of a model's layer; see `lt.MLP`."""
 
     weight: Parameter
     bias: Parameter | None
@@ -27,7 +27,7 @@ class Layer(Protocol):
 
 
 class NarrowPasses:
-    """The passes of a model on a GPU; see `passes_of`."""
+    """The one-kernel passes of a model on a GPU; made by `passes_of`."""
 
     def __init__(self, layers: Sequence[Layer], dims: tuple[int, ...], dtype: DType, device: int) -> None:
         self._layers, self._dims, self._dtype, self._device = layers, dims, dtype, device
@@ -36,10 +36,10 @@ class NarrowPasses:
         self._generation: object = None
 
     def take(self, x: Any, *, backward: bool) -> bool:
-        """Whether they are to be used for these inputs: all that the layers would refuse is left to them.
+        """Whether to use these passes for inputs x. False for inputs that do not fit, so that the layers refuse them.
 
         Args:
-            backward: whether the gradients are wanted too, through the layers' dropout.
+            backward: whether the gradients are wanted too, which rules out dropout.
         """
         shape: tuple[int, ...] = tuple(getattr(x, "shape", ()))
         if len(shape) != 2 or shape[1] != self._dims[0] or (backward and any(each.dropout for each in self._layers)):
@@ -64,7 +64,7 @@ class NarrowPasses:
         return perform(MLP_OUTPUTS, (x, None, *self._arrays("data")), self._activation, None, stream)
 
     def backward(self, x: Any, dy: Any, *, accumulate: bool, stream: Any) -> None:
-        """Puts every parameter's gradient into its buffer, or adds it to what that holds.
+        """Writes every parameter's gradient into its buffer, or adds it to the buffer's values.
 
         Args:
             dy: the gradient with respect to the outputs.
@@ -75,10 +75,10 @@ class NarrowPasses:
     def loss_and_backward(
         self, x: Any, target: Any, loss: ElementwiseLoss, *, scale: Any, share: float, accumulate: bool, stream: Any
     ) -> Any:
-        """All of a training step but the optimizer, in one pass: as `backward`, from the loss of the outputs for x.
+        """Runs forward, loss and backward in one pass, without writing the outputs.
 
         Args:
-            scale, share: as of `StepLoss.compute`.
+            scale, share: as in `StepLoss.compute`.
 
         Returns:
             The loss, one FP32 number on the device.
@@ -87,13 +87,13 @@ class NarrowPasses:
         return perform(MLP_LOSS, arrays, (self._activation, accumulate, loss), share, stream)
 
     def _arrays(self, kind: str) -> tuple[Any, ...]:
-        """Each layer's weight and bias, or their gradients."""
+        """Each layer's weight and bias: their values ("data") or their gradients ("grad")."""
         parameters = itertools.chain.from_iterable((each.weight, each.bias) for each in self._layers)
         return filled([None if each is None else getattr(each, kind) for each in parameters])
 
 
 def passes_of(layers: Sequence[Layer], dims: tuple[int, ...], dtype: DType, device: int | None) -> NarrowPasses | None:
-    """The passes of a model, if it is on a GPU and kernels might take it, whatever its rows; None otherwise.
+    """The one-kernel passes of a model on a GPU; None if the kernels support it for no number of rows.
 
     Args:
         device: the GPU's ordinal; None for the host.

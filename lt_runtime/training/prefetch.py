@@ -1,4 +1,4 @@
-"""Batches fetched ahead of their use, by a thread that ends with its user."""
+"""Batches read ahead of their use by a thread."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import order_after, private_stream, stream_handle
 from lt_runtime.training.device import ComputeDevice
-from lt_runtime.training.staging import Slot, replaced
+from lt_runtime.training.staging import Slot, map_arrays
 
 _MOST_AHEAD: Final = 1 << 16
 
 
 def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", stream: Any = None) -> Prefetcher:
-    """The batches of an iterable, read ahead by a thread and, for a GPU, copied to it meanwhile.
+    """Reads the batches of an iterable ahead in a thread, and copies them to a GPU while earlier batches are used.
 
-    On a GPU a batch goes through page-locked memory, on a stream of its own, into buffers that are used again. Work
-    that is put on `stream` before `depth` more batches have been asked for sees the batch unchanged; copy what is to be
-    kept for longer. Only the thread waits for the GPU. Arrays that are page-locked already are copied from where they
-    lie, before the iterable is asked for more. On the CPU each batch is copied into new arrays. An iterable may fill
-    the same arrays again and again.
+    For a GPU, a batch is copied through page-locked memory, on a stream of its own, into buffers that are used again.
+    A batch stays unchanged for all work that is put on `stream` before `depth` more batches have been taken; copy the
+    arrays that you keep for longer. Only the thread waits for the GPU. Arrays that are page-locked already are copied
+    directly, before the next batch is taken from the iterable. On the CPU each batch is copied into new arrays. So the
+    iterable may fill the same arrays again and again.
 
     Args:
         iterable: of batches: NumPy arrays, or tuples, lists or dicts of them.
-        depth: batches that are read ahead, at least 1 and at most 65,536.
+        depth: the number of batches that are read ahead, from 1 to 65,536.
         device: as in `lt.MLP`, or a model's `device`.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream at each
             use. It is the stream of the work that reads the batches.
 
     Returns:
-        An iterator whose batches are of CuPy arrays on a GPU. Several threads may take from it: each batch comes once,
-        an error reaches the thread that asked for the batch, and all the others end. The reading thread ends with the
-        iterable, with `close()`, with a `with` block or with the iterator's last reference, in each case once the
-        iterable has given what it was asked for.
+        An iterator; for a GPU its batches consist of CuPy arrays. Several threads may take batches from it: each batch
+        is given once, an error is raised in the thread that asked for the batch, and the iterator ends for all other
+        threads. The reading thread ends with the iterable, with `close()`, with a `with` block or with the iterator's
+        last reference, in each case after the iterable's `next` that it is in has returned.
 
     Raises:
-        ArgumentError: a depth below 1, or a device that is not there.
-        Whatever the iterable raises, in the place of the batch that it raised it for; OperandError for a batch of
-        something else. No batch comes after either.
+        ArgumentError: a depth outside its range, or a device that does not exist.
+        Whatever the iterable raises, in place of the batch; OperandError for a batch with something other than arrays.
+        No batch follows either error.
     """
     count = integer("depth", depth)
     if not 1 <= count <= _MOST_AHEAD:
@@ -66,7 +66,7 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
 
 
 class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"]):
-    """What `prefetch` returns: an iterator and a context manager. Any number of threads may take batches from it."""
+    """The iterator that `prefetch` returns, also a context manager. Any number of threads may take batches from it."""
 
     def __init__(self, source: Iterator[Any], depth: int, device: int | None, stream: Any) -> None:
         lane = _HostLane() if device is None else _GpuLane(device, 2 * depth, depth, stream)
@@ -85,9 +85,9 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
             raise
 
     def close(self) -> None:
-        """Ends the thread, once the iterable has given what it was asked for; there are no batches afterwards.
+        """Ends the reading thread, after the iterable's `next` that it is in; there are no batches afterwards.
 
-        Threads that wait for a batch get none, and need not wait for the iterable.
+        For threads that wait for a batch the iterator ends at once.
         """
         self._finalizer()
 
@@ -96,33 +96,33 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
 
 
 class _HostLane:
-    """What the thread and the user do with each batch. On the host batches are only copied."""
+    """The way of the batches from the reading thread to the user, on the host: each batch is copied once."""
 
     def working(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context that the thread works within."""
+        """Context manager around the reading thread's work."""
         return contextlib.nullcontext()
 
     def send(self, batch: Any) -> Any:
-        """Starts a batch's copies; the thread calls this."""
-        return replaced(batch, np.array)
+        """Starts a batch's copies; called by the reading thread."""
+        return map_arrays(batch, np.array)
 
     def ask(self) -> None:
-        """Prepares for one more `send`; the user calls this before the thread may send."""
+        """Prepares for one more `send`; called by the user before the reading thread may send."""
 
     def receive(self, batch: Any) -> Any:
-        """Makes a batch that was sent ready for use; the user calls this."""
+        """Makes a batch that was sent ready for use; called by the user."""
         return batch
 
     def close(self) -> None:
-        """Frees what the lane has, once the thread has ended."""
+        """Frees the lane's buffers; called once the reading thread has ended."""
 
 
 class _GpuLane(_HostLane):
-    """Slots that the batches go through in turn.
+    """A ring of slots: each batch overwrites the oldest one.
 
     Args:
-        slots: at least `held` more than the batches that are read ahead.
-        held: batches that the user is given before the first of them may be overwritten.
+        slots: the number of slots, at least `held` more than the batches that are read ahead.
+        held: the number of latest batches that the user may still read.
     """
 
     def __init__(self, device: int, slots: int, held: int, stream: Any) -> None:
@@ -161,10 +161,10 @@ class _GpuLane(_HostLane):
 
 
 class _Work:
-    """The thread and its queue. They hold no reference to the `Prefetcher`, because its end is to end the thread.
+    """The reading thread and its queue. They do not refer to the `Prefetcher`, whose finalizer ends the thread.
 
-    Of the threads that take batches one waits for the queue, and the others wait for their turn. Whoever gets no batch
-    calls `finish`, which wakes the next one of them; the others then see that it has ended.
+    Of the threads that take batches, one waits for the queue and the others for `_turn`. A thread that gets no batch
+    calls `finish`, which wakes the next one.
     """
 
     def __init__(self, source: Iterator[Any], lane: _HostLane, depth: int) -> None:
@@ -177,7 +177,7 @@ class _Work:
         self._thread.start()
 
     def take(self) -> Any:
-        """The next batch; raises what came in its place, StopIteration at the end and ever after."""
+        """Returns the next batch, or raises the error that came instead of it; raises StopIteration after the last."""
         with self._turn:
             if self._stopped.is_set():
                 raise StopIteration
@@ -189,10 +189,10 @@ class _Work:
             return self._lane.receive(batch)
 
     def finish(self) -> None:
-        """Ends the thread and frees what it used."""
+        """Ends the thread and frees the lane's buffers."""
         self._stopped.set()
         self._permits.release()
-        if threading.current_thread() is self._thread:  # its garbage collection has found the `Prefetcher`
+        if threading.current_thread() is self._thread:  # a garbage collection in this thread ends the `Prefetcher`
             self._is_left_alone = True
             return
         self._ready.put((None, StopIteration()))  # for the thread that waits, if one does

@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU, through page-locked memory into buffers that are used again."""
+"""Copies of batches to a GPU, through page-locked memory into buffers that are used again."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NO_TIMING: Final = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 _HOST_MEMORY: Final = int(driver.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
-def replaced(batch: Batch, replace: Callable[[NDArray[Any]], Any], where: str = "the batch") -> Batch:
-    """A batch of the same structure, in which each array is replaced by what a function makes of it.
+def map_arrays(batch: Batch, function: Callable[[NDArray[Any]], Any], where: str = "the batch") -> Batch:
+    """A batch of the same structure with `function(array)` in place of each array.
 
     Args:
-        where: what the batch is called in an error.
+        where: the name of the batch in errors.
 
     Raises:
         OperandError: something in the batch is no NumPy array, or a masked one or a matrix.
@@ -38,20 +38,20 @@ def replaced(batch: Batch, replace: Callable[[NDArray[Any]], Any], where: str = 
         check_plain(where, batch)
         if batch.dtype.hasobject:
             raise OperandError(f"{where} holds Python objects; accepted are arrays of numbers")
-        return replace(batch)
+        return function(batch)
     if isinstance(batch, dict):
-        return {key: replaced(part, replace, f"{where}[{key!r}]") for key, part in batch.items()}
+        return {key: map_arrays(part, function, f"{where}[{key!r}]") for key, part in batch.items()}
     if not isinstance(batch, (tuple, list)):
         name = type(batch).__name__
         raise OperandError(f"{where} is a {name}; accepted are NumPy arrays, and tuples, lists and dicts of them")
-    parts = [replaced(part, replace, f"{where}[{i}]") for i, part in enumerate(batch)]
+    parts = [map_arrays(part, function, f"{where}[{i}]") for i, part in enumerate(batch)]
     if isinstance(batch, list):
         return parts
     return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
 
 
 def is_pinned(array: NDArray[Any]) -> bool:
-    """Whether an array lies in page-locked memory, which a GPU reads by itself."""
+    """Whether an array lies in page-locked memory, from which a GPU can copy while the host goes on."""
     try:
         return int(call("cuPointerGetAttribute", _MEMORY_TYPE, array.ctypes.data)) == _HOST_MEMORY
     except DriverError:  # ordinary memory, which the driver does not know
@@ -69,14 +69,14 @@ def _event() -> Iterator[int]:
 
 
 class Slot:
-    """Memory for one batch, on the host and on the device. It grows with the batches and is used again.
+    """Memory for one batch on the host and on the device. It is used again, and grows with the largest batch.
 
     Args:
-        copies: the stream that the copies are put on.
+        copies: the stream of the copies.
 
     Attributes:
-        ready: an event that is recorded after the batch's copies.
-        released: an event that the user records after all that reads the batch.
+        ready: an event, recorded after the copies of the batch.
+        released: an event, which the user records after all work that reads the batch.
     """
 
     def __init__(self, device: int, copies: int) -> None:
@@ -88,31 +88,31 @@ class Slot:
         self._buffer: Any = None
 
     def fill(self, batch: Batch) -> Batch:
-        """The batch in CuPy arrays. The copies into them are on the stream.
+        """Puts the copies of a batch on the stream, and returns the CuPy arrays that they write.
 
-        Returns once the batch's own arrays may be changed. Waits until the batch before has left the slot's memory on
-        the host.
+        When this returns, the caller may change the batch's arrays. It waits until the slot's previous batch has been
+        copied from the slot's memory on the host.
         """
         arrays: list[NDArray[Any]] = []
-        replaced(batch, arrays.append)
+        map_arrays(batch, arrays.append)
         sizes = [aligned(array.nbytes) for array in arrays]
         call("cuEventSynchronize", self.ready)
         self._grow(sum(sizes))
         call("cuStreamWaitEvent", self._copies, self.released, 0)
         offsets, direct = itertools.accumulate(sizes, initial=0), list[NDArray[Any]]()
-        copied = replaced(batch, lambda array: self._copy(array, next(offsets), direct))
+        copied = map_arrays(batch, lambda array: self._copy(array, next(offsets), direct))
         call("cuEventRecord", self.ready, self._copies)
         if direct:
             call("cuEventSynchronize", self.ready)
         return copied
 
     def close(self) -> None:
-        """Waits for the copies and frees the events. The arrays stay as long as somebody has them."""
+        """Waits for the copies and frees the events. The CuPy arrays stay valid for as long as they are referenced."""
         with self._events:
             call("cuEventSynchronize", self.ready)
 
     def _copy(self, array: NDArray[Any], offset: int, direct: list[NDArray[Any]]) -> Any:
-        """Puts one array's copy on the stream, and adds the array to `direct` if the copy reads the array itself."""
+        """Puts the copy of one array on the stream; adds a page-locked array, which is copied directly, to `direct`."""
         module = cupy()
         if not array.size:
             return module.empty(array.shape, array.dtype)

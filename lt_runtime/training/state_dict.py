@@ -1,4 +1,4 @@
-"""Parameters' values by name, as PyTorch's `state_dict` has them, under the names of another model if need be."""
+"""Parameters' values by name, as in PyTorch's `state_dict`, also under the names of another model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lt_runtime.ops.adamw import Parameter
 
 
 class LeftOut(NamedTuple):
-    """What `load_state_dict(..., strict=False)` left out, by the names that the state uses.
+    """Names that `load_state_dict(..., strict=False)` left out, as the state spells them.
 
     Attributes:
-        missing: of parameters that the state does not have, which kept their values.
-        unexpected: of entries that belong to no parameter.
+        missing: names of parameters that the state lacks; they kept their values.
+        unexpected: names of entries that belong to no parameter.
     """
 
     missing: list[str]
@@ -24,10 +24,10 @@ class LeftOut(NamedTuple):
 
 
 def by_name(parameters: Sequence[Parameter], names: Mapping[str, str] | None) -> dict[str, Parameter]:
-    """The parameters by the names that a state has for them.
+    """The parameters, by their names in a state.
 
     Args:
-        names: the state's name for each parameter that it calls differently.
+        names: the state's name for each parameter that has another name there.
 
     Raises:
         ArgumentError: `names` has a name of no parameter, or gives two parameters one name.
@@ -49,16 +49,16 @@ def by_name(parameters: Sequence[Parameter], names: Mapping[str, str] | None) ->
 
 
 def copied(array: Any) -> Any:
-    """A copy of an array of NumPy or CuPy, by its bits: CuPy need not know how to compute with its type."""
+    """A copy of a NumPy or CuPy array. It is copied as integers, since CuPy may not support the element type."""
     return array.view(f"u{array.dtype.itemsize}").copy().view(array.dtype)
 
 
 def load(parameters: Mapping[str, Parameter], state: Any, *, strict: bool) -> LeftOut:
-    """Puts a state's values into parameters, or raises an error that lists all that does not fit.
+    """Assigns a state's values to parameters, or raises an error that lists every entry that does not fit.
 
     Args:
-        parameters: by the names that the state has for them.
-        strict: refuse a state that lacks a parameter, or has anything else.
+        parameters: by their names in the state.
+        strict: refuse a state that lacks a parameter or has an entry of no parameter.
     """
     check_instance("state", state, Mapping, "a mapping from names to arrays, such as state_dict() gives")
     missing = [name for name in parameters if name not in state]

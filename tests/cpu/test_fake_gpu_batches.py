@@ -167,16 +167,16 @@ def test_a_graph_that_another_thread_has_dropped_is_made_again(gpu: FakeGpu, mon
     run = _Run(gpu)
     run(*_batch(gpu, 3))
     steps = run.step._gpu
-    take_turn = steps._take_turn
+    launch = steps._launch
 
     def late(*arguments: Any) -> bool:
         monkeypatch.undo()
         for rows in range(4, 12):
             run(*_batch(gpu, rows))
-        taken: bool = take_turn(*arguments)
+        taken: bool = launch(*arguments)
         return taken
 
-    monkeypatch.setattr(steps, "_take_turn", late)
+    monkeypatch.setattr(steps, "_launch", late)
     run(*_batch(gpu, 3))
     assert run.calls == 3 * 10
 

@@ -143,7 +143,7 @@ def test_the_gradient_of_an_own_loss_begins_with_zeros(gpu: FakeGpu, graph: bool
         np.testing.assert_array_equal(gradient[1:], 0)
 
 
-def test_steps_with_and_without_weights_take_turns(gpu: FakeGpu) -> None:
+def test_steps_with_and_without_weights_launchs(gpu: FakeGpu) -> None:
     """Each kind has a graph of its own; weights of one have no effect on those without."""
     with gpu.others_package() as host_lt:
         host = made_step(host_lt, "cpu", loss="mse")
@@ -155,7 +155,7 @@ def test_steps_with_and_without_weights_take_turns(gpu: FakeGpu) -> None:
             batch.append(np.full(_ROWS, seed % 3, np.float32))
         (loss,) = run(gpu, step, [batch])
         assert loss == pytest.approx(float(host(*batch)), rel=1e-5)
-    assert len(step._gpu._batches) == 2
+    assert len(step._gpu._buffers) == 2
 
 
 def test_targets_of_own_losses_have_a_graph_for_each_kind(gpu: FakeGpu) -> None:

@@ -75,7 +75,7 @@ def test_a_captured_step_copies_no_step() -> None:
     step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse")
     step(*(cp.asarray(_numbers(i, ROWS, width)) for i, width in enumerate((DIMS[0], DIMS[-1]))))
     gpu = step._gpu
-    (batches,) = gpu._batches.values()
+    (batches,) = gpu._buffers.values()
     with captured._memory_from(gpu._pool):
         nodes = captured_nodes(
             lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(0, "training")

@@ -183,7 +183,7 @@ def test_a_graph_holds_kernels_alone() -> None:
     run = _Run("bfloat16", optimizer={"max_norm": 1.0})
     run.train(1)
     gpu = run.step._gpu
-    (batches,) = gpu._batches.values()
+    (batches,) = gpu._buffers.values()
     with captured._memory_from(gpu._pool):
         nodes = captured_nodes(
             lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(0, "training")
@@ -215,7 +215,7 @@ def test_streams_may_change_between_steps() -> None:
     assert run.state() == expected.state()
 
 
-def test_two_steps_take_turns_with_their_memory() -> None:
+def test_two_steps_launchs_with_their_memory() -> None:
     runs, alone = [_Run(seed=seed) for seed in (1, 2)], [_Run(seed=seed) for seed in (1, 2)]
     streams = [cp.cuda.Stream(non_blocking=True) for _ in runs]
     for i in range(12):
@@ -235,7 +235,7 @@ def test_batches_of_any_size() -> None:
         losses = [float(run.step(*run.batch(i, rows))) for run in runs]
         assert losses[0] == losses[1]
     assert runs[0].state() == runs[1].state()
-    assert len(runs[0].step._gpu._batches) == captured.MAX_GRAPHS
+    assert len(runs[0].step._gpu._buffers) == captured.MAX_GRAPHS
 
 
 def test_batches_as_they_lie() -> None:

@@ -112,7 +112,7 @@ def test_a_profile_changes_no_result_and_no_graph(gpu: FakeGpu, monkeypatch: pyt
     watched, plain = Training(gpu), Training(gpu)
     for train in (watched, plain):
         train()
-    own = next(iter(watched.step._gpu._batches.values())).graph
+    own = next(iter(watched.step._gpu._buffers.values())).graph
     launched: list[int] = []
     launch = watched.step._gpu._launch_graph
     monkeypatch.setattr(
@@ -124,7 +124,7 @@ def test_a_profile_changes_no_result_and_no_graph(gpu: FakeGpu, monkeypatch: pyt
     watched()
     for _ in range(6):
         plain()
-    assert next(iter(watched.step._gpu._batches.values())).graph is own
+    assert next(iter(watched.step._gpu._buffers.values())).graph is own
     assert own.executable not in launched[:3]
     assert len(set(launched[:3])) == 3  # copies in turn, so that one is read while the other runs
     assert launched[3:] == [own.executable] * 3

@@ -18,7 +18,7 @@ import lt_runtime as lt
 import lt_runtime.training.prefetch as module
 from lt_runtime.errors import ArgumentError, OperandError
 from lt_runtime.gpu import devices, streams
-from lt_runtime.training.staging import replaced
+from lt_runtime.training.staging import map_arrays
 
 Pair = namedtuple("Pair", "x labels")
 
@@ -276,7 +276,7 @@ def test_what_is_refused_at_once() -> None:
 
 def test_the_parts_of_a_batch_are_found_and_put_back() -> None:
     batch = {"a": Pair(np.zeros(1), np.ones(2)), "b": [np.zeros(3), (np.zeros(4),)], "c": ()}
-    sizes = replaced(batch, lambda array: array.size)
+    sizes = map_arrays(batch, lambda array: array.size)
     assert [*sizes] == [*batch]
     assert sizes == {"a": Pair(1, 2), "b": [3, (4,)], "c": ()}
     assert isinstance(sizes["a"], Pair)
