@@ -45,10 +45,11 @@ class Linear:
     """One layer: y = dropout(act(x · weightᵀ + bias)).
 
     Attributes:
-        name: of the layer's ranges in profiles.
+        name: the name of the layer's ranges in profiles.
         weight: (outputs, inputs).
-        bias: (outputs,); None for a layer without.
-        activation, dropout: what follows the product.
+        bias: (outputs,); None for a layer without a bias.
+        activation: follows the product and the bias.
+        dropout: probability; dropout follows the activation.
     """
 
     name: str
@@ -70,14 +71,14 @@ class Linear:
 class MLP:
     """Linear layers in a row, each followed by its activation and its dropout.
 
-    An activation or a dropout that is given as a single value is that of the hidden layers: every layer but the last. A
-    list or tuple has a value for each layer, the last included::
+    A single `activation` or `dropout` is for the hidden layers, which are all layers but the last. A list or tuple has
+    a value for each layer, the last included::
 
         lt.MLP([784, 64, 32, 10], activation="relu", dropout=0.1)
         lt.MLP([784, 64, 32, 10], activation=["relu", "tanh", "none"], dropout=[0.2, 0.1, 0], bias=[False, False, True])
 
-    Weights and biases are drawn from U(-1/√K, 1/√K) for K inputs, as in PyTorch's `nn.Linear`, by a generator of
-    the host, so that a seed gives the same model on every device.
+    Weights and biases are drawn from U(-1/√K, 1/√K) for K inputs, as in PyTorch's `nn.Linear`. The host draws them, so
+    that a seed gives the same model on every device.
 
     Args:
         dims: inputs, hidden sizes and outputs, at least two.
@@ -90,17 +91,17 @@ class MLP:
         dropout: probability after each hidden layer, rounded to a multiple of 2^-16; or a sequence with one for each
             layer.
         bias: whether the layers have a bias, the last included; or a sequence with one for each layer.
-        output_activation: of the last layer, none if left out. It goes with a single `activation` alone, because a
-            sequence has an entry for the last layer.
+        output_activation: the last layer's activation; "none" if left out. It must be left out if `activation` is a
+            sequence, which has an entry for the last layer.
         seed: of the initial values and of dropout.
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a `torch.device`.
         compute: "float32" or "tf32".
 
     Attributes:
-        layers: of `Linear`.
-        device: where the model lives.
+        layers: list of `Linear`.
+        device: the device of the parameters.
         dims, dtype, seed, compute, master_weights: as given.
-        narrow: runs the model as a whole where it has few columns; None where it never does.
+        narrow: one-kernel passes for models with few columns; None if the kernels do not support this model.
 
     Raises:
         ArgumentError: an option that is not accepted.
@@ -150,23 +151,23 @@ class MLP:
 
     @property
     def activation(self) -> Activation | tuple[Activation, ...]:
-        """The hidden layers' where these have the same, and the last layer none; otherwise that of each layer."""
+        """The activation of the hidden layers if they share it and the last has none; otherwise that of each layer."""
         return _condensed([each.activation for each in self.layers], self._hidden, Activation())
 
     @property
     def dropout(self) -> float | tuple[float, ...]:
-        """The hidden layers' where these have the same, and the last layer none; otherwise that of each layer."""
+        """The dropout of the hidden layers if they share it and the last has none; otherwise that of each layer."""
         return _condensed([each.dropout for each in self.layers], self._hidden_dropout, 0.0)
 
     @property
     def bias(self) -> bool | tuple[bool, ...]:
-        """Whether the layers have a bias; of each layer where they differ."""
+        """Whether the layers have a bias; one value for each layer if they differ."""
         biases = [each.bias is not None for each in self.layers]
         return biases[0] if len({*biases}) == 1 else tuple(biases)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `MLP(**options)` makes such a model from, wherever that is to live; JSON holds it as it is."""
+        """The arguments of `MLP` for such a model, without the device, as values that JSON can hold."""
         activation, dropout, bias = (_as_json(each) for each in (self.activation, self.dropout, self.bias))
         return {
             "dims": [*self.dims],
@@ -198,8 +199,8 @@ class MLP:
         """Copies of all parameters' values, in the model's type: NumPy arrays, on a GPU CuPy arrays. Waits for the GPU.
 
         Args:
-            names: what parameters are to be called instead of "layer0.weight", "layer0.bias" and so on, for example
-                {"layer0.weight": "0.weight"} for PyTorch's `nn.Sequential`. `load_state_dict` takes the same mapping.
+            names: other names for parameters, by their own names ("layer0.weight", "layer0.bias" and so on), for
+                example {"layer0.weight": "0.weight"} for PyTorch's `nn.Sequential`. `load_state_dict` takes the same.
 
         Raises:
             ArgumentError: `names` has a name of no parameter, or gives two parameters one name.
@@ -213,21 +214,21 @@ class MLP:
     def load_state_dict(
         self, state: Mapping[str, Any], *, strict: bool = True, names: Mapping[str, str] | None = None
     ) -> LeftOut:
-        """Puts values into the parameters as `Parameter.assign` does, so that optimizers and graphs go on with them.
+        """Assigns values to the parameters, as `Parameter.assign`; optimizers and graphs continue with them.
 
         Args:
             state: arrays by name, each as `Parameter.assign` takes it: `state_dict()` of this class, or PyTorch's.
-            strict: refuse a state that lacks a parameter or has anything else. Otherwise what fits is loaded, if
-                anything does.
-            names: the state's name for each parameter that it calls differently, as for `state_dict`.
+            strict: refuse a state that lacks a parameter or has another entry. Without it, the entries that belong to
+                a parameter are loaded, of which there must be one.
+            names: the state's name for each parameter that has another name there, as for `state_dict`.
 
         Returns:
-            `missing` and `unexpected`, the lists of what was left out; both are empty if `strict`.
+            `missing` and `unexpected`: lists of the names that were left out; both are empty if `strict`.
 
         Raises:
-            OperandError: the state does not fit. The message lists everything that is missing, unexpected or of another
-                shape or kind. Nothing has been written.
-            ArgumentError: as `state_dict` raises it.
+            OperandError: the state does not fit. The message lists every entry that is missing, unexpected or of
+                another shape or kind. Nothing has been written.
+            ArgumentError: `names` is wrong, as in `state_dict`.
             CaptureError: the current stream is being captured.
         """
         return load(by_name(self.parameters(), names), state, strict=flag("strict", strict))
@@ -259,12 +260,12 @@ class MLP:
 
         Args:
             x: (M, dims[0]), of the model's type, on its device.
-            step: what dropout's masks are drawn for: an int, or an array of one uint32 on the model's device, such as
-                an optimizer's `steps`. A model without dropout needs none.
-            micro_batch: which part of the step's batch x is. Each part has masks of its own.
-            copy_step: whether the contexts keep a copy of an array `step`, which costs a GPU 4 bytes and a copy of
-                them, so that `backward` draws the same masks even if the optimizer has advanced the array in between.
-                Without one the array must not change until then.
+            step: the number of the step, which decides dropout's masks: an int, or an array of one uint32 on the
+                model's device, such as an optimizer's `steps`. A model without dropout needs none.
+            micro_batch: the index of x among the step's micro-batches. Each micro-batch has masks of its own.
+            copy_step: whether the contexts keep a copy of an array `step`, so that `backward` draws the same masks even
+                if the optimizer has advanced the array. The copy costs a GPU 4 bytes and a launch. Without the copy,
+                the array must not change before `backward`.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
@@ -300,18 +301,18 @@ class MLP:
     def backward(
         self, dy: Any, contexts: Sequence[Any], *, accumulate: bool = False, need_dx: bool = False, stream: Any = None
     ) -> Any:
-        """Puts every parameter's gradient into `Parameter.grad`.
+        """Writes every parameter's gradient into `Parameter.grad`.
 
         Args:
             dy: (M, dims[-1]), the gradient with respect to the outputs.
             contexts: from `forward`.
             accumulate: add to the gradients instead of replacing them.
-            need_dx: whether to make the gradient with respect to the inputs.
+            need_dx: whether to compute the gradient with respect to the inputs.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
         Returns:
-            With `need_dx`, the gradient with respect to the inputs, (M, dims[0]), of the kind that dy is; None without.
+            With `need_dx`, the gradient with respect to the inputs, (M, dims[0]), an array of dy's library; else None.
 
         Raises:
             LtError: as `lt.linear_bwd` does.
@@ -328,13 +329,13 @@ class MLP:
         return dy
 
     def _refuse_inputs(self, x: Any, stream: Any) -> None:
-        """Raises an error that names x if that is at fault, where a layer's error names the layer's weight."""
+        """Raises an error that names x if x does not fit the model; the layers' errors would name their weights."""
         device = self.device.ordinal
         with contextlib.nullcontext() if device is None else activated(device):
             read_inputs(self, x, 0 if device is None else stream_handle(stream, device, library_of(x).current_stream))
 
     def _copied_step(self, step: Any, x: Any, stream: Any) -> Any:
-        """A step that stays as it is now, if it is an array: one of the model's device is copied on the stream."""
+        """The number of the step, copied if it is an array; on a GPU the copy is in the order of the stream."""
         device = self.device.ordinal
         if isinstance(step, np.ndarray):
             return step.copy()
@@ -348,7 +349,7 @@ class MLP:
         return copy
 
     def _parameters(self, biases: Sequence[bool], *, has_masters: bool) -> dict[str, Parameter]:
-        """Weights and biases by their names; values, gradients and master copies lie in an arena each."""
+        """Weights and biases by their names. All values share one allocation, as do gradients and master copies."""
         generator, values = np.random.default_rng(self.seed), dict[str, NDArray[np.float32]]()
         for i, (inputs, outputs) in enumerate(itertools.pairwise(self.dims)):
             bound = 1.0 / math.sqrt(inputs)
@@ -362,7 +363,7 @@ class MLP:
         return {parameter.name: parameter for parameter in made}
 
     def _arena(self, values: Sequence[NDArray[np.float32]], dtype: np.dtype[Any]) -> list[Any]:
-        """Arrays of these values, rounded, on the model's device."""
+        """Arrays of these values, rounded to a type, on the model's device; one allocation holds them all."""
         shapes = [array.shape for array in values]
         flat = host_zeros(arena_size(shapes, dtype.itemsize), dtype)
         for view, array in zip(arena_views(flat, shapes), values, strict=True):
@@ -376,11 +377,11 @@ def brief(model: MLP) -> str:
 
 
 def read_inputs(model: MLP, x: Any, stream: int) -> Operand:
-    """The operand that a model's inputs are.
+    """Reads and checks a model's inputs.
 
     Raises:
-        OperandError: they are no matrix of the model's inputs and type on its device. The message names x and says what
-            the model takes.
+        OperandError: x is no matrix of the model's inputs and type on the model's device. The message names x, its
+            shape or type, and what the model takes.
     """
     operand = model.device.read("x", x, stream)
     if len(operand.shape) != 2 or operand.shape[1] != model.dims[0]:
@@ -399,19 +400,19 @@ def check_model_type(model: MLP, operand: Operand) -> None:
 def backward_layer(
     layers: Sequence[Linear], dy: Any, contexts: Sequence[Any], *, accumulate: bool, need_dx: bool, stream: Any
 ) -> Any:
-    """Takes the gradient back through one layer, and through the activation of the layer below it.
+    """Propagates the gradient back through one layer and the activation of the layer below it.
 
     Later calls, for the layers below, read neither dy nor the last context again.
 
     Args:
-        layers: all of the model's.
-        dy: the gradient with respect to the outputs; below the last layer, what the call for the layer above returned.
-        contexts: of the layers up to this one, which has the last.
-        accumulate, stream: as of `MLP.backward`.
-        need_dx: whether the first layer makes the gradient with respect to its inputs.
+        layers: all layers of the model.
+        dy: the gradient with respect to the outputs; below the last layer, the result of the call for the layer above.
+        contexts: of the layers from the first to this one.
+        accumulate, stream: as in `MLP.backward`.
+        need_dx: whether to compute the gradient with respect to the first layer's inputs.
     """
     i, last = len(contexts) - 1, len(layers) - 1
-    # Each call also makes the bias gradient of the layer below, so that only the last layer's own is left.
+    # Each call also computes the bias gradient of the layer below; only the last layer needs its own here.
     options: dict[str, Any] = {"before_activation": i < last, "need_db": i == last, "need_dx": i > 0 or need_dx}
     if i:
         options |= {"through": contexts[i - 1], "out_db_below": _bias_gradient(layers[i - 1])}
@@ -424,7 +425,7 @@ def backward_layer(
 def _activations(
     activation: Chosen | Sequence[Chosen], output_activation: Chosen | None, layers: int
 ) -> tuple[Activation | None, list[Activation]]:
-    """The hidden layers' activation, None if each layer has one of its own; and that of each layer."""
+    """The hidden layers' single activation, or None if a sequence was given; and the activation of each layer."""
     output = activation_of("output_activation", "none" if output_activation is None else output_activation)
     hidden, each = by_layer("activation", activation, layers, activation_of, output)
     if hidden is None and output_activation is not None:
@@ -434,10 +435,10 @@ def _activations(
 
 
 def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) -> _Value | tuple[_Value, ...]:
-    """The hidden layers' value if they share it and the last layer has the usual one; otherwise every layer's.
+    """The hidden layers' value if they share it and the last layer's is `last`; otherwise the values of all layers.
 
     Args:
-        single: the hidden layers' where there may be none of them; None if it is not known.
+        single: the hidden layers' value if there are no hidden layers; None if it is unknown.
     """
     hidden: set[_Value | None] = {*values[:-1]} or {single}
     (first, *others) = hidden
@@ -445,7 +446,7 @@ def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) ->
 
 
 def _as_json(option: Any) -> Any:
-    """An option of the layers: a list for a tuple, a dict for an activation."""
+    """Converts a layer option for JSON: tuples become lists, activations dicts."""
     if isinstance(option, tuple):
         return [_as_json(each) for each in option]
     return asdict(option) if isinstance(option, Activation) else option

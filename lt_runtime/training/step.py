@@ -1,4 +1,4 @@
-"""A training step: what a caller hands over, what is refused, and what comes back."""
+"""`TrainStep`: its options, the checks of its batches, and its results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from lt_runtime.training.tally import HostTally, Tally
 
 
 class Metrics(NamedTuple):
-    """Means over the steps since they were last read.
+    """Means over the steps since the metrics were last read.
 
     Attributes:
+        steps: the number of steps.
         loss: NaN if there were no steps.
         accuracy: the share of rows whose label has the largest logit, before each step's update; NaN if no row counted,
             None for a loss without classes.
@@ -38,11 +39,11 @@ class Metrics(NamedTuple):
 class TrainStep(Fixed):
     """Trains a model by one batch a call.
 
-    On a GPU the whole step is one CUDA graph. Before the first batch of each size, what is not known yet of its layers
-    is measured and kept in the plan cache, see `tune`. Then the step is rehearsed without the update, which makes the
-    plans; the graph is captured, and launched for this batch and for every later one. Batches are copied into buffers
-    that stay. The step's number, the learning rate, the loss scale and dropout's masks advance on the device. No call
-    waits for the GPU, and none allocates memory, but the first of a size.
+    On a GPU the whole step is one CUDA graph. At the first batch of each size, layers that the plan cache does not know
+    are measured, see `tune`. Then the step is rehearsed without the update, which makes the plans. Then it is captured;
+    the graph is launched for this batch and for every later one. Batches are copied into fixed buffers. The step's
+    number, the learning rate, the loss scale and dropout's masks advance on the device. Only the first call of a batch
+    size waits for the GPU and allocates memory.
 
     With `graph=False` the same operations are launched one by one, each in a range of its own, and give the same
     results bit by bit. Models on the host always run so.
@@ -50,32 +51,32 @@ class TrainStep(Fixed):
     Args:
         model: an `MLP`.
         optimizer: over the model's parameters, or over some of them, which freezes the others. Its settings may change
-            between steps, see `lt.AdamW`. Dropout's masks are drawn for the optimizer's step, so that each step has its
-            own. If the optimizer has a scaler, it scales the loss's gradient.
+            between steps, see `lt.AdamW`. The optimizer's step number decides dropout's masks, so that each step has
+            masks of its own. If the optimizer has a scaler, its scale multiplies the loss's gradient.
         loss: "cross_entropy" (labels (M,) int32 or int64; rows labelled -100 are left out), "mse", "huber" or
             "bce_with_logits" (targets of the outputs' shape and type), or a function, see below.
-        loss_options: of a loss with a name, what the function of this name takes: `label_smoothing` and `class_weights`
-            of "cross_entropy", `delta` of "huber", `pos_weight` of "bce_with_logits". NumPy's arrays are copied to the
-            model's device once; other arrays on it are read where they lie, at each step.
-        batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, of which the
-            eight most recently used are kept.
-        graph: whether to capture.
-        accumulate: micro-batches that a batch is cut into. The activations of only one micro-batch are in memory
-            at a time. The gradients are added up, and the loss is the mean of the micro-batches' losses. That is the
-            batch's loss, unless the mean divides by something that differs between micro-batches, as that of
-            "cross_entropy" does with ignored rows or class weights.
+        loss_options: of a loss with a name: `label_smoothing` and `class_weights` of "cross_entropy", `delta` of
+            "huber", `pos_weight` of "bce_with_logits". NumPy arrays are copied to the model's device once; arrays that
+            are on it already are read anew at each step.
+        batch_size: rows of every batch. None takes batches of any size; each size has a graph of its own, and the eight
+            most recently used graphs are kept.
+        graph: whether to capture the step as a graph.
+        accumulate: the number of micro-batches that a batch is split into. The activations of only one micro-batch are
+            in memory at a time. The gradients are summed, and the loss is the mean of the micro-batches' losses. This
+            mean equals the batch's loss if all micro-batches divide by the same number; "cross_entropy" with ignored
+            rows or class weights may not.
         ema: an `lt.EMA` of the model, which is updated after the optimizer, in the same graph.
-        tune: whether to measure how the layers run fastest, where the plan cache does not know it: about a second a
-            layer on an H200, for each size of batch, with a progress bar on a terminal, and otherwise a line of the
-            logger "lt_runtime". Later steps and processes find it in the cache. None measures unless
-            `LT_RUNTIME_TUNE=off`; `docs/tuning.md` has a table of all combinations. What cannot be measured costs a
+        tune: whether to measure how the layers run fastest if the plan cache does not know it: about a second a layer
+            on an H200, for each batch size, with a progress bar on a terminal, and otherwise a line of the logger
+            "lt_runtime". Later steps and processes find the results in the cache. None measures unless
+            `LT_RUNTIME_TUNE=off`; `docs/tuning.md` has a table of all combinations. A failed measurement costs a
             warning. Nothing is measured on the host, or while the stream is being captured.
 
-    While it captures and tunes, which is within the first call of each size of batch, other threads must not
-    synchronise with the whole device: `torch.cuda.synchronize()`, `cupy.cuda.Device().synchronize()` and the driver's
-    `cuCtxSynchronize` then fail in the other thread with "operation not permitted when stream is capturing", and make
-    the capture fail with a `CaptureError` or `GpuError`. They may wait for streams and events, and launch work. Work
-    on the same GPU makes the measurements less accurate.
+    The first call of each batch size tunes and captures. Meanwhile other threads must not synchronise with the whole
+    device: `torch.cuda.synchronize()`, `cupy.cuda.Device().synchronize()` and the driver's `cuCtxSynchronize` fail in
+    the other thread with "operation not permitted when stream is capturing", and invalidate the capture. An invalidated
+    capture is tried twice more, and then raises `GpuError`. Other threads may launch work and wait for streams and
+    events; their work on the same GPU makes the measurements less accurate.
 
     A loss of your own is a function of (outputs, target, gradient, stream). It writes the gradient of its loss with
     respect to the outputs, an array (M, outputs) of the model's type, into `gradient`, an FP32 array of this shape
@@ -97,17 +98,18 @@ class TrainStep(Fixed):
             outputs = outputs.astype("float32")
             return lt.huber_loss(outputs, target, delta=0.1, out_gradient=gradient, stream=stream).loss
 
-    On a GPU, `stream` is the handle of the stream that the step is put on, which is CuPy's current one meanwhile; on
-    the host it is None. The function must put all its work on it, wait for nothing, and write into no array but
-    `gradient` and its own. It runs three times at the first batch of a size, twice on zeros and once to be captured,
-    and at no later step: only what it puts on the stream is repeated. What PyTorch computes in it needs `graph=False`,
-    since PyTorch's memory is not the graph's, and `torch.cuda.stream(torch.cuda.ExternalStream(stream))`.
+    On a GPU, `stream` is the handle of the step's stream, which is CuPy's current stream during the call; on the host
+    it is None. The function must put all its work on this stream, wait for nothing, and write only into `gradient` and
+    its own arrays. At the first batch of a size it runs three times: twice on zeros and once in the capture. Later steps
+    do not call it: the graph repeats the work that it put on the stream. A function that computes with PyTorch needs
+    `graph=False`, since PyTorch's memory is not the graph's, and
+    `torch.cuda.stream(torch.cuda.ExternalStream(stream))`.
 
     Raises:
         ArgumentError: an unknown loss or option, numbers that are not positive or do not divide the batch, an optimizer
             with a parameter that is not the model's, or an EMA of another model.
-        OperandError: an array among the options is not as it must be, or an array of a parameter was replaced after the
-            optimizer or the EMA was made.
+        OperandError: an array among the options does not fit the model, or an array of a parameter was replaced after
+            the optimizer or the EMA was made.
     """
 
     def __init__(
@@ -157,8 +159,8 @@ class TrainStep(Fixed):
         Args:
             x: (batch_size, inputs), of the model's type and on its device; on a GPU with contiguous rows.
             target: labels or targets, depending on the loss; on a GPU with contiguous rows.
-            row_weights: (batch_size,) FP32, by which the rows' losses are multiplied; the mean divides by the same as
-                without them, see `lt.mse_loss`. A loss of your own takes none: its target may hold them.
+            row_weights: (batch_size,) FP32, factors of the rows' losses, not negative; the mean divides by the same
+                number as without them, see `lt.mse_loss`. Your own loss takes none: its target may hold them.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
@@ -168,11 +170,11 @@ class TrainStep(Fixed):
 
         Raises:
             ShapeError: x is not a batch of the expected shape.
-            OperandError: another type or device; an array of the model's parameters has been replaced; or, where
-                `lt.AdamW` checks it, data are not the rounding of their master copy.
+            OperandError: an array has another type or device than the model; an array of a parameter has been
+                replaced; or, where `lt.AdamW` checks it, data are not the rounding of their master copy.
             CaptureError: the stream is being captured, and `graph` is set.
-            GpuError: no memory, or another failure. The model's values and the optimizer are as they were; without a
-                graph only the averages may lack an update.
+            GpuError: no memory, or another failure. The model's values and the optimizer are unchanged; without a
+                graph, the averages may lack an update.
         """
         if changes.latest is not self._held.seen:
             self._held.check()
@@ -199,7 +201,7 @@ class TrainStep(Fixed):
         """Means over the steps since the last call.
 
         Args:
-            stream: the one that the steps are on, which is waited for. If None, it is the current stream of the library
+            stream: the stream of the steps, which this waits for. If None, it is the current stream of the library
                 that the batches come from, as for the steps.
         """
         if self._gpu is None:
@@ -224,14 +226,14 @@ class TrainStep(Fixed):
             )
 
     def _cut(self, batch: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """The micro-batches of NumPy arrays, which are checked as those on a GPU are."""
+        """Checks a batch of NumPy arrays and splits it into micro-batches."""
         read_batch(self.model, batch, self._body.loss, 0)
         size = batch[0].shape[0] // self.accumulate
         return [tuple(each[i : i + size] for each in batch) for i in range(0, size * self.accumulate, size)]
 
 
 def _check_optimizer(optimizer: AdamW, model: MLP) -> None:
-    """Refuses an optimizer of which a parameter is not the model's: its updates would not train the model."""
+    """Refuses an optimizer with a parameter that is not the model's: its updates would not train the model."""
     known = {(id(each.data), id(each.grad)) for each in model.parameters()}
     for parameter in optimizer.parameters:
         if (id(parameter.data), id(parameter.grad)) not in known:
@@ -252,6 +254,6 @@ def _check_ema(ema: EMA | None, model: MLP) -> None:
 
 
 def _check_host_stream(stream: Any) -> None:
-    """Refuses what is no stream; the host uses none."""
+    """Refuses an argument that is no stream, although the host uses none."""
     if stream is not None:
         stream_handle(stream, HOST)
