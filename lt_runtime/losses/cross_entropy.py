@@ -21,7 +21,7 @@ _INT64: Final = range(-(2**63), 2**63)
 
 
 class CrossEntropy(LossOperation):
-    """See `cross_entropy`; its own options are the label smoothing and the ignored label."""
+    """The operation of `cross_entropy`; its own options are the label smoothing and the ignored label."""
 
     names = ("logits", "labels", "grad_scale", "out_gradient", "out_loss", "row_weights", "class_weights")
     make_pass = staticmethod(functools.cache(CrossEntropyPass))
@@ -79,17 +79,17 @@ def cross_entropy(
         logits: (M, C), float32, float16 or bfloat16.
         labels: (M,) int32 or int64 in [0, C), or `ignore_index`.
         label_smoothing: ε, in [0, 1].
-        ignore_index: rows with this label are left out of the mean, and their gradient is 0. None ignores none, and
-            saves a GPU the counting.
+        ignore_index: rows with this label are left out of the mean, and their gradient is 0. None ignores no row, and
+            spares a GPU the count of the other rows.
         class_weights: (C,) FP32, not negative. Each element of a row's target is multiplied by its class's weight, and
             the mean divides by the sum of the labels' weights instead of the number of rows.
-        row_weights: (M,) FP32, not negative, by which each row's loss is multiplied; the mean divides by the same as
+        row_weights: (M,) FP32, not negative: factors of the rows' losses; the mean divides by the same number as
             without them, see `mse_loss`.
-        grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
-            operands. It keeps small FP16 gradients from vanishing.
-        share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too. The
-            parts' means add up to the batch's if all parts divide by as much: if no row is ignored and there are no
-            class weights.
+        grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
+            device. It keeps small FP16 gradients from vanishing.
+        share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss. The
+            parts' gradients add up to the batch's if all parts have equally many rows, no row is ignored and there are
+            no class weights.
         out_gradient: (M, C) buffer; may be `logits` itself.
         out_loss: () FP32 buffer.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
@@ -97,8 +97,8 @@ def cross_entropy(
 
     Returns:
         `loss`, shape () and FP32 whatever the logits' type, and `gradient` (M, C), of their type and rounded once.
-        On a GPU, where labels cannot be looked at without waiting for them, one that is out of range makes the loss and
-        its row of the gradient NaN. The loss of no rows, or of none that counts, is NaN.
+        On a GPU labels are not checked, which would mean to wait for them: a label that is out of range makes the loss
+        and its row of the gradient NaN. If there are no rows, or all are ignored, the loss is NaN.
 
     Raises:
         ArgumentError: a label is out of range, or a weight negative or NaN (NumPy arrays); label_smoothing,
@@ -118,7 +118,7 @@ def cross_entropy(
 
 
 def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:
-    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless there is an integer a row, without gaps."""
+    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless labels are a packed vector, one a row."""
     if labels.dtype not in _LABELS:
         raise DTypeError(f"labels has type {labels.dtype}; accepted are int32 and int64")
     check_shape("labels", labels.shape, logits_shape[:1], "one a row of logits")

@@ -1,4 +1,4 @@
-"""Losses that are a mean over all elements of a matrix."""
+"""Losses that are the mean of a function of each element: MSE, Huber, binary cross-entropy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lt_runtime.losses.operation import Loss, LossOperation, check_not_negative,
 
 
 class ElementwiseLossOperation(LossOperation):
-    """A mean over all elements.
+    """A loss that is a mean over all elements.
 
     Attributes:
-        loss: its name in the kernels.
+        loss: the name of the loss in the kernels.
     """
 
     loss: ClassVar[str]
@@ -91,14 +91,13 @@ def mse_loss(
 
     Args:
         prediction: (M, N), float32, float16 or bfloat16. target: (M, N), same type.
-        row_weights: (M,) FP32, not negative, by which each row's losses are multiplied. The mean divides by M·N all
-            the same, as Keras does with `sample_weight`, and PyTorch in `binary_cross_entropy(weight=...)`, so that
-            parts of a batch add up to the batch. For a weighted average, such as scikit-learn's with `sample_weight`,
-            pass weights whose mean is 1. NumPy's are looked at; on a GPU, where that would take a wait, a negative
-            weight multiplies as any other number does, and NaN makes the loss and the row's gradient NaN.
-        grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
-            operands. It keeps small FP16 gradients from vanishing.
-        share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too.
+        row_weights: (M,) FP32, not negative: factors of the rows' losses. The mean divides by M·N all the same, as
+            Keras does with `sample_weight`, and PyTorch in `binary_cross_entropy(weight=...)`, so that the losses of
+            parts of a batch add up to the batch's. For a weighted average, such as scikit-learn's with `sample_weight`,
+            pass weights whose mean is 1. Only NumPy arrays are checked: on a GPU a check would have to wait.
+        grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
+            device. It keeps small FP16 gradients from vanishing.
+        share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss.
         out_gradient: (M, N) buffer; may be `prediction` itself.
         out_loss: () FP32 buffer.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
@@ -136,11 +135,11 @@ def huber_loss(
     Args:
         prediction: (M, N), float32, float16 or bfloat16. target: (M, N), same type.
         delta: δ, positive and finite.
-        row_weights: (M,) FP32, by which each row's losses are multiplied; the mean divides by M·N all the same, see
+        row_weights: (M,) FP32, not negative: factors of the rows' losses; the mean divides by M·N all the same, see
             `mse_loss`.
-        grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
-            operands. It keeps small FP16 gradients from vanishing.
-        share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too.
+        grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
+            device. It keeps small FP16 gradients from vanishing.
+        share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss.
         out_gradient: (M, N) buffer; may be `prediction` itself.
         out_loss: () FP32 buffer.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
@@ -185,11 +184,11 @@ def bce_with_logits(
         targets: (M, N), same type: 1 for what is there and 0 for what is not, or anything between. Negative numbers and
             NaN are refused in NumPy arrays. The formula is applied to all others, as in PyTorch.
         pos_weight: (N,) FP32, p for each column, not negative: above 1 where positive targets are rare.
-        row_weights: (M,) FP32, by which each row's losses are multiplied; the mean divides by M·N all the same, see
+        row_weights: (M,) FP32, not negative: factors of the rows' losses; the mean divides by M·N all the same, see
             `mse_loss`.
-        grad_scale: what the gradient, not the loss, is multiplied by: a number, or one FP32, shape () or (1,), with the
-            operands. It keeps small FP16 gradients from vanishing.
-        share: the part that these rows are of a larger batch; the gradient, not the loss, is multiplied by it too.
+        grad_scale: factor of the gradient, not of the loss: a number, or one FP32, shape () or (1,), on the operands'
+            device. It keeps small FP16 gradients from vanishing.
+        share: these rows' share of a larger batch, in (0, 1]: another factor of the gradient, not of the loss.
         out_gradient: (M, N) buffer; may be `logits` itself.
         out_loss: () FP32 buffer.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library

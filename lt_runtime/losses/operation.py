@@ -1,4 +1,4 @@
-"""What all losses have in common: a matrix of scores, a target, weights of rows, and a gradient with its scale."""
+"""The common part of all losses: scores, target, weights of rows and columns, and the gradient with its scale."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Loss(NamedTuple):
     """A loss with its gradient.
 
     Attributes:
-        loss: one FP32 number of shape (), which stays on its device until it is read.
+        loss: one FP32 number of shape (), on the arguments' device.
         gradient: with respect to the loss's first argument, of its shape.
     """
 
@@ -40,12 +40,12 @@ class Loss(NamedTuple):
 
 
 class LossPlan(Plan):
-    """A loss and its gradient. The loss of no elements is NaN.
+    """The plan of a loss and its gradient. The loss of no elements is NaN.
 
-    A call's addresses are those of the scores, the target, the gradient, the loss, and weights of rows and of columns.
+    A call's addresses are, in this order, those of the scores, target, gradient, loss, row weights and column weights.
 
     Args:
-        loss_pass: the kernels for the arrays' types and layouts; None where there are no elements.
+        loss_pass: the kernels for the arrays' types and layouts; None if there are no elements.
     """
 
     def __init__(self, loss_pass: ElementwiseLossPass | CrossEntropyPass | None, device: int) -> None:
@@ -109,15 +109,15 @@ class LossOperation(Operation):
     def read_target(
         self, scores: Operand, target: Operand, weighted: Sequence[bool], *options: Any
     ) -> tuple[Hashable, ...]:
-        """Checks the second array; gives what `make_pass` takes between the first array's layouts and the device.
+        """Checks the target, and returns the arguments of `make_pass` that follow the layouts of the scores.
 
         Args:
-            weighted: whether rows have weights, and columns, if the loss has such.
+            weighted: whether there are row weights and, for losses that take them, column weights.
         """
 
     @abstractmethod
     def exact(self, scores: Any, target: Any, weights: Sequence[Any], *options: Any) -> tuple[float, Any]:
-        """The loss of NumPy arrays and its gradient, in float64."""
+        """Computes the loss of NumPy arrays and its gradient in float64."""
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
@@ -158,13 +158,13 @@ def check_not_negative(name: str, array: NDArray[Any]) -> None:
 
 
 def check_weights(scores: Operand, weights: Sequence[Operand | None]) -> None:
-    """Raises unless there is an FP32 number a row, and one a column, without gaps.
+    """Checks that row weights and column weights are packed FP32 vectors of the right lengths.
 
     Args:
-        weights: of the rows, and of the columns, if the loss has such; None where they are absent.
+        weights: row weights and, for losses that take them, column weights; None where they are absent.
 
     Raises:
-        DTypeError, ShapeError, LayoutError: it is not so.
+        DTypeError, ShapeError, LayoutError: a vector has another type, length or layout.
     """
     for each, length, what in zip(weights, scores.shape, ("row", "column"), strict=False):
         if each is not None:
@@ -184,12 +184,12 @@ def perform_loss(
     out_loss: Any,
     stream: Any,
 ) -> Loss:
-    """Makes a call of a loss.
+    """Checks the scalars of a loss's call, and runs it.
 
     Args:
         operands: scores and target.
-        weights: of the rows, and of the columns, if the loss has such.
-        options: the loss's own, checked.
+        weights: row weights and, for losses that take them, column weights.
+        options: the loss's own options, which have been checked.
     """
     factor, scale = share if type(share) is float else number("share", share), grad_scale
     if not 0 < factor <= 1:

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer is made with, as they are read."""
+"""`Parameter`, how its arrays are read and checked, and how values are written into it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lt_runtime.problem import DType, type_name
 
 
 class _Changes:
-    """Tells those who keep something of a parameter that an attribute of some parameter was set.
+    """Shows whether any attribute of any parameter has been set.
 
     Attributes:
-        latest: another object after every such change, so that one comparison shows whether there was any.
+        latest: a new object after each change, so that one comparison with an object seen before shows a change.
     """
 
     latest: object = None
@@ -37,22 +37,23 @@ changes: Final = _Changes()
 class Parameter:
     """A tensor that is trained, and its gradient.
 
-    An optimizer keeps these very arrays: do not replace them, and give them other values by `assign`. What is written
-    into `data` alone is lost at the next update where there is a master copy; `lt.AdamW` says when it notices.
+    An optimizer keeps the addresses of these arrays: do not replace the arrays, and change their values by `assign`.
+    If there is a master copy, the next update overwrites values that were written into `data` alone; `lt.AdamW` says
+    when it notices this.
 
     `lr_scale` and `weight_decay` may be set at any time, and take effect at the optimizer's next step.
 
     Attributes:
         data: any shape, row-major without gaps; float32, float16 or bfloat16.
         grad: same shape; any of the three types.
-        master: FP32 values that `data` is the rounding of, to nearest. The optimizer makes one from `data` where that
-            is not FP32 and none is given, except for BF16 with `stochastic_rounding`.
+        master: FP32 master copy; `data` is its rounding to nearest. The optimizer makes one for 16-bit `data` if none
+            is given, except for BF16 with `stochastic_rounding`.
         name: for errors and reports.
-        lr_scale: what the learning rate is multiplied by for this parameter; its weight decay scales with it.
-        weight_decay: λ for this parameter; None leaves it to the optimizer.
+        lr_scale: factor of the learning rate for this parameter, and so of its weight decay, which is lr·λ.
+        weight_decay: λ for this parameter; None for the optimizer's λ.
 
     Raises:
-        ArgumentError: `name` is no string, or `lr_scale` or `weight_decay` no finite number, or negative.
+        ArgumentError: `name` is no string, or `lr_scale` or `weight_decay` is no finite number or negative.
     """
 
     data: Any
@@ -68,7 +69,7 @@ class Parameter:
         elif name == "lr_scale" or (name == "weight_decay" and value is not None):
             value = not_negative(f"{self.name}.{name}", value)
         object.__setattr__(self, name, value)
-        changes.latest = object()  # after the change, so that nobody who has seen this object has missed it
+        changes.latest = object()  # set after the attribute: whoever has seen this object sees the attribute too
 
     def __repr__(self) -> str:
         shape, kind = getattr(self.data, "shape", None), getattr(self.data, "dtype", "of unknown type")
@@ -76,10 +77,10 @@ class Parameter:
         return f"Parameter({self.name}, {shape and tuple(shape)}, {type_name(kind)}{master})"
 
     def assign(self, values: Any) -> None:
-        """Puts values into the parameter: into `master` as FP32, and into `data` rounded from that to nearest.
+        """Writes values into the parameter: into `master` as FP32, and into `data` rounded to nearest.
 
-        The arrays are written in place, so that an optimizer and captured graphs go on with the new values. Waits for
-        the GPU.
+        The arrays are written in place, so that an optimizer and captured graphs continue with the new values. Waits
+        for the GPU.
 
         Args:
             values: of the parameter's shape: an array of NumPy, CuPy, PyTorch or any library with DLPack or
@@ -87,22 +88,23 @@ class Parameter:
                 NaN and infinity among them, or integers of at most 2²⁴ in magnitude.
 
         Raises:
-            OperandError: no array, or one of another shape (`ShapeError`) or of no real numbers (`DTypeError`).
-            ArgumentError: a finite value that would become infinite, or a larger integer.
+            OperandError: the values are no array, or have another shape (`ShapeError`) or are no real numbers
+                (`DTypeError`).
+            ArgumentError: the parameter's type would make a finite value infinite, or an integer is too large.
             CaptureError: the current stream is being captured.
-            GpuError: a copy failed. Whatever is raised, the values are as they were.
+            GpuError: a copy failed. After every error the parameter has its old values.
         """
         write_values([(self, values_for(self, "values", values))])
 
 
 class HeldArrays:
-    """The arrays that parameters have when this is made, for those who keep their addresses.
+    """The arrays that parameters have when this is made, for a holder of their addresses.
 
     Args:
-        holder: who does, as errors name it.
+        holder: the name of the holder in errors, such as "the optimizer".
 
     Attributes:
-        seen: what `changes.latest` was when the parameters last had these arrays; as long as it is, they have.
+        seen: `changes.latest` at the last check. While `changes.latest` is the same object, no check is needed.
     """
 
     def __init__(self, parameters: Sequence[Parameter], holder: str) -> None:
@@ -124,10 +126,10 @@ class HeldArrays:
 
 
 class ReadParameter(NamedTuple):
-    """A parameter whose arrays are sound: of one shape, without gaps, where the first parameter is.
+    """A parameter whose arrays have been checked: one shape, no gaps, on the first parameter's device.
 
     Attributes:
-        master: None where there is no master copy.
+        master: None if there is no master copy.
     """
 
     parameter: Parameter
@@ -141,21 +143,21 @@ class ReadParameter(NamedTuple):
         return self.data if self.master is None else self.master
 
     def settings(self, options: Options) -> tuple[float, float]:
-        """The factor of its learning rate, and its weight decay λ, as they are now."""
+        """The parameter's present factor of the learning rate and its weight decay λ."""
         own = self.parameter.weight_decay
         return self.parameter.lr_scale, options.hyper.weight_decay if own is None else own
 
 
 def read_parameters(parameters: Sequence[Parameter], options: Options, device: int, stream: int) -> list[ReadParameter]:
-    """All parameters' arrays as read. A master copy that is needed and not given is made.
+    """Reads and checks the arrays of all parameters, and makes missing master copies.
 
     Args:
         device: ordinal of the first parameter's GPU, which is current; `HOST` for host memory.
-        stream: that the arrays' contents are ordered before.
+        stream: the stream that will use the arrays; earlier work on them is ordered before it.
 
     Raises:
-        OperandError: arrays that do not fit together, overlap, or have gaps between their elements, or data that are
-            not the rounding of their master copy. The parameters are as they were.
+        OperandError: arrays do not fit together, overlap, or have gaps between their elements, or data are not the
+            rounding of their master copy. The parameters are unchanged.
     """
     read = [_read_parameter(parameter, options, device, stream) for parameter in parameters]
     numbered: dict[str, list[Operand]] = {
@@ -199,7 +201,7 @@ def _in_fp32(array: Any) -> Any:
 
 
 def values_for(parameter: Parameter, name: str, values: Any) -> NDArray[np.float32]:
-    """What a parameter's values are to be, on the host. Raises as `Parameter.assign`, and calls the values `name`."""
+    """Values for a parameter as FP32 on the host; raises as `Parameter.assign`. Errors call the values `name`."""
     host, (data, _) = host_values(name, values), _operand(parameter, "data")
     if host.shape != data.shape:
         found = f"{name} is {shown(values)}, of shape {host.shape}"
@@ -208,11 +210,11 @@ def values_for(parameter: Parameter, name: str, values: Any) -> NDArray[np.float
 
 
 def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> None:
-    """Puts values into master copies, and into data as their roundings: into all of them or none. Waits for the GPU.
+    """Writes values into master copies and, rounded, into data; after an error no array has changed. Waits for the GPU.
 
     Raises:
         CaptureError: the current stream is being captured.
-        OperandError: an array that cannot be written.
+        OperandError: an array cannot be written.
     """
     writes = []
     for parameter, values in assigned:
@@ -230,16 +232,16 @@ def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> N
 def check_masters(parameters: Sequence[Parameter], stream: int) -> None:
     """Raises `OperandError` if data are not the rounding of their master copy.
 
-    This reads all of both on the host, so that it is no part of every step on a GPU.
+    The host reads all of both arrays, which would be too slow in every step on a GPU.
 
     Args:
-        stream: that the contents are ordered before; it is waited for.
+        stream: the arrays' contents at this point of the stream are checked; the host waits for it.
     """
     for parameter in parameters:
         if parameter.master is not None:
             arrays = parameter.data, parameter.master
             data, master = (fetch(read(parameter.name, array, stream), stream) for array in arrays)
-            if data.dtype != np.float32:  # which is updated itself
+            if data.dtype != np.float32:  # FP32 data are updated directly
                 check_rounding(parameter.name, data, master)
 
 
@@ -264,10 +266,10 @@ def rounded(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _operand(parameter: Parameter, part: str) -> tuple[Operand, int]:
-    """An array of a parameter as read, and the stream that its contents are ordered before.
+    """Reads an array of a parameter; also returns the current stream of the array's library.
 
     Raises:
-        CaptureError: that stream is being captured.
+        CaptureError: this stream is being captured.
     """
     name, array = f"{parameter.name}.{part}", getattr(parameter, part)
     device = device_of(name, array)

@@ -1,4 +1,4 @@
-"""AdamW's state between steps: moments, the number of steps, and what an update runs; on the host and on a GPU."""
+"""AdamW's state, on the host and on a GPU: moments, the number of steps, and the update itself."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWTensor, RoundedTensor
 
 _WORDS: Final = [name for name, *_ in OptimizerState._fields_]  # each of 32 bits
-_BLOCK: Final = 32768  # elements that the host updates at a time, so that what is computed of them stays in its cache
+_BLOCK: Final = 32768  # elements that the host updates at a time, so that intermediate results stay in its cache
 _PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
 
 Moments = Sequence[tuple[Any, ...]]
-"""Of each parameter: m, v and with AMSGrad the largest v."""
+"""For each parameter m, v and, with AMSGrad, the largest v."""
 
 
 def _moments(parameters: Sequence[Parameter], options: Options, zeros: Callable[[int, np.dtype[Any]], Any]) -> Moments:
-    """All moments, in one piece of memory.
+    """Makes all moments, in one allocation.
 
     Args:
-        zeros: makes a flat array of a size and a type.
+        zeros: returns a flat array of zeros, of a size and a type.
     """
     each, dtype = 3 if options.amsgrad else 2, options.moments.numpy
     shapes = [tuple(parameter.data.shape) for parameter in parameters for _ in range(each)]
@@ -78,18 +78,18 @@ class HostState:
             options.scaler.bind(np.array(options.scaler.init_scale, np.float32), np.zeros((), np.int32))
 
     def apply_settings(self, stream: Any) -> None:
-        """Checks the stream; an update reads its settings from here."""
+        """Only checks the stream: updates on the host read the settings directly."""
         if stream is not None:
             stream_handle(stream, HOST)
 
     def step(self, stream: Any) -> None:
-        """One update of all parameters; `stream` is checked, and not used on the host."""
+        """Updates all parameters; the host does not use `stream`, but checks it."""
         self.apply_settings(stream)
         scaler = self.options.scaler
         for read in self._parameters:
             if read.master is not None:
                 check_rounding(read.parameter.name, read.data.array, read.master.array)
-        with np.errstate(all="ignore"):  # a gradient may be NaN or infinite, as it may on a GPU
+        with np.errstate(all="ignore"):  # a gradient may be NaN or infinite, as on a GPU
             factor, finite = self._judge()
             if self.options.skip_nonfinite and not finite:
                 self.skipped_steps += 1
@@ -102,7 +102,7 @@ class HostState:
                 scaler.scale[...], scaler.growth_tracker[...] = scale, tracker
 
     def _judge(self) -> tuple[float, bool]:
-        """What the gradients are to be multiplied by, and whether all are finite."""
+        """The factor for the gradients from clipping and loss scale, and whether all gradients are finite."""
         options = self.options
         if self.grad_norm is None:
             return 1.0, True
@@ -127,7 +127,7 @@ class HostState:
             read.data.array[...] = read.master.array.astype(read.data.array.dtype)
 
     def _store(self, index: int, first: int, old: AdamWTensor, new: AdamWTensor) -> None:
-        """Rounds the new values of a tensor's elements, from number `first` on, into the arrays of the old ones."""
+        """Rounds new values into the arrays of the old ones, for a tensor's elements from index `first` on."""
         seed, step = self.options.seed, int(self.steps[0])
         for array, exact, part in zip(old.arrays, new.arrays, _PARTS, strict=False):  # the last with AMSGrad only
             if array.dtype != np.float32:
@@ -137,7 +137,7 @@ class HostState:
 
 
 class GpuState:
-    """The state of parameters on one GPU, with the tables of tensors and the launches that make an update."""
+    """The state of parameters on one GPU, with the kernels' tables of tensors and the launches of an update."""
 
     def __init__(self, parameters: Sequence[Parameter], options: Options) -> None:
         first = parameters[0]
@@ -166,7 +166,7 @@ class GpuState:
         self.grad_norm = norm if options.judges_gradients else None
 
     def step(self, stream: Any) -> None:
-        """One update of all parameters: one launch, or two. Before the first, master copies are checked."""
+        """Updates all parameters by one launch, or two. Before the first update, master copies are checked."""
         with activated(self._device):
             handle = stream_handle(stream, self._device, self._current_stream)
             if self._unchecked and not is_captured(handle):
@@ -178,7 +178,7 @@ class GpuState:
                 for _, launch in ready:
                     launch()
             except DriverError:
-                # The next step must not be judged by what the norm's kernel has found in these gradients.
+                # Otherwise the next step would be skipped if the norm's kernel has counted NaN in these gradients.
                 call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
                 raise
 
@@ -188,10 +188,10 @@ class GpuState:
             self._apply(stream_handle(stream, self._device, self._current_stream))
 
     def _apply(self, stream: int) -> None:
-        """Writes the settings that differ from those on the device: a memset for each run of equal words.
+        """Writes the settings that differ from those on the device, by a memset for each run of equal words.
 
-        A memset has its value in its arguments, unlike a copy, which would have to find a host buffer unchanged when it
-        runs, and it is ordered after the updates that are still to read the old settings.
+        A memset has its value in its arguments; a copy would need a host buffer that stays unchanged until it runs. The
+        stream orders the memset after earlier updates, which read the old settings.
         """
         latest = changes.latest
         if latest is self._seen:

@@ -29,21 +29,21 @@ class AdamW(Fixed):
     """AdamW (Loshchilov and Hutter, 2019) as PyTorch defines it, with arithmetic in FP32.
 
     θ ← θ·(1 - lr·λ) - lr · m̂ / (√v̂ + ε), where lr is multiplied by the schedule's factor. On a GPU one kernel
-    updates every parameter, finds the step, the bias corrections and the learning rate by itself, and advances the
-    step, so that a captured graph can be replayed. With `max_norm`, `skip_nonfinite` or `scaler` a second kernel reads
-    the gradients before it. Nothing is read back to the host.
+    updates every parameter. It computes the bias corrections and the learning rate from the step's number on the
+    device, and advances that number, so that a captured graph can be replayed. With `max_norm`, `skip_nonfinite` or
+    `scaler` a second kernel reads the gradients before it. The host reads nothing back.
 
-    A NaN or infinite gradient makes its own element NaN, and with `max_norm` every element, as arithmetic has it;
-    with `skip_nonfinite` or `scaler` the whole update is left out instead: parameters, moments and `steps` stay.
+    A NaN or infinite gradient makes its own element NaN, and with `max_norm` every element. With `skip_nonfinite` or
+    `scaler` the whole update is skipped instead: parameters, moments and `steps` stay.
 
     `lr`, `weight_decay` and `schedule` may be set between steps, as may `lr_scale` and `weight_decay` of a parameter.
-    The next step follows, also that of an `lt.TrainStep`, whose graph reads them from the device. Nothing else can be
-    set. For a graph that you capture from `step` yourself, see `apply_settings`.
+    The next step uses them, also that of an `lt.TrainStep`, whose graph reads them from the device. Other attributes
+    cannot be set. For a graph that you capture from `step` yourself, see `apply_settings`.
 
-    Parameters' data must be the rounding of their master copies, as `Parameter.assign` and every update leave them.
-    The optimizer checks this when it is made and at each step on the host; on a GPU it does so before the first step
-    and before the first graph of a `TrainStep`. Later steps on a GPU do not look, because reading `data` would be an
-    eighth more memory traffic: values that are written into `data` alone after that are lost silently.
+    Parameters' data must be the rounding of their master copies, as they are after `Parameter.assign` and after every
+    update. The optimizer checks this when it is made and at each step on the host; on a GPU it checks before the first
+    step and before the first graph of a `TrainStep`. Later steps on a GPU do not check, because reading `data` would
+    take an eighth more memory traffic: later writes into `data` alone are lost silently.
 
     Args:
         parameters: at least one, each once; all NumPy arrays, or all on one GPU.
@@ -51,11 +51,11 @@ class AdamW(Fixed):
         betas: decay rates of the moments, in [0, 1).
         eps: added to the denominator.
         weight_decay: λ.
-        schedule: factor on the learning rate by step; constant if None.
+        schedule: factor of the learning rate by step; None for 1 at every step.
         amsgrad: divide by the largest v̂ so far instead of the present one.
-        max_norm: clip the gradients to this norm over all parameters together, as PyTorch's `clip_grad_norm_`; infinity
-            only measures the norm. None does neither.
-        skip_nonfinite: leave out an update in which any gradient is NaN or infinite.
+        max_norm: clip the gradients to this norm over all parameters together, as PyTorch's `clip_grad_norm_`. With
+            infinity the norm is computed and nothing is clipped; with None it is not computed.
+        skip_nonfinite: skip an update in which any gradient is NaN or infinite.
         scaler: divides the gradients by its scale, skips as `skip_nonfinite` does, and moves the scale. It serves one
             optimizer.
         moments: their type, FP32 or BF16, as a name or as a type of NumPy, `ml_dtypes` or PyTorch. BF16 moments are
@@ -66,13 +66,12 @@ class AdamW(Fixed):
 
     Attributes:
         lr, weight_decay, schedule: as they are now.
-        steps: array (1,) of uint32, the number of updates done, living where the parameters live; `steps.item()` is
-            the number itself.
-        skipped_steps: likewise, the number of updates left out.
+        steps: array (1,) of uint32 on the parameters' device, the number of updates done; `steps.item()` is the int.
+        skipped_steps: array (1,) of uint32 on the parameters' device, the number of updates skipped.
         grad_norm: FP32 array of shape (), the norm of the unscaled gradients in the last step, before clipping. None
             without `max_norm`, `skip_nonfinite` and `scaler`.
-        moments: of each parameter: m, v and with `amsgrad` the largest v; all in one piece of memory.
-        options: what this was made with, and the settings as they are now.
+        moments: for each parameter m, v and, with `amsgrad`, the largest v; one allocation holds them all.
+        options: all options but the parameters, with the present settings.
         parameters, scaler: as given.
 
     Raises:
@@ -123,7 +122,7 @@ class AdamW(Fixed):
 
     @property
     def options(self) -> Options:
-        """Everything but the parameters."""
+        """All options but the parameters, with the present settings."""
         return self._state.options
 
     @property
@@ -168,7 +167,7 @@ class AdamW(Fixed):
 
         Raises:
             OperandError: an array of a parameter has been replaced; or data are not the rounding of their master copy,
-                for which a GPU looks before the first step alone. Nothing has been updated.
+                which a GPU checks only before the first step. Nothing has been updated.
             CaptureError: the stream is being captured, and settings have been changed since the last step.
             GpuError: the driver or the compiler failed.
         """
@@ -177,11 +176,10 @@ class AdamW(Fixed):
         self._state.step(stream)
 
     def apply_settings(self, *, stream: Any = None) -> None:
-        """Brings settings that have been changed to the device, in the order of a stream.
+        """Writes changed settings to the device, in the order of a stream.
 
-        `step` and `lt.TrainStep` do so by themselves. A graph that you have captured from `step` needs this before its
-        next launch. It is not to be captured with the step, because each launch would then bring back the settings of
-        that time.
+        `step` and `lt.TrainStep` do so by themselves. If you have captured a graph from `step`, call this before the
+        graph's next launch. Do not capture it with the step: each launch would then restore the captured settings.
 
         Args:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
@@ -189,7 +187,7 @@ class AdamW(Fixed):
                 operand is the first parameter.
 
         Raises:
-            CaptureError: the stream is being captured, and there is something to be brought.
+            CaptureError: the stream is being captured, and settings have been changed.
             GpuError: the driver failed.
         """
         self._state.apply_settings(stream)
@@ -205,7 +203,7 @@ class AdamW(Fixed):
 
 
 def _by_name(parameters: Sequence[Parameter]) -> dict[str, Any]:
-    """Arrays of all parameters, by names that are theirs alone."""
+    """The arrays of all parameters, by unique names."""
     return {
         f"{parameter.name}.{part} (parameter {i})": getattr(parameter, part)
         for i, parameter in enumerate(parameters)
@@ -215,7 +213,7 @@ def _by_name(parameters: Sequence[Parameter]) -> dict[str, Any]:
 
 
 def _parameters(given: Any) -> tuple[Parameter, ...]:
-    """The parameters, of which there must be one; their arrays are not looked at."""
+    """Checks that there is at least one parameter, and returns all; their arrays are checked later."""
     accepted = "a sequence of lt.Parameter, such as model.parameters()"
     try:
         parameters = tuple(given)

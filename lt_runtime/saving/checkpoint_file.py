@@ -1,7 +1,7 @@
 """The file of a checkpoint or of a model: arrays by name and a text, in the safetensors format, with a digest of both.
 
-The library's own `save_file` is not used: it puts a new file of mode 0600 in the place of whatever it is given, and its
-exceptions hide the system's error.
+The library's own `save_file` is not used: it replaces the path, also a symbolic link, by a new file of mode 0600, and
+its exceptions hide the system's error.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lt_runtime.files import flush, replacing
 
 _TEXT: Final = "lt_runtime"
 _DIGEST: Final = "lt_runtime.sha256"
-"""Both are keys of the metadata. Earlier versions wrote the text alone."""
+"""`_TEXT` and `_DIGEST` are keys of the metadata. Earlier versions wrote only the text."""
 
 _CODES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32", "int32": "I32"}
-"""What safetensors calls the types of NumPy that a checkpoint may have."""
+"""The names in safetensors of the NumPy types that a checkpoint may have."""
 _NAMES: Final = {code: name for name, code in _CODES.items()}
 
 _LENGTH_BYTES: Final = 8
 _HEADER_LIMIT: Final = 4 << 20
-"""Enough for thousands of layers, and read in less than a second whatever it holds. The library's limit is 100 MB."""
+"""Bytes: enough for thousands of layers, and few enough to parse in a second. The library's limit is 100 MB."""
 
 _MESSAGE_LIMIT: Final = 200
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text: str) -> None:
-    """Replaces a file, or what a symbolic link leads to, in one step. Returns when the new file is on the disk.
+    """Replaces a file, or the target of a symbolic link, in one step. Returns when the new file is on the disk.
 
     Raises:
         CheckpointError: there are too many arrays.
-        FileError: the system refuses.
+        FileError: the file cannot be written.
     """
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligns every array to its type
     header = _header(ordered, {_TEXT: text, _DIGEST: _digest(text, arrays)})
@@ -72,37 +72,36 @@ class Kind(NamedTuple):
 
 
 def kind_of(array: Any) -> Kind:
-    """The kind of an array of NumPy or CuPy."""
+    """The type and shape of a NumPy or CuPy array."""
     return Kind(array.dtype.name, tuple(array.shape))
 
 
 Kinds: TypeAlias = Mapping[str, Kind]
-"""Of arrays, by name."""
+"""Types and shapes of arrays, by name."""
 
 
 def read(
     path: str | os.PathLike[str], wanted: Callable[[str, Kinds], Collection[str]]
 ) -> tuple[str, dict[str, NDArray[Any]]]:
-    """The text and the wanted arrays of a file, which must have the digest that it says.
+    """Reads the text and the wanted arrays of a file, and checks the file's digest.
 
-    Nothing larger than the header's limit is read before `wanted` has accepted what the file says it holds; then all
-    arrays are read, one at a time. A file of an earlier version, which has no digest, costs a warning at the caller's
-    caller.
+    Only the header is read before `wanted` has accepted its contents; then all arrays are read, one at a time. A file
+    of an earlier version has no digest, which costs a warning in the caller's caller.
 
     Args:
-        wanted: gives the names of the arrays to be returned, from the file's text and the kinds of its arrays; raises
-            if these are not as they should be.
+        wanted: returns the names of the arrays to return, from the file's text and the kinds of its arrays; raises if
+            they do not fit.
 
     Raises:
-        CheckpointError: the file is damaged, or holds something else.
-        FileError: the system refuses.
+        CheckpointError: the file is damaged, or is no file of this package.
+        FileError: the file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
     with _file_errors(path), _opened(path) as handle:
         try:
-            # This way there can be no other file at the path by now. What is mapped, as the library would by default,
-            # ends the process when another shortens the file.
+            # The handle's path opens the file that was checked, even if the path has another file by now. "pread",
+            # because a mapped file, the library's default, kills the process if another process shortens the file.
             with safe_open(f"/proc/self/fd/{handle}", framework="np", backend="pread") as file:
                 metadata = _checked_metadata(path, file.metadata())
                 kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
@@ -124,7 +123,7 @@ def read(
 
 
 def check_kinds(path: str | os.PathLike[str], found: Kinds, like: Kinds) -> None:
-    """Raises `CheckpointError` unless a file has the arrays that it should have, and no other."""
+    """Raises `CheckpointError` unless a file has exactly the expected arrays."""
     for name in sorted(like.keys() ^ found.keys()):
         difference = f"no {name}" if name in like else f"{shortened(name)}, which there is not here"
         raise CheckpointError(f"{path} has {difference}")
@@ -134,7 +133,7 @@ def check_kinds(path: str | os.PathLike[str], found: Kinds, like: Kinds) -> None
 
 
 def shortened(text: str) -> str:
-    """A file's text for a message: not too long, and without lone surrogates, which cannot be printed."""
+    """Text from a file, for a message: shortened, and without lone surrogates, which cannot be printed."""
     return text[:_MESSAGE_LIMIT].encode(errors="backslashreplace").decode()
 
 
@@ -149,9 +148,9 @@ def _header(arrays: Sequence[tuple[str, NDArray[Any]]], metadata: Mapping[str, s
 
 
 class _Digest:
-    """SHA-256 of the text and of all arrays' names, types, shapes and bytes, wherever in the file they lie.
+    """SHA-256 of the text and of all arrays' names, types, shapes and bytes, independent of their places in the file.
 
-    The arrays are added in the order of their names.
+    Arrays must be added in the order of their names.
     """
 
     def __init__(self, text: str, kinds: Kinds) -> None:
@@ -174,7 +173,7 @@ def _digest(text: str, arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def _check_memory(path: str | os.PathLike[str], kinds: Kinds, names: Collection[str]) -> None:
-    """Raises `CheckpointError` if what is to be read is more than the machine's memory, as a hole in a file may be."""
+    """Raises `CheckpointError` if the arrays need more than the machine's memory. A sparse file may claim any size."""
     sizes = {name: math.prod(kind.shape) * np.dtype(kind.dtype).itemsize for name, kind in kinds.items()}
     needed = sum(sizes[name] for name in names) + max(sizes.values(), default=0)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -192,7 +191,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    """The file that a path means; what symbolic links lead to need not exist."""
+    """The file at the end of a path's symbolic links; it need not exist."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
@@ -201,7 +200,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A handle of a regular file with a header of accepted length. Never waits, as opening a FIFO might."""
+    """Opens a regular file with a header of accepted length. It never waits, as opening a FIFO might."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -216,7 +215,7 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def _checked_metadata(path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Anything besides text and digest may be a damaged name of one of them."""
+    """Refuses metadata with keys other than the text's and the digest's: they may be damaged names of these two."""
     if metadata is None or metadata.keys() not in ({_TEXT}, {_TEXT, _DIGEST}):
         raise CheckpointError(f"{path} was not written by lt.save_checkpoint or lt.save_model")
     return metadata

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to continue as if it had never been interrupted, in a safetensors file."""
+"""Checkpoints: safetensors files from which training continues bit by bit as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _CHANGEABLE: Final[Mapping[str, tuple[str, ...]]] = {
     **{name: (name,) for name in ("scaler", "schedule", "seed", "weight_decay")},
     "betas": ("beta1", "beta2"),
 }
-"""Options that need not be as they were when a run goes on, and what descriptions call them."""
+"""Options that may have other values when a run continues, and their names in descriptions."""
 _PLANS: Final = "plans"
-_SEEN_OTHERWISE: Final = frozenset({"master_weights"})  # the arrays show whether there are any
+_SEEN_OTHERWISE: Final = frozenset({"master_weights"})  # the names of the arrays show whether there are master copies
 _OF_TRAINING: Final = frozenset({"compute", "dropout", "seed"})
-"""Options that make no difference to what a model's values are for."""
+"""Options that matter only for training: a model's values can be loaded without regard to them."""
 
 _ROWS: Final = 20
 _NAME: Final = 60
@@ -58,19 +58,19 @@ _LAST_STEP: Final = 2**32 - 2
 def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) -> None:
     """Writes parameters, master copies, moments, steps, seeds, the loss scale and all options to a safetensors file.
 
-    What the plan cache knows of the model's training steps goes with them, see `load_checkpoint`.
-    An older file of that name is replaced in one step, when the new one is on the disk as a whole. It keeps its mode,
-    and a symbolic link stays one: the file that it leads to is replaced. A digest of everything is saved too. What
-    killed saves to the same file have left beside it is removed. Waits for the GPU.
+    The plan cache's entries for the model's training steps are saved with them, see `load_checkpoint`. A digest of
+    everything is saved too. An older file of that name is replaced in one step, when the new file is completely on the
+    disk. The new file has the older one's mode. If the path is a symbolic link, its target is replaced. Temporary files
+    of killed saves to the same path are removed. Waits for the GPU.
 
     Args:
-        optimizer: over parameters of `model`. Nothing may train it meanwhile.
+        optimizer: over parameters of `model`. No other thread may train the model during the call.
 
     Raises:
         ArgumentError: the optimizer has other parameters.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
         FileError: the file cannot be written, for example because the disk is full; it is an OSError too. An older file
-            is as it was, unless only the directory could not be flushed, after the file had been replaced.
+            stays unchanged, unless it had been replaced and only the flush of the directory failed.
     """
     _check_kinds(path, model, optimizer)
     arrays = _arrays(model, optimizer)
@@ -85,28 +85,29 @@ def save_checkpoint(path: str | os.PathLike[str], model: MLP, optimizer: AdamW) 
 def load_checkpoint(
     path: str | os.PathLike[str], model: MLP, optimizer: AdamW | None = None, *, changed: Collection[str] = ()
 ) -> None:
-    """Puts a checkpoint's values into a model and an optimizer that were made with the same options.
+    """Loads a checkpoint's values into a model and an optimizer that were made with the same options.
 
-    Training then continues bit by bit as it would have. Captured graphs continue too, because the arrays are written in
-    place. Waits for the GPU. The host holds the old values until all new ones are written, and puts them back if a
-    write fails.
+    Training then continues bit by bit as if it had not been interrupted. The arrays are written in place, so that
+    captured graphs continue too. Waits for the GPU. The host keeps the old values until all new ones are written, and
+    restores them if a write fails.
 
-    What the plan cache has not measured of the model's training steps is taken from the checkpoint, if that is of an
-    equal machine, as `python -m lt_runtime cache merge` takes it: algorithms are rebuilt, and verified before their
-    first use. A step that has run before keeps its plans.
+    If the checkpoint was saved on the same kind of machine, its plan choices are added to the plan cache for problems
+    that the cache does not know, as by `python -m lt_runtime cache merge`: algorithms are rebuilt, and verified before
+    their first use. A step that has run before keeps its plans.
 
-    The file's digest is checked: it shows damage, but is no signature. A file of an earlier version has none, which
-    costs a UserWarning. Values that training cannot reach are refused: a loss scale that is no positive, normal FP32
-    number, a growth tracker that is negative or not below `growth_interval`, negative second moments or norms, data
-    that are not the rounding of their master copy, and a number of steps of 2³² - 1, after which the 32-bit number of
-    the next update would be 0. Parameters, moments and the norm of the gradients may be NaN or infinite, because a NaN
-    or infinite gradient makes them so.
+    The file's digest is checked; it shows damage, but is no signature. A file of an earlier version has no digest,
+    which costs a UserWarning. Values that training cannot reach are refused: a loss scale that is no positive, normal
+    FP32 number, a growth tracker that is negative or not below `growth_interval`, negative second moments or norms,
+    data that are not the rounding of their master copy, and a number of steps of 2³² - 1, after which the 32-bit number
+    of the next update would be 0. Parameters, moments and the norm of the gradients may be NaN or infinite, because a
+    NaN or infinite gradient makes them so.
 
     Args:
-        optimizer: None loads the parameters' values alone. The file may then be one of `save_model` too, and `compute`,
-            `dropout`, `seed` and master copies of the model may be others.
-        changed: names of options that may be others than in the file, of which yours hold: "betas", "compute",
-            "dropout", "eps", "lr", "lr_scale", "max_norm", "scaler", "schedule", "seed", "weight_decay".
+        optimizer: None loads only the parameters' values. The file may then also come from `save_model`, and
+            `compute`, `dropout`, `seed` and master copies of the model may differ from the file's.
+        changed: names of options that may differ from the file's; the model's and optimizer's present values are kept:
+            "betas", "compute", "dropout", "eps", "lr", "lr_scale", "max_norm", "scaler", "schedule", "seed",
+            "weight_decay".
 
     Raises:
         CheckpointError: the file is damaged, it was not written by `save_checkpoint`, its model or optimizer has other
@@ -142,9 +143,9 @@ def load_checkpoint(
 
 
 def _replace(device: ComputeDevice, arrays: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Puts values into arrays; if that fails on the way, the old values are put back, which are kept on the host.
+    """Writes values into arrays, and restores the old values if a write fails.
 
-    A GPU need not have room for the arrays a second time.
+    The old values are kept on the host, so that the GPU need not hold the arrays twice.
     """
     before = {name: device.to_host(array).copy() for name, array in arrays.items()}
     try:
@@ -165,7 +166,7 @@ def _check_kinds(path: object, model: object, optimizer: object, accepted: str =
 
 
 def _parts_of(changed: Any) -> set[str]:
-    """What descriptions call the options that a caller says are changed."""
+    """The names in descriptions of the options that a caller lists as changed."""
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     names = [one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)]
     return {part for name in names for part in _CHANGEABLE[name]}
@@ -187,14 +188,14 @@ def _arrays(model: MLP, optimizer: AdamW) -> dict[str, Any]:
 
 
 def _model_names(path: str | os.PathLike[str], text: str, kinds: Kinds, model: MLP) -> list[str]:
-    """Names of the arrays that have the values of a model's parameters."""
+    """Checks a file's model against ours, and returns the names of the arrays with the parameters' values."""
     theirs, ours = description_of(path, text)["model"], model.options
     _check_options(path, {"model": theirs}, {"model": ours}, _OF_TRAINING)
     return value_names(path, kinds, {each.name: kind_of(each.data).shape for each in model.parameters()})
 
 
 def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
-    """What must be equal for the run to go on in the same way, as JSON gives it back."""
+    """The options that must be equal for a run to continue, as JSON returns them."""
     options, scaler = optimizer.options, optimizer.scaler
     described = {
         "format": FORMAT,
@@ -212,7 +213,7 @@ def _description(model: MLP, optimizer: AdamW) -> dict[str, Any]:
 
 
 def _rates(parameter: Parameter) -> list[float | None]:
-    """What `_PER_PARAMETER` names, which may be scalars of NumPy."""
+    """The settings of `_PER_PARAMETER`, converted from NumPy scalars."""
     given = (getattr(parameter, name) for name in _PER_PARAMETER)
     return [None if value is None else float(value) for value in given]
 
@@ -229,14 +230,14 @@ class _Range(NamedTuple):
         return f"{self.lowest} to {self.highest}" + (", or NaN" if self.takes_nan else "")
 
     def holds(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Of each value, whether it is within the range."""
+        """Whether each value is within the range."""
         with np.errstate(invalid="ignore"):  # comparing a signalling NaN
             inside = (values >= self.lowest) & (values <= self.highest)
             return inside | np.isnan(values) if self.takes_nan else inside
 
 
 def _ranges(optimizer: AdamW) -> Iterator[_Range]:
-    """The ranges of all arrays that cannot have any value of their type."""
+    """The ranges of the arrays that training cannot give every value of their type."""
     for parameter, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
         for moment in MOMENTS[1 : len(moments)]:
             yield _Range(f"{parameter.name}.{moment}", 0.0, math.inf, takes_nan=True)
@@ -270,7 +271,7 @@ def _check_options(
     ours: Mapping[str, Any],
     may_differ: Set[str],
 ) -> None:
-    """Raises `CheckpointError`, with a table of all options that differ and may not, if there are any."""
+    """Raises `CheckpointError`, with a table of the differing options, if options differ that must be equal."""
     rows = [
         row for row in _differences("", theirs, ours) if (may_differ | _SEEN_OTHERWISE).isdisjoint(row[0].split("."))
     ]
@@ -282,7 +283,7 @@ def _check_options(
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Options that differ, in columns; names from a file are escaped, and the table has an end."""
+    """A table of differing options. Names from the file are escaped, and the table has at most `_ROWS` lines."""
     cells = [(ascii(name)[1:-1][:_NAME], there[:_CELL], here[:_CELL]) for name, there, here in rows[:_ROWS]]
     cells = [("option", "in the file", "here"), *cells]
     first, second = (max(len(row[column]) for row in cells) for column in range(2))
@@ -291,7 +292,7 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, str, str]]:
-    """Where two descriptions differ: the option, and its value in each, both as errors show them."""
+    """The differences of two descriptions: the option, its value in the file, and ours, as errors show them."""
     if name.startswith("optimizer.parameters.") and isinstance(theirs, list) and isinstance(ours, list):
         theirs, ours = (dict(zip(_PER_PARAMETER, rates, strict=False)) for rates in (theirs, ours))
     if isinstance(theirs, Mapping) and isinstance(ours, Mapping):

@@ -1,4 +1,4 @@
-"""The plan choices of a model's training steps, which a checkpoint takes along to plan caches that do not know them."""
+"""The plan cache's entries for a model's training steps, which a checkpoint carries to other plan caches."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from lt_runtime.tuner.chain import as_decided
 _LARGEST: Final = 1 << 20
 """Characters; a layer takes some thousands for each size of batch."""
 _MOST_SIZES: Final = 8
-"""Of batches; as many as a step keeps graphs of."""
+"""Batch sizes in a checkpoint; a step keeps as many graphs."""
 _ANY_ROWS: Final = (1 << 48) - 1
 _NUMBER: Final = "([1-9][0-9]{0,13})"
 _logger: Final = logging.getLogger("lt_runtime")
 
 
 def choices_of(model: MLP) -> str | None:
-    """What the plan cache knows of a model's training steps, for batches of any size, as the text of a plan file.
+    """The plan cache's entries for a model's training steps, as the text of a plan file.
 
-    Algorithms are left out, as whoever reads it rebuilds them from their configurations. None if nothing is known, as
-    on the host. If it is too long, that costs a warning. Of many sizes of batch those count that were measured last.
+    The entries are for the batch sizes that were measured last. Algorithms are left out: the reader rebuilds them from
+    their configurations. None on the host and if there are no entries; None and a warning if the text is too long.
     """
     device = model.device.ordinal
     if device is None:
@@ -51,7 +51,7 @@ def choices_of(model: MLP) -> str | None:
                 made.add(problem_key(problem), _chosen(entry))
     if not made.raw:
         return None
-    with contextlib.suppress(OSError):  # where they are too many for any plan file
+    with contextlib.suppress(OSError):  # raised for more entries than a plan file may hold
         text = made.without_algorithms().render().decode()
         if len(text) <= _LARGEST:
             return text
@@ -60,13 +60,13 @@ def choices_of(model: MLP) -> str | None:
 
 
 def take_choices(path: object, text: object, model: MLP) -> None:
-    """Adds to the plan cache what it does not know of a checkpoint's plan choices, as `cache merge` does.
+    """Adds a checkpoint's plan choices to the plan cache for problems that it does not know, as `cache merge` does.
 
-    What was measured on another kind of machine, or cannot be used, costs a line of the logger.
+    Choices from another kind of machine, or damaged ones, are not used; the logger says so.
 
     Args:
         path: of the checkpoint.
-        text: what the checkpoint says; nobody has checked it.
+        text: the choices as the checkpoint holds them, unchecked.
     """
     device = model.device.ordinal
     if device is None or not isinstance(text, str):
@@ -81,14 +81,14 @@ def take_choices(path: object, text: object, model: MLP) -> None:
 
 
 def _chosen(entry: Entry) -> Entry:
-    """An entry without what was not chosen."""
+    """An entry without its alternatives and rejected candidates."""
     if isinstance(entry, LayerEntry):
         return replace(entry, alternatives=(), rejected=())
     return replace(entry, rejected=())
 
 
 def _known_rows(model: MLP, store: PlanStore) -> list[int]:
-    """The rows of micro-batches for which the plan cache knows the first layer."""
+    """The micro-batch sizes for which the plan cache knows the model's first layer."""
     (chain,) = chains_of(model, _ANY_ROWS, accumulates=False)
     pattern = re.escape(problem_key(chain.forwards[0]))
     pattern = pattern.replace(str(_ANY_ROWS), _NUMBER, 1).replace(str(_ANY_ROWS), r"\1")
@@ -98,7 +98,7 @@ def _known_rows(model: MLP, store: PlanStore) -> list[int]:
 
 
 def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[Remembered]:
-    """What the plan cache may know of a model's steps: layers, the layers as a whole, and products."""
+    """The problems of a model's steps: the narrow MLP, its layers, and the layers' products."""
     for chain in chains_of(model, rows, accumulates=True):
         if chain.narrow is not None:
             yield chain.narrow
@@ -109,7 +109,7 @@ def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[
 
 
 def _products(problem: Problem, device: int) -> list[MatmulProblem]:
-    """The products of a problem's plan, as far as one can be made."""
+    """The products of a problem's plan; fewer if the plan cannot be made."""
     met: list[MatmulProblem] = []
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:

@@ -1,4 +1,4 @@
-"""Models in safetensors files: the parameters' values, and what it takes to make the model that they belong to."""
+"""Models in safetensors files: the parameters' values and the options of the model."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from lt_runtime.training.mlp import MLP
 
 FORMAT: Final = 1
 MASTER: Final = ".master"
-"""Follows a parameter's name in the name of its master copy."""
+"""The end of the name of a master copy, after the parameter's name."""
 MOMENTS: Final = ("m", "v", "v_max")
 
 _FLOATS: Final = ("float32", "float16", "bfloat16")
 _WORDS: Final = ("float32", "uint32", "int32")
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Of parameters, by name."""
+"""The shapes of parameters, by name."""
 
 
 def save_model(path: str | os.PathLike[str], model: MLP) -> None:
     """Writes a model to a safetensors file: its parameters' values and its options, for `load_model`.
 
-    The values are those of the FP32 master copies where there are any, so that training can go on from them.
-    Other tools find them as "layer0.weight", "layer0.bias" and so on. The file is replaced as `save_checkpoint` does.
-    Waits for the GPU.
+    If there are FP32 master copies, their values are saved, so that training can continue from the file. Other tools
+    find them as "layer0.weight", "layer0.bias" and so on. An older file is replaced as by `save_checkpoint`. Waits for
+    the GPU.
 
     Raises:
         OperandError: a parameter's data are not the rounding of its master copy, see `Parameter.assign`.
-        FileError: the file cannot be written; it is an OSError too. An older file is as it was, unless only the
-            directory could not be flushed, after the file had been replaced.
+        FileError: the file cannot be written; it is an OSError too. An older file stays unchanged, unless it had been
+            replaced and only the flush of the directory failed.
     """
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     check_instance("model", model, MLP, "an lt.MLP")
@@ -59,18 +59,19 @@ def save_model(path: str | os.PathLike[str], model: MLP) -> None:
 
 
 def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
-    """The model that a file of `save_model` or `save_checkpoint` holds, made anew.
+    """Makes the model of a file that `save_model` or `save_checkpoint` has written.
 
-    The file's digest is checked as by `load_checkpoint`. No model is made before the file is known to hold its values.
+    The file's digest is checked as by `load_checkpoint`. The model is made only after the file has been found to hold
+    all its values.
 
     Args:
-        device: where it is to live: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a
+        device: the device of the model: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a
             `torch.device`.
 
     Raises:
         CheckpointError: the file is damaged, or it was not written by `save_model` or `save_checkpoint` of this version
             or an earlier one.
-        ArgumentError: a device that is not there.
+        ArgumentError: a device that does not exist.
         FileError: the file cannot be read; it is an OSError too. If there is no file, it is a MissingFileError, which
             is a FileNotFoundError too.
     """
@@ -83,16 +84,16 @@ def load_model(path: str | os.PathLike[str], device: object = "auto") -> MLP:
 
 
 def options_of(model: MLP) -> dict[str, Any]:
-    """What a model like this is made with, with master copies if it has any by now: an optimizer may have made them."""
+    """The options of a model, with `master_weights` true if an optimizer has made master copies since."""
     has_masters = model.dtype is not DType.BFLOAT16 or any(each.master is not None for each in model.parameters())
     return {**model.options, "master_weights": has_masters}
 
 
 def description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
-    """What a file's text says of the model in it, and of the optimizer in a checkpoint.
+    """The description of the model, and in a checkpoint of the optimizer, in a file's text.
 
     Raises:
-        CheckpointError: it says nothing, or is of another format.
+        CheckpointError: the text is no description, or has another format version.
     """
     try:
         description = json.loads(text)
@@ -108,7 +109,7 @@ def description_of(path: str | os.PathLike[str], text: str) -> dict[str, Any]:
 
 
 def value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Shapes) -> list[str]:
-    """Names of the arrays with the most accurate values of some parameters, in a file that may be a checkpoint.
+    """Names of the arrays with the most accurate values of the given parameters: master copies where the file has them.
 
     Raises:
         CheckpointError: the file lacks a parameter, has one of another shape, or an array that no checkpoint has.
@@ -126,7 +127,7 @@ def value_names(path: str | os.PathLike[str], kinds: Kinds, shapes: Shapes) -> l
 
 
 def write_saved(path: str | os.PathLike[str], model: MLP, values: Mapping[str, NDArray[Any]]) -> None:
-    """Puts values, by the names of `value_names`, into all parameters of a model and their master copies.
+    """Writes values, by the names of `value_names`, into all parameters of a model and their master copies.
 
     Raises:
         CheckpointError: the parameters have other names or shapes.
@@ -142,9 +143,9 @@ def _is_word(kind: Kind) -> bool:
 
 
 def _shapes(path: str | os.PathLike[str], text: str, kinds: Kinds) -> dict[str, tuple[int, ...]]:
-    """The parameters that a file's model has, as its sizes and its arrays' names say.
+    """The shapes of the parameters of a file's model, from the file's `dims` and the names of its biases.
 
-    No model is made before its arrays are known to be in the file, whatever sizes the file claims.
+    They are compared with the file's arrays before a model is made, in case the file claims huge sizes.
     """
     try:
         dims = integers("dims", description_of(path, text)["model"]["dims"])
@@ -159,7 +160,7 @@ def _shapes(path: str | os.PathLike[str], text: str, kinds: Kinds) -> dict[str, 
 
 
 def _made(path: str | os.PathLike[str], options: Mapping[str, Any], device: object) -> MLP:
-    """A model with the options that a file says."""
+    """Makes a model with a file's options."""
     try:
         return MLP(**options, device=device)
     except (ArgumentError, OperandError, TypeError, RecursionError) as error:
@@ -175,4 +176,4 @@ _DEFAULTS: Final = {
     for name, parameter in inspect.signature(MLP).parameters.items()
     if name not in ("dims", "device")
 }
-"""What the files of earlier versions mean, which lack the newer options."""
+"""Defaults of the options, for files of earlier versions, which lack the newer options."""

@@ -100,9 +100,9 @@ class TrainStep(Fixed):
 
     On a GPU, `stream` is the handle of the step's stream, which is CuPy's current stream during the call; on the host
     it is None. The function must put all its work on this stream, wait for nothing, and write only into `gradient` and
-    its own arrays. At the first batch of a size it runs three times: twice on zeros and once in the capture. Later steps
-    do not call it: the graph repeats the work that it put on the stream. A function that computes with PyTorch needs
-    `graph=False`, since PyTorch's memory is not the graph's, and
+    its own arrays. At the first batch of a size it runs three times: twice on zeros and once in the capture. Later
+    steps do not call it: the graph repeats the work that it put on the stream. A function that computes with PyTorch
+    needs `graph=False`, since PyTorch's memory is not the graph's, and
     `torch.cuda.stream(torch.cuda.ExternalStream(stream))`.
 
     Raises:
