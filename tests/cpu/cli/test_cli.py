@@ -1,4 +1,4 @@
-"""The command line: what it refuses, and the demo from end to end."""
+"""The command line: refused arguments, help, and the demo from end to end."""
 
 from __future__ import annotations
 
@@ -30,15 +30,12 @@ EPOCHS = 15
         ([], "required: COMMAND"),
         (["train"], "invalid choice: 'train'"),
         (["demo", "--epochs", "0"], "0 is not positive"),
-        (["demo", "--epochs", "many"], "--epochs"),
         (["demo", "--dtype", "float64"], "invalid choice: 'float64'"),
         (["demo", "--epochs", "9" * 5000], f"--epochs: '{'9' * 60}...' is no integer that is accepted"),
         (["demo", "--epochs", "9" * 400], f"--epochs: '{'9' * 60}...' is larger than 9223372036854775807"),
-        (["demo", "--epochs", "nan"], "--epochs: 'nan' is no integer"),
-        (["demo", "--seed", "1.5"], "--seed"),
-        (["demo", "--seed", "9" * 5000], f"--seed: '{'9' * 60}...' is no integer"),
+        (["demo", "--seed", "1.5"], "--seed: '1.5' is no integer"),
+        (["warmup", "--rows", "9" * 5000], "argument --rows: '999"),
         (["warmup", "--mlp", f"8,{'9' * 5000}", "--rows", "8"], "argument --mlp: '999"),
-        (["warmup", "--mlp", "8,8.5", "--rows", "8"], "argument --mlp: '8.5' is no integer"),
         (["warmup", "--mlp", "8,,8", "--rows", "8"], "argument --mlp: '' is no integer"),
         (["warmup", "--dtype", "9" * 5000], "argument --dtype: '999"),
         (["demo", "--fast"], "unrecognized arguments: --fast"),
@@ -127,30 +124,27 @@ def quick_training(monkeypatch: pytest.MonkeyPatch, effect: Callable[[], None] =
     monkeypatch.setattr(demo, "train", train)
 
 
-def test_the_results_replace_what_a_link_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick_training(monkeypatch)
-    (tmp_path / "old").write_text("old")
-    (tmp_path / "link").symlink_to("old")
-    assert main(["demo", "--device", "cpu", "--json", str(tmp_path / "link")]) == 0
-    assert (tmp_path / "link").is_symlink()
-    assert json.loads((tmp_path / "old").read_text())["accuracy"] == 0.97
-    assert {path.name for path in tmp_path.iterdir()} == {"link", "old"}
-
-
-def test_a_training_that_fails_leaves_the_results_of_another(
+def test_results_replace_the_target_of_a_link_and_a_failed_training_leaves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "elsewhere")
 
-    quick_training(monkeypatch, fail)
     (tmp_path / "old").write_text("old")
-    assert main(["demo", "--device", "cpu", "--json", str(tmp_path / "old")]) == 1
+    (tmp_path / "link").symlink_to("old")
+    command = ["demo", "--device", "cpu", "--json", str(tmp_path / "link")]
+    quick_training(monkeypatch, fail)
+    assert main(command) == 1
     assert capsys.readouterr().err == "lt_runtime demo: elsewhere: No space left on device\n"
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old", "old")]
+    assert (tmp_path / "old").read_text() == "old"
+    quick_training(monkeypatch)
+    assert main(command) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "old").read_text())["accuracy"] == 0.97
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "old"}
 
 
-def test_what_nobody_has_foreseen_is_one_line(
+def test_an_unforeseen_exception_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quick_training(monkeypatch, lambda: {}["key"])
@@ -160,7 +154,7 @@ def test_what_nobody_has_foreseen_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_every_sign_of_the_tables_has_a_form_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_shown_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     quick_training(monkeypatch)
     layer = Layer("layer0", "forward", calls=1.0, us=2.0, spread_us=0.0, host_us=2.0)
     profiled = SimpleNamespace(report=Report("the host", 1, 0, [layer]))
@@ -170,7 +164,7 @@ def test_every_sign_of_the_tables_has_a_form_in_ascii(monkeypatch: pytest.Monkey
     assert main(["demo", "--device", "cpu", "--profile"]) == 0
     shown = written.getvalue().decode("ascii")
     assert " \\xb5s" in shown
-    assert "\\u25" not in shown  # lines of tables have better forms
+    assert "\\u25" not in shown  # the lines of tables have ASCII forms
 
 
 def test_a_fifth_of_the_digits_is_held_out() -> None:

@@ -1,4 +1,4 @@
-"""The check of captures on a pretended GPU: which faults it names, and where."""
+"""`check_capture` on a pretended GPU: the faults that it names, with their ranges and lines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from cuda.bindings import driver
 
 from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_streams import KERNEL
 from tests.support.over_fake_gpu import call, current, own, within
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -33,7 +34,7 @@ def check(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 def line_of(function: Callable[[], Any], text: str) -> str:
-    """How a report shows the line of a function that has this text."""
+    """The line of a function that contains a text, in the form of a report."""
     lines, first = inspect.getsourcelines(function)
     index = next(i for i, line in enumerate(lines) if text in line)
     return f"{__file__}:{first + index}: {lines[index].strip()}"
@@ -107,7 +108,7 @@ def test_a_planted_fault_is_named(gpu: FakeGpu, check: Callable[..., Any], fault
     assert bool(report.nodes) == (fault in ("pageable", "host", "baked"))
 
 
-def test_nothing_is_left_of_a_capture(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+def test_a_check_leaves_nothing_behind(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     for fault in ("none", "synchronise", "baked"):
         before = gpu.calls.open()
         check(plant(gpu, fault))
@@ -117,13 +118,13 @@ def test_nothing_is_left_of_a_capture(gpu: FakeGpu, check: Callable[..., Any]) -
     assert check(plant(gpu, "none")).ok
 
 
-def test_an_exception_of_the_function_itself_passes_on_when_eager(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+def test_an_exception_of_the_function_passes_on_or_is_a_fault_if_only_a_capture_raises_it(
+    gpu: FakeGpu, check: Callable[..., Any]
+) -> None:
     with pytest.raises(OSError, match="of the function"):
         check(plant(gpu, "exception"))
     gpu.synchronize_all()
 
-
-def test_an_exception_within_the_capture_alone_is_a_fault(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     def run() -> None:
         with within("layer"):
             if own("gpu.streams").is_captured(current(gpu)):
@@ -134,9 +135,7 @@ def test_an_exception_within_the_capture_alone_is_a_fault(gpu: FakeGpu, check: C
     assert found.where == line_of(run, "raise OSError")
 
 
-def test_an_exception_within_a_library_has_its_range_and_the_callers_line(
-    gpu: FakeGpu, check: Callable[..., Any]
-) -> None:
+def test_an_exception_in_a_library_is_reported_at_the_callers_line(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     x, w = gpu.cp.ones((16, 16), np.float32), gpu.cp.ones((16, 16), np.float32)
     shapes = iter([16, 16, 8, 8])
 
@@ -163,7 +162,7 @@ def test_a_fault_that_the_function_swallows_is_named(gpu: FakeGpu, check: Callab
     assert found.where == line_of(run, "cuStreamSynchronize")
 
 
-def test_lines_of_functions_that_are_called(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+def test_lines_of_called_functions_are_reported(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     host, target = np.zeros(8, np.uint8), gpu.cp.zeros((8,), np.uint8)
 
     def copy() -> int:
@@ -181,14 +180,14 @@ def test_lines_of_functions_that_are_called(gpu: FakeGpu, check: Callable[..., A
 
 
 def test_values_of_the_device_are_no_fault(gpu: FakeGpu, check: Callable[..., Any]) -> None:
-    """What changes in replays as it does in runs: here by an array that the function does not return."""
+    """The result changes from replay to replay as from run to run, by an array that the function does not return."""
     counter, result = gpu.cp.zeros((1,), np.uint8), gpu.cp.zeros((1,), np.uint8)
 
     def add() -> None:
         gpu.host_of(counter)[...] += 1
 
     def run() -> Any:
-        gpu.streams.put(current(gpu), driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, "kernel", add)
+        gpu.streams.put(current(gpu), KERNEL, "kernel", add)
         call("cuMemcpyDtoDAsync", result.data.ptr, counter.data.ptr, 1, current(gpu))
         return result
 
@@ -198,34 +197,29 @@ def test_values_of_the_device_are_no_fault(gpu: FakeGpu, check: Callable[..., An
         assert report.compared == names
 
 
-def test_results_that_only_replays_change(gpu: FakeGpu, check: Callable[..., Any]) -> None:
-    result, state = gpu.cp.zeros((1,), np.uint8), {"captured": 0}
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (True, "result changes from replay to replay, but not from run to run"),
+        (False, "result is not what the function gives when it is not captured"),
+    ],
+)
+def test_results_that_differ_only_in_replays(
+    gpu: FakeGpu, check: Callable[..., Any], *, counts: bool, said: str
+) -> None:
+    result, replays = gpu.cp.zeros((1,), np.uint8), iter(range(1, 99))
 
     def run() -> Any:
         is_capturing = own("gpu.streams").is_captured(current(gpu))
 
         def work() -> None:
-            state["captured"] += is_capturing
-            gpu.host_of(result)[...] = state["captured"] if is_capturing else 0
+            gpu.host_of(result)[...] = (next(replays) if counts else 1) if is_capturing else 0
 
-        gpu.streams.put(current(gpu), driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, "kernel", work)
+        gpu.streams.put(current(gpu), KERNEL, "kernel", work)
         return result
 
     (found,) = check(run).faults
-    assert found.what == "result changes from replay to replay, but not from run to run"
-
-
-def test_results_that_a_replay_does_not_give(gpu: FakeGpu, check: Callable[..., Any]) -> None:
-    result = gpu.cp.zeros((8,), np.uint8)
-
-    def run() -> Any:
-        value = 5 if own("gpu.streams").is_captured(current(gpu)) else 6
-        with within("layer"):
-            call("cuMemsetD8Async", result.data.ptr, value, 8, current(gpu))
-        return result
-
-    (found,) = check(run).faults
-    assert found.what == "result is not what the function gives when it is not captured"
+    assert found.what == said
 
 
 def test_state_begins_each_run_from_the_same_contents(gpu: FakeGpu, check: Callable[..., Any]) -> None:
@@ -237,7 +231,7 @@ def test_state_begins_each_run_from_the_same_contents(gpu: FakeGpu, check: Calla
             seen.append(int(gpu.host_of(state)[0]))
             gpu.host_of(state)[...] += 1
 
-        gpu.streams.put(current(gpu), driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, "kernel", add)
+        gpu.streams.put(current(gpu), KERNEL, "kernel", add)
         return state
 
     assert check(run).ok
@@ -277,20 +271,8 @@ def test_other_addresses_are_no_baked_values(gpu: FakeGpu, check: Callable[..., 
     assert found.range == ("baked",)
 
 
-def test_addresses_do_not_differ(gpu: FakeGpu) -> None:
-    arrays, differ = [gpu.cp.zeros((8,), np.uint8) for _ in range(2)], own("gpu.graph_nodes").differ
-
-    def argument(address: int, number: int) -> bytes:
-        return b"".join(value.to_bytes(8, "little") for value in (address, number))
-
-    one, other = (each.data.ptr for each in arrays)
-    assert not differ(argument(one, 5), argument(other, 5))
-    assert differ(argument(one, 5), argument(one, 6))
-    assert differ(argument(one, 5), argument(7, 5)), "what is no address is a value"
-
-
 def test_values_that_change_no_result_are_not_named(gpu: FakeGpu, check: Callable[..., Any]) -> None:
-    """CuPy's arguments hold words that it never writes and no kernel reads."""
+    """CuPy's kernel arguments contain uninitialised words, which no kernel reads."""
     unread, out = gpu.cp.zeros((8,), np.uint8), gpu.cp.zeros((8, 64), np.float32)
     values = iter(range(99))
 
@@ -330,47 +312,33 @@ def test_without_results_nothing_is_replayed(gpu: FakeGpu, check: Callable[..., 
     assert "values baked into the graph were not looked for" in str(report)
 
 
-def test_further_calls_come_from_a_run_that_cupti_sees(gpu: FakeGpu, check: Callable[..., Any]) -> None:
+UNSAFE = {
+    "cudaMalloc_v3020": "allocates memory", "cuMemAllocPitch_v2": "allocates memory",
+    "cudaHostAlloc_v3020": "allocates memory", "cuMemFree_v2": "frees memory",
+    "cudaMemcpy_v3020": "copies synchronously", "cuMemcpyDtoH_v2": "copies synchronously",
+    "cudaMemset_v3020": "fills memory synchronously", "cudaStreamSynchronize_ptsz_v7000": "synchronises",
+    "cuCtxSynchronize": "synchronises",
+}  # fmt: skip
+SAFE = (
+    "cudaMallocAsync_ptsz_v11020", "cudaFreeAsync_v11020", "cuMemcpyDtoHAsync_v2_ptsz", "cuMemsetD32Async",
+    "cuLaunchKernel", "cuMemGetInfo_v2",
+)  # fmt: skip
+
+
+def test_a_run_under_cupti_finds_the_unsafe_calls_after_the_first(gpu: FakeGpu, check: Callable[..., Any]) -> None:
     def run() -> None:
-        for name in ("first", "second"):
+        with within("first"):
+            gpu.cupti.tell("cuMemAlloc_v2")
+            call("cuMemFree", call("cuMemAlloc", 64))
+        for name in (*UNSAFE, *SAFE):
             with within(name):
-                gpu.cupti.tell("cudaMalloc_v3020")
-                gpu.cupti.tell("cudaMallocAsync_v11020")
-                if name == "first":
-                    call("cuMemFree", call("cuMemAlloc", 64))
-                else:
-                    gpu.cupti.tell("cuStreamSynchronize")
+                gpu.cupti.tell(name)
 
-    found = check(run).faults
-    assert [(fault.range, fault.what.partition(":")[0]) for fault in found] == [
-        (("first",), "cudaMalloc_v3020 allocates memory"),
-        (("second",), "cudaMalloc_v3020 allocates memory"),
-        (("second",), "cuStreamSynchronize synchronises"),
+    first, *others = check(run).faults
+    assert first.what.startswith("cuMemAlloc_v2 allocates memory: DriverError: cuMemAlloc failed")
+    assert [(*fault.range, fault.what) for fault in others] == [
+        (name, f"{name} {does}") for name, does in UNSAFE.items()
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "does"),
-    [
-        ("cudaMalloc_v3020", "allocates memory"),
-        ("cuMemAllocPitch_v2", "allocates memory"),
-        ("cudaHostAlloc_v3020", "allocates memory"),
-        ("cudaMallocAsync_ptsz_v11020", None),
-        ("cuMemFree_v2", "frees memory"),
-        ("cudaFreeAsync_v11020", None),
-        ("cudaMemcpy_v3020", "copies synchronously"),
-        ("cuMemcpyDtoH_v2", "copies synchronously"),
-        ("cuMemcpyDtoHAsync_v2_ptsz", None),
-        ("cudaMemset_v3020", "fills memory synchronously"),
-        ("cuMemsetD32Async", None),
-        ("cudaStreamSynchronize_ptsz_v7000", "synchronises"),
-        ("cuCtxSynchronize", "synchronises"),
-        ("cuLaunchKernel", None),
-        ("cuMemGetInfo_v2", None),
-    ],
-)
-def test_which_calls_no_capture_allows(gpu: FakeGpu, name: str, does: str | None) -> None:
-    assert own("profiling.capture.check")._unsafe(name) == does
 
 
 def test_a_function_may_import_cupy_itself(
@@ -390,39 +358,25 @@ def test_a_function_may_import_cupy_itself(
 
 
 def test_another_stream_and_another_trace_function(gpu: FakeGpu, check: Callable[..., Any]) -> None:
-    streams = set()
+    places, previous = set(), sys.gettrace()
 
     def run() -> None:
-        streams.add(current(gpu))
-        threads.add(threading.get_ident())
+        places.add((current(gpu), threading.get_ident()))
 
     def trace(*_: Any) -> None:
         return None
 
-    threads: set[int] = set()
-    previous = sys.gettrace()
     sys.settrace(trace)
     try:
         check(run, stream=gpu.other_stream)
         assert sys.gettrace() is trace
     finally:
         sys.settrace(previous)
-    assert streams == {gpu.other_stream.ptr}
-    assert threads == {threading.get_ident()}
-
-
-def test_a_script_beside_the_package_is_no_library(gpu: FakeGpu) -> None:
-    watch = own("profiling.capture.watch")
-    package = Path(gpu.lt.__file__).parent
-    assert watch._is_library(str(package / "ops" / "call.py"))
-    assert watch._is_library(contextlib.__file__)
-    assert watch._is_library(np.__file__)
-    assert not watch._is_library(f"{package}_script.py")
-    assert not watch._is_library(__file__)
+    assert places == {(gpu.other_stream.ptr, threading.get_ident())}
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "step", np.zeros(2)])
-def test_what_is_no_function_is_refused(gpu: FakeGpu, wrong: Any) -> None:
+def test_other_objects_than_functions_are_refused(gpu: FakeGpu, wrong: Any) -> None:
     with pytest.raises(own("errors").KindError, match=r"fn is .*; it must be a function"):
         gpu.lt.check_capture(wrong)
     with pytest.raises(own("errors").LtError, match="stream is 'none'"):

@@ -20,6 +20,10 @@ def collector(gpu: FakeGpu) -> Any:
     gpu.cupti.sizes.clear()
     gpu.cupti.fails.clear()
     gpu.cupti.enabled.clear()
+    return another()
+
+
+def another() -> Any:
     return own("profiling.collector").Collector()
 
 
@@ -107,7 +111,7 @@ def test_a_thread_without_ranges_works_for_the_one_that_profiles(gpu: FakeGpu, c
 
 
 def test_ranges_that_outlive_a_profile_do_not_reach_the_next(gpu: FakeGpu, collector: Any) -> None:
-    second = own("profiling.collector").Collector()
+    second = another()
     around = within("around")
     with collector:
         around.__enter__()
@@ -124,7 +128,7 @@ def test_ranges_that_outlive_a_profile_do_not_reach_the_next(gpu: FakeGpu, colle
 
 
 def test_ranges_of_threads_that_outlive_a_profile_do_not_reach_the_next(gpu: FakeGpu, collector: Any) -> None:
-    second, may_go_on, is_open, is_done = own("profiling.collector").Collector(), *(threading.Event() for _ in range(3))
+    second, may_go_on, is_open, is_done = another(), *(threading.Event() for _ in range(3))
 
     def body() -> None:
         with within("theirs"):
@@ -263,8 +267,7 @@ def test_what_finds_no_room_is_counted(gpu: FakeGpu, collector: Any, monkeypatch
     kept = len(collector.activities)
     assert kept == 3 * (512 // 64)  # a call's record and the other library's link to it, 64 bytes together
     assert collector.dropped == 3 * 50 - 2 * kept
-    again = own("profiling.collector").Collector()
-    with again:
+    with another() as again:
         fill(gpu)
     assert (len(again.activities), again.dropped) == (2, 0)
 
@@ -293,7 +296,7 @@ def test_a_full_timeline_leaves_other_threads_without_ranges(
 
 
 def test_a_second_profile_is_refused_and_the_first_goes_on(gpu: FakeGpu, collector: Any) -> None:
-    second = own("profiling.collector").Collector()
+    second = another()
     with collector:
         fill(gpu)
         with pytest.raises(gpu.lt.errors.CuptiError, match="another profiler is attached"):
@@ -329,7 +332,7 @@ def test_why_it_cannot_be_used(
     gpu.cupti.version = 130500
     gpu.cupti.sizes.clear()
     gpu.cupti.fails.clear()
-    with own("profiling.collector").Collector() as again:
+    with another() as again:
         fill(gpu)
     assert paths(again) == [()]
 

@@ -1,4 +1,4 @@
-"""CUPTI's records: where their fields are, and what is made of them."""
+"""CUPTI's records: the offsets of their fields, and the activities read from them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_work_of_every_version(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_calls_and_what_they_wait_for(version: int) -> None:
+def test_calls_waits_and_allocations(version: int) -> None:
     call = {"start": 1, "end": 2, "threadId": 4242, "correlationId": 9}
     wait = {"start": 1, "end": 8, "correlationId": 9}
     memory = {"memoryKind": 3, "correlationId": 9, "bytes": 1 << 40, "timestamp": 6, "deviceId": 1}
@@ -103,7 +103,7 @@ def test_links_of_other_tools_are_left_out() -> None:
     assert read(*links) == [Link(1 << 40, 9)]
 
 
-def test_what_is_not_known_has_a_name_all_the_same() -> None:
+def test_unknown_directions_and_waits_have_general_names() -> None:
     found = read(record(kinds.MEMCPY, 1305, **WORK, copyKind=11), record(kinds.SYNCHRONIZATION, 1305, type=5))
     assert [each.name for each in found if isinstance(each, Activity)] == ["copy", "wait"]
 

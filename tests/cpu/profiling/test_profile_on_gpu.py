@@ -1,7 +1,9 @@
-"""Profiles of a pretended GPU: events around layers, also within graphs, and kernels that a stand-in collects."""
+"""Profiles of a pretended GPU: events around layers, also in graphs, and kernels of a replaced collector."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,31 +40,51 @@ class Training:
     def __call__(self, **options: Any) -> Any:
         return self.step(self.x, self.labels, **options)
 
+    def profiled(self, count: int, **options: Any) -> Any:
+        """A profile of some steps, traced only if an option says so."""
+        with self.gpu.lt.profile(**{"traced": 0, **options}) as prof:
+            for _ in range(count):
+                self()
+        self.gpu.synchronize_all()
+        return prof
+
     def values(self) -> list[Any]:
         self.gpu.synchronize_all()
         return [self.gpu.host_of(each.data).copy() for each in self.model.parameters()]
 
 
-def rows(prof: Any) -> dict[tuple[str, str], Any]:
+@pytest.fixture
+def train(gpu: FakeGpu) -> Iterator[Training]:
+    """A step that has been captured."""
+    made = Training(gpu)
+    made()
+    yield made
+    vars(made).clear()  # its graphs are freed while there is a GPU
+
+
+@pytest.fixture
+def costs(gpu: FakeGpu) -> Iterator[dict[str, float]]:
+    """Microseconds that work on a stream takes, by kind; kernels of ours take 100."""
+    gpu.streams.costs_us["kernel"] = 100.0
+    yield gpu.streams.costs_us
+    gpu.synchronize_all()
+    gpu.streams.costs_us.clear()
+
+
+def layers_of(prof: Any) -> dict[tuple[str, str], Any]:
     return {(layer.name, layer.phase): layer for layer in prof.layers()}
 
 
 @pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.usefixtures("costs")
 def test_layers_are_timed_by_events(gpu: FakeGpu, *, graph: bool) -> None:
     train = Training(gpu, graph=graph)
     train()
-    gpu.streams.costs_us["kernel"] = 100.0
-    try:
-        with gpu.lt.profile(timed=4, traced=0) as prof:
-            for _ in range(6):
-                train()
-    finally:
-        gpu.synchronize_all()
-        gpu.streams.costs_us.clear()
-    found = rows(prof)
+    prof = train.profiled(6, timed=4)
+    found = layers_of(prof)
     assert [key for key in found if key[0]] == LAYERS
     assert prof.report.timed_steps == 4
-    # A product costs 1; dropout and the gradient before it take a kernel of ours each, the loss and the update one.
+    # A product takes 1 µs. Dropout, its gradient, the loss and the update take a kernel of ours each.
     # Eagerly a second stream runs one of layer1's two kernels; a pretended graph runs its nodes one after the other.
     backward = pytest.approx(202 if graph else 102)
     assert {key: found[key].us for key in LAYERS} == {
@@ -87,19 +109,13 @@ def test_a_profile_may_begin_before_the_first_call_of_cuda(gpu: FakeGpu) -> None
     finally:
         gpu.driver.contexts[:] = [1]
         gpu.synchronize_all()
-    assert rows(prof)["work", "forward"].us > 0
+    assert layers_of(prof)["work", "forward"].us > 0
     assert prof.report.traced_steps == 1
     assert gpu.driver.profiler_calls == ["start", "stop"]
 
 
-def test_work_and_strategies_are_known_within_graphs(gpu: FakeGpu) -> None:
-    train = Training(gpu)
-    train()
-    with gpu.lt.profile(timed=3, traced=0) as prof:
-        for _ in range(3):
-            train()
-    gpu.synchronize_all()
-    found = rows(prof)
+def test_work_and_strategies_are_known_in_graphs(train: Training) -> None:
+    found = layers_of(train.profiled(3, timed=3))
     assert found[LAYERS[0]].flops == 2 * ROWS * DIMS[0] * DIMS[1]
     assert found[LAYERS[2]].flops == 4 * ROWS * DIMS[1] * DIMS[2]
     assert "keeps preactivation" in found[LAYERS[0]].strategy
@@ -133,29 +149,20 @@ def test_a_profile_changes_no_result_and_no_graph(gpu: FakeGpu, monkeypatch: pyt
 
 
 def test_the_step_that_captures_is_left_out(gpu: FakeGpu) -> None:
-    train = Training(gpu)
-    with gpu.lt.profile(timed=2, traced=0) as prof:
-        for _ in range(4):
-            train()
-    gpu.synchronize_all()
+    prof = Training(gpu).profiled(4, timed=2)
     assert prof.report.timed_steps == 2
     assert "1 steps in which graphs were captured are left out" in prof.report.notes
-    assert [key for key in rows(prof) if key[0]] == LAYERS
+    assert [key for key in layers_of(prof) if key[0]] == LAYERS
 
 
-def test_copies_and_events_are_freed(gpu: FakeGpu) -> None:
-    train = Training(gpu)
-    train()
+def test_copies_and_events_are_freed(gpu: FakeGpu, train: Training) -> None:
     gpu.synchronize_all()
     before = len(gpu.driver._graphs), len(gpu.driver._events)
-    with gpu.lt.profile(timed=3, traced=0):
-        for _ in range(4):
-            train()
-    gpu.synchronize_all()
+    train.profiled(4, timed=3)
     assert (len(gpu.driver._graphs), len(gpu.driver._events)) == before
 
 
-def test_the_stream_of_a_step_is_the_one_that_is_timed(gpu: FakeGpu) -> None:
+def test_the_stream_of_a_step_is_timed(gpu: FakeGpu) -> None:
     train = Training(gpu)
     train(stream=gpu.stream)
     gpu.synchronize_all()
@@ -163,13 +170,11 @@ def test_the_stream_of_a_step_is_the_one_that_is_timed(gpu: FakeGpu) -> None:
         for _ in range(2):
             train(stream=gpu.stream)
     gpu.synchronize_all()
-    assert rows(prof)["", "input"].us > 0
+    assert layers_of(prof)["", "input"].us > 0
     assert prof.totals().step_us > 5
 
 
-def test_a_failing_copy_of_a_graph_leaves_the_users(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    train = Training(gpu)
-    train()
+def test_a_graph_that_cannot_be_copied_runs_as_it_is(train: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     from lt_runtime.errors import GpuError
     from lt_runtime.profiling import marks
 
@@ -177,12 +182,9 @@ def test_a_failing_copy_of_a_graph_leaves_the_users(gpu: FakeGpu, monkeypatch: p
         raise GpuError("no memory")
 
     monkeypatch.setattr(marks, "_tail", fail)
-    with gpu.lt.profile(timed=2, traced=0) as prof:
-        for _ in range(3):
-            train()
-    gpu.synchronize_all()
+    prof = train.profiled(3, timed=2)
     assert any("could not be captured with events in it (no memory)" in note for note in prof.report.notes)
-    assert ("", "") in rows(prof)
+    assert ("", "") in layers_of(prof)
 
 
 def _events_in(gpu: FakeGpu, copy: Any) -> int:
@@ -190,9 +192,7 @@ def _events_in(gpu: FakeGpu, copy: Any) -> int:
     return kinds.count("CU_GRAPH_NODE_TYPE_EVENT_RECORD")
 
 
-def test_marks_with_nothing_between_are_one_node(gpu: FakeGpu) -> None:
-    train = Training(gpu)
-    train()
+def test_moments_without_work_between_them_share_an_event(gpu: FakeGpu, train: Training) -> None:
     with gpu.lt.profile(timed=4, traced=0) as prof:
         train()
         train()
@@ -203,42 +203,29 @@ def test_marks_with_nothing_between_are_one_node(gpu: FakeGpu) -> None:
     gpu.synchronize_all()
     # input, forward, each layer and its operation, loss and its operation, the loss' tally, backward, optimizer
     assert len(frames) == 2 + 2 * 2 + 2 + 1 + 1 + 2 * 2 + 1
-    # Where the parts and layers begin and end one after the other: start, 2 layers, loss, 2 layers, update.
+    # Adjacent ranges share a moment: the start, and the ends of 2 layers, loss, 2 layers and update.
     assert marks == whole.marks.count <= 9
-    # Each part has an eighth of what lies between the marks, and both ends of it.
+    # Each part has an eighth of the intervals between moments, and both ends of each interval.
     size = -(-(marks - 1) // 8)
     assert len(parts) == -(-(marks - 1) // size)
     assert max(in_parts) == size + 1
     assert sum(in_parts) == marks - 1 + len(parts)
 
 
-def test_what_events_take_is_in_no_time(gpu: FakeGpu) -> None:
-    train = Training(gpu)
-    train()
-    plain, dear = [], []
-    for found, event_us in ((plain, 0.0), (dear, 7.0)):
-        gpu.streams.costs_us |= {"kernel": 100.0, "event": event_us}
-        try:
-            with gpu.lt.profile(timed=19, traced=0) as prof:
-                for _ in range(21):
-                    train()
-        finally:
-            gpu.synchronize_all()
-            gpu.streams.costs_us.clear()
-        found += [(layer.label, layer.phase, layer.us, layer.spread_us) for layer in prof.layers()]
+def test_the_cost_of_events_is_subtracted(train: Training, costs: dict[str, float]) -> None:
+    found = []
+    for costs["event"] in (0.0, 7.0):
+        prof = train.profiled(21, timed=19)
+        found.append([(layer.label, layer.phase, layer.us, layer.spread_us) for layer in prof.layers()])
         in_graph = {(span.path, span.gpu_us) for span in prof._timer.spans if "forward" in span.path}
         assert len({path for path, _ in in_graph}) == len(in_graph)
-    assert dear == plain
+    assert found[0] == found[1]
 
 
-def test_a_copy_that_has_not_been_read_is_read_before_its_next_launch(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("costs")
+def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     from lt_runtime.profiling import marks
 
-    train = Training(gpu)
-    train()
-    gpu.streams.costs_us["kernel"] = 100.0
     were_unread: list[bool] = []
     launch = marks.MarkedGraph.launch
 
@@ -249,22 +236,18 @@ def test_a_copy_that_has_not_been_read_is_read_before_its_next_launch(
     monkeypatch.setattr(marks.MarkedGraph, "launch", watched)
 
     def often() -> None:
-        for _ in range(20):  # twice as often as there are copies
+        for _ in range(20):  # more often than there are copies
             train()
 
     fake_collector.install(monkeypatch, [], why="it is left out")
-    try:
-        prof = gpu.lt.profile(often, steps=2)
-    finally:
-        gpu.synchronize_all()
-        gpu.streams.costs_us.clear()
-    assert rows(prof)[LAYERS[0]].us == pytest.approx(20 * 101)
-    assert rows(prof)[LAYERS[0]].calls == 20
+    prof = gpu.lt.profile(often, steps=2)
+    layer = layers_of(prof)[LAYERS[0]]
+    assert (layer.us, layer.calls) == (pytest.approx(20 * 101), 20)
     assert were_unread == [False] * 40
     assert prof.report.timed_steps == 2
 
 
-def test_bound_calls_and_calls_that_repeat_are_known(gpu: FakeGpu) -> None:
+def test_the_work_of_bound_and_repeated_calls_is_known(gpu: FakeGpu) -> None:
     lt, cp = gpu.lt, gpu.cp
     x, w = (cp.asarray(np.ones(shape, np.float32)) for shape in ((4, 8), (16, 8)))
     y = cp.asarray(np.zeros((4, 16), np.float32))
@@ -282,7 +265,7 @@ def test_bound_calls_and_calls_that_repeat_are_known(gpu: FakeGpu) -> None:
     }  # fmt: skip
 
 
-def test_kernels_are_traced_after_the_timed_steps(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_later_steps_are_traced(gpu: FakeGpu, train: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = ("step", "forward", "forward/layer0"), ("step", "backward", "backward/layer0")
     activities: list[Activity] = []
     for step in range(3):
@@ -295,8 +278,6 @@ def test_kernels_are_traced_after_the_timed_steps(gpu: FakeGpu, monkeypatch: pyt
             kernel("DtoD", at + 300, 5, "step", "input", kind="memcpy", size=64),
         ]
     module = fake_collector.install(monkeypatch, activities, dropped=2)
-    train = Training(gpu)
-    train()
     gpu.driver.profiler_calls.clear()
     with gpu.lt.profile(timed=2, traced=3) as prof:
         with gpu.lt.range("epoch"):
@@ -321,8 +302,8 @@ def test_kernels_are_traced_after_the_timed_steps(gpu: FakeGpu, monkeypatch: pyt
     assert kernels["gemm", "layer0", "forward"].count == 1
     assert kernels["gemm", "layer0", "forward"].total_us == pytest.approx(50)
     assert sum(each.share for each in prof.kernels()) == pytest.approx(1)
-    assert rows(prof)["layer0", "backward"].kernels == 2
-    assert rows(prof)["layer0", "backward"].kernel_us == pytest.approx(90)
+    assert layers_of(prof)["layer0", "backward"].kernels == 2
+    assert layers_of(prof)["layer0", "backward"].kernel_us == pytest.approx(90)
     totals = prof.totals()
     assert (totals.kernel_us, totals.busy_us) == (pytest.approx(155), pytest.approx(135))
     assert totals.unattributed_us == pytest.approx(10)
@@ -330,34 +311,24 @@ def test_kernels_are_traced_after_the_timed_steps(gpu: FakeGpu, monkeypatch: pyt
     assert prof.report.traced_steps == 3
 
 
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_without_cupti_the_layers_still_come(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, is_installed: bool
-) -> None:
-    if is_installed:
-        fake_collector.install(monkeypatch, [], why="the driver lets only administrators profile")
+@pytest.mark.parametrize(
+    ("why", "said"), [("the driver lets only administrators profile", "only administrators"), ("", "import of")]
+)
+def test_without_cupti_layers_are_timed(train: Training, monkeypatch: pytest.MonkeyPatch, why: str, said: str) -> None:
+    if why:
+        fake_collector.install(monkeypatch, [], why=why)
     else:
-        monkeypatch.setitem(__import__("sys").modules, fake_collector.MODULE, None)
-    train = Training(gpu)
-    train()
-    with gpu.lt.profile(timed=2, traced=2) as prof:
-        for _ in range(4):
-            train()
-    gpu.synchronize_all()
-    assert [key for key in rows(prof) if key[0]] == LAYERS
+        monkeypatch.setitem(sys.modules, fake_collector.MODULE, None)
+    prof = train.profiled(4, timed=2, traced=2)
+    assert [key for key in layers_of(prof) if key[0]] == LAYERS
     (note,) = prof.report.notes
     assert note.startswith("no kernel times: ")
-    assert ("only administrators" in note) is is_installed
+    assert said in note
     assert note in str(prof)
 
 
-def test_a_block_that_is_too_short_to_trace_says_so(gpu: FakeGpu) -> None:
-    train = Training(gpu)
-    train()
-    with gpu.lt.profile() as prof:
-        train()
-    gpu.synchronize_all()
-    (note,) = prof.report.notes
+def test_a_block_too_short_to_be_traced_says_so(train: Training) -> None:
+    (note,) = train.profiled(1, traced=10).report.notes
     assert note.startswith("no kernel times: tracing begins once 10 steps have been timed, and the code had 1")
 
 

@@ -1,4 +1,4 @@
-"""Profiles of code that runs on the host: steps, layers, and what bad input and accidents cost."""
+"""Profiles of code that runs on the host: steps, layers, and what is refused or said."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ROWS, DIMS = 16, (12, 8, 4)
 
 
 def trained(**options: Any) -> Any:
+    """A function that makes a training step of a small model."""
     model = lt.MLP(DIMS, activation="gelu", device="cpu", seed=1)
     step = lt.TrainStep(model, lt.AdamW(model.parameters()), batch_size=ROWS, **options)
     x = np.random.default_rng(2).standard_normal((ROWS, DIMS[0])).astype(np.float32)
@@ -24,32 +25,30 @@ def trained(**options: Any) -> Any:
     return lambda: step(x, labels)
 
 
-def row(prof: Profile, name: str, phase: str) -> Any:
-    (found,) = [layer for layer in prof.layers() if (layer.name, layer.phase) == (name, phase)]
-    return found
+def found(prof: Profile) -> dict[tuple[str, str], Any]:
+    return {(layer.name, layer.phase): layer for layer in prof.layers()}
 
 
-def test_every_layer_has_a_row_for_each_direction() -> None:
+def test_every_layer_is_listed_for_each_pass() -> None:
     step = trained()
     with lt.profile(device="cpu") as prof:
         for _ in range(3):
             step()
     assert prof.report.timed_steps == 3
-    places = [(layer.name, layer.phase) for layer in prof.layers()]
-    assert [place for place in places if place[0]] == [
-        ("layer0", "forward"), ("layer1", "forward"), ("layer1", "backward"), ("layer0", "backward"),
-    ]  # fmt: skip
-    assert {("", "loss"), ("", "optimizer")} <= set(places)
+    layers, (k, n, last) = found(prof), DIMS
+    assert {key: layer.flops for key, layer in layers.items() if key[0]} == {
+        ("layer0", "forward"): 2 * ROWS * n * k,
+        ("layer1", "forward"): 2 * ROWS * n * last,
+        ("layer1", "backward"): 4 * ROWS * n * last,
+        ("layer0", "backward"): 2 * ROWS * n * k,  # the first layer needs no input gradient
+    }
+    assert {("", "loss"), ("", "optimizer")} <= set(layers)
     assert all(layer.calls == 1 for layer in prof.layers() if layer.name)
-    m, (k, n, _) = ROWS, DIMS
-    assert row(prof, "layer0", "forward").flops == 2 * m * n * k
-    assert row(prof, "layer0", "backward").flops == 2 * m * n * k  # the first layer needs no input gradient
-    assert row(prof, "layer1", "backward").flops == 2 * 2 * m * DIMS[1] * DIMS[2]
     assert not prof.kernels()
     assert prof.report.notes == []
 
 
-def test_the_parts_of_a_step_add_up_to_it() -> None:
+def test_the_phases_and_the_layers_of_a_step_add_up_to_it() -> None:
     step = trained()
     with lt.profile(device="cpu", timed=1) as prof:
         step()
@@ -64,8 +63,8 @@ def test_micro_batches_are_counted() -> None:
     step = trained(accumulate=4)
     with lt.profile(device="cpu") as prof:
         step()
-    assert row(prof, "layer0", "forward").calls == 4
-    assert row(prof, "layer0", "forward").flops == 2 * ROWS * DIMS[0] * DIMS[1]
+    layer = found(prof)["layer0", "forward"]
+    assert (layer.calls, layer.flops) == (4, 2 * ROWS * DIMS[0] * DIMS[1])
 
 
 def test_ranges_of_a_script_are_layers() -> None:
@@ -76,13 +75,12 @@ def test_ranges_of_a_script_are_layers() -> None:
         with lt.range("block0.fc1"):
             lt.linear_bwd(np.ones_like(y), ctx, need_db=False)
         lt.matmul(x, w.T)
-    assert [(layer.name, layer.phase, layer.flops) for layer in prof.layers()] == [
-        ("block0.fc1", "forward", 48), ("matmul", "forward", 48), ("block0.fc1", "backward", 96),
+    assert [(layer.name, layer.phase, layer.flops, layer.calls) for layer in prof.layers()] == [
+        ("block0.fc1", "forward", 48, 1), ("matmul", "forward", 48, 1), ("block0.fc1", "backward", 96, 1),
     ]  # fmt: skip
-    assert [layer.calls for layer in prof.layers()] == [1, 1, 1]
 
 
-def test_time_within_a_nested_layer_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_a_nested_layer_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0, 10, 30, 70, 100, 0])
     with lt.profile(device="cpu") as prof:
         monkeypatch.setattr(timer.time, "monotonic_ns", lambda: 1000 * next(clock))
@@ -97,49 +95,25 @@ def test_time_within_a_nested_layer_is_not_counted_twice(monkeypatch: pytest.Mon
     assert {layer.name: layer.us for layer in prof.layers()} == {"block.a": 20, "block.b": 30, "block": 70}
 
 
-def test_a_script_may_mark_its_steps() -> None:
-    with lt.profile(device="cpu", skip=2, timed=3) as prof:
+@pytest.mark.parametrize(("marks", "steps", "calls"), [(True, 3, 1), (False, 1, 9)])
+def test_a_script_may_mark_its_steps_and_is_one_step_without_marks(*, marks: bool, steps: int, calls: int) -> None:
+    with lt.profile(device="cpu", skip=2 * marks, timed=3) as prof:
         for _ in range(9):
             with lt.range("work"):
                 pass
-            prof.step()
-    assert prof.report.timed_steps == 3
-    assert row(prof, "work", "").calls == 1
-    assert prof.is_done
-
-
-def test_a_block_without_steps_is_one() -> None:
-    with lt.profile(device="cpu") as prof:
-        for _ in range(5):
-            with lt.range("work"):
-                pass
-    assert prof.report.timed_steps == 1
-    assert row(prof, "work", "").calls == 5
+            if marks:
+                prof.step()
+    assert prof.report.timed_steps == steps
+    assert found(prof)["work", ""].calls == calls
+    assert prof.is_done is marks
 
 
 def test_a_function_is_called_until_the_profile_is_full() -> None:
     calls = []
     prof = lt.profile(lambda: calls.append(1), steps=4, device="cpu")
-    assert len(calls) == 2 + 4  # there is nothing to trace
+    assert len(calls) == 2 + 4  # two to warm up, and none to trace on the host
     assert prof.layers() == []
-    step = trained()
-    assert lt.profile(step, steps=3, device="cpu").report.timed_steps == 3
-
-
-def test_steps_are_counted_one_way() -> None:
-    step = trained()
-    with lt.profile(device="cpu") as prof:
-        step()
-        with pytest.raises(ArgumentError, match="whose calls count as steps already"):
-            prof.step()
-
-
-def test_profiles_do_not_nest() -> None:
-    with lt.profile(device="cpu"), pytest.raises(ArgumentError, match="do not nest"), lt.profile(device="cpu"):
-        pass
-    with lt.profile(device="cpu") as after, lt.range("work"):
-        pass
-    assert [layer.name for layer in after.layers()] == ["work"]
+    assert lt.profile(trained(), steps=3, device="cpu").report.timed_steps == 3
 
 
 @pytest.mark.parametrize(
@@ -151,14 +125,26 @@ def test_profiles_do_not_nest() -> None:
         ({"device": "tpu"}, ArgumentError, "device is 'tpu'"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_options_that_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         lt.profile(**{"device": "cpu", **options})
 
 
-def test_a_block_that_raises_is_reported_as_far_as_it_came() -> None:
+def test_marks_beside_training_steps_and_nested_profiles_are_refused() -> None:
     step = trained()
-    prof = lt.profile(device="cpu")
+    with lt.profile(device="cpu") as prof:
+        step()
+        with pytest.raises(ArgumentError, match="whose calls count as steps already"):
+            prof.step()
+        with pytest.raises(ArgumentError, match="do not nest"), lt.profile(device="cpu"):
+            pass
+    with lt.profile(device="cpu") as after, lt.range("work"):
+        pass
+    assert [layer.name for layer in after.layers()] == ["work"]
+
+
+def test_a_block_that_raises_is_reported_up_to_the_exception() -> None:
+    step, prof = trained(), lt.profile(device="cpu")
 
     def run() -> None:
         with prof:
@@ -173,23 +159,17 @@ def test_a_block_that_raises_is_reported_as_far_as_it_came() -> None:
     assert not ranges.is_heard
 
 
-def test_a_range_that_is_left_open_ends_with_the_range_around_it() -> None:
-    with lt.profile(device="cpu") as prof, lt.range("outer"):
-        lt.range("left open").__enter__()
-        with lt.range("inner"):
-            pass
+def test_a_range_left_open_ends_with_the_range_around_it_and_an_earlier_one_is_ignored() -> None:
+    earlier = lt.range("earlier")
+    earlier.__enter__()
+    with lt.profile(device="cpu") as prof:
+        with lt.range("outer"):
+            lt.range("left open").__enter__()
+            with lt.range("inner"):
+                pass
+        earlier.__exit__(None, None, None)
     assert {layer.name for layer in prof.layers()} == {"outer", "left open", "inner"}
     assert any("1 ranges were left open" in note for note in prof.report.notes)
-
-
-def test_ranges_that_began_before_the_profile_are_passed_over() -> None:
-    outer = lt.range("outer")
-    outer.__enter__()
-    with lt.profile(device="cpu") as prof:
-        with lt.range("inner"):
-            pass
-        outer.__exit__(None, None, None)
-    assert [layer.name for layer in prof.layers()] == ["inner"]
 
 
 def test_ranges_of_threads_do_not_mix() -> None:
@@ -221,7 +201,7 @@ def test_very_many_ranges_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -
     assert waiting <= timer._MOST_PENDING
     assert len(prof.layers()) == 11
     assert sum(layer.calls for layer in prof.layers()) == 10_000
-    assert row(prof, "(other ranges)", "").calls == sum(number % 30 >= 10 for number in range(10_000))
+    assert found(prof)["(other ranges)", ""].calls == sum(number % 30 >= 10 for number in range(10_000))
     assert any("the trace lacks 9900 ranges" in note for note in prof.report.notes)
 
 

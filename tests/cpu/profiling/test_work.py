@@ -1,4 +1,4 @@
-"""What operations compute and move, against the sizes of their arrays."""
+"""FLOPs and bytes of operations, compared with the sizes of their arrays."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_gpu import FakeGpu
+from tests.support.over_fake_gpu import own
 
 M, N, K = 32, 64, 128
 
@@ -26,13 +27,15 @@ def told(gpu: FakeGpu) -> Iterator[list[Any]]:
     gpu.synchronize_all()
 
 
+def work_of(ran: Any) -> Any:
+    return own("profiling.work").work_of(ran)
+
+
 def arrays(gpu: FakeGpu, *shapes: tuple[int, ...]) -> list[Any]:
     return [gpu.cp.asarray(np.ones(shape, np.float32)) for shape in shapes]
 
 
 def test_a_product_moves_each_operand_once(gpu: FakeGpu, told: list[Any]) -> None:
-    from lt_runtime.profiling.work import work_of
-
     a, b = arrays(gpu, (M, K), (K, N))
     gpu.lt.matmul(a, b)
     (known,) = told
@@ -49,7 +52,6 @@ def test_a_pass_after_a_product_reads_and_writes_again(
 ) -> None:
     from lt_runtime.errors import PlanError
     from lt_runtime.plans.decisions import plan_for, strategies_of
-    from lt_runtime.profiling.work import work_of
 
     x, w, bias = arrays(gpu, (M, K), (N, K), (N,))
     gpu.lt.linear_fwd(x, w, bias, activation=activation)
@@ -63,21 +65,19 @@ def test_a_pass_after_a_product_reads_and_writes_again(
     matrix = 4 * M * N
     if fused is not None:
         assert found[fused] == least
-    # The product is written, where it is kept or where y is, then read and written once more.
+    # The product is written to y or to the saved tensor, and the pass reads it and writes y.
     assert found["BIAS"] == least + 2 * matrix
-    # The pass reads the bias, and writes what is kept as well as y.
+    # The pass also reads the bias, and writes the saved tensor as well as y.
     assert found["NONE"] == least + (2 + kept) * matrix
 
 
 def test_backward_counts_its_passes(gpu: FakeGpu, told: list[Any]) -> None:
-    from lt_runtime.profiling.work import work_of
-
     x, w, bias, dy = arrays(gpu, (M, K), (N, K), (N,), (M, N))
     _, ctx = gpu.lt.linear_fwd(x, w, bias, activation="gelu")
     gpu.lt.linear_bwd(dy, ctx)
     work = work_of(told[-1])
     products = 2 * (M * N + M * K + N * K)
-    passes = 3 * M * N + N  # dy and what was kept, to dz and the bias gradient
+    passes = 3 * M * N + N  # reads dy and the saved tensor, writes dz and the bias gradient
     assert work.flops == 4 * M * N * K
     assert work.bytes == 4 * (products + passes)
     assert work.strategy.startswith("db by kernel")
@@ -86,7 +86,6 @@ def test_backward_counts_its_passes(gpu: FakeGpu, told: list[Any]) -> None:
 def test_copies_that_a_plan_chose_count(gpu: FakeGpu, told: list[Any]) -> None:
     from lt_runtime.products.padded import PaddedPlan
     from lt_runtime.products.product import ProductPlan
-    from lt_runtime.profiling.work import work_of
 
     m, n, k = 128, 64, 127
     a, b = (gpu.cp.asarray(np.ones(shape, np.float16)) for shape in ((m, k), (k, n)))
@@ -96,14 +95,12 @@ def test_copies_that_a_plan_chose_count(gpu: FakeGpu, told: list[Any]) -> None:
     work = work_of(replace(known, plan=plan))
     assert work.copies
     assert "copies for d" in work.strategy
-    whole = 128  # K, as the copies have it
+    whole = 128  # K of the padded copies
     product = 2 * (m * whole + whole * n + m * n)
     assert work.bytes == product + 2 * (m * k + m * whole) + 2 * (k * n + whole * n)
 
 
 def test_losses_and_dropout_move_their_arrays(gpu: FakeGpu, told: list[Any]) -> None:
-    from lt_runtime.profiling.work import work_of
-
     prediction, target = arrays(gpu, (M, N), (M, N))
     gpu.lt.mse_loss(prediction, target, out_gradient=arrays(gpu, (M, N))[0], out_loss=arrays(gpu, ())[0])
     gpu.lt.dropout(prediction, 0.5, rng=gpu.lt.Philox(1), out=target)
@@ -113,8 +110,6 @@ def test_losses_and_dropout_move_their_arrays(gpu: FakeGpu, told: list[Any]) -> 
 
 
 def test_an_update_moves_values_gradients_and_moments(gpu: FakeGpu, told: list[Any]) -> None:
-    from lt_runtime.profiling.work import work_of
-
     model = gpu.lt.MLP((K, N), dtype="bfloat16", device="cuda")
     optimizer = gpu.lt.AdamW(model.parameters())
     optimizer.step()
