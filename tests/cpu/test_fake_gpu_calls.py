@@ -13,11 +13,12 @@ import pytest
 from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, Philox
+from tests.host_kernels.arrays import assert_close
 from tests.support.chains import Chain
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, LayerData, dz_tolerance, layer_case
 from tests.support.matmul_checks import Product, matmul_case
-from tests.support.placed import COLUMNS, FLAT, ODD, Placed, assert_close, host_of
+from tests.support.placed import COLUMNS, FLAT, ODD, Placed, host_of
 from tests.support.strategies import LinearCase
 
 _CALLS = 5  # more than it takes for a call to be looked up, and then bound to its buffers

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.problem import Philox
+from tests.host_kernels.arrays import assert_close
 from tests.support.fake_gpu import FakeGpu
-from tests.support.placed import COLUMNS, FLAT, ODD, Placed, assert_close, host_of
+from tests.support.placed import COLUMNS, FLAT, ODD, Placed, host_of
 from tests.support.strategies import Placement
 
 _CALLS = 5  # more than it takes for a call to be looked up, and then bound to its buffers

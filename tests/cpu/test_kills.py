@@ -1,4 +1,4 @@
-"""kill -9 while plans and compiled kernels are written."""
+"""Processes killed with SIGKILL while they write plans and compiled kernels."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
-from tests.support.gpu_arrays import EPSILON, Guarded, assert_close, to_host
+from tests.host_kernels.arrays import assert_close
+from tests.support.gpu_arrays import EPSILON, Guarded, to_host
 from tests.support.strategies import TYPES, LinearCase, Placement, lattice, linear_cases
 
 Array = NDArray[Any]

@@ -17,7 +17,8 @@ from lt_runtime import reference
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.gpu.graphs import captured_nodes
 from lt_runtime.problem import DType
-from tests.support.gpu_arrays import EPSILON, Guarded, assert_close
+from tests.host_kernels.arrays import assert_close
+from tests.support.gpu_arrays import EPSILON, Guarded
 from tests.support.strategies import TYPES, Placement, placements, sizes
 
 _seeds = st.integers(0, 2**32 - 1)

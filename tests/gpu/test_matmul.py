@@ -25,7 +25,8 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import configuration
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.tuner.candidates import deep_candidates, heuristic_candidates
-from tests.support.gpu_arrays import EPSILON, Guarded, assert_close, to_host
+from tests.host_kernels.arrays import assert_close
+from tests.support.gpu_arrays import EPSILON, Guarded, to_host
 from tests.support.strategies import MatmulCase, Placement, lattice, matmul_cases
 
 Array = NDArray[Any]

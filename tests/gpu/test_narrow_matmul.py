@@ -19,7 +19,8 @@ from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.verification import verify
-from tests.support.gpu_arrays import EPSILON, Guarded, assert_close, spec_of
+from tests.host_kernels.arrays import assert_close
+from tests.support.gpu_arrays import EPSILON, Guarded, spec_of
 from tests.support.strategies import TYPES, Placement
 
 Array = NDArray[Any]

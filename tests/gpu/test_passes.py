@@ -13,7 +13,8 @@ import lt_runtime as lt
 from lt_runtime import reference
 from lt_runtime.problem import ACTIVATIONS, DType, Saved
 from lt_runtime.reference import dropout_scale
-from tests.support.gpu_arrays import EPSILON, MaskPass, assert_close, to_host
+from tests.host_kernels.arrays import assert_close
+from tests.support.gpu_arrays import EPSILON, MaskPass, to_host
 from tests.support.strategies import TYPES
 
 RNG = lt.Philox(2**40 + 3, 5, 7)

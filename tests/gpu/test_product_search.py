@@ -25,7 +25,8 @@ from lt_runtime.store.entries import Effort, ProductEntry
 from lt_runtime.tuner import product_search
 from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
 from lt_runtime.tuner.timing import Launch, Timing, take_times, workbench
-from tests.support.gpu_arrays import EPSILON, assert_close, to_host
+from tests.host_kernels.arrays import assert_close
+from tests.support.gpu_arrays import EPSILON, to_host
 from tests.support.gpu_memory import memory_taken
 
 FP32, BF16, FP16 = DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16

@@ -39,8 +39,9 @@ from lt_runtime.problem import (
     Spec,
 )
 from lt_runtime.products.choose import heuristic_algorithm
+from tests.host_kernels.arrays import assert_close
 from tests.support.calls import call_of
-from tests.support.gpu_arrays import EPSILON, assert_close, to_host
+from tests.support.gpu_arrays import EPSILON, to_host
 from tests.support.strategies import lattice
 
 Array = NDArray[Any]

@@ -18,7 +18,8 @@ from lt_runtime.products.own import TilePlan
 from lt_runtime.reference import activate, derivative
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.verification import verify
-from tests.support.gpu_arrays import EPSILON, Guarded, assert_close, spec_of
+from tests.host_kernels.arrays import assert_close
+from tests.support.gpu_arrays import EPSILON, Guarded, spec_of
 from tests.support.strategies import Placement
 
 EPS32 = EPSILON[DType.FLOAT32]

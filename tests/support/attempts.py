@@ -1,4 +1,4 @@
-"""Operations on a pretended GPU, each ready to be attempted while one call of a library after the other fails."""
+"""Operations on a pretended GPU, prepared so that a test can repeat them while calls of the libraries fail."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _DIMS: Final = [12, 16, 5]
 
 @dataclass(frozen=True)
 class Attempt:
-    """An operation whose arguments are ready.
+    """An operation with its arguments.
 
     Attributes:
-        call: makes the operation once more.
-        check: that what the last call wrote is right, all work done.
-        kept: what a call that fails must leave as it was, inputs apart.
+        call: runs the operation once more.
+        check: compares the results of the last call with the reference, after all work.
+        kept: arrays besides the inputs that a failing call must leave unchanged.
     """
 
     call: Callable[[], Any]
@@ -58,7 +58,7 @@ def forward(case: LinearCase, calls_before: int = 0) -> Prepare:
 
 
 def backward(case: LinearCase, calls_before: int = 0) -> Prepare:
-    """A layer's backward pass into buffers, to which it may add."""
+    """A layer's backward pass into buffers; it adds to them if the case accumulates."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer, results = Layer(gpu, case, gpu.stream), list[Any]()
@@ -87,7 +87,7 @@ def product(case: MatmulCase, calls_before: int = 0) -> Prepare:
 
 
 def bind(case: LinearCase) -> Prepare:
-    """A layer's forward pass is bound anew."""
+    """Each call binds a layer's forward pass."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer, bound = Layer(gpu, case, gpu.stream), list[Any]()
@@ -143,7 +143,7 @@ def _raw(*, backward: bool) -> Prepare:
 
 
 def against_host(name: str, arrays: tuple[Any, ...], **options: Any) -> Prepare:
-    """A function that gives one or several arrays, against the same function of NumPy arrays."""
+    """A function that returns one or several arrays, compared with the same function on NumPy arrays."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         results: list[Any] = []
@@ -166,7 +166,7 @@ def against_host(name: str, arrays: tuple[Any, ...], **options: Any) -> Prepare:
 
 
 def _options(lt: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Random numbers come from the package's own class."""
+    """Options in which `rng` belongs to the copy `lt` of the package."""
     return {name: lt.Philox(value.seed) if name == "rng" else value for name, value in options.items()}
 
 
@@ -201,7 +201,7 @@ def _optimizer_state(gpu: FakeGpu, optimizer: Any) -> list[Any]:
 
 
 def adamw(calls_before: int = 0, *, is_bad_first: bool = False, **options: Any) -> Prepare:
-    """Steps of an optimizer; `is_bad_first` makes a gradient infinite at the first attempt."""
+    """Steps of an optimizer; with `is_bad_first` the first gradient is infinite."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         optimizer = _optimizer(gpu.lt, gpu.cp.asarray, **options)
@@ -233,7 +233,7 @@ def adamw(calls_before: int = 0, *, is_bad_first: bool = False, **options: Any) 
 
 
 def _made_optimizer(**options: Any) -> Prepare:
-    """An optimizer is made, and makes its first step."""
+    """Each call makes an optimizer and its first step."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         made: list[Any] = []
@@ -272,7 +272,7 @@ def _batch(seed: int = 0) -> tuple[Any, Any]:
 
 
 def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: float = 2e-5, **options: Any) -> Prepare:
-    """Steps of training on one batch."""
+    """Training steps on one batch."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         model, optimizer, step = _run_of(gpu.lt, "cuda", **options)
@@ -303,7 +303,7 @@ def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: fl
 
 
 def metrics(gpu: FakeGpu) -> Attempt:
-    """One step, and the sums since they were read last, which have those that a call failed to read."""
+    """One step, and its metrics. They include earlier steps whose metrics a failing call did not return."""
     _, _, step = _run_of(gpu.lt, "cuda")
     gpu.synchronize_all()
     placed, read = [gpu.cp.asarray(each) for each in _batch()], list[Any]()
@@ -325,7 +325,7 @@ def metrics(gpu: FakeGpu) -> Attempt:
 
 
 def evaluation(gpu: FakeGpu) -> Attempt:
-    """A model's metrics over two batches."""
+    """The metrics of a model over two batches."""
     model, _, _ = _run_of(gpu.lt, "cuda")
     batch, made = _batch(), list[Any]()
     with gpu.others_package() as lt:
@@ -345,7 +345,7 @@ def evaluation(gpu: FakeGpu) -> Attempt:
 
 
 def model_gradients(gpu: FakeGpu) -> Attempt:
-    """A loop of one's own: a model's forward and backward pass for an optimizer's step."""
+    """A model's forward and backward pass, called directly and not by a training step."""
     model, optimizer, _ = _run_of(gpu.lt, "cuda")
     (x, _), dy, made = _batch(), numbers(1), list[Any]()
     with gpu.others_package() as lt:
@@ -368,7 +368,7 @@ def model_gradients(gpu: FakeGpu) -> Attempt:
 
 
 def checkpoint(*, loads: bool) -> Prepare:
-    """A run that is saved, or another that is given its state."""
+    """Saves a run, or loads its state into another run."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         path = Path(tempfile.mkdtemp(dir=gpu.directory)) / "run.safetensors"
@@ -405,7 +405,7 @@ def checkpoint(*, loads: bool) -> Prepare:
 
 
 def prefetch(gpu: FakeGpu) -> Attempt:
-    """Batches, one of them partly in page-locked memory."""
+    """Prefetching of batches, one of them partly in page-locked memory."""
     batches, given = [_batch(seed) for seed in range(5)], list[Any]()
     batches.append((gpu.pin(64).view(np.float32), batches[0][1]))
 
@@ -429,7 +429,7 @@ def prefetch(gpu: FakeGpu) -> Attempt:
 
 
 def tune(case: LinearCase) -> Prepare:
-    """A layer is measured."""
+    """Each call tunes a layer."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer = Layer(gpu, case, gpu.stream)
@@ -443,7 +443,7 @@ def tune(case: LinearCase) -> Prepare:
 
 
 def tuned_product(case: MatmulCase) -> Prepare:
-    """A product is measured when it is met."""
+    """Each call runs a product within `lt.tuning()`, which tunes it first."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         product = Product(gpu, case, gpu.stream)
@@ -461,7 +461,7 @@ _SMALL: Final = {"m": 16, "n": 8, "k": 16}
 
 
 def _tuned(gpu: FakeGpu) -> Attempt:
-    """The first use of a layer that was tuned."""
+    """The first use of a tuned layer."""
     case = layer_case(**_SMALL, activation="relu")
     tune(case)(gpu).call()
     return forward(case)(gpu)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from lt_runtime import reference
+from tests.host_kernels.arrays import assert_close
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Array, Layer, check_any
-from tests.support.placed import assert_close, host_of
+from tests.support.placed import host_of
 from tests.support.strategies import LinearCase
 
 

@@ -1,4 +1,4 @@
-"""Arrays placed into guarded buffers, and comparison with a tolerance for every element."""
+"""CuPy arrays inside larger buffers, whose other elements must not change, and our mask kernel."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ EPSILON = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0
 
 
 class Guarded:
-    """A matrix, or a batch of them, laid into a larger buffer whose other elements must not change.
+    """A matrix, or a batch of them, inside a larger buffer whose other elements must not change.
 
     Args:
         values: (rows, cols) or (batch, rows, cols).
-        multiple: the leading dimension is rounded up to a multiple of it.
+        multiple: the leading dimension is rounded up to a multiple of this number.
     """
 
     def __init__(self, values: NDArray[Any], placement: Placement, multiple: int = 1) -> None:
@@ -44,7 +44,7 @@ class Guarded:
         self.array[...] = cp.asarray(values)
 
     def values(self) -> NDArray[np.float64]:
-        """The matrix on the host; fails if anything around it was written."""
+        """The values of the matrix; fails if memory around it was written."""
         host = cp.asnumpy(self._buffer).astype(np.float32)
         assert np.isnan(host[~self._inside]).all(), "memory outside the matrix was written"
         result: NDArray[np.float64] = cp.asnumpy(cp.ascontiguousarray(self.array)).astype(np.float64)
@@ -52,7 +52,7 @@ class Guarded:
 
 
 def spec_of(array: Any) -> Spec:
-    """A CuPy matrix as a product's plan takes it."""
+    """The layout and alignment of a CuPy matrix."""
     layout = layout_of("matrix", array.shape, [stride // array.itemsize for stride in array.strides])
     return Spec(layout, min(ALIGNMENT, array.data.ptr & -array.data.ptr))
 
@@ -66,7 +66,7 @@ class MaskPass:
     """dz = dy · ReLU's mask and the bias gradient, by our kernel, for one layout of dy.
 
     Args:
-        mask: (M, bytes of a row) uint8, as `reference.pack_mask` makes it.
+        mask: uint8 of shape (M, bytes of a row), from `reference.pack_mask`.
     """
 
     def __init__(self, dy: Any, mask: Any) -> None:
@@ -78,7 +78,7 @@ class MaskPass:
         self._partial, self._tickets = cp.empty(self._pass.partial_bytes, cp.uint8), cp.zeros(MAX_TICKETS, cp.uint32)
 
     def run(self, dy: Any, dz: Any, db: Any) -> None:
-        """Arrays (M, N) that lie alike, or the same one twice, and (N,)."""
+        """Launches the kernel. dy and dz, (M, N), have equal strides or are the same array; db has shape (N,)."""
         arrays = {"dy": dy, "saved": self._mask, "dz": dz, "db": db, "partial": self._partial, "tickets": self._tickets}
         addresses = {name: int(array.data.ptr) for name, array in arrays.items()}
         self._pass.run(**addresses, dropout=None, stream=cp.cuda.get_current_stream().ptr)
@@ -88,21 +88,6 @@ def to_host(array: Any) -> NDArray[np.float64]:
     """A CuPy array's values in float64."""
     values: NDArray[np.float64] = cp.asnumpy(cp.ascontiguousarray(array)).astype(np.float64)
     return values
-
-
-def assert_close(name: str, actual: NDArray[Any], expected: NDArray[Any], tolerance: NDArray[Any] | float) -> None:
-    """Fails, naming the worst element, unless |actual - expected| <= tolerance everywhere; NaN fails."""
-    error = np.abs(actual - expected)
-    bad = ~(error <= tolerance)
-    if bad.any():
-        worst = np.unravel_index(
-            np.argmax(np.where(bad, np.nan_to_num(error / (tolerance + 1e-300), nan=np.inf), 0)), error.shape
-        )
-        limit = np.broadcast_to(tolerance, error.shape)[worst]
-        raise AssertionError(
-            f"{name}{tuple(map(int, worst))} is {actual[worst]}, expected {expected[worst]} ± {limit}; "
-            f"{int(bad.sum())} of {bad.size} elements are off"
-        )
 
 
 class GpuMachine:

@@ -1,6 +1,6 @@
-"""Writers of plans and of compiled kernels, killed at any moment: nothing that they had finished may be lost.
+"""Kills writers of plans and of compiled kernels at random moments: no entry that was written completely may be lost.
 
-Run by itself, for as many kills as one likes::
+Can be run as a program, with any number of rounds::
 
     python -m tests.support.killed_writers plans DIRECTORY 100
 """
@@ -33,21 +33,21 @@ _MOST: Final = 1e6
 
 
 class Kept(ABC):
-    """What is written and read: numbers by key, each larger than the one before."""
+    """A store under test: numbers by key, each larger than the key's previous number."""
 
     directory: Path
 
     @abstractmethod
     def put(self, key: str, number: int) -> None:
-        """Returns when the number is kept."""
+        """Returns once the number is stored."""
 
     @abstractmethod
     def numbers(self) -> dict[str, int]:
-        """All that is kept, as another process finds it; fails if anything is damaged."""
+        """All stored numbers, as another process reads them; fails if an entry is damaged."""
 
     @property
     def temporaries(self) -> list[Path]:
-        """Files that somebody has left half written."""
+        """Temporary files, which killed writers have left."""
         return [path for path in self.directory.iterdir() if path.name.endswith(TEMPORARY)]
 
 
@@ -61,7 +61,7 @@ class Plans(Kept):
 
     def put(self, key: str, number: int) -> None:
         """See `Kept`."""
-        assert self._store.put({key: product(us=_MOST - number)})  # the faster is kept
+        assert self._store.put({key: product(us=_MOST - number)})  # of two entries the faster is kept
 
     def numbers(self) -> dict[str, int]:
         """See `Kept`."""
@@ -91,7 +91,7 @@ class Kernels(Kept):
 
 
 def kill_writers(kept: Kept, rounds: int) -> int:
-    """Kills writers in each round, and checks what is left; returns in how many rounds half a file was left."""
+    """Kills writers in each round and checks the store; returns the number of rounds that left a temporary file."""
     acknowledged: dict[str, int] = {}
     left = 0
     for number in range(rounds):
@@ -110,7 +110,7 @@ def kill_writers(kept: Kept, rounds: int) -> int:
 
 
 class _Writer:
-    """A process that writes one number after the other, and tells each that is kept."""
+    """A process that stores one number after the other, and reports each stored number through a pipe."""
 
     def __init__(self, kept: Kept, prefix: str, first: int) -> None:
         self._pipe, told = os.pipe()
@@ -122,7 +122,7 @@ class _Writer:
         assert self._first_line, "the writer could not write"
 
     def kill(self) -> dict[str, int]:
-        """Kills it; returns what it has told."""
+        """Kills the process; returns the numbers that it reported."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         with os.fdopen(self._pipe, "rb") as pipe:

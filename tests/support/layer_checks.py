@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.problem import Activation, DType, Philox
+from tests.host_kernels.arrays import assert_close
 from tests.support.fake_gpu import FakeGpu
-from tests.support.placed import FLAT, Placed, assert_close, host_of
+from tests.support.placed import FLAT, Placed, host_of
 from tests.support.strategies import LinearCase, lattice
 
 Array = NDArray[Any]

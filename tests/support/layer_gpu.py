@@ -1,4 +1,4 @@
-"""A stand-in for the GPU that layers are tuned on: plans cost what a test says, and write ones."""
+"""A stand-in for the GPU in tests of the tuner: plans take as long as the test says, and write ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.fake_clock import FakeClock
 from tests.support.plan_entries import H200
 
 TUNED, BY_HEURISTIC = bytes(64), b"\x01" * 64
-"""Algorithms that the tuner finds, and that the heuristic offers."""
+"""The algorithm that the tuner finds, and the algorithm that the heuristic offers."""
 
 
 def _fused_first(problem: LayerProblem, device: int) -> list[Strategy]:
@@ -39,19 +39,19 @@ def _fused_first(problem: LayerProblem, device: int) -> list[Strategy]:
 
 
 class LayerGpu:
-    """Everything that needs a GPU, replaced for as long as a test runs.
+    """Replaces everything that needs a GPU until the test ends.
 
     Attributes:
-        us: what a plan costs by its name; `default_us` where nothing is said.
-        tuned_us: what it costs with tuned algorithms, where that is another time.
-        chain_us: what it costs with them between its neighbours, where that is another time.
-        wrong: names of plans that write twos.
-        too_large: problems that there is not enough memory for.
-        refused: epilogues' names that the library refuses.
-        asked: products that plans were asked for.
+        us: microseconds of a plan, by its name; `default_us` for other plans.
+        tuned_us: microseconds with tuned algorithms, where they differ from `us`.
+        chain_us: microseconds with tuned algorithms within a whole chain, where they differ from `tuned_us`.
+        wrong: names of plans that write twos, which is wrong.
+        too_large: problems for which there is not enough memory.
+        refused: names of epilogues that the library refuses.
+        asked: products for which plans were made.
         tuned: products that were tuned, with the seconds allowed for each.
-        useless: epilogues' names for which no algorithm is right.
-        wrong_first: those for which the heuristic's is wrong.
+        useless: names of epilogues for which no algorithm is right.
+        wrong_first: names of epilogues for which the heuristic's algorithm is wrong.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:

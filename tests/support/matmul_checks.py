@@ -12,9 +12,10 @@ from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order, batch_of
 from lt_runtime.problem import DType
+from tests.host_kernels.arrays import assert_close
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import EPSILON, TINY
-from tests.support.placed import FLAT, Placed, assert_close, host_of
+from tests.support.placed import FLAT, Placed, host_of
 from tests.support.strategies import MatmulCase, Placement, lattice
 
 Array = NDArray[Any]

@@ -1,4 +1,4 @@
-"""Arrays on a pretended GPU, laid into larger buffers whose other elements must not change."""
+"""Arrays on a pretended GPU inside larger buffers, whose other elements must not change."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Placed:
 
     Args:
         values: (rows, cols) or (batch, rows, cols).
-        multiple: the leading dimension is rounded up to a multiple of it.
+        multiple: the leading dimension is rounded up to a multiple of this number.
 
     Attributes:
-        array: what is given to the package.
+        array: the matrix as an argument of the package's functions.
     """
 
     def __init__(self, gpu: FakeGpu, values: NDArray[Any], place: Placement = FLAT, multiple: int = 1) -> None:
@@ -51,12 +51,12 @@ class Placed:
         return turned[0] if self._plain else turned
 
     def fill(self, values: NDArray[Any]) -> None:
-        """Puts other values into the matrix, at once: nothing that reads the old ones may be waiting."""
+        """Overwrites the matrix immediately; no work that reads the old values may be waiting."""
         self._block(self._host)[...] = values
         host_of(self._gpu, self._buffer)[...] = self._host
 
     def values(self) -> NDArray[np.float64]:
-        """What the matrix holds; fails if anything around it was written."""
+        """The values of the matrix; fails if memory around it was written."""
         now = host_of(self._gpu, self._buffer).copy()
         result = self._block(now).astype(np.float64)
         self._block(now)[...] = self._block(self._host)
@@ -67,21 +67,6 @@ class Placed:
 def host_of(gpu: FakeGpu, array: Any) -> NDArray[Any]:
     """See `FakeGpu.host_of`."""
     return gpu.host_of(array)
-
-
-def assert_close(name: str, actual: NDArray[Any], expected: NDArray[Any], tolerance: NDArray[Any] | float) -> None:
-    """Fails, naming the worst element, unless |actual - expected| <= tolerance everywhere; NaN fails."""
-    assert actual.shape == expected.shape
-    error = np.abs(actual - expected)
-    bad = ~(error <= tolerance)
-    if bad.any():
-        share = np.where(bad, np.nan_to_num(error / (tolerance + 1e-300), nan=np.inf), 0)
-        worst = np.unravel_index(np.argmax(share), error.shape)
-        limit = np.broadcast_to(tolerance, error.shape)[worst]
-        raise AssertionError(
-            f"{name}{tuple(map(int, worst))} is {actual[worst]}, expected {expected[worst]} ± {limit}; "
-            f"{int(bad.sum())} of {bad.size} elements are off"
-        )
 
 
 class FakeMachine:

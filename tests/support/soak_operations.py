@@ -1,4 +1,4 @@
-"""Random public calls for the soak: each is drawn from a seed, made a few times, and compared with the reference."""
+"""Random public calls for the soak test: drawn from a seed, made a few times, and compared with the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TYPES: Final = (
     (DType.FLOAT16, "float32"),
     (DType.BFLOAT16, "float32"),
 )
-_GPU_TRAINING: Final = 1e-3  # of a parameter after a few steps: AdamW divides small gradients by smaller ones
+_GPU_TRAINING: Final = 1e-3  # absolute tolerance of a parameter: AdamW amplifies rounding errors of small gradients
 
 
 def _pick(generator: Generator, values: Any) -> Any:
@@ -42,7 +42,7 @@ def _placement(generator: Generator) -> Placement:
 
 
 def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
-    """A layer of any kind, but for what is fixed."""
+    """A random layer; `fixed` options are not drawn."""
     dtype, compute = _pick(generator, _TYPES)
     drawn: dict[str, Any] = {name: _pick(generator, _AXES) for name in "mnk"}
     drawn |= {name: _placement(generator) for name in ("x", "w", "y", "dy", "dx", "dw")}
@@ -52,12 +52,12 @@ def random_layer(generator: Generator, **fixed: Any) -> LinearCase:
     drawn |= {"need": tuple(_chance(generator, 0.8) for _ in range(3)), "data_seed": int(generator.integers(1 << 30))}
     drawn |= fixed
     if drawn["compute"] == "tf32" and drawn["activation"] == "gelu":
-        drawn["activation"] = "gelu_erf"  # there is no simple bound for the library's GELU of rounded operands
+        drawn["activation"] = "gelu_erf"  # GELU by cuBLASLt of TF32 operands has no simple error bound
     return layer_case(**drawn)
 
 
 def random_product(generator: Generator, **fixed: Any) -> MatmulCase:
-    """A matrix product of any kind, but for what is fixed."""
+    """A random matrix product; `fixed` options are not drawn."""
     dtype, compute = _pick(generator, _TYPES)
     batches = _pick(generator, ((None, None, None), (None, None, None), (3, 3, 3), (2, None, 2)))
     epilogue = _pick(generator, tuple(Epilogue))
@@ -71,12 +71,12 @@ def random_product(generator: Generator, **fixed: Any) -> MatmulCase:
 
 
 def _captured(generator: Generator) -> Prepare:
-    """A layer within a graph that the caller captures."""
+    """A layer in a graph that the caller captures."""
     case = random_layer(generator, accumulate=False, keep_z=True)
 
     def prepare(gpu: FakeGpu) -> Attempt:
         layer = Layer(gpu, case, gpu.stream)
-        results = [layer.backward(layer.forward()[1])]  # the plans, which cannot be made within a capture
+        results = [layer.backward(layer.forward()[1])]  # makes the plans, which cannot be made during a capture
         gpu.stream.begin_capture()
         try:
             contexts = [layer.forward()[1]]
@@ -85,7 +85,7 @@ def _captured(generator: Generator) -> Prepare:
             graph = gpu.stream.end_capture()
 
         def check() -> None:
-            assert contexts  # whose arrays the graph writes
+            assert contexts  # keeps the arrays alive that the graph writes
             layer.check_forward()
             layer.check_backward(results[-1])
 
@@ -119,13 +119,13 @@ def _small_product(generator: Generator) -> MatmulCase:
 
 
 def _small_layer(generator: Generator) -> LinearCase:
-    """One that `lt.tune` describes by its sizes and activation."""
+    """A small layer with the default options of `lt.tune`."""
     sizes = {name: _pick(generator, (8, 16, 24)) for name in "mnk"}
     return layer_case(**sizes, activation=Activation(_pick(generator, ("relu", "gelu", "tanh")), 0.25).name)
 
 
 def _merge(_: Generator) -> Prepare:
-    """The plan cache takes its own file's entries: whatever others have added meanwhile is kept."""
+    """Merges the plan file into itself, while other threads may add entries to it."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
         plans = importlib.import_module(f"{gpu.lt.__name__}.store.plan_store")
@@ -163,16 +163,16 @@ OPERATIONS: Final[dict[str, Callable[[Generator], Prepare]]] = {
     "merged plans": _merge,
 }
 ALONE: Final = ("saved", "loaded")
-"""Operations that wait for the whole device, which is not allowed while another thread captures."""
+"""Operations that synchronise the device, which the driver forbids while another thread captures."""
 WEIGHTS: Final = {"forward": 6, "backward": 6, "product": 6, "bound": 3, "captured": 3}
-"""How often an operation is drawn, 1 where nothing is said."""
+"""Relative frequency of an operation; 1 for operations that are not named."""
 
 
 def run(name: str, seed: int, gpu: Any) -> int:
-    """Makes an operation one to six times on the GPU's own stream; returns how many results were compared.
+    """Runs an operation one to six times on the GPU's test stream; returns the number of compared results.
 
     Raises:
-        Exception: whatever is wrong.
+        Exception: any error of the operation or of the comparison.
     """
     generator = np.random.default_rng(seed)
     with gpu.stream:
