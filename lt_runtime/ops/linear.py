@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack, overload
 
 from lt_runtime.arguments import flag, shown
 from lt_runtime.arrays.checks import is_same_matrix
 from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.ops._context import LinearContext
-from lt_runtime.ops._linear_backward import BackwardOptions, LinearBackward
+from lt_runtime.ops._linear_backward import BackwardOptions, ChainedGradients, LinearBackward, LinearGradients
 from lt_runtime.ops._linear_forward import LinearForward, LinearInference
 from lt_runtime.ops.call import perform
 from lt_runtime.problem import Activation, ActivationName, ComputeName, Philox
@@ -101,6 +101,36 @@ def linear(
     """
     options = (activation, negative_slope, 0.0, compute, propagate_nan, False)
     return perform(INFERENCE, (x, w, bias, out, None), options, None, stream)
+
+
+class _BackwardKeywords(TypedDict, total=False):
+    """Keywords of `linear_bwd` besides `through`, which decides the type of the result."""
+
+    need_dx: bool
+    need_dw: bool
+    need_db: bool
+    accumulate: bool
+    before_activation: bool
+    require_same: bool
+    need_db_below: bool
+    out_dx: Any
+    out_dw: Any
+    out_db: Any
+    out_dz: Any
+    out_db_below: Any
+    stream: Any
+
+
+@overload
+def linear_bwd(
+    dy: Any, ctx: LinearContext, *, through: None = None, **options: Unpack[_BackwardKeywords]
+) -> LinearGradients: ...
+
+
+@overload
+def linear_bwd(
+    dy: Any, ctx: LinearContext, *, through: LinearContext, **options: Unpack[_BackwardKeywords]
+) -> ChainedGradients: ...
 
 
 def linear_bwd(

@@ -46,5 +46,6 @@ def layer(x: Any, w: Any, dy: Any) -> tuple[Any, ...]:
     """Forward and backward."""
     ctx: lt.LinearContext
     y, ctx = lt.linear_fwd(x, w, activation="gelu_erf", compute="tf32")
-    dx, dw, db = lt.linear_bwd(dy, ctx)
-    return y, dx, dw, db, lt.linear_bwd(dy, ctx).dw
+    dx, dw, db = lt.linear_bwd(dy, ctx, accumulate=True, out_dw=w)
+    dz, dw, db, db_below = lt.linear_bwd(dy, ctx, through=ctx, need_db=False)
+    return y, dx, dw, db, dz, db_below, lt.linear_bwd(dy, ctx).dw, lt.linear_bwd(dy, ctx, through=ctx).dz_below

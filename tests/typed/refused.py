@@ -36,7 +36,10 @@ def settings(step: lt.TrainStep, optimizer: lt.AdamW, ema: lt.EMA) -> None:
     ema.decay = 0.99  # refused
 
 
-def results(step: lt.TrainStep, x: Any) -> None:
+def results(step: lt.TrainStep, x: Any, ctx: lt.LinearContext) -> None:
     """Parts that a result does not have."""
+    print(lt.linear_bwd(x, ctx).dz_below)  # refused
+    print(lt.linear_bwd(x, ctx, through=ctx).dx)  # refused
+    lt.linear_bwd(x, ctx, need_dq=True)  # refused
     print(step.metrics().acuracy)  # refused
     print(lt.mse_loss(x, x).grad)  # refused
