@@ -1,43 +1,29 @@
-"""Which algorithms a plan's products use: cuBLASLt's, on the operands or on copies, or kernels of ours."""
+"""Which algorithms the products of a plan use: measured ones, or those that are estimated to be the fastest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import AlgoConfigAttribute, Algorithm
 from lt_runtime.errors import CublasLtError, LtError, PlanError
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.cost import Way, fastest_first
 from lt_runtime.products.library_terms import library_types
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.own import NARROW, OWN, TILE, NarrowPlan, TilePlan
-from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan
+from lt_runtime.products.methods import LIBRARY, METHODS, fastest_first, split_blob
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import plan_store
 
 Choose: TypeAlias = Callable[[MatmulProblem, int], AlgorithmPlan]
 """Makes the plan of a product on a device, which is current; PlanError if neither cuBLASLt nor our kernels do it."""
-_ALGORITHM: Final = 64  # bytes of the library's
-_MARKS: Final = {PADDED: "PADDED", K_MAJOR: "K_MAJOR"}
-_CONFIGURATIONS: Final[Mapping[bytes, Mapping[str, int]]] = {NARROW.blob: {}, TILE.blob: {"TILE_MATMUL": 1}}
-"""What a plan cache's configuration says of each of our kernels."""
-_MAKERS: Final[Mapping[Way, Choose]] = {
-    Way.PLAIN: MatmulPlan,
-    Way.PADDED: PaddedPlan,
-    Way.K_MAJOR: partial(PaddedPlan, k_major=True),
-    Way.NARROW: NarrowPlan,
-    Way.TILE: TilePlan,
-}
 
 
 def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
-    """By the algorithm that was measured to be the fastest; as `heuristic_algorithm`, where nothing was measured.
+    """The plan by the algorithm that was measured to be the fastest; without a measurement, `heuristic_algorithm`.
 
-    A measured one that the library refuses now, or that is known to be wrong by now, is barred in the plan cache.
+    A measured algorithm that cuBLASLt refuses now, or that is known to be wrong by now, is barred in the plan cache.
     """
     if problem.is_empty:
         return MatmulPlan(problem, device)
@@ -52,59 +38,51 @@ def known_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
 
 
 def heuristic_algorithm(problem: MatmulProblem, device: int) -> AlgorithmPlan:
-    """In the way that `fastest_first` estimates to be the fastest of those that are possible, whatever was measured.
-
-    Where the library makes it, by the most promising algorithm that the heuristic offers; see `MatmulPlan`.
+    """The plan by the possible method that `fastest_first` puts first, whatever was measured.
 
     Raises:
-        PlanError: why the library does not make the product as it is.
+        PlanError: why cuBLASLt does not make the product on the operands as they are.
     """
     refused: PlanError | None = None
-    for way in fastest_first(problem):
+    for method in fastest_first(problem):
         try:
-            return _MAKERS[way](problem, device)
+            return method.build(problem, device)
         except PlanError as error:
-            refused = error if way is Way.PLAIN or refused is None else refused
-    assert refused is not None, "there is always a way"
+            refused = error if method is LIBRARY or refused is None else refused
+    assert refused is not None, "the library is always tried"
     raise refused
 
 
 def plan_from_blob(problem: MatmulProblem, device: int, blob: bytes) -> AlgorithmPlan:
-    """The plan of a product that an earlier plan's `blob` stands for.
+    """The plan of a product by an earlier plan's `blob`.
 
     Raises:
-        PlanError: see `MatmulPlan`, `OwnPlan` and `PaddedPlan`; or another version wrote it.
+        PlanError: see `MatmulPlan`, `OwnPlan` and `PaddedPlan`; or another version wrote the blob.
     """
-    if blob in OWN:
-        return OWN[blob](problem, device)
-    if blob[:-_ALGORITHM] in _MARKS:
-        return PaddedPlan(problem, device, algorithm=blob[-_ALGORITHM:], k_major=blob.startswith(K_MAJOR))
-    if len(blob) != _ALGORITHM:
-        raise PlanError(f"it is not known what {blob[:-_ALGORITHM]!r} stands for")
-    return MatmulPlan(problem, device, algorithm=blob)
+    method, algorithm = split_blob(blob)
+    return method.build(problem, device, algorithm=algorithm) if algorithm else method.build(problem, device)
 
 
 def configuration(blob: bytes) -> dict[str, int]:
-    """What an algorithm's configuration says, by attribute's name, and on which copies; or that it is our kernel's."""
-    if blob in _CONFIGURATIONS:
-        return dict(_CONFIGURATIONS[blob])
-    algorithm, mark = Algorithm(blob[-_ALGORITHM:]), blob[:-_ALGORITHM]
-    found = {attribute.name: int(algorithm.get(attribute)) for attribute in AlgoConfigAttribute}
-    return found | ({_MARKS[mark]: 1} if mark else {})
+    """An algorithm's configuration in the plan cache: cuBLASLt's attributes by name, and the method's name with 1."""
+    method, algorithm = split_blob(blob)
+    attributes = AlgoConfigAttribute if algorithm else ()
+    found = {attribute.name: int(Algorithm(algorithm).get(attribute)) for attribute in attributes}
+    return found | ({method.name: 1} if method.name else {})
 
 
 def plan_from_config(problem: MatmulProblem, device: int, config: Mapping[str, int]) -> AlgorithmPlan:
-    """The plan of a product by the algorithm that has a `configuration`, put together anew.
+    """The plan of a product by an algorithm that is made anew from its `configuration`.
 
     Raises:
-        PlanError: see `plan_from_blob`; or no algorithm has such a configuration.
+        PlanError: see `plan_from_blob`; or no algorithm has the configuration.
         CublasLtError: the library failed, which says nothing of the algorithm.
     """
-    for blob, own in _CONFIGURATIONS.items():
-        if own == dict(config):
-            return plan_from_blob(problem, device, blob)
-    marks = [mark for mark, name in _MARKS.items() if name in config]
-    values = {name: value for name, value in config.items() if name not in _MARKS.values()}
+    marks = [each for each in METHODS if each.name in config]
+    mark = b"".join(each.mark for each in marks)
+    values = {name: value for name, value in config.items() if name not in {each.name for each in marks}}
+    if not values and any(each.is_own for each in marks):
+        return plan_from_blob(problem, device, mark)
     try:
         algorithm = cublaslt.algo_init(cublaslt.handle(device), library_types(problem), values["ID"])
         for attribute in [AlgoConfigAttribute[name] for name in values]:
@@ -114,4 +92,4 @@ def plan_from_config(problem: MatmulProblem, device: int, config: Mapping[str, i
         if isinstance(error, CublasLtError) and not cublaslt.is_refusal(error):
             raise
         raise PlanError(f"no algorithm has the configuration {dict(config)} ({error})") from error
-    return plan_from_blob(problem, device, b"".join(marks) + algorithm.blob)
+    return plan_from_blob(problem, device, mark + algorithm.blob)

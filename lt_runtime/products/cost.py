@@ -1,18 +1,17 @@
-"""What a product takes in each of the ways to make it, estimated from its sizes; nothing is asked of the library.
+"""How long a product takes by each method, estimated from its sizes without asking the library.
 
-A way takes a launch, the time of its multiplications, and the time to move its operands and its result once; copies
-take launches and time of their own. The constants are of an H200 (cuBLASLt 13.1). They were fitted to the rows of the
-suite `parts`, and to the half of the suite `wide` that is for fitting: these rows hold each product's time by each way.
+An estimate is the time of a launch, of the multiplications, and of moving the operands and the result once; copies
+take launches and time of their own. The constants are of an H200 (cuBLASLt 13.1). They were fitted to the suite `parts`
+and to half of the suite `wide`, whose rows hold the time of each product by each method.
 """
 
 from __future__ import annotations
 
 import math
-from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.kernels import narrow, tile_matmul
+from lt_runtime.kernels import tile_matmul
 from lt_runtime.kernels.tiling import OCTET, are_whole
 from lt_runtime.layout import Order
 from lt_runtime.problem import MatmulProblem
@@ -21,22 +20,14 @@ from lt_runtime.products.offered import MULTIPROCESSORS, SHORT_K
 from lt_runtime.products.padded import copies_of, on_tensor_cores, padded_problem
 
 
-class Way(Enum):
-    """On what a product is made, and by whom."""
-
-    PLAIN = auto()
-    """By the library on the operands as they are."""
-    PADDED = auto()
-    K_MAJOR = auto()
-    """By the library on copies; see `PaddedPlan`."""
-    NARROW = auto()
-    """By our kernel for products with one tiny dimension."""
-    TILE = auto()
-    """By our kernel for 16-bit matrices whose rows are no whole vectors."""
-
-
 class _Rates(NamedTuple):
-    """Microseconds until a kernel has begun and ended; multiply-adds and bytes in a microsecond."""
+    """Linear model of a kernel's time: fixed launch time + multiply-adds / rate + bytes / rate.
+
+    Attributes:
+        launch_us: microseconds until an empty kernel has begun and ended.
+        multiplied: multiply-adds in a microsecond.
+        moved: bytes in a microsecond.
+    """
 
     launch_us: float
     multiplied: float
@@ -89,58 +80,12 @@ _COPY_US: Final = 1.4
 """Microseconds until a kernel that copies operands or a result has begun and ended."""
 _PASS_MOVED: Final = 3.7e6
 """Bytes that such a kernel reads and writes in a microsecond."""
-_MARGIN_US: Final = 1.6
-"""Microseconds by which copies must be faster; estimates of small products are no better.
-
-It is fitted to whole passes. Ragged products beside each other can take longer than one after the other: the backward
-pass through 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 on copies, although its two products take
-15.0 and 16.7 one by one.
-"""
-_ROOM_US: Final = 4.0
-"""Microseconds by which our kernel for ragged rows must be faster where it makes no more than a product."""
 _FP32_AND_BACK: Final = 8
 """Bytes an element that it adds to write a result in FP32, to read it, and to write it in 16 bits."""
 
 
-def fastest_first(problem: MatmulProblem) -> list[Way]:
-    """The ways to try untuned, in their order.
-
-    An epilogue that the library is not asked for, since it would round the product before, is left to a pass of ours
-    where nothing is faster than that and the plain product; so is the sum of an operand that the library refuses.
-    Copies have to be faster by more than a little: each is a kernel more. So has our kernel for ragged rows where there
-    is no epilogue to gain from: it leaves no room for a weight gradient beside it, and shares no copy with it.
-    """
-    estimates = estimated_us(problem)
-    for way in estimates.keys() & {Way.PADDED, Way.K_MAJOR}:
-        estimates[way] += _MARGIN_US
-    if problem.epilogue is Epilogue.NONE:
-        if Way.TILE in estimates:
-            estimates[Way.TILE] += _ROOM_US
-        return sorted(estimates, key=estimates.__getitem__)
-    ways = sorted(estimates, key=estimates.__getitem__)
-    plain = ways.index(Way.PLAIN)
-    has_pass = problem.epilogue.sums_operand or rounds_before_epilogue(problem)
-    return ways[: plain + 1] + [way for way in ways[plain:] if way in (Way.NARROW, Way.TILE) and not has_pass]
-
-
-def estimated_us(problem: MatmulProblem) -> dict[Way, float]:
-    """Microseconds of each way that there is. Off the tensor cores, where nothing is known, the library comes first."""
-    own = {Way.NARROW: _narrow_us(problem)} if narrow.supports(problem) else {}
-    if not on_tensor_cores(problem):
-        return {Way.PLAIN: 0.0} | own
-    found = {Way.PLAIN: _library_us(problem)} | own
-    if tile_matmul.supports(problem):
-        found[Way.TILE] = _tile_us(problem)
-    padded = padded_problem(problem)
-    if padded is not None:
-        found[Way.PADDED] = _library_us(padded) + _copies_us(problem, padded)
-        along_k = padded_problem(problem, k_major=True)
-        if along_k is not None:
-            found[Way.K_MAJOR] = _library_us(along_k) + _copies_us(problem, along_k)
-    return found
-
-
-def _narrow_us(problem: MatmulProblem) -> float:
+def narrow_us(problem: MatmulProblem) -> float:
+    """Microseconds by our kernel for products with one tiny dimension."""
     width = min(problem.m, problem.n, problem.k)
     is_wide = width >= _WIDE
     rates = _NARROW_BUT_WIDE if is_wide else _NARROW_OF_OCTETS if width > OCTET else _NARROW
@@ -152,7 +97,8 @@ def _narrow_us(problem: MatmulProblem) -> float:
     return rates.us(problem)
 
 
-def _tile_us(problem: MatmulProblem) -> float:
+def tile_us(problem: MatmulProblem) -> float:
+    """Microseconds by our kernel for 16-bit matrices with ragged rows."""
     shares = tile_matmul.shares_of(problem, MULTIPROCESSORS)
     matrices = (problem.a, problem.b, problem.d, *([problem.aux] if problem.aux else []))
     moved = sum(each.layout.size for each in matrices) * problem.dtype.itemsize
@@ -165,7 +111,10 @@ def _goes_over_rows(problem: MatmulProblem) -> bool:
     return problem.a.layout.order is Order.COLUMN
 
 
-def _library_us(problem: MatmulProblem) -> float:
+def library_us(problem: MatmulProblem) -> float:
+    """Microseconds by cuBLASLt on the operands as they are; 0 off the tensor cores, where nothing was measured."""
+    if not on_tensor_cores(problem):
+        return 0.0
     specs, is_16_bits = (problem.a, problem.b, problem.d), problem.dtype.itemsize == 2
     if are_whole(problem.dtype, *specs):
         if is_16_bits:
@@ -182,15 +131,18 @@ def _library_us(problem: MatmulProblem) -> float:
     return us
 
 
-def _copies_us(problem: MatmulProblem, padded: MatmulProblem) -> float:
-    """One kernel fills all copies that are read, and another trims the result.
+def copies_us(problem: MatmulProblem, *, k_major: bool = False) -> float:
+    """Microseconds by cuBLASLt on padded copies, the copying included.
 
-    Input and weight gradient share a copy of the gradient that both multiply, see `sharing_copy`: half of it counts for
-    each. B lies in rows there, and not in a layer's forward pass.
+    One kernel fills all copies that are read, and another trims the result. Input and weight gradient share a copy of
+    the gradient that both multiply, see `sharing_copy`: half of the copy counts for each. A product is taken for one of
+    theirs if B lies in rows, as it does not in a layer's forward pass.
     """
+    padded = padded_problem(problem, k_major=k_major)
+    assert padded is not None, f"nothing is copied for {problem}"
     copies, is_gradient = copies_of(problem, padded), problem.b.layout.order is Order.ROW
     elements = {name: each.source.size + each.target.size for name, each in copies.items()}
     if is_gradient and "a" in elements:
         elements["a"] //= 2
     moved = sum(elements.values()) * problem.dtype.itemsize
-    return len({name == "d" for name in copies}) * _COPY_US + moved / _PASS_MOVED
+    return library_us(padded) + len({name == "d" for name in copies}) * _COPY_US + moved / _PASS_MOVED

@@ -6,7 +6,6 @@ of the library gives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final, Protocol
 
 from lt_runtime.cublaslt import Algorithm
@@ -20,8 +19,8 @@ from lt_runtime.kernels.tile_matmul import TileMatmulPass
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.plan import AlgorithmPlan
 
-NARROW: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
-TILE: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
+NARROW_MATMUL: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
+TILE_MATMUL: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
 """Each stands for a kernel of ours among the library's algorithms."""
 
 
@@ -63,7 +62,7 @@ class NarrowPlan(OwnPlan):
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         if not narrow.supports(problem):
             raise PlanError(f"the kernel for narrow products does not take {problem}")
-        super().__init__(problem, device, NARROW, NarrowPass(problem, device))
+        super().__init__(problem, device, NARROW_MATMUL, NarrowPass(problem, device))
 
 
 class TilePlan(OwnPlan):
@@ -76,14 +75,4 @@ class TilePlan(OwnPlan):
         if capability < least:
             has = f"GPU {device} has compute capability {capability}"
             raise PlanError(f"{has}; our kernel's products on tensor cores need {least} or more")
-        super().__init__(problem, device, TILE, TileMatmulPass(problem, device))
-
-
-OWN: Final[Mapping[bytes, type[NarrowPlan | TilePlan]]] = {NARROW.blob: NarrowPlan, TILE.blob: TilePlan}
-"""The plans of our kernels, by what stands for them."""
-
-
-def own_kernels(problem: MatmulProblem) -> list[bytes]:
-    """What stands for those of our kernels that take a product."""
-    takers = {NARROW.blob: narrow.supports, TILE.blob: tile_matmul.supports}
-    return [blob for blob, supports in takers.items() if supports(problem)]
+        super().__init__(problem, device, TILE_MATMUL, TileMatmulPass(problem, device))

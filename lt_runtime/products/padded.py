@@ -30,9 +30,9 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.plan import AlgorithmPlan
 
-PADDED: Final = b"lt_runtime: padded".ljust(64, b"\0")
+PADDED_MARK: Final = b"lt_runtime: padded".ljust(64, b"\0")
 """Stands before an algorithm of the library's that works on padded copies."""
-K_MAJOR: Final = b"lt_runtime: k-major".ljust(64, b"\0")
+K_MAJOR_MARK: Final = b"lt_runtime: k-major".ljust(64, b"\0")
 """The same of copies that also lie along K."""
 
 _MEMORY_SHARE: Final = 64  # the part of a GPU's memory that copies may take, as they are never freed
@@ -118,7 +118,7 @@ class PaddedPlan(AlgorithmPlan):
         padded = padded_problem(problem, k_major=k_major)
         if padded is None:
             raise PlanError(f"padding is not for {problem}")
-        self._mark = K_MAJOR if k_major else PADDED
+        self._mark = K_MAJOR_MARK if k_major else PADDED_MARK
         self.problem, self.device = problem, device
         self.sources, self._offsets, self._size = copies_of(problem, padded), dict[str, int](), 0
         for name, resize in self.sources.items():

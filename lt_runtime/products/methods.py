@@ -1,0 +1,128 @@
+"""The methods by which one matrix product can be made. Each is one entry of `METHODS`; all that differs stands there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from lt_runtime.epilogue import Epilogue
+from lt_runtime.errors import PlanError
+from lt_runtime.kernels import narrow, tile_matmul
+from lt_runtime.problem import MatmulProblem
+from lt_runtime.products.cost import copies_us, library_us, narrow_us, tile_us
+from lt_runtime.products.matmul import MatmulPlan, rounds_before_epilogue
+from lt_runtime.products.own import NARROW_MATMUL, TILE_MATMUL, NarrowPlan, TilePlan
+from lt_runtime.products.padded import K_MAJOR_MARK, PADDED_MARK, PaddedPlan, padded_problem
+from lt_runtime.products.plan import AlgorithmPlan
+
+_ALGORITHM: Final = 64  # bytes of an algorithm of cuBLASLt's
+_COPIES_MARGIN_US: Final = 1.6
+"""Microseconds by which copies must be faster; estimates of small products are no better.
+
+It is fitted to whole passes. Ragged products beside each other can take longer than one after the other: the backward
+pass through 2590x12x832 takes 29.5 µs on the operands as they are and 15.5 on copies, although its two products take
+15.0 and 16.7 one by one.
+"""
+_TILE_MARGIN_US: Final = 4.0
+"""Microseconds by which our kernel for ragged rows must be faster where the product has no epilogue."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Method:
+    """One way of making a product.
+
+    Attributes:
+        name: marks the method in an algorithm's configuration; "" for cuBLASLt on the operands as they are.
+        words: the method in reports.
+        mark: 64 bytes that begin the method's algorithms in the plan cache. For cuBLASLt, on the operands or on copies,
+            64 bytes of an algorithm follow; a kernel of ours has only one algorithm, the mark itself.
+        is_own: whether a kernel of ours makes the product.
+        supports: whether the method is possible for a product.
+        estimate_us: microseconds of a product, estimated.
+        build: makes the plan on a device, which is current, by an `algorithm` of cuBLASLt's or by the heuristic's;
+            raises PlanError if it is refused.
+    """
+
+    name: str
+    words: str
+    mark: bytes
+    is_own: bool
+    supports: Callable[[MatmulProblem], bool]
+    estimate_us: Callable[[MatmulProblem], float]
+    build: Callable[..., AlgorithmPlan]
+
+
+def _is_copied(problem: MatmulProblem, *, k_major: bool = False) -> bool:
+    """Whether copies of the operands would differ from the operands, and, with `k_major`, from plain padded copies."""
+    return padded_problem(problem) is not None and (not k_major or padded_problem(problem, k_major=True) is not None)
+
+
+LIBRARY: Final = Method("", "cuBLASLt", b"", False, lambda _: True, library_us, MatmulPlan)
+PADDED: Final = Method("PADDED", "padded", PADDED_MARK, False, _is_copied, copies_us, PaddedPlan)
+K_MAJOR: Final = Method(
+    "K_MAJOR",
+    "along K",
+    K_MAJOR_MARK,
+    False,
+    partial(_is_copied, k_major=True),
+    partial(copies_us, k_major=True),
+    partial(PaddedPlan, k_major=True),
+)
+NARROW: Final = Method(
+    "NARROW_MATMUL",
+    "our kernel for narrow products",
+    NARROW_MATMUL.blob,
+    True,
+    narrow.supports,
+    narrow_us,
+    NarrowPlan,
+)
+TILE: Final = Method(
+    "TILE_MATMUL", "our kernel for ragged rows", TILE_MATMUL.blob, True, tile_matmul.supports, tile_us, TilePlan
+)
+METHODS: Final = (LIBRARY, PADDED, K_MAJOR, NARROW, TILE)
+"""All methods; where estimates are equal, an earlier one comes first."""
+
+
+def split_blob(blob: bytes) -> tuple[Method, bytes]:
+    """The method of an algorithm in the plan cache, and cuBLASLt's part of the algorithm.
+
+    Raises:
+        PlanError: another version of the package wrote the bytes.
+    """
+    method = next((each for each in METHODS if each.mark and blob.startswith(each.mark)), LIBRARY)
+    algorithm = blob[len(method.mark) :]
+    if len(algorithm) != (0 if method.is_own else _ALGORITHM):
+        raise PlanError(f"no method is known for the algorithm {blob!r}")
+    return method, algorithm
+
+
+def fastest_first(problem: MatmulProblem) -> list[Method]:
+    """The methods to try for a product that was not measured, in their order.
+
+    Copies have to be faster by a margin, because each is a kernel more. So has our kernel for ragged rows if there is
+    no epilogue to fuse: it leaves no room for a weight gradient beside it, and shares no copy with it.
+
+    With an epilogue, methods slower than cuBLASLt are left out except our kernels. If cuBLASLt would round the product
+    before the epilogue, or refuses to sum an operand, our kernels are left out too: a pass of ours after the plain
+    product is then faster.
+    """
+    estimates = estimated_us(problem)
+    for method in estimates:
+        if method.mark and not method.is_own:
+            estimates[method] += _COPIES_MARGIN_US
+    if problem.epilogue is Epilogue.NONE:
+        if TILE in estimates:
+            estimates[TILE] += _TILE_MARGIN_US
+        return sorted(estimates, key=estimates.__getitem__)
+    methods = sorted(estimates, key=estimates.__getitem__)
+    library = methods.index(LIBRARY)
+    has_pass = problem.epilogue.sums_operand or rounds_before_epilogue(problem)
+    return methods[: library + 1] + [each for each in methods[library:] if each.is_own and not has_pass]
+
+
+def estimated_us(problem: MatmulProblem) -> dict[Method, float]:
+    """Microseconds of each possible method."""
+    return {each: each.estimate_us(problem) for each in METHODS if each.supports(problem)}
