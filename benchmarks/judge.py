@@ -24,7 +24,7 @@ from lt_runtime.layout import Layout, Order
 from lt_runtime.plans import priors
 from lt_runtime.plans.decisions import LayerProblem, priors_of
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.cost import Way, estimated_us, fastest_first
+from lt_runtime.products.methods import K_MAJOR, LIBRARY, NARROW, PADDED, TILE, Method, estimated_us, fastest_first
 from lt_runtime.products.offered import Offered, is_split_for_nothing, most_promising
 from lt_runtime.products.padded import padded_problem
 
@@ -40,13 +40,13 @@ class Times(NamedTuple):
     """By the one that is chosen now."""
 
 
-Product: TypeAlias = tuple[MatmulProblem, Mapping[Way, Times]]
+Product: TypeAlias = tuple[MatmulProblem, Mapping[Method, Times]]
 _WAYS: Final = {
-    "plain": Way.PLAIN,
-    "PADDED": Way.PADDED,
-    "K_MAJOR": Way.K_MAJOR,
-    "ours": Way.NARROW,
-    "TILE_MATMUL": Way.TILE,
+    "plain": LIBRARY,
+    "PADDED": PADDED,
+    "K_MAJOR": K_MAJOR,
+    "ours": NARROW,
+    "TILE_MATMUL": TILE,
 }
 _ROLES: Final = ("forward", "last forward", "backward", "last backward")
 # A measurement was disturbed if the first algorithm takes so many times the best of its way, or the parts so many
@@ -62,13 +62,13 @@ def products_of(row: Row) -> list[Product]:
     return [(each, _times(each, of["algorithms"])) for each, of in zip(problems, row["products"], strict=True)]
 
 
-def _times(problem: MatmulProblem, algorithms: Sequence[Sequence[Any]]) -> dict[Way, Times]:
+def _times(problem: MatmulProblem, algorithms: Sequence[Sequence[Any]]) -> dict[Method, Times]:
     inner = {
-        Way.PLAIN: problem,
-        Way.PADDED: padded_problem(problem),
-        Way.K_MAJOR: padded_problem(problem, k_major=True),
+        LIBRARY: problem,
+        PADDED: padded_problem(problem),
+        K_MAJOR: padded_problem(problem, k_major=True),
     }
-    found: dict[Way, Times] = {}
+    found: dict[Method, Times] = {}
     for way in dict.fromkeys(_WAYS[name] for name, *_ in algorithms):
         entries = [each for each in algorithms if _WAYS[each[0]] is way]
         least, made = min(us for *_, us in entries), inner.get(way)
@@ -105,17 +105,17 @@ def _problem(product: Mapping[str, Any]) -> MatmulProblem:
     return MatmulProblem(DType(dtype), DType(d_dtype), Compute(compute), **specs, epilogue=epilogue, aux=aux)
 
 
-def _untuned(product: Product) -> tuple[Way, float] | None:
+def _untuned(product: Product) -> tuple[Method, float] | None:
     """The way that is chosen untuned, and its microseconds, estimated where copies had no room when it was measured."""
     problem, times = product
     estimates = estimated_us(problem)
     for way in fastest_first(problem):
-        if way in times or way in (Way.PADDED, Way.K_MAJOR):
+        if way in times or way in (PADDED, K_MAJOR):
             return way, times[way].now if way in times else estimates[way]
     return None
 
 
-def _change(product: Product, us: float, preferred: Way) -> float:
+def _change(product: Product, us: float, preferred: Method) -> float:
     """How much more than in the way that was preferred when it was measured a product takes, if it takes `us` now."""
     problem, times = product
     own = next((way for way in (preferred, *fastest_first(problem)) if way in times), None)
@@ -151,7 +151,7 @@ class Parts:
         now = [(product, chosen[1]) for product, chosen in products if chosen is not None]
         # What two products beside each other save does not add up: the pass takes no less than the longer product.
         longest = max(us for _, us in now) if len(now) > 1 else 0.0
-        for name, preferred in (("plain", Way.PLAIN), ("padded", Way.PADDED)):
+        for name, preferred in (("plain", LIBRARY), ("padded", PADDED)):
             us = self._strategies[role][name].get(strategy)
             if us is None or us > _DISTURBED * least:
                 continue

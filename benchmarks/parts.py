@@ -146,7 +146,7 @@ def _described(plan: AlgorithmPlan, timing: Timing) -> list[Any]:
     """
     config, waves = configuration(plan.blob), plan.algorithm.waves_count if plan.algorithm else 0.0
     marks = (name for name in ("PADDED", "K_MAJOR", "TILE_MATMUL") if name in config)
-    copies = next(marks, "plain" if config else "ours")
+    copies = "ours" if "NARROW_MATMUL" in config else next(marks, "plain")
     return [copies, *(config.get(name, 0) for name in _CONFIG), round(waves, 3), round(timing.median_us, 3)]
 
 

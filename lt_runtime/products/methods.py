@@ -1,4 +1,4 @@
-"""The methods by which one matrix product can be made. Each is one entry of `METHODS`; all that differs stands there."""
+"""The methods by which a matrix product can be made, by cuBLASLt or by kernels of ours, and which to try first."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def split_blob(blob: bytes) -> tuple[Method, bytes]:
     method = next((each for each in METHODS if each.mark and blob.startswith(each.mark)), LIBRARY)
     algorithm = blob[len(method.mark) :]
     if len(algorithm) != (0 if method.is_own else _ALGORITHM):
-        raise PlanError(f"no method is known for the algorithm {blob!r}")
+        raise PlanError(f"no method is known for the algorithm {blob[:_ALGORITHM]!r}")
     return method, algorithm
 
 

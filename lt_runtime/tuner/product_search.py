@@ -12,10 +12,9 @@ from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.choose import configuration, known_algorithm, plan_from_blob
-from lt_runtime.products.cost import Way, fastest_first
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.own import own_kernels
-from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan
+from lt_runtime.products.methods import METHODS, Method, fastest_first
+from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import AlgorithmPlan, Plan
 from lt_runtime.store.entries import Effort, ProductEntry, RejectedAlgorithm, now
 from lt_runtime.store.keys import problem_key
@@ -28,8 +27,6 @@ from lt_runtime.tuner.verification import verify
 BUDGET_S: Final = {"default": 2.0, "deep": 20.0}
 """Seconds of timing after which nothing more is timed, by effort; see `Stopwatch`."""
 _FIRST: Final = "first"
-_MARKS: Final = {Way.PLAIN: b"", Way.PADDED: PADDED, Way.K_MAJOR: K_MAJOR}
-"""What stands before the library's algorithms in the plan cache."""
 
 
 def find_algorithm(bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> ProductEntry:
@@ -76,10 +73,10 @@ class Candidates:
         self.plans: dict[str, AlgorithmPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
         self.refusals: list[str] = []
-        ways = sorted(_MARKS, key=[*fastest_first(problem), *_MARKS].index)
-        blobs = [blob for way in ways for blob in self._offered(_MARKS[way], effort)]
+        methods = sorted(METHODS, key=[*fastest_first(problem), *METHODS].index)
+        blobs = [blob for method in methods if not method.is_own for blob in self._offered(method, effort)]
         self._blobs = {f"candidate {number}" if number else _FIRST: blob for number, blob in enumerate(blobs)}
-        self._blobs |= {f"ours {number}": blob for number, blob in enumerate(own_kernels(problem))}
+        self._blobs |= {each.name: each.mark for each in METHODS if each.is_own and each.supports(problem)}
         for name, blob in self._blobs.items():
             try:
                 self.plans[name] = plan_from_blob(problem, device, blob)
@@ -89,17 +86,18 @@ class Candidates:
             if not self.plans[name].launches_at_most_two_kernels:
                 self.reject(name, "cannot be launched as at most two kernels and nothing else")
 
-    def _offered(self, mark: bytes, effort: str) -> list[bytes]:
-        """The library's algorithms for the product, or on the padded copies that a mark stands for, the best first."""
+    def _offered(self, method: Method, effort: str) -> list[bytes]:
+        """cuBLASLt's algorithms for the product, on the operands or on the copies of a method, the best first."""
         try:
-            if mark:
-                plan = PaddedPlan(self.problem, self._device, k_major=mark == K_MAJOR).inner
-            else:
-                plan = MatmulPlan(self.problem, self._device)
+            built = method.build(self.problem, self._device)
+            plan = built.inner if isinstance(built, PaddedPlan) else built
+            assert isinstance(plan, MatmulPlan), f"{method.name} is not cuBLASLt's"
             offered = heuristic_candidates(plan, plan.workspace_size)
-            return [mark + each.blob for each in (deep_candidates(plan, offered) if effort == "deep" else offered)]
+            return [
+                method.mark + each.blob for each in (deep_candidates(plan, offered) if effort == "deep" else offered)
+            ]
         except PlanError as error:
-            self.refusals += [] if mark else [str(error)]  # Copies need not be possible.
+            self.refusals += [] if method.mark else [str(error)]  # Copies need not be possible.
             return []
 
     def fastest(self, timings: Mapping[str, Timing]) -> str:

@@ -13,6 +13,7 @@ from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, Ma
 from lt_runtime.plans.mlp import FUSED_MLP
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, MLPProblem, Saved
+from lt_runtime.products.methods import METHODS
 from lt_runtime.store.entries import Alternative, Entry, ProductEntry, RejectedAlgorithm, RejectedStrategy
 from lt_runtime.store.keys import Remembered, problem_key
 
@@ -27,8 +28,6 @@ _shown: ContextVar[rich.progress.Progress | None] = ContextVar("lt_runtime_progr
 """The bars that are on the terminal."""
 
 _PARTS: Final[Mapping[str, tuple[str, type[int]]]] = {
-    "PADDED": ("padded", int),
-    "K_MAJOR": ("along K", int),
     "ID": ("id", int),
     "TILE_ID": ("tile", MatmulTile),
     "STAGES_ID": ("stages", MatmulStages),
@@ -75,16 +74,11 @@ def strategy_in_words(strategy: Mapping[str, object]) -> str:
 
 
 def algorithm_in_words(config: Mapping[str, int]) -> str:
-    """An algorithm's configuration, by the names of the attributes, such as "id 66, tile 128x256, split-K 1".
-
-    Our kernel for narrow products has none.
-    """
-    if not config:
-        return "our kernel for narrow products"
-    if "TILE_MATMUL" in config:
-        return "our kernel for rows that are no whole vectors"
+    """An algorithm's configuration: its method, and cuBLASLt's attributes, such as "id 66, tile 128x256, split-K 1"."""
+    words = [each.words for each in METHODS if each.name in config]
+    attributes = [name for name in config if name not in {each.name for each in METHODS}]
     known = [name for name in _PARTS if name in config]
-    return ", ".join(_part(name, config[name]) for name in dict.fromkeys((*known, *config)))
+    return ", ".join([*words, *(_part(name, config[name]) for name in dict.fromkeys((*known, *attributes)))])
 
 
 def choice_in_words(choice: Entry | RejectedAlgorithm | RejectedStrategy | Alternative) -> str:

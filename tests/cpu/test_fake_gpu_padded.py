@@ -18,11 +18,11 @@ def copies(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every product that can be is made on copies, dw beside dx; the memories that copies were made in."""
     choose, priors, plan = own("products.choose"), own("plans.decisions"), own("products.padded").PaddedPlan
     padded_problem, backward_priors = own("products.padded").padded_problem, own("plans.priors").backward_priors
-    ways, fastest_first = own("products.cost").Way, choose.fastest_first
+    methods, fastest_first = own("products.methods"), choose.fastest_first
     monkeypatch.setattr(
         choose,
         "fastest_first",
-        lambda problem: [*([ways.PADDED] if padded_problem(problem) else []), *fastest_first(problem)],
+        lambda problem: [*([methods.PADDED] if padded_problem(problem) else []), *fastest_first(problem)],
     )
 
     def beside_first(problem: Any, device: int) -> Any:

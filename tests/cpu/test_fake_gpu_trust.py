@@ -245,7 +245,7 @@ def test_our_own_kernel_is_verified_as_well(
     gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def change(_: str, entry: Any) -> Entry:  # the kernel takes none of these products
-        return entry if isinstance(entry, LayerEntry) else replace(entry, config={})
+        return entry if isinstance(entry, LayerEntry) else replace(entry, config={"NARROW_MATMUL": 1})
 
     merge(gpu, changed(measured, change), tmp_path, capsys)
     check_both(gpu)

@@ -17,7 +17,7 @@ from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import plan_from_blob
-from lt_runtime.products.cost import Way, fastest_first
+from lt_runtime.products.methods import LIBRARY, fastest_first
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.product_search import Candidates
@@ -114,8 +114,8 @@ def test_from_the_plan_cache_s_bytes() -> None:
 
 def test_the_tuner_tries_it() -> None:
     large, small = a_problem((2048, 1024, 479)), a_problem((64, 63, 63))
-    assert fastest_first(large)[0] is not Way.PLAIN
-    assert fastest_first(small)[0] is Way.PLAIN
+    assert fastest_first(large)[0] is not LIBRARY
+    assert fastest_first(small)[0] is LIBRARY
     for problem, is_first in ((large, True), (small, False)):
         plans = [*Candidates(problem, 0, "default").plans.values()]
         padded = [isinstance(each, PaddedPlan) for each in plans]

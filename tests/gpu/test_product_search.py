@@ -19,7 +19,7 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.own import NARROW
+from lt_runtime.products.own import NARROW_MATMUL
 from lt_runtime.products.plan import AlgorithmPlan
 from lt_runtime.store.entries import Effort, ProductEntry
 from lt_runtime.tuner import product_search
@@ -140,7 +140,7 @@ def test_our_kernel_makes_what_the_library_may_refuse(dtype: DType, n: int, epil
     problem = a_problem(256, n, 10, dtype, epilogue, w_transposed=False)
     verdict = tune(problem)
     assert plan_from_blob(problem, 0, verdict.algorithm).blob == verdict.algorithm
-    ours = [each.reason for each in verdict.rejected if each.algorithm == NARROW.blob]
+    ours = [each.reason for each in verdict.rejected if each.algorithm == NARROW_MATMUL.blob]
     assert not any(each.startswith(("wrong", "two runs")) for each in ours)
 
 

@@ -1,4 +1,4 @@
-"""In which way a product is made that nobody has measured; the times in the comments are an H200's, in microseconds."""
+"""Estimates of how long products take by each method, held against measurements on an H200 (cuBLASLt 13.1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.products.cost import Way, estimated_us, fastest_first
+from lt_runtime.products.methods import K_MAJOR, LIBRARY, NARROW, PADDED, TILE, Method, estimated_us, fastest_first
 
 COLUMN = Order.COLUMN
 FP32 = DType.FLOAT32
@@ -30,37 +30,37 @@ def weight_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> Ma
 
 
 @pytest.mark.parametrize(
-    ("problem", "way"),
+    ("problem", "method"),
     [
-        (input_gradient(798, 1093, 2720), Way.PADDED),  # 19.1 against 58.5
-        (weight_gradient(381, 3112, 674), Way.PADDED),  # 9.9 against 25.7
-        (input_gradient(3567, 3379, 843), Way.PADDED),  # copies larger than a workspace
-        (input_gradient(2825, 2681, 23), Way.PLAIN),  # 15.4 against 33.3
-        (weight_gradient(1075, 35, 2596), Way.PLAIN),  # 10.5 against 14.2
-        (input_gradient(2596, 35, 1075), Way.PLAIN),  # 10.6 against 11.2
-        (input_gradient(712, 105, 112, FP32), Way.PLAIN),  # 4.3 against 6.7
-        (forward(674, 3112, 381, FP32), Way.PADDED),  # 18.5 against 32.0
-        (weight_gradient(1093, 2720, 798, FP32), Way.K_MAJOR),  # 33.6; 47.0 on copies that lie as the operands do
-        (input_gradient(798, 1093, 2720, FP32), Way.K_MAJOR),  # 42.0 and 50.5
-        (forward(457, 11, 312, epilogue=Epilogue.BIAS), Way.NARROW),  # 3.2
-        (weight_gradient(6, 840, 1108), Way.NARROW),  # 4.0 against 5.7
-        (weight_gradient(17, 4280, 871), Way.PADDED),  # 7.0 against 11.6
-        (input_gradient(7221, 4, 744), Way.PADDED),  # 8.4 against 10.5
-        (weight_gradient(21, 24, 3904, FP32), Way.PLAIN),  # 7.5 against 11.0
-        (weight_gradient(584, 3625, 444, FP32), Way.K_MAJOR),  # 31.8 against 40.0
-        (input_gradient(625, 77, 13), Way.PLAIN),  # 3.0 against 8.4, rows of 77 being read one by one
-        (input_gradient(625, 77, 13, FP32), Way.PLAIN),  # 3.1 against 4.7
-        (weight_gradient(13, 77, 625), Way.NARROW),  # 3.7 against 6.3
-        (forward(256, 512, 784), Way.PLAIN),
+        (input_gradient(798, 1093, 2720), PADDED),  # 19.1 against 58.5
+        (weight_gradient(381, 3112, 674), PADDED),  # 9.9 against 25.7
+        (input_gradient(3567, 3379, 843), PADDED),  # copies larger than a workspace
+        (input_gradient(2825, 2681, 23), LIBRARY),  # 15.4 against 33.3
+        (weight_gradient(1075, 35, 2596), LIBRARY),  # 10.5 against 14.2
+        (input_gradient(2596, 35, 1075), LIBRARY),  # 10.6 against 11.2
+        (input_gradient(712, 105, 112, FP32), LIBRARY),  # 4.3 against 6.7
+        (forward(674, 3112, 381, FP32), PADDED),  # 18.5 against 32.0
+        (weight_gradient(1093, 2720, 798, FP32), K_MAJOR),  # 33.6; 47.0 on copies that lie as the operands do
+        (input_gradient(798, 1093, 2720, FP32), K_MAJOR),  # 42.0 and 50.5
+        (forward(457, 11, 312, epilogue=Epilogue.BIAS), NARROW),  # 3.2
+        (weight_gradient(6, 840, 1108), NARROW),  # 4.0 against 5.7
+        (weight_gradient(17, 4280, 871), PADDED),  # 7.0 against 11.6
+        (input_gradient(7221, 4, 744), PADDED),  # 8.4 against 10.5
+        (weight_gradient(21, 24, 3904, FP32), LIBRARY),  # 7.5 against 11.0
+        (weight_gradient(584, 3625, 444, FP32), K_MAJOR),  # 31.8 against 40.0
+        (input_gradient(625, 77, 13), LIBRARY),  # 3.0 against 8.4, rows of 77 being read one by one
+        (input_gradient(625, 77, 13, FP32), LIBRARY),  # 3.1 against 4.7
+        (weight_gradient(13, 77, 625), NARROW),  # 3.7 against 6.3
+        (forward(256, 512, 784), LIBRARY),
     ],
 )
-def test_the_way_that_was_measured_to_be_the_fastest(problem: MatmulProblem, way: Way) -> None:
-    assert fastest_first(problem)[0] is way
+def test_the_way_that_was_measured_to_be_the_fastest(problem: MatmulProblem, method: Method) -> None:
+    assert fastest_first(problem)[0] is method
 
 
 def test_our_kernel_takes_its_time_for_sums_over_thousands_of_rows() -> None:
-    assert fastest_first(weight_gradient(7, 256, 6156))[0] is not Way.NARROW  # 11.1; 9.9 by the library, 7.9 on copies
-    assert fastest_first(forward(6156, 7, 256))[0] is Way.NARROW  # 3.8
+    assert fastest_first(weight_gradient(7, 256, 6156))[0] is not NARROW  # 11.1; 9.9 by the library, 7.9 on copies
+    assert fastest_first(forward(6156, 7, 256))[0] is NARROW  # 3.8
 
 
 def gelu(problem: MatmulProblem, epilogue: Epilogue) -> MatmulProblem:
@@ -82,86 +82,86 @@ def gelu(problem: MatmulProblem, epilogue: Epilogue) -> MatmulProblem:
     ],
 )
 def test_our_kernel_for_ragged_rows_is_estimated(problem: MatmulProblem, us: float) -> None:
-    assert estimated_us(problem)[Way.TILE] == pytest.approx(us, rel=0.13)
+    assert estimated_us(problem)[TILE] == pytest.approx(us, rel=0.13)
 
 
 @pytest.mark.parametrize(("shape", "us"), [((221, 48, 13830), 16.3), ((21, 24, 3904), 7.5)])
 def test_tf32_sums_over_ragged_rows_are_estimated(shape: tuple[int, int, int], us: float) -> None:
-    assert estimated_us(weight_gradient(*shape, FP32))[Way.PLAIN] == pytest.approx(us, rel=0.15)
+    assert estimated_us(weight_gradient(*shape, FP32))[LIBRARY] == pytest.approx(us, rel=0.15)
 
 
 def test_our_kernel_for_ragged_rows_has_the_library_s_sums() -> None:
     """21x24x3904 takes 9.1 with the sum of A, 167 by the library; 23x619x541 7.4 and 24.9."""
     for shape in ((21, 24, 3904), (23, 619, 541)):
-        assert fastest_first(gelu(weight_gradient(*shape), Epilogue.BGRADA))[0] is Way.TILE
+        assert fastest_first(gelu(weight_gradient(*shape), Epilogue.BGRADA))[0] is TILE
 
 
 def test_products_alone_are_seldom_our_kernel_s_for_ragged_rows() -> None:
     """1434x936x20 takes 4.1 by it and 4.7 by the library, but 20.7 and 11.7 with a weight gradient beside it."""
     problem = input_gradient(1434, 936, 20)
     us = estimated_us(problem)
-    assert us[Way.TILE] < us[Way.PLAIN]
-    assert fastest_first(problem)[0] is Way.PLAIN
+    assert us[TILE] < us[LIBRARY]
+    assert fastest_first(problem)[0] is LIBRARY
 
 
 def test_products_of_a_gradient_share_its_copy() -> None:
     """13830x48x221 and 221x48x13830 take 13.7 together on copies, 19.3 by the library's kernels for ragged rows."""
     for problem in (input_gradient(13830, 48, 221), weight_gradient(221, 48, 13830)):
-        assert fastest_first(problem)[0] is Way.PADDED
+        assert fastest_first(problem)[0] is PADDED
 
 
 def test_our_kernel_has_the_width_of_a_power_of_two() -> None:
     """603x12x752 takes 5.3 by it."""
-    nine, eight = (estimated_us(forward(603, columns, 752))[Way.NARROW] for columns in (9, 8))
+    nine, eight = (estimated_us(forward(603, columns, 752))[NARROW] for columns in (9, 8))
     assert nine > 1.5 * eight
-    assert estimated_us(forward(603, 12, 752))[Way.NARROW] == pytest.approx(5.3, rel=0.1)
+    assert estimated_us(forward(603, 12, 752))[NARROW] == pytest.approx(5.3, rel=0.1)
 
 
 def test_the_sum_of_an_operand_leaves_no_pass_over_the_product() -> None:
-    """It is a kernel of its own in either way, where another epilogue has the product written in FP32 and read."""
+    """It is a kernel of its own in either method, where another epilogue has the product written in FP32 and read."""
     kind, d = DType.FLOAT16, Spec(packed(24, 8), alignment=2)
     a, b = Spec(packed(24, 2, order=COLUMN)), Spec(packed(2, 8))
     problem = MatmulProblem(kind, kind, Compute.FLOAT32, a, b, d, Epilogue.BGRADA)
     others = replace(problem, epilogue=Epilogue.RELU)
-    assert estimated_us(problem)[Way.PLAIN] < estimated_us(others)[Way.PLAIN]
+    assert estimated_us(problem)[LIBRARY] < estimated_us(others)[LIBRARY]
 
 
 def test_copies_are_considered_only_where_something_is_to_be_padded() -> None:
-    assert [*estimated_us(forward(256, 512, 784))] == [Way.PLAIN]
-    assert [*estimated_us(input_gradient(256, 512, 784, FP32))] == [Way.PLAIN], "not measured untuned"
-    assert set(estimated_us(input_gradient(256, 512, 783, FP32))) == {Way.PLAIN, Way.PADDED, Way.K_MAJOR}
+    assert [*estimated_us(forward(256, 512, 784))] == [LIBRARY]
+    assert [*estimated_us(input_gradient(256, 512, 784, FP32))] == [LIBRARY], "not measured untuned"
+    assert set(estimated_us(input_gradient(256, 512, 783, FP32))) == {LIBRARY, PADDED, K_MAJOR}
 
 
 def test_off_the_tensor_cores_the_library_comes_first() -> None:
     problem = replace(forward(1108, 6, 840, FP32), compute=Compute.FLOAT32)
-    assert fastest_first(problem) == [Way.PLAIN, Way.NARROW]
+    assert fastest_first(problem) == [LIBRARY, NARROW]
 
 
 def test_a_refused_epilogue_is_left_to_a_pass_where_copies_are_slower() -> None:
     wide = forward(1 << 20, 129, 8, epilogue=Epilogue.RELU)
     product = replace(wide, epilogue=Epilogue.NONE)
-    assert fastest_first(product) == [Way.PLAIN, Way.PADDED]
+    assert fastest_first(product) == [LIBRARY, PADDED]
     large = forward(2048, 1024, 479, epilogue=Epilogue.RELU)
-    assert fastest_first(large) == [Way.PADDED, Way.TILE, Way.PLAIN]
+    assert fastest_first(large) == [PADDED, TILE, LIBRARY]
     us = estimated_us(forward(64, 64, 63, epilogue=Epilogue.BIAS))
-    assert us[Way.PLAIN] > 2 + estimated_us(forward(64, 64, 63))[Way.PLAIN], "our pass takes time as well"
+    assert us[LIBRARY] > 2 + estimated_us(forward(64, 64, 63))[LIBRARY], "our pass takes time as well"
     tf32 = forward(64, 64, 63, FP32, Epilogue.BIAS)
-    assert fastest_first(tf32) == [Way.PLAIN], "the library makes this epilogue"
+    assert fastest_first(tf32) == [LIBRARY], "the library makes this epilogue"
 
 
 def test_a_refused_sum_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
     deep = weight_gradient(16, 32, 4096)
-    assert fastest_first(deep) == [Way.PLAIN, Way.NARROW]
-    assert fastest_first(replace(deep, epilogue=Epilogue.BGRADA)) == [Way.PLAIN]
+    assert fastest_first(deep) == [LIBRARY, NARROW]
+    assert fastest_first(replace(deep, epilogue=Epilogue.BGRADA)) == [LIBRARY]
     shallow = replace(weight_gradient(8, 1024, 72), epilogue=Epilogue.BGRADA)
-    assert fastest_first(shallow)[0] is Way.NARROW
+    assert fastest_first(shallow)[0] is NARROW
 
 
 def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
     ragged = forward(3890, 15, 3247, epilogue=Epilogue.BIAS)  # 40.8 and a pass against 181
-    assert fastest_first(ragged) == [Way.PLAIN]
+    assert fastest_first(ragged) == [LIBRARY]
     whole = forward(3890, 16, 3248, epilogue=Epilogue.BIAS)
-    assert fastest_first(whole) == [Way.PLAIN, Way.NARROW], "the library may have no algorithm for the epilogue"
+    assert fastest_first(whole) == [LIBRARY, NARROW], "the library may have no algorithm for the epilogue"
 
 
 @pytest.mark.parametrize("size", [1, 63, 257])
@@ -169,12 +169,12 @@ def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
 def test_small_products_are_two_kernels_at_most(size: int, epilogue: Epilogue) -> None:
     """With copies it takes three, one of them to trim the result."""
     for dtype in (DType.FLOAT16, DType.BFLOAT16, FP32):
-        assert fastest_first(forward(size, size, size, dtype, epilogue))[0] is not Way.PADDED
+        assert fastest_first(forward(size, size, size, dtype, epilogue))[0] is not PADDED
 
 
 def test_copies_cost_what_they_move() -> None:
     few, many = 1 << 10, 1 << 14
-    padded = estimated_us(forward(many, 512, 511))[Way.PADDED] - estimated_us(forward(few, 512, 511))[Way.PADDED]
-    whole = estimated_us(forward(many, 512, 512))[Way.PLAIN] - estimated_us(forward(few, 512, 512))[Way.PLAIN]
+    padded = estimated_us(forward(many, 512, 511))[PADDED] - estimated_us(forward(few, 512, 511))[PADDED]
+    whole = estimated_us(forward(many, 512, 512))[LIBRARY] - estimated_us(forward(few, 512, 512))[LIBRARY]
     moved = 2 * (511 + 512) * (many - few)
     assert padded - whole == pytest.approx(moved / 3.7e6)

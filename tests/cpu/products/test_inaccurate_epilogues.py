@@ -33,8 +33,8 @@ from lt_runtime.problem import (
 )
 from lt_runtime.products import choose
 from lt_runtime.products.choose import heuristic_algorithm
-from lt_runtime.products.cost import Way
 from lt_runtime.products.matmul import MatmulPlan
+from lt_runtime.products.methods import LIBRARY, NARROW
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
 
 GELU = [epilogue for epilogue in Epilogue if epilogue.activation == "gelu"]
@@ -133,8 +133,8 @@ def test_our_kernel_for_narrow_products_keeps_its_derivative(
     epilogue: Epilogue, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That kernel computes GELU's derivative in FP32 as accurately as our pass."""
-    makers = {**choose._MAKERS, Way.NARROW: lambda problem, _: SimpleNamespace(narrow=problem)}
-    monkeypatch.setattr(choose, "_MAKERS", makers)
+    ours = replace(NARROW, build=lambda problem, _: SimpleNamespace(narrow=problem))
+    monkeypatch.setattr(choose, "fastest_first", lambda _: [LIBRARY, ours])
     problem = a_product(FULL, epilogue, k=8)
     assert heuristic_algorithm(problem, 0).narrow is problem  # type: ignore[attr-defined]
 

@@ -21,7 +21,7 @@ from lt_runtime.products import choose as algorithms
 from lt_runtime.products import padded
 from lt_runtime.products.choose import configuration, plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.padded import K_MAJOR, PADDED, PaddedPlan, padded_problem
+from lt_runtime.products.padded import K_MAJOR_MARK, PADDED_MARK, PaddedPlan, padded_problem
 from tests.support.algorithm_library import BOTH, WORKSPACE, FakeLibrary
 from tests.support.calls import addresses, call_of
 
@@ -278,14 +278,14 @@ def test_copies_where_the_library_offers_nothing_else(
 
 
 def test_a_blob_of_another_version(library: FakeLibrary) -> None:
-    with pytest.raises(PlanError, match="not known"):
+    with pytest.raises(PlanError, match="no method is known for the algorithm"):
         plan_from_blob(forward(M, N, K), 0, b"lt_runtime: tomorrow".ljust(128, b"\0"))
 
 
 def test_what_stands_for_it(library: FakeLibrary, passes: _Passes) -> None:
     _offer(library, 7)
     plan = PaddedPlan(forward(M, N, K), 0)
-    assert plan.blob == PADDED + plan.inner.algorithm.blob
+    assert plan.blob == PADDED_MARK + plan.inner.algorithm.blob
     assert configuration(plan.blob) == configuration(plan.inner.blob) | {"PADDED": 1}
     again = plan_from_blob(plan.problem, 0, plan.blob)
     assert isinstance(again, PaddedPlan)
@@ -298,7 +298,7 @@ def test_what_stands_for_copies_along_k(library: FakeLibrary, passes: _Passes) -
     problem = input_gradient(256, 512, 384, **TF32)
     _offer(library, 7)
     plan = PaddedPlan(problem, 0, k_major=True)
-    assert plan.blob == K_MAJOR + plan.inner.algorithm.blob
+    assert plan.blob == K_MAJOR_MARK + plan.inner.algorithm.blob
     assert configuration(plan.blob) == configuration(plan.inner.blob) | {"K_MAJOR": 1}
     again = plan_from_blob(problem, 0, plan.blob)
     assert isinstance(again, PaddedPlan)

@@ -18,7 +18,8 @@ from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products import own
 from lt_runtime.products.choose import configuration, plan_from_blob, plan_from_config
-from lt_runtime.products.own import TILE, TilePlan, own_kernels
+from lt_runtime.products.methods import METHODS
+from lt_runtime.products.own import TILE_MATMUL, TilePlan
 from lt_runtime.tuner.report import algorithm_in_words
 
 H200 = DeviceInfo(0, "", 90, multiprocessors=132, memory=0)
@@ -164,12 +165,12 @@ def _on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_on_an_h200")
 def test_it_is_an_algorithm_among_the_library_s() -> None:
     problem = PRODUCTS[0]
-    assert own_kernels(problem) == [TILE.blob]
-    plan = plan_from_blob(problem, 0, TILE.blob)
+    assert [each.name for each in METHODS if each.is_own and each.supports(problem)] == ["TILE_MATMUL"]
+    plan = plan_from_blob(problem, 0, TILE_MATMUL.blob)
     assert isinstance(plan, TilePlan)
     config = configuration(plan.blob)
     assert isinstance(plan_from_config(problem, 0, config), TilePlan)
-    assert algorithm_in_words(config) == "our kernel for rows that are no whole vectors"
+    assert algorithm_in_words(config) == "our kernel for ragged rows"
     assert plan.launches_at_most_two_kernels
     assert not plan.adds_memsets
 

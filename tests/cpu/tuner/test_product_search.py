@@ -16,7 +16,7 @@ from lt_runtime.layout import packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import heuristic_algorithm, plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.products.own import NARROW, NarrowPlan
+from lt_runtime.products.own import NARROW_MATMUL, NarrowPlan
 from lt_runtime.store.entries import Effort, ProductEntry
 from lt_runtime.tuner import operands, product_search
 from lt_runtime.tuner.operands import ProductOperands
@@ -231,13 +231,13 @@ def narrow(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> int:
     """What the fake library takes for our kernel's id."""
     monkeypatch.setattr("lt_runtime.products.own.NarrowPass", FakeNarrowPass)
     monkeypatch.setattr("lt_runtime.products.own.workspace_size", lambda _: WORKSPACE)
-    return NARROW.get(AlgoConfigAttribute.ID)
+    return NARROW_MATMUL.get(AlgoConfigAttribute.ID)
 
 
 def test_our_kernel_is_one_more_candidate(gpu: FakeGpu, narrow: int) -> None:
     gpu.us = {3: 8.0, narrow: 6.0}
     verdict = search(gpu, NARROW_PROBLEM)
-    assert (verdict.algorithm, verdict.us, verdict.candidates) == (NARROW.blob, 6.0, 5)
+    assert (verdict.algorithm, verdict.us, verdict.candidates) == (NARROW_MATMUL.blob, 6.0, 5)
     assert algorithm_in_words(verdict.config) == "our kernel for narrow products"
     assert isinstance(plan_from_blob(NARROW_PROBLEM, 0, verdict.algorithm), NarrowPlan)
     gpu.us = {3: 8.0, narrow: 9.0}
@@ -247,9 +247,9 @@ def test_our_kernel_is_one_more_candidate(gpu: FakeGpu, narrow: int) -> None:
 def test_our_kernel_is_verified_like_any_other(gpu: FakeGpu, narrow: int) -> None:
     gpu.us, gpu.faults = {narrow: 6.0}, {narrow: corrupt_first}
     verdict = search(gpu, NARROW_PROBLEM)
-    assert verdict.algorithm != NARROW.blob
+    assert verdict.algorithm != NARROW_MATMUL.blob
     (rejected,) = verdict.rejected
-    assert rejected.algorithm == NARROW.blob
+    assert rejected.algorithm == NARROW_MATMUL.blob
     assert rejected.reason.startswith("wrong: ")
 
 
@@ -258,16 +258,16 @@ def corrupt_first(trial: ProductOperands) -> None:
 
 
 def test_our_kernel_is_for_narrow_products_alone(gpu: FakeGpu) -> None:
-    assert NARROW.blob not in {each.algorithm for each in search(gpu).rejected}
+    assert NARROW_MATMUL.blob not in {each.algorithm for each in search(gpu).rejected}
     with pytest.raises(PlanError, match="does not take"):
-        plan_from_blob(a_problem(), 0, NARROW.blob)
+        plan_from_blob(a_problem(), 0, NARROW_MATMUL.blob)
 
 
 @pytest.mark.parametrize("effort", ["default", "deep"])
 def test_our_kernel_serves_where_the_library_offers_nothing(gpu: FakeGpu, narrow: int, effort: Effort) -> None:
     gpu.offered = {}
     verdict = search(gpu, NARROW_PROBLEM, effort=effort)
-    assert (verdict.algorithm, verdict.candidates, verdict.rejected) == (NARROW.blob, 1, ())
+    assert (verdict.algorithm, verdict.candidates, verdict.rejected) == (NARROW_MATMUL.blob, 1, ())
     assert verdict.us == verdict.first_us
     assert isinstance(heuristic_algorithm(NARROW_PROBLEM, 0), NarrowPlan)
     with pytest.raises(PlanError, match="offers 0 sound algorithms"):
@@ -277,4 +277,4 @@ def test_our_kernel_serves_where_the_library_offers_nothing(gpu: FakeGpu, narrow
 def test_partial_sums_that_have_no_room(narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeNarrowPass, "scratch_bytes", WORKSPACE + 1)
     with pytest.raises(PlanError, match="no room"):
-        plan_from_blob(NARROW_PROBLEM, 0, NARROW.blob)
+        plan_from_blob(NARROW_PROBLEM, 0, NARROW_MATMUL.blob)
