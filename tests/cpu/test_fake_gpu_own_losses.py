@@ -143,7 +143,7 @@ def test_the_gradient_of_an_own_loss_begins_with_zeros(gpu: FakeGpu, graph: bool
         np.testing.assert_array_equal(gradient[1:], 0)
 
 
-def test_steps_with_and_without_weights_launchs(gpu: FakeGpu) -> None:
+def test_steps_with_and_without_weights_take_turns(gpu: FakeGpu) -> None:
     """Each kind has a graph of its own; weights of one have no effect on those without."""
     with gpu.others_package() as host_lt:
         host = made_step(host_lt, "cpu", loss="mse")

@@ -153,13 +153,6 @@ def test_the_scaler_moves_as_pytorch_s() -> None:
     assert (int(optimizer.steps[0]), int(optimizer.skipped_steps[0])) == (17, 3)
 
 
-def test_makes_master_copies() -> None:
-    parameter = lt.Parameter(cp.ones(10, BF16.numpy), cp.ones(10, cp.float32))
-    lt.AdamW([parameter], lr=1e-4).step()
-    assert parameter.master.dtype == cp.float32
-    assert (parameter.master < 1).all()
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_hundred_runs_are_bitwise_equal(options: dict[str, Any]) -> None:
     generator = np.random.default_rng(11)
@@ -178,34 +171,6 @@ def test_a_hundred_runs_are_bitwise_equal(options: dict[str, Any]) -> None:
 
     first = run()
     assert all(run() == first for _ in range(99))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_skipped_update_changes_nothing(bad: float, scaled: bool) -> None:
-    parameters = _parameters(BF16, BF16, 7)
-    optimizer = lt.AdamW(parameters, skip_nonfinite=True, scaler=lt.GradScaler(4.0) if scaled else None)
-    optimizer.step()
-    before = _bytes(parameters)
-    parameters[4].grad[4096] = bad
-    optimizer.step()
-    assert _bytes(parameters) == before
-    assert (int(optimizer.steps[0]), int(optimizer.skipped_steps[0])) == (1, 1)
-    assert not math.isfinite(float(optimizer.grad_norm))
-    if scaled:
-        assert float(optimizer.scaler.scale) == 2.0
-    parameters[4].grad[4096] = 0
-    optimizer.step()
-    assert _bytes(parameters) != before
-    assert (int(optimizer.steps[0]), int(optimizer.skipped_steps[0])) == (2, 1)
-
-
-def test_a_nan_gradient_reaches_its_own_element_only() -> None:
-    gradient = np.ones(1000, np.float32)
-    gradient[[17, 900]] = math.nan, math.inf
-    parameter = lt.Parameter(cp.ones(1000, cp.float32), cp.asarray(gradient))
-    lt.AdamW([parameter]).step()
-    np.testing.assert_array_equal(np.isfinite(cp.asnumpy(parameter.data)), np.isfinite(gradient))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -239,13 +204,6 @@ def test_a_table_of_thousands_of_tensors() -> None:
     lt.AdamW(parameters, lr=0.1, weight_decay=0.0, max_norm=math.inf).step()
     joined = cp.concatenate([parameter.data for parameter in parameters])
     np.testing.assert_allclose(cp.asnumpy(joined), 0.9, rtol=1e-6)
-
-
-def test_nothing_but_empty_tensors() -> None:
-    optimizer = lt.AdamW([lt.Parameter(cp.empty(0, cp.float32), cp.empty(0, cp.float32))], max_norm=1.0)
-    optimizer.step()
-    assert int(optimizer.steps[0]) == 1
-    assert float(optimizer.grad_norm) == 0.0
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import CheckpointError
 from lt_runtime.saving import checkpoints
 
 BATCH = 64
@@ -57,14 +56,3 @@ def test_a_checkpoint_goes_from_the_gpu_to_the_host(tmp_path: Path) -> None:
     optimizer = lt.AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
     lt.load_checkpoint(tmp_path / "run", model, optimizer)
     assert {n: a.tobytes() for n, a in checkpoints._arrays(model, optimizer).items()} == run.state()
-
-
-def test_a_truncated_file_changes_nothing(tmp_path: Path) -> None:
-    run, path = _Run("float32", graph=True), tmp_path / "run"
-    lt.save_checkpoint(path, run.model, run.optimizer)
-    path.write_bytes(path.read_bytes()[:-1])
-    run.train(range(2))
-    before = run.state()
-    with pytest.raises(CheckpointError, match="is damaged"):
-        lt.load_checkpoint(path, run.model, run.optimizer)
-    assert run.state() == before

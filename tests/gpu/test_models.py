@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cupy as cp
@@ -10,9 +9,6 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.gpu.graphs import captured_nodes
-from lt_runtime.gpu.streams import private_stream
-from lt_runtime.training import captured
 
 DIMS, ROWS = [72, 128, 64, 24], 48
 MODELS: dict[str, dict[str, Any]] = {
@@ -54,49 +50,3 @@ def test_graph_and_eager_agree_bitwise(name: str, dtype: str) -> None:
         states.append((losses, [cp.asnumpy(each.data).tobytes() for each in model.parameters()]))
     assert states[0] == states[1]
     assert losses[-1] < losses[0]
-
-
-def test_a_step_that_advances_keeps_its_masks() -> None:
-    x, dy = (cp.asarray(_numbers(i, ROWS, width)) for i, width in enumerate((DIMS[0], DIMS[-1])))
-    made = []
-    for step in (None, 0):
-        model = lt.MLP(DIMS, dropout=0.5, device="cuda", seed=3)
-        optimizer = lt.AdamW(model.parameters(), lr=0.0)
-        _, contexts = model.forward(x, optimizer.steps if step is None else step)
-        optimizer.step()
-        model.backward(dy, contexts)
-        made.append([cp.asnumpy(each.grad) for each in model.parameters()])
-    for one, other in zip(*made, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_a_captured_step_copies_no_step() -> None:
-    model = lt.MLP(DIMS, dropout=0.5, device="cuda")
-    step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse")
-    step(*(cp.asarray(_numbers(i, ROWS, width)) for i, width in enumerate((DIMS[0], DIMS[-1]))))
-    gpu = step._gpu
-    (batches,) = gpu._buffers.values()
-    with captured._memory_from(gpu._pool):
-        nodes = captured_nodes(
-            lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(0, "training")
-        )
-    assert set(nodes) <= {"KERNEL", "MEMSET"}
-
-
-def test_evaluation() -> None:
-    x, labels = _numbers(0, 600, DIMS[0]), np.random.default_rng(1).integers(0, DIMS[-1], 600)
-    labels[:50] = -100
-    sizes, metrics = [256, 256, 87, 1], []
-    for device in ("cpu", "cuda"):
-        model = lt.MLP(DIMS, device=device, dropout=0.5, seed=3)
-        ends = np.cumsum(sizes)
-        parts = [
-            (model.device.asarray(x[end - size : end]), model.device.asarray(labels[end - size : end]))
-            for end, size in zip(ends, sizes, strict=True)
-        ]
-        metrics.append(lt.evaluate(model, parts))
-        assert math.isnan(lt.evaluate(model, []).loss)
-    expected, actual = metrics
-    assert actual.steps == expected.steps == 4
-    assert actual.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert actual.accuracy == pytest.approx(expected.accuracy)

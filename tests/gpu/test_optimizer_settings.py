@@ -79,21 +79,6 @@ def test_steps_under_way_keep_their_settings() -> None:
     assert _bits(together) == _bits(waiting)
 
 
-def test_on_the_host_the_same_values() -> None:
-    steps = []
-    for device in ("cpu", "cuda"):
-        model = lt.MLP(DIMS, "gelu", dropout=0.2, seed=3, device=device)
-        optimizer = lt.AdamW(model.parameters(), lr=1e-2)
-        steps.append(lt.TrainStep(model, optimizer, ema=lt.EMA(model, 0.9)))
-    for i in range(12):
-        x, labels = _batch(i, np.float32)
-        for step, batch in zip(steps, ((x.get(), labels.get()), (x, labels)), strict=True):
-            step.optimizer.lr = 1e-2 / (1 + i)
-            step(*batch)
-    for name, average in steps[0].ema.averages.items():
-        np.testing.assert_allclose(steps[1].ema.averages[name].get(), average, atol=2e-4, err_msg=name)
-
-
 def test_a_graph_of_ones_own() -> None:
     parameters = [[lt.Parameter(cp.ones(5000, np.float32), cp.ones(5000, np.float32))] for _ in range(2)]
     captured, eager = (lt.AdamW(each, lr=0.1) for each in parameters)
@@ -115,16 +100,3 @@ def test_a_graph_of_ones_own() -> None:
         stream.synchronize()
     (one,), (other,) = parameters
     assert one.data.get().tobytes() == other.data.get().tobytes()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_averages_are_copied_into_a_model(dtype: str) -> None:
-    step = _step(dtype)
-    for i in range(4):
-        step(*_batch(i, step.model.dtype.numpy))
-    target = lt.MLP(DIMS, "gelu", dtype=dtype, device="cuda")
-    step.ema.copy_to(target)
-    for each, average in zip(target.parameters(), step.ema.averages.values(), strict=True):
-        rounded = average.get().astype(target.dtype.numpy)
-        assert cp.asnumpy(each.data).tobytes() == rounded.tobytes()
-        assert each.master is None or (each.master == average).all()

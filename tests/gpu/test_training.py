@@ -56,14 +56,3 @@ def test_demo_learns(dtype: str) -> None:
 def test_runs_are_bitwise_equal() -> None:
     first, second = (_curve("cuda", "bfloat16", 0.2, 10) for _ in range(2))
     np.testing.assert_array_equal(first, second)
-
-
-def test_gradients_accumulate() -> None:
-    model = lt.MLP([16, 24, 8], activation="tanh", seed=1, device="cuda")
-    x, dy = cp.ones((10, 16), cp.float32), cp.ones((10, 8), cp.float32)
-    _, contexts = model.forward(x)
-    model.backward(dy, contexts)
-    once = [cp.asnumpy(p.grad) for p in model.parameters()]
-    model.backward(dy, contexts, accumulate=True)
-    for parameter, gradient in zip(model.parameters(), once, strict=True):
-        np.testing.assert_allclose(cp.asnumpy(parameter.grad), 2 * gradient, rtol=1e-6)

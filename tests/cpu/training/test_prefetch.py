@@ -324,23 +324,6 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[FakeSlot]:
     return made
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_batch_on_a_gpu_lasts_until_depth_more_were_asked_for(slots: list[FakeSlot], depth: int) -> None:
-    def in_place() -> Iterator[np.ndarray]:
-        array = np.zeros(3, np.float32)
-        for i in range(25):
-            array[...] = i
-            yield array
-
-    held: list[tuple[int, np.ndarray]] = []
-    for i, batch in enumerate(lt.prefetch(in_place(), depth, 0, stream=7)):
-        held = [*held, (i, batch)][-depth:]
-        time.sleep(0.001)  # the thread overwrites what it may
-        assert all((array == number).all() for number, array in held)
-    assert len(slots) == 2 * depth
-    assert all(slot.is_closed for slot in slots)
-
-
 def test_slots_are_closed_when_the_loop_breaks_off(slots: list[FakeSlot]) -> None:
     for _ in lt.prefetch(batches(50), 2, 0, stream=7):
         break
