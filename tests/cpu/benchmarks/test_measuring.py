@@ -10,15 +10,14 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import buffers, copies, host, kernels, layers, narrow, steps, timing
+from benchmarks import buffers, copies, host, kernels, narrow, steps, timing
 from benchmarks.__main__ import options_of
 from benchmarks.layers import Block, blocks
-from benchmarks.steps import StepCase, StepContender
+from benchmarks.steps import StepCase
 from benchmarks.timing import HostTurn, Timing, buffer_sets, repetitions, summarise, take_turns
 from lt_runtime.gpu.compiler import compile_cubin
 
@@ -169,25 +168,6 @@ def test_bytes_and_operations_are_those_counted_by_hand() -> None:
     assert narrow.least_bytes(named) == 2**18 * (64 + 3) * 2 + 12_675 * 2 * (2 + 4 + 4 + 4)
 
 
-@pytest.mark.parametrize("activation", layers.ACTIVATIONS)
-def test_public_calls_compute_the_block(activation: str) -> None:
-    block = Block("test", 12, 16, 8, "fp32", activation)
-    generator = np.random.default_rng(0)
-    at = layers.arrays(block, lambda shape, dtype: generator.standard_normal(shape).astype(dtype))
-    layers.run_block(block, at)
-    x, w1, b1, w2, b2, dy = (getattr(at, name).astype(np.float64) for name in ("x", "w1", "b1", "w2", "b2", "dy"))
-    z, step = x @ w1.T + b1, 1e-6
-    activate = (lambda z: np.maximum(z, 0)) if activation == "relu" else gelu
-    dz1 = (dy @ w2) * (activate(z + step) - activate(z - step)) / (2 * step)
-    expected = {"y1": activate(z), "y2": activate(z) @ w2.T + b2, "dw2": dy.T @ activate(z), "db2": dy.sum(0)}
-    for name, wanted in (expected | {"dz1": dz1, "db1": dz1.sum(0), "dw1": dz1.T @ x, "dx": dz1 @ w1}).items():
-        np.testing.assert_allclose(getattr(at, name), wanted, rtol=1e-3, atol=1e-3, err_msg=name)
-
-
-def gelu(z: Any) -> Any:
-    return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-
-
 def test_the_faster_of_pytorch_s_ways_counts() -> None:
     us = {"lt": 5.0, "torch_graph_autocast": 9.0, "torch_graph_bf16": 8.0, "torch_graph_call_bf16": 11.0}
     timings = {name: Timing(value, 0.1) for name, value in us.items()}
@@ -220,14 +200,6 @@ def test_options_choose_the_contenders(
     assert {*row.timings} == kernel
     setup: Any = argparse.Namespace(case=steps.CASES[1])
     assert step <= {name for name, _ in steps._peers(setup, asked)}
-
-
-def test_a_graph_s_turn_is_on_another_batch_than_the_turn_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    contender = StepContender(lambda count: done.append(f"replay {count}"), lambda _: done.append("batch"), 0.0)
-    monkeypatch.setattr(steps, "timed", lambda replay, count, stream, lead: (lead(), replay()))
-    steps.graph_turn(contender, 16, None)
-    assert done == ["batch", "replay 3", "replay 16"]
 
 
 def test_the_kernels_of_the_benchmarks_compile() -> None:
