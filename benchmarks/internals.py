@@ -122,7 +122,7 @@ def memory_of_step(step: lt.TrainStep) -> int:
     """Bytes of a captured step's own memory: the pool of its graphs, and the scratch space of their streams."""
     memory = stream_memory(DEVICE, private_stream(DEVICE, "training"))
     streams = [memory] if memory._branch is None else [memory, memory._branch]
-    return int(step._gpu._pool.total_bytes()) + sum(each._scratch.size + each._copies.size for each in streams)
+    return int(step._gpu._pool.total_bytes()) + sum(size for each in streams for _, size in each._buffers.values())
 
 
 # The suite `tuning`: plans in a process that finds every problem measured.

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,9 +112,17 @@ class Builder:
         macros = {**dict(variant.macros), "KERNEL_FILE": f'"{variant.path.name}"'}
         macros["ENTRIES"] = " ".join(f"EXPORT({entry})" for entry in variant.entries)
         header = self._build("precompiled.h.gch", ["-x", "c++-header"], [], [SHIM / "precompiled.h"])
-        arguments = ["-shared", *(f"-D{name}={value}" for name, value in macros.items())]
-        arguments += ["-Winvalid-pch", "-include", str(header.with_suffix(""))]
+        # g++ refuses a precompiled header in which a macro of the command line has a meaning, as WIDTH in libstdc++.
+        defined = self._written("macros.h", "".join(f"#define {name} {value}\n" for name, value in macros.items()))
+        arguments = ["-shared", "-Winvalid-pch", "-include", str(header.with_suffix("")), "-include", str(defined)]
         return self._build(f"{variant.path.stem}.so", arguments, [variant.path], [SHIM / "entry.cpp", *self._runtime()])
+
+    def _written(self, name: str, text: str) -> Path:
+        """A file with the text, whose name has the text's digest."""
+        file = self._directory / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}-{name}"
+        partial = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        partial.write_text(text)
+        return partial.replace(file)
 
     def _runtime(self) -> list[Path]:
         """What every library is linked with."""
