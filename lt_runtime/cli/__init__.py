@@ -1,7 +1,7 @@
 """The command line: `python -m lt_runtime cache|check|compare|demo|doctor|profile|warmup`.
 
-Whatever goes wrong, a user gets a line and an exit status, and no traceback. `python -X dev -m lt_runtime` shows the
-traceback of an exception that nobody has foreseen.
+Every failure is one line on stderr and an exit status, without a traceback. `python -X dev -m lt_runtime` shows the
+tracebacks of exceptions that are not the package's own.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-# Functions import all else. Importing takes most of the time, and `main` must be there to meet an interrupt.
+# Other modules are imported in functions: imports take most of the time, and `main` handles interrupts during them.
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
 INTERRUPTED: Final = 130
 CLOSED_PIPE: Final = 141
-"""Exit statuses, as a shell reports SIGINT and SIGPIPE."""
+"""Exit statuses that a shell reports for SIGINT and SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 if something is not as it should be, or one of those above.
+    """Runs one command; returns the exit status: 0, 1 after a failure, `INTERRUPTED` or `CLOSED_PIPE`.
 
     Raises:
         SystemExit: the arguments are not accepted (2), or help was asked for (0).
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _end_at_once_if_interrupted_again()
         return _tell(name, "interrupted", INTERRUPTED)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # such as `| head`
         return CLOSED_PIPE
     except Exception as error:
         return _tell(name, _in_words(error), 1)
@@ -51,10 +51,10 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
-    """The arguments, and the module of their command. No module of another command is imported.
+    """Parses the arguments and imports the module of their command, and of no other command.
 
-    Meanwhile an interrupt ends the process at once: compiled modules that import others print its traceback, and turn
-    it into an ImportError.
+    An interrupt ends the process at once meanwhile. As an exception it would pass through compiled modules that are
+    being imported, which print a traceback and raise ImportError instead.
     """
     import importlib
     import os
@@ -64,7 +64,7 @@ def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
         os._exit(_tell(name, "interrupted", INTERRUPTED))
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # a process in the background may have to ignore it
+    if before is signal.default_int_handler:  # a background process may have been told to ignore interrupts
         signal.signal(signal.SIGINT, end)
     try:
         from lt_runtime.cli.arguments import parser
@@ -77,15 +77,15 @@ def _read(name: str, arguments: list[str]) -> tuple[Namespace, Any]:
 
 
 def _flush() -> None:
-    """Writes what is printed, because an error would become a traceback at the end of the process."""
-    if sys.stdout is None:  # it was closed when the process began
+    """Flushes stdout now, because Python would print a traceback of an error at the end of the process."""
+    if sys.stdout is None:  # stdout was closed when the process began
         return
     try:
         sys.stdout.flush()
     except OSError:
         import os
 
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left can go nowhere else
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest, which cannot be written
         raise
 
 

@@ -1,4 +1,4 @@
-"""What the command line accepts."""
+"""The command line's parser."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lt_runtime import __version__
 
 _LARGEST: Final = 2**63 - 1
 _SHOWN: Final = 60
-"""Characters of a refused value that its refusal shows."""
+"""Characters of a refused value that the error shows."""
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
     """The parser of the command line.
 
-    Only one command gets its arguments, because those of others may need packages that are not installed.
+    Only the given command gets its arguments, because those of others may need packages that are not installed.
     """
     top = argparse.ArgumentParser(prog="lt_runtime", description="Linear layers, run and trained fast.")
     top.add_argument("--version", action="version", version=f"lt_runtime {__version__}")
@@ -39,7 +39,11 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     add = functools.partial(_add_action, actions)
     add("list", "the files, and which of them fit this machine")
     show = add("show", "what was decided for problems, and what was rejected")
-    show.add_argument("pattern", metavar="KEY-OR-PATTERN", help="such as 8192x3072x768, or '*bfloat16 gelu*'")
+    show.add_argument(
+        "pattern",
+        metavar="KEY-OR-PATTERN",
+        help="such as 8192x3072x768, or '*bfloat16 gelu*'",
+    )
     add("verify", "check every file; exits with 1 if one is damaged")
     merge = add("merge", "add the plans of files from equal machines")
     merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -47,7 +51,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     export.add_argument("target", type=Path, metavar="FILE")
     export.add_argument("--file", metavar="NAME", help="another file of the cache, as `cache list` names it")
     prune = add("prune", "remove what this installation will never read again")
-    prune.add_argument("--yes", action="store_true", help="do it; without this it only says what it would remove")
+    prune.add_argument("--yes", action="store_true", help="remove them; without this option they are only listed")
     for action in actions.choices.values():
         action.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -85,7 +89,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--function", action="append", metavar="NAME", help="one that takes no arguments (default: step)")
+    add("--function", action="append", metavar="NAME", help="a function without arguments to check (default: step)")
     _add_script(parser)
 
 
@@ -108,7 +112,12 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     add("--mlp", type=_sizes, action="append", metavar="DIMS", help="such as 768,3072,768; with --rows")
     add("--rows", type=_positive, metavar="M", help="the batch of --mlp")
     add("--preset", action="append", metavar="NAME", help="known shapes, such as gpt2-124m")
-    add("--recorded", type=Path, metavar="FILE", help="what a script run with LT_RUNTIME_RECORD=FILE met")
+    add(
+        "--recorded",
+        type=Path,
+        metavar="FILE",
+        help="the file of a script that ran with LT_RUNTIME_RECORD=FILE",
+    )
     help_dtype = f"of {', '.join(types)} (default: first)"
     add("--dtype", type=_names(*types), action="extend", metavar="TYPES", help=help_dtype)
     add("--compute", choices=("float32", "tf32"), default="float32", help="how FP32 is computed (default: float32)")

@@ -1,6 +1,6 @@
-"""The plan cache from the command line: shown, checked, carried to equal machines, cleared of useless files.
+"""The command `cache`: shows, checks, exports, merges and prunes the files of measured plans.
 
-Looking changes nothing and sets nothing aside.
+Only `merge` and `prune --yes` change the cache; a damaged file is not renamed by the others.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lt_runtime.store.records import Json, to_json
 from lt_runtime.tuner.report import describe
 
 _ABANDONED_SECONDS: Final = 3600.0
-"""The writer of an unfinished file must have died when the file is this old."""
+"""Age from which an unfinished file counts as left behind by a dead process."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carries out one action and prints the result, for people or as one JSON object.
 
     Returns:
-        The exit status: 0, or 1 if something is not as it should be.
+        The exit status: 0, or 1 if `verify` found damage or a merge could not be written.
     """
     act, lines = _ACTIONS[arguments.action]
     result = act(arguments)
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class CacheFile(NamedTuple):
-    """A file of the cache: its content if that can be read, and what is wrong with the file as a whole."""
+    """A file of the cache: its content, if it can be read, and a fault of the file as a whole."""
 
     path: Path
     document: Document | None
@@ -75,7 +75,7 @@ def _files() -> list[CacheFile]:
 
 
 def _set_aside() -> list[Path]:
-    """Files that were found unusable and are kept under another name."""
+    """Unusable files that the package has renamed."""
     return [path for kind in ("damaged", "foreign", "schema") for path in _beside(f"{kind}-*")]
 
 
@@ -84,10 +84,10 @@ def _beside(pattern: str) -> list[Path]:
 
 
 def _matching_names(pattern: str) -> list[Path]:
-    """The files of the cache whose names fit a pattern, sorted; none if there is no cache yet.
+    """The files of the cache whose names match a pattern, sorted; none if there is no cache yet.
 
     Raises:
-        ArgumentError: the directory cannot be read, about which `Path.glob` is silent.
+        ArgumentError: the directory cannot be read, which `Path.glob` would ignore.
     """
     directory = plans_directory()
     try:
@@ -99,7 +99,7 @@ def _matching_names(pattern: str) -> list[Path]:
 
 
 def _differences(known: Iterable[Fingerprint], theirs: Fingerprint) -> list[str] | None:
-    """How a fingerprint differs from the most similar known one; None if none is known."""
+    """The differences between a fingerprint and the most similar known one; None if none is known."""
     return min((each.differences(theirs) for each in known), key=len, default=None)
 
 
@@ -127,7 +127,7 @@ def _show(arguments: argparse.Namespace) -> Json:
 
 
 def _matching(document: Document, pattern: str) -> Iterator[Json]:
-    """The entries with a key, or a short name of the problem, of which a part fits the pattern."""
+    """The entries whose key, or whose problem's short name, has a part that matches the pattern."""
     for key in sorted(document.raw):
         try:
             problem = describe(parse_key(key))
@@ -227,7 +227,7 @@ def _prune(arguments: argparse.Namespace) -> Json:
 
 
 def _useless() -> Iterator[tuple[Path, str]]:
-    """Files that this installation will never read again, with the reason."""
+    """Files that this installation will never read again, each with the reason."""
     yield from ((path, "set aside") for path in _set_aside())
     for path in _beside(f"*{TEMPORARY}"):
         if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:

@@ -1,4 +1,4 @@
-"""The output of the cache commands for people, made from the data that `--json` prints."""
+"""Lines and tables of the cache commands, made from the data that `--json` prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lt_runtime.tuner.report import choice_in_words, rejection_in_words, time_in
 
 
 def list_lines(data: Json) -> Iterator[str | Table]:
-    """What `cache list` found."""
+    """The lines of `cache list`."""
     yield f"Plans in {data['directory']}"
     if not data["files"]:
         yield "None yet: nothing has been measured, or nothing kept."
@@ -40,7 +40,7 @@ def _fit(file: Json) -> str:
 
 
 def entry_lines(data: Json) -> Iterator[str | Text]:
-    """What `cache show` found."""
+    """The lines of `cache show`."""
     for found in data["entries"]:
         yield Text(found["problem"], "bold")
         facts = [("damaged", found["fault"])] if "fault" in found else _facts(entry_of(found["entry"]))
@@ -62,7 +62,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
 
 
 def verdict_lines(data: Json) -> Iterator[str | Text]:
-    """What `cache verify` found."""
+    """The lines of `cache verify`."""
     for file in data["files"]:
         yield f"{file['name']}:{'' if file['faults'] else ' sound'}"
         yield from (f"  {fault}" for fault in file["faults"])
@@ -73,14 +73,14 @@ def verdict_lines(data: Json) -> Iterator[str | Text]:
 
 
 def merged_lines(data: Json) -> Iterator[str]:
-    """What `cache merge` did."""
+    """The lines of `cache merge`."""
     for each in data["merged"]:
         yield f"{each['file']}: {each['changed']} entries new or better, merged into {each['into']}"
         yield from _left_out(each["damaged"])
 
 
 def exported_lines(data: Json) -> Iterator[str]:
-    """What `cache export` wrote."""
+    """The lines of `cache export`."""
     yield f"{data['target']}: {data['products']} products and {data['layers']} layers from {data['file']}"
     yield from _left_out(data["damaged"])
 
@@ -90,7 +90,7 @@ def _left_out(damaged: Mapping[str, str]) -> Iterator[str]:
 
 
 def pruned_lines(data: Json) -> Iterator[str]:
-    """What `cache prune` removed or would remove."""
+    """The lines of `cache prune`, which removes the files or only lists them."""
     if not data["files"]:
         yield f"Nothing to remove in {data['directory']}."
         return

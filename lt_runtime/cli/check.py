@@ -1,4 +1,4 @@
-"""Checks whether a function of a script may be captured into a CUDA graph."""
+"""The command `check`: whether functions of a script may be captured into a CUDA graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares two profiles: which kernels came, went, or changed, and how much of each is transposes, copies and seeds."""
+"""The command `compare`: kernels and layers of two profiles, and the shares of transposes, copies and seeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FAMILIES: Final[Mapping[str, tuple[str, ...]]] = {
 """Kernels that a training step should not have, by words in their names."""
 _PLANNED: Final = "copies that a plan chose"
 _NOISES: Final = 3.0
-"""A change counts if it exceeds so many standard errors of the difference, and `_LEAST` of the time before."""
+"""A change must exceed this many standard errors of the difference, and the share `_LEAST` of the time before."""
 _LEAST: Final = 0.02
 _Row = TypeVar("_Row", Kernel, Layer)
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def changes_of(before: Report, after: Report) -> Iterator[Change]:
-    """What changed, the largest change of a step's time first."""
+    """All kernels of both profiles, the largest change of a step's time first."""
     pairs = _paired(before.kernels, after.kernels, lambda each: (each.name, each.layer, each.phase))
     found = [_change(first, second, before, after) for first, second in pairs]
     yield from sorted(found, key=lambda each: -abs((each.after_us or 0.0) - (each.before_us or 0.0)))
@@ -93,7 +93,7 @@ def layers_of(before: Report, after: Report) -> list[LayerChange]:
 
 
 def shares_of(before: Report, after: Report) -> dict[str, tuple[float, float]]:
-    """The shares of kernel time that each family of kernels takes which a step should not have, before and after."""
+    """The share of kernel time of each family, before and after."""
 
     def share(report: Report, family: str) -> float:
         return sum(each.share for each in report.kernels if family_of(each) == family)
@@ -102,7 +102,7 @@ def shares_of(before: Report, after: Report) -> dict[str, tuple[float, float]]:
 
 
 def family_of(kernel: Kernel) -> str:
-    """The family of a kernel; "" if it has none."""
+    """The family that a kernel belongs to by its name; "" for none."""
     if kernel.is_planned_copy:
         return _PLANNED
     name = kernel.name.lower()

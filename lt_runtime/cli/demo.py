@@ -1,4 +1,4 @@
-"""Trains a classifier of handwritten digits, on a GPU or with the NumPy reference."""
+"""The command `demo`: trains a classifier of handwritten digits, on a GPU or with the NumPy reference."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _SPLIT_SEED: Final = 1797  # the held-out fifth is the same whatever the trainin
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The content of the file that `--json` names.
+    """The content of the file of `--json`.
 
     Attributes:
         device: such as "cpu" or "cuda:0 (NVIDIA H200)".
         accuracy: on the held-out fifth, 0 to 1.
-        preparation_seconds: until the first step was done: compiling kernels, measuring layers, capturing the graph.
+        preparation_seconds: time to the end of the first step: compiles kernels, measures layers, captures the graph.
         samples_per_second: of the steps after the first, without those that were profiled.
         loss: of every step.
-        layers: where the time of a step went; empty without `--profile`.
+        layers: the time of each layer in a step; empty without `--profile`.
     """
 
     device: str
@@ -65,12 +65,12 @@ class Digits(NamedTuple):
 
     @property
     def batches(self) -> int:
-        """Batches of an epoch. The few samples that do not fill one are left out, others in each epoch."""
+        """Batches of an epoch. The samples that do not fill a batch are left out; they differ from epoch to epoch."""
         return len(self.labels) // _BATCH
 
 
 def load_digits() -> Digits:
-    """scikit-learn's 1,797 scanned digits of 8×8 pixels, a fixed fifth of them held out.
+    """Loads scikit-learn's 1,797 scanned digits of 8×8 pixels, of which a fixed fifth is held out.
 
     Raises:
         MissingLibraryError: scikit-learn is not installed.

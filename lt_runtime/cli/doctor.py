@@ -1,6 +1,6 @@
-"""Tells what lt_runtime can use of this machine, what is missing, what that prevents, and how to mend it.
+"""The command `doctor`: lists what lt_runtime finds on this machine, what is missing, and how to mend it.
 
-It runs with nothing but Python, so that it can tell of anything else.
+It needs no package but Python's own, so that it can report any other as missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CUDA_REQUIREMENTS: Final = {
     "CuPy": "cupy-cuda13x>=14",
     "CUPTI": "nvidia-cuda-cupti>=13,<14",
 }
-"""The requirements of the extra `cuda13`, by what each brings; a test holds the two equal."""
+"""The requirements of the extra `cuda13`, by the library that each contains; a test compares them with it."""
 
 PACKAGES: Final = (
     "cuda-bindings",
@@ -47,14 +47,14 @@ PACKAGES: Final = (
     "rich",
     "safetensors",
 )
-"""Distributions that lt_runtime cannot do without; a test holds them equal to those that it requires."""
+"""Distributions that lt_runtime requires; a test compares them with pyproject.toml."""
 
 _CUBLASLT_VARIABLE: Final = "LT_RUNTIME_CUBLASLT"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is missing or wrong, what that prevents, how to mend it, and whether this machine needs it."""
+    """Something missing or wrong, what it prevents, how to mend it, and whether this machine needs it."""
 
     what: str
     prevents: str
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that the doctor saw.
+    """The doctor's observations and findings.
 
     Attributes:
         version: of lt_runtime.
@@ -83,7 +83,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is there that this machine needs for what it can do."""
+        """Whether nothing is missing that this machine needs; a machine without a GPU needs no CUDA."""
         return not any(finding.needed for finding in self.findings)
 
 
@@ -91,14 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report, as tables or as one JSON object.
 
     Returns:
-        The exit status: 0 if everything is there that this machine needs for what it can do, else 1.
+        The exit status: 0 if nothing is missing that this machine needs, else 1.
     """
     report = examine()
     return show({"ok": report.ok, **asdict(report)}, report_lines(report), as_json=arguments.json)
 
 
 def examine() -> Report:
-    """Looks at everything once."""
+    """Runs all probes."""
     driver, gpus, cache = probes.driver(), probes.gpus(), probes.cache_directory()
     cuda = probes.cublaslt, probes.nvrtc, probes.cuda_headers, probes.cupy, probes.cupti
     looks: dict[str, probes.Look] = dict(zip(CUDA_REQUIREMENTS, cuda, strict=True))
@@ -113,7 +113,7 @@ def examine() -> Report:
 def diagnose(
     driver: Driver | None, gpus: Sequence[DeviceInfo], libraries: Sequence[Library], cache: CacheDirectory
 ) -> Iterator[Finding]:
-    """What follows from what was seen. On a machine without a GPU nothing is missed that only a GPU needs."""
+    """Findings from the results of the probes. Libraries for GPUs are missing only where there is a GPU."""
     problems = {library.name: library.problem for library in libraries if library.problem}
     yield from _missing(problems, {name: name for name in PACKAGES}, "all or parts of lt_runtime")
     yield from _hardware(driver, gpus)
@@ -138,7 +138,7 @@ def diagnose(
 
 
 def _missing(problems: Mapping[str, str], requirements: Mapping[str, str], prevents: str) -> Iterator[Finding]:
-    """One finding for all libraries of a kind, because one command installs them."""
+    """One finding for all missing libraries of a group, because one command installs them."""
     names = [name for name in requirements if name in problems]
     if names:
         what = "; ".join(f"{name}: {problems[name]}" for name in names)
@@ -164,7 +164,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def report_lines(report: Report) -> Iterator[str]:
-    """A report for people."""
+    """The report as lines of text."""
     yield from _machine(report)
     yield ""
     rows = [("Library", "Version", "Where")]

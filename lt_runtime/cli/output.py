@@ -1,4 +1,4 @@
-"""What the commands print: one JSON object, or lines and tables for people."""
+"""Printing for all commands: one JSON object, or lines and tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lt_runtime.files import replacing
 from lt_runtime.store.records import Json
 
 _WIDTH: Final = 160
-"""Columns of a table where no terminal says how many there are."""
+"""Columns of a table if stdout is not a terminal."""
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +30,7 @@ def show(result: Json, lines: Iterable[Line], *, as_json: bool) -> int:
     """Prints a command's result.
 
     Returns:
-        The exit status: 0, or 1 if `result["ok"]` says that something is not as it should be.
+        The exit status: 0 if `result["ok"]`, else 1.
     """
     if as_json:
         print(json.dumps(result, indent=2))
@@ -40,15 +40,15 @@ def show(result: Json, lines: Iterable[Line], *, as_json: bool) -> int:
 
 
 def print_lines(lines: Iterable[Line]) -> None:
-    """Prints for people. Plain lines need no other package."""
+    """Prints lines and tables. Plain lines need no package but Python's own."""
     for line in lines:
         print(line if isinstance(line, str) else _rendered(line))
 
 
 def _rendered(line: Text | Table) -> str:
-    """The text that Rich makes for this terminal.
+    """The text of a table or a styled line, as Rich formats it for this terminal.
 
-    Rich is given nothing to write, not even what was printed before, because it ends the process at a closed pipe.
+    Rich ends the process at a closed pipe, so that everything printed before is flushed first and Rich only formats.
     """
     from rich.console import Console
     from rich.table import Table
@@ -57,22 +57,22 @@ def _rendered(line: Text | Table) -> str:
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH
-    with console.capture() as captured:  # a line must not be broken, because people copy names from it; a table must
+    with console.capture() as captured:  # tables are wrapped; lines are not, because users copy names from them
         console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
     return captured.get().removesuffix("\n")
 
 
 def print_anything() -> None:
-    """Lets a terminal that lacks a character, such as µ, show its number instead."""
+    """Prints characters that stdout's encoding lacks, such as µ, as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def writable(option: str, path: Path) -> Path:
-    """The file that an option names, behind all symbolic links, for results that are written once they are known.
+    """Checks that the file of an option can be written, for results that come later; resolves symbolic links.
 
     Raises:
-        ArgumentError: it cannot be written; what is there is left as it was.
+        ArgumentError: it cannot be written. An existing file is unchanged in any case.
     """
     if not path.parent.is_dir():
         raise ArgumentError(f"{option} is {path}, but {path.parent} is no directory")
@@ -91,7 +91,7 @@ class _Probed(Exception):  # noqa: N818  # no error
 
 @contextlib.contextmanager
 def warnings_on_one_line(name: str) -> Iterator[None]:
-    """Warnings look like errors: neither shows a line of the code."""
+    """Shows warnings in the form of errors, without a line of code."""
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"{name}: {message}\n"
     try:

@@ -1,7 +1,7 @@
-"""One small look at each thing that lt_runtime depends on. Nothing of it is needed to look.
+"""The doctor's probes, one for each dependency of lt_runtime, which work without that dependency.
 
-Looking changes nothing: no file is written and no GPU context is made. A probe that fails says how instead of raising,
-because it is meant for broken installations.
+A probe writes no file and makes no GPU context. It reports failures instead of raising, because it is meant for broken
+installations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library, or a set of headers: its version and where it lies, or what is wrong with it."""
+    """A library or a set of headers: its version and path, or what is wrong with it."""
 
     name: str
     version: str | None = None
@@ -50,9 +50,9 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class CacheDirectory:
-    """Where compiled kernels and plans are kept, whether it can be used, and the bytes that its files take.
+    """The directory of compiled kernels and plans, whether it is writable, and the bytes of its files.
 
-    The path is None where the package that knows the platform's directories is missing.
+    The path is None if it is unknown, because the package platformdirs is missing.
     """
 
     path: str | None
@@ -62,7 +62,7 @@ class CacheDirectory:
 
 
 def library(name: str, look: Look) -> Library:
-    """What a look at a library finds."""
+    """Runs the probe of a library."""
     try:
         return Library(name, *look())
     except Exception as error:
@@ -84,7 +84,7 @@ def _cuda13(version: str) -> str:
 
 
 def cublaslt() -> tuple[str, str]:
-    """The library that carries out the matrix products."""
+    """Probes cuBLASLt."""
     from lt_runtime import cublaslt as bindings
 
     version = bindings.library.version_text(bindings.get_version())
@@ -92,7 +92,7 @@ def cublaslt() -> tuple[str, str]:
 
 
 def nvrtc() -> tuple[str, str]:
-    """The run-time compiler, loaded."""
+    """Probes NVRTC, the run-time compiler, by loading it."""
     from cuda.bindings import nvrtc as api
 
     from lt_runtime.gpu.compiler import nvrtc_libraries
@@ -105,7 +105,7 @@ def nvrtc() -> tuple[str, str]:
 
 
 def cupti() -> tuple[str, str]:
-    """The library by which profiles see kernels, found but not started: that would attach it to this process."""
+    """Probes CUPTI, which profiles need, without calling it: a call would attach it to this process."""
     from cuda import pathfinder
 
     found = pathfinder.load_nvidia_dynamic_lib("cupti").abs_path
@@ -113,7 +113,7 @@ def cupti() -> tuple[str, str]:
 
 
 def cuda_headers() -> tuple[str, str]:
-    """The headers that the kernels include; one of them states the version of all."""
+    """Probes the CUDA headers that the kernels include; one of them states the version."""
     from lt_runtime.gpu.compiler import runtime_headers
 
     directory = runtime_headers()
@@ -124,9 +124,9 @@ def cuda_headers() -> tuple[str, str]:
 
 
 def cupy() -> tuple[str, str]:
-    """CuPy, imported, because nothing less tells whether it works.
+    """Probes CuPy by importing it, because finding it does not tell whether it works.
 
-    Another process imports it, with a cache directory that exists, because the import would make one otherwise.
+    The import is made in another process. CuPy's cache directory is set to one that exists, so that none is made.
     """
     if importlib.util.find_spec("cupy") is None:
         raise ModuleNotFoundError("cupy")
@@ -141,7 +141,7 @@ def cupy() -> tuple[str, str]:
 
 
 def package(distribution: str) -> tuple[str, str]:
-    """A Python package, found but not imported."""
+    """Probes a Python package by finding it, without an import."""
     if importlib.util.find_spec(distribution.replace("-", ".")) is None:
         raise ModuleNotFoundError(distribution)
     found = importlib.metadata.distribution(distribution)
@@ -149,19 +149,19 @@ def package(distribution: str) -> tuple[str, str]:
 
 
 def driver(pci_devices: Path = PCI_DEVICES) -> Driver | None:
-    """The driver, or None where there is none and no NVIDIA GPU waits for one, or where its bindings are missing."""
+    """The driver; None if there is neither a driver nor an NVIDIA GPU, or if cuda-bindings is missing."""
     try:
         from cuda.bindings import driver as api
 
         from lt_runtime.gpu import devices
-    except ImportError:  # which is told where the packages are
+    except ImportError:  # the missing package has a finding of its own
         return None
     try:
         (status,) = api.cuInit(0)
     except RuntimeError:  # the bindings found no libcuda
         return Driver(problem="no libcuda.so.1") if nvidia_gpu_on_pci(pci_devices) else None
     _, version = api.cuDriverGetVersion()
-    # A driver without a device is not at fault: the machine may have no GPU, or all may be hidden.
+    # A driver without a device is no fault: the machine may have no GPU, or all may be hidden.
     fault = status and status != api.CUresult.CUDA_ERROR_NO_DEVICE
     problem = f"cuInit returned {status.name}" if fault else None
     return Driver(devices.kernel_driver_version(), (version // 1000, version % 1000 // 10), problem)
@@ -176,7 +176,7 @@ def nvidia_gpu_on_pci(devices: Path) -> bool:
 
 
 def gpus() -> tuple[DeviceInfo, ...]:
-    """The GPUs that CUDA sees; none where the driver cannot say, which `driver` reports."""
+    """The GPUs that CUDA lists; none if the driver fails, which `driver` reports."""
     try:
         from lt_runtime.gpu import devices
 
@@ -186,7 +186,7 @@ def gpus() -> tuple[DeviceInfo, ...]:
 
 
 def cache_directory() -> CacheDirectory:
-    """The cache directory, which need not exist yet."""
+    """Probes the cache directory, which need not exist yet."""
     try:
         path = paths.cache_directory()
     except ImportError as error:

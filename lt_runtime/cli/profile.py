@@ -1,4 +1,4 @@
-"""Runs a script under a profile and prints the report, or the commands that profile it with NVIDIA's tools."""
+"""The command `profile`: runs a script under a profile, or prints the commands of NVIDIA's profilers for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OUTPUT: Final = "lt_runtime-profile"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the script's exit status, or 1 if there is no report or nothing in it."""
+    """Returns the script's exit status, or 1 if there is no report or an empty one."""
     script: Path = arguments.script
     if not script.is_file():
         raise ArgumentError(f"SCRIPT is {script}, which is no file")
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Finds out whether all results can be written, before the script runs, and resolves the names of their files."""
+    """Checks that all results can be written, before the script runs, and resolves symbolic links."""
     for name in ("json", "trace", "plot"):
         path = getattr(arguments, name)
         if path is not None:
@@ -58,7 +58,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def _counts(steps: tuple[int, int] | None) -> dict[str, int]:
-    """How many steps are skipped, timed and traced. The first half of those asked for is timed, the rest is traced."""
+    """How many steps to skip, time and trace. The first half of `--steps` is timed, the rest is traced."""
     if steps is None:
         return {"skip": 0, "timed": _TIMED, "traced": _TRACED}
     first, end = steps
@@ -66,7 +66,7 @@ def _counts(steps: tuple[int, int] | None) -> dict[str, int]:
 
 
 def _show(file: Path, arguments: argparse.Namespace, status: int) -> int:
-    """Prints the report and writes the files; returns the script's status, or 1 if there was nothing to profile."""
+    """Prints the report and writes the files; returns the script's status, or 1 if the report is empty."""
     report = load(file)
     print_lines(report.lines())
     if arguments.json is not None:
@@ -85,7 +85,7 @@ def _say_there_is_none(status: int) -> int:
 
 
 def _print_commands(arguments: argparse.Namespace) -> None:
-    """Command lines for Nsight. The profile inside brackets the steps; tracing is left to the tool."""
+    """Prints command lines of Nsight, which records the steps between the profile's `cuProfilerStart` and `Stop`."""
     first, end = arguments.steps or (_TIMED, _TIMED + _TRACED)
     script = [sys.executable, "-m", "lt_runtime", "profile", "--steps", f"{first}:{end}", str(arguments.script)]
     script += arguments.arguments
@@ -96,7 +96,7 @@ def _print_commands(arguments: argparse.Namespace) -> None:
     if arguments.print_ncu:
         options = ["--set", "full", "--target-processes", "all", "--profile-from-start", "off"]
         if arguments.range is not None:
-            name = arguments.range.replace("/", r"\/")  # a slash by itself ends the name of a range
+            name = arguments.range.replace("/", r"\/")  # an unescaped slash would end the name of the range
             options += ["--nvtx", "--nvtx-include", f"lt_runtime@{name}/"]
         print(shlex.join(["ncu", *options, "-o", _OUTPUT, *script]))
-        print("# Kernels of a captured step are in no range: a layer is picked out of TrainStep(..., graph=False).")
+        print("# Kernels of a captured step are in no range: a range needs TrainStep(..., graph=False).")

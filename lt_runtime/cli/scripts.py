@@ -1,4 +1,4 @@
-"""Runs scripts as `python SCRIPT` would; as a module, under a profile: `python -m lt_runtime.cli.scripts`."""
+"""Runs scripts as `python SCRIPT` does. `python -m lt_runtime.cli.scripts` runs one under a profile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERRUPTED: Final = 130
 
 
 def run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]:
-    """What the script defines, and the exit status that Python would end with; a traceback is printed, as by Python."""
+    """Runs a script; returns its globals and the exit status of `python SCRIPT`. Prints tracebacks like Python."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
@@ -33,7 +33,7 @@ def run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]:
 
 
 def _within(traceback: TracebackType | None, script: str) -> TracebackType | None:
-    """A traceback from the first line of the script on; all of it if the script has not begun."""
+    """The part of a traceback that begins in the script; all of it if the script is not in it."""
     inner = traceback
     while inner is not None and inner.tb_frame.f_code.co_filename != script:
         inner = inner.tb_next
@@ -41,7 +41,7 @@ def _within(traceback: TracebackType | None, script: str) -> TracebackType | Non
 
 
 def _main(options: str, script: str, *arguments: str) -> int:
-    """Runs a script under a profile, and writes the report where `lt_runtime profile` reads it."""
+    """Runs a script under a profile, and writes the report to the file that `lt_runtime profile` reads."""
     asked = json.loads(options)
     report, trace = asked.pop("report"), asked.pop("trace")
     prof = Profile(**asked)

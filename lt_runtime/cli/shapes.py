@@ -1,4 +1,4 @@
-"""Files of shapes: the layers that they name, or the line and field where they are wrong.
+"""Reads files of shapes; errors name the line and the field that is wrong.
 
 A file is JSON like `presets.json`, or plain text with a layer "M N K" a line. Python's own parser reads the JSON a
 second time, because it knows the line of every value, which the module `json` does not.
@@ -20,21 +20,21 @@ PRESETS: Final = Path(__file__).parents[1] / "presets.json"
 _FIELDS: Final = ("M", "N", "K")
 _COMMENT: Final = "#"
 _LARGEST: Final = 1 << 17
-"""Bytes of a file, read in less than a second whatever it holds. The presets have a hundredth."""
+"""Limit of a file's bytes, a hundred times those of the presets; any such file is read in less than a second."""
 _MOST: Final = 2**63 - 1
-"""The largest size that any layer can have."""
+"""The largest size that a layer can have."""
 _SIZES: Final = "integers of at least 1, below 2**63"
 _SHOWN: Final = 60
 """Characters of a size that an error shows."""
 
 
 class Layers(NamedTuple):
-    """One layer that stands alone, or the layers of an MLP.
+    """A single layer, or the layers of an MLP.
 
     Attributes:
         rows: M of every layer.
         dims: inputs of the first layer, then outputs of each.
-        activation: as `lt.tune` takes it; None if the file does not say it.
+        activation: as `lt.tune` takes it; None if the file names none.
     """
 
     rows: int
@@ -43,14 +43,14 @@ class Layers(NamedTuple):
 
 
 Shapes: TypeAlias = dict[str, list[Layers]]
-"""The layers and MLPs of a file by name; the name is "" in plain text. A group of layers and an MLP may share one."""
+"""The layers and MLPs of a file by name; the name is "" in plain text. Layers and an MLP may have the same name."""
 
 
 def preset(name: str) -> list[Layers]:
     """Shapes that ship with the package.
 
     Raises:
-        ArgumentError: there are none of that name; the message lists the known ones.
+        ArgumentError: the name is unknown; the message lists the known names.
     """
     known = read_shapes(PRESETS)
     if name not in known:
@@ -59,10 +59,10 @@ def preset(name: str) -> list[Layers]:
 
 
 def read_shapes(path: Path) -> Shapes:
-    """The layers that a file names.
+    """Reads the layers of a file.
 
     Raises:
-        ArgumentError: the file cannot be read, or a line or field is not as it should be; the message says which.
+        ArgumentError: the file cannot be read, or a line or field is wrong; the message says which.
     """
     try:
         text = read_regular(path, _LARGEST).decode()
@@ -83,7 +83,7 @@ def _plain_layer(place: str, fields: list[str]) -> Layers:
     if len(fields) != len(_FIELDS):
         raise ArgumentError(f"{place} has {len(fields)} fields; accepted are three: M N K")
     for name, text in zip(_FIELDS, fields, strict=True):
-        # The digits are counted first, because Python refuses to read thousands.
+        # The digits are counted first, because Python refuses to convert thousands of them.
         if not (text.isascii() and text.isdigit() and len(text) <= len(str(_MOST)) and 1 <= int(text) <= _MOST):
             raise ArgumentError(f"{place}: {name} is {text[:_SHOWN]!r}; accepted are {_SIZES}")
     m, n, k = map(int, fields)
@@ -91,7 +91,7 @@ def _plain_layer(place: str, fields: list[str]) -> Layers:
 
 
 class _Field(NamedTuple):
-    """A value of a JSON file, which knows its line, and its name for errors."""
+    """A value of a JSON file, with its line and its name for errors."""
 
     path: Path
     name: str
@@ -103,7 +103,7 @@ class _Field(NamedTuple):
         return [self._replace(name=f"{self.name}[{i}]", node=each) for i, each in enumerate(self.node.elts)]
 
     def items(self, *accepted: str, prefix: str = "") -> Iterator[tuple[str, _Field]]:
-        """Names and values of an object, whose errors name them after a prefix; every name is accepted if none is."""
+        """Names and values of an object. Errors show a name after `prefix`; without `accepted` any name will do."""
         if not isinstance(self.node, ast.Dict):
             raise self._refusal("objects")
         for key, node in zip(self.node.keys, self.node.values, strict=True):

@@ -1,4 +1,4 @@
-"""Tunes layers before any training runs: reads shapes, hands their problems to the tuner, prints its report."""
+"""The command `warmup`: tunes layers before any training, and prints a table of the results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ INTERRUPTED: Final = 130
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tunes the problems that were asked for, and prints the report as a table or as one JSON object.
+    """Tunes the requested problems, and prints the report as a table or as one JSON object.
 
     Returns:
-        The exit status: 0, or 130 if it was interrupted; what was decided until then is kept and printed.
+        The exit status: 0, or 130 after an interrupt; results up to then are kept and printed.
 
     Raises:
         ArgumentError: an option or a file is not accepted.
         DeviceError: there is no such GPU.
-        LtError: the tuner failed; what was decided until then is kept and printed.
+        LtError: the tuner failed; results up to then are kept and printed.
     """
     chains = _chains(arguments)
     device = ordinal_of(arguments.device)
@@ -54,10 +54,10 @@ def _show(tuned: list[Tuned], *, is_complete: bool, as_json: bool) -> int:
 
 
 def _chains(arguments: argparse.Namespace) -> list[Chain | MatmulProblem]:
-    """Every chain of layers, and every product, that was asked for.
+    """All chains of layers and all products that the arguments name.
 
     Raises:
-        ArgumentError: nothing was asked for, or something that is not accepted.
+        ArgumentError: they name none, or a value is not accepted.
     """
     found: list[Chain | MatmulProblem] = []
     given, types = list(_layers(arguments)), dict.fromkeys(arguments.dtype or ["float32"])
