@@ -490,7 +490,7 @@ OPERATIONS: Final[dict[str, Prepare]] = {
     "cross_entropy": against_host("cross_entropy", (numbers(3), labels(3))),
     "mse_loss": against_host("mse_loss", (numbers(3), numbers(4))),
     "huber_loss": against_host("huber_loss", (numbers(3), numbers(4))),
-    "bce_with_logits": against_host("bce_with_logits", (numbers(3), numbers(4))),
+    "bce_with_logits": against_host("bce_with_logits", (numbers(3), np.abs(numbers(4)))),
     "dropout": against_host("dropout", (numbers(3),), p=0.5, rng=Philox(4)),
     "AdamW": _made_optimizer(max_norm=1.0, scaled=True),
     "AdamW.step": adamw(max_norm=0.5, weight_decay=0.1),

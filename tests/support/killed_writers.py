@@ -95,7 +95,7 @@ def kill_writers(kept: Kept, rounds: int) -> int:
     acknowledged: dict[str, int] = {}
     left = 0
     for number in range(rounds):
-        writers = [_Writer(kept, f"{writer}.", number * 1_000) for writer in range(_WRITERS)]
+        writers = [_Writer(kept, f"{writer}.", number * 1_001) for writer in range(_WRITERS)]
         time.sleep(random.uniform(0, _LONGEST_S))
         for writer in writers:
             acknowledged |= writer.kill()

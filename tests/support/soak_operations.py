@@ -99,7 +99,8 @@ def _loss(generator: Generator) -> Prepare:
     scores = attempts.numbers(seed, rows, classes)
     if _chance(generator):
         name = _pick(generator, ("mse_loss", "huber_loss", "bce_with_logits"))
-        return attempts.against_host(name, (scores, attempts.numbers(seed + 1, rows, classes)))
+        targets = attempts.numbers(seed + 1, rows, classes)
+        return attempts.against_host(name, (scores, np.abs(targets) if name == "bce_with_logits" else targets))
     return attempts.against_host("cross_entropy", (scores, attempts.labels(seed, rows, classes)))
 
 
