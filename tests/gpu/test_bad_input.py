@@ -1,4 +1,4 @@
-"""Every kind of bad input is refused before anything is launched or written."""
+"""Device arrays that calls refuse before anything is launched or written; other arguments are in the CPU's tests."""
 
 from __future__ import annotations
 
@@ -31,38 +31,65 @@ def _strided(rows: int, cols: int) -> Any:
     return cp.ones((2 * rows, 3 * cols), cp.float32)[::2, ::3]
 
 
-CASES: list[tuple[str, dict[str, Callable[[], Any]], type[LtError], str]] = [
-    ("shapes", {"w": lambda: _ones(N, K + 1)}, ShapeError, "w has shape"),
-    ("three axes", {"x": lambda: _ones(2, M, K)}, ShapeError, "x has shape"),
-    ("unsupported type", {"x": lambda: _ones(M, K, dtype=np.float64)}, DTypeError, "x has type float64"),
-    ("mixed types", {"w": lambda: _ones(N, K, dtype=np.float16)}, DTypeError, "w is float16 but x is float32"),
-    ("mixed devices", {"w": lambda: np.ones((N, K), np.float32)}, DeviceError, "w in host memory"),
-    ("no unit stride", {"w": lambda: _strided(N, K)}, LayoutError, r"w .*lt\.contiguous\(w\)"),
-    ("broadcast rows", {"x": lambda: cp.broadcast_to(_ones(K), (M, K))}, LayoutError, "x .*rows overlap"),
-    ("activation", {"activation": lambda: "softmax"}, ArgumentError, "'softmax'.*accepted"),
-    ("probability", {"dropout": lambda: 1.0}, ArgumentError, r"1\.0.*\[0, 1\)"),
-    ("negative probability", {"dropout": lambda: -0.1}, ArgumentError, r"-0\.1"),
-    ("no generator", {"dropout": lambda: 0.5}, ArgumentError, "rng"),
-    ("bias length", {"bias": lambda: _ones(N + 1)}, ShapeError, "bias has shape"),
-    ("bias axes", {"bias": lambda: _ones(1, N)}, ShapeError, "bias has shape"),
-    ("bias stride", {"bias": lambda: _ones(2 * N)[::2]}, LayoutError, "bias has stride"),
-    ("out shape", {"out": lambda: _ones(N, M)}, ShapeError, "out has shape"),
-    ("out type", {"out": lambda: _ones(M, N, dtype=np.float16)}, DTypeError, "out is float16"),
-    ("compute", {"compute": lambda: "fp8"}, ArgumentError, "'fp8'"),
-    ("stream", {"stream": lambda: "main"}, ArgumentError, "stream"),
+def _host(rows: int, cols: int) -> Any:
+    return np.ones((rows, cols), np.float32)
+
+
+FORWARD: list[tuple[dict[str, Callable[[], Any]], type[LtError], str]] = [
+    ({"w": lambda: _ones(N, K + 1)}, ShapeError, "w has shape"),
+    ({"x": lambda: _ones(M, K, dtype=np.float64)}, DTypeError, "x has type float64"),
+    ({"w": lambda: _ones(N, K, dtype=np.float16)}, DTypeError, "w is float16 but x is float32"),
+    ({"w": lambda: _host(N, K)}, DeviceError, "w in host memory"),
+    ({"w": lambda: _strided(N, K)}, LayoutError, r"w .*lt\.contiguous\(w\)"),
+    ({"x": lambda: cp.broadcast_to(_ones(K), (M, K))}, LayoutError, "x .*rows overlap"),
+    ({"bias": lambda: _ones(2 * N)[::2]}, LayoutError, "bias has stride"),
+    ({"out": lambda: _ones(M, N, dtype=np.float16)}, DTypeError, "out is float16"),
+]
+BACKWARD: list[tuple[dict[str, Callable[[], Any]], type[LtError], str]] = [
+    ({"dy": lambda: _ones(M, N, dtype=np.float16)}, DTypeError, "dy is float16"),
+    ({"dy": lambda: _host(M, N)}, DeviceError, "dy"),
+    ({"out_dx": lambda: _ones(K, M)}, ShapeError, "out_dx has shape"),
+]
+MATMUL: list[tuple[dict[str, Callable[[], Any]], type[LtError], str]] = [
+    ({"b": lambda: _host(K, N)}, DeviceError, "b in host memory"),
+    ({"a": lambda: _strided(M, K)}, LayoutError, "a .*neither axis is contiguous"),
+    ({"alpha": lambda: _ones(1)}, ArgumentError, "alpha and beta must both"),
+    ({"alpha": lambda: _ones(2), "beta": lambda: _ones(1)}, DTypeError, "alpha is float32 of shape"),
+    ({"alpha": lambda: _ones(1, dtype=np.float64), "beta": lambda: _ones(1)}, DTypeError, "alpha is float64"),
+    ({"epilogue": lambda: "gelu_aux", "aux": lambda: _ones(M, N)}, LayoutError, "aux has leading dimension 5"),
+    ({"epilogue": lambda: "gelu_aux", "aux": lambda: _ones(8, M)[:N].T}, LayoutError, "orders must be equal"),
+    ({"epilogue": lambda: "relu_aux", "aux": lambda: cp.zeros((M, 8), cp.uint8)}, LayoutError, "multiple of 16 bytes"),
+    ({"epilogue": lambda: "bgradb", "bias_gradient": lambda: _ones(2 * N)[::2]}, LayoutError, "bias_gradient has str"),
+    ({"out": lambda: cp.broadcast_to(_ones(1, N), (M, N))}, LayoutError, "out of shape .* its rows overlap"),
+    (
+        {"a": lambda: _ones(M, K, dtype="f8"), "b": lambda: _ones(K, N, dtype="f8"), "out": lambda: None}
+        | {"c": lambda: _ones(N, M, dtype="f8").T},
+        LayoutError,
+        "c is column-major and out row-major",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_forward(changes: dict[str, Callable[[], Any]], error: type[LtError], message: str) -> None:
-    out = cp.full((M, N), 7, cp.float32)
-    arguments: dict[str, Any] = {"x": _ones(M, K), "w": _ones(N, K), "bias": _ones(N), "out": out}
-    arguments |= {name: make() for name, make in changes.items()}
+@pytest.mark.parametrize(
+    ("operation", "changes", "error", "message"),
+    [
+        *((lt.linear_fwd, *case) for case in FORWARD),
+        *((lt.linear_bwd, *case) for case in BACKWARD),
+        *((lt.matmul, *case) for case in MATMUL),
+    ],
+)
+def test_refused(operation: Any, changes: dict[str, Callable[[], Any]], error: type[LtError], message: str) -> None:
+    arguments: dict[str, Any] = {"a": _ones(M, K), "b": _ones(K, N), "out": cp.full((M, N), 7, cp.float32)}
+    if operation is lt.linear_fwd:
+        arguments = {"x": arguments["a"], "w": _ones(N, K), "bias": _ones(N), "out": arguments["out"]}
+    elif operation is lt.linear_bwd:
+        _, ctx = lt.linear_fwd(_ones(M, K), _ones(N, K), _ones(N), activation="tanh")
+        arguments = {"dy": _ones(M, N), "ctx": ctx, "out_dw": cp.full((N, K), 7, cp.float32)}
+    written = arguments["out_dw" if operation is lt.linear_bwd else "out"]
     with pytest.raises(error, match=message):
-        lt.linear_fwd(**arguments)
-    assert (out == 7).all()
-    y = lt.linear(_ones(M, K), _ones(N, K))
-    assert (y == K).all(), "the stream must stay usable"
+        operation(**arguments | {name: make() for name, make in changes.items()})
+    assert (written == 7).all()
+    assert (lt.linear(_ones(M, K), _ones(N, K)) == K).all(), "the stream must stay usable"
 
 
 def test_outputs_that_share_memory() -> None:
@@ -83,26 +110,6 @@ def test_misaligned_address() -> None:
         lt.linear(x, _ones(N, K))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"dy": lambda: _ones(N, M)}, ShapeError, "dy has shape"),
-        ({"dy": lambda: _ones(M, N, dtype=np.float16)}, DTypeError, "dy is float16"),
-        ({"dy": lambda: np.ones((M, N), np.float32)}, DeviceError, "dy"),
-        ({"out_dx": lambda: _ones(K, M)}, ShapeError, "out_dx has shape"),
-        ({"accumulate": lambda: True, "out_dw": lambda: None}, ArgumentError, "out_dw"),
-    ],
-)
-def test_backward(arguments: dict[str, Callable[[], Any]], error: type[LtError], message: str) -> None:
-    _, ctx = lt.linear_fwd(_ones(M, K), _ones(N, K), _ones(N), activation="tanh")
-    dw = cp.full((N, K), 7, cp.float32)
-    call: dict[str, Any] = {"dy": _ones(M, N), "ctx": ctx, "out_dw": dw}
-    call |= {name: make() for name, make in arguments.items()}
-    with pytest.raises(error, match=message):
-        lt.linear_bwd(**call)
-    assert (dw == 7).all()
-
-
 def test_backward_outputs_that_share_memory() -> None:
     x, dy = _ones(M, K), _ones(M, K)
     _, ctx = lt.linear_fwd(x, _ones(K, K))
@@ -120,6 +127,16 @@ def test_the_layer_below_has_made_x() -> None:
         with pytest.raises(ArgumentError, match="whose y is not the x of ctx"):
             lt.linear_bwd(dy, above, through=below)
         lt.linear_bwd(dy, above, through=below, require_same=False)
+
+
+def test_products_that_share_memory() -> None:
+    a, b, c = _ones(8, 8), _ones(8, 8), _ones(8, 8)
+    with pytest.raises(OverlapError, match="out shares memory with a"):
+        lt.matmul(a, b, out=a)
+    with pytest.raises(OverlapError, match="out shares memory with c"):
+        lt.matmul(a, b, c, out=c.T[::-1][::-1])
+    assert lt.matmul(a, b, c, out=c) is c
+    assert (c == 9).all()
 
 
 def test_step_must_be_one_uint32_on_the_device() -> None:
