@@ -1,7 +1,7 @@
-"""What is measured or counted inside lt_runtime: single kernels and plans, a step's graph, and what a cache holds.
+"""Measurements of private parts of lt_runtime: single kernels, a step's graph, plans of a second process.
 
-This module, `judge`, `parts`, `priors` and `splits` are the only ones that import what is inside lt_runtime. Import
-them inside functions, so that a suite can run on another version of the package without them.
+Only this module, `splits` and the modules that fit untuned choices import private parts. Suites import them inside
+functions, so that with `--ours` a suite runs on other versions of the package.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Call = Callable[[], object]
 
 @contextlib.contextmanager
 def one_kernel_a_pass(fused: bool) -> Iterator[None]:
-    """Lets narrow MLPs that kernels take run in one kernel a pass, or layer by layer, whatever was measured."""
+    """Runs narrow MLPs in one kernel a pass or layer by layer within the block, whatever was measured."""
     kept = narrow.is_fused
     narrow.is_fused = lambda *_: fused
-    forget((), DEVICE)  # what a model has decided by then
+    forget((), DEVICE)  # decisions that models have made before
     try:
         yield
     finally:
@@ -64,7 +64,7 @@ def one_kernel_a_pass(fused: bool) -> Iterator[None]:
 def backward_pass(
     shape: tuple[int, int], dropout: float, rng: Mapping[str, int], *, db: bool, transposed: bool
 ) -> Callable[..., None]:
-    """A function of the addresses of dy, z and dz, and of a stream."""
+    """A function of the addresses of dy, z and dz, and of a stream, which launches the backward pass."""
     rows, cols = shape
     spec = Spec(packed(rows, cols))
     dz_spec = Spec(packed(cols, rows)).transposed if transposed else spec
@@ -81,7 +81,7 @@ def backward_pass(
 
 
 def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int]) -> Callable[..., None]:
-    """A function of the addresses of z and y, and of a stream."""
+    """A function of the addresses of z and y, and of a stream, which launches the forward pass."""
     spec = Spec(packed(*shape))
     problem = ForwardProblem(DType.BFLOAT16, Compute.FLOAT32, Activation("gelu"), x=spec, w=spec, y=spec, dropout=True)
     forward = ForwardPass(problem, 0, product=spec, product_dtype=problem.dtype, kept=None, adds_bias=False)
@@ -97,20 +97,19 @@ def _state(dropout: float, rng: Mapping[str, int]) -> DropoutState | None:
 
 
 def forget_plans(case: Any) -> None:
-    """Lets go of the plans in memory that another case, or another plan cache, has left for the problems of a case."""
+    """Drops the plans in memory for the problems of a case, which were made with another plan cache."""
     forget(chain_of(case).problems, DEVICE)
 
 
 def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
-    """Launches the operations of a step that has run once, as a graph on a stream.
+    """A function that launches the operations of a step that has run once, as a graph on a stream.
 
-    The step's own graph copies the batch before them, which those of its peers do not.
+    Unlike the step's own graph it does not copy the batch, as the graphs of the peers do not.
     """
-    gpu = step._gpu
-    (batches,) = gpu._batches.values()
+    gpu: Any = step._gpu
     with activated(DEVICE), captured._memory_from(gpu._pool):
         stream = private_stream(DEVICE, "training")
-        graph = Graph(lambda handle: gpu._body.run(batches.parts, gpu.tally, handle), stream)
+        graph = Graph(lambda handle: gpu._body.run(gpu._latest.parts, gpu.tally, handle), stream)
 
     def launch(stream: int, _held: object = step) -> None:
         graph.launch(stream)
@@ -119,22 +118,23 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
 
 
 def memory_of_step(step: lt.TrainStep) -> int:
-    """Bytes of a captured step's own memory: the pool of its graphs, and the scratch space of their streams."""
+    """Bytes of a captured step: the memory pool of its graphs, and the scratch buffers of their streams."""
     memory = stream_memory(DEVICE, private_stream(DEVICE, "training"))
     streams = [memory] if memory._branch is None else [memory, memory._branch]
-    return int(step._gpu._pool.total_bytes()) + sum(size for each in streams for _, size in each._buffers.values())
+    gpu: Any = step._gpu
+    return int(gpu._pool.total_bytes()) + sum(size for each in streams for _, size in each._buffers.values())
 
 
 # The suite `tuning`: plans in a process that finds every problem measured.
 
 
 class SecondProcess:
-    """What was built, and how often the clock was used, which every measurement does.
+    """Builds plans, and counts the measurements of this process by the uses of the clock.
 
     Attributes:
-        us: microseconds of building each plan, the first of which loads the libraries.
-        known: how many of the plans' problems had been measured.
-        measurements: how often this process measured itself.
+        us: microseconds of building each plan; the first also loads the libraries.
+        known: the number of problems that had been measured before.
+        measurements: the number of measurements in this process.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class SecondProcess:
         return plan
 
     def build(self, block: Any) -> None:
-        """The plans of all passes of a block."""
+        """Builds the plans of all passes of a block."""
         chain = chain_of(block)
         with activated(DEVICE):
             forwards = [self._build(make_layer_plan, layer.forward) for layer in chain.layers]

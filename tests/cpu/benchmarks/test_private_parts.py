@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
+import ml_dtypes  # noqa: F401  NumPy knows the name "bfloat16" once this is imported.
+import numpy as np
 import pytest
 
 from tests.support.fake_gpu import FakeGpu
@@ -35,7 +37,22 @@ def test_a_step_is_launched_by_its_graph_and_its_memory_is_counted(
         internals.launch_of(step)(gpu.cp.cuda.Stream().ptr)
     gpu.synchronize_all()
     assert optimizer.steps.item() == 2
-    monkeypatch.setattr(
-        step._gpu._pool, "total_bytes", lambda: 1 << 20, raising=False
-    )  # which the pretended pool lacks
+    # The pretended pool has no such method.
+    monkeypatch.setattr(step._gpu._pool, "total_bytes", lambda: 1 << 20, raising=False)
     assert internals.memory_of_step(step) >= 1 << 20
+
+
+def test_epilogue_kernels_run_alone(gpu: FakeGpu, internals: ModuleType) -> None:
+    rng, bf16 = {"seed": 1, "layer": 2, "step": 3}, np.dtype("bfloat16")
+    dy, z, dz = (gpu.cp.ones((16, 24), bf16) for _ in range(3))
+    internals.backward_pass((16, 24), 0.0, rng, db=True, transposed=False)(dy.data.ptr, z.data.ptr, dz.data.ptr, 0)
+    internals.forward_pass((16, 24), 0.5, rng)(z.data.ptr, dy.data.ptr, 0)
+    gpu.synchronize_all()
+    np.testing.assert_allclose(gpu.host_of(dz).astype(np.float32), 1.0830, rtol=1e-2)  # GELU'(1)
+    assert {*np.unique(gpu.host_of(dy).astype(np.float32)).round(1)} == {0.0, np.float32(1.7)}  # 2 GELU(1), or dropped
+
+
+def test_a_second_process_counts_its_plans(gpu: FakeGpu, internals: ModuleType) -> None:
+    process = internals.SecondProcess()
+    process.build(import_module("benchmarks.layers").Block("test", 16, 24, 8, "bf16", "gelu"))
+    assert (len(process.us), process.known, process.measurements) == (4, 0, 0)
