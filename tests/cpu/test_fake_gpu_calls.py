@@ -439,6 +439,8 @@ def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
     _, ctx = layer.forward()
     result = layer.backward(ctx)
     product.run()
+    with pytest.raises(gpu.lt.errors.CaptureError, match="bind a call to it before the capture"):
+        gpu.lt.bind(gpu.lt.matmul, **product.operands, stream=gpu.stream)
     graph = gpu.stream.end_capture()
     for seed in range(3):
         layer.refill(seed)

@@ -154,7 +154,19 @@ BAD: list[tuple[dict[str, Any], type[LtError], str]] = [
         r"alpha is float32 of shape \(2,\)",
     ),
     ({"alpha": np.ones(1, np.float32)}, ArgumentError, "alpha and beta must both be numbers, or both be arrays"),
+    ({"alpha": np.ones(1), "beta": np.ones(1, np.float32)}, DTypeError, "alpha is float64"),
     ({"aux": np.zeros((M, N), np.float32), "epilogue": "gelu_aux"}, LayoutError, "aux has leading dimension"),
+    ({"aux": np.zeros((N, 16), np.float32)[:, :M].T, "epilogue": "gelu_aux"}, LayoutError, "orders must be equal"),
+    ({"aux": np.zeros((M, 8), np.uint8), "epilogue": "relu_aux"}, LayoutError, "multiple of 16 bytes"),
+    ({"aux": np.zeros((N + M, 16), np.uint8), "epilogue": "relu_aux"}, ShapeError, "aux has shape"),
+    ({"bias": _draw(2 * N)[::2], "epilogue": "bias"}, LayoutError, "bias has stride"),
+    ({"bias": _draw(N).astype(np.float16), "epilogue": "bias"}, DTypeError, "bias is float16"),
+    ({"bias_gradient": _draw(2 * N)[::2], "epilogue": "bgradb"}, LayoutError, "bias_gradient has strides"),
+    (
+        {"c": _draw(N, M).T, "epilogue": "bgradb", "bias_gradient": _draw(N)},
+        LayoutError,
+        "c is column-major",
+    ),
 ]
 
 
