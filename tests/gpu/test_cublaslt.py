@@ -1,4 +1,4 @@
-"""The bindings where they need a GPU: handles, algorithms by id, checks, capabilities, the matrix transform."""
+"""Functions of the bindings that need a GPU: handles, algorithms by id, checks, capabilities, the matrix transform."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_capability_and_configuration_of_every_algorithm_is_readable(kind:
 
 
 def _read(read: Callable[[], int]) -> None:
-    with contextlib.suppress(MissingLibraryError):  # what this version of the library lacks
+    with contextlib.suppress(MissingLibraryError):  # this version of the library lacks the capability
         assert isinstance(read(), int)
 
 

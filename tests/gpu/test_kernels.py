@@ -1,29 +1,18 @@
-"""Kernels as the driver sees them."""
+"""Errors of the driver, and kernels over matrices of many rows or columns."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import cupy as cp
 import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import DriverError
-from lt_runtime.gpu import compiler
 from lt_runtime.gpu.driver import call
 
 
 def test_a_failing_driver_call_names_itself_and_its_status() -> None:
     with pytest.raises(DriverError, match=r"cuMemFree failed with CUDA_ERROR_INVALID_VALUE \(1\)"):
         call("cuMemFree", 12345)
-
-
-def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
-    dropout = ("dropout.cu", (("SCALAR", "float"), ("ALIGNED", "1"), ("BLOCKS", "1")), "sm_90")
-    first = compiler.compile_kernel(*dropout)
-    monkeypatch.setattr(compiler, "compile_cubin", None)
-    assert compiler.compile_kernel(*dropout) == first
 
 
 @pytest.mark.parametrize("shape", [(1, 3_000_000), (3_000_000, 1), (600_000, 8), (1, 3_000_001)])
