@@ -28,7 +28,7 @@ from lt_runtime.products.choose import Choose, configuration, heuristic_algorith
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.padded import PaddedPlan, padded_problem
 from lt_runtime.products.plan import AlgorithmPlan
-from lt_runtime.tuner.chain import Chain, Layer
+from lt_runtime.tuner.chain import Layer, LayerChain
 from lt_runtime.tuner.chain_operands import OperandSets
 from lt_runtime.tuner.operands import ProductOperands, operand_sets
 from lt_runtime.tuner.product_search import Candidates, launcher
@@ -97,7 +97,7 @@ def _by_strategies(
     plans = {(way, plan.strategy): plan for way, choose in WAYS.items() for plan in _plans(problem, choose)}
     products |= dict.fromkeys(each.problem for plan in plans.values() for each in plan.products.values())
     layer = Layer(problem) if isinstance(problem, ForwardProblem) else Layer(None, problem)
-    operands = OperandSets(bench, Chain((layer,)))
+    operands = OperandSets(bench, LayerChain((layer,)))
     times = operands.take_times({key: [(0, plan)] for key, plan in plans.items()}, _BUDGET_S, _ROUNDS)
     found: dict[str, dict[str, Timing]] = {way: {} for way in WAYS}
     for (way, strategy), each in times.items():

@@ -29,7 +29,7 @@ from lt_runtime.store.entries import LayerEntry
 from lt_runtime.store.keys import Problem, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.store.records import from_json
-from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.chain import LayerChain
 
 DEVICE = 0
 first_algorithm = partial(MatmulPlan, rank=0)
@@ -41,10 +41,10 @@ Entries = dict[str, dict[str, float]]
 """Microseconds by role and strategy; the chosen strategy comes first."""
 
 
-def chain_of(case: Any) -> Chain:
+def chain_of(case: Any) -> LayerChain:
     """The layers of a block or of a training step."""
     activation, dtype, compute = Activation(case.activation), DType(case.dtype), Compute(case.compute)
-    return Chain.of_mlp(case.rows, case.dims, activation, dtype, compute, input_gradient=case.input_gradient)
+    return LayerChain.of_mlp(case.rows, case.dims, activation, dtype, compute, input_gradient=case.input_gradient)
 
 
 class Plans(NamedTuple):
@@ -89,17 +89,17 @@ def split_of(plans: Plans) -> Split:
     return Split(plans.first.strategy, plans.second.strategy, plans.through.strategy, plans.last.strategy)
 
 
-def decided(chain: Chain) -> Plans:
+def decided(chain: LayerChain) -> Plans:
     """By what the tuner has left in the plan cache."""
     return _plans(chain, lambda each: make_layer_plan(each, DEVICE))
 
 
-def by_priors(chain: Chain) -> Plans:
+def by_priors(chain: LayerChain) -> Plans:
     """By the shipped priors and the library's heuristic, whatever was measured here."""
     return _plans(chain, lambda each: prior_plan(each, DEVICE, heuristic_algorithm))
 
 
-def by_split(chain: Chain, split: Split, choose: Choose = known_algorithm) -> Plans:
+def by_split(chain: LayerChain, split: Split, choose: Choose = known_algorithm) -> Plans:
     """By given strategies.
 
     Raises:
@@ -113,7 +113,7 @@ def by_split(chain: Chain, split: Split, choose: Choose = known_algorithm) -> Pl
     )
 
 
-def fused_first(chain: Chain) -> tuple[Plans, list[str]]:
+def fused_first(chain: LayerChain) -> tuple[Plans, list[str]]:
     """Everything that cuBLASLt can fuse, by the first algorithm that it offers, as libraries do that are only bindings.
 
     Also the strategies that it refused, in whose place less is fused.
@@ -131,7 +131,7 @@ def fused_first(chain: Chain) -> tuple[Plans, list[str]]:
     return _plans(chain, forward, backward), refused
 
 
-def split_first(chain: Chain) -> Plans:
+def split_first(chain: LayerChain) -> Plans:
     """Plain products by the first algorithm that is offered; our kernels do everything else."""
 
     def forward(problem: ForwardProblem) -> ForwardPlan:
@@ -142,7 +142,7 @@ def split_first(chain: Chain) -> Plans:
 
 
 def _plans(
-    chain: Chain,
+    chain: LayerChain,
     forward: Callable[[Any], Any],
     backward: Callable[[Any], Any] | None = None,
 ) -> Plans:
@@ -176,7 +176,7 @@ def _left_to_kernels(strategy: BackwardStrategy) -> int:
 
 
 def near(
-    chain: Chain, entries: Mapping[str, Mapping[str, float]], chosen: Split, factor: float, most: int
+    chain: LayerChain, entries: Mapping[str, Mapping[str, float]], chosen: Split, factor: float, most: int
 ) -> list[Split]:
     """Other splits than the chosen one that come within a factor of the best, by the tuner's times; the best first.
 
@@ -200,7 +200,7 @@ def near(
     return [each for each in others + [each for each in ranked if estimates[each] <= within] if each != chosen][:most]
 
 
-def entries_of(chain: Chain) -> Entries:
+def entries_of(chain: LayerChain) -> Entries:
     """The times of all strategies that the tuner has left in the plan cache, by pass.
 
     Backward through the first layer has a role for each thing that forward of that layer may keep.
@@ -210,7 +210,7 @@ def entries_of(chain: Chain) -> Entries:
     return {role: _times(problem, entry) for role, (problem, entry) in found.items() if entry is not None}
 
 
-def roles(chain: Chain) -> Iterator[tuple[str, LayerProblem]]:
+def roles(chain: LayerChain) -> Iterator[tuple[str, LayerProblem]]:
     """A block's problems by what they are for; backward through the first layer for each thing that may be kept."""
     first, second = (layer.forward for layer in chain.layers)
     yield "forward", first

@@ -90,7 +90,7 @@ def _by_strategies(problem: Any) -> dict[str, float]:
     from lt_runtime.plans.decisions import plan_for, priors_of
     from lt_runtime.problem import ForwardProblem
     from lt_runtime.products.choose import heuristic_algorithm
-    from lt_runtime.tuner.chain import Chain, Layer
+    from lt_runtime.tuner.chain import Layer, LayerChain
     from lt_runtime.tuner.chain_operands import OperandSets
     from lt_runtime.tuner.timing import workbench
 
@@ -101,7 +101,7 @@ def _by_strategies(problem: Any) -> dict[str, float]:
     layer = Layer(problem) if isinstance(problem, ForwardProblem) else Layer(None, problem)
     with workbench(DEVICE) as bench:
         contenders = {strategy: [(0, plan)] for strategy, plan in plans.items()}
-        times = OperandSets(bench, Chain((layer,))).take_times(contenders, _BUDGET_S, _ROUNDS)
+        times = OperandSets(bench, LayerChain((layer,))).take_times(contenders, _BUDGET_S, _ROUNDS)
     return {strategy_name(each): round(time.median_us, 3) for each, time in times.items()}
 
 

@@ -123,7 +123,6 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     add("--compute", choices=("float32", "tf32"), default="float32", help="how FP32 is computed (default: float32)")
     help_activation = f"of {', '.join(ACTIVATIONS)} (default: relu in an MLP, none for a layer that stands alone)"
     add("--activation", type=_names(*ACTIVATIONS), action="extend", metavar="NAMES", help=help_activation)
-    add("--effort", choices=("default", "deep"), default="default", help="deep tries many more algorithms")
     add("--device", help="the GPU: its ordinal, cuda or cuda:N (default: the current one)")
     add("--json", action="store_true", help="print one JSON object")
 

@@ -55,7 +55,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     yield "time", time_in_words(entry)
     for other in entry.alternatives if isinstance(entry, LayerEntry) else ():
         yield "slower", f"{choice_in_words(other)}: {other.us:.2f} µs"
-    yield "measured", f"{entry.when}, effort {entry.effort}"
+    yield "measured", entry.when
     yield from (("rejected", rejection_in_words(each)) for each in entry.rejected)
     if entry.barred is not None:
         yield "barred", entry.barred

@@ -13,7 +13,7 @@ from lt_runtime.ops.tuning import mlp_chain, ordinal_of
 from lt_runtime.problem import ComputeName, MatmulProblem
 from lt_runtime.store.recording import read_recorded
 from lt_runtime.tuner import search
-from lt_runtime.tuner.chain import Chain, chains_of
+from lt_runtime.tuner.chain import LayerChain, chains_of
 from lt_runtime.tuner.report import Tuned, TuningReport, progress_bar
 
 INTERRUPTED: Final = 130
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     tuned: list[Tuned] = []
     try:
         with progress_bar() as progress:
-            tuned.extend(search.tune_chains(chains, device, effort=arguments.effort, progress=progress))
+            tuned.extend(search.tune_chains(chains, device, progress=progress))
     except KeyboardInterrupt:
         _show(tuned, is_complete=False, as_json=arguments.json)
         return INTERRUPTED
@@ -53,13 +53,13 @@ def _show(tuned: list[Tuned], *, is_complete: bool, as_json: bool) -> int:
     return show(result, [report.table(), report.summary, *stopped], as_json=as_json)
 
 
-def _chains(arguments: argparse.Namespace) -> list[Chain | MatmulProblem]:
+def _chains(arguments: argparse.Namespace) -> list[LayerChain | MatmulProblem]:
     """All chains of layers and all products that the arguments name.
 
     Raises:
         ArgumentError: they name none, or a value is not accepted.
     """
-    found: list[Chain | MatmulProblem] = []
+    found: list[LayerChain | MatmulProblem] = []
     given, types = list(_layers(arguments)), dict.fromkeys(arguments.dtype or ["float32"])
     if arguments.compute == "tf32" and "float32" not in types:
         raise ArgumentError("--compute is tf32, which needs --dtype float32")

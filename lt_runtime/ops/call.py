@@ -144,7 +144,7 @@ def perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, sc
 
 def _perform(operation: Operation, arrays: tuple[Any, ...], options: Hashable, scalars: Any, stream: Any) -> Any:
     signature = signature_of(arrays)
-    if signature is not None and stream.__class__ is not Binding and asked_for.get() is None:
+    if signature is not None and stream.__class__ is not Binding and not asked_for.get():
         forms, addresses = signature
         device = forms[0][0]
         if device >= 0 and is_current(device):  # a tensor on the CPU is refused below, with or without a driver

@@ -1,21 +1,20 @@
-"""What is done of problems before they first run: other machines' algorithms are verified, and problems are tuned.
+"""Runs before the first use of a problem: verifies other machines' algorithms, and tunes the problem.
 
-This module only decides whether to measure. What measures is imported when the first problem is to be measured.
+This module only decides whether to measure. The modules that measure are imported at the first problem to be measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
-from lt_runtime.arguments import one_of
-from lt_runtime.environment import TUNE_VARIABLE, VARIABLES, setting
-from lt_runtime.errors import LtError
+from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import relaxed_captures
@@ -25,46 +24,39 @@ from lt_runtime.plans.mlp import known_mlp
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.choose import known_algorithm
 from lt_runtime.products.plan import AlgorithmPlan
-from lt_runtime.store.entries import EFFORTS, Effort, is_as_deep
 from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 
 if TYPE_CHECKING:
-    from lt_runtime.tuner.chain import Chain
+    from lt_runtime.tuner.chain import LayerChain
     from lt_runtime.tuner.report import Progress
 
+TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
+_MODES: Final = ("off", "first-use")
 
-asked_for: Final[ContextVar[Effort | None]] = ContextVar("lt_runtime_tuning", default=None)
-"""The effort at which the calling thread is to measure even what it has run before; None if it is not to."""
+asked_for: Final[ContextVar[bool]] = ContextVar("lt_runtime_tuning", default=False)
+"""Whether the calling thread is to measure problems that it has run before, too."""
 _is_switched_off: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_not_tuning", default=False)
 _is_busy: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_tuning", default=False)
-_seen: Final[set[tuple[Remembered | Chain, int, Effort]]] = set()
-"""Problems and chains that have been measured, or cannot be, with device and effort."""
+_seen: Final[set[tuple[Remembered | LayerChain, int]]] = set()
+"""Problems and chains that have been measured, or cannot be, each with its device."""
 _one_at_a_time = threading.Lock()
 _logger: Final = logging.getLogger("lt_runtime")
 
-for _name in VARIABLES:  # warns of meaningless values on the host too, where nothing else reads the variables
-    setting(_name)
-
 
 @contextlib.contextmanager
-def tuning(effort: Effort = "default") -> Iterator[None]:
-    """Within a `with` block, the calling thread measures problems that nobody has measured before it runs them.
+def tuning() -> Iterator[None]:
+    """Within a `with` block, the calling thread measures problems that are not in the plan cache before it runs them.
 
-    A layer's forward pass is decided together with the backward pass that goes with it. What is decided goes to the
-    plan cache and is used from then on, by other threads and processes as well. While its stream is being captured
-    nothing is measured. `LT_RUNTIME_TUNE=first-use` does the same for a whole process, at default effort, to problems
-    that it runs for the first time. A `TrainStep` needs neither. What other threads must not do while something is
-    measured stands at `lt.tune`.
+    A layer's forward pass is decided together with the backward pass that goes with it. The results go to the plan
+    cache; from then on other threads and processes use them as well. Nothing is measured while the thread's stream is
+    being captured. `LT_RUNTIME_TUNE=first-use` does the same for a whole process, for problems that it runs for the
+    first time. A `TrainStep` needs neither.
 
-    Args:
-        effort: "default" takes about a second a problem at most on an H200, "deep" tries many more algorithms. What
-            was measured with less effort is measured again.
-
-    Raises:
-        ArgumentError: the effort is neither.
+    While it measures, other threads must not synchronise with the whole device, as `torch.cuda.synchronize()` does:
+    `lt.tune` says what else is forbidden.
     """
-    token = asked_for.set(checked_effort(effort))
+    token = asked_for.set(True)
     try:
         yield
     finally:
@@ -73,7 +65,7 @@ def tuning(effort: Effort = "default") -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_tuning() -> Iterator[None]:
-    """Within a `with` block, the calling thread measures nothing that it meets, whoever else asks for it."""
+    """Within a `with` block, the calling thread measures none of the problems that it runs, whatever else is set."""
     token = _is_switched_off.set(True)
     try:
         yield
@@ -81,97 +73,99 @@ def not_tuning() -> Iterator[None]:
         _is_switched_off.reset(token)
 
 
-def checked_effort(effort: str) -> Effort:
-    """The effort of that name.
+def before_first_use(problem: Remembered, device: int) -> None:
+    """Verifies another machine's algorithms for a problem, and measures the problem if that is wanted and it is new.
+
+    A failure costs a warning, and the problem runs untuned.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: the environment variable has an unknown value.
     """
-    return cast(Effort, one_of("effort", effort, EFFORTS))
-
-
-def before_first_use(problem: Remembered, device: int) -> None:
-    """Verifies what another machine has measured of a problem, and measures what is not known, if that is asked for.
-
-    What cannot be done costs a warning, and the problem runs as it would without.
-    """
-    asked = asked_for.get() or ("default" if setting(TUNE_VARIABLE) == "first-use" else None)
-    effort = None if _is_switched_off.get() else asked
+    is_wanted = asked_for.get() or _mode() == "first-use"
     if _is_busy.get():
         return
     if plan_store(device).has_unproven:
         with _one_at_a_time:
             _prove(problem, device)
-    if effort is None or (problem, device, effort) in _seen:
+    if not is_wanted or _is_switched_off.get() or (problem, device) in _seen:
         return
     with _one_at_a_time:
-        _seen.add((problem, device, effort))
-        if not is_measured(problem, device, effort):
-            _tune(problem, device, effort)
+        if not is_measured(problem, device):
+            _tune(problem, device)
+        _seen.add((problem, device))
 
 
-def before_first_step(chains: Sequence[Chain], device: int, stream: int, effort: Effort) -> None:
-    """Measures what a training step is about to meet and nobody has measured, and the step's layers as a whole.
+def before_first_step(chains: Sequence[LayerChain], device: int, stream: int) -> None:
+    """Measures the problems of a training step that are not in the plan cache.
 
-    A terminal shows a bar meanwhile; where there is none, a line is logged. The stream is waited for, so that nothing
-    of the caller's runs beside what is measured. What cannot be done costs a warning, and the step runs as it would
-    without.
+    A terminal shows a progress bar; without one, a line is logged. The stream is waited for, so that none of the
+    caller's work runs during a measurement. A failure costs a warning, and the step runs untuned.
 
     Args:
         chains: the layers of the step, more than once if it runs them in several ways.
-        stream: that the step is on; nobody captures it.
+        stream: of the step, which is not being captured.
     """
     with _one_at_a_time:
-        new = [each for each in chains if (each, device, effort) not in _seen]
-        unknown = [each for each in new if not _is_known(each, device, effort)]
+        new = [each for each in chains if (each, device) not in _seen]
+        unknown = [each for each in new if not _is_known(each, device)]
         if unknown:
             with relaxed_captures():
                 call("cuStreamSynchronize", stream)
-            _tune_step(unknown, device, effort)
-        _seen.update((each, device, effort) for each in new)
+            _tune_step(unknown, device)
+        _seen.update((each, device) for each in new)
 
 
-def effort_of_step(tune: bool | None) -> Effort | None:
-    """The effort at which a training step measures what is not known; None if it is not to measure.
+def is_step_tuned(tune: bool | None) -> bool:
+    """Whether a training step measures its problems that are not in the plan cache.
 
     Args:
-        tune: what the step was made with, which decides before `tuning()`, and that before the environment.
+        tune: the step's own option, which comes before `tuning()`, which comes before the environment variable.
+
+    Raises:
+        ArgumentError: the environment variable has an unknown value.
     """
-    if tune is False:
-        return None
-    asked = asked_for.get()
-    return None if not tune and asked is None and setting(TUNE_VARIABLE) == "off" else asked or "default"
+    if tune is None:
+        return asked_for.get() or _mode() != "off"
+    return tune
 
 
-def is_measured(problem: Remembered, device: int, effort: Effort = "default") -> bool:
-    """Whether the plan cache knows a problem, measured with no less than an effort."""
+def _mode() -> str | None:
+    """The value of the environment variable; None if it is not set or empty."""
+    mode = os.environ.get(TUNE_VARIABLE) or None
+    if mode is not None and mode not in _MODES:
+        raise ArgumentError(f"{TUNE_VARIABLE} is {mode!r}; accepted are {' and '.join(map(repr, _MODES))}")
+    return mode
+
+
+def is_measured(problem: Remembered, device: int) -> bool:
+    """Whether the plan cache has an entry for a problem that may be used."""
     if isinstance(problem, MLPProblem):
-        return is_as_deep(known_mlp(problem, device), effort)
+        return known_mlp(problem, device) is not None
     store = plan_store(device)
     entry = store.product(problem_key(problem)) if isinstance(problem, MatmulProblem) else known_layer(problem, store)
-    return is_as_deep(entry, effort)
+    return entry is not None
 
 
-def _is_known(chain: Chain, device: int, effort: Effort) -> bool:
-    """Whether all problems of a chain are measured, and whether its layers run as a whole if kernels take them."""
+def _is_known(chain: LayerChain, device: int) -> bool:
+    """Whether all problems of a chain are measured, and whether to fuse it, if that is possible."""
     from lt_runtime.tuner.chain import as_decided
 
-    problems: list[Remembered] = [*as_decided(chain, plan_store(device), effort).problems]
+    problems: list[Remembered] = [*as_decided(chain, plan_store(device)).problems]
     if chain.narrow is not None and supports(chain.narrow, device):
         problems.append(chain.narrow)
-    return all(is_measured(each, device, effort) for each in problems)
+    return all(is_measured(each, device) for each in problems)
 
 
 def _prove(problem: Remembered, device: int) -> None:
-    """Verifies other machines' algorithms of those products that the problem's plan will be made of."""
-    if isinstance(problem, MLPProblem):  # which is made of no products
+    """Verifies other machines' algorithms for the products of a problem's plan."""
+    if isinstance(problem, MLPProblem):  # has no products
         return
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:
         store, key = plan_store(on), problem_key(product)
         entry = None if product.is_empty else store.unproven(key)
         if entry is not None:
-            from lt_runtime.tuner.proof import proven
+            from lt_runtime.tuner.product_search import proven
 
             store.put({key: proven(product, on, entry)})
         return known_algorithm(product, on)
@@ -183,18 +177,18 @@ def _prove(problem: Remembered, device: int) -> None:
         warnings.warn(f"merged algorithms could not be verified and are not used ({error})", stacklevel=2)
 
 
-def _tune(problem: Remembered, device: int, effort: Effort) -> None:
-    from lt_runtime.tuner.chain import Chain
+def _tune(problem: Remembered, device: int) -> None:
+    from lt_runtime.tuner.chain import LayerChain
 
-    given: Chain | MatmulProblem
+    given: LayerChain | MatmulProblem
     if isinstance(problem, MLPProblem):
-        given = Chain.of_narrow(problem)
+        given = LayerChain.of_narrow(problem)
     else:
-        given = problem if isinstance(problem, MatmulProblem) else Chain.of_problem(problem)
-    _measure([given], device, effort, str(problem))
+        given = problem if isinstance(problem, MatmulProblem) else LayerChain.of_problem(problem)
+    _measure([given], device, str(problem))
 
 
-def _tune_step(chains: Sequence[Chain], device: int, effort: Effort) -> None:
+def _tune_step(chains: Sequence[LayerChain], device: int) -> None:
     from lt_runtime.tuner.report import progress_bar
 
     layers = chains[0].forwards
@@ -202,17 +196,17 @@ def _tune_step(chains: Sequence[Chain], device: int, effort: Effort) -> None:
     with progress_bar() as progress:
         if progress is None:
             _logger.info("measuring what is fastest for %s; tune=False or %s=off leaves that out", what, TUNE_VARIABLE)
-        _measure(chains, device, effort, what, progress)
+        _measure(chains, device, what, progress)
 
 
 def _measure(
-    given: Sequence[Chain | MatmulProblem], device: int, effort: Effort, what: str, progress: Progress | None = None
+    given: Sequence[LayerChain | MatmulProblem], device: int, what: str, progress: Progress | None = None
 ) -> None:
     from lt_runtime.tuner import search
 
     token = _is_busy.set(True)
     try:
-        for _ in search.tune_chains(given, device, effort=effort, progress=progress):
+        for _ in search.tune_chains(given, device, progress=progress):
             pass
     except (LtError, MemoryError) as error:
         warnings.warn(f"{what} could not be tuned and runs untuned ({error})", stacklevel=2)

@@ -98,7 +98,7 @@ class Operation(ABC):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """The plan for the request's problem, from the plan cache; overridden by operations with only one plan."""
-        return cache.plan_of(request.problem, device, stream, before_first_use, anew=asked_for.get() is not None)
+        return cache.plan_of(request.problem, device, stream, before_first_use, anew=asked_for.get())
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
         """The request with the arrays that the plan saves for backward; `plan` is None on the host."""

@@ -1,4 +1,4 @@
-"""Tuning on request, and what has been decided."""
+"""Tuning on request, and explanations of the plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 from lt_runtime.arguments import by_layer, check_instance, flag, integer, integers, shown
 from lt_runtime.errors import ArgumentError, DeviceError
 from lt_runtime.gpu.devices import current_device, device_count, parse_device
-from lt_runtime.ops.first_use import checked_effort
 from lt_runtime.problem import (
     Activation,
     BackwardProblem,
@@ -24,7 +23,7 @@ from lt_runtime.problem import (
 )
 from lt_runtime.store.keys import Problem
 from lt_runtime.tuner import search
-from lt_runtime.tuner.chain import Chain, chains_of
+from lt_runtime.tuner.chain import LayerChain, chains_of
 from lt_runtime.tuner.explanation import Explanations, explain_chain, explain_problem
 from lt_runtime.tuner.report import TuningReport, progress_bar
 
@@ -42,19 +41,20 @@ def tune(
     dropout: float | Sequence[float] = 0.0,
     bias: bool | Sequence[bool] = True,
     input_gradient: bool | None = None,
-    effort: str = "default",
     device: Any = None,
     progress: bool = True,
 ) -> TuningReport:
     """Measures how the layers of a training step run fastest, and remembers it in the plan cache.
 
-    The layers are those of `lt.MLP(dims)`, every matrix row-major and without gaps. Other problems are tuned where
-    they are met, within `lt.tuning()`, or given as such. What was decided with no less effort is not measured again.
-    If it is interrupted, what has been decided is kept. What the GPU has not enough memory for costs a warning.
+    The layers are those of `lt.MLP(dims)`, every matrix row-major and without gaps. Other problems are given as such,
+    or tuned at their first run within `lt.tuning()`. Problems in the plan cache are not measured again. It takes about
+    a second a problem at most on an H200. An interruption (Ctrl-C) keeps the results so far, and the next call goes
+    on from there. Problems for which the GPU has not enough memory cost a warning.
 
     Tuning captures graphs. While it runs, other threads must not synchronise with the whole device
     (`torch.cuda.synchronize()`, `cupy.cuda.Device().synchronize()`, cuCtxSynchronize) nor call cudaMalloc or cudaFree:
-    during a capture such calls fail, and may invalidate it.
+    during a capture such calls fail, and may invalidate it. They may wait for streams and events, and launch work,
+    which makes the measurements less precise.
 
     Args:
         dims: inputs of the first layer, then outputs of each; or one or more problems, which leave no room for other
@@ -68,12 +68,11 @@ def tune(
         dropout: probability after each layer but the last; or a list or tuple with one for each layer.
         bias: whether the layers have a bias; or a list or tuple with one for each layer.
         input_gradient: whether the first layer's dx is wanted; if left out, only where it is the only layer.
-        effort: "default" takes about a second a problem at most on an H200, "deep" tries many more algorithms.
         device: the GPU, as an ordinal, "cuda:N" or a `torch.device`; the current one if None.
-        progress: show a bar, if standard error is a terminal.
+        progress: show a progress bar, if standard error is a terminal.
 
     Returns:
-        What was decided, with microseconds before and after; as text, a table.
+        The decisions, with microseconds before and after; as text, a table.
 
     Raises:
         ArgumentError: an option that is not accepted, or there is no such GPU.
@@ -82,12 +81,12 @@ def tune(
         CaptureError: a stream is being captured that this would disturb.
         GpuError: the driver, the compiler or cuBLASLt failed.
     """
-    checked, shows = checked_effort(effort), flag("progress", progress)
+    shows = flag("progress", progress)
     given = _given(dims, rows, activation, output_activation, dtype, compute, dropout, bias, input_gradient)
-    chains = [given] if isinstance(given, Chain) else chains_of(given)
+    chains = [given] if isinstance(given, LayerChain) else chains_of(given)
     ordinal = ordinal_of(device)
     with progress_bar(shown=shows) as show:
-        return TuningReport(search.tune_chains(chains, ordinal, effort=checked, progress=show))
+        return TuningReport(search.tune_chains(chains, ordinal, progress=show))
 
 
 def explain(
@@ -120,7 +119,7 @@ def explain(
     """
     given = _given(dims, rows, activation, output_activation, dtype, compute, dropout, bias, input_gradient)
     ordinal = ordinal_of(device)
-    if isinstance(given, Chain):
+    if isinstance(given, LayerChain):
         return explain_chain(given, ordinal)
     return Explanations(explain_problem(problem, ordinal) for problem in given)
 
@@ -140,7 +139,7 @@ def ordinal_of(device: object) -> int:
     return ordinal
 
 
-def _given(dims: Any, rows: int | None, *options: Any) -> Chain | list[Problem]:
+def _given(dims: Any, rows: int | None, *options: Any) -> LayerChain | list[Problem]:
     """The layers, or the problems, that were asked about."""
     problems = [dims] if isinstance(dims, _PROBLEMS) else [*dims] if isinstance(dims, Sequence) else []
     if any(isinstance(each, _PROBLEMS) for each in problems):
@@ -165,7 +164,7 @@ def mlp_chain(
     dropout: float | Sequence[float] = 0.0,
     bias: bool | Sequence[bool] = True,
     input_gradient: bool | None = None,
-) -> Chain:
+) -> LayerChain:
     """The layers of an MLP, or a layer that stands alone; arguments and errors are those of `tune`."""
     layers = len(dims) - 1
     if layers == 1 and not isinstance(dropout, (list, tuple)) and probability("dropout", dropout):
@@ -176,7 +175,7 @@ def mlp_chain(
     _, dropouts = by_layer("dropout", dropout, layers, probability, 0.0)
     _, biases = by_layer("bias", bias, layers, flag)
     kind = DType.parse("the chain", dtype)
-    return Chain.of_mlp(
+    return LayerChain.of_mlp(
         integer("rows", rows),
         integers("dims", dims),
         activations,

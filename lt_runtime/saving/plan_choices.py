@@ -102,7 +102,7 @@ def _problems(model: MLP, rows: int, device: int, store: PlanStore) -> Iterator[
     for chain in chains_of(model, rows, accumulates=True):
         if chain.narrow is not None:
             yield chain.narrow
-        for problem in as_decided(chain, store, "default").problems:
+        for problem in as_decided(chain, store).problems:
             yield problem
             if store.choice(problem_key(problem)) is not None:
                 yield from _products(problem, device)

@@ -13,17 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from types import NoneType
-from typing import Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.store.records import Json, field_types, from_json, to_json
 
-Effort: TypeAlias = Literal["default", "deep"]
 Strategy: TypeAlias = Mapping[str, str | bool | int | None]
 """How a layer is split, by name. The plans write it and read it; the store does not know the names."""
-
-EFFORTS: Final[tuple[str, ...]] = get_args(Effort)
-"""How many candidates a search tries, from few to many."""
 
 _DATE: Final = "%Y-%m-%dT%H:%M:%SZ"
 _DIGEST_DIGITS: Final = 16
@@ -64,7 +60,6 @@ _ACCEPTED: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
     "candidates": (lambda value: type(value) is int and value >= 1 and value in _INTEGERS, "integers of 1 or more"),
     "reason": (lambda value: isinstance(value, str), "texts"),
     "barred": (lambda value: value is None or isinstance(value, str), "texts and None"),
-    "effort": (lambda value: value in EFFORTS, ", ".join(EFFORTS)),
     "when": (_is_date, "dates in UTC such as 2026-01-31T23:59:59Z"),
 }
 """What each field accepts, by its name, which means the same in every class below."""
@@ -127,8 +122,6 @@ class ProductEntry(_Checked):
         spread: interquartile range of the times in µs.
         candidates: number of algorithms that were measured.
         rejected: algorithms that were tried and must not be used.
-        in_chain: whether the choice was made inside a chain of layers; such a choice outranks one made alone.
-        effort: how hard the tuner searched.
         when: date and time of the measurement, in UTC.
         barred: why the entry must not be used any more; None while it may be used.
 
@@ -143,8 +136,6 @@ class ProductEntry(_Checked):
     spread: float
     candidates: int
     rejected: tuple[RejectedAlgorithm, ...] = ()
-    in_chain: bool = False
-    effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None
 
@@ -173,7 +164,7 @@ class LayerEntry(_Checked):
         us: median time in µs of the whole layer.
         alternatives: strategies that were measured and were slower.
         rejected: strategies that were tried and must not be used.
-        in_chain, effort, when, barred: as in `ProductEntry`.
+        when, barred: as in `ProductEntry`.
 
     Raises:
         ArgumentError: a value is not one of those accepted.
@@ -183,8 +174,6 @@ class LayerEntry(_Checked):
     us: float
     alternatives: tuple[Alternative, ...] = ()
     rejected: tuple[RejectedStrategy, ...] = ()
-    in_chain: bool = False
-    effort: Effort = "default"
     when: str = field(default_factory=now)
     barred: str | None = None
 
@@ -203,16 +192,11 @@ Entry: TypeAlias = ProductEntry | LayerEntry
 Kind = TypeVar("Kind", ProductEntry, LayerEntry)
 
 
-def is_as_deep(entry: Entry | None, effort: str) -> bool:
-    """Whether there is an entry, and the search for it was at least as hard as `effort`."""
-    return entry is not None and EFFORTS.index(entry.effort) >= EFFORTS.index(effort)
-
-
 def better(ours: Kind, theirs: Kind) -> Kind:
     """Which of two entries for one problem is kept. The order of several merges does not change the result.
 
-    The deeper search wins, then the choice made inside a chain, then the later, then the faster one; of equal ones that
-    with an algorithm. A barred entry loses to any other, which then lists it among what it rejects.
+    The later one is kept, then the faster one; of equal ones the one with an algorithm. A barred entry loses to any
+    other, which then lists the barred choice among those it rejects.
     """
     if replace(ours, barred=None) == replace(theirs, barred=None):
         return theirs if ours.barred is None else ours
@@ -225,9 +209,8 @@ def better(ours: Kind, theirs: Kind) -> Kind:
     return replace(theirs, rejected=(*theirs.rejected, ours.rejection))
 
 
-def _rank(entry: Entry) -> tuple[int, bool, str, float, int, bool, str]:
-    of_search = EFFORTS.index(entry.effort), entry.in_chain, entry.when, -entry.us, len(entry.rejected)
-    return *of_search, entry.is_usable, str(entry)
+def _rank(entry: Entry) -> tuple[str, float, int, bool, str]:
+    return entry.when, -entry.us, len(entry.rejected), entry.is_usable, str(entry)
 
 
 def signed(key: str, entry: Entry) -> Json:

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 from lt_runtime.problem import BackwardProblem, ForwardProblem, MatmulProblem, MLPProblem
 from lt_runtime.store.records import field_types
 
-SCHEMA: Final = 4
+SCHEMA: Final = 5
 """Version of keys, entries and files. Nothing written under another version is read."""
 
 Problem: TypeAlias = MatmulProblem | ForwardProblem | BackwardProblem

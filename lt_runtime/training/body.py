@@ -16,21 +16,21 @@ from lt_runtime.training.mlp import MLP, backward_layer
 from lt_runtime.training.tally import Scores, Tally
 
 if TYPE_CHECKING:
-    from lt_runtime.tuner.chain import Chain
+    from lt_runtime.tuner.chain import LayerChain
 
 IGNORE_INDEX: Final = -100
 
 
-def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[Chain]:
+def chains_of(model: MLP, rows: int, *, accumulates: bool) -> list[LayerChain]:
     """The problems of a model's layers in a training step, for the tuner.
 
     Args:
         rows: of a micro-batch.
         accumulates: whether a step has several micro-batches, of which all but the first add to the gradients.
     """
-    from lt_runtime.tuner.chain import Chain  # imported here, because only tuning needs it
+    from lt_runtime.tuner.chain import LayerChain  # imported here, because only tuning needs it
 
-    chain = Chain.of_mlp(
+    chain = LayerChain.of_mlp(
         rows,
         model.dims,
         [each.activation for each in model.layers],

@@ -27,7 +27,7 @@ from lt_runtime.gpu.graphs import Graph
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
 from lt_runtime.ops._adamw_parameters import changes, check_masters
-from lt_runtime.ops.first_use import before_first_step, effort_of_step, not_tuning
+from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
 from lt_runtime.ranges import range_of
 from lt_runtime.training.body import StepBody, chains_of
 from lt_runtime.training.inputs import Batch, read_batch
@@ -286,10 +286,9 @@ class GpuStep:
 
     def _measure(self, batch: Batch, stream: int) -> None:
         """Tunes the layers for a batch size, if that is asked for and the plan cache does not know them."""
-        effort = effort_of_step(self._tune)
-        if effort is not None and not is_captured(stream):
+        if is_step_tuned(self._tune) and not is_captured(stream):
             rows, several = batch[0].shape[0] // self._parts, self._parts > 1
-            before_first_step(chains_of(self._body.model, rows, accumulates=several), self._device, stream, effort)
+            before_first_step(chains_of(self._body.model, rows, accumulates=several), self._device, stream)
 
     def _tuning_off(self) -> AbstractContextManager[None]:
         """With `tune=False`, keeps the step's operations from being tuned at their first use."""

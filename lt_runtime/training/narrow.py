@@ -47,7 +47,7 @@ class NarrowPasses:
         if self._generation is not cache.generation:
             self._chosen, self._generation = {}, cache.generation
         key = int(shape[0]), backward
-        if key not in self._chosen or asked_for.get() is not None:
+        if key not in self._chosen or asked_for.get():
             self._chosen[key] = self._choose(*key)
         return self._chosen[key]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -25,7 +25,6 @@ from lt_runtime.problem import (
     Saved,
     Spec,
 )
-from lt_runtime.store.entries import is_as_deep
 from lt_runtime.store.keys import Problem
 from lt_runtime.store.plan_store import PlanStore
 
@@ -48,7 +47,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class LayerChain:
     """Layers in the order in which their forward passes run.
 
     Layer i's y is layer i+1's x, and layer i+1's dx is layer i's dy. A backward problem with an `input_derivative`
@@ -71,7 +70,7 @@ class Chain:
         dropout: bool | Sequence[bool] = False,
         bias: bool | Sequence[bool] = True,
         input_gradient: bool = False,
-    ) -> Chain:
+    ) -> LayerChain:
         """The problems of a training step of an MLP; every matrix is row-major, without gaps.
 
         Args:
@@ -111,14 +110,14 @@ class Chain:
         return cls(tuple(map(Layer, forwards, backwards)))
 
     @classmethod
-    def of_problem(cls, problem: LayerProblem) -> Chain:
+    def of_problem(cls, problem: LayerProblem) -> LayerChain:
         """A chain of one problem; a forward problem that keeps something for backward has its `plain_backward` too."""
         if isinstance(problem, BackwardProblem):
             return cls((Layer(None, problem),))
         return cls((Layer(problem, plain_backward(problem) if problem.backward else None),))
 
     @classmethod
-    def of_narrow(cls, problem: MLPProblem) -> Chain:
+    def of_narrow(cls, problem: MLPProblem) -> LayerChain:
         """The layers of a narrow MLP."""
         last = len(problem.dims) - 2
         activations = [problem.activation if i < last else _LINEAR for i in range(last + 1)]
@@ -138,7 +137,7 @@ class Chain:
         dims = (first.x.layout.cols, *(each.y.layout.cols for each in forwards))
         biases, backward = tuple(each.bias is not None for each in forwards), bool(self.backwards)
         problem = MLPProblem(first.dtype, first.x.layout.rows, dims, biases, first.activation, backward)
-        return problem if Chain.of_narrow(problem) == self else None
+        return problem if LayerChain.of_narrow(problem) == self else None
 
     @property
     def forwards(self) -> dict[int, ForwardProblem]:
@@ -171,7 +170,7 @@ class Chain:
                 return (at, field) if index in self.forwards and derivative.saved is not Saved.NOTHING else None
         return None
 
-    def keeping(self, saved: Mapping[int, Saved | None]) -> Chain:
+    def keeping(self, saved: Mapping[int, Saved | None]) -> LayerChain:
         """The chain with other things kept by forward passes, by the index of their layer; None changes nothing."""
         layers = [*self.layers]
         for index, kept in saved.items():
@@ -182,7 +181,7 @@ class Chain:
                 spec = _saved_spec(self.forwards[index], kept)
                 derivative = replace(getattr(backward, field), saved=kept, saved_spec=spec)
                 layers[at] = layers[at]._replace(backward=replace(backward, **{field: derivative}))
-        return Chain(tuple(layers))
+        return LayerChain(tuple(layers))
 
     @property
     def parts(self) -> list[Part]:
@@ -196,50 +195,34 @@ class Chain:
         read = [Part(*each) for each in readers.items()]
         return [*alone, *sorted([*rest, *read], key=lambda part: -(part.backward or 0))]
 
-    def cut(self, part: Part) -> Chain:
+    def cut(self, part: Part) -> LayerChain:
         """A part as a chain of its own."""
         forward = None if part.forward is None else self.layers[part.forward].forward
         backward = None if part.backward is None else self.layers[part.backward].backward
         if None in part or part.forward == part.backward:
-            return Chain((Layer(forward, backward),))
-        return Chain((Layer(forward), Layer(None, backward)))
+            return LayerChain((Layer(forward, backward),))
+        return LayerChain((Layer(forward), Layer(None, backward)))
 
     @property
-    def accumulating(self) -> Chain:
+    def accumulating(self) -> LayerChain:
         """The chain with gradients of parameters that are added to what their buffers hold."""
-        return Chain(
+        return LayerChain(
             tuple(
                 layer._replace(backward=layer.backward and replace(layer.backward, accumulate=True))
                 for layer in self.layers
             )
         )
 
-    def only(self, problems: Container[LayerProblem]) -> Chain:
-        """The chain without the problems that are not among these."""
-        return Chain(tuple(Layer._make(each if each in problems else None for each in layer) for layer in self.layers))
 
-    @property
-    def condensed(self) -> Chain:
-        """The chain with blocks of layers that repeat directly there once, as nothing more is learnt from the rest."""
-        kept: list[Layer] = []
-        for layer in self.layers:
-            kept.append(layer)
-            for size in range(1, len(kept) // 2 + 1):
-                if kept[-size:] == kept[-2 * size : -size]:
-                    del kept[-size:]
-                    break
-        return Chain(tuple(kept))
-
-
-def saved_as(problem: ForwardProblem, store: PlanStore, effort: str) -> Saved | None:
-    """What a forward problem was decided to keep, with no less effort; None if nothing was decided."""
+def saved_as(problem: ForwardProblem, store: PlanStore) -> Saved | None:
+    """The tensor that a forward problem saves by its entry in the plan cache; None without an entry."""
     entry = known_layer(problem, store)
-    return Saved(entry.strategy["saved"]) if entry is not None and is_as_deep(entry, effort) else None
+    return None if entry is None else Saved(entry.strategy["saved"])
 
 
-def as_decided(chain: Chain, store: PlanStore, effort: str) -> Chain:
-    """A chain with what its forward problems were decided to keep."""
-    return chain.keeping({index: saved_as(each, store, effort) for index, each in chain.forwards.items()})
+def as_decided(chain: LayerChain, store: PlanStore) -> LayerChain:
+    """A chain whose forward problems save the tensors that the plan cache says."""
+    return chain.keeping({index: saved_as(each, store) for index, each in chain.forwards.items()})
 
 
 def saved_kinds(problem: ForwardProblem) -> tuple[Saved, ...]:
@@ -281,7 +264,7 @@ def _spec(rows: int, cols: int) -> Spec:
     return Spec(packed(rows, cols))
 
 
-def chains_of(problems: Iterable[Problem]) -> list[Chain | MatmulProblem]:
+def chains_of(problems: Iterable[Problem]) -> list[LayerChain | MatmulProblem]:
     """Chains of problems that come as a flat list, such as a recording; a matrix product stands for itself.
 
     This is the only place that concludes from equal shapes which problems belong together. A forward problem that
@@ -293,7 +276,7 @@ def chains_of(problems: Iterable[Problem]) -> list[Chain | MatmulProblem]:
     chains = [_with_forwards(run, forwards) for run in _joined(backwards, _is_below)]
     taken = {layer.forward for chain in chains for layer in chain.layers}
     left = _joined((each for each in forwards if each not in taken), _is_above)
-    inference = [Chain(tuple(Layer(each) for each in run)) for run in left]
+    inference = [LayerChain(tuple(Layer(each) for each in run)) for run in left]
     return [*inference, *chains, *(each for each in distinct if isinstance(each, MatmulProblem))]
 
 
@@ -323,7 +306,7 @@ def _is_above(below: ForwardProblem, above: ForwardProblem) -> bool:
     return _types(above) == _types(below) and below.y == above.x
 
 
-def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[ForwardProblem]) -> Chain:
+def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[ForwardProblem]) -> LayerChain:
     """A chain of the backward problems, that of the top layer first, with the forward problems that go with them.
 
     Of several that fit, the forward passes come in the opposite order. Layers that are alike share one problem.
@@ -339,7 +322,7 @@ def _with_forwards(backwards: Iterable[BackwardProblem], forwards: Sequence[Forw
     if above is not None and above.input_derivative is not None:
         below = next((each for each in reversed(forwards) if _is_layer_below(each, above)), None)
         layers[:0] = [] if below is None else [Layer(below)]
-    return Chain(tuple(layers))
+    return LayerChain(tuple(layers))
 
 
 def _is_same_layer(forward: ForwardProblem, backward: BackwardProblem, above: BackwardProblem | None) -> bool:

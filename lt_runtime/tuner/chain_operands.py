@@ -15,7 +15,7 @@ from lt_runtime.plans.decisions import LayerPlan, LayerProblem
 from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import BackwardProblem, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_threshold
-from lt_runtime.tuner.chain import Chain, saved_kinds
+from lt_runtime.tuner.chain import LayerChain, saved_kinds
 from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Operands, operand_sets
 from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 
@@ -104,7 +104,7 @@ class ChainOperands(Operands):
         chain: none of its problems is empty.
     """
 
-    def __init__(self, xp: Any, chain: Chain) -> None:
+    def __init__(self, xp: Any, chain: LayerChain) -> None:
         super().__init__()
         self._results: dict[str, Tensor] = {}
         for layer, problem in chain.runs:
@@ -168,17 +168,17 @@ class OperandSets:
         measured: how many contenders were timed on them.
     """
 
-    def __init__(self, bench: Bench, chain: Chain) -> None:
+    def __init__(self, bench: Bench, chain: LayerChain) -> None:
         self._clock, self._dtype = bench.clock, chain.problems[0].dtype
         self._sets = operand_sets(lambda: ChainOperands(bench.xp, chain), bench.device)
         self.measured = 0
 
     def take_times(
-        self, contenders: Mapping[Name, Placed], budget_s: float, rounds: int, *, in_a_loop: bool = False
+        self, contenders: Mapping[Name, Placed], budget_s: float, rounds: int, **options: Any
     ) -> dict[Name, Timing]:
-        """Times plans against each other; see `timing.take_times`."""
+        """Times plans against each other; arguments and errors are those of `timing.take_times`."""
         launches = {name: self._launch(plans) for name, plans in contenders.items()}
-        timings = take_times(launches, self._clock, len(self._sets), budget_s, rounds, in_a_loop=in_a_loop)
+        timings = take_times(launches, self._clock, len(self._sets), budget_s, rounds, **options)
         self.measured += len(timings)
         return timings
 

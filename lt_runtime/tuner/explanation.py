@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lt_runtime.gpu.devices import activated, device_attributes, device_info
+from lt_runtime.gpu.devices import activated
 from lt_runtime.kernels.mlp import supports
 from lt_runtime.plans.decisions import make_layer_plan
 from lt_runtime.plans.mlp import FUSED_MLP, is_fused, known_mlp
@@ -19,8 +19,8 @@ from lt_runtime.store.keys import Problem, Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.store.records import to_json
 from lt_runtime.tuner import report
-from lt_runtime.tuner.chain import Chain
-from lt_runtime.tuner.roofline import Hardware, least_us
+from lt_runtime.tuner.chain import LayerChain
+from lt_runtime.tuner.roofline import hardware, least_us
 
 _LABEL = 10  # columns
 
@@ -117,7 +117,7 @@ class Explanations(tuple[Explanation, ...]):
     __str__ = __repr__
 
 
-def explain_chain(chain: Chain, device: int) -> Explanations:
+def explain_chain(chain: LayerChain, device: int) -> Explanations:
     """A chain's problems in the order in which they run, backward from what forward keeps.
 
     Raises:
@@ -175,10 +175,3 @@ def _explained(name: str, plan: AlgorithmPlan, device: int) -> ProductExplanatio
     algorithm = "" if problem.is_empty else report.algorithm_in_words(configuration(plan.blob))
     entry = plan_store(device).product(problem_key(problem))
     return ProductExplanation(name, report.describe(problem), algorithm, entry)
-
-
-def hardware(device: int) -> Hardware:
-    """What a GPU's speed follows from."""
-    info = device_info(device)
-    highest = device_attributes(device, "CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
-    return Hardware(info.capability, info.multiprocessors, *highest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -11,135 +11,129 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.kernels.call import Call
 from lt_runtime.problem import MatmulProblem
-from lt_runtime.products.choose import configuration, known_algorithm, plan_from_blob
+from lt_runtime.products.choose import configuration, known_algorithm, plan_from_blob, plan_from_config
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.methods import METHODS, Method, fastest_first
 from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.products.plan import AlgorithmPlan, Plan
-from lt_runtime.store.entries import Effort, ProductEntry, RejectedAlgorithm, now
+from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm, now
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuner.candidates import deep_candidates, heuristic_candidates
+from lt_runtime.tuner.candidates import heuristic_candidates
 from lt_runtime.tuner.operands import NORMAL, ProductOperands, operand_sets
-from lt_runtime.tuner.timing import Bench, Launch, Timing, fastest, take_times
+from lt_runtime.tuner.race import race
+from lt_runtime.tuner.roofline import floor_us
+from lt_runtime.tuner.timing import Bench, Launch, Timing, take_times, workbench
 from lt_runtime.tuner.verification import verify
 
-BUDGET_S: Final = {"default": 2.0, "deep": 20.0}
-"""Seconds of timing after which nothing more is timed, by effort; see `Stopwatch`."""
+BUDGET_S: Final = 2.0
+"""Seconds of timing a product by itself, after which no further candidate is timed; see `Stopwatch`."""
+_LEAST_S: Final = 0.05
 _FIRST: Final = "first"
+_NOT_LEAN: Final = "cannot be launched as at most two kernels and nothing else"
 
 
-def find_algorithm(bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> ProductEntry:
-    """The fastest algorithm for a product whose results are right.
+def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGET_S) -> ProductEntry:
+    """The entry for the plan cache with the fastest algorithm for a product whose results are right.
+
+    It rejects the algorithms that cannot be launched, are far behind, or would have won but give wrong results or not
+    the same results twice.
 
     Args:
         problem: not empty, with an epilogue that `library_may_fuse`.
-        effort: "default" measures what several queries of the heuristic offer, "deep" configurations of each of the
-            library's algorithms as well.
-        budget_s: seconds of timing after which nothing more is timed; see `Stopwatch`.
-
-    Returns:
-        What the plan cache is to remember. The rejected algorithms are those that cannot be launched, are far behind,
-        or would have won but are wrong or do not give the same result twice.
+        budget_s: seconds of timing after which no further candidate is timed; see `Stopwatch`.
 
     Raises:
         PlanError: there is no algorithm for the problem, or none whose results are right.
         MemoryError: the GPU has not enough memory for the operands and for the reference in FP64.
     """
-    candidates = Candidates(problem, bench.device, effort)
-    timings = _compete(bench, candidates, budget_s)
-    if not candidates.plans:
+    candidates = Candidates(problem, bench, budget_s)
+    try:
+        outcome = race(candidates)
+    except PlanError as error:
         reasons = [*candidates.refusals, *(f"{each.config}: {each.reason}" for each in candidates.rejected)]
-        raise PlanError(f"no algorithm is of use for {problem}: {'; '.join(reasons)}")
-    chosen = candidates.fastest(timings)
-    blob, timing = candidates.plans[chosen].blob, timings[chosen]
-    first_us, measured = timings.get(_FIRST, timing).median_us, sum(not each.dropped for each in timings.values())
+        raise PlanError(f"no algorithm is of use for {problem} ({error}): {'; '.join(reasons)}") from None
+    candidates.reject_slow(outcome.timings)
+    blob, timing = candidates.plans[outcome.winner].blob, outcome.timings[outcome.winner]
+    first_us = outcome.timings.get(_FIRST, timing).median_us
+    measured = sum(not each.dropped for each in outcome.timings.values())
     times, rejected = (timing.median_us, first_us, timing.spread_us), tuple(candidates.rejected)
-    return ProductEntry(blob, configuration(blob), *times, measured, rejected, effort=effort)
+    return ProductEntry(blob, configuration(blob), *times, measured, rejected)
 
 
 class Candidates:
-    """The algorithms that compete for one product.
+    """The algorithms that compete for one product; see `Contenders`.
 
     Attributes:
-        plans: one for each candidate that is left, by name; "first" is the one that the library would run untuned, if
-            it has any.
+        plans: a plan for each candidate that is left, by name. "first" is the library's untuned choice, if it has any.
         rejected: the candidates that are out.
         refusals: why the library offers no algorithm for the product as it is.
     """
 
-    def __init__(self, problem: MatmulProblem, device: int, effort: str) -> None:
-        self.problem, self._device = problem, device
+    def __init__(self, problem: MatmulProblem, bench: Bench, budget_s: float = BUDGET_S) -> None:
+        self.problem, self._bench = problem, bench
         self.plans: dict[str, AlgorithmPlan] = {}
         self.rejected: list[RejectedAlgorithm] = []
         self.refusals: list[str] = []
+        self._deadline = bench.clock.watch.seconds + budget_s
+        self._least_us = floor_us([problem], bench.device)
         methods = sorted(METHODS, key=[*fastest_first(problem), *METHODS].index)
-        blobs = [blob for method in methods if not method.is_own for blob in self._offered(method, effort)]
+        blobs = [blob for method in methods if not method.is_own for blob in self._offered(method)]
         self._blobs = {f"candidate {number}" if number else _FIRST: blob for number, blob in enumerate(blobs)}
         self._blobs |= {each.name: each.mark for each in METHODS if each.is_own and each.supports(problem)}
         for name, blob in self._blobs.items():
             try:
-                self.plans[name] = plan_from_blob(problem, device, blob)
+                self.plans[name] = plan_from_blob(problem, bench.device, blob)
             except PlanError as error:
                 self.reject(name, str(error))
                 continue
             if not self.plans[name].launches_at_most_two_kernels:
-                self.reject(name, "cannot be launched as at most two kernels and nothing else")
+                self.reject(name, _NOT_LEAN)
+        self._operands = operand_sets(lambda: ProductOperands(bench.xp, problem), bench.device) if self.plans else []
+        calls = [each.call(bench.clock.stream) for each in self._operands]
+        self._launches = {name: launcher(plan, calls) for name, plan in self.plans.items()}
 
-    def _offered(self, method: Method, effort: str) -> list[bytes]:
+    def _offered(self, method: Method) -> list[bytes]:
         """cuBLASLt's algorithms for the product, on the operands or on the copies of a method, the best first."""
         try:
-            built = method.build(self.problem, self._device)
+            built = method.build(self.problem, self._bench.device)
             plan = built.inner if isinstance(built, PaddedPlan) else built
             assert isinstance(plan, MatmulPlan), f"{method.name} is not cuBLASLt's"
-            offered = heuristic_candidates(plan, plan.workspace_size)
-            return [
-                method.mark + each.blob for each in (deep_candidates(plan, offered) if effort == "deep" else offered)
-            ]
+            return [method.mark + each.blob for each in heuristic_candidates(plan, plan.workspace_size)]
         except PlanError as error:
             self.refusals += [] if method.mark else [str(error)]  # Copies need not be possible.
             return []
 
-    def fastest(self, timings: Mapping[str, Timing]) -> str:
-        """The name of the candidate to take of those that are left."""
-        return fastest({name: timing for name, timing in timings.items() if name in self.plans}, _FIRST)
+    def names(self) -> list[str]:
+        """See `Contenders`."""
+        return [*self.plans]
+
+    def take_times(self, names: Collection[str]) -> dict[str, Timing]:
+        """See `Contenders`."""
+        launches, clock = {name: self._launches[name] for name in names}, self._bench.clock
+        left = max(self._deadline - clock.watch.seconds, _LEAST_S)
+        return take_times(launches, clock, len(self._operands), left, least_us=self._least_us)
+
+    def faults(self, names: Collection[str]) -> dict[str, str]:
+        """See `Contenders`."""
+        found = verify({name: afresh(self._launches[name], self._bench) for name in names}, self._operands[0])
+        if found:  # more will be timed
+            self._operands[0].fill(NORMAL, 0)
+        return found
 
     def reject(self, name: str, reason: str) -> None:
-        """Takes a candidate out."""
+        """See `Contenders`."""
         self.plans.pop(name, None)
         blob = self._blobs[name]
         self.rejected.append(RejectedAlgorithm(blob, configuration(blob), reason))
 
-
-def _compete(bench: Bench, candidates: Candidates, budget_s: float) -> dict[str, Timing]:
-    """Times the candidates and verifies the winner. Candidates slower than a right one are not verified.
-
-    What runs untuned is verified in any case. Where the winner is wrong, the rest compete again: they may have been far
-    behind the winner alone.
-    """
-    clock = bench.clock
-    deadline = clock.watch.seconds + budget_s
-    operands = operand_sets(lambda: ProductOperands(bench.xp, candidates.problem), bench.device)
-    calls = [each.call(clock.stream) for each in operands]
-    launches = {name: launcher(plan, calls) for name, plan in candidates.plans.items()}
-    timings: dict[str, Timing] = {}
-    while candidates.plans:
-        left = deadline - clock.watch.seconds
-        timings |= take_times({name: launches[name] for name in candidates.plans}, clock, len(operands), left)
-        chosen = candidates.fastest(timings)
-        judged = [name for name in dict.fromkeys((chosen, _FIRST)) if name in candidates.plans]
-        faults = verify({name: afresh(launches[name], bench) for name in judged}, operands[0])
-        for name, fault in faults.items():
-            candidates.reject(name, fault)
-        if chosen not in faults:
-            break
-        operands[0].fill(NORMAL, 0)
-    for name in list(candidates.plans):
-        if name not in timings:
-            candidates.reject(name, "not measured: time was up")
-        elif timings[name].dropped:
-            candidates.reject(name, f"far behind: {timings[name].median_us:.1f} µs")
-    return timings
+    def reject_slow(self, timings: Mapping[str, Timing]) -> None:
+        """Rejects the candidates that were not timed in turns with the others."""
+        for name in self.names():
+            if name not in timings:
+                self.reject(name, "not measured: time was up")
+            elif timings[name].dropped:
+                self.reject(name, f"far behind: {timings[name].median_us:.1f} µs")
 
 
 def launcher(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
@@ -148,7 +142,7 @@ def launcher(plan: AlgorithmPlan, calls: Sequence[Call]) -> Launch:
 
 
 def afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
-    """A launch on a workspace full of NaN, so that nothing that an earlier launch left there is of use."""
+    """A launch on a workspace full of NaN, which spoils results that depend on an earlier launch's leftovers."""
     stream = bench.clock.stream
     memory = stream_memory(bench.device, stream)
 
@@ -159,11 +153,43 @@ def afresh(launch: Launch, bench: Bench) -> Callable[[], object]:
     return run
 
 
+def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductEntry:
+    """Another machine's entry for a product, with the algorithm rebuilt from its configuration and verified.
+
+    The entry is barred if no algorithm has the configuration, or if the algorithm's results are wrong.
+
+    Args:
+        problem: not empty.
+
+    Raises:
+        CublasLtError: the library failed for a reason other than the algorithm.
+        MissingLibraryError: CuPy is not installed.
+        CaptureError: a stream is being captured that this would disturb.
+        MemoryError: the GPU has not enough memory for the operands and for the reference in FP64.
+    """
+    try:
+        plan = plan_from_config(problem, device, entry.config)
+        fault = _fault(plan, device) if plan.launches_at_most_two_kernels else _NOT_LEAN
+    except PlanError as error:
+        fault = str(error)
+    if fault is not None:
+        return replace(entry, barred=fault)
+    return replace(entry, algorithm=plan.blob, config=configuration(plan.blob))
+
+
+def _fault(plan: AlgorithmPlan, device: int) -> str | None:
+    """What is wrong with an algorithm's results; None if nothing is."""
+    with workbench(device) as bench:
+        operands = ProductOperands(bench.xp, plan.problem)
+        launch = launcher(plan, [operands.call(bench.clock.stream)])
+        return verify({"it": afresh(launch, bench)}, operands).get("it")
+
+
 class Products:
-    """What is known of matrix products during a search: what it found, or else what the plan cache has.
+    """The algorithms of matrix products during a search: those that it found, otherwise those of the plan cache.
 
     Attributes:
-        found: what the search found.
+        found: the entries that the search found, by product.
     """
 
     def __init__(self, store: PlanStore) -> None:
@@ -172,25 +198,25 @@ class Products:
         self._useless: dict[MatmulProblem, str] = {}
 
     def entry(self, problem: MatmulProblem) -> ProductEntry | None:
-        """What is known of a product."""
+        """The entry of a product; None if it was not measured."""
         return self.found.get(problem) or self._store.product(problem_key(problem))
 
-    def search(self, bench: Bench, problem: MatmulProblem, effort: Effort, budget_s: float) -> None:
-        """See `find_algorithm`. That no algorithm is of use is remembered as well: `plan` says it."""
+    def search(self, bench: Bench, problem: MatmulProblem, budget_s: float) -> None:
+        """Calls `find_algorithm`. If it finds none, `plan` raises its error."""
         try:
-            self.found[problem] = find_algorithm(bench, problem, effort, budget_s)
+            self.found[problem] = find_algorithm(bench, problem, budget_s)
         except PlanError as error:
             self._useless[problem] = str(error)
 
     def plan(self, problem: MatmulProblem, device: int) -> AlgorithmPlan:
-        """By the algorithm that is known; see `Choose`."""
+        """The plan of a product by its entry, or untuned without one; see `Choose`."""
         if problem in self._useless:
             raise PlanError(self._useless[problem])
         entry = self.found.get(problem)
         return known_algorithm(problem, device) if entry is None else plan_from_blob(problem, device, entry.algorithm)
 
     def _known(self, plan: Plan) -> list[tuple[AlgorithmPlan, ProductEntry]]:
-        """A layer's products of which something is known, each with that."""
+        """The products of a layer's plan that have an entry, each with its entry."""
         products = (each for each in plan.products.values() if not each.problem.is_empty)
         return [(each, entry) for each in products if (entry := self.entry(each.problem)) is not None]
 
@@ -199,7 +225,7 @@ class Products:
         return any(each.blob in [one.algorithm for one in entry.rejected] for each, entry in self._known(plan))
 
     def as_planned(self, plan: Plan) -> dict[MatmulProblem, ProductEntry]:
-        """Entries with the heuristic's algorithms, for those products of a plan by these that are known otherwise."""
+        """Entries with the algorithms of a layer's plan, for its products whose entries have other algorithms."""
         return {
             each.problem: replace(
                 entry, algorithm=each.blob, config=configuration(each.blob), us=entry.first_us, when=now()

@@ -1,4 +1,4 @@
-"""The least time that a problem can take: what it computes and moves against what a GPU can.
+"""The least time that a problem can take, from its operations and bytes and the GPU's peak rates.
 
 `_RATES` holds floating-point operations per clock and multiprocessor: dense, a multiply-add counted as two, accumulated
 in FP32. Those of the CUDA cores are from the table "Throughput of Native Arithmetic Instructions" in NVIDIA's CUDA C++
@@ -20,8 +20,10 @@ assumes the highest clock, which few GPUs hold under load: 75 % of it is good fo
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from lt_runtime.gpu.devices import device_attributes, device_info
 from lt_runtime.plans.decisions import LayerProblem
 from lt_runtime.problem import BackwardProblem, Compute, DType, MatmulProblem, MLPProblem, Spec
 from lt_runtime.store.keys import Remembered
@@ -30,7 +32,8 @@ from lt_runtime.tuner.operands import operands_of
 
 _BITS: Final = 8
 _DATA_RATE: Final = 2  # transfers per clock of the memory
-
+_LAUNCH_US: Final = 0.75  # of a kernel in a graph, half of what an H200 needs
+_CACHED: Final = 4.0
 
 _RATES: Final = {
     75: (1024, 0, 128, 4),
@@ -45,7 +48,7 @@ _RATES: Final = {
 
 
 class Hardware(NamedTuple):
-    """What a GPU's peaks follow from.
+    """The numbers that a GPU's peaks follow from.
 
     Attributes:
         capability: compute capability, major·10 + minor.
@@ -66,23 +69,40 @@ class Hardware(NamedTuple):
         return _DATA_RATE * self.memory_clock_khz * 1e3 * self.bus_bits / _BITS
 
     def flops_per_s(self, dtype: DType, compute: Compute) -> float:
-        """Peak rate of computing; 0.0 if it is not known, or the hardware has no unit for the type."""
+        """Peak rate of multiplying and adding; 0.0 if it is not known, or the hardware has no unit for the type."""
         sixteen_bits, tf32, fp32, fp64 = _RATES.get(self.capability, (0, 0, 0, 0))
         rate = {DType.FLOAT64: fp64, DType.FLOAT32: fp32}.get(dtype, sixteen_bits)
         return float(tf32 if compute is Compute.TF32 else rate) * self.multiprocessors * self.clock_khz * 1e3
 
 
 class Work(NamedTuple):
-    """The least that a problem takes: operations of its products, and bytes of its operands, each moved once."""
+    """Floating-point operations of a problem's products, and bytes of its operands, each moved once."""
 
     flops: int
     bytes: int
 
 
-def least_us(problem: Remembered, hardware: Hardware) -> float | None:
-    """The least time of a problem in microseconds: computing or moving data, whichever takes longer.
+def hardware(device: int) -> Hardware:
+    """The numbers that a GPU's peaks follow from, by its ordinal."""
+    info = device_info(device)
+    highest = device_attributes(device, "CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
+    return Hardware(info.capability, info.multiprocessors, *highest)
 
-    None where the GPU's peaks are not known.
+
+def floor_us(problems: Iterable[Remembered], device: int) -> float:
+    """Microseconds that problems take one after the other at the very least: a measurement below it is an error.
+
+    Each launches a kernel. Its operands may lie in the L2 cache, from which an H200 reads about twice as fast as from
+    memory; a quarter of the time at the peaks is a safe limit on other GPUs too.
+    """
+    peaks = hardware(device)
+    return sum(max(_LAUNCH_US, (least_us(each, peaks) or 0.0) / _CACHED) for each in problems)
+
+
+def least_us(problem: Remembered, hardware: Hardware) -> float | None:
+    """The time of a problem at the GPU's peaks, in microseconds: of computing or of moving data, whichever is longer.
+
+    None if the peaks are not known.
     """
     peak = hardware.flops_per_s(problem.dtype, problem.compute)
     if not peak or not hardware.bytes_per_s:
@@ -92,7 +112,7 @@ def least_us(problem: Remembered, hardware: Hardware) -> float | None:
 
 
 def work_of(problem: Remembered) -> Work:
-    """The work of a problem, however it is split."""
+    """The work of a problem, which does not depend on its strategy."""
     if isinstance(problem, MLPProblem):
         return _work_of_mlp(problem)
     if isinstance(problem, MatmulProblem):

@@ -1,9 +1,9 @@
-"""Times several ways to do one thing against each other, and says which to take.
+"""Times contenders, which are several ways to do the same work, against each other.
 
-A contender is a function that puts its work on a stream, using the buffer set of a given number. It is launched alone
-at first, and dropped if it is far behind, by more than the host's time to launch it explains. The others are captured,
-several launches to a graph, and the graphs are replayed in turn, back and forth. The median of the rounds counts. A
-contender that is out of reach after three rounds is not replayed any more and keeps the times that it has.
+A contender is a function that puts its work on a stream, using the buffer set of a given number. Each contender is
+launched alone at first, and dropped if it is far behind by more than the host's launch time can explain. The others are
+captured, several launches to a graph, and the graphs are replayed in turn, back and forth. The median of the rounds
+counts. After three rounds, a contender that is far from the best is replayed no more and keeps its times.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import contextlib
 import math
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from lt_runtime.arrays.libraries import cupy_stream
+from lt_runtime.errors import PlanError
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated, device_attributes
 from lt_runtime.gpu.memory import release
 from lt_runtime.gpu.streams import beside_captures, relaxed_captures
 
 Name = TypeVar("Name")
-"""What tells contenders apart."""
-Run = Callable[[int], object]
-"""Puts work on a stream: takes the stream's handle."""
+"""The type of the contenders' names."""
 Launch = Callable[[int, int], object]
 """Puts a contender's work on a stream: takes the number of the buffer set and the stream's handle."""
 
@@ -38,6 +37,7 @@ _HOST_US: Final = 500.0  # What the host may take to launch some kernels one by 
 _REPLAY_US: Final = 400.0
 _MOST_LAUNCHES: Final = 50
 _LEAST_GAIN: Final = 0.01
+_ATTEMPTS: Final = 5
 _LONG_US: Final = 2e3  # Filling an L2 cache, and writing back what was there, takes 1 % of this time.
 _CACHES: Final = 3
 _MOST_SETS: Final = 16
@@ -47,12 +47,12 @@ _lock: Final = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a contender takes.
+    """The time of a contender.
 
     Attributes:
-        median_us: microseconds a launch, median of the rounds.
-        spread_us: their interquartile range.
-        dropped: whether it was far behind when it was launched alone. Nothing more was measured then: no spread.
+        median_us: microseconds of a launch, the median of the rounds.
+        spread_us: interquartile range of the rounds, in microseconds.
+        dropped: whether the contender was far behind when it was launched alone; `spread_us` is 0 then.
     """
 
     median_us: float
@@ -61,7 +61,7 @@ class Timing:
 
 
 class Bench(NamedTuple):
-    """What is measured on: a device, which is current, its clock, and CuPy, with the clock's stream current."""
+    """A device, which is current, its clock, and CuPy, whose current stream is the clock's."""
 
     device: int
     clock: Clock
@@ -70,7 +70,7 @@ class Bench(NamedTuple):
 
 @contextlib.contextmanager
 def workbench(device: int) -> Iterator[Bench]:
-    """A bench for one thread at a time. CuPy's memory comes from a pool of its own, which is emptied at the end.
+    """Yields a bench to one thread at a time. CuPy's memory comes from a pool of its own, which is emptied at the end.
 
     Raises:
         MissingLibraryError: CuPy is not installed.
@@ -89,7 +89,7 @@ def workbench(device: int) -> Iterator[Bench]:
 
 
 def clear_bench(device: int) -> None:
-    """Gives back the memory that belongs to the clock's stream, once nothing more is to be measured."""
+    """Frees the memory that belongs to the clock's stream."""
     with _lock, activated(device), relaxed_captures():
         release(device, Clock(device).stream)
 
@@ -102,30 +102,30 @@ def take_times(
     rounds: int = 7,
     *,
     in_a_loop: bool = False,
+    least_us: float = 0.0,
 ) -> dict[Name, Timing]:
     """Times contenders against each other on the clock's stream.
 
-    It allocates nothing itself. What belongs to a stream, such as cuBLASLt's workspace, stays with the clock's, which
-    all measurements on a device share.
-
     Args:
-        contenders: by name; the first is the one to beat. They run on random data, not on zeros.
+        contenders: by name. The first is the present one, which no interruption of the host may put out of the race:
+            if it is far behind when it is launched alone, it is timed in a graph before it is dropped.
         sets: number of buffer sets, see `buffer_sets`; contenders get numbers below it.
-        budget_s: seconds of timing after which no further contender is tried and, once there have been three rounds, no
-            further round is begun. Of a contender's first launch, which may load a kernel, only the time counts that
-            loading cannot explain.
-        rounds: how often each contender is replayed, as long as it is within reach of the best.
-        in_a_loop: whether contenders stand for work that follows upon itself, as a training step does. What a contender
-            leaves in the caches then counts for that contender. Where buffer sets take turns, nothing is left there.
+        budget_s: seconds of timing after which no further contender is tried and, after three rounds, no further round
+            begins. A contender's first launch may load a kernel: the time that loading can explain does not count.
+        rounds: replays of each contender that stays near the best.
+        in_a_loop: whether each replay is to find in the caches what the same contender left there, as the passes of a
+            training step do. It changes nothing where several buffer sets take turns.
+        least_us: a launch cannot take less. A measurement that says so is discarded and repeated.
 
     Returns:
-        By name, in the order of `contenders`; a contender that was not tried is left out.
+        The times by name, in the order of `contenders`, without the contenders that were not tried.
 
     Raises:
-        Whatever a contender raises.
+        PlanError: five measurements in a row were below `least_us`.
+        Exception: a contender raised it.
     """
     deadline = clock.watch.seconds + budget_s
-    probes = _probe(contenders, clock, deadline)
+    probes = _probe(contenders, clock, deadline, least_us)
     best = min(probes.values())
     launches, behind_itself = _launches(best, sets), in_a_loop and sets == 1 and best < _LONG_US
     times: dict[Name, list[float]] = {name: [] for name, us in probes.items() if us <= _FAR_BEHIND * best}
@@ -137,18 +137,31 @@ def take_times(
                 break
             names = _within_reach(times) if number >= _FEWEST_ROUNDS else list(graphs)
             names = names if number % 2 == 0 else names[::-1]
-            with clock.watch.running():
-                replayed = clock.replay([graphs[name] for name in names], behind_itself=behind_itself)
-            for name, us in zip(names, replayed, strict=True):
-                times[name].append(us / launches)
+            replay = partial(clock.replay, [graphs[name] for name in names], behind_itself=behind_itself)
+            for name, us in zip(names, _measured(replay, clock, launches, least_us), strict=True):
+                times[name].append(us)
     dropped = {name: Timing(us, 0.0, dropped=True) for name, us in probes.items()}
     return dropped | {name: _summary(values) for name, values in times.items()}
 
 
-def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float) -> dict[Name, float]:
-    """Microseconds of a single launch, by name. Each is waited for, because nobody knows yet how long it runs.
+def _measured(measure: Callable[[], Sequence[float]], clock: Clock, launches: int, least_us: float) -> list[float]:
+    """Microseconds of one launch in each of the graphs that `measure` replays, measured again if any is too short.
 
-    A launch takes the host some time as well, which `_without_host` takes out of the results where it matters.
+    Raises:
+        PlanError: see `take_times`.
+    """
+    for _ in range(_ATTEMPTS):
+        with clock.watch.running():
+            times = [us / launches for us in measure()]
+        if min(times) >= least_us:
+            return times
+    raise PlanError(f"the clock says {min(times):.3g} µs for work that takes at least {least_us:.3g} µs")
+
+
+def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, least_us: float) -> dict[Name, float]:
+    """Microseconds of a single launch, by name, each of which is waited for.
+
+    The host's launch time is part of the result. `_without_host` removes it where it may decide.
     """
     times: dict[Name, float] = {}
     for name, launch in contenders.items():
@@ -157,43 +170,45 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float) -> 
         run = partial(launch, 0)
         times[name] = clock.once(run)  # The first launch loads the kernel.
         if times[name] <= _FAR_BEHIND * min(times.values()) + _LOADING_US:
-            with clock.watch.running():
-                times[name] = clock.once(run)
+            (again,) = _measured(lambda: [clock.once(run)], clock, 1, least_us)  # noqa: B023
+            times[name] = max(min(times[name], again), least_us)
         else:
             clock.watch.seconds += (times[name] - _LOADING_US) / 1e6
-    return _without_host(times, contenders, clock)
+    return _without_host(times, contenders, clock, least_us)
 
 
-def _without_host(alone: Mapping[Name, float], contenders: Mapping[Name, Launch], clock: Clock) -> dict[Name, float]:
-    """The times of single launches, but for contenders that the host may have put far behind: those are timed anew.
+def _without_host(
+    alone: Mapping[Name, float], contenders: Mapping[Name, Launch], clock: Clock, least_us: float
+) -> dict[Name, float]:
+    """Replaces the times of contenders that the host may have put far behind by times in a graph.
 
-    A graph of several launches is timed, since the host may take longer to launch a graph than one launch runs.
-    Where a new time is the best of all, it puts further contenders in doubt that were launched alone.
+    The graph holds several launches, since launching a graph may take longer than one launch runs. A new time may be
+    the best of all, and then put further contenders in doubt.
     """
     times, anew = {**alone}, list[Name]()
     while doubtful := [name for name in _in_doubt(times) if name not in anew]:
         for name in doubtful:
             launches = _launches(times[name], 1)
-            with clock.capture(partial(_repeat, contenders[name], launches, 1)) as graph, clock.watch.running():
-                times[name] = clock.replay([graph])[0] / launches
+            with clock.capture(partial(_repeat, contenders[name], launches, 1)) as graph:
+                (times[name],) = _measured(partial(clock.replay, [graph]), clock, launches, least_us)
         anew += doubtful
     return times
 
 
 def _in_doubt(times: Mapping[Name, float]) -> list[Name]:
-    """Names of the contenders that are far behind the best, by no more than the host may take to launch them."""
-    limit = _FAR_BEHIND * min(times.values())
-    return [name for name, us in times.items() if limit < us < limit + _HOST_US]
+    """Names of the contenders that are far behind the best by no more than the host may take; and the first one."""
+    limit, (first, *_) = _FAR_BEHIND * min(times.values()), times
+    return [name for name, us in times.items() if limit < us and (us < limit + _HOST_US or name == first)]
 
 
 def _launches(best_us: float, sets: int) -> int:
-    """How many launches to capture in a graph: enough for the clock's resolution, and equally many for each set."""
+    """Number of launches in a graph: enough for the clock's resolution, and equally many with each buffer set."""
     enough = min(math.ceil(_REPLAY_US / max(best_us, 1.0)), _MOST_LAUNCHES)
     return -(-enough // sets) * sets
 
 
 def _within_reach(times: Mapping[Name, list[float]]) -> list[Name]:
-    """Names of the contenders whose best round is not far from the best median."""
+    """Names of the contenders whose best round is near the best median."""
     limit = _OUT_OF_REACH * min(statistics.median(values) for values in times.values())
     return [name for name, values in times.items() if min(values) <= limit]
 
@@ -209,10 +224,9 @@ def _summary(values: list[float]) -> Timing:
 
 
 def buffer_sets(size: int, device: int) -> int:
-    """How many sets of buffers of `size` bytes must take turns so that none is found in the L2 cache.
+    """Number of buffer sets of `size` bytes that must take turns so that the L2 cache holds none of them.
 
-    One set is enough where it does not fit into the cache. One is also right where it is so small that it stays in the
-    cache in real use.
+    One set is returned if it is larger than the cache, or so small that it stays in the cache in real use too.
     """
     (cache,) = device_attributes(device, "L2_CACHE_SIZE")
     wanted = -(-_CACHES * cache // max(size, 1))
@@ -220,13 +234,14 @@ def buffer_sets(size: int, device: int) -> int:
 
 
 def fastest(timings: Mapping[Name, Timing], first: Name) -> Name:
-    """The name of the contender to take.
+    """The name of the fastest contender, or `first` where none is clearly faster.
+
+    Another contender must gain more than 1 %, and more than the noise, which is both spreads together. If `first` was
+    dropped or not timed, the fastest is returned; if all were dropped, the one with the fastest single launch.
 
     Args:
-        timings: at least one.
-        first: the contender that stays unless another gains more than 1 % and more than the noise, which is the two
-            spreads together. If it was dropped or not timed at all, the fastest is taken; if all were dropped, the
-            fastest of their single launches.
+        timings: of one contender or more.
+        first: name of the present contender.
     """
     timed = {name: timing for name, timing in timings.items() if not timing.dropped}
     if first not in timed:

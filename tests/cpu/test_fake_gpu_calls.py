@@ -14,7 +14,7 @@ from lt_runtime import reference
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, Philox
 from tests.host_kernels.arrays import assert_close
-from tests.support.chains import Chain
+from tests.support.chains import LayerChain
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, LayerData, dz_tolerance, layer_case
 from tests.support.matmul_checks import Product, matmul_case
@@ -327,14 +327,14 @@ def test_the_gradient_before_the_activation(gpu: FakeGpu, activation: str) -> No
 def test_backward_through_the_layer_below(gpu: FakeGpu, activation: str, changes: dict[str, Any]) -> None:
     below = layer_case(activation=activation, **changes)
     above = layer_case(m=below.m, n=24, k=below.n, activation="gelu", data_seed=2)
-    chain = Chain(gpu, below, above, need_db_below=activation != "tanh")
+    chain = LayerChain(gpu, below, above, need_db_below=activation != "tanh")
     for _ in range(_CALLS if activation == "relu" else 1):
         chain.check()
 
 
 def test_gradients_of_the_layer_below_are_told_apart(gpu: FakeGpu) -> None:
     below, above = layer_case(activation="relu"), layer_case(n=24, k=32, data_seed=2)
-    chain = Chain(gpu, below, above)
+    chain = LayerChain(gpu, below, above)
     for _ in range(_CALLS):
         for chain.need_db_below in (True, False):
             chain.check()

@@ -189,27 +189,14 @@ def test_the_argument_decides_before_the_environment(
         assert bool(measured(gpu)) is expected
 
 
-def test_a_block_decides_before_the_environment_and_says_how_hard(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_decides_before_the_environment(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "off")
     with process() as gpu:
-        search, efforts = own("tuner.search"), list[str]()
-        tune_chains = search.tune_chains
-
-        def noted(*arguments: Any, effort: str, **options: Any) -> Any:
-            efforts.append(effort)
-            return tune_chains(*arguments, effort=effort, **options)
-
-        monkeypatch.setattr(search, "tune_chains", noted)
-        with gpu.lt.tuning("deep"):
+        with gpu.lt.tuning():
             Run(gpu, (8, 3), tune=False).train(steps=1)
             assert not measured(gpu)
             Run(gpu, (8, 3)).train(steps=1)
-        assert efforts == ["deep"]
-        (chain,) = own("training.body").chains_of(gpu.lt.MLP((8, 3)), ROWS, accumulates=False)
-        (problem, *_) = chain.problems
-        assert own("ops.first_use").is_measured(problem, 0, "deep")
+        assert measured(gpu)
 
 
 def test_an_unknown_wish_is_refused(process: Process) -> None:
@@ -362,7 +349,9 @@ def test_what_is_measured_here_is_not_taken_from_a_checkpoint(process: Process, 
         described = json.loads(text)
         theirs = own("store.document").Document.parse(described["plans"].encode())
         for key in [*theirs.raw]:
-            theirs.add(key, dataclasses.replace(theirs.get(key), effort="deep"))  # which would be better than ours
+            theirs.add(
+                key, dataclasses.replace(theirs.get(key), when="2099-01-01T00:00:00Z")
+            )  # which would be better than ours
         described["plans"] = theirs.render().decode()
         own("saving.checkpoint_file").write(tmp_path / "run", values, json.dumps(described))
     with process("elsewhere") as gpu:

@@ -120,7 +120,7 @@ def with_config(**values: int) -> Change:
         if isinstance(entry, LayerEntry):
             return entry
         config = {**entry.config, **values}
-        return replace(entry, config=config, algorithm=bytes([7]) * 64, effort="deep", us=0.0, when=LATER, rejected=())
+        return replace(entry, config=config, algorithm=bytes([7]) * 64, us=0.0, when=LATER, rejected=())
 
     return change
 
@@ -167,7 +167,7 @@ def test_tuning_takes_no_strategy_of_another_problem(gpu: FakeGpu, measured: Doc
             return entry
         bad = {**entry.strategy, "epilogue": "relu_bias"}
         slower = tuple(replace(each, strategy=bad, us=entry.us) for each in entry.alternatives)
-        return replace(entry, strategy=bad, alternatives=slower, effort="deep", when="2099-01-01T00:00:00Z")
+        return replace(entry, strategy=bad, alternatives=slower, when="2099-01-01T00:00:00Z")
 
     plant(gpu, changed(measured, change))
     with pytest.warns(UserWarning, match="has a damaged entry"), hurriedly_tuned(gpu):
@@ -324,7 +324,7 @@ def test_while_a_stream_is_captured_nothing_is_verified_and_nothing_unverified_i
     gpu: FakeGpu, measured: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     merge(gpu, changed(measured, with_config(ID=OTHER)), tmp_path, capsys)
-    proof = importlib.import_module("lt_runtime.tuner.proof")
+    proof = importlib.import_module("lt_runtime.tuner.product_search")
     capture_error = importlib.import_module("lt_runtime.errors").CaptureError
 
     def refuse(device: int) -> Any:
@@ -349,7 +349,7 @@ def test_what_is_verified_is_not_verified_again(
     with again.active():
         check_both(again)
         assert ids(again.library.calls) == {OTHER}
-        assert "lt_runtime.tuner.proof" not in sys.modules
+        assert "lt_runtime.tuner.product_search" not in sys.modules
         again.settle()
 
 

@@ -16,7 +16,7 @@ from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.tuner.product_search import afresh
 from lt_runtime.tuner.timing import Bench
 from tests.host_kernels.harness import HostKernels
-from tests.support.chains import Chain
+from tests.support.chains import LayerChain
 from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
@@ -39,7 +39,7 @@ def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 def _check_chain(gpu: FakeGpu) -> None:
     """Both layers of the stack, forward and backward through each other."""
     below = layer_case(m=16, n=32, k=40, activation="relu")
-    Chain(gpu, below, layer_case(m=16, n=24, k=32, activation="none", data_seed=2)).check()
+    LayerChain(gpu, below, layer_case(m=16, n=24, k=32, activation="none", data_seed=2)).check()
 
 
 def test_a_stack(hurried: FakeGpu, host: HostKernels, tmp_path: Path) -> None:

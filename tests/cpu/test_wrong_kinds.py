@@ -218,14 +218,6 @@ def with_trained(name: str, **more: Any) -> Callable[[World], Call]:
     )
 
 
-def tuning(world: World) -> Call:
-    def enter(effort: Any) -> None:
-        with world.lt.tuning(effort):
-            raise AssertionError("there is no such effort")
-
-    return enter, {"effort": "default"}
-
-
 def plain(path: str, /, **arguments: Any) -> Callable[[World], Call]:
     """A function that needs no arrays."""
 
@@ -305,7 +297,6 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "prefetch": lambda w: (w.lt.prefetch, {"iterable": [], "device": w.device}),
     "tune": plain("tune", **LAYERS),
     "explain": plain("explain", **LAYERS),
-    "tuning": tuning,
     "Activation": plain("Activation", name="leaky_relu"),
     "Activation.of": plain("Activation.of", activation="leaky_relu"),
     "Epilogue": plain("Epilogue"),

@@ -17,7 +17,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.cache import forget
 from lt_runtime.problem import Activation, Compute, DType
-from lt_runtime.tuner.chain import Chain, Part
+from lt_runtime.tuner.chain import LayerChain, Part
 from lt_runtime.tuner.layer_search import BUDGETS
 from lt_runtime.tuner.report import Tuned
 from lt_runtime.tuner.search import tune_chains
@@ -41,9 +41,9 @@ class Case(NamedTuple):
     dropout: bool = False
 
     @property
-    def chain(self) -> Chain:
+    def chain(self) -> LayerChain:
         rows, dims, activation, dtype, compute, dropout = self
-        return Chain.of_mlp(rows, dims, activation, dtype, compute, dropout=dropout)
+        return LayerChain.of_mlp(rows, dims, activation, dtype, compute, dropout=dropout)
 
 
 GELU, RELU, SILU = Activation("gelu"), Activation("relu"), Activation("silu")
@@ -55,11 +55,11 @@ CASES = {
 }
 CHAINS = {name: case.chain for name, case in CASES.items()}
 CHAINS["bf16 gelu, each by itself"] = by_themselves(
-    Chain.of_mlp(128, (96, 192, 96), GELU, BF16, Compute.FLOAT32, output_activation=GELU)
+    LayerChain.of_mlp(128, (96, 192, 96), GELU, BF16, Compute.FLOAT32, output_activation=GELU)
 )
 
 
-def tune(chain: Chain, **options: Any) -> list[Tuned]:
+def tune(chain: LayerChain, **options: Any) -> list[Tuned]:
     return [*tune_chains([chain], 0, **options)]
 
 

@@ -24,7 +24,7 @@ from lt_runtime.layout import Layout, Order, batch_of, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import configuration
 from lt_runtime.products.matmul import MatmulPlan
-from lt_runtime.tuner.candidates import deep_candidates, heuristic_candidates
+from lt_runtime.tuner.candidates import heuristic_candidates
 from tests.host_kernels.arrays import assert_close
 from tests.support.gpu_arrays import EPSILON, Guarded, to_host
 from tests.support.strategies import MatmulCase, Placement, lattice, matmul_cases
@@ -260,7 +260,7 @@ def test_rows_of_d_less_aligned_than_those_of_c_with_every_configuration(
     flat = [Spec(packed(*array.shape)) for array in (a, b, c)]
     problem = MatmulProblem(kind, result, Compute(compute), flat[0], flat[1], pitched, c=flat[2])
     first, count = MatmulPlan(problem, 0), 0
-    for algorithm in deep_candidates(first, heuristic_candidates(first, first.workspace_size)):
+    for algorithm in heuristic_candidates(first, first.workspace_size):
         with contextlib.suppress(PlanError):
             plan = MatmulPlan(problem, 0, algorithm=algorithm.blob)
             if plan.launches_at_most_two_kernels:

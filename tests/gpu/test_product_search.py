@@ -21,9 +21,9 @@ from lt_runtime.products.choose import plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.own import NARROW_MATMUL
 from lt_runtime.products.plan import AlgorithmPlan
-from lt_runtime.store.entries import Effort, ProductEntry
+from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import product_search
-from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
+from lt_runtime.tuner.product_search import find_algorithm
 from lt_runtime.tuner.timing import Launch, Timing, take_times, workbench
 from tests.host_kernels.arrays import assert_close
 from tests.support.gpu_arrays import EPSILON, to_host
@@ -54,9 +54,9 @@ def a_problem(
     return MatmulProblem(dtype, dtype, compute, *specs, epilogue, aux=aux, **changes)
 
 
-def tune(problem: MatmulProblem, effort: Effort = "default") -> ProductEntry:
+def tune(problem: MatmulProblem) -> ProductEntry:
     with workbench(0) as bench:
-        return find_algorithm(bench, problem, effort, BUDGET_S[effort])
+        return find_algorithm(bench, problem)
 
 
 def measure(contenders: dict[str, Launch], sets: int = 1) -> dict[str, Timing]:
@@ -160,20 +160,6 @@ def test_a_tuned_plan_computes_the_product(dtype: DType) -> None:
     expected = x.astype(np.float64) @ w.astype(np.float64).T + bias.astype(np.float64)
     assert_close("d", results[0], expected, 2 * EPSILON[dtype] * np.abs(expected) + 1e-4)
     np.testing.assert_array_equal(results[0], results[1])
-
-
-def test_deep_is_no_slower_than_its_first(capsys: pytest.CaptureFixture[str]) -> None:
-    problem = a_problem(256, 512, 784)
-    default, deep = tune(problem), tune(problem, effort="deep")
-    with capsys.disabled():
-        print(
-            f"\ndefault {default.us:.2f} of {default.candidates}, deep {deep.us:.2f} of {deep.candidates}",
-            end="",
-        )
-        for each in deep.rejected:
-            print(f"\n    {each.reason}", end="")
-    assert deep.us <= deep.first_us
-    assert deep.candidates + len(deep.rejected) > default.candidates
 
 
 Planted = Callable[[Launch, Sequence[Call]], Launch]

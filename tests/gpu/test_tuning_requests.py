@@ -17,7 +17,7 @@ from lt_runtime.plans import cache
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.recording import read_recorded
-from lt_runtime.tuner.chain import Chain, chains_of
+from lt_runtime.tuner.chain import LayerChain, chains_of
 
 DIMS = (64, 100, 72, 10)
 
@@ -44,7 +44,7 @@ def test_a_training_step_asks_for_the_problems_of_its_stack(
     kind = model.dtype.numpy
     y, contexts = model.forward(cp.ones((48, DIMS[0]), kind), 1)
     model.backward(cp.ones_like(y), contexts)
-    chain = Chain.of_mlp(48, DIMS, Activation(activation), DType(dtype), Compute.FLOAT32, dropout=dropout > 0)
+    chain = LayerChain.of_mlp(48, DIMS, Activation(activation), DType(dtype), Compute.FLOAT32, dropout=dropout > 0)
     met_as = chain.keeping({index: ctx.saved_as for index, ctx in enumerate(contexts)})
     assert {problem_key(each) for each in read_recorded(met)} == {problem_key(each) for each in met_as.problems}
     assert chains_of(read_recorded(met)) == [met_as]

@@ -118,7 +118,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     fault(
         "merged algorithms are not verified",
-        "lt_runtime/tuner/proof.py",
+        "lt_runtime/tuner/product_search.py",
         'return verify({"it": afresh(launch, bench)}, operands).get("it")',
         "return None",
         "tests/cpu/test_fake_gpu_trust.py::test_merged_algorithms_that_are_wrong_never_make_a_result",
@@ -167,7 +167,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     fault(
         "a merged algorithm that is wrong is not barred",
-        "lt_runtime/tuner/proof.py",
+        "lt_runtime/tuner/product_search.py",
         "    if fault is not None:\n",
         "    if fault is None and not plan.blob:\n",
         "tests/cpu/test_fake_gpu_trust.py::test_merged_algorithms_that_are_wrong_never_make_a_result",

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from lt_runtime.problem import BackwardProblem, ForwardProblem, Saved
-from lt_runtime.tuner.chain import Chain, Layer, plain_backward
+from lt_runtime.tuner.chain import Layer, LayerChain, plain_backward
 
 
-def forward_of(chain: Chain, index: int = 0) -> ForwardProblem:
+def forward_of(chain: LayerChain, index: int = 0) -> ForwardProblem:
     found = chain.layers[index].forward
     assert found is not None
     return found
 
 
-def backward_of(chain: Chain, index: int, saved: Saved | None = None) -> BackwardProblem:
+def backward_of(chain: LayerChain, index: int, saved: Saved | None = None) -> BackwardProblem:
     """A layer's backward problem, the layer below keeping something else."""
     found = (chain if saved is None else chain.keeping({index - 1: saved})).layers[index].backward
     assert found is not None
     return found
 
 
-def by_themselves(chain: Chain) -> Chain:
+def by_themselves(chain: LayerChain) -> LayerChain:
     """The same layers, each of which takes its own derivative and has all its gradients."""
     forwards = [forward_of(chain, index) for index in range(len(chain.layers))]
-    return Chain(tuple(Layer(each, plain_backward(each)) for each in forwards))
+    return LayerChain(tuple(Layer(each, plain_backward(each)) for each in forwards))

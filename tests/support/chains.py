@@ -12,7 +12,7 @@ from tests.support.placed import host_of
 from tests.support.strategies import LinearCase
 
 
-class Chain:
+class LayerChain:
     """Two layers, the first's output being the second's input, backward through both at once."""
 
     def __init__(self, gpu: FakeGpu, below: LinearCase, above: LinearCase, *, need_db_below: bool = True) -> None:

@@ -22,11 +22,11 @@ from lt_runtime.problem import ForwardProblem, MatmulProblem
 from lt_runtime.store.entries import ProductEntry, RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuner import chain_operands, chain_search, layer_search, operands, product_search, search
-from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner import chain_operands, layer_search, operands, product_search, search
+from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.chain_operands import ChainOperands
 from lt_runtime.tuner.layer_search import plan_name
-from lt_runtime.tuner.timing import Bench, Timing, take_times
+from lt_runtime.tuner.timing import Bench
 from tests.support.fake_clock import FakeClock
 from tests.support.plan_entries import H200
 
@@ -44,7 +44,7 @@ class LayerGpu:
     Attributes:
         us: microseconds of a plan, by its name; `default_us` for other plans.
         tuned_us: microseconds with tuned algorithms, where they differ from `us`.
-        chain_us: microseconds with tuned algorithms within a whole chain, where they differ from `tuned_us`.
+        floor_us: microseconds that no plan can beat.
         wrong: names of plans that write twos, which is wrong.
         too_large: problems for which there is not enough memory.
         refused: names of epilogues that the library refuses.
@@ -58,8 +58,7 @@ class LayerGpu:
         self.us: dict[str, float] = {}
         self.default_us = 10.0
         self.tuned_us: dict[str, float] = {}
-        self.chain_us: dict[str, float] = {}
-        self.in_chain = False
+        self.floor_us = 0.0
         self.sets = 2
         self.too_large: list[Any] = []
         self.wrong: set[str] = set()
@@ -83,14 +82,13 @@ class LayerGpu:
         monkeypatch.setattr(search, "plan_store", lambda _: self.store)
         for module in (product_search, search):
             monkeypatch.setattr(module, "find_algorithm", self._find_algorithm)
-        for module in (layer_search, chain_search):
-            monkeypatch.setattr(module, "heuristic_algorithm", self._plan)
+        monkeypatch.setattr(layer_search, "heuristic_algorithm", self._plan)
+        monkeypatch.setattr(layer_search, "floor_us", lambda *_: self.floor_us)
         monkeypatch.setattr(product_search, "configuration", lambda _: {"ID": 2})
         monkeypatch.setattr(product_search, "known_algorithm", self._tuned_or_known)
         monkeypatch.setattr(product_search, "plan_from_blob", self._tuned_plan)
         monkeypatch.setattr(operands, "buffer_sets", lambda *_: self.sets)
         monkeypatch.setattr(chain_operands, "ChainOperands", self._allocate)
-        monkeypatch.setattr(chain_operands, "take_times", self._take_times)
         monkeypatch.setattr(search, "workbench", self._workbench)
         monkeypatch.setattr(search, "clear_bench", lambda _: None)
         monkeypatch.setattr(search, "forget", lambda problems, _: self.forgotten.extend(problems))
@@ -101,14 +99,7 @@ class LayerGpu:
         self.operands.clear()
         yield Bench(device, self.clock, np)  # type: ignore[arg-type]
 
-    def _take_times(self, *arguments: Any, in_a_loop: bool, **options: Any) -> dict[str, Timing]:
-        self.in_chain = in_a_loop
-        try:
-            return take_times(*arguments, in_a_loop=in_a_loop, **options)
-        finally:
-            self.in_chain = False
-
-    def _allocate(self, xp: Any, chain: Chain) -> ChainOperands:
+    def _allocate(self, xp: Any, chain: LayerChain) -> ChainOperands:
         if not {*self.too_large}.isdisjoint(chain.problems):
             raise MemoryError("out of memory")
         self.operands.append(ChainOperands(xp, chain))
@@ -127,7 +118,7 @@ class LayerGpu:
     def _tuned_plan(self, problem: MatmulProblem, device: int, algorithm: bytes) -> Any:
         return self._plan(problem, device, tuned=algorithm == TUNED)
 
-    def _find_algorithm(self, _: Bench, problem: MatmulProblem, effort: Any, budget_s: float) -> ProductEntry:
+    def _find_algorithm(self, _: Bench, problem: MatmulProblem, budget_s: float = 2.0) -> ProductEntry:
         self.tuned.append((problem, budget_s))
         with self.clock.watch.running():
             self.clock.now += budget_s
@@ -135,7 +126,7 @@ class LayerGpu:
             raise PlanError("none of cuBLASLt's algorithms is of use")
         wrong = RejectedAlgorithm(BY_HEURISTIC, {"ID": 2}, "wrong: d[0, 0, 0] is 1 and not 2")
         rejected = (wrong,) if problem.epilogue.value in self.wrong_first else ()
-        return ProductEntry(TUNED, {"ID": 1}, 5.0, 6.0, 0.1, 3, rejected, effort=effort)
+        return ProductEntry(TUNED, {"ID": 1}, 5.0, 6.0, 0.1, 3, rejected)
 
     def _run(self, plan: LayerPlan, call: Call) -> None:
         problem, at = plan.problem, dict(zip(plan.problem.operands, call.addresses, strict=True))
@@ -158,7 +149,6 @@ class LayerGpu:
         us = self.us.get(name, self.default_us)
         if all(each.tuned for each in plan.products.values()):  # type: ignore[attr-defined]
             us = self.tuned_us.get(name, us)
-            us = self.chain_us.get(name, us) if self.in_chain else us
         self.clock._spent += us
         self.clock.launched.append((name, 0))
 

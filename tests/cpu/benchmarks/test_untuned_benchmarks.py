@@ -61,7 +61,6 @@ def test_a_row(gpu: FakeGpu, suite: Any, half: str, activation: str, monkeypatch
     block = suite.Block(f"odd {half}", 12, 17, 9, "fp32", activation)
     row = suite.measure(block, argparse.Namespace(rounds=3), None).as_json()
     assert row["us"] == {"lt": 2.0, "lt_priors": 2.0}
-    assert len(row["products"]) >= 4
     if half == FIT:
         assert [*row["strategies"]] == ["forward", "last forward", "backward preactivation", "last backward"]
         assert all(us > 0 for times in row["strategies"].values() for us in times.values())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lt_runtime.environment import RECORD_VARIABLE, TUNE_VARIABLE
-from lt_runtime.errors import ArgumentError, CaptureError, PlanError
+from lt_runtime.errors import CaptureError, PlanError
 from lt_runtime.ops import first_use
 from lt_runtime.plans import cache
 from lt_runtime.plans.cache import forget
@@ -23,11 +23,11 @@ from lt_runtime.store.plan_store import PlanStore
 from lt_runtime.store.recording import read_recorded
 from lt_runtime.store.records import to_json
 from lt_runtime.tuner import search
-from lt_runtime.tuner.chain import Chain, Layer, plain_backward
+from lt_runtime.tuner.chain import Layer, LayerChain, plain_backward
 from tests.support.chain_problems import backward_of, forward_of
 from tests.support.plan_entries import H200, layer, product
 
-CHAIN = Chain.of_mlp(64, (32, 48, 24), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
+CHAIN = LayerChain.of_mlp(64, (32, 48, 24), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
 FORWARD, BACKWARD = forward_of(CHAIN), backward_of(CHAIN, 1)
 PRODUCT = MatmulProblem(DType.BFLOAT16, DType.BFLOAT16, Compute.FLOAT32, FORWARD.x, FORWARD.w.transposed, FORWARD.y)
 
@@ -38,7 +38,7 @@ def measured_layer(problem: LayerProblem, **changes: Any) -> LayerEntry:
 
 def plan_of(problem: Problem, device: int, stream: int) -> Any:
     """As operations ask for plans."""
-    anew = first_use.asked_for.get() is not None
+    anew = first_use.asked_for.get()
     return cache.plan_of(problem, device, stream, first_use.before_first_use, anew=anew)
 
 
@@ -48,23 +48,23 @@ class World:
     Attributes:
         capturing: streams that are being captured.
         planned: problems for which plans were made, in order.
-        tuned: what the tuner was given, with the effort.
+        tuned: what the tuner was given.
     """
 
     def __init__(self, store: PlanStore) -> None:
         self.store = store
         self.capturing: set[int] = set()
         self.planned: list[Problem] = []
-        self.tuned: list[tuple[list[Chain | MatmulProblem], str]] = []
+        self.tuned: list[tuple[list[LayerChain | MatmulProblem], str]] = []
         self.failure: Exception | None = None
 
     def plan(self, problem: Problem, device: int) -> Any:
         self.planned.append(problem)
         return object()
 
-    def tune(self, chains: Iterable[Any], device: int, *, effort: str = "default", **_: Any) -> list[Any]:
+    def tune(self, chains: Iterable[Any], device: int, **_: Any) -> list[Any]:
         given = list(chains)
-        self.tuned.append((given, effort))
+        self.tuned.append(given)
         if self.failure is not None:
             raise self.failure
         problems = [problem for each in given for problem in ([each] if each == PRODUCT else each.problems)]
@@ -76,8 +76,7 @@ class World:
         return []
 
     def entry(self, problem: Problem) -> Any:
-        effort = self.tuned[-1][1]
-        return product(effort=effort) if isinstance(problem, MatmulProblem) else measured_layer(problem, effort=effort)
+        return product() if isinstance(problem, MatmulProblem) else measured_layer(problem)
 
 
 @pytest.fixture
@@ -142,9 +141,9 @@ def test_first_use_tunes_before_it_plans(world: World, monkeypatch: pytest.Monke
         plan_of(BACKWARD, 0, 0)
         plan_of(PRODUCT, 0, 0)
     assert world.tuned == [
-        ([Chain((Layer(FORWARD, plain_backward(FORWARD)),))], "default"),
-        ([Chain((Layer(None, BACKWARD),))], "default"),
-        ([PRODUCT], "default"),
+        [LayerChain((Layer(FORWARD, plain_backward(FORWARD)),))],
+        [LayerChain((Layer(None, BACKWARD),))],
+        [PRODUCT],
     ]
 
 
@@ -152,7 +151,7 @@ def test_inference_is_tuned_alone(world: World) -> None:
     inference = replace(FORWARD, backward=False)
     with first_use.tuning():
         plan_of(inference, 0, 0)
-    assert world.tuned == [([Chain((Layer(inference),))], "default")]
+    assert world.tuned == [[LayerChain((Layer(inference),))]]
 
 
 def test_what_is_measured_is_not_tuned(world: World) -> None:
@@ -167,21 +166,14 @@ def test_a_strategy_that_the_problem_does_not_offer_is_as_unknown(world: World) 
     world.store.put({problem_key(FORWARD): layer(strategy={"epilogue": "gelu_bias", "saved": "nothing"})})
     with first_use.tuning(), pytest.warns(UserWarning, match="a damaged entry, which is not used .*not one of"):
         plan_of(FORWARD, 0, 0)
-    assert [effort for _, effort in world.tuned] == ["default"]
+    assert len(world.tuned) == 1
 
 
 def test_what_is_barred_is_tuned(world: World) -> None:
     world.store.put({problem_key(PRODUCT): product(barred="known to be wrong")})
     with first_use.tuning():
         plan_of(PRODUCT, 0, 0)
-    assert world.tuned == [([PRODUCT], "default")]
-
-
-def test_deep_effort_measures_again_what_was_measured_with_less(world: World) -> None:
-    for effort in ("default", "deep", "default", "deep"):
-        with first_use.tuning(effort):  # type: ignore[arg-type]
-            plan_of(PRODUCT, 0, 0)
-    assert world.tuned == [([PRODUCT], "default"), ([PRODUCT], "deep")]
+    assert world.tuned == [[PRODUCT]]
 
 
 def test_within_the_block_what_ran_before_is_tuned_too(world: World) -> None:
@@ -199,12 +191,6 @@ def test_the_block_is_of_its_thread_and_ends(world: World) -> None:
         thread.join()
     plan_of(FORWARD, 0, 0)
     assert world.tuned == []
-
-
-def test_an_unknown_effort_is_refused() -> None:
-    block = first_use.tuning("deeper")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="effort is 'deeper'; accepted are default, deep"), block:
-        pass
 
 
 @pytest.mark.parametrize("failure", [PlanError("no algorithm"), MemoryError("too large")])

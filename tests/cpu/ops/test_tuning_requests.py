@@ -19,7 +19,7 @@ from lt_runtime.ops import tuning as requests
 from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem
 from lt_runtime.store.keys import Problem, parse_key, problem_key
 from lt_runtime.tuner import search
-from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.report import Progress, Tuned, TuningReport, describe
 from tests.support.plan_entries import layer_key, product_key
 
@@ -38,7 +38,6 @@ class Tuner:
     def __init__(self) -> None:
         self.given: list[list[Problem]] = []
         self.devices: set[int] = set()
-        self.efforts: set[str] = set()
         self.stops_at: int | None = None
         self.stops_with: BaseException = KeyboardInterrupt()
 
@@ -48,15 +47,13 @@ class Tuner:
 
     def tune(
         self,
-        chains: Iterable[Chain | MatmulProblem],
+        chains: Iterable[LayerChain | MatmulProblem],
         device: int,
         *,
-        effort: str = "default",
         progress: Progress | None = None,
     ) -> Iterator[Tuned]:
         parts = [part for each in chains for part in self._parts(each)]
         self.devices.add(device)
-        self.efforts.add(effort)
         for number, part in enumerate(parts):
             if len(self.given) == self.stops_at:
                 raise self.stops_with
@@ -65,7 +62,7 @@ class Tuner:
                 progress(number + 1, len(parts), describe(part[0]))
             yield Tuned(tuple(part), 100.0, 80.0, "bias, keeps output", 12, ("wrong: 3 instead of 4",), 0.5)
 
-    def _parts(self, given: Chain | MatmulProblem) -> list[list[Problem]]:
+    def _parts(self, given: LayerChain | MatmulProblem) -> list[list[Problem]]:
         if isinstance(given, MatmulProblem):
             return [[given]]
         return [[*given.cut(part).problems] for part in given.parts]
@@ -101,24 +98,24 @@ def same(found: Iterable[Problem], expected: Iterable[Problem]) -> bool:
 
 def test_tune_takes_the_layers_of_an_mlp(tuner: Tuner) -> None:
     report = lt.tune([32, 48, 24, 10], 64, activation="gelu", dtype="bfloat16", dropout=0.1)
-    expected = Chain.of_mlp(64, (32, 48, 24, 10), GELU, BF16, Compute.FLOAT32, dropout=True)
+    expected = LayerChain.of_mlp(64, (32, 48, 24, 10), GELU, BF16, Compute.FLOAT32, dropout=True)
     assert same(tuner.problems, expected.problems)
-    assert (tuner.devices, tuner.efforts) == ({1}, {"default"})
+    assert tuner.devices == {1}
     assert len(report) == len(tuner.given)
     assert [problem for each in report for problem in each.problems] == tuner.problems
 
 
 def test_tune_takes_a_single_layer_with_all_its_gradients(tuner: Tuner) -> None:
-    lt.tune(np.array([32, 48]), np.int64(64), output_activation="gelu", compute="tf32", effort="deep", device=0)  # type: ignore[arg-type]
-    expected = Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.TF32, output_activation=GELU, input_gradient=True)
+    lt.tune(np.array([32, 48]), np.int64(64), output_activation="gelu", compute="tf32", device=0)  # type: ignore[arg-type]
+    expected = LayerChain.of_mlp(64, (32, 48), NONE, FP32, Compute.TF32, output_activation=GELU, input_gradient=True)
     assert same(tuner.problems, expected.problems)
-    assert (tuner.devices, tuner.efforts) == ({0}, {"deep"})
+    assert tuner.devices == {0}
     tuner.given.clear()
     lt.tune([32, 48], 64, activation="gelu", compute="tf32", device=0)
     assert same(tuner.problems, expected.problems)
     tuner.given.clear()
     lt.tune([32, 48], 64, bias=False, input_gradient=False)
-    assert same(tuner.problems, Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.FLOAT32, bias=False).problems)
+    assert same(tuner.problems, LayerChain.of_mlp(64, (32, 48), NONE, FP32, Compute.FLOAT32, bias=False).problems)
 
 
 def test_tune_takes_options_by_layer(tuner: Tuner) -> None:
@@ -179,7 +176,6 @@ def test_tune_takes_problems(tuner: Tuner) -> None:
             "output_activation 'relu', but a sequence has the last layer's too",
         ),
         (([32, 48, 10], 8), {"compute": "fp16"}, "compute is 'fp16'"),
-        (([32, 48, 10], 8), {"effort": "deeper"}, "effort is 'deeper'; accepted are default, deep"),
         ((parse_key(layer_key(64)), 8), {}, "rows is 8, but a problem says itself how many it has"),
     ],
 )
@@ -235,19 +231,19 @@ def test_warmup_of_layers_takes_each_alone(tuner: Tuner, tmp_path: Path) -> None
     file = tmp_path / "shapes"
     file.write_text("64 48 32\n64 10 48\n")
     arguments = ("--shapes", str(file), "--dtype", "bfloat16,float32", "--activation", "gelu", "--activation", "relu")
-    assert warmup(*arguments, "--compute", "tf32", "--device", "0", "--effort", "deep") == 0
+    assert warmup(*arguments, "--compute", "tf32", "--device", "0") == 0
     expected = [
         problem
         for dtype, compute in ((BF16, Compute.FLOAT32), (FP32, Compute.TF32))
         for activation in (GELU, RELU)
         for dims in ((32, 48), (48, 10))
-        for problem in Chain.of_mlp(
+        for problem in LayerChain.of_mlp(
             64, dims, NONE, dtype, compute, output_activation=activation, input_gradient=True
         ).problems
     ]
     assert same(tuner.problems, expected)
     assert len(expected) == 2 * 2 * 2 * 2
-    assert (tuner.devices, tuner.efforts) == ({0}, {"deep"})
+    assert tuner.devices == {0}
 
 
 def test_warmup_of_mlps_takes_them_as_a_training_step_does(tuner: Tuner, tmp_path: Path) -> None:
@@ -255,9 +251,9 @@ def test_warmup_of_mlps_takes_them_as_a_training_step_does(tuner: Tuner, tmp_pat
     file.write_text('{"mlps": {"a": {"rows": 8, "dims": [3, 4, 5], "activation": "silu"}}}')
     assert warmup("--shapes", str(file), "--mlp", "768,3072,768", "--mlp", "6,7", "--rows", "16") == 0
     expected = [
-        *Chain.of_mlp(8, (3, 4, 5), Activation("silu"), FP32, Compute.FLOAT32).problems,
-        *Chain.of_mlp(16, (768, 3072, 768), RELU, FP32, Compute.FLOAT32).problems,
-        *Chain.of_mlp(16, (6, 7), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems,
+        *LayerChain.of_mlp(8, (3, 4, 5), Activation("silu"), FP32, Compute.FLOAT32).problems,
+        *LayerChain.of_mlp(16, (768, 3072, 768), RELU, FP32, Compute.FLOAT32).problems,
+        *LayerChain.of_mlp(16, (6, 7), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems,
     ]
     assert same(tuner.problems, expected)
     tuner.given.clear()
@@ -299,11 +295,11 @@ def test_warmup_of_presets_and_recorded_problems(tuner: Tuner, tmp_path: Path) -
     file.write_text("".join(json.dumps({"problem": problem_key(each)}) + "\n" for each in met))
     assert warmup("--preset", "mnist", "--preset", "tiny", "--recorded", str(file), "--dtype", "float16") == 0
     expected = [
-        *Chain.of_mlp(256, (784, 512, 512, 10), RELU, DType.FLOAT16, Compute.FLOAT32).problems,
+        *LayerChain.of_mlp(256, (784, 512, 512, 10), RELU, DType.FLOAT16, Compute.FLOAT32).problems,
         *(
             problem
             for m, n, k in ((32, 16, 64), (64, 64, 64), (256, 256, 256))
-            for problem in Chain.of_mlp(m, (k, n), NONE, FP16, Compute.FLOAT32, input_gradient=True).problems
+            for problem in LayerChain.of_mlp(m, (k, n), NONE, FP16, Compute.FLOAT32, input_gradient=True).problems
         ),
         *met,
     ]
@@ -321,7 +317,7 @@ def test_warmup_ends_with_a_table(tuner: Tuner, capsys: pytest.CaptureFixture[st
     assert found["gain"] == pytest.approx(1.25)
     keys = [key for each in found["tuned"] for key in each["keys"]]
     assert same(
-        map(parse_key, keys), Chain.of_mlp(64, (32, 48), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems
+        map(parse_key, keys), LayerChain.of_mlp(64, (32, 48), NONE, FP32, Compute.FLOAT32, input_gradient=True).problems
     )
     assert {each["rejected"][0] for each in found["tuned"]} == {"wrong: 3 instead of 4"}
 
@@ -385,7 +381,6 @@ def test_what_warmup_refuses(
         (("--dtype", "float64"), "--dtype: 'float64' is unknown; accepted are float32, float16, bfloat16"),
         (("--dtype", "float32,"), "--dtype: '' is unknown"),
         (("--activation", "gelu,glu"), "--activation: 'glu' is unknown; accepted are none, relu"),
-        (("--effort", "deeper"), "invalid choice: 'deeper'"),
     ],
 )
 def test_what_the_parser_refuses(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

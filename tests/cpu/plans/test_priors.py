@@ -21,7 +21,7 @@ from lt_runtime.plans.strategies import (
 )
 from lt_runtime.problem import Activation, Compute, DType, Saved
 from lt_runtime.store.records import from_json
-from lt_runtime.tuner.chain import Chain, derivative_of
+from lt_runtime.tuner.chain import LayerChain, derivative_of
 from tests.support.chain_problems import backward_of, forward_of
 
 EPILOGUE, KERNEL, NOBODY = MadeBy.EPILOGUE, MadeBy.KERNEL, MadeBy.NOBODY
@@ -30,8 +30,8 @@ BIAS = {"epilogue": "bias", "saved": "preactivation"}
 FUSED = {"db": "epilogue", "derivative": "epilogue", "db_below": "kernel", "dw_concurrent": True}
 
 
-def gelu(dtype: DType = DType.BFLOAT16) -> Chain:
-    return Chain.of_mlp(256, (64, 512, 64), Activation("gelu"), dtype, Compute.FLOAT32, input_gradient=True)
+def gelu(dtype: DType = DType.BFLOAT16) -> LayerChain:
+    return LayerChain.of_mlp(256, (64, 512, 64), Activation("gelu"), dtype, Compute.FLOAT32, input_gradient=True)
 
 
 GELU = gelu()
@@ -45,14 +45,14 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     return made
 
 
-def first_forward(chain: Chain, **changes: Any) -> ForwardStrategy:
+def first_forward(chain: LayerChain, **changes: Any) -> ForwardStrategy:
     problem = replace(forward_of(chain), **changes)
     ordered = list(priors.forward_priors(problem, 0))
     assert sorted(map(str, ordered)) == sorted(map(str, forward_strategies(problem)))
     return ordered[0]
 
 
-def first_backward(chain: Chain, index: int = 1, **changes: Any) -> BackwardStrategy:
+def first_backward(chain: LayerChain, index: int = 1, **changes: Any) -> BackwardStrategy:
     problem = replace(backward_of(chain, index), **changes)
     ordered = list(priors.backward_priors(problem, 0))
     assert sorted(map(str, ordered)) == sorted(map(str, backward_strategies(problem)))
@@ -122,8 +122,10 @@ def test_the_library_sums_no_rows_that_are_no_whole_octets(table: dict[str, Any]
     assert first_backward(GELU).db is EPILOGUE
 
 
-def _ragged(rows: int) -> Chain:
-    return Chain.of_mlp(rows, (64, 511, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True)
+def _ragged(rows: int) -> LayerChain:
+    return LayerChain.of_mlp(
+        rows, (64, 511, 64), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32, input_gradient=True
+    )
 
 
 def test_ragged_rows_have_trees_of_their_own(table: dict[str, Any]) -> None:
@@ -141,7 +143,7 @@ def test_few_ragged_columns_have_an_activation_of_their_own_pass(
     table: dict[str, Any], columns: int, epilogue: Epilogue
 ) -> None:
     table["forward"]["bf16 gelu"] = AUX
-    few = Chain.of_mlp(256, (63, columns, 63), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+    few = LayerChain.of_mlp(256, (63, columns, 63), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
     assert first_forward(few).epilogue is epilogue
 
 
@@ -168,7 +170,7 @@ def test_an_activation_without_a_tree_takes_the_nearest_offered_strategy_of_a_li
     table: dict[str, Any], activation: str, measured: str, compute: Compute, kind: str
 ) -> None:
     table["backward"][f"{kind} {measured}"] = FUSED
-    chain = Chain.of_mlp(256, (64, 512, 64), Activation(activation), DType.FLOAT32, compute, input_gradient=True)
+    chain = LayerChain.of_mlp(256, (64, 512, 64), Activation(activation), DType.FLOAT32, compute, input_gradient=True)
     assert first_backward(chain) == BackwardStrategy(EPILOGUE, KERNEL, KERNEL, dw_concurrent=True)
 
 

@@ -72,13 +72,6 @@ def test_a_file_is_read_once_and_again_only_if_it_has_changed(path: Path, filled
     assert store.product(OTHER) is not None
 
 
-def test_a_deeper_search_is_not_forgotten(path: Path) -> None:
-    store, deep = PlanStore(path, H200), product(effort="deep")
-    store.put({KEY: deep})
-    store.put({KEY: product(when=LATER)})
-    assert store.product(KEY) == PlanStore(path, H200).product(KEY) == deep
-
-
 def test_an_entry_that_is_barred_is_barred_for_all_until_there_is_a_better_one(
     path: Path, filled: ProductEntry
 ) -> None:

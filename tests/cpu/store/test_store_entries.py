@@ -18,7 +18,6 @@ from lt_runtime.store.entries import (
     RejectedAlgorithm,
     RejectedStrategy,
     better,
-    is_as_deep,
     now,
     signed,
     verified,
@@ -48,7 +47,6 @@ def test_an_entry_is_read_back(entry: ProductEntry | LayerEntry) -> None:
         ({"spread": True}, "spread is True"),
         ({"candidates": 0}, "candidates is 0"),
         ({"candidates": 1.0}, "candidates is 1.0"),
-        ({"effort": "heroic"}, "accepted are default, deep"),
         ({"when": "yesterday"}, "when is 'yesterday'"),
         ({"when": "2026-1-31T12:00:00Z"}, "when is"),
         ({"when": "2026-02-30T12:00:00Z"}, "when is"),
@@ -66,7 +64,6 @@ def test_values_that_a_product_does_not_accept(values: dict[str, Any], message: 
         ({"strategy": {"saved": 1.5}}, "strategy is {'saved': 1.5}; accepted are texts"),
         ({"strategy": ["none"]}, r"strategy is \['none'\]; accepted"),
         ({"us": "fast"}, "us is 'fast'"),
-        ({"effort": None}, "effort is None"),
     ],
 )
 def test_values_that_a_layer_does_not_accept(values: dict[str, Any], message: str) -> None:
@@ -106,13 +103,6 @@ def test_what_is_no_entry(value: object) -> None:
         verified("key", value)
 
 
-def test_how_deep_an_entry_is() -> None:
-    assert not is_as_deep(None, "default")
-    assert is_as_deep(product(), "default")
-    assert not is_as_deep(layer(), "deep")
-    assert is_as_deep(layer(effort="deep"), "default")
-
-
 def merged(*entries: ProductEntry) -> ProductEntry:
     """What is left of entries put under one key one after the other; in whatever order, as is checked."""
     results = []
@@ -128,9 +118,8 @@ def merged(*entries: ProductEntry) -> ProductEntry:
 
 def test_which_of_two_entries_stays() -> None:
     plain, later = product(us=50.0), product(us=60.0, when=LATER)
-    deep, faster = product(us=55.0, effort="deep"), product(us=40.0)
+    faster = product(us=40.0)
     assert merged(plain, later) == later
-    assert merged(plain, later, deep) == deep
     assert merged(plain, faster) == faster
     assert merged(plain, plain) == plain
 
@@ -140,7 +129,7 @@ def test_which_stays_does_not_depend_on_the_order_even_among_equals() -> None:
 
 
 def test_a_barred_entry_stays_until_there_is_another_and_then_among_what_is_rejected() -> None:
-    plain = product(effort="deep")
+    plain = product(when=LATER)
     barred, other = replace(plain, barred="known to be wrong"), product(rejected=())
     assert merged(plain, barred) == barred
     kept = merged(barred, other)
@@ -259,8 +248,6 @@ def test_damaged_entries_are_named_and_the_rest_can_be_used() -> None:
 @pytest.mark.parametrize(
     ("winner", "loser"),
     [
-        ({"effort": "deep", "us": 90.0}, {"in_chain": True, "when": LATER, "us": 1.0}),
-        ({"in_chain": True, "us": 90.0}, {"when": LATER, "us": 1.0}),
         ({"when": LATER, "us": 90.0}, {"us": 1.0}),
         ({"us": 1.0}, {"us": 90.0}),
     ],

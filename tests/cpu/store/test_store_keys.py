@@ -36,7 +36,13 @@ WRITTEN = (
 )
 """The dataclasses that stand in files."""
 
-DIGESTS = {1: "2033f015c9951b6e", 2: "e379530e99f461c0", 3: "a092563557324247", 4: "5cc3f51475b32b27"}
+DIGESTS = {
+    1: "2033f015c9951b6e",
+    2: "e379530e99f461c0",
+    3: "a092563557324247",
+    4: "5cc3f51475b32b27",
+    5: "aae09e365ba5fb50",
+}
 """Of the fields of those, by version of the format."""
 
 

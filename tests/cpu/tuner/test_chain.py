@@ -22,12 +22,14 @@ from lt_runtime.problem import (
     Spec,
 )
 from lt_runtime.store.keys import parse_key, problem_key
-from lt_runtime.tuner.chain import Chain, Layer, Part, chains_of, derivative_of, plain_backward, saved_kinds
+from lt_runtime.tuner.chain import Layer, LayerChain, Part, chains_of, derivative_of, plain_backward, saved_kinds
 from tests.support.chain_problems import backward_of, by_themselves, forward_of
 
 
-def mlp(activation: str = "gelu", rows: int = 64, dims: tuple[int, ...] = (32, 48, 24, 10), **options: Any) -> Chain:
-    return Chain.of_mlp(rows, dims, Activation(activation), DType.BFLOAT16, Compute.FLOAT32, **options)
+def mlp(
+    activation: str = "gelu", rows: int = 64, dims: tuple[int, ...] = (32, 48, 24, 10), **options: Any
+) -> LayerChain:
+    return LayerChain.of_mlp(rows, dims, Activation(activation), DType.BFLOAT16, Compute.FLOAT32, **options)
 
 
 GELU, RELU = mlp("gelu"), mlp("relu")
@@ -138,7 +140,7 @@ def test_bad_sizes(changes: dict[str, Any], message: str) -> None:
         mlp(**changes)
 
 
-def parts_of(chain: Chain) -> list[tuple[list[object], object]]:
+def parts_of(chain: LayerChain) -> list[tuple[list[object], object]]:
     cuts = [chain.cut(part) for part in chain.parts]
     return [([*cut.problems], cut.reader(0)) for cut in cuts]
 
@@ -185,30 +187,17 @@ def test_keeping_something_else_changes_who_reads_it() -> None:
     assert by_mask.keeping({0: Saved.OUTPUT}) == chain
     asked = Spec(packed(64, 24), 64)
     gelu = replace(forward_of(mlp(dims=(8, 24)), 0), activation=Activation("gelu"), preactivation=asked)
-    lone = Chain.of_problem(gelu).keeping({0: Saved.PREACTIVATION})
+    lone = LayerChain.of_problem(gelu).keeping({0: Saved.PREACTIVATION})
     assert backward_of(lone, 0).output_derivative.saved_spec == asked
     assert backward_of(lone.keeping({0: Saved.NOTHING}), 0).output_derivative.saved_spec is None
 
 
 def test_a_problem_by_itself() -> None:
     one, last = forward_of(GELU, 0), backward_of(GELU, 0)
-    assert Chain.of_problem(one).layers == (Layer(one, plain_backward(one)),)
+    assert LayerChain.of_problem(one).layers == (Layer(one, plain_backward(one)),)
     inference = replace(one, backward=False)
-    assert Chain.of_problem(inference).layers == (Layer(inference),)
-    assert Chain.of_problem(last).layers == (Layer(None, last),)
-
-
-def test_blocks_that_repeat_are_there_once_in_a_condensed_chain() -> None:
-    def names(*layers: int) -> list[int]:
-        chain = Chain(tuple(Layer(forward_of(mlp(dims=(8, 8 + each)), 0)) for each in layers))
-        return [each.forward.y.layout.cols - 8 for each in chain.condensed.layers if each.forward]
-
-    assert names(1, 2, 3) == [1, 2, 3]
-    assert names(1, 2, 2, 2, 3) == [1, 2, 3]
-    assert names(1, 2, 3, 2, 3, 2, 3, 4) == [1, 2, 3, 4]
-    alike = mlp(dims=(16,) * 9)
-    assert len(alike.condensed.layers) == 3
-    assert {*alike.condensed.problems} == {*alike.problems}
+    assert LayerChain.of_problem(inference).layers == (Layer(inference),)
+    assert LayerChain.of_problem(last).layers == (Layer(None, last),)
 
 
 def test_flat_problems_are_chained_again() -> None:
@@ -234,7 +223,7 @@ def test_flat_layers_by_themselves_are_chained_where_shapes_fit() -> None:
     assert pair == RELU.cut(Part(0, 1))
     first = replace(forward_of(RELU, 0), backward=False)
     second = replace(forward_of(RELU, 1), backward=False)
-    assert chains_of([first, second]) == [Chain((Layer(first), Layer(second)))]
+    assert chains_of([first, second]) == [LayerChain((Layer(first), Layer(second)))]
 
 
 def test_a_forward_of_two_backwards_is_in_a_chain_with_each() -> None:
@@ -242,8 +231,8 @@ def test_a_forward_of_two_backwards_is_in_a_chain_with_each() -> None:
     other = replace(one, accumulate=True)
     below = Layer(forward_of(RELU, 0))
     assert chains_of([forward_of(RELU, 0), one, other]) == [
-        Chain((below, Layer(None, one))),
-        Chain((below, Layer(None, other))),
+        LayerChain((below, Layer(None, one))),
+        LayerChain((below, Layer(None, other))),
     ]
 
 
@@ -260,7 +249,7 @@ def test_a_forward_of_two_backwards_is_in_a_chain_with_each() -> None:
 )
 def test_what_does_not_belong_together(changes: dict[str, Any]) -> None:
     other, above = replace(forward_of(RELU, 0), **changes), backward_of(RELU, 1)
-    assert chains_of([other, above]) == [Chain((Layer(other),)), Chain((Layer(None, above),))]
+    assert chains_of([other, above]) == [LayerChain((Layer(other),)), LayerChain((Layer(None, above),))]
 
 
 def test_products_stand_for_themselves() -> None:

@@ -15,12 +15,12 @@ from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.decisions import LayerProblem, Strategy, plan_for, strategies_of
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.problem import Activation, Compute, DType, Saved, Spec
-from lt_runtime.tuner.chain import Chain, Layer, Part
+from lt_runtime.tuner.chain import Layer, LayerChain, Part
 from lt_runtime.tuner.chain_operands import ChainOperands, disagreement, tensors_of
 from lt_runtime.tuner.operands import NORMAL, Buffer
 from tests.support.chain_problems import backward_of, by_themselves, forward_of
 
-RELU = Chain.of_mlp(32, (40, 24, 16), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
+RELU = LayerChain.of_mlp(32, (40, 24, 16), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
 PAIR = RELU.cut(Part(0, 1))
 
 
@@ -30,7 +30,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
 
 
-def filled(chain: Chain) -> ChainOperands:
+def filled(chain: LayerChain) -> ChainOperands:
     operands = ChainOperands(np, chain)
     operands.fill(NORMAL, 0)
     return operands
@@ -69,7 +69,7 @@ def test_backward_reads_what_forward_writes() -> None:
 
 
 def test_a_layers_own_backward_shares_its_operands() -> None:
-    layers = Chain.of_mlp(32, (40, 24, 8), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, dropout=True)
+    layers = LayerChain.of_mlp(32, (40, 24, 8), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, dropout=True)
     chain = by_themselves(layers).cut(Part(0, 0))
     operands = filled(chain)
     keeps = next(each for each in strategies_of(forward_of(chain)) if each.saved is Saved.PREACTIVATION)  # type: ignore[union-attr]
@@ -83,7 +83,7 @@ def test_a_layers_own_backward_shares_its_operands() -> None:
 
 def test_backward_alone_has_operands_of_its_own() -> None:
     problem = backward_of(RELU, 1, Saved.MASK)
-    operands = filled(Chain((Layer(None, problem),)))
+    operands = filled(LayerChain((Layer(None, problem),)))
     assert addresses(operands, 0, problem).saved_below not in (0, addresses(operands, 0, problem).x)
     assert list(operands.results()) == ["dx", "dw", "db", "db_below"]
 
@@ -91,7 +91,7 @@ def test_backward_alone_has_operands_of_its_own() -> None:
 def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
     forward = forward_of(RELU)
     forward = replace(forward, x=Spec(forward.x.layout, 16), bias=2)
-    operands = ChainOperands(np, Chain((Layer(forward),)))
+    operands = ChainOperands(np, LayerChain((Layer(forward),)))
     for name, offset in (("x", 16), ("bias", 2), ("y", 0)):
         found = buffer(operands, 0, forward, name, Saved.OUTPUT)
         assert found.address - found.flat.ctypes.data == offset
@@ -100,7 +100,7 @@ def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
 @pytest.mark.parametrize("activation", ["gelu", "relu", "none"])
 def test_what_one_problem_writes_others_read(activation: str) -> None:
     kind = Activation(activation)
-    chain = Chain.of_mlp(16, (24, 40, 24), kind, DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    chain = LayerChain.of_mlp(16, (24, 40, 24), kind, DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
     operands = ChainOperands(np, chain)
     keeps = {"gelu": Saved.PREACTIVATION, "relu": Saved.OUTPUT, "none": Saved.NOTHING}[activation]
     strategy = next(each for each in strategies_of(forward_of(chain)) if each.saved is keeps)  # type: ignore[union-attr]
@@ -116,7 +116,9 @@ def test_what_one_problem_writes_others_read(activation: str) -> None:
 
 
 def test_layers_of_one_shape_have_weights_of_their_own() -> None:
-    chain = Chain.of_mlp(8, (16, 16, 16, 16), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
+    chain = LayerChain.of_mlp(
+        8, (16, 16, 16, 16), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True
+    )
     operands = ChainOperands(np, chain)
     at = [addresses(operands, index, forward_of(chain, index)) for index in range(3)]
     back = [addresses(operands, index, backward_of(chain, index)) for index in range(3)]
@@ -139,7 +141,7 @@ def test_data_for_comparison_gets_no_other_sign_by_rounding() -> None:
 
 def prepared(activation: str) -> dict[str, Any]:
     """A layer's operands as they are for a comparison."""
-    chain = Chain.of_mlp(64, (768, 96), Activation(activation), DType.BFLOAT16, Compute.FLOAT32)
+    chain = LayerChain.of_mlp(64, (768, 96), Activation(activation), DType.BFLOAT16, Compute.FLOAT32)
     operands = ChainOperands(np, chain)
     operands.prepare()
     return {name: buffer(operands, 0, forward_of(chain), name, Saved.OUTPUT).values() for name in ("x", "w", "bias")}
@@ -149,7 +151,7 @@ def test_what_is_not_written_shows() -> None:
     operands = filled(PAIR)
     operands.prepare()
     assert all(np.isnan(values).all() for values in operands.results().values())
-    operands = filled(Chain((Layer(None, replace(backward_of(PAIR, 1), accumulate=True)),)))
+    operands = filled(LayerChain((Layer(None, replace(backward_of(PAIR, 1), accumulate=True)),)))
     operands.prepare()
     found = operands.results()
     assert np.isnan(found["dx"]).all()

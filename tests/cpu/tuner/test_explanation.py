@@ -28,13 +28,13 @@ from lt_runtime.problem import (
 from lt_runtime.store.entries import RejectedAlgorithm
 from lt_runtime.store.keys import problem_key
 from lt_runtime.store.plan_store import PlanStore
-from lt_runtime.tuner import explanation
-from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner import explanation, roofline
+from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.roofline import Hardware, least_us
 from tests.support.chain_problems import backward_of, forward_of
 from tests.support.plan_entries import H200, algorithm, layer, product
 
-CHAIN = Chain.of_mlp(8192, (768, 3072, 768), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+CHAIN = LayerChain.of_mlp(8192, (768, 3072, 768), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
 HARDWARE = Hardware(90, 132, 1_980_000, 3_201_000, 6144)
 CONFIG: Mapping[str, int] = {"ID": 66, "TILE_ID": 20, "STAGES_ID": 36, "SPLITK_NUM": 1}
 FORWARD = forward_of(CHAIN)
@@ -143,6 +143,6 @@ def test_peaks_that_are_not_known_and_products_of_nothing(monkeypatch: pytest.Mo
 
 
 def test_hardware_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explanation, "device_info", lambda _: DeviceInfo(0, "NVIDIA H200", 90, 132, 1 << 37))
-    monkeypatch.setattr(explanation, "device_attributes", lambda *_: (1_980_000, 3_201_000, 6144))
-    assert explanation.hardware(0) == HARDWARE
+    monkeypatch.setattr(roofline, "device_info", lambda _: DeviceInfo(0, "NVIDIA H200", 90, 132, 1 << 37))
+    monkeypatch.setattr(roofline, "device_attributes", lambda *_: (1_980_000, 3_201_000, 6144))
+    assert roofline.hardware(0) == HARDWARE

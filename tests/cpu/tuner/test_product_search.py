@@ -17,10 +17,10 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import heuristic_algorithm, plan_from_blob
 from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.own import NARROW_MATMUL, NarrowPlan
-from lt_runtime.store.entries import Effort, ProductEntry
+from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import operands, product_search
 from lt_runtime.tuner.operands import ProductOperands
-from lt_runtime.tuner.product_search import BUDGET_S, find_algorithm
+from lt_runtime.tuner.product_search import find_algorithm
 from lt_runtime.tuner.report import algorithm_in_words
 from lt_runtime.tuner.timing import Bench, Launch
 from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
@@ -43,6 +43,7 @@ class FakeGpu(FakeLibrary):
         faults: what an algorithm does to a trial after the right thing, by its id.
         nodes: types of those that a launch consists of, by its id; one kernel where nothing is said.
         trials: operands of the last tuning.
+        floor_us: microseconds that no algorithm can beat.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,12 +52,14 @@ class FakeGpu(FakeLibrary):
         self.faults: dict[int, Fault] = {}
         self.nodes: dict[int, list[str]] = {}
         self.trials: list[ProductOperands] = []
+        self.floor_us = 0.0
         self.clock = FakeClock()
         memory = SimpleNamespace(workspace=0x1000, workspace_size=WORKSPACE)
         monkeypatch.setattr(product_search, "stream_memory", lambda device, stream: memory)
         monkeypatch.setattr(operands, "buffer_sets", lambda size, device: 2)
         monkeypatch.setattr(product_search, "driver_call", lambda *_: None)
         monkeypatch.setattr(product_search, "launcher", self._launcher)
+        monkeypatch.setattr(product_search, "floor_us", lambda *_: self.floor_us)
         monkeypatch.setattr(product_search, "ProductOperands", self._trial)
         monkeypatch.setattr(
             MatmulPlan, "launches_at_most_two_kernels_by", lambda plan, algorithm: self._is_lean(plan, algorithm)
@@ -91,10 +94,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return made
 
 
-def search(gpu: FakeGpu, problem: MatmulProblem | None = None, effort: Effort = "default") -> ProductEntry:
+def search(gpu: FakeGpu, problem: MatmulProblem | None = None) -> ProductEntry:
     gpu.trials.clear()
     bench = Bench(0, gpu.clock, np)  # type: ignore[arg-type]
-    return find_algorithm(bench, problem or a_problem(), effort, BUDGET_S[effort])
+    return find_algorithm(bench, problem or a_problem())
 
 
 def reasons(verdict: ProductEntry) -> dict[int, str]:
@@ -197,12 +200,6 @@ def test_where_none_is_right(gpu: FakeGpu) -> None:
         search(gpu)
 
 
-def test_deep_looks_further(gpu: FakeGpu) -> None:
-    gpu.ids, gpu.us = [9], {9: 5.0}
-    assert search(gpu).config["ID"] == 1
-    assert search(gpu, effort="deep").config["ID"] == 9
-
-
 def test_every_buffer_set_is_used(gpu: FakeGpu) -> None:
     search(gpu)
     assert len(gpu.trials) == 2
@@ -263,10 +260,9 @@ def test_our_kernel_is_for_narrow_products_alone(gpu: FakeGpu) -> None:
         plan_from_blob(a_problem(), 0, NARROW_MATMUL.blob)
 
 
-@pytest.mark.parametrize("effort", ["default", "deep"])
-def test_our_kernel_serves_where_the_library_offers_nothing(gpu: FakeGpu, narrow: int, effort: Effort) -> None:
+def test_our_kernel_serves_where_the_library_offers_nothing(gpu: FakeGpu, narrow: int) -> None:
     gpu.offered = {}
-    verdict = search(gpu, NARROW_PROBLEM, effort=effort)
+    verdict = search(gpu, NARROW_PROBLEM)
     assert (verdict.algorithm, verdict.candidates, verdict.rejected) == (NARROW_MATMUL.blob, 1, ())
     assert verdict.us == verdict.first_us
     assert isinstance(heuristic_algorithm(NARROW_PROBLEM, 0), NarrowPlan)

@@ -14,13 +14,13 @@ from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeB
 from lt_runtime.problem import Activation, Compute, DType, Saved
 from lt_runtime.store.keys import Problem, parse_key
 from lt_runtime.store.records import to_json
-from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
 from tests.support.chain_problems import backward_of, by_themselves
 from tests.support.plan_entries import layer_key, product_key
 from tests.support.strategies import problems
 
-CHAIN = Chain.of_mlp(8, (3, 5, 7), Activation("relu"), DType.FLOAT32, Compute.TF32)
+CHAIN = LayerChain.of_mlp(8, (3, 5, 7), Activation("relu"), DType.FLOAT32, Compute.TF32)
 
 
 def test_problems() -> None:

@@ -11,7 +11,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import packed
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Saved, Spec
 from lt_runtime.store.keys import Problem
-from lt_runtime.tuner.chain import Chain
+from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.roofline import Hardware, Work, least_us, work_of
 from tests.support.chain_problems import backward_of, forward_of
 from tests.support.strategies import problems
@@ -56,7 +56,7 @@ def test_a_large_product_waits_for_computing_and_a_thin_one_for_memory() -> None
 
 
 def test_unknown_hardware_has_no_least_time() -> None:
-    problem = forward_of(Chain.of_mlp(8, (3, 5), Activation(), DType.FLOAT32, Compute.TF32))
+    problem = forward_of(LayerChain.of_mlp(8, (3, 5), Activation(), DType.FLOAT32, Compute.TF32))
     assert least_us(problem, H200._replace(capability=130)) is None
     assert least_us(problem, H200._replace(memory_clock_khz=0)) is None
     assert least_us(problem, H200._replace(capability=75)) is None  # has no TF32
@@ -74,7 +74,7 @@ def test_work_of_products() -> None:
 
 def test_work_of_layers() -> None:
     chain, relu = (
-        Chain.of_mlp(6, (3, 5, 4), Activation(name), DType.BFLOAT16, Compute.FLOAT32) for name in ("gelu", "relu")
+        LayerChain.of_mlp(6, (3, 5, 4), Activation(name), DType.BFLOAT16, Compute.FLOAT32) for name in ("gelu", "relu")
     )
     x, w, y = 6 * 3, 5 * 3, 6 * 5
     assert work_of(forward_of(chain)) == Work(2 * 6 * 5 * 3, 2 * (x + w + y + 5))
