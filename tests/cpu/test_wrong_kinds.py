@@ -297,6 +297,7 @@ SOUND: Final[Mapping[str, Callable[[World], Call]]] = {
     "prefetch": lambda w: (w.lt.prefetch, {"iterable": [], "device": w.device}),
     "tune": plain("tune", **LAYERS),
     "explain": plain("explain", **LAYERS),
+    "tuning": plain("tuning"),
     "Activation": plain("Activation", name="leaky_relu"),
     "Activation.of": plain("Activation.of", activation="leaky_relu"),
     "Epilogue": plain("Epilogue"),
