@@ -146,17 +146,6 @@ def blocks() -> list[Block]:
     return [Block(*layer, kind, activation) for layer in layers for kind in _KINDS for activation in ACTIVATIONS]
 
 
-def chosen_blocks(options: argparse.Namespace) -> list[Block]:
-    """The blocks of a command line, without regard to `--only`."""
-    return [
-        block
-        for block in blocks()
-        if options.dtype in (None, block.kind)
-        and options.activation in (None, block.activation)
-        and (block.layer in REPRESENTATIVE or not options.max_autotune)
-    ]
-
-
 # The block through public calls.
 
 
@@ -322,7 +311,15 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    return {block.name: partial(measure_block, block, options) for block in chosen_blocks(options)}
+    """The blocks of a command line, without regard to `--only`."""
+    chosen = [
+        block
+        for block in blocks()
+        if options.dtype in (None, block.kind)
+        and options.activation in (None, block.activation)
+        and (block.layer in REPRESENTATIVE or not options.max_autotune)
+    ]
+    return {block.name: partial(measure_block, block, options) for block in chosen}
 
 
 _NAMES: Final = [block.name for block in blocks()]

@@ -17,16 +17,16 @@ from typing import Any, Final
 from benchmarks import report
 from benchmarks.buffers import itemsize
 from benchmarks.copies import Ceiling, measure_copies
-from benchmarks.peers import peer
+from benchmarks.layers import tune
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import Setup, StepCase, StepContender, contender, graph_turn, tune
+from benchmarks.steps import Setup, StepCase, contender, graph_turn, peers
 from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
-from benchmarks.timing import Timing, built, take_turns
+from benchmarks.timing import built, take_turns
 
 _INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 128: (128, 10)}
 _FUSED: Final = "lt_one_kernel"
 _LAYERS: Final = "lt_layers"
-_TORCH: Final = "torch_graph_bf16"
+_PEERS: Final = ("torch_graph_bf16", f"{MAX_AUTOTUNE}_bf16", JAX)
 _PARAMETER_BYTES: Final = 28  # BF16, FP32 master and two FP32 moments, each read and written; no gradients
 _PEAK_TFLOPS: Final = {"NVIDIA H200": 989.4}
 """The peak of dense BF16 products in the data sheet, at 1.83 GHz; small steps run at up to 1.98 GHz."""
@@ -62,9 +62,26 @@ def least_bytes(case: StepCase) -> int:
 
 
 def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    """Measures a step; `copies` measures the fastest copy, or returns it if it was measured before."""
-    copy_gb_s = copies(stream).gb_s
-    timings, setting, left_out = _times(case, options, stream)
+    """Tunes a step and measures it, both ways to run it, and its peers.
+
+    Args:
+        copies: measures the fastest copy, or returns it if it was measured before.
+    """
+    from benchmarks.internals import one_kernel_a_pass
+
+    copy_gb_s, setup = copies(stream).gb_s, Setup(case, stream)
+    with plan_cache():
+        tuned = tune(case).as_json()
+        contenders = {"lt": contender(setup)}
+        for name, fused in ((_FUSED, True), (_LAYERS, False)):
+            with one_kernel_a_pass(fused):
+                contenders[name] = contender(setup)
+        theirs, left_out = built(dict(peers(setup, options, ("bf16",))))
+        contenders |= theirs
+        turns = {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}
+        timings = take_turns(turns, options.rounds)
+    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays} | tuned
+    setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
     return Row(
         case.name,
         timings,
@@ -72,46 +89,14 @@ def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any],
         copy_gb_s=copy_gb_s,
         flops=case.flops,  # of the MLP's own widths, not of the widths to which a kernel pads them
         peak_tflops=_PEAK_TFLOPS.get(report.machine()["gpu"]),
-        setting={**setting, "copy_gb_s": round(copy_gb_s, 1)},
+        setting=setting | {"copy_gb_s": round(copy_gb_s, 1)},
         left_out=left_out,
     )
 
 
-def _times(
-    case: StepCase, options: argparse.Namespace, stream: Any
-) -> tuple[dict[str, Timing], dict[str, Any], dict[str, str]]:
-    """Times of the tuned step, of both ways to run it and of its peers; facts for the row; contenders left out."""
-    from benchmarks.internals import one_kernel_a_pass
-
-    setup = Setup(case, stream)
-    with plan_cache():
-        tuned = tune(case).as_json()
-        contenders = {"lt": contender(setup)}
-        for name, fused in ((_FUSED, True), (_LAYERS, False)):
-            with one_kernel_a_pass(fused):
-                contenders[name] = contender(setup)
-        theirs, left_out = built(_peers(setup, options))
-        contenders |= theirs
-        turns = {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}
-        timings = take_turns(turns, options.rounds)
-    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays} | tuned
-    setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
-    return timings, setting, left_out
-
-
-def _peers(setup: Setup, options: argparse.Namespace) -> dict[str, Callable[[], StepContender]]:
-    """Functions that build the peers: PyTorch's kernels, and those that options add."""
-    made = {_TORCH: peer("torch_steps", "contender", setup, "bf16")}
-    if options.max_autotune:
-        made[MAX_AUTOTUNE] = peer("torch_steps", "contender", setup, "bf16", options.compile_seconds)
-    if options.jax:
-        made[JAX] = peer("jax", "step", setup)
-    return made
-
-
 def findings(rows: Sequence[Json]) -> list[Finding]:
     """Every contender against the tuned step."""
-    return report.against_ours(rows, (_FUSED, _LAYERS, _TORCH, MAX_AUTOTUNE, JAX))
+    return report.against_ours(rows, (_FUSED, _LAYERS, *_PEERS))
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:

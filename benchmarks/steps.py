@@ -238,7 +238,7 @@ def measure_case(case: StepCase, options: argparse.Namespace, stream: Any) -> Ro
     """Tunes a step in an empty plan cache and lets all contenders take turns."""
     setup = Setup(case, stream)
     contenders, facts = _ours(setup, keep=options.keep_plans)
-    theirs, left_out = built(dict(_peers(setup, options)))
+    theirs, left_out = built(dict(peers(setup, options, case.ways)))
     contenders |= theirs
     timings = with_fastest(take_turns(_turns(contenders, case.replays, stream), options.rounds))
     setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays} | facts
@@ -286,9 +286,11 @@ def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[s
     return made, facts
 
 
-def _peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
-    """By name, functions that build the contenders of PyTorch and JAX."""
-    for way in setup.case.ways:
+def peers(
+    setup: Setup, options: argparse.Namespace, ways: Sequence[str | None]
+) -> Iterator[tuple[str, Callable[[], StepContender]]]:
+    """By name, functions that build the contenders of JAX, and of PyTorch in the given ways to hold parameters."""
+    for way in ways:
         suffix = "" if way is None else f"_{way}"
         yield _GRAPH + suffix, peer("torch_steps", "contender", setup, way)
         if options.max_autotune and way in _COMPILED_WAYS:

@@ -98,7 +98,11 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     rows = kept_rows(file) if options.resume else {}
     wanted = {case: job for case, job in suite.jobs(options).items() if matches(options.only, case)}
     jobs, console = {case: job for case, job in wanted.items() if case not in rows}, report.console()
-    stream, start = _stream() if suite.has_context else None, time.monotonic()
+    stream, start = None, time.monotonic()
+    if suite.has_context:
+        import cupy as cp
+
+        stream = cp.cuda.Stream(non_blocking=True)
     saved = start
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with contextlib.ExitStack() as stack:
@@ -123,12 +127,6 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     if file is not None:
         console.print(f"written to {file}")
     return rows
-
-
-def _stream() -> Any:
-    import cupy as cp
-
-    return cp.cuda.Stream(non_blocking=True)
 
 
 def _measured(case: str, job: Job, stream: Any, console: Console) -> dict[str, Any]:

@@ -71,19 +71,14 @@ def repetitions(size: int, sets: int) -> int:
 
 
 def built(builders: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The builders' results by name, and the reason for each builder that fails."""
+    """The builders' results by name, and the first line of the error of each builder that fails."""
     made, left_out = {}, {}
     for name, build in builders.items():
         try:
             made[name] = build()
         except Exception as error:
-            left_out[name] = reason(error)
+            left_out[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return made, left_out
-
-
-def reason(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 # Host time: the wall clock over calls made back to back, none of which waits for the GPU.

@@ -199,7 +199,7 @@ def test_options_choose_the_contenders(
     row = kernels.measure_case(case, asked, lambda _: copies.Ceiling("fast", 4000.0, {}), None)
     assert {*row.timings} == kernel
     setup: Any = argparse.Namespace(case=steps.CASES[1])
-    assert step <= {name for name, _ in steps._peers(setup, asked)}
+    assert step <= {name for name, _ in steps.peers(setup, asked, setup.case.ways)}
 
 
 def test_the_kernels_of_the_benchmarks_compile() -> None:
