@@ -122,11 +122,6 @@ def test_a_single_row_or_column_lies_either_way() -> None:
     assert not supports(problem_of(Spec(packed(256, 512)), gaps))
 
 
-def test_what_is_not_taken_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match="tiny"):
-        NarrowPass(forward(256, 512, 512), 0)
-
-
 class _Recorded:
     """How a pass was compiled and is launched."""
 
@@ -182,21 +177,6 @@ def test_blocks_share_a_bias_gradient(m: int, n: int, k: int, rows: str, monkeyp
     assert 60 <= made.blocks <= 132
     assert made.scratch_bytes == 4 * made.blocks * 32
     assert made.tickets == made.grid[0]
-
-
-def test_what_a_derivative_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {each: _Recorded(through(256, 512, 10, each), monkeypatch).macros for each in DERIVATIVES}
-    found = {each: (macros["AUX"], macros["SUMS"]) for each, macros in asked.items()}
-    relu = {Epilogue.DRELU: ("2", "0"), Epilogue.DRELU_BGRAD: ("2", "1")}
-    assert found == relu | {Epilogue.DGELU: ("1", "0"), Epilogue.DGELU_BGRAD: ("1", "1")}
-
-
-def test_a_mask_may_lie_anywhere_and_a_preactivation_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    for epilogue, aligned in ((Epilogue.DRELU, "1"), (Epilogue.DGELU, "0")):
-        problem = through(256, 512, 10, epilogue)
-        assert problem.aux is not None
-        askew = replace(problem, aux=replace(problem.aux, alignment=2))
-        assert _Recorded(askew, monkeypatch).macros["ALIGNED"] == aligned
 
 
 SIZES = (1, 2, 7, 8, 33, 256, 1000, 4096, 100_000, 3_000_000)

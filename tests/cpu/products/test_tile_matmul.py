@@ -13,7 +13,7 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import kernel as kernels
 from lt_runtime.kernels import tiling
 from lt_runtime.kernels.kernel import Entry
-from lt_runtime.kernels.tile_matmul import TileMatmulPass, shares_of, supports
+from lt_runtime.kernels.tile_matmul import TileMatmulPass, supports
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products import own
@@ -140,18 +140,6 @@ def test_blocks_that_add_up_columns_are_one_wave(monkeypatch: pytest.MonkeyPatch
     alone = _Recorded(input_gradient(64, 221, 33), monkeypatch)
     assert (alone.grid, alone.scratch_bytes, alone.tickets) == ((1, 4), 0, 0)
     assert _Recorded(input_gradient(20_000, 221, 33, Epilogue.DGELU), monkeypatch).grid == (313, 4)
-
-
-def test_products_of_tiles_are_counted() -> None:
-    assert shares_of(input_gradient(20_000, 221, 130), 132).products == 313 * 4 * 3
-
-
-def test_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
-        [_Recorded(each, monkeypatch).macros[name] for name in ("A_ALONG_K", "B_ALONG_K", "ACTIVATION", "DERIVATIVE")]
-        for each in PRODUCTS
-    ]
-    assert found == [["1", "1", "lt::Gelu", "0"], ["1", "0", "lt::Gelu", "1"], ["0", "0", "lt::None", "0"]]
 
 
 @pytest.fixture
