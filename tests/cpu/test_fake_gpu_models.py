@@ -100,7 +100,7 @@ def test_a_captured_step_copies_no_step(gpu: FakeGpu) -> None:
     arrays = [gpu.cp.asarray(numbers(i, (_ROWS, width), "float32")) for i, width in enumerate((_DIMS[0], _DIMS[-1]))]
     step(*arrays, stream=gpu.stream)
     gpu.synchronize(gpu.stream.ptr)
-    (batches,) = step._gpu._batches.values()
+    (batches,) = step._gpu._buffers.values()
     nodes = gpu.driver._graphs[batches.graph.executable].nodes
     assert len(nodes) > 5
     assert MEMCPY not in [node.kind for node in nodes]

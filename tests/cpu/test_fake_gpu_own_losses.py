@@ -232,14 +232,6 @@ def test_a_loss_that_raises(gpu: FakeGpu, at: int) -> None:
     assert values_of(gpu, step) == values_of(gpu, other)
 
 
-def test_weights_are_not_for_own_losses(gpu: FakeGpu) -> None:
-    step = made_step(gpu.lt, "cuda", loss=cauchy)
-    batch = [gpu.cp.asarray(each) for each in (*batch_of(0, "float32"), np.ones(_ROWS, np.float32))]
-    with pytest.raises(gpu.lt.errors.ArgumentError, match="row_weights are for losses with a name"):
-        step(*batch, stream=gpu.stream)
-    gpu.streams.synchronize_all()
-
-
 def test_weights_among_the_options_may_be_changed_where_they_lie(gpu: FakeGpu) -> None:
     """NumPy's are copied once; the device's own are read at each step."""
     own, host = gpu.cp.asarray(np.ones(5, np.float32)), np.ones(5, np.float32)

@@ -101,15 +101,6 @@ def test_training_goes_on_from_new_values(gpu: FakeGpu, dtype: str) -> None:
     assert used.bits() == fresh.bits()
 
 
-def test_copies_are_the_callers_own(gpu: FakeGpu) -> None:
-    run = _Run(gpu, "bfloat16", lr=1e-1)
-    given = run.model.state_dict()
-    before = {name: array.get().tobytes() for name, array in given.items()}
-    run.train(range(2))
-    assert {name: array.get().tobytes() for name, array in given.items()} == before
-    assert run.bits() != before
-
-
 @contextlib.contextmanager
 def _current(gpu: FakeGpu) -> Iterator[None]:
     with gpu.stream:
@@ -198,17 +189,6 @@ def test_an_optimizers_first_step_refuses_a_stale_master_copy(gpu: FakeGpu) -> N
     run.optimizer.step(stream=gpu.stream)
     gpu.synchronize(gpu.stream.ptr)
     assert run.optimizer.steps.item() == 1
-
-
-def test_a_stale_master_copy_is_not_saved(gpu: FakeGpu, tmp_path: Path) -> None:
-    run = _Run(gpu, "float16")
-    run.train(range(2))
-    _spoil(run)
-    with pytest.raises(gpu.lt.errors.CheckpointError, match=_STALE):
-        gpu.lt.save_checkpoint(tmp_path / "run", run.model, run.optimizer)
-    with pytest.raises(gpu.lt.errors.OperandError, match=_STALE):
-        gpu.lt.save_model(tmp_path / "run", run.model)
-    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -115,22 +115,6 @@ def test_losses_and_options_that_are_refused(loss: Any, options: Any, error: typ
         step_of(loss, options)
 
 
-@pytest.mark.parametrize(
-    ("weights", "error", "message"),
-    [
-        (np.ones(ROWS), DTypeError, "row_weights is float64; it must be float32"),
-        (np.ones(3, np.float32), ShapeError, r"row_weights has shape \(3,\); it must be \(12,\), one a row of x"),
-        ([1.0] * ROWS, OperandError, "row_weights is a list"),
-    ],
-)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_weights_that_are_refused(weights: Any, error: type[LtError], message: str, accumulate: int) -> None:
-    step = step_of("mse", accumulate=accumulate)
-    with pytest.raises(error, match=message):
-        step(*batch(), weights)
-    assert int(step.optimizer.steps[0]) == 0
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaled", [False, True])
@@ -196,34 +180,3 @@ def test_numpys_errors_in_an_own_loss_are_the_callers() -> None:
 
     with np.errstate(all="raise"), pytest.raises(FloatingPointError, match="overflow"):
         step_of(overflows)(*batch())
-
-
-@pytest.mark.parametrize(
-    ("returned", "error", "message"),
-    [
-        (None, OperandError, r"what the loss function returned is a NoneType \(None\); accepted are NumPy"),
-        (0.5, OperandError, r"what the loss function returned is a float \(0.5\)"),
-        (np.float64(0.5), DTypeError, "what the loss function returned is float64; it must be float32"),
-        (np.zeros((2,), np.float32), ShapeError, r"returned has shape \(2,\); accepted are \(\) and \(1,\)"),
-        (lt.mse_loss(*[SINGLE[None]] * 2), OperandError, "what the loss function returned is a Loss"),
-    ],
-)
-def test_what_an_own_loss_must_not_return(returned: Any, error: type[LtError], message: str) -> None:
-    step = step_of(lambda *_: returned)
-    before = [parameter.data.copy() for parameter in step.model.parameters()]
-    with pytest.raises(error, match=message):
-        step(*batch())
-    assert all((p.data == b).all() for p, b in zip(step.model.parameters(), before, strict=True))
-    assert step.metrics().steps == int(step.optimizer.steps[0]) == 0
-
-
-def test_weights_of_rows_are_no_business_of_an_own_loss() -> None:
-    step = step_of(squared)
-    with pytest.raises(ArgumentError, match=r"row_weights are for losses with a name; the target .* may hold them"):
-        step(*batch(), np.ones(ROWS, np.float32))
-
-
-def test_targets_of_an_own_loss_have_as_many_rows_as_x() -> None:
-    step = step_of(squared)
-    with pytest.raises(ShapeError, match=r"target has shape \(5, 3\); it must have 12 rows, as x has"):
-        step(batch()[0], batch()[1][:5])

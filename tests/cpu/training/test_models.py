@@ -223,23 +223,6 @@ def test_training_and_checkpoints_of_a_mixed_model(tmp_path: Path) -> None:
             lt.load_checkpoint(tmp_path / "saved", *made(**changes)[:2])
 
 
-def test_a_step_that_advances_keeps_its_masks() -> None:
-    x, dy = numbers(0, (16, 3), "float32"), numbers(1, (16, 2), "float32")
-    made = []
-    for copies in (True, False, None):
-        model = lt.MLP(DIMS, dropout=0.5, device="cpu")
-        optimizer = lt.AdamW(model.parameters(), lr=0.0)
-        step = optimizer.steps if copies is not None else 0
-        _, contexts = model.forward(x, step, **({} if copies is not False else {"copy_step": False}))
-        optimizer.step()
-        model.backward(dy, contexts)
-        made.append([each.grad.copy() for each in model.parameters()])
-    kept, drawn_again, expected = made
-    for one, other in zip(kept, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert any((one != other).any() for one, other in zip(drawn_again, expected, strict=True))
-
-
 def test_training_without_a_step_is_refused_if_there_is_dropout() -> None:
     model, x = lt.MLP(DIMS, dropout=[0, 0, 0.5], device="cpu"), numbers(0, (4, 3), "float32")
     message = (

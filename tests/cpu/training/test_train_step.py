@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import ArgumentError, FixedError, LtError, OperandError, ShapeError
+from lt_runtime.errors import ArgumentError, FixedError, OperandError, ShapeError
 from lt_runtime.training.tally import HostTally, Scores
 from tests.support.numpy_cases import DTYPES, Array
 
@@ -188,23 +188,6 @@ def test_replaced_arrays(part: str) -> None:
     setattr(parameter, part, kept)
     parameter.assign(np.zeros(parameter.data.shape))
     step(*batch(1, dtype="bfloat16"))
-
-
-@pytest.mark.parametrize(
-    ("labels", "error", "message"),
-    [
-        (np.zeros(ROWS - 1, np.int32), ShapeError, r"labels has shape \(23,\); it must be \(24,\)"),
-        (np.zeros(ROWS, np.float32), OperandError, "labels has type float32"),
-        (np.full(ROWS, CLASSES), ArgumentError, "labels holds 4"),
-    ],
-)
-def test_targets_that_do_not_fit_micro_batches(labels: Array, error: type[LtError], message: str) -> None:
-    step = step_of(accumulate=2)
-    before = [parameter.data.copy() for parameter in step.model.parameters()]
-    with pytest.raises(error, match=message):
-        step(batch(0)[0], labels)
-    assert all((p.data == b).all() for p, b in zip(step.model.parameters(), before, strict=True))
-    assert int(step.optimizer.steps[0]) == 0
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, math.nan, None, "half"])
