@@ -25,7 +25,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.forked import forked
 from tests.support.hurry import hurry
 
-_FAULTS: Final = os.environ.get("LT_TEST_FAULTS", "8")
+_FAULTS: Final = os.environ.get("LT_TEST_FAULTS", "6")
 _MANY: Final = 1000
 _OF_A_SEARCH: Final = 3  # of an operation that makes more than so many calls, and takes seconds
 _CALLS_AFTER: Final = 4  # until a call that repeats is bound, and launched as a graph
@@ -162,11 +162,8 @@ def unused_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> F
     return gpu
 
 
-def _made(directory: Path) -> Path:
-    directory.mkdir()
-    return directory
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_calls_fail_in_turn(name: str, unused_gpu: FakeGpu, tmp_path: Path) -> None:
-    assert forked(lambda: _fail_in_turn(unused_gpu, _made(tmp_path / "used"), name), 900) > 0
+    used = tmp_path / "used"
+    used.mkdir()
+    assert forked(lambda: _fail_in_turn(unused_gpu, used, name), 900) > 0

@@ -89,33 +89,24 @@ def _stretched(layout: Layout) -> Layout:
 
 _PRODUCT_FAULTS: dict[str, _Change] = {
     "operands exchanged": lambda call: call._replace(a=call.b, b=call.a),
-    "alpha for beta": lambda call: call._replace(beta=call.alpha),
     "alpha ignored": lambda call: call._replace(alpha=1.0) if call.desc.mode == 0 else call,
     "beta ignored": lambda call: call._replace(beta=0.0) if call.desc.mode == 0 else call,
-    "beta exchanged with alpha": lambda call: call._replace(alpha=call.beta, beta=call.alpha),
     "stream 0": lambda call: call._replace(stream=0),
     "a stale stream": lambda call: call._replace(stream=call.stream ^ 0x10),
     "a stale bias address": _remembered(lambda call: call.bias, lambda call, was: call._replace(bias=was)),
-    "a stale auxiliary address": _remembered(lambda call: call.aux, lambda call, was: call._replace(aux=was)),
     "a stale address of D": _remembered(lambda call: call.d, lambda call, was: call._replace(d=was)),
     "the auxiliary leading dimension": lambda call: _desc(aux_leading=call.desc.aux_leading + 128)(call),
-    "the auxiliary leading dimension in bytes": lambda call: _desc(aux_leading=call.desc.aux_leading * 2)(call),
     "a workspace beyond its end": lambda call: call._replace(workspace_size=call.workspace_size + 256),
-    "a workspace off its alignment": lambda call: call._replace(workspace=call.workspace + 16),
     "no workspace": lambda call: call._replace(workspace=0, workspace_size=0),
     "relu for gelu": _renamed("GELU", "RELU"),
-    "gelu for relu": _renamed("RELU", "GELU"),
     "no bias": _renamed("BIAS", ""),
     "no bias gradient": _renamed("_BGRAD", ""),
     "a missing transposition": lambda call: _desc(trans_a=1 - call.desc.trans_a)(call),
-    "another missing transposition": lambda call: _desc(trans_b=1 - call.desc.trans_b)(call),
-    "D in the place of C": lambda call: call._replace(d=call.c, c=call.d),
     "D in the place of A": lambda call: call._replace(d=call.a),
     "TF32 unasked for": lambda call: (
         _desc(compute=ComputeType.COMPUTE_32F_FAST_TF32)(call) if call.a_layout.dtype == 0 else call
     ),
     "a batch's stride": lambda call: call._replace(d_layout=_stretched(call.d_layout)),
-    "a batch's stride of A": lambda call: call._replace(a_layout=_stretched(call.a_layout)),
     "the leading dimension of D": lambda call: call._replace(
         d_layout=dataclasses.replace(call.d_layout, leading=call.d_layout.leading + 1)
     ),
@@ -135,15 +126,11 @@ def broken(gpu: FakeGpu) -> Iterator[FakeGpu]:
     gpu.streams.abandon()
 
 
-def _check_and_settle(gpu: FakeGpu) -> None:
-    _check_everything(gpu)
-    gpu.settle()
-
-
 def _expect_a_failure(gpu: FakeGpu) -> None:
     # ValueError and IndexError: NumPy finds shapes that do not fit.
-    with pytest.raises((AssertionError, ValueError, IndexError)):
-        _check_and_settle(gpu)
+    with pytest.raises((AssertionError, ValueError, IndexError)):  # noqa: PT012  # work that is left shows at the end
+        _check_everything(gpu)
+        gpu.settle()
 
 
 def test_nothing_fails_without_a_fault(gpu: FakeGpu) -> None:
@@ -189,11 +176,6 @@ def _not_accumulated(name: str, params: Any) -> None:
         params.db.accumulate = 0
 
 
-def _always_accumulated(name: str, params: Any) -> None:
-    if name == "epilogue_bwd" and params.db.sum:
-        params.db.accumulate = 1
-
-
 def _shared_output(name: str, params: Any) -> None:
     if name == "epilogue_bwd" and params.dz.data:
         params.dz.data = params.dy.data
@@ -209,13 +191,10 @@ _KERNEL_FAULTS: dict[str, Callable[[str, Any], None]] = {
     "another step's mask": _set_dropout(step=1),
     "a mask of another rate": _set_dropout(limit=1 << 20),
     "a stale bias": _stale("bias"),
-    "a stale output": _stale("out.data"),
     "a stale input": _stale("in_.data"),
-    "a stale saved tensor": _stale("saved.data"),
     "a stale bias gradient": _stale("db.sum"),
     "the wrong saved tensor": _wrong_saved,
     "a bias gradient that is not accumulated": _not_accumulated,
-    "a bias gradient that is always accumulated": _always_accumulated,
     "dz over dy": _shared_output,
     "a row too few": _too_few_rows,
 }
