@@ -1,4 +1,4 @@
-"""A stand-in for the functions of cuBLASLt that find algorithms and need a GPU: heuristic, ids, capabilities, check."""
+"""Replaces the functions of cuBLASLt that find algorithms and need a GPU: heuristic, ids, capabilities, check."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.cublaslt_recorder import Recorder, creates
 
 WORKSPACE = 32 << 20
 BOTH, NONE = 2, 0
-"""Reduction masks: the parts of a split K are added in the compute type, or K is not split."""
+"""Reduction masks: partial sums of a split K are added in the compute type, or K is not split."""
 TILES = (MatmulTile.TILE_64x64, MatmulTile.TILE_128x128, MatmulTile.TILE_128x256, 5000)
 STAGES = (35, 36)
 
 
 class FakeLibrary:
-    """cuBLASLt 13.1 on a pretended Hopper GPU, for as long as the test runs.
+    """Simulates cuBLASLt 13.1 on a Hopper GPU until the test ends.
 
     Attributes:
         offered: ids that the heuristic offers, by workspace limit and reduction mask; none for other pairs.

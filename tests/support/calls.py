@@ -1,4 +1,4 @@
-"""Calls of plans with their operands by name."""
+"""Makes calls of plans from operands by name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lt_runtime.kernels.call import Call
 def call_of(
     problem: Any, stream: int = 0, *, scalars: Any = (1.0, 0.0), dropouts: Any = (None, None), **at: int
 ) -> Call:
-    """The call whose operands are at these addresses; those that are not named are absent."""
+    """A call with operands at these addresses; operands that are not named are absent."""
     assert at.keys() <= set(problem.operands)
     return Call(tuple(int(at.get(name, 0)) for name in problem.operands), stream, scalars, dropouts)
 
 
 def addresses(problem: Any, call: Call) -> dict[str, int]:
-    """A call's addresses by name."""
+    """A call's addresses by operand name."""
     return dict(zip(problem.operands, call.addresses, strict=True))

@@ -1,4 +1,4 @@
-"""Problems of chains that a test knows to be there."""
+"""The problems of a chain's layers, which must have them, and variants."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def forward_of(chain: LayerChain, index: int = 0) -> ForwardProblem:
 
 
 def backward_of(chain: LayerChain, index: int, saved: Saved | None = None) -> BackwardProblem:
-    """A layer's backward problem, the layer below keeping something else."""
+    """A layer's backward problem; `saved` is the kind of tensor that the layer below keeps, if it is changed."""
     found = (chain if saved is None else chain.keeping({index - 1: saved})).layers[index].backward
     assert found is not None
     return found
 
 
 def by_themselves(chain: LayerChain) -> LayerChain:
-    """The same layers, each of which takes its own derivative and has all its gradients."""
+    """The same layers without `through`: each takes its own derivative and has all its gradients."""
     forwards = [forward_of(chain, index) for index in range(len(chain.layers))]
     return LayerChain(tuple(Layer(each, plain_backward(each)) for each in forwards))

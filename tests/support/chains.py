@@ -13,7 +13,7 @@ from tests.support.strategies import LinearCase
 
 
 class LayerChain:
-    """Two layers, the first's output being the second's input, backward through both at once."""
+    """Two layers, of which the second's input is the first's output; their backward passes run as one call chain."""
 
     def __init__(self, gpu: FakeGpu, below: LinearCase, above: LinearCase, *, need_db_below: bool = True) -> None:
         self.gpu, self.case, self.need_db_below = gpu, below, need_db_below

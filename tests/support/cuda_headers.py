@@ -1,4 +1,4 @@
-"""The installed headers of cuBLASLt, read: enums, macros, functions, version."""
+"""Parses the installed headers of cuBLASLt: enums, macros, functions, version."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def text_of(file: str) -> str:
 
 
 def version() -> int:
-    """Of the headers of cuBLAS, major·10000 + minor·100 + patch."""
+    """Version of cuBLAS's headers: major·10000 + minor·100 + patch."""
     major, minor, patch = map(int, _VERSION.findall(text_of("cublas_api.h")))
     return major * 10000 + minor * 100 + patch
 
 
 def members_of(body: str, known: dict[str, int]) -> Iterator[tuple[str, int]]:
-    """Enumerators with their values; one without an initialiser follows its predecessor."""
+    """Enumerators and their values; an enumerator without an initialiser follows its predecessor."""
     previous = -1
     for text in filter(str.strip, body.split(",")):
         member = _MEMBER.match(text)
@@ -67,7 +67,7 @@ def enums_of(file: str) -> set[str]:
 
 @functools.cache
 def functions() -> Mapping[str, int]:
-    """The functions of cublasLt.h with the number of their arguments."""
+    """The functions of cublasLt.h, each with the number of its arguments."""
     found = _FUNCTION.finditer(_DIRECTIVE.sub("", text_of("cublasLt.h")))
     return {match["name"]: _count(match["arguments"]) for match in found}
 

@@ -1,4 +1,4 @@
-"""Where the fields of CUPTI's records are, as the newest header has them, and records made of them."""
+"""Offsets of the fields of CUPTI's records in the newest header, and records made with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIELDS: Final[dict[int, dict[str, tuple[int, str]]]] = {
         "timestamp": (32, "Q"), "deviceId": (52, "I"), "streamId": (60, "I"),
     },
 }  # fmt: skip
-"""By kind and field, the offset and the type as `struct` has it."""
+"""Offset and type, as in `struct`, by kind and field."""
 
 STRUCTS: Final = {
     kinds.KERNEL: "CUpti_ActivityKernel",
@@ -48,11 +48,11 @@ STRUCTS: Final = {
     kinds.EXTERNAL_CORRELATION: "CUpti_ActivityExternalCorrelation",
     kinds.MEMORY: "CUpti_ActivityMemory",
 }
-"""The header's names, without the numbers of their versions."""
+"""The header's type names without the numbers of their versions."""
 
 
 def record(kind: int, version: int, **fields: int) -> bytes:
-    """A record as a version of CUPTI writes it, 1305 for 13.5. What is not given is filled with ones."""
+    """A record as CUPTI of a version writes it (1305 is 13.5); fields that are not given are filled with ones."""
     made = bytearray(b"\xff" * kinds.RECORD_SIZES[version][kind])
     struct.pack_into("<I", made, 0, kind)
     for name, (offset, code) in FIELDS[kind].items():

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 GUARD: Final = 512
 """Bytes before and after each allocation that no work may write. They are NaN in every type."""
-_ALIGNMENT: Final = 512  # as of the driver's allocations
+_ALIGNMENT: Final = 512  # the driver's allocations have this alignment
 _POISON: Final = 0xFF
-_LARGE: Final = 1 << 20  # of allocations of this size and more only the ends are filled: all would take too long
+_LARGE: Final = 1 << 20  # larger allocations are filled at their ends only: filling them whole takes too long
 
 
 class BadAddressError(AssertionError):

@@ -1,4 +1,4 @@
-"""A kernel with the fault that one of compute-sanitizer's tools has to find: `-m tests.support.faulty_kernels TOOL`."""
+"""A kernel with a fault for one of compute-sanitizer's tools: `python -m tests.support.faulty_kernels TOOL`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BODIES = {
 
 
 def launch(tool: str) -> None:
-    """Launches it once; the fault itself, and what it does to the driver, are the tool's business."""
+    """Launches the kernel once. The tool must report the fault; errors of the driver do not matter."""
     code = f'extern "C" __global__ void faulty_kernel(const float* in, float* out) {{ {BODIES[tool]} }}'
     out = cp.zeros(256, cp.float32)
-    fresh = cp.cuda.Memory(1 << 20)  # not of the pool, whose memory may have been written
+    fresh = cp.cuda.Memory(1 << 20)  # not from the pool, whose memory may have been written before
     pointer = cp.cuda.MemoryPointer(fresh, 0)
     cp.RawKernel(code, "faulty_kernel")((1,), (256,), (cp.ndarray(256, cp.float32, pointer), out))
     cp.cuda.get_current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""Runs a function in a copy of this process, so that nothing of what it does is left here."""
+"""Runs a function in a forked process, so that it cannot change this process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from typing import Any, NoReturn
 
 
 def forked(run: Callable[[], Any], limit_s: int = 300) -> Any:
-    """What a function returns in a copy of this process, which has this thread alone and ends with it.
+    """Calls `run` in a forked process, which has only the calling thread; returns the result.
 
     Raises:
-        AssertionError: the function raised, or took longer than `limit_s` seconds.
+        AssertionError: `run` raised, or took longer than `limit_s` seconds.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of a test runner hold no lock of ours
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # warns of other threads; a test runner's threads hold no lock of ours
         child = os.fork()
     if child == 0:
         os.close(reading)
@@ -46,4 +48,4 @@ def _answer(run: Callable[[], Any], writing: int) -> NoReturn:
     finally:
         with os.fdopen(writing, "wb") as answers:
             answers.write(answer)
-        os._exit(0)  # none of what the process would do at its end is its own
+        os._exit(0)  # exit handlers belong to the parent

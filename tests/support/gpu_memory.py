@@ -1,4 +1,4 @@
-"""Memory of a GPU that other processes use as well."""
+"""Measures memory of a GPU that other processes use as well."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 def memory_taken(run: Callable[[], object], times: int = 4) -> int:
-    """Bytes by which the GPU has less free memory after `run` than before it: the least of several times.
+    """Bytes by which free memory shrinks over `run`: the least of several runs.
 
-    Other processes allocate and free meanwhile. What `run` itself keeps, it would take each time.
+    Other processes allocate and free meanwhile; memory that `run` keeps is missing after every run.
     """
     import cupy as cp
 

@@ -1,4 +1,4 @@
-"""A pretended GPU on which tuning takes as little as it can, and the same on any machine."""
+"""Makes tuning on the pretended GPU as short as possible, and the same on every machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LONG_US: Final = 1000.0
 
 
 def hurry(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives it a clock that counts the looks at it, and long work."""
+    """Replaces the GPU's clock by one that advances at each reading, and makes all work long."""
     ticks = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: _TICK_S * next(ticks))
     make_work_long(gpu, monkeypatch)
 
 
 def make_work_long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all work so long that one launch is enough to time it."""
+    """Makes all work so long that the tuner needs one launch to time it."""
     monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": _LONG_US, "matmul": _LONG_US})

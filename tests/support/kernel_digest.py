@@ -1,8 +1,8 @@
-"""A digest of all that decides what the compiler makes of one kernel family, so that what passed need not run again.
+"""Digest of everything that decides how a kernel family compiles, so that a family that passed is not compiled again.
 
-Comments and blank space do not count. What counts is the family's source with every header of ours that it includes,
-the toolkit's headers, each variant's options on each architecture, the argument blocks, the exact build of the
-compiler, and the code that judges what the compiler says.
+It covers the family's source and its headers in `cuda_src`, the toolkit's headers, each variant's options on each
+architecture, the argument blocks, the exact build of the compiler, and the code that judges the compiler's output.
+Comments and blank space are left out.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.support import kernel_usage
 from tests.support.kernel_usage import Structs, Variant, compile_to_ptx
 
 _TOKEN: Final = re.compile(r"""//(?:\\\n|[^\n])*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""", re.DOTALL)
-"""A comment, or a literal as the only group."""
+"""Matches a comment, or a literal as the only group."""
 _INCLUDE: Final = re.compile(r'^#\s*include\s*"([^"]+)"', re.MULTILINE)
 _BUILD: Final = re.compile(r"^// (Compiler Build ID: .*|Cuda compilation tools.*)", re.MULTILINE)
 
 
 def family_digest(variants: Sequence[Variant], architectures: Sequence[str], structs: Structs) -> str:
-    """Hexadecimal digest of one source: `variants` are all of it."""
+    """Hexadecimal digest of one source; `variants` must be all variants of it."""
     (source,) = {variant.source for variant in variants}
     parts = (
         compiler_build(),
@@ -42,7 +42,7 @@ def family_digest(variants: Sequence[Variant], architectures: Sequence[str], str
 
 
 def included(source: str) -> list[Path]:
-    """A file of `cuda_src` and all those of it that it includes, directly or not, in the order of their names."""
+    """A file of `cuda_src` and all files that it includes directly or indirectly, sorted by name."""
     found: set[str] = set()
     pending = [source]
     while pending:
@@ -54,14 +54,14 @@ def included(source: str) -> list[Path]:
 
 
 def without_comments(code: str) -> str:
-    """C++ without comments, blank lines and indentation; lines stay lines, and literals as they are."""
+    """C++ code without comments, blank lines and indentation; other lines and literals stay."""
     bare = _TOKEN.sub(lambda match: match[1] or " ", code)
     return "\n".join(" ".join(line.split()) for line in bare.splitlines() if line.strip())
 
 
 @functools.cache
 def compiler_build() -> tuple[str, ...]:
-    """Exact build of NVRTC, which writes it into the intermediate code."""
+    """Exact build of NVRTC, read from the PTX that it writes."""
     _, ptx = compile_to_ptx(Variant("gradient_norm.cu"), "sm_90")
     found = tuple(_BUILD.findall(ptx))
     assert len(found) == 2, ptx[:400]
@@ -70,12 +70,12 @@ def compiler_build() -> tuple[str, ...]:
 
 @functools.cache
 def judging_code() -> str:
-    """The code that judges what the compiler says of a kernel."""
+    """The code that judges the compiler's output."""
     return without_prose(Path(kernel_usage.__file__).read_text(), imports=False)
 
 
 def without_prose(code: str, *, imports: bool = True) -> str:
-    """The syntax tree of Python code without comments and docstrings, and without imports if they are not wanted."""
+    """The syntax tree of Python code without comments and docstrings; without imports too if `imports` is False."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):

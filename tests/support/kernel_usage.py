@@ -1,4 +1,4 @@
-"""What one kernel variant takes on one architecture, as ptxas says it, and what a kernel must not take."""
+"""Resources that ptxas reports for a kernel variant on an architecture, and limits that no kernel may exceed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lt_runtime.gpu.compiler import Macros
 from lt_runtime.paths import kernel_sources
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-MAX_SHARED: Final = 48 << 10  # bytes a block may have without being granted more
+MAX_SHARED: Final = 48 << 10  # bytes of shared memory that a block may have by default
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A source with its definitions."""
+    """A source file and the macros that it is compiled with."""
 
     source: str
     macros: Macros = ()
@@ -34,11 +34,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes on one architecture: registers a thread, bytes of everything else.
+    """Resources of one kernel on one architecture, in bytes, registers apart.
 
     Attributes:
-        spills: stored and loaded. stack: local memory. shared: of a block. parameters: the argument block.
-        double: whether there is FP64 arithmetic in it.
+        registers: of a thread.
+        spills: bytes of registers stored to and loaded from local memory.
+        stack: local memory of a thread.
+        shared: static shared memory of a block.
+        parameters: size of the argument block.
+        double: whether the kernel has FP64 arithmetic.
     """
 
     variant: str
@@ -53,7 +57,7 @@ class Usage:
 
     @property
     def faults(self) -> list[str]:
-        """What must not be: values that leave the registers, FP64, more shared memory than any block may have."""
+        """Violations: spilled registers, FP64 arithmetic, more shared memory than every block may have."""
         found = {
             "spills registers": self.spills,
             "has a stack": self.stack,
@@ -66,13 +70,13 @@ class Usage:
 
 
 Structs = Mapping[str, type[ctypes.Structure]]
-"""The argument block of each kernel of a source, by the kernel's name."""
+"""The argument block's type of each kernel of a source, by the kernel's name."""
 
 
 def faults(
     variants: Sequence[Variant], architectures: Sequence[str], structs: Structs, found: Sequence[Usage]
 ) -> list[str]:
-    """What is wrong with variants of one source, where `found` is all that their compilation says."""
+    """Messages about variants of one source; `found` must be all kernels that were compiled."""
     wanted = set(itertools.product(map(str, variants), structs, architectures))
     compiled = {(usage.variant, usage.kernel, usage.architecture): usage for usage in found}
     missing = [f"{kernel} of {variant} for {each} is missing" for variant, kernel, each in wanted - set(compiled)]
@@ -87,14 +91,14 @@ def faults(
 
 
 def everywhere(variants: Sequence[Variant], architectures: Sequence[str]) -> list[Usage]:
-    """Usage of all kernels of some variants; NVRTC compiles in several threads at once."""
+    """Usages of all kernels of the variants; NVRTC compiles in several threads at once."""
     jobs = list(itertools.product(variants, architectures))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return [usage for found in pool.map(lambda job: usages(*job), jobs) for usage in found]
 
 
 def usages(variant: Variant, architecture: str) -> list[Usage]:
-    """What each kernel of a variant takes under the package's own options."""
+    """Usages of a variant's kernels, compiled with the package's own options."""
     log, ptx = compile_to_ptx(variant, architecture)
     parameters = dict(re.findall(r"\.entry (\w+)\(\s*\.param \.align \d+ \.b8 \w+\[(\d+)\]\s*\)", ptx))
     sections = re.findall(r"entry function '(\w+)' for '\w+'\n(.*?)(?=entry function|\Z)", log, re.DOTALL)
@@ -108,7 +112,7 @@ def usages(variant: Variant, architecture: str) -> list[Usage]:
             stack=_total(r"(\d+) bytes stack frame", said),
             shared=_total(r"(\d+) bytes smem", said),
             parameters=int(parameters.get(kernel, 0)),
-            double=".f64" in ptx,  # of the whole file: what a kernel calls without inlining counts as well
+            double=".f64" in ptx,  # of the whole file, so that functions count which a kernel calls without inlining
         )
         for kernel, said in sections
     ]
@@ -119,9 +123,9 @@ def _total(pattern: str, said: str) -> int:
 
 
 def compile_to_ptx(variant: Variant, architecture: str) -> tuple[str, str]:
-    """The log of ptxas, and the intermediate code."""
+    """The log of ptxas, and the PTX code."""
     options = compiler._options(variant.source, variant.macros, architecture)
-    # Where there is a driver NVRTC has a cache of its own, and ptxas says nothing of what is found there.
+    # With a driver, NVRTC keeps a cache, and there is no log of ptxas for a kernel that is found in it.
     flags = [*options, *compiler._include_paths(), b"--ptxas-options=-v", b"--no-cache"]
     code = (kernel_sources() / variant.source).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(code, variant.source.encode(), 0, [], []))

@@ -1,4 +1,4 @@
-"""A stand-in for the GPU in tests of the tuner: plans take as long as the test says, and write ones."""
+"""Simulates a GPU in tests of the tuner: a test sets how long each plan takes, and plans write ones."""
 
 from __future__ import annotations
 

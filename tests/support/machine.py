@@ -1,4 +1,4 @@
-"""Machines as tests make them up: which GPUs the plan store and the cache commands find."""
+"""Made-up machines: the GPUs that the plan store and the cache commands find."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lt_runtime.store import plan_store
 from lt_runtime.store.fingerprint import Fingerprint
 
 HasGpus: TypeAlias = Callable[..., None]
-"""Gives the machine GPUs with the given fingerprints, in the order of their ordinals."""
+"""Sets the fingerprints of the machine's GPUs, in the order of their ordinals."""
 
 
 @pytest.fixture
 def has_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[HasGpus]:
-    """Says which GPUs the machine has. It has none before that."""
+    """Function that sets the machine's GPUs; it has none at first."""
     gpus: list[Fingerprint] = []
     monkeypatch.setattr(module, "device_count", lambda: len(gpus))
     for user in (module, plan_store):

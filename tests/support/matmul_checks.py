@@ -22,7 +22,7 @@ Array = NDArray[Any]
 
 
 def matmul_case(**changes: Any) -> MatmulCase:
-    """A plain product of a 24×40 by a 40×32 matrix in FP32, but for what is named."""
+    """A 24×40 by 40×32 product in FP32 without epilogue, with some fields replaced."""
     standard: dict[str, Any] = {
         "m": 24, "n": 32, "k": 40, "batches": (None, None, None), "dtype": DType.FLOAT32, "compute": "float32",
         "d_dtype": changes.get("dtype", DType.FLOAT32), "epilogue": Epilogue.NONE, "alpha": 1.0, "beta": 0.0,
@@ -45,7 +45,9 @@ class Product:
         self.b = _draw(generator, case.batches[1], (k, n), case.dtype)
         self.c = _draw(generator, self.batch, (m, n), case.d_dtype) if case.with_c else None
         self.bias = lattice(generator, (n,), case.d_dtype) if case.epilogue.has_bias else None
-        self.z = _draw(generator, self.batch, (m, n), case.d_dtype)  # where a derivative is taken
+        self.z = _draw(
+            generator, self.batch, (m, n), case.d_dtype
+        )  # the pre-activation of which an epilogue takes the derivative
         self._expect()
         self._place()
 
@@ -59,7 +61,7 @@ class Product:
         self.product = reference.matmul(self.a, self.b, self.c, **scalars, epilogue=plain, bias=self.bias).d
 
     def rescale(self, alpha: float, beta: float) -> None:
-        """Other scalars for the same arrays."""
+        """Replaces alpha and beta; the arrays stay."""
         self.case = dataclasses.replace(self.case, alpha=alpha, beta=beta)
         self.operands |= {"alpha": self._scalar(alpha), "beta": self._scalar(beta)}
         self._expect()
@@ -99,7 +101,9 @@ class Product:
 
     @property
     def _flipped(self) -> bool:
-        """Whether the package takes D for column-major: a matrix that is both is row-major to it."""
+        """Whether the package treats D as column-major. A matrix that is both row- and column-major counts as
+        row-major.
+        """
         array = self.out.array
         strides = [stride // array.itemsize for stride in array.strides]
         return batch_of("out", array.shape, strides)[0].order is Order.COLUMN
@@ -118,16 +122,16 @@ class Product:
         self.operands["aux"] = self.gpu.cp.asarray(mask if epilogue.is_derivative else np.zeros_like(mask))
 
     def run(self) -> Any:
-        """D."""
+        """Runs the product and returns D."""
         return self.gpu.lt.matmul(**self.operands, stream=self.stream)
 
     def check(self) -> None:
-        """Runs it and looks at all results."""
+        """Runs the product and checks all results."""
         assert self.run() is self.operands["out"]
         self.check_results()
 
     def check_results(self, d: Any = None) -> None:
-        """That D, what the derivative will need, and the bias gradient are right; `d` where it is not in the buffer."""
+        """Checks D, the auxiliary output and the bias gradient. `d` is D where it is not in the case's buffer."""
         current = self.gpu.cp.cuda.get_current_stream()
         self.gpu.synchronize((current if self.stream is None else self.stream).ptr)
         tolerance = self._tolerance()
@@ -144,7 +148,7 @@ class Product:
             assert_close("bias_gradient", made, expected, limit)
 
     def _tolerance(self) -> Array:
-        """Rounding of D, and of the plain product where a pass of our own follows it."""
+        """Allowed error of D: one rounding, and another one if our pass follows a rounded product."""
         case, d = self.case, np.abs(self.expected.d)
         epsilon = 2 * EPSILON[case.d_dtype]
         if case.dtype is DType.FLOAT64:
@@ -166,7 +170,7 @@ class Product:
             return
         bits = reference.unpack_mask(host_of(self.gpu, self.operands["aux"]), case.m if self._flipped else case.n)
         positive = np.swapaxes(bits, -1, -2) if self._flipped else bits
-        # At zero ReLU has no derivative, and either bit will do.
+        # ReLU has no derivative at zero: either bit of the mask is right.
         np.testing.assert_array_equal(positive | (self.product == 0), (self.product > 0) | (self.product == 0))
 
 

@@ -1,4 +1,4 @@
-"""What tests of NumPy operations share: scalar formulas, matrices in guarded buffers, a stand-in for a GPU array."""
+"""Helpers for tests of NumPy operations: scalar formulas, matrices in guarded buffers, a stand-in for a GPU array."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ FORMULAS: Mapping[str, Callable[[float, float], float]] = {
     "gelu_erf": lambda z, _: z / 2 * math.erfc(-z / math.sqrt(2)),
     "silu": lambda z, _: z * sigmoid(z),
 }
-"""The activations, one number at a time."""
+"""The activations as functions of one number."""
 
 
 def scalar_linear(
     x: Array, w: Array, bias: Array | None, activation: str, slope: float = 0.01, factors: Array | None = None
 ) -> tuple[Array, Array]:
-    """y and z of a layer by plain sums in double precision."""
+    """A layer's y and pre-activation z, summed term by term in double precision."""
     x_rows, w_rows = (array.astype(np.float64).tolist() for array in (x, w))
     offsets = [0.0] * len(w_rows) if bias is None else bias.astype(np.float64).tolist()
     layer = list(zip(w_rows, offsets, strict=True))
@@ -60,16 +60,18 @@ def numbers(seed: int, shape: Sequence[int], dtype: str = "float64") -> Array:
 
 
 def assert_rounded(actual: Array, exact: Array, dtype: str) -> None:
-    """Fails unless `actual` has the type and is `exact` rounded to it, up to one unit in the last place."""
+    """Fails unless `actual` has the type, and equals `exact` rounded to it, up to one unit in the last place."""
     assert actual.dtype == DTYPES[dtype]
     assert actual.shape == exact.shape
-    tiny = 2.0**-24 if dtype == "float16" else 1e-13  # FP16's smallest number; what cancels in double precision
+    tiny = (
+        2.0**-24 if dtype == "float16" else 1e-13
+    )  # the least FP16 number, and the error of double precision where terms cancel
     np.testing.assert_allclose(actual.astype(np.float64), exact, rtol=ULP[dtype], atol=tiny)
 
 
 @dataclass(frozen=True)
 class Place:
-    """How a matrix lies in a buffer: order, gap after each line, elements before the first."""
+    """Where a matrix lies in a buffer: order, gap after each line, elements before the first."""
 
     column_major: bool = False
     gap: int = 0
@@ -108,7 +110,7 @@ class Guarded:
 
 
 class DeviceArray:
-    """Says that it is an array on a GPU, through `__cuda_array_interface__`; nothing may read its address."""
+    """Claims to be an array on a GPU through `__cuda_array_interface__`; nothing may read its address."""
 
     def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", address: int = 1 << 40, **more: Any) -> None:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": typestr, "data": (address, False), "version": 3}

@@ -1,4 +1,4 @@
-"""Libraries that some tests compare with, where they are installed."""
+"""Marks tests that compare with another library; they are skipped where it is not installed."""
 
 from __future__ import annotations
 

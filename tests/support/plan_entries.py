@@ -1,4 +1,4 @@
-"""Entries of the plan cache as tests make them up: no two algorithms are alike."""
+"""Made-up entries of the plan cache, each with another algorithm."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ KEY, OTHER, LAYER = product_key(64), product_key(128), layer_key(64)
 
 
 def beside(path: Path) -> set[str]:
-    """What follows the file's name in the names of those beside it, the lock left out."""
+    """Suffixes of the files beside a file that have its name as prefix, without the lock's."""
     return {file.name.removeprefix(path.name) for file in path.parent.iterdir()} - {"", ".lock"}

@@ -1,4 +1,4 @@
-"""A real GPU with the package and CuPy on it, as the pretended GPU is with its own: for the checks that both share."""
+"""A real GPU with the interface of `FakeGpu`, for checks that run on both."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class RealGpu:
 
     Attributes:
         lt, cp: the package and CuPy.
-        stream, other_stream: two that are not the default stream.
-        gelu_error: of cuBLASLt's GELU, relative to what it is applied to.
-        directory: for files.
+        stream, other_stream: two streams besides the default stream.
+        gelu_error: error of cuBLASLt's GELU, relative to its argument.
+        directory: place for files.
     """
 
     gelu_error = 2e-5
@@ -36,32 +36,32 @@ class RealGpu:
         self.cp.cuda.runtime.streamSynchronize(stream)
 
     def synchronize_all(self) -> None:
-        """Waits for the default stream and its own two: others may be captured by other threads."""
+        """Waits for the default stream and this object's two streams; other threads may be capturing others."""
         for stream in (0, self.stream.ptr, self.other_stream.ptr):
             self.synchronize(stream)
 
     def host_of(self, array: Any) -> NDArray[Any]:
-        """An array's values, once the current stream has done its work."""
+        """An array's values, after the current stream's work."""
         return np.asarray(self.cp.asnumpy(self.cp.ascontiguousarray(array)))
 
     def pin(self, size: int) -> NDArray[np.uint8]:
-        """Page-locked memory, zero."""
+        """Page-locked memory that holds zeros."""
         memory: NDArray[np.uint8] = np.frombuffer(self.cp.cuda.alloc_pinned_memory(size), np.uint8, size)
         memory[...] = 0
         return memory
 
     @contextlib.contextmanager
     def others_package(self) -> Iterator[Any]:
-        """The package for NumPy arrays, which is the same."""
+        """The package for NumPy arrays: the same one."""
         yield self.lt
 
     def settle(self) -> None:
-        """Waits for all work, and gives memory back that nothing uses."""
+        """Waits for all work, and frees memory that nothing uses."""
         self.cp.cuda.Device().synchronize()
         self.cp.get_default_memory_pool().free_all_blocks()
         self.cp.get_default_pinned_memory_pool().free_all_blocks()
 
     def memory_used(self) -> int:
-        """Bytes of the GPU's memory that are in use, by whomever."""
+        """Bytes of the GPU's memory that this and other processes use."""
         free, total = self.cp.cuda.runtime.memGetInfo()
         return int(total - free)

@@ -1,4 +1,4 @@
-"""The committed table of what the kernels take, with the digest of each family that it was made of."""
+"""The committed table of the kernels' registers, with the digest of each family at the time of its measurement."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Final
 from tests.support.kernel_usage import ARCHITECTURES, Usage
 
 USAGE_PROPERTY: Final = "usage"
-"""Under which a test's report carries a `Usage`, as a tuple."""
+"""Name of the property of a test's report that holds a `Usage`, as a tuple."""
 TABLE: Final = Path(__file__).parents[2] / "benchmarks" / "results" / "registers.md"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What passed.
+    """Contents of the table.
 
     Attributes:
         usages: of every kernel on every architecture; `parameters` is not recorded, and 0.
@@ -33,12 +33,12 @@ class Record:
         return [usage for usage in self.usages if _source_of(usage) == source]
 
     def with_family(self, source: str, found: Sequence[Usage], digest: str, compiler: str) -> Record:
-        """The record after all variants of a source have passed."""
+        """A copy of the record in which one source's variants are replaced."""
         others = [usage for usage in self.usages if _source_of(usage) != source]
         return Record((*others, *found), {**self.digests, source: digest}, compiler)
 
     def document(self) -> str:
-        """The text of the table; `read` takes it back."""
+        """The table as text, which `read` parses."""
         variants = len({usage.variant for usage in self.usages})
         return (
             "# Registers, spills and shared memory\n\n"
@@ -60,7 +60,7 @@ def _source_of(usage: Usage) -> str:
 
 
 def read(text: str) -> Record:
-    """The record in a table's text; an empty one if there is none."""
+    """Parses a table's text; returns an empty record if there is none."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     found = tuple(usage for row in rows if len(row) == len(_details_heading()) for usage in _usages(row))
     digests = {row[0]: row[1] for row in rows if len(row) == 2 and row[0].endswith(".cu")}
@@ -76,7 +76,7 @@ def _usages(row: Sequence[str]) -> Iterator[Usage]:
 
 
 def summary(found: Iterable[Usage]) -> str:
-    """The most registers of any variant, by kernel and architecture; in bold where something spills."""
+    """The most registers of any variant, by kernel and architecture, in bold if any variant spills."""
     most: dict[tuple[str, str], int] = {}
     spilled = set()
     for usage in found:
@@ -100,7 +100,7 @@ def _details_heading() -> list[str]:
 
 
 def details(found: Iterable[Usage]) -> str:
-    """A row for each kernel of each variant: registers by architecture, the most shared memory of any."""
+    """A line for each kernel of each variant: registers by architecture, and the most shared memory of any."""
     rows: dict[tuple[str, str], dict[str, Usage]] = {}
     for usage in found:
         rows.setdefault((usage.kernel, usage.variant), {})[usage.architecture] = usage
@@ -119,7 +119,7 @@ def details(found: Iterable[Usage]) -> str:
 
 
 def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns are as wide as what is in them, so that it reads well unrendered too."""
+    """A Markdown table whose columns are padded, so that its source is readable too."""
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
     lines = [heading, ["-" * width for width in widths], *rows]
     return "".join(

@@ -1,4 +1,4 @@
-"""What a right algorithm makes of a product's operands, over NumPy."""
+"""Computes a product's results on NumPy arrays, as a right algorithm must."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def operands(given: ProductOperands) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def compute(given: ProductOperands, a: NDArray[Any], b: NDArray[Any]) -> None:
-    """What a right algorithm does, in float64 and rounded once."""
+    """Computes in float64 and rounds once."""
     problem, buffers = given.problem, given.buffers
     result = reference.matmul(
         a,

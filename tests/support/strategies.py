@@ -1,4 +1,4 @@
-"""What property tests draw: shapes, layouts, types, activations, bias, dropout, wanted gradients."""
+"""Hypothesis strategies of problems: shapes, layouts, types, activations, bias, dropout, wanted gradients."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from lt_runtime.problem import (
 )
 
 TYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-"""What everything but plain matrix products takes."""
+"""Types of layers and losses; plain matrix products have FP64 too."""
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 31, 37, 61, 67, 127, 131, 251, 257)
 _EIGHTS = tuple(range(8, 257, 8))
 _TILES = (128, 256, 384)
 
 sizes = st.one_of(st.just(1), st.sampled_from(_PRIMES), st.sampled_from(_EIGHTS), st.sampled_from(_TILES))
-"""One axis: 1, primes, multiples of 8 and of 128, up to a few hundred."""
+"""Lengths of an axis: 1, primes, multiples of 8 and of 128, up to a few hundred."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How a matrix is laid into a buffer: order, gap after each row (column), and elements before the first."""
+    """Where a matrix lies in a larger buffer: order, gap after each row (or column), and elements before the first."""
 
     column_major: bool
     gap: int
@@ -67,7 +67,7 @@ generators = st.builds(
 
 @dataclass(frozen=True)
 class LinearCase:
-    """One linear layer, forward and backward."""
+    """Arguments of one linear layer's forward and backward pass."""
 
     m: int
     n: int
@@ -117,10 +117,10 @@ def linear_cases(draw: st.DrawFn) -> LinearCase:
 
 
 def lattice(generator: np.random.Generator, shape: tuple[int, ...], dtype: DType) -> NDArray[np.generic]:
-    """Multiples of 1/8 in [-1/2, 1/2].
+    """Random multiples of 1/8 in [-1/2, 1/2].
 
-    Products and sums of them are exact in FP32 and their factors exact in TF32, FP16 and BF16, so that a
-    pre-activation has the same sign, or is zero, in every precision: no kink is crossed by rounding.
+    Their products and sums are exact in FP32, and the factors are exact in TF32, FP16 and BF16. So a pre-activation has
+    the same sign, or is zero, in every precision, and rounding crosses no kink of an activation.
     """
     values: NDArray[np.generic] = (generator.integers(-4, 5, shape) / 8.0).astype(dtype.numpy)
     return values
@@ -142,7 +142,7 @@ matmul_types = st.sampled_from(
 
 @dataclass(frozen=True)
 class MatmulCase:
-    """One matrix product with an epilogue; `batches` are those of a, b and c, None for a plain matrix."""
+    """Arguments of one matrix product; `batches` are the batch sizes of a, b and c, None for a plain matrix."""
 
     m: int
     n: int
@@ -275,4 +275,4 @@ problems = st.one_of(
         input_derivative=st.none() | _derivatives,
     ),
 )
-"""Problems as data, sensible or not."""
+"""Problems as data; most of them could not run."""

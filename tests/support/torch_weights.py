@@ -1,4 +1,4 @@
-"""Weights that PyTorch has made: `python -m tests.support.torch_weights` writes them for the machines without it."""
+"""Weights and outputs that PyTorch has made, in a file: `python -m tests.support.torch_weights` writes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 from safetensors.numpy import load_file, save_file
 
 FILE = Path(__file__).parents[1] / "programs" / "pytorch.safetensors"
-"""By type and name: the state of nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)), inputs and outputs."""
+"""Safetensors file: for each type the state of nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 3)), inputs and
+outputs.
+"""
 _DTYPES = ("float32", "float16", "bfloat16")
 
 

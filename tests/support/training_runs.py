@@ -1,4 +1,4 @@
-"""Small models in training on the host, and the whole of what training changes."""
+"""Small models that train on the host, and comparisons of their whole state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(run: Run, steps: range) -> None:
 
 
 def arrays_of(run: Run) -> dict[str, Array]:
-    """Everything that training changes."""
+    """All values that training changes: parameters, moments, counters, scale."""
     model, optimizer = run
     found = {f"{each.name}.{part}": getattr(each, part) for each in model.parameters() for part in ("data", "master")}
     for each, moments in zip(optimizer.parameters, optimizer.moments, strict=True):
@@ -62,7 +62,7 @@ def content_of(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Array], dict[str, str]], object]) -> None:
-    """Writes a safetensors file again with other content, and the metadata that it had or that `change` leaves."""
+    """Rewrites a safetensors file after `change` has altered its arrays and metadata."""
     arrays, metadata = content_of(path)
     change(arrays, metadata)
     safetensors.numpy.save_file(arrays, path, metadata)
