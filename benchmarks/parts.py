@@ -133,7 +133,7 @@ def _product(bench: Bench, problem: MatmulProblem) -> dict[str, Any]:
 
 
 def _times(bench: Bench, problem: MatmulProblem, plans: dict[str, AlgorithmPlan]) -> dict[str, Timing]:
-    operands = operand_sets(lambda: ProductOperands(bench.xp, problem), bench.device)
+    operands = operand_sets(lambda: ProductOperands(bench.memory, problem), bench.device)
     calls = [each.call(bench.clock.stream) for each in operands]
     launches = {name: launcher(plan, calls) for name, plan in plans.items()}
     return take_times(launches, bench.clock, len(operands), _BUDGET_S, _ROUNDS) if launches else {}

@@ -23,6 +23,7 @@ from lt_runtime.problem import DTypeName
 from lt_runtime.profiling import Layer, Profile, profile
 from lt_runtime.training import MLP, TrainStep
 from lt_runtime.training.prefetch import prefetch
+from lt_runtime.training.state_dict import copied
 from lt_runtime.tuner.report import Progress, progress_bar
 
 _HIDDEN: Final = (256, 128)
@@ -131,7 +132,7 @@ def _train_epochs(
             count = digits.batches - (epoch == 0)
             is_last, start = epoch == epochs - 1, time.perf_counter()
             with profiled if profiled is not None and is_last else contextlib.nullcontext():
-                losses += [step(*batch).copy() for batch in itertools.islice(batches, count)]
+                losses += [copied(step(*batch)) for batch in itertools.islice(batches, count)]
                 losses[-1] = float(losses[-1])  # waits for the epoch
             if profiled is None or not is_last or not steps:
                 seconds, steps = seconds + time.perf_counter() - start, steps + count

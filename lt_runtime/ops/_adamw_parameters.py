@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import check_instance, not_negative, shown
 from lt_runtime.arrays.checks import check_disjoint, check_shape, check_type
-from lt_runtime.arrays.libraries import cupy
+from lt_runtime.arrays.libraries import cupy, cupy_stream
 from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, read
 from lt_runtime.arrays.transfer import fetch, host_values, in_float32, replace_all
 from lt_runtime.errors import CaptureError, DeviceError, OperandError, ShapeError
@@ -184,7 +184,7 @@ def _read_parameter(parameter: Parameter, options: Options, device: int, stream:
     rounds_in_place = dtype is DType.BFLOAT16 and options.stochastic_rounding and parameter.master is None
     if dtype is not DType.FLOAT32 and not rounds_in_place:
         given = parameter.master
-        master = read(f"{name}.master", _in_fp32(parameter.data) if given is None else given, stream)
+        master = read(f"{name}.master", _in_fp32(data, stream) if given is None else given, stream)
         check_type(master, "float32")
     others = [grad] if master is None else [grad, master]
     for operand in (data, *others):
@@ -195,9 +195,16 @@ def _read_parameter(parameter: Parameter, options: Options, device: int, stream:
     return ReadParameter(parameter, data, grad, master)
 
 
-def _in_fp32(array: Any) -> Any:
-    """An FP32 copy of a NumPy array, a CuPy array or a PyTorch tensor."""
-    return array.float() if hasattr(array, "float") else array.astype(np.float32)
+def _in_fp32(operand: Operand, stream: int) -> Any:
+    """An FP32 copy of an array, of the same library; by way of the host, as CuPy would compile a kernel first."""
+    array = operand.array
+    if hasattr(array, "float"):  # a PyTorch tensor
+        return array.float()
+    values = fetch(operand, stream).astype(np.float32)
+    if operand.device == HOST:
+        return values
+    with cupy_stream(operand.device, stream) as module:
+        return module.asarray(values)
 
 
 def values_for(parameter: Parameter, name: str, values: Any) -> NDArray[np.float32]:

@@ -74,14 +74,14 @@ def bound_of(flops: float, moved: float, kind: str, known: Mapping[str, float]) 
 def measure(bench: Bench, kind: str) -> float:
     """Measures one ceiling: bytes/s for `COPY`, otherwise FLOP/s."""
     if kind == COPY:
-        source, target = (bench.xp.zeros(_COPIED, "uint8") for _ in range(2))
+        source, target = (bench.memory.allocate(_COPIED) for _ in range(2))
         copy = target.data.ptr, source.data.ptr, _COPIED
         return 2e6 * _COPIED / _least_us(bench, lambda stream: call("cuMemcpyDtoDAsync", *copy, stream))
     dtype = DType.FLOAT32 if kind == "tf32" else DType(kind)
     compute = {"tf32": Compute.TF32, "float64": Compute.FLOAT64}.get(kind, Compute.FLOAT32)
     spec = Spec(packed(_EXTENT, _EXTENT), ALIGNMENT)
     problem = MatmulProblem(dtype, dtype, compute, spec, spec, spec)
-    plan, operands = make_plan(problem, bench.device), ProductOperands(bench.xp, problem)
+    plan, operands = make_plan(problem, bench.device), ProductOperands(bench.memory, problem)
     operands.fill(NORMAL, 0)
     return 2e6 * _EXTENT**3 / _least_us(bench, lambda stream: plan.run(operands.call(stream)))
 

@@ -17,6 +17,7 @@ from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.elementwise_loss import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.elementwise_loss import ElementwiseLoss
+from lt_runtime.kernels.scale import launch_scale
 from lt_runtime.losses.cross_entropy import cross_entropy
 from lt_runtime.losses.elementwise import bce_with_logits, huber_loss, mse_loss
 from lt_runtime.losses.operation import Loss, check_not_negative
@@ -113,16 +114,21 @@ class OwnLoss(StepLoss):
 
         The gradient is never written over the outputs, because the function may have kept them.
         """
-        device = self._model.device
-        with contextlib.nullcontext() if device.ordinal is None else cupy_stream(device.ordinal, stream or 0):
+        device = self._model.device.ordinal
+        with contextlib.nullcontext() if device is None else cupy_stream(device, stream or 0):
             gradient = self._zeros(outputs.shape, stream)
             loss = self._read(self._function(outputs, target, gradient, stream), stream)
             if scale is None and share == 1.0 and outputs.dtype == gradient.dtype:
                 return Loss(loss, gradient)
-            factor = np.float32(share) if scale is None else scale if share == 1.0 else scale * np.float32(share)
-            rounded = gradient if outputs.dtype == gradient.dtype else device.namespace.empty_like(outputs)
-            with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
-                np.multiply(gradient, factor, out=rounded, casting="unsafe")
+            if device is None:
+                factor = np.float32(share) * (np.float32(1.0) if scale is None else scale)
+                with np.errstate(all="ignore"):  # overflow and NaN are results here, as on a GPU
+                    return Loss(loss, (gradient * factor).astype(outputs.dtype))
+            is_same = outputs.dtype == gradient.dtype
+            rounded = gradient if is_same else CUPY.empty(outputs.shape, outputs.dtype, device, stream or 0)
+            if rounded.size:
+                places, at_scale = (gradient.data.ptr, rounded.data.ptr), 0 if scale is None else scale.data.ptr
+                launch_scale(*places, rounded.size, self._model.dtype, at_scale, share, device, stream or 0)
             return Loss(loss, rounded)
 
     def _zeros(self, shape: tuple[int, ...], stream: int | None) -> Any:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lt_runtime.arguments import check_instance, shown
+from lt_runtime.arrays.operand import CUPY
 from lt_runtime.errors import ArgumentError, OperandError
+from lt_runtime.gpu.driver import call
 from lt_runtime.ops._adamw_parameters import values_for, write_values
 from lt_runtime.ops.adamw import Parameter
 
@@ -49,8 +53,14 @@ def by_name(parameters: Sequence[Parameter], names: Mapping[str, str] | None) ->
 
 
 def copied(array: Any) -> Any:
-    """A copy of a NumPy or CuPy array. It is copied as integers, since CuPy may not support the element type."""
-    return array.view(f"u{array.dtype.itemsize}").copy().view(array.dtype)
+    """A copy of a NumPy array, or of a CuPy array without gaps on CuPy's current device and stream."""
+    if isinstance(array, np.ndarray):
+        return array.copy()
+    device = array.device.id
+    stream = CUPY.current_stream(device)
+    made = CUPY.empty(array.shape, array.dtype, device, stream)
+    call("cuMemcpyDtoDAsync", made.data.ptr, array.data.ptr, array.nbytes, stream)
+    return made
 
 
 def load(parameters: Mapping[str, Parameter], state: Any, *, strict: bool) -> LeftOut:

@@ -16,6 +16,7 @@ from lt_runtime.plans.mlp import MlpBackwardPlan, MlpForwardPlan
 from lt_runtime.plans.strategies import kept_spec
 from lt_runtime.problem import BackwardProblem, Derivative, DType, ForwardProblem, Philox, Saved, Spec, keep_threshold
 from lt_runtime.tuner.chain import LayerChain, saved_kinds
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.operands import BETWEEN, LATTICE, NORMAL, Buffer, Operands, operand_sets
 from lt_runtime.tuner.timing import Bench, Launch, Name, Timing, take_times
 
@@ -100,23 +101,22 @@ class ChainOperands(Operands):
     """One set of all operands of a chain; of what forward passes keep, everything that some strategy keeps.
 
     Args:
-        xp: CuPy, with the device and the stream current that everything is to happen on; or NumPy.
         chain: none of its problems is empty.
     """
 
-    def __init__(self, xp: Any, chain: LayerChain) -> None:
+    def __init__(self, memory: Memory, chain: LayerChain) -> None:
         super().__init__()
         self._results: dict[str, Tensor] = {}
         for layer, problem in chain.runs:
             kinds = saved_kinds(problem) if isinstance(problem, ForwardProblem) else (Saved.NOTHING,)
             for tensors in (tensors_of(layer, problem, saved) for saved in kinds):
-                self._add(xp, problem, tensors)
+                self._add(memory, problem, tensors)
 
-    def _add(self, xp: Any, problem: LayerProblem, tensors: Mapping[str, Tensor]) -> None:
+    def _add(self, memory: Memory, problem: LayerProblem, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             if tensor not in self.buffers:
                 dtype = None if tensor.is_mask else problem.dtype
-                self.buffers[tensor] = Buffer(xp, tensor.spec, dtype, scale=tensor.scale)
+                self.buffers[tensor] = Buffer(memory, tensor.spec, dtype, scale=tensor.scale)
         for name in (each for each in _RESULTS if each in tensors):
             is_new = self._results.setdefault(name, tensors[name]) != tensors[name]
             if is_new:
@@ -156,9 +156,9 @@ class ChainOperands(Operands):
         found = {(tensor.role, tensor.layer): buffer.address for tensor, buffer in self.buffers.items()}
         return tuple(found.get(place, 0) for place in places)
 
-    def results(self) -> dict[str, Any]:
-        """What a chain computes, in float64, by the operand's name, and by its layer if one before has the name."""
-        return {name: self.buffers[tensor].values() for name, tensor in self._results.items()}
+    def results(self) -> dict[str, Buffer]:
+        """Copies of what a chain computes, by the operand's name, and by its layer if one before has the name."""
+        return {name: self.buffers[tensor].snapshot() for name, tensor in self._results.items()}
 
 
 class OperandSets:
@@ -170,7 +170,7 @@ class OperandSets:
 
     def __init__(self, bench: Bench, chain: LayerChain) -> None:
         self._clock, self._dtype = bench.clock, chain.problems[0].dtype
-        self._sets = operand_sets(lambda: ChainOperands(bench.xp, chain), bench.device)
+        self._sets = operand_sets(lambda: ChainOperands(bench.memory, chain), bench.device)
         self.measured = 0
 
     def take_times(
@@ -192,7 +192,7 @@ class OperandSets:
 
         return launch
 
-    def results(self, plans: Placed) -> dict[str, Any]:
+    def results(self, plans: Placed) -> dict[str, Buffer]:
         """What plans make of the data for comparison. They run in a graph, where a branch is one."""
         launch = self._launch(plans)
         launch(0, self._clock.stream)  # A run that still loads a kernel, or allocates, cannot be captured.
@@ -203,13 +203,15 @@ class OperandSets:
         self._sets[0].fill(NORMAL, 0)
         return found
 
-    def disagreement(self, plans: Placed, expected: Mapping[str, Any], layers: int = _LAYERS) -> tuple[str, str] | None:
+    def disagreement(
+        self, plans: Placed, expected: Mapping[str, Buffer], layers: int = _LAYERS
+    ) -> tuple[str, str] | None:
         """See `disagreement`, of what the plans compute."""
         return disagreement(self.results(plans), expected, self._dtype, layers)
 
 
 def disagreement(
-    actual: Mapping[str, Any], expected: Mapping[str, Any], dtype: DType, layers: int = _LAYERS
+    actual: Mapping[str, Buffer], expected: Mapping[str, Buffer], dtype: DType, layers: int = _LAYERS
 ) -> tuple[str, str] | None:
     """The first output that is not what another strategy made of the same data, and by how much; None if all agree.
 
@@ -218,16 +220,12 @@ def disagreement(
     """
     tolerance = _APPROXIMATION + _ROUNDINGS * layers * _HALF_UNIT[dtype]
     for name, wanted in expected.items():
-        norm, error = _norm(wanted), abs(actual[name] - wanted)
-        off = _norm(error)
+        size, found = math.prod(wanted.shape), actual[name].compare(wanted)
+        norm, off = (math.sqrt(squares / size) for squares in (found.wanted_squares, found.error_squares))
         if not off <= tolerance * norm:  # NaN is off
             return name, f"{name} is off by {off:.3g}, its elements being about {norm:.3g}"
-        bad = int((error > _PEAK * tolerance * (abs(wanted) + norm)).sum())
+        peak = _PEAK * tolerance
+        bad = actual[name].compare(wanted, limit=peak * norm, relative=peak).bad
         if bad:
-            return name, f"{bad} of {error.size} elements of {name} are off"
+            return name, f"{bad} of {size} elements of {name} are off"
     return None
-
-
-def _norm(values: Any) -> float:
-    """The root of the mean square."""
-    return math.sqrt(float((values * values).mean()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -11,14 +13,17 @@ from numpy.typing import NDArray
 
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
-from lt_runtime.layout import Layout, Order, packed
+from lt_runtime.kernels.verify import TYPES, Elements, elements_of
+from lt_runtime.layout import packed
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
+from lt_runtime.tuner.memory import Difference, Memory
 from lt_runtime.tuner.timing import buffer_sets
 
 _MARGIN: Final = 4096  # elements behind each operand
 _PERIOD: Final = 65521  # A prime: no leading dimension puts the same values below each other.
 _STEP: Final = 7919  # Each set of operands has the same values, this many places further on than the set before.
 _BITS: Final = 8
+_EXACT_BYTES: Final = 4
 
 
 class Data(NamedTuple):
@@ -36,8 +41,8 @@ class Data(NamedTuple):
 
 
 def _edges(generator: np.random.Generator, size: int, dtype: DType) -> NDArray[Any]:
-    # FP16's tiny value is subnormal. Those of the other types are far from that, because CuPy's kernels, which make the
-    # reference, take subnormal numbers for 0.
+    # FP16's tiny value is subnormal. The other types' values are far from that, because a kernel may take subnormal
+    # numbers for 0.
     tiny = 2.0**-20 if dtype is DType.FLOAT16 else 2.0**-100
     large = 16.0 if dtype is DType.FLOAT16 else 64.0  # No product of two such values leaves the type's range.
     scales = generator.choice(np.array([0.0, tiny, 2.0**-10, 1.0, large]), size, p=[0.1, 0.05, 0.2, 0.6, 0.05])
@@ -70,29 +75,40 @@ class Buffer:
     """Memory for one operand and a margin behind it.
 
     Args:
-        xp: CuPy, or NumPy.
         spec: how the operand lies; its address is a multiple of the alignment, and of no larger power of two.
         dtype: of its elements; None for a mask, whose layout counts bits.
         batch: number of matrices.
         scale: factor that the data is multiplied by, a power of two.
 
     Attributes:
-        flat: the memory as unsigned integers of the elements' size.
-        bits: the matrices as such integers, (batch, rows, cols).
+        dtype: as given.
+        shape: (batch, rows, cols).
+        itemsize: bytes of an element; 1 for a mask.
+        size: bytes of the memory, margin included.
+        start: address of the memory; the operand begins at `address`.
     """
 
-    def __init__(self, xp: Any, spec: Spec, dtype: DType | None, batch: int = 1, scale: float = 1.0) -> None:
-        self._xp, self._dtype, self._scale = xp, dtype, scale
-        self._itemsize = 1 if dtype is None else dtype.itemsize
-        spec = _in_bytes(spec) if dtype is None else spec
-        offset = spec.alignment % ALIGNMENT // self._itemsize
-        size = offset + (batch - 1) * spec.batch_stride + spec.layout.extent + _MARGIN
-        self._periods = xp.empty((-(-size // _PERIOD), _PERIOD), f"uint{_BITS * self._itemsize}")
-        self.flat = self._periods.reshape(-1)[:size]
-        strides = [self._itemsize * stride for stride in (spec.batch_stride, *spec.layout.strides)]
-        start = self.flat[offset:]
-        self.bits = xp.lib.stride_tricks.as_strided(start, (batch, *spec.layout.shape), strides)
-        self.address: int = start.ctypes.data if xp is np else start.data.ptr
+    def __init__(self, memory: Memory, spec: Spec, dtype: DType | None, batch: int = 1, scale: float = 1.0) -> None:
+        self.dtype, self._scale = dtype, scale
+        bits = 1 if dtype is None else _BITS * dtype.itemsize
+        self._offset = spec.alignment % ALIGNMENT
+        self.itemsize = max(1, bits // _BITS)
+        extent = -(-((batch - 1) * spec.batch_stride + spec.layout.extent) * bits // _BITS)
+        self.size = _whole(self._offset + extent + _MARGIN * self.itemsize, self.itemsize)
+        self.shape = batch, *spec.layout.shape
+        self._strides = spec.batch_stride, *spec.layout.strides
+        self._hold(memory)
+
+    def _hold(self, memory: Memory) -> None:
+        self._memory = memory
+        self._held = memory.allocate(self.size)
+        self.start: int = self._held.data.ptr
+        self.address = self.start + self._offset
+
+    @property
+    def elements(self) -> Elements:
+        """The operand as kernels read it."""
+        return elements_of(self.address, self._strides, self.dtype)
 
     def fill(self, data: Data, number: int, seed: int) -> None:
         """Fills the memory from end to end, margin and gaps included.
@@ -103,29 +119,56 @@ class Buffer:
             number: of the operand; other numbers get other values.
             seed: of the set of operands; see `_STEP`.
         """
-        values = np.roll(_drawn(data, self._dtype, number, self._scale), _STEP * seed)
-        self._periods[...] = self._xp.asarray(values)
+        values = np.roll(_drawn(data, self.dtype, number, self._scale), _STEP * seed)
+        values = values[: self.size // self.itemsize]
+        self._memory.write(self.start, values)
+        filled = values.nbytes
+        while filled < self.size:  # twice as many periods each time
+            copied = min(filled, self.size - filled)
+            self._memory.copy(self.start + filled, self.start, copied)
+            filled += copied
 
     def poison(self) -> None:
         """Sets every bit, which makes every float NaN."""
-        self.flat.view("uint8").fill(0xFF)
+        self._memory.set(self.start, 0xFF, self.size)
 
-    def values(self, rows: slice = slice(None)) -> Any:
-        """Rows of the matrices in float64, (batch, rows, cols); a mask's bytes."""
-        bits = self.bits[:, rows]
-        if self._dtype is DType.BFLOAT16:  # CuPy does not know the type: its bits are the upper half of FP32's.
-            bits = (bits.astype("uint32") << 16).view("float32")
-        elif self._dtype is not None:
-            bits = bits.view(self._dtype.value)
-        return bits.astype("float64")
+    def snapshot(self) -> Buffer:
+        """A copy in memory of its own."""
+        made = copy.copy(self)
+        made._hold(self._memory)
+        self._memory.copy(made.start, self.start, self.size)
+        return made
+
+    def equals(self, other: Buffer) -> bool:
+        """Whether all bits are those of another buffer of the same operand, margin and gaps included."""
+        size = min(self.itemsize, _EXACT_BYTES)  # FP64, in which numbers are compared, holds integers of up to 32 bits
+        ours, theirs = (_flat(each.start, size) for each in (self, other))
+        return self._memory.compare(ours, (1, 1, self.size // size), theirs).bad == 0
+
+    def compare(self, wanted: Buffer, *, limit: float = 0.0, relative: float = 0.0) -> Difference:
+        """Compares the elements with those of another buffer of the same operand; see `Memory.compare`."""
+        return self._memory.compare(self.elements, self.shape, wanted.elements, limit=limit, relative=relative)
+
+    def count_written(self) -> int:
+        """How many elements, margin and gaps included, have another value than `poison` gives them."""
+        poison = 2.0 ** (_BITS * self.itemsize) - (1 if self.itemsize <= _EXACT_BYTES else 0)
+        shape = 1, 1, self.size // self.itemsize
+        return self._memory.compare(_flat(self.start, self.itemsize), shape, constant=poison).bad
+
+    def value(self, at: tuple[int, int, int]) -> float:
+        """One element; a mask's bit as 0 or 1."""
+        place = sum(index * stride for index, stride in zip(at, self._strides, strict=True))
+        if self.dtype is None:
+            return float(self._memory.read(self.address + place // _BITS, 1, np.uint8)[0] >> place % _BITS & 1)
+        return float(self._memory.read(self.address + place * self.itemsize, 1, self.dtype.numpy)[0])
 
 
-def _in_bytes(mask: Spec) -> Spec:
-    """How a mask lies, counted in bytes."""
-    layout = mask.layout
-    lines, bits = layout.shape if layout.order is Order.ROW else (layout.cols, layout.rows)
-    in_bytes = Layout(lines, -(-bits // _BITS), Order.ROW, layout.leading_dimension // _BITS)
-    return Spec(in_bytes, mask.alignment, mask.batch_stride // _BITS)
+def _whole(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _flat(address: int, itemsize: int) -> Elements:
+    return Elements(address, 0, 0, 1, TYPES[f"uint{_BITS * itemsize}"])
 
 
 class Operands:
@@ -143,7 +186,7 @@ class Operands:
     @property
     def size(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.flat.nbytes for buffer in self.buffers.values())
+        return sum(buffer.size for buffer in self.buffers.values())
 
     def fill(self, data: Data, seed: int) -> None:
         """Puts data into every operand, those that are to be written included."""
@@ -187,53 +230,41 @@ class ProductOperands(Operands):
     """All operands of one matrix product; the outputs are "d", and "aux" or "vector" where the epilogue has them.
 
     Args:
-        xp: CuPy, with the device and the stream current that everything is to happen on; or NumPy.
         problem: none of its extents is 0.
 
     Attributes:
         has_mask: whether the auxiliary matrix is ReLU's, with a bit for each element.
     """
 
-    def __init__(self, xp: Any, problem: MatmulProblem) -> None:
+    def __init__(self, memory: Memory, problem: MatmulProblem) -> None:
         super().__init__()
-        self.xp, self.problem = xp, problem
+        self.memory, self.problem = memory, problem
         epilogue, placed = problem.epilogue, operands_of(problem)
         for name, (spec, dtype) in placed.items():
-            self.buffers[name] = Buffer(xp, spec, dtype, 1 if name == "vector" else problem.batch)
+            self.buffers[name] = Buffer(memory, spec, dtype, 1 if name == "vector" else problem.batch)
         self.has_mask = "aux" in placed and epilogue.activation == "relu"
-        self._one = xp.ones(1, "float64" if problem.compute is Compute.FLOAT64 else "float32")
+        one = np.ones(1, np.float64 if problem.compute is Compute.FLOAT64 else np.float32)
+        self._one = memory.allocate(one.nbytes)
+        memory.write(self._one.data.ptr, one)
         written = {"d": True, "vector": epilogue.has_bias_gradient, "aux": epilogue.has_aux_output}
         self.outputs = [name for name, is_output in written.items() if is_output]
 
-    def snapshot(self) -> list[Any]:
-        """Copies of the outputs' bits."""
-        return [self.buffers[name].flat.copy() for name in self.outputs]
+    def snapshot(self) -> list[Buffer]:
+        """Copies of the outputs."""
+        return [self.buffers[name].snapshot() for name in self.outputs]
 
-    def same_as(self, snapshot: list[Any]) -> bool:
+    def same_as(self, snapshot: list[Buffer]) -> bool:
         """Whether the outputs are what they were, bit for bit."""
-        now = [self.buffers[name].flat for name in self.outputs]
-        return all(bool((flat == before).all()) for flat, before in zip(now, snapshot, strict=True))
+        now = (self.buffers[name] for name in self.outputs)
+        return all(each.equals(before) for each, before in zip(now, snapshot, strict=True))
 
     def wrote_outside(self) -> bool:
         """Whether the product, whose results are all numbers, has written between or behind the rows of D."""
         d = self.buffers["d"]
-        poisoned = int((~d.flat == 0).sum())
-        return poisoned != int(d.flat.size - d.bits.size)
+        return d.count_written() != math.prod(d.shape)
 
     def call(self, stream: int) -> Call:
         """A run on these operands, α and β being 1."""
         addresses = (self.buffers[name].address if name in self.buffers else 0 for name in self.problem.operands)
-        one: Any = 1.0
-        if self.problem.device_scalars:
-            one = int(self._one.ctypes.data if self.xp is np else self._one.data.ptr)
+        one: Any = int(self._one.data.ptr) if self.problem.device_scalars else 1.0
         return Call(tuple(addresses), stream, (one, one if self.problem.c is not None else 0.0))
-
-    def read(self, name: str, rows: slice = slice(None)) -> Any:
-        """Rows of an operand's matrices in float64, (batch, rows, cols); a mask's bits as 0 and 1."""
-        if name != "aux" or not self.has_mask:
-            return self.buffers[name].values(rows)
-        mask = self.buffers[name].bits
-        lines = ((mask[..., None] >> self.xp.arange(_BITS, dtype="uint8")) & 1).reshape(*mask.shape[:2], -1)
-        flipped = self.problem.d.layout.order is Order.COLUMN
-        positive = lines[..., : self.problem.m if flipped else self.problem.n]
-        return (positive.swapaxes(-1, -2) if flipped else positive)[:, rows].astype("float64")

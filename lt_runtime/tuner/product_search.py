@@ -89,7 +89,9 @@ class Candidates:
                 continue
             if not self.plans[name].launches_at_most_two_kernels:
                 self.reject(name, _NOT_LEAN)
-        self._operands = operand_sets(lambda: ProductOperands(bench.xp, problem), bench.device) if self.plans else []
+        self._operands = (
+            operand_sets(lambda: ProductOperands(bench.memory, problem), bench.device) if self.plans else []
+        )
         calls = [each.call(bench.clock.stream) for each in self._operands]
         self._launches = {name: launcher(plan, calls) for name, plan in self.plans.items()}
 
@@ -180,7 +182,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
 def _fault(plan: AlgorithmPlan, device: int) -> str | None:
     """What is wrong with an algorithm's results; None if nothing is."""
     with workbench(device) as bench:
-        operands = ProductOperands(bench.xp, plan.problem)
+        operands = ProductOperands(bench.memory, plan.problem)
         launch = launcher(plan, [operands.call(bench.clock.stream)])
         return verify({"it": afresh(launch, bench)}, operands).get("it")
 

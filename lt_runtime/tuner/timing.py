@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.errors import PlanError
@@ -23,6 +23,7 @@ from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated, device_attributes
 from lt_runtime.gpu.memory import release
 from lt_runtime.gpu.streams import beside_captures, relaxed_captures
+from lt_runtime.tuner.memory import Memory
 
 Name = TypeVar("Name")
 """The type of the contenders' names."""
@@ -61,11 +62,11 @@ class Timing:
 
 
 class Bench(NamedTuple):
-    """A device, which is current, its clock, and CuPy, whose current stream is the clock's."""
+    """A device, which is current, its clock, and memory that is used in the order of the clock's stream."""
 
     device: int
     clock: Clock
-    xp: Any
+    memory: Memory
 
 
 @contextlib.contextmanager
@@ -82,7 +83,7 @@ def workbench(device: int) -> Iterator[Bench]:
             pool = xp.cuda.MemoryPool()
             with xp.cuda.using_allocator(pool.malloc):
                 try:
-                    yield Bench(device, clock, xp)
+                    yield Bench(device, clock, Memory(device, clock.stream))
                 finally:
                     clock.wait()
             pool.free_all_blocks()

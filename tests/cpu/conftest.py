@@ -10,6 +10,7 @@ import pytest
 
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_gpu import FakeGpu
+from tests.support.host_memory import host_memory as host_memory  # a fixture
 
 
 @pytest.fixture(scope="session")

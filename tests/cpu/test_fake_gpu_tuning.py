@@ -13,6 +13,7 @@ import pytest
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.product_search import afresh
 from lt_runtime.tuner.timing import Bench
 from tests.host_kernels.harness import HostKernels
@@ -89,6 +90,6 @@ def test_what_is_verified_finds_nothing_of_use_in_its_workspace(gpu: FakeGpu) ->
     def launch(_: int, stream: int) -> None:
         call("cuMemcpyDtoDAsync", found.data.ptr, memory.workspace, found.nbytes, stream)
 
-    afresh(launch, Bench(0, SimpleNamespace(stream=gpu.stream.ptr), gpu.cp))()  # type: ignore[arg-type]
+    afresh(launch, Bench(0, SimpleNamespace(stream=gpu.stream.ptr), Memory(0, gpu.stream.ptr)))()  # type: ignore[arg-type]
     gpu.synchronize(gpu.stream.ptr)
     assert (host_of(gpu, found) == 0xFF).all()

@@ -38,3 +38,11 @@ def loads_cupy_and_nvrtc(cache: Path) -> tuple[bool, bool]:
 def test_addresses_need_no_cupy_and_a_second_process_no_compiler(tmp_path: Path) -> None:
     assert loads_cupy_and_nvrtc(tmp_path) == (False, True)
     assert loads_cupy_and_nvrtc(tmp_path) == (False, False)
+
+
+def test_cupy_compiles_nothing_for_training(tmp_path: Path) -> None:
+    """Half a second for each kernel made the first step on a fresh machine take 30 s."""
+    command = [sys.executable, "-m", "tests.support.first_step", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "first step: " in done.stdout

@@ -17,6 +17,7 @@ from lt_runtime.kernels.narrow import NarrowPass, supports
 from lt_runtime.layout import Layout, Order
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem, Spec
 from lt_runtime.reference import derivative, pack_mask
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.verification import verify
 from tests.host_kernels.arrays import assert_close
@@ -232,6 +233,7 @@ def test_the_tuner_has_nothing_against_them(
     dtype: DType, shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue
 ) -> None:
     product = Product(shape, dtype, column_major, epilogue)
-    trial, stream = ProductOperands(cp, product.problem), cp.cuda.get_current_stream().ptr
+    stream = cp.cuda.get_current_stream().ptr
+    trial = ProductOperands(Memory(0, stream), product.problem)
     memory = stream_memory(0, stream)
     assert verify({"ours": lambda: product.plan.run(trial.call(stream), memory)}, trial) == {}

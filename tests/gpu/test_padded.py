@@ -19,6 +19,7 @@ from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
 from lt_runtime.products.choose import plan_from_blob
 from lt_runtime.products.methods import LIBRARY, fastest_first
 from lt_runtime.products.padded import PaddedPlan
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.product_search import Candidates
 from lt_runtime.tuner.verification import verify
@@ -54,7 +55,7 @@ def a_problem(
 def faults(problem: MatmulProblem, plan: PaddedPlan | None = None) -> dict[str, str]:
     """What is wrong with a product, its workspace and copies being NaN before each launch."""
     plan, stream = plan or PaddedPlan(problem, 0), cp.cuda.get_current_stream().ptr
-    memory, trial = stream_memory(0, stream), ProductOperands(cp, problem)
+    memory, trial = stream_memory(0, stream), ProductOperands(Memory(0, stream), problem)
 
     def launch() -> None:
         with memory.lock:

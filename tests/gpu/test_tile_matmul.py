@@ -16,6 +16,7 @@ from lt_runtime.kernels.tile_matmul import supports
 from lt_runtime.problem import Activation, Compute, DType, MatmulProblem
 from lt_runtime.products.own import TilePlan
 from lt_runtime.reference import activate, derivative
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.verification import verify
 from tests.host_kernels.arrays import assert_close
@@ -190,7 +191,8 @@ def test_the_tuner_has_nothing_against_them(
     dtype: DType, shape: tuple[int, int, int], column_major: tuple[bool, bool], epilogue: Epilogue
 ) -> None:
     product = Product(shape, dtype, column_major, epilogue)
-    trial, stream = ProductOperands(cp, product.problem), cp.cuda.get_current_stream().ptr
+    stream = cp.cuda.get_current_stream().ptr
+    trial = ProductOperands(Memory(0, stream), product.problem)
     memory = stream_memory(0, stream)
     assert verify({"ours": lambda: product.plan.put(trial.call(stream), memory)}, trial) == {}
 

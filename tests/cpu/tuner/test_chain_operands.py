@@ -11,27 +11,35 @@ import pytest
 
 from lt_runtime import reference
 from lt_runtime.kernels.call import Call
+from lt_runtime.layout import packed
 from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.decisions import LayerProblem, Strategy, plan_for, strategies_of
 from lt_runtime.plans.forward import ForwardPlan
 from lt_runtime.problem import Activation, Compute, DType, Saved, Spec
+from lt_runtime.tuner import chain_operands
 from lt_runtime.tuner.chain import Layer, LayerChain, Part
-from lt_runtime.tuner.chain_operands import ChainOperands, disagreement, tensors_of
+from lt_runtime.tuner.chain_operands import ChainOperands, tensors_of
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.operands import NORMAL, Buffer
 from tests.support.chain_problems import backward_of, by_themselves, forward_of
+from tests.support.fake_clock import STREAM
+from tests.support.host_memory import bits, values
 
 RELU = LayerChain.of_mlp(32, (40, 24, 16), Activation("relu"), DType.BFLOAT16, Compute.FLOAT32)
 PAIR = RELU.cut(Part(0, 1))
 
 
+pytestmark = pytest.mark.usefixtures("host_memory")
+
+
 @pytest.fixture(autouse=True)
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ForwardPlan, "_own_pass", lambda *_: None)
     monkeypatch.setattr(BackwardPlan, "_pass", lambda *_, **__: None)
 
 
 def filled(chain: LayerChain) -> ChainOperands:
-    operands = ChainOperands(np, chain)
+    operands = ChainOperands(Memory(0, STREAM), chain)
     operands.fill(NORMAL, 0)
     return operands
 
@@ -52,7 +60,7 @@ def buffer(operands: ChainOperands, layer: int, problem: LayerProblem, name: str
 
 
 def test_backward_reads_what_forward_writes() -> None:
-    operands, forward = ChainOperands(np, PAIR), forward_of(PAIR)
+    operands, forward = ChainOperands(Memory(0, STREAM), PAIR), forward_of(PAIR)
     for strategy in strategies_of(forward):
         saved = strategy.saved  # type: ignore[union-attr]
         at = addresses(operands, 0, forward, strategy)
@@ -91,17 +99,17 @@ def test_backward_alone_has_operands_of_its_own() -> None:
 def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
     forward = forward_of(RELU)
     forward = replace(forward, x=Spec(forward.x.layout, 16), bias=2)
-    operands = ChainOperands(np, LayerChain((Layer(forward),)))
+    operands = ChainOperands(Memory(0, STREAM), LayerChain((Layer(forward),)))
     for name, offset in (("x", 16), ("bias", 2), ("y", 0)):
         found = buffer(operands, 0, forward, name, Saved.OUTPUT)
-        assert found.address - found.flat.ctypes.data == offset
+        assert found.address - found.start == offset
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu", "none"])
 def test_what_one_problem_writes_others_read(activation: str) -> None:
     kind = Activation(activation)
     chain = LayerChain.of_mlp(16, (24, 40, 24), kind, DType.FLOAT32, Compute.FLOAT32, input_gradient=True)
-    operands = ChainOperands(np, chain)
+    operands = ChainOperands(Memory(0, STREAM), chain)
     keeps = {"gelu": Saved.PREACTIVATION, "relu": Saved.OUTPUT, "none": Saved.NOTHING}[activation]
     strategy = next(each for each in strategies_of(forward_of(chain)) if each.saved is keeps)  # type: ignore[union-attr]
     first, last = addresses(operands, 0, forward_of(chain), strategy), addresses(operands, 1, forward_of(chain, 1))
@@ -119,7 +127,7 @@ def test_layers_of_one_shape_have_weights_of_their_own() -> None:
     chain = LayerChain.of_mlp(
         8, (16, 16, 16, 16), Activation("gelu"), DType.FLOAT32, Compute.FLOAT32, input_gradient=True
     )
-    operands = ChainOperands(np, chain)
+    operands = ChainOperands(Memory(0, STREAM), chain)
     at = [addresses(operands, index, forward_of(chain, index)) for index in range(3)]
     back = [addresses(operands, index, backward_of(chain, index)) for index in range(3)]
     assert len({each.w for each in at}) == 3
@@ -142,20 +150,34 @@ def test_data_for_comparison_gets_no_other_sign_by_rounding() -> None:
 def prepared(activation: str) -> dict[str, Any]:
     """A layer's operands as they are for a comparison."""
     chain = LayerChain.of_mlp(64, (768, 96), Activation(activation), DType.BFLOAT16, Compute.FLOAT32)
-    operands = ChainOperands(np, chain)
+    operands = ChainOperands(Memory(0, STREAM), chain)
     operands.prepare()
-    return {name: buffer(operands, 0, forward_of(chain), name, Saved.OUTPUT).values() for name in ("x", "w", "bias")}
+    return {name: values(buffer(operands, 0, forward_of(chain), name, Saved.OUTPUT)) for name in ("x", "w", "bias")}
 
 
 def test_what_is_not_written_shows() -> None:
     operands = filled(PAIR)
     operands.prepare()
-    assert all(np.isnan(values).all() for values in operands.results().values())
+    assert all(np.isnan(values(each)).all() for each in operands.results().values())
     operands = filled(LayerChain((Layer(None, replace(backward_of(PAIR, 1), accumulate=True)),)))
     operands.prepare()
     found = operands.results()
-    assert np.isnan(found["dx"]).all()
-    assert not any(np.isnan(found[name]).any() for name in ("dw", "db", "db_below"))
+    assert np.isnan(values(found["dx"])).all()
+    assert not any(np.isnan(values(found[name])).any() for name in ("dw", "db", "db_below"))
+
+
+def disagreement(
+    actual: dict[str, Any], expected: dict[str, Any], dtype: DType, layers: int = 2
+) -> tuple[str, str] | None:
+    """`chain_operands.disagreement` of arrays in FP64."""
+    found, wanted = ({name: _buffer_of(each) for name, each in side.items()} for side in (actual, expected))
+    return chain_operands.disagreement(found, wanted, dtype, layers)
+
+
+def _buffer_of(array: Any) -> Buffer:
+    made = Buffer(Memory(0, STREAM), Spec(packed(*array.shape[-2:])), DType.FLOAT64)
+    bits(made)[...] = array.view(np.uint64)
+    return made
 
 
 def outputs() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lt_runtime.store.keys import problem_key
 from lt_runtime.store.records import from_json
 from lt_runtime.tuner import layer_search, search
 from lt_runtime.tuner.chain import Layer, LayerChain, Part, chains_of
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.report import Tuned
 from lt_runtime.tuner.search import tune_chains
 from tests.support.chain_problems import backward_of, forward_of
@@ -38,9 +39,9 @@ BGRAD = "db by epilogue, derivative by kernel, db below by kernel, from nothing 
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LayerGpu:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host_memory: Memory) -> LayerGpu:
     monkeypatch.setattr(search, "supports", lambda *_: False)  # narrow MLPs as a whole are tuned elsewhere
-    return LayerGpu(monkeypatch, tmp_path)
+    return LayerGpu(monkeypatch, tmp_path, host_memory)
 
 
 def pair(chain: LayerChain = RELU) -> tuple[ForwardProblem, BackwardProblem]:

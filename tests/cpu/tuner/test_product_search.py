@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lt_runtime.cublaslt import AlgoConfigAttribute
@@ -19,12 +18,14 @@ from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.own import NARROW_MATMUL, NarrowPlan
 from lt_runtime.store.entries import ProductEntry
 from lt_runtime.tuner import operands, product_search
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.product_search import find_algorithm
 from lt_runtime.tuner.report import algorithm_in_words
 from lt_runtime.tuner.timing import Bench, Launch
 from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 from tests.support.fake_clock import FakeClock
+from tests.support.host_memory import bits
 from tests.support.right_products import right
 
 Fault = Callable[[ProductOperands], None]
@@ -46,16 +47,16 @@ class FakeGpu(FakeLibrary):
         floor_us: microseconds that no algorithm can beat.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
         super().__init__(monkeypatch)
         self.us: dict[int, float] = {}
         self.faults: dict[int, Fault] = {}
         self.nodes: dict[int, list[str]] = {}
         self.trials: list[ProductOperands] = []
         self.floor_us = 0.0
-        self.clock = FakeClock()
-        memory = SimpleNamespace(workspace=0x1000, workspace_size=WORKSPACE)
-        monkeypatch.setattr(product_search, "stream_memory", lambda device, stream: memory)
+        self.clock, self.memory = FakeClock(), memory
+        workspace = SimpleNamespace(workspace=0x1000, workspace_size=WORKSPACE)
+        monkeypatch.setattr(product_search, "stream_memory", lambda device, stream: workspace)
         monkeypatch.setattr(operands, "buffer_sets", lambda size, device: 2)
         monkeypatch.setattr(product_search, "driver_call", lambda *_: None)
         monkeypatch.setattr(product_search, "launcher", self._launcher)
@@ -65,8 +66,8 @@ class FakeGpu(FakeLibrary):
             MatmulPlan, "launches_at_most_two_kernels_by", lambda plan, algorithm: self._is_lean(plan, algorithm)
         )
 
-    def _trial(self, xp: Any, problem: MatmulProblem) -> ProductOperands:
-        self.trials.append(ProductOperands(xp, problem))
+    def _trial(self, memory: Memory, problem: MatmulProblem) -> ProductOperands:
+        self.trials.append(ProductOperands(memory, problem))
         return self.trials[-1]
 
     def _is_lean(self, plan: MatmulPlan, algorithm: Any) -> bool:
@@ -88,15 +89,15 @@ class FakeGpu(FakeLibrary):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    made = FakeGpu(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch, host_memory: Memory) -> FakeGpu:
+    made = FakeGpu(monkeypatch, host_memory)
     made.offered = {(WORKSPACE, BOTH): [1, 2, 3], (0, NONE): [4]}
     return made
 
 
 def search(gpu: FakeGpu, problem: MatmulProblem | None = None) -> ProductEntry:
     gpu.trials.clear()
-    bench = Bench(0, gpu.clock, np)  # type: ignore[arg-type]
+    bench = Bench(0, gpu.clock, gpu.memory)  # type: ignore[arg-type]
     return find_algorithm(bench, problem or a_problem())
 
 
@@ -120,7 +121,7 @@ def test_the_first_stays_where_nobody_gains_enough(gpu: FakeGpu) -> None:
 
 
 def corrupt(trial: ProductOperands) -> None:
-    trial.buffers["d"].bits[0, 3, 5] += 16
+    bits(trial.buffers["d"])[0, 3, 5] += 16
 
 
 def test_a_wrong_one_is_rejected_and_the_next_is_chosen(gpu: FakeGpu) -> None:
@@ -157,7 +158,7 @@ def test_one_that_is_not_twice_the_same_is_rejected(gpu: FakeGpu) -> None:
     steps = iter(range(10**6))
 
     def wander(trial: ProductOperands) -> None:
-        trial.buffers["vector"].bits[0, 0, 5] ^= next(steps) % 2
+        bits(trial.buffers["vector"])[0, 0, 5] ^= next(steps) % 2
 
     gpu.us, gpu.faults = {2: 5.0}, {2: wander}
     problem = a_problem(epilogue=Epilogue.BGRADB)
@@ -251,7 +252,7 @@ def test_our_kernel_is_verified_like_any_other(gpu: FakeGpu, narrow: int) -> Non
 
 
 def corrupt_first(trial: ProductOperands) -> None:
-    trial.buffers["d"].bits[0, 0, 0] += 1 << 20
+    bits(trial.buffers["d"])[0, 0, 0] += 1 << 20
 
 
 def test_our_kernel_is_for_narrow_products_alone(gpu: FakeGpu) -> None:

@@ -1,4 +1,4 @@
-"""Verification of a product's results, over NumPy: what is right passes, every planted fault is found."""
+"""Verification of a product's results in host memory: right results pass, every planted fault is found."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from numpy.typing import NDArray
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Compute, DType, MatmulProblem, Spec
-from lt_runtime.tuner import verification
+from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.operands import EDGES, LATTICE, NORMAL, ONES, Data, ProductOperands
 from lt_runtime.tuner.verification import KINDS, disagreement, expected_outputs, verify
+from tests.support.fake_clock import STREAM
+from tests.support.host_memory import bits, flat, read
 from tests.support.right_products import compute, encode, operands, right
+
+pytestmark = pytest.mark.usefixtures("host_memory")
 
 M, N, K = 24, 40, 72
 FLOAT_TYPES = [
@@ -37,20 +41,22 @@ def a_problem(
     with_c: bool = False,
     compute: Compute = Compute.FLOAT32,
     k: int = K,
+    size: tuple[int, int] = (M, N),
 ) -> MatmulProblem:
-    leading = (N if order is Order.ROW else M) + gap
-    stride = leading * (M if order is Order.ROW else N) + gap if batch > 1 else 0
-    d = Spec(Layout(M, N, order, leading), alignment=16 if gap else 256, batch_stride=stride)
+    m, n = size
+    leading = (n if order is Order.ROW else m) + gap
+    stride = leading * (m if order is Order.ROW else n) + gap if batch > 1 else 0
+    d = Spec(Layout(m, n, order, leading), alignment=16 if gap else 256, batch_stride=stride)
     aux = None
     if epilogue.has_aux_output or epilogue.is_derivative:
         width = 128 if epilogue.activation == "relu" else -(-leading // 8) * 8
-        aux = Spec(Layout(M, N, order, width))
-    a, b = Spec(packed(M, k), batch_stride=M * k), Spec(packed(k, N))
+        aux = Spec(Layout(m, n, order, width))
+    a, b = Spec(packed(m, k), batch_stride=m * k), Spec(packed(k, n))
     return MatmulProblem(*types, compute, a, b, d, epilogue, c=d if with_c else None, batch=batch, aux=aux)
 
 
 def judge(problem: MatmulProblem, launch: Callable[[ProductOperands], None]) -> str | None:
-    trial = ProductOperands(np, problem)
+    trial = ProductOperands(Memory(0, STREAM), problem)
     return verify({"it": lambda: launch(trial)}, trial).get("it")
 
 
@@ -70,21 +76,18 @@ def test_batches_and_c_and_float64() -> None:
     assert in_single is not None
 
 
-def test_results_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_SLAB", 5 * N)
-    problem = a_problem(Epilogue.DGELU_BGRAD)
+@pytest.mark.parametrize("output", ["d", "vector"])
+def test_results_of_several_blocks(output: str) -> None:
+    problem = a_problem(Epilogue.DGELU_BGRAD, size=(130, 70))
     assert judge(problem, right) is None
-    trial = ProductOperands(np, problem)
-    trial.fill(LATTICE, 0)
-    assert [part.rows.start for part in expected_outputs(trial, LATTICE)] == [0, 5, 10, 15, 20, 0]
 
-    def off_in_the_last_slab(trial: ProductOperands) -> None:
+    def off_in_the_last_tile(trial: ProductOperands) -> None:
         right(trial)
-        trial.buffers["d"].bits[0, M - 1, 7] ^= 1 << 28
+        bits(trial.buffers[output])[0, -1, 69] ^= 1 << 28
 
-    fault = judge(problem, off_in_the_last_slab)
+    fault = judge(problem, off_in_the_last_tile)
     assert fault is not None
-    assert fault.startswith(f"wrong: d[0, {M - 1}, 7] is ")
+    assert fault.startswith(f"wrong: {output}[0, {129 if output == 'd' else 0}, 69] is ")
 
 
 @pytest.mark.parametrize("types", FLOAT_TYPES)
@@ -95,9 +98,8 @@ def test_one_element_that_is_off(output: str, types: tuple[DType, DType]) -> Non
 
     def launch(trial: ProductOperands) -> None:
         right(trial)
-        bits = trial.buffers[output].bits
-        at = (0, bits.shape[1] - 1, 3)
-        bits[at] += 3 if output != "vector" else 1 << (8 * bits.itemsize - 6)
+        found = bits(trial.buffers[output])
+        found[0, -1, 3] += 3 if output != "vector" else 1 << (8 * found.itemsize - 6)
 
     fault = judge(a_problem(epilogue, types), launch)
     assert fault is not None
@@ -107,7 +109,7 @@ def test_one_element_that_is_off(output: str, types: tuple[DType, DType]) -> Non
 def test_one_bit_of_a_mask() -> None:
     def launch(trial: ProductOperands) -> None:
         right(trial)
-        trial.buffers["aux"].bits[0, 5, 2] ^= 1 << 3
+        bits(trial.buffers["aux"])[0, 5, 2] ^= 1 << 3
 
     fault = judge(a_problem(Epilogue.RELU_AUX), launch)
     assert fault is not None
@@ -116,9 +118,9 @@ def test_one_bit_of_a_mask() -> None:
 
 def test_an_element_that_is_not_written() -> None:
     def launch(trial: ProductOperands) -> None:
-        before = trial.buffers["d"].bits[0, 4, 9].copy()
+        before = bits(trial.buffers["d"])[0, 4, 9].copy()
         right(trial)
-        trial.buffers["d"].bits[0, 4, 9] = before
+        bits(trial.buffers["d"])[0, 4, 9] = before
 
     fault = judge(a_problem(), launch)
     assert fault is not None
@@ -130,7 +132,7 @@ def test_an_element_that_is_not_written() -> None:
 def test_memory_that_is_not_the_results(at: int) -> None:
     def launch(trial: ProductOperands) -> None:
         right(trial)
-        trial.buffers["d"].flat[at] = 0
+        flat(trial.buffers["d"])[at] = 0
 
     fault = judge(a_problem(gap=8, types=FLOAT_TYPES[1]), launch)
     assert fault == f"wrong: it writes outside of D, with {LATTICE.name}"
@@ -152,17 +154,17 @@ def test_two_runs_that_differ() -> None:
         right(trial)
         runs.append(0)
         if len(runs) == 4:  # the second with data whose sums are not exact: both are within the limits
-            trial.buffers["d"].bits[0, 0, 0] ^= 1
+            bits(trial.buffers["d"])[0, 0, 0] ^= 1
 
     assert judge(a_problem(), launch) == f"two runs differ, with {EDGES.name}"
 
 
 def test_a_wrong_one_does_not_take_the_others_along() -> None:
-    trial = ProductOperands(np, a_problem())
+    trial = ProductOperands(Memory(0, STREAM), a_problem())
 
     def wrong() -> None:
         right(trial)
-        trial.buffers["d"].bits[0, 0, 0] = 0x7FC00000
+        bits(trial.buffers["d"])[0, 0, 0] = 0x7FC00000
 
     faults = verify({"wrong": wrong, "right": lambda: right(trial), "idle": lambda: None}, trial)
     assert list(faults) == ["wrong", "idle"]
@@ -196,7 +198,7 @@ def test_sums_in_fp32_pass_in_any_order(k: int) -> None:
             for index in part:
                 partial += a[..., index, None] * b[..., None, index, :]
             total += partial
-        trial.buffers["d"].bits[...] = total.view(np.uint32)
+        bits(trial.buffers["d"])[...] = total.view(np.uint32)
 
     assert judge(a_problem(k=k), launch) is None
 
@@ -206,7 +208,7 @@ def test_partial_sums_in_the_output_type_do_not_pass() -> None:
         a, b = operands(trial)
         halves = (a[..., : K // 2] @ b[..., : K // 2, :], a[..., K // 2 :] @ b[..., K // 2 :, :])
         total = sum(half.astype(DType.BFLOAT16.numpy).astype(np.float64) for half in halves)
-        trial.buffers["d"].bits[...] = encode(total, DType.BFLOAT16)
+        bits(trial.buffers["d"])[...] = encode(total, DType.BFLOAT16)
 
     assert judge(a_problem(types=FLOAT_TYPES[1]), launch) is not None
 
@@ -214,19 +216,19 @@ def test_partial_sums_in_the_output_type_do_not_pass() -> None:
 def test_what_lies_beyond_the_range_is_not_judged() -> None:
     k = 70000
     problem = a_problem(types=(DType.FLOAT16, DType.FLOAT16), k=k)
-    trial = ProductOperands(np, problem)
+    trial = ProductOperands(Memory(0, STREAM), problem)
     trial.fill(ONES, 0)
-    expected = list(expected_outputs(trial, ONES))
+    expected = expected_outputs(trial, ONES)
     trial.poison()
-    trial.buffers["d"].bits[...] = 0x7C00  # infinity
+    bits(trial.buffers["d"])[...] = 0x7C00  # infinity
     assert disagreement(trial, expected) is None
 
 
 def test_data_is_what_it_says() -> None:
-    trial = ProductOperands(np, a_problem(types=FLOAT_TYPES[1]))
+    trial = ProductOperands(Memory(0, STREAM), a_problem(types=FLOAT_TYPES[1]))
     for data in (*KINDS, NORMAL):
         trial.fill(data, 1)
-        values = trial.read("a")
+        values = read(trial, "a")
         assert np.isfinite(values).all()
         if data is LATTICE:
             assert set(np.unique(values * 8)) <= set(range(-16, 17))
@@ -247,10 +249,10 @@ def address_of(trial: ProductOperands, name: str) -> int:
 
 def test_addresses_have_no_more_alignment_than_the_problem_says() -> None:
     problem = a_problem(gap=8)
-    trial = ProductOperands(np, problem)
-    start = trial.buffers["d"].flat.ctypes.data
+    trial = ProductOperands(Memory(0, STREAM), problem)
+    start = trial.buffers["d"].start
     assert address_of(trial, "d") - start == 16
-    assert address_of(trial, "a") == trial.buffers["a"].flat.ctypes.data
+    assert address_of(trial, "a") == trial.buffers["a"].start
     assert trial.call(7).stream == 7
     assert trial.size > 4 * (M * N + M * K + K * N)
 
@@ -265,7 +267,9 @@ def test_a_second_run_that_writes_nothing() -> None:
 @pytest.mark.parametrize("data", [LATTICE, EDGES, NORMAL])
 def test_operands_of_one_shape_have_values_of_their_own(data: Data) -> None:
     square = Spec(packed(M, M))
-    trial = ProductOperands(np, MatmulProblem(*FLOAT_TYPES[0], Compute.FLOAT32, square, square, square, c=square))
+    trial = ProductOperands(
+        Memory(0, STREAM), MatmulProblem(*FLOAT_TYPES[0], Compute.FLOAT32, square, square, square, c=square)
+    )
     trial.fill(data, 0)
-    a, b, c = (trial.read(name) for name in "abc")
+    a, b, c = (read(trial, name) for name in "abc")
     assert not any((one == other).all() for one, other in ((a, b), (a, c), (b, c)))

@@ -1,0 +1,103 @@
+"""verify.cu: a product's results in FP64 with their error bounds, and comparisons of arrays element by element."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_int, c_int64, c_uint64, c_void_p
+from typing import Final
+
+from lt_runtime.kernels.blocks import fields
+from lt_runtime.kernels.kernel import Entry, Launches
+from lt_runtime.kernels.tiling import THREADS, Tiling
+from lt_runtime.problem import DType
+
+EXPECT_TILE: Final = 64
+"""Rows, and columns, of the results that a block of `expect` makes."""
+BITS: Final = "bits"
+"""Type of the elements of a mask; `Elements` counts its strides in bits."""
+TYPES: Final = {
+    name: number
+    for number, name in enumerate(
+        (BITS, "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64")
+    )
+}
+"""`lt::ElementType` by name."""
+ACTIVATIONS: Final = {"none": 0, "relu": 1, "gelu": 2}
+"""Numbers of the activations that `expect` computes."""
+_MOST_BLOCKS: Final = 512
+
+
+class Elements(Structure):
+    """`lt::Elements`: where a batch of matrices lies; `type` is one of `TYPES`, strides are in elements."""
+
+    _fields_ = fields(("data", c_void_p), ("batch_stride row_stride col_stride", c_int64), ("type", c_int))
+
+
+class Rounding(Structure):
+    """`lt::Rounding`."""
+
+    _fields_ = fields(("unit least largest", c_double))
+
+
+class Results(Structure):
+    """`lt::Results`."""
+
+    _fields_ = fields(("values limits", c_void_p))
+
+
+class ExpectParams(Structure):
+    """`lt::ExpectParams`."""
+
+    _fields_ = fields(
+        ("a b c bias aux", Elements),
+        ("d kept", Results),
+        ("sums", c_void_p),
+        ("rounding", Rounding),
+        ("rows cols depth", c_int64),
+        ("accumulation addition approximation", c_double),
+        ("activation is_derivative keeps_mask", c_int),
+    )
+
+
+class CompareParams(Structure):
+    """`lt::CompareParams`."""
+
+    _fields_ = fields(
+        ("found wanted", Elements),
+        ("limits parts", c_void_p),
+        ("batch rows cols", c_int64),
+        ("constant limit relative", c_double),
+    )
+
+
+class Comparison(Structure):
+    """`lt::Comparison`."""
+
+    _fields_ = fields(("bad first", c_uint64), ("error_squares wanted_squares", c_double))
+
+
+EXPECT: Final = Entry("expect", "verify.cu", ExpectParams)
+COMPARE: Final = Entry("compare", "verify.cu", CompareParams)
+
+
+def elements_of(address: int, strides: tuple[int, int, int], dtype: DType | None) -> Elements:
+    """A batch of matrices at an address; a mask, whose strides count bits, if the type is None."""
+    return Elements(address, *strides, TYPES[BITS if dtype is None else dtype.value])
+
+
+def compare_blocks(size: int) -> int:
+    """How many blocks compare arrays of `size` elements, each of which writes a `Comparison`."""
+    return min(max(1, -(-size // THREADS)), _MOST_BLOCKS)
+
+
+def launch_expect(params: ExpectParams, batch: int, device: int, stream: int) -> None:
+    """Puts on a stream what a product must be; the device is current."""
+    grid = -(-params.rows // EXPECT_TILE), -(-params.cols // EXPECT_TILE)
+    _, launch = Launches(EXPECT, (), device, Tiling(grid, (THREADS, 1)), params, batch)[stream]
+    launch()
+
+
+def launch_compare(params: CompareParams, device: int, stream: int) -> None:
+    """Puts a comparison on a stream; the device is current. `params.parts` has `compare_blocks` of its elements."""
+    blocks = compare_blocks(params.batch * params.rows * params.cols)
+    _, launch = Launches(COMPARE, (), device, Tiling((blocks, 1), (THREADS, 1)), params)[stream]
+    launch()
