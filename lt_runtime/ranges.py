@@ -139,9 +139,9 @@ _made: dict[str, Range] = {}
 
 
 def range_of(name: str) -> Range:
-    """Returns the range with a name, public as `lt.range`.
+    """A named part of a step, such as a layer: a context manager and a decorator, public as `lt.range`.
 
-    It is a context manager and a decorator: `with lt.range("block0.fc1"):`. Nsight shows it, and `lt.profile` reports
+    It is used as `with lt.range("block0.fc1"):`. Nsight shows it, and `lt.profile` reports
     it as a layer. Ranges nest. A layer's range is in its forward or backward pass if a range named "forward" or
     "backward" is around it, or if its own name begins with "forward/" or "backward/".
 

@@ -1,4 +1,4 @@
-"""The check of captures on a GPU: faults planted in CuPy's, PyTorch's and our own calls are named, and where."""
+"""`check_capture` on a GPU names the line of faults planted in calls of CuPy, PyTorch and the package."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_host_scalar_is_found(plant: Callable[[], Run]) -> None:
 
 
 def test_a_word_that_no_kernel_reads_is_not_named() -> None:
-    """CuPy's own arguments have such words, which are as they were in memory."""
+    """CuPy's kernel arguments contain uninitialised words."""
     source = """struct Scale { float factor; int unread; };
     extern "C" __global__ void scale(float* x, Scale by) { x[threadIdx.x] *= by.factor; }"""
     kernel, kind = cp.RawKernel(source, "scale"), np.dtype([("factor", np.float32), ("unread", np.int32)])

@@ -1,10 +1,8 @@
-"""Profiles on a GPU: events in graphs, kernels by CUPTI, and what they agree on."""
+"""Profiles on a GPU: events in graphs, kernels by CUPTI, and their agreement."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 import lt_runtime as lt
 from tests.support.gpu_arrays import to_host
 
-ROOT = Path(__file__).parents[2]
 ROWS, DIMS = 2048, (768, 3072, 768, 3072, 768)
 LAYERS = [(f"layer{i}", "forward") for i in range(4)] + [(f"layer{i}", "backward") for i in (3, 2, 1, 0)]
 
@@ -48,7 +45,7 @@ def test_the_whole_report(tmp_path: Path, *, graph: bool) -> None:
         assert rows[key].strategy
     totals = prof.totals()
     assert totals.unattributed_us <= 0.01 * totals.kernel_us
-    if graph:  # otherwise the host's pace is timed, of which a sum of medians is no median of sums
+    if graph:  # eager steps wait for the host, so that medians of layers need not add up to the median of steps
         assert sum(layer.us for layer in prof.layers()) == pytest.approx(totals.step_us, rel=0.03)
     names = " ".join(kernel.name.lower() for kernel in prof.kernels())
     assert "transpose" not in names
@@ -110,22 +107,3 @@ def test_profiles_of_torch() -> None:
     prof = lt.profile(run, steps=10)
     print(prof)
     assert {("fc1", "forward"), ("fc2", "forward"), ("", "backward")} <= {(k.layer, k.phase) for k in prof.kernels()}
-
-
-def test_the_command(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import cupy as cp, lt_runtime as lt\n"
-        "x = cp.ones((512, 512), cp.float32)\n"
-        "for _ in range(30):\n"
-        "    with lt.range('step'), lt.range('fc'):\n"
-        "        lt.linear(x, x)\n"
-    )
-    options = ["--steps", "5:15", "--json", str(tmp_path / "a.json"), "--trace", str(tmp_path / "t.json")]
-    command = [sys.executable, "-m", "lt_runtime", "profile", *options, str(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0
-    content = json.loads((tmp_path / "a.json").read_text())
-    assert (content["timed_steps"], content["traced_steps"]) == (5, 5)
-    assert any(kernel["layer"] == "fc" for kernel in content["kernels"])
