@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             _flush()
     except KeyboardInterrupt:
-        _end_at_once_if_interrupted_again()
+        import signal
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second interrupt ends the process at once
         return _tell(name, "interrupted", INTERRUPTED)
     except BrokenPipeError:  # such as `| head`
         return CLOSED_PIPE
@@ -87,12 +89,6 @@ def _flush() -> None:
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest, which cannot be written
         raise
-
-
-def _end_at_once_if_interrupted_again() -> None:
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _tell(name: str, complaint: str, status: int) -> int:

@@ -23,11 +23,18 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="lt_runtime", description="Linear layers, run and trained fast.")
     top.add_argument("--version", action="version", version=f"lt_runtime {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, description, add_arguments) in _COMMANDS.items():
-        added = commands.add_parser(name, help=summary, description=description)
+    for name, (summary, add_arguments) in _COMMANDS.items():
+        added = _add_parser(commands, name, summary)
         if name == command:
             add_arguments(added)
     return top
+
+
+def _add_parser(parsers: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Adds a command or an action; its own help begins with the summary as a sentence."""
+    description = f"{summary[0].upper()}{summary[1:]}."
+    added: argparse.ArgumentParser = parsers.add_parser(name, help=summary, description=description)
+    return added
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +43,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    add = functools.partial(_add_action, actions)
+    add = functools.partial(_add_parser, actions)
     add("list", "the files, and which of them fit this machine")
     show = add("show", "what was decided for problems, and what was rejected")
     show.add_argument(
@@ -56,12 +63,6 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    description = f"{summary[0].upper()}{summary[1:]}."
-    added: argparse.ArgumentParser = actions.add_parser(name, help=summary, description=description)
-    return added
-
-
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
@@ -74,6 +75,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        'A step is a call of lt.TrainStep, or a block of `with lt.range("step")`. Options stand before SCRIPT, its own '
+        "arguments after it. The exit status is that of SCRIPT, or 1 if there was nothing to profile."
+    )
     add = parser.add_argument
     add("--steps", type=_steps, metavar="A:B", help="steps A to B - 1: the first half is timed, the rest traced")
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
@@ -88,6 +93,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "The exit status is 1 if a function may not be captured, and that of SCRIPT if SCRIPT fails."
     add = parser.add_argument
     add("--function", action="append", metavar="NAME", help="a function without arguments to check (default: step)")
     _add_script(parser)
@@ -107,6 +113,11 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 def _add_warmup(parser: argparse.ArgumentParser) -> None:
     from lt_runtime.problem import ACTIVATIONS
 
+    parser.epilog = (
+        "Results are written to the plan cache. A layer (M, N, K) stands alone, with all its gradients; the layers of "
+        "an MLP are tuned as a training step runs them, each backward pass through the layer below. An activation "
+        "follows every layer of an MLP but the last, or the layer that stands alone."
+    )
     add, types = parser.add_argument, ("float32", "float16", "bfloat16")
     add("--shapes", type=Path, metavar="FILE", help="layers and MLPs in JSON, or a layer M N K a line")
     add("--mlp", type=_sizes, action="append", metavar="DIMS", help="such as 768,3072,768; with --rows")
@@ -175,51 +186,13 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
-_PROFILE: Final = (
-    "Runs SCRIPT and prints where the time of its steps went. A step is a call of lt.TrainStep, or a block of "
-    '`with lt.range("step")`. Options stand before SCRIPT, its own arguments after it. Exits with 1 if there was '
-    "nothing to profile."
-)
-_WARMUP: Final = (
-    "Tunes layers and writes what is decided to the plan cache. A layer (M, N, K) stands alone, with all its "
-    "gradients; the layers of an MLP are tuned as a training step runs them, each backward pass through the "
-    "layer below. An activation follows every layer of an MLP but the last, or the layer that stands alone."
-)
 _COMMANDS: Final = {
-    "cache": (
-        "look into the cache of measured plans, and carry it elsewhere",
-        "Shows, checks, exports, merges and prunes the files of measured plans. `cache ACTION --help` describes each.",
-        _add_cache,
-    ),
-    "check": (
-        "say whether functions of a script may be captured into a CUDA graph",
-        "Runs SCRIPT, then checks whether functions of it may be captured into a CUDA graph; exits with 1 if not.",
-        _add_check,
-    ),
-    "compare": (
-        "say what changed between two profiles",
-        "Compares the layers and kernels of two profiles that were written with `profile --json` or prof.save.",
-        _add_compare,
-    ),
-    "demo": (
-        "train a classifier of handwritten digits",
-        "Trains an MLP on scikit-learn's 1,797 digits, and prints its accuracy and speed. Runs on the CPU too.",
-        _add_demo,
-    ),
-    "doctor": (
-        "say what is installed, what is missing, and how to mend it",
-        "Lists GPUs, libraries, cache and environment variables; exits with 1 if something is missing here.",
-        _add_doctor,
-    ),
-    "profile": (
-        "run a script, and say where the time of its steps went",
-        _PROFILE,
-        _add_profile,
-    ),
-    "warmup": (
-        "measure how layers run fastest, so that training need not",
-        _WARMUP,
-        _add_warmup,
-    ),
+    "cache": ("look into the cache of measured plans, check it, and carry it elsewhere", _add_cache),
+    "check": ("run a script, and say whether functions of it may be captured into a CUDA graph", _add_check),
+    "compare": ("compare two profiles that were written by `profile --json` or prof.save", _add_compare),
+    "demo": ("train a classifier of handwritten digits, and print its accuracy and speed", _add_demo),
+    "doctor": ("say what is installed, what is missing, and how to mend it", _add_doctor),
+    "profile": ("run a script, and say where the time of its steps went", _add_profile),
+    "warmup": ("measure how layers run fastest, so that training need not", _add_warmup),
 }
-"""Commands by name: a summary for the list of commands, a description, and the function that adds arguments."""
+"""Commands by name: a summary, and the function that adds arguments."""

@@ -102,7 +102,7 @@ class Collector:
             filled, self.dropped = self._session.stop()
         records = [
             record
-            for buffer, offsets, _ in filled
+            for buffer, offsets in filled
             for record in read_records(buffer, offsets, cupti.kernel_name, cupti.call_name)
         ]
         timed = [each for each in records if isinstance(each, Link) or each.start_ns]

@@ -33,6 +33,13 @@ _WARM_UP: Final = 2
 _running = threading.Lock()
 
 
+class _Thread(threading.local):
+    """Names of a thread's open ranges, outermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+
+
 class Profile:
     """The profile of a block of code; `lt.profile` makes it, as a context manager or already full.
 
@@ -47,7 +54,7 @@ class Profile:
     ) -> None:
         self.report = Report()
         self._skip, self._timed, self._traced, self._device = skip, timed, traced, device
-        self._threads = threading.local()
+        self._thread = _Thread()
         self._current: Any = None  # the timer or the collector, while it is at work
         self._to_come = [self._time, self._trace]
         self._seen = self._traced_steps = 0
@@ -93,13 +100,13 @@ class Profile:
 
     def enter(self, name: str) -> None:
         """A range begins; see `Listener`."""
-        self._open().append(name)
+        self._thread.open.append(name)
         if self._timer is not None and self._current is self._timer:  # the collector listens by itself
             self._timer.enter(name)
 
     def exit(self, name: str) -> None:
         """A range ends; see `Listener`."""
-        opened = self._open()
+        opened = self._thread.open
         if name not in opened:
             return
         while opened.pop() != name:
@@ -148,14 +155,6 @@ class Profile:
     def __str__(self) -> str:
         return str(self.report)
 
-    def _open(self) -> list[str]:
-        """Names of this thread's open ranges."""
-        try:
-            names: list[str] = self._threads.names
-        except AttributeError:
-            names = self._threads.names = []
-        return names
-
     def _end_step(self) -> None:
         self._seen += 1
         if self._current is None:
@@ -175,7 +174,7 @@ class Profile:
         while self._to_come and self._current is None:
             self._to_come.pop(0)()
         self._tell_profilers()
-        for name in self._open() if self._current is not None else ():
+        for name in self._thread.open if self._current is not None else ():
             self._current.enter(name)
 
     def _tell_profilers(self) -> None:

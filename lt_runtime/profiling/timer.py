@@ -97,6 +97,14 @@ class _Launch(NamedTuple):
     parent: _Frame | None
 
 
+class _Thread(threading.local):
+    """A thread's open ranges, and while it captures a copy of a graph, the ranges that have ended in the capture."""
+
+    def __init__(self) -> None:
+        self.open: list[_Frame] = []
+        self.captured: list[_Frame] | None = None
+
+
 class Timer:
     """A listener of ranges that times them step by step.
 
@@ -119,7 +127,7 @@ class Timer:
         self._device = device
         self._events = None if device is None else EventMarks(device)
         self._begun_ns = time.monotonic_ns()
-        self._local = threading.local()
+        self._thread = _Thread()
         self._pending: deque[_Frame | _Launch] = deque()
         self._captured: dict[Graph, _Captured | None] = {}
         self._step: Step = {}
@@ -128,7 +136,7 @@ class Timer:
 
     def enter(self, name: str) -> None:
         """A range begins."""
-        frames = self._frames()
+        frames = self._thread.open
         frame = _Frame(name, frames[-1] if frames else None)
         frame.host_start = time.monotonic_ns()
         frame.start = frame.host_start if self._events is None else self._events.take()
@@ -136,13 +144,12 @@ class Timer:
 
     def exit(self, name: str) -> None:
         """A range ends, and with it the ranges in it that were left open."""
-        frames = self._frames()
+        frames = self._thread.open
         if all(frame.name != name for frame in frames):
             return
         host_end = time.monotonic_ns()
         end = host_end if self._events is None else self._events.take()
-        captured = getattr(self._local, "captured", None)
-        done = self._pending if captured is None else captured
+        done = self._pending if self._thread.captured is None else self._thread.captured
         while True:
             frame = frames.pop()
             frame.end, frame.host_end = end, host_end
@@ -156,9 +163,8 @@ class Timer:
 
     def ran(self, work: Any) -> None:
         """Notes what an operation runs in the innermost range; see `ranges.tell`."""
-        frames = self._frames()
-        if frames:
-            frames[-1].works.append(work)
+        if self._thread.open:
+            self._thread.open[-1].works.append(work)
 
     def end_step(self) -> None:
         """Ends a step. Waits for the step before it, whose events are read then."""
@@ -207,33 +213,26 @@ class Timer:
         while copy.is_unread:
             self._resolve(1)
         captured.graph.launch(copy)
-        frames = self._frames()
+        frames = self._thread.open
         self._pending.append(_Launch(captured, copy, frames[-1] if frames else None))
         return copy.graph
 
     def _capture(self, capture: Callable[[], Graph]) -> _Captured:
         assert self._events is not None
-        events, outside, met = self._events, self._frames(), list[list[_Frame]]()
+        events, thread, met = self._events, self._thread, list[list[_Frame]]()
+        outside = thread.open
 
         def marked(marks: CapturedMarks) -> Graph:
             met.append([])
-            self._local.frames, self._local.captured = [], met[-1]
+            thread.open, thread.captured = [], met[-1]
             events.capture(marks)
             try:
                 return capture()
             finally:
                 events.capture(None)
-                self._local.frames, self._local.captured = outside, None
+                thread.open, thread.captured = outside, None
 
         return _Captured(MarkedGraph(marked), met[0])
-
-    def _frames(self) -> list[_Frame]:
-        """The open ranges of this thread."""
-        try:
-            frames: list[_Frame] = self._local.frames
-        except AttributeError:
-            frames = self._local.frames = []
-        return frames
 
     def _end_steps(self, but: int) -> None:
         """Reads the times of the steps that are over, but for the last `but` of them."""

@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,28 +17,21 @@ from lt_runtime.profiling.cupti.records import DRIVER, KINDS, OUR_IDS, RECORD_SI
 
 _P: Final = ctypes.c_void_p
 _U32, _U64, _SIZE, _INT = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int
-_ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
-    "cuptiActivityDisable": (_INT,),
-    "cuptiActivityEnable": (_INT,),
-    "cuptiActivityFlushAll": (_U32,),
-    "cuptiActivityGetNextRecord": (_P, _SIZE, _P),
-    "cuptiActivityGetNumDroppedRecords": (_P, _U32, _P),
-    "cuptiActivityGetStructSize": (_INT, _U32, _P),
-    "cuptiActivityPopExternalCorrelationId": (_INT, _P),
-    "cuptiActivityPushExternalCorrelationId": (_INT, _U64),
-    "cuptiActivityRegisterCallbacks": (_P, _P),
-    "cuptiEnableCallback": (_U32, _P, _INT, _U32),
-    "cuptiGetCallbackName": (_INT, _U32, _P),
-    "cuptiGetGraphExecId": (_P, _P),
-    "cuptiGetGraphId": (_P, _P),
-    "cuptiGetGraphNodeId": (_P, _P),
-    "cuptiGetResultString": (_INT, _P),
-    "cuptiGetTimestamp": (_P,),
-    "cuptiGetVersion": (_P,),
-    "cuptiSetThreadIdType": (_INT,),
-    "cuptiSubscribe": (_P, _P, _P),
-    "cuptiUnsubscribe": (_P,),
+_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+    "ActivityDisable ActivityEnable SetThreadIdType": (_INT,),
+    "ActivityFlushAll": (_U32,),
+    "ActivityGetNextRecord": (_P, _SIZE, _P),
+    "ActivityGetNumDroppedRecords": (_P, _U32, _P),
+    "ActivityGetStructSize GetCallbackName": (_INT, _U32, _P),
+    "ActivityPopExternalCorrelationId GetResultString": (_INT, _P),
+    "ActivityPushExternalCorrelationId": (_INT, _U64),
+    "ActivityRegisterCallbacks GetGraphExecId GetGraphId GetGraphNodeId": (_P, _P),
+    "EnableCallback": (_U32, _P, _INT, _U32),
+    "GetTimestamp GetVersion Unsubscribe": (_P,),
+    "Subscribe": (_P, _P, _P),
 }
+"""Argument types of functions; the names lack their prefix, cupti."""
+_ARGUMENTS: Final = {f"cupti{name}": types for names, types in _SIGNATURES.items() for name in names.split()}
 _MAX_LIMIT_REACHED: Final = 12
 _REMEDIES: Final = {
     35: "the driver lets only administrators profile: see NVIDIA's page on ERR_NVGPUCTRPERM",
@@ -61,14 +54,6 @@ _ON_EVENT: Final = ctypes.CFUNCTYPE(None, _P, _INT, _U32, _P)
 
 Copied: TypeAlias = Callable[[int, int], None]
 """Called with the id of a graph, executable or not, and the id of the graph that it was made from."""
-
-
-class Filled(NamedTuple):
-    """A buffer that CUPTI has filled, the offsets of its records, and whether a damaged record cuts them off."""
-
-    buffer: memoryview
-    offsets: Sequence[int]
-    damaged: bool
 
 
 @functools.cache
@@ -280,19 +265,23 @@ class Session:
             self._end()
             raise
 
-    def stop(self) -> tuple[list[Filled], int]:
+    def stop(self) -> tuple[list[tuple[memoryview, list[int]]], int]:
         """Ends the recording; the caller has waited for all work that the records are to contain.
 
         Returns:
-            The buffers, in the order in which they were filled, and the number of lost records.
+            The filled buffers with the offsets of their records, in order, and the number of lost records.
         """
         try:
             call("cuptiActivityFlushAll", _FORCED)
             dropped = _number(_SIZE, "cuptiActivityGetNumDroppedRecords", None, 0)
         finally:
             self._end()
-        filled = [Filled(memory.data[:valid], *_records(memory, valid)) for memory, valid in _buffers.take()]
-        return filled, dropped + sum(each.damaged for each in filled)
+        filled = []
+        for memory, valid in _buffers.take():
+            offsets, is_damaged = _records(memory, valid)
+            filled.append((memory.data[:valid], offsets))
+            dropped += is_damaged
+        return filled, dropped
 
     def _end(self) -> None:
         """Disables all that was enabled; failures are ignored, because there is no remedy."""
