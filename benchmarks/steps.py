@@ -135,7 +135,7 @@ class StepContender(NamedTuple):
 
 
 class Setup:
-    """The things that the contenders of a case share: our model, its initial parameters, batches, and the stream.
+    """The model, initial parameters, batches and stream that the contenders of a case share.
 
     Attributes:
         batches: on the GPU. Each call takes the next batch, and each turn copies the next one into the graphs' buffers.

@@ -18,7 +18,7 @@ GUIDES: Final = {
     "profiling": "where the time of a step goes",
     "rounding": "which results are rounded when",
 }
-"""What each page of this folder is about."""
+"""The topics of the pages in this folder."""
 
 TOPICS: Final = {
     "Layers and products": "linear_fwd linear_bwd linear LinearContext matmul dropout bind contiguous Epilogue "

@@ -1,4 +1,4 @@
-"""What the benchmarks use of the package's private parts, on the pretended GPU."""
+"""The private parts of the package that the benchmarks use, on the pretended GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.fake_gpu import FakeGpu
 
 @pytest.fixture
 def internals(gpu: FakeGpu) -> Iterator[ModuleType]:
-    """The module, imported on top of the pretended GPU's package."""
+    """The module, imported against the pretended GPU's copy of the package."""
     others = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "benchmarks"}
     for name in others:
         del sys.modules[name]

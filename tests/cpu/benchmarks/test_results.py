@@ -1,4 +1,4 @@
-"""What is made of results, without a GPU: rows, figures, the page's tables and picture, comparisons."""
+"""Rows, figures, the page's tables and picture, and comparisons of results."""
 
 from __future__ import annotations
 
