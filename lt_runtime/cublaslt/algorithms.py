@@ -106,9 +106,7 @@ class Algorithm:
         if attribute not in ARRAYS:
             raise ArgumentError(f"{attribute} has one value; use capability()")
         width, size, written = attribute.size, ctypes.c_size_t(), ctypes.c_size_t()
-        status = library.function(_CAP)(self.blob, attribute, None, 0, ctypes.byref(size))
-        if status:
-            raise library.attribute_failure(_CAP, status, attribute)
+        library.call(_CAP, self.blob, attribute, None, 0, ctypes.byref(size), attribute=attribute)
         if not size.value:
             return ()
         cell = ctypes.create_string_buffer(size.value)

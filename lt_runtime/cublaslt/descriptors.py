@@ -21,7 +21,7 @@ from lt_runtime.cublaslt.attributes import (
     PreferenceAttribute,
 )
 from lt_runtime.cublaslt.enums import BatchMode, ComputeType, DataType, Order, PointerMode
-from lt_runtime.cublaslt.library import attribute_failure, call, function, read_attribute
+from lt_runtime.cublaslt.library import call, failure, function, read_attribute
 from lt_runtime.errors import ArgumentError
 
 A = TypeVar("A", bound=Attribute)
@@ -81,7 +81,7 @@ class Descriptor(Generic[A, V]):
         packed = attribute.pack(value)
         status = function(self._setter)(self.handle, attribute, packed, attribute.size)
         if status:
-            raise attribute_failure(self._setter, status, attribute)
+            raise failure(self._setter, status, attribute)
         before = self._values.get(attribute)
         self._values[attribute] = value
         # Checks ask only whether an address is 0: replacing one address by another keeps the revision.

@@ -92,27 +92,22 @@ def function(name: str) -> Callable[..., Any]:
     return loaded().function(name)
 
 
-def call(name: str, *arguments: Any) -> None:
-    """Calls `name`, and raises `CublasLtError` with the call and its status unless it succeeds."""
+def call(name: str, *arguments: Any, attribute: Attribute | None = None) -> None:
+    """Calls `name`, and raises the exception of `failure` unless the call succeeds."""
     status = function(name)(*arguments)
     if status:
-        raise failure(name, status)
+        raise failure(name, status, attribute)
 
 
-def failure(name: str, status: int) -> CublasLtError:
-    """The exception for the status that the call `name` returned."""
-    return CublasLtError(name, status, get_status_name(status), get_status_string(status))
-
-
-def attribute_failure(name: str, status: int, attribute: Attribute) -> CublasLtError | MissingLibraryError:
-    """The exception for the status, not SUCCESS, that the call `name` returned for an attribute.
+def failure(name: str, status: int, attribute: Attribute | None = None) -> CublasLtError | MissingLibraryError:
+    """The exception for the status, not SUCCESS, that the call `name` returned, perhaps for an attribute.
 
     A library that is older than the attribute returns INVALID_VALUE; the exception then says which version has it.
     """
-    if status != Status.INVALID_VALUE or get_version() >= attribute.since:
-        return failure(name, status)
-    older = version_text(get_version())
-    return MissingLibraryError(f"{attribute} is not in cuBLASLt {older}; {_remedy(attribute.since)}")
+    if attribute is not None and status == Status.INVALID_VALUE and get_version() < attribute.since:
+        older = version_text(get_version())
+        return MissingLibraryError(f"{attribute} is not in cuBLASLt {older}; {_remedy(attribute.since)}")
+    return CublasLtError(name, status, get_status_name(status), get_status_string(status))
 
 
 def read_attribute(name: str, owner: Any, attribute: Attribute) -> Any:
@@ -128,9 +123,7 @@ def read_attribute(name: str, owner: Any, attribute: Attribute) -> Any:
 def read_bytes(name: str, owner: Any, attribute: Attribute) -> bytes:
     """As `read_attribute`, but returns the bytes that the library wrote."""
     cell, written = ctypes.create_string_buffer(attribute.size), ctypes.c_size_t()
-    status = function(name)(owner, attribute, cell, attribute.size, ctypes.byref(written))
-    if status:
-        raise attribute_failure(name, status, attribute)
+    call(name, owner, attribute, cell, attribute.size, ctypes.byref(written), attribute=attribute)
     return cell.raw
 
 

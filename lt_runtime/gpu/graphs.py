@@ -162,7 +162,8 @@ class Graph:
         Raises:
             DriverError: the driver refused.
         """
-        check("cuGraphLaunch", function("cuGraphLaunch")(self.executable, stream))
+        if status := function("cuGraphLaunch")(self.executable, stream):
+            check("cuGraphLaunch", status)
 
     def close(self) -> None:
         """Frees the graph. Launches that are still running finish."""

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from lt_runtime.arrays.libraries import CupyLibrary
-from lt_runtime.arrays.operand import Operand
-
 
 class DeviceArray(np.ndarray[Any, Any]):
     """A host array that reports its address as CuPy's arrays do."""
@@ -18,13 +15,6 @@ class DeviceArray(np.ndarray[Any, Any]):
     @property
     def data(self) -> Any:
         return SimpleNamespace(ptr=self.ctypes.data)
-
-
-def operand_of(name: str, array: Any, stream: int = 0) -> Operand:
-    """The operand that `lt_runtime.arrays.operand.read` would return for an array."""
-    strides = tuple(stride // array.itemsize for stride in array.strides)
-    address = array.ctypes.data
-    return Operand(name, address, array.shape, strides, array.dtype.name, array.itemsize, 0, CupyLibrary(), array)
 
 
 class HostLibrary:
