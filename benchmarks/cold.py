@@ -87,7 +87,7 @@ def row_of_firsts(task: str, found: Sequence[tuple[Found, Found]]) -> Row:
         "lt_second": summarise([us["second"] for us in filled]),
     }
     before = {name: round(summarise([us[name] for us in filled]).median, 1) for name in ("import", "operands")}
-    return Row(NAMES[task], timings, setting={"processes": 2 * len(found), "before_us": before})
+    return Row(NAMES[task], timings, setting={"processes": 2 * len(found), "before_us": before, "cupy_cache": "empty"})
 
 
 def row_of_measuring(model: str, found: Sequence[tuple[Found, Found]]) -> Row:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks import buffers, copies, host, kernels, narrow, steps, timing
 from benchmarks.__main__ import options_of
-from benchmarks.layers import Block, blocks
+from benchmarks.layers import Block
 from benchmarks.steps import StepCase
 from benchmarks.timing import HostTurn, Timing, buffer_sets, repetitions, summarise, take_turns
 from lt_runtime.gpu.compiler import compile_cubin
@@ -140,15 +140,6 @@ def test_buffer_sets_exceed_the_cache_and_a_replay_is_long_enough(size: int, cac
     count = repetitions(size, sets)
     assert count % sets == 0
     assert count >= 200 or count * max(size / 4.8e6, 1.5) >= 2000
-
-
-@given(st.sampled_from(blocks()), st.integers(1, 16))
-def test_every_buffer_set_of_a_block_is_used_equally_often(block: Block, sets: int) -> None:
-    count = block.repetitions(sets)
-    assert count % sets == 0
-    assert sets <= count < 48 + sets
-    used = block.sets(50 << 20)
-    assert used == 1 or used * block.bytes >= 3 * (50 << 20) > (used - 1) * block.bytes
 
 
 def test_bytes_and_operations_are_those_counted_by_hand() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cold, report, suite, tuning
+from benchmarks import cold, report, suite
 from benchmarks.__main__ import SUITES, main, options_of
 from benchmarks.report import Finding, Row
 from benchmarks.suite import Suite, plan_cache
@@ -182,24 +182,3 @@ def test_a_cold_row_says_when_measuring_has_paid() -> None:
     row = cold.row_of_measuring(model, [(trained(3e6, 40.0), trained(1e6, 50.0))] * 2).as_json()
     assert (row["us"], row["pays_after_steps"]) == ({"lt": 3e6, "lt_untuned": 1e6}, 200_000)
     assert cold.row_of_measuring(model, [(trained(2.0, 5.0), trained(1.0, 5.0))]).setting["pays_after_steps"] is None
-
-
-def test_the_second_process_of_tuning_reads_the_plans_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def last_line(command: Any, environment: Any) -> dict[str, Any]:
-        seen.append((command[2:], environment["LT_RUNTIME_CACHE_DIR"]))
-        return {"measurements": 0, "known": 4, "us": [900.0, 100.0, 200.0, 300.0]}
-
-    folders: list[str] = []
-    monkeypatch.setattr(tuning, "last_line", last_line)
-    monkeypatch.setattr(tuning, "measure", lambda block, options, plans, _: folders.append(plans))
-    jobs = tuning.SUITE.jobs(asked())
-    first = next(iter(jobs))
-    jobs[first](None)
-    second = jobs[tuning.SECOND](None).as_json()
-    assert seen == [(["benchmarks.processes", "plans", first], folders[0])]
-    assert second["us"] == {"lt_plan": 250.0}
-    found = {each.what: each for each in tuning.findings([second, {"tuning_s": 2.0}])}
-    assert found["measurements of a second process"].met
-    assert found["seconds of tuning a block, median"].value == 2.0
