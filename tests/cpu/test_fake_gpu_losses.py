@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.problem import Philox
@@ -147,14 +146,6 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str) -> None:
 
 
 @_names
-def test_same_buffers_on_other_streams(gpu: FakeGpu, name: str) -> None:
-    call = LossCall(gpu, name)
-    for seed, stream in enumerate([gpu.stream] * _CALLS + [gpu.other_stream, gpu.stream] * _CALLS):
-        call.refill(seed)
-        call.check(stream)
-
-
-@_names
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("by_row", "by_column"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("place", [ODD, COLUMNS], ids=["gaps", "columns"])
@@ -169,34 +160,6 @@ def test_weights(gpu: FakeGpu, name: str, smoothing: float, by_row: bool, by_col
 
 
 @_names
-def test_new_arrays_for_results(gpu: FakeGpu, name: str) -> None:
-    call = LossCall(gpu, name)
-    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):  # addresses come again, as with CuPy's own pool
-        for seed in range(2 * _CALLS):
-            call.refill(seed)
-            made = call.function(*call.operands, **call.settings, stream=gpu.stream)
-
-            def gradient(array: Any = made.gradient) -> NDArray[np.float64]:
-                return host_of(gpu, array).astype(np.float64)
-
-            call.check_results(gpu.stream, made.loss, gradient)
-
-
-@_names
-def test_bound(gpu: FakeGpu, name: str) -> None:
-    call = LossCall(gpu, name, ODD, scale=4.0)
-    call.refill(0)
-    launch = gpu.lt.bind(call.function, *call.operands, **call.settings, **call.buffers, stream=gpu.stream)
-    assert call.gradient is not None
-    for seed in range(1, _CALLS):
-        call.refill(seed)
-        launch()
-        call.check_results(gpu.stream, call.loss, call.gradient.values)
-    with pytest.raises(gpu.lt.errors.ArgumentError, match="out_loss is None; a bound call makes no arrays"):
-        gpu.lt.bind(call.function, *call.operands, out_gradient=call.gradient.array)
-
-
-@_names
 def test_the_mean_over_nothing_is_nan(gpu: FakeGpu, name: str) -> None:
     nothing, labels = gpu.cp.asarray(np.zeros((0, 4), np.float32)), gpu.cp.asarray(np.zeros(0, np.int32))
     number = gpu.cp.asarray(np.zeros((), np.float32))
@@ -207,15 +170,6 @@ def test_the_mean_over_nothing_is_nan(gpu: FakeGpu, name: str) -> None:
         gpu.synchronize(gpu.stream.ptr)
         assert math.isnan(float(host_of(gpu, number)))
         assert made.gradient.shape == (0, 4)
-
-
-def test_buffers_that_meet_operands_are_refused_each_time(gpu: FakeGpu) -> None:
-    call = LossCall(gpu, "mse_loss")
-    for seed in range(_CALLS):
-        call.refill(seed)
-        call.check(gpu.stream)
-        with pytest.raises(gpu.lt.errors.OverlapError, match="out_gradient shares memory with target"):
-            gpu.lt.mse_loss(*call.operands, out_gradient=call.target.array, stream=gpu.stream)
 
 
 @pytest.mark.parametrize("place", [FLAT, ODD, None], ids=["flat", "gaps", "over x"])

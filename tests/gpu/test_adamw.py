@@ -12,7 +12,6 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime import reference
-from lt_runtime.gpu.graphs import rehearse
 from lt_runtime.problem import DType
 from lt_runtime.schedules import Schedule, constant, warmup, warmup_cosine, warmup_linear
 from tests.support.peers import NEEDS_TORCH
@@ -173,75 +172,11 @@ def test_a_hundred_runs_are_bitwise_equal(options: dict[str, Any]) -> None:
     assert all(run() == first for _ in range(99))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", TYPES)
-def test_views_that_are_not_aligned(dtype: DType, options: dict[str, Any]) -> None:
-    generator = np.random.default_rng(13)
-    values, gradient = (generator.standard_normal(9001).astype(np.float32) for _ in range(2))
-
-    def run(offsets: tuple[int, int, int]) -> list[bytes]:
-        arrays = []
-        for offset, source, kind in zip(offsets, (values, gradient, values), (dtype, BF16, F32), strict=True):
-            buffer = cp.zeros(9001 + offset, kind.numpy)
-            buffer[offset:] = cp.asarray(source.astype(kind.numpy))
-            arrays.append(buffer[offset:])
-        data, grad, master = arrays
-        in_place = dtype is F32 or "stochastic_rounding" in options
-        parameters = [lt.Parameter(data, grad, None if in_place else master)]
-        optimizer = lt.AdamW(parameters, **options)
-        for _ in range(2):
-            optimizer.step()
-        return _bytes(parameters)
-
-    aligned = run((0, 0, 0))
-    if "max_norm" not in options:  # whose sum is taken in another order
-        assert aligned == run((0, 3, 0))
-    assert aligned == run((1, 0, 0)) == run((0, 0, 5)) == run((7, 0, 3))
-
-
 def test_a_table_of_thousands_of_tensors() -> None:
     parameters = [lt.Parameter(cp.full(i % 5, 1.0, cp.float32), cp.ones(i % 5, cp.float32)) for i in range(3000)]
     lt.AdamW(parameters, lr=0.1, weight_decay=0.0, max_norm=math.inf).step()
     joined = cp.concatenate([parameter.data for parameter in parameters])
     np.testing.assert_allclose(cp.asnumpy(joined), 0.9, rtol=1e-6)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_capture_holds_kernels_alone(options: dict[str, Any]) -> None:
-    optimizer = lt.AdamW(_parameters(BF16, BF16, 17), **options)
-    judged = {"max_norm", "skip_nonfinite"} & set(options)
-    nodes = rehearse(lambda stream: optimizer.step(stream=stream), cp.cuda.runtime.getDevice())
-    assert nodes == ["KERNEL", "KERNEL"][: 2 if judged else 1]
-    assert int(optimizer.steps[0]) == 0, "nothing has run"
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_replayed_graph_does_what_calls_do(scaled: bool, options: dict[str, Any]) -> None:
-    def train(replay: bool) -> tuple[Any, ...]:
-        parameter = lt.Parameter(cp.ones(5000, BF16.numpy), cp.full(5000, 0.5, cp.float32))
-        scaler = lt.GradScaler(64.0, growth_interval=2) if scaled else None
-        optimizer = lt.AdamW([parameter], schedule=warmup_cosine(3, 10), scaler=scaler, **options)
-        stream = cp.cuda.Stream(non_blocking=True)
-        cp.cuda.get_current_stream().synchronize()
-        with stream:
-            stream.begin_capture()
-            optimizer.step()
-            graph = stream.end_capture()
-            for step in range(6):
-                parameter.grad[7] = math.inf if scaled and step == 2 else 0.25
-                if replay:
-                    graph.launch(stream)
-                else:
-                    optimizer.step()
-        stream.synchronize()
-        counters = (int(optimizer.steps[0]), int(optimizer.skipped_steps[0]))
-        return (*_bytes([parameter]), *counters, float(scaler.scale) if scaler else None)
-
-    eager, replayed = train(False), train(True)
-    assert eager == replayed
-    assert replayed[-3:-1] == ((5, 1) if scaled else (6, 0))
-    assert replayed[-1] == (128.0 if scaled else None)
 
 
 @pytest.fixture

@@ -82,15 +82,6 @@ def test_mask_is_the_contracts(shape: tuple[int, ...], p: float, philox: Philox)
 
 
 @pytest.mark.parametrize("p", PROBABILITIES)
-def test_mask_of_a_long_row_is_that_of_a_matrix(p: float) -> None:
-    philox = Philox(2**63 + 5, 7, 2**31)
-    long = dropout_mask((3000,), p, philox)
-    assert (dropout_mask((30, 100), p, philox).reshape(-1) == long).all()
-    checked = (0, 7, 8, 1001, 2999)
-    assert [bool(long[i]) for i in checked] == [scalar_keeps(i, p, philox) for i in checked]
-
-
-@pytest.mark.parametrize("p", PROBABILITIES)
 def test_expectation_is_one(p: float) -> None:
     size = 1 << 20
     kept = round((1 - p) * 65536) / 65536

@@ -291,13 +291,3 @@ def test_options_of_every_kind_of_number_are_saved_as_plain_ones(tmp_path: Path,
     lt.load_checkpoint(plain, *run)
     lt.save_model(tmp_path / "model", run[0])
     assert lt.load_model(tmp_path / "model", device="cpu").options == run[0].options
-
-
-def test_sizes_from_data(tmp_path: Path) -> None:
-    labels = np.array([0, 2, 1], np.uint8)
-    model = lt.MLP([4, 8, labels.max() + 1], device="cpu")
-    optimizer = lt.AdamW(model.parameters(), lr=np.float32(1e-3))
-    step = lt.TrainStep(model, optimizer, batch_size=np.int64(3), accumulate=np.int8(1))
-    step(np.ones((3, 4), np.float32), labels.astype(np.int32))
-    lt.save_checkpoint(tmp_path / "run", model, optimizer)
-    lt.load_checkpoint(tmp_path / "run", model, optimizer)

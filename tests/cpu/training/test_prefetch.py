@@ -324,23 +324,6 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[FakeSlot]:
     return made
 
 
-def test_slots_are_closed_when_the_loop_breaks_off(slots: list[FakeSlot]) -> None:
-    for _ in lt.prefetch(batches(50), 2, 0, stream=7):
-        break
-    gc.collect()
-    assert len(slots) == 4
-    assert all(slot.is_closed for slot in slots)
-
-
-def test_threads_share_the_slots_of_a_gpu(slots: list[FakeSlot]) -> None:
-    fetched = lt.prefetch(batches(60), 8, 0, stream=7)  # as deep as twice the threads: nobody's batch is overwritten
-    takers, seen = take_in_threads(fetched, pause=0.001)
-    join(takers)
-    assert sorted(each for each in seen if each is not StopIteration) == list(range(60))
-    assert seen.count(StopIteration) == 4
-    assert all(slot.is_closed for slot in slots)
-
-
 def test_slots_stay_open_while_a_thread_receives(slots: list[FakeSlot], monkeypatch: pytest.MonkeyPatch) -> None:
     receives, closes = threading.Event(), threading.Event()
     receive = module._GpuLane.receive

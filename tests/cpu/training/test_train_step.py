@@ -129,7 +129,8 @@ def test_on_the_host_there_is_no_graph(graph: bool) -> None:
     [
         ({"accumulate": 0}, "accumulate is 0; it must be positive"),
         ({"accumulate": 5}, r"batch_size is 24; it must be a multiple of accumulate \(5\)"),
-        ({"batch_size": -1}, "batch_size is -1; it must be positive"),
+        ({"batch_size": 0}, "batch_size is 0; it must be positive"),
+        ({"loss": "l1"}, "loss is .l1.; accepted are cross_entropy, mse, huber, bce_with_logits"),
     ],
 )
 def test_steps_that_cannot_be(options: dict[str, Any], message: str) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError, ShapeError
-from lt_runtime.schedules import warmup_cosine
 from tests.support.numpy_cases import DTYPES, FORMULAS, Array, DeviceArray, numbers
 
 BATCH, CLASSES = 32, 3
@@ -61,17 +60,6 @@ def test_a_seed_decides_everything() -> None:
     assert curve(seed=3, dropout=0.0, steps=20) != first
 
 
-def test_mse_trains_too() -> None:
-    points = toy_problem("float32")[0]
-    target = (points[:, :1] * points[:, 1:]).astype(np.float32)
-    model = lt.MLP([2, 24, 1], activation="tanh", device="cpu")
-    optimizer = lt.AdamW(model.parameters(), lr=3e-2, weight_decay=0.0, schedule=warmup_cosine(10, 300))
-    step = lt.TrainStep(model, optimizer, loss="mse", batch_size=len(points))
-    losses = [float(step(points, target)) for _ in range(300)]
-    assert losses[-1] < 0.02 * losses[0]
-    assert int(optimizer.steps[0]) == 300
-
-
 def test_the_model_is_its_layers() -> None:
     model = lt.MLP([3, 4, 2], activation="gelu", device="cpu", seed=5)
     x = numbers(0, (6, 3), "float32")
@@ -119,18 +107,6 @@ def test_every_step_has_masks_of_its_own() -> None:
     assert len(set(losses)) == 4
 
 
-def test_gradients_accumulate_over_batches() -> None:
-    points, labels = toy_problem("float32")
-    whole, parts = model_of(), model_of()
-    outputs, contexts = whole.forward(points[:64])
-    whole.backward(lt.cross_entropy(outputs, labels[:64]).gradient, contexts)
-    for i, half in enumerate((slice(0, 32), slice(32, 64))):
-        outputs, contexts = parts.forward(points[half])
-        parts.backward(lt.cross_entropy(outputs, labels[half]).gradient / 2, contexts, accumulate=i > 0)
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-        np.testing.assert_allclose(one.grad, other.grad, rtol=1e-4, atol=1e-7)
-
-
 LABELS = np.zeros(BATCH, np.int32)
 
 
@@ -160,19 +136,6 @@ def test_batches_that_do_not_fit(x: Any, labels: Array, error: type[LtError], me
     assert all((p.data == b).all() and (p.grad == 0).all() for p, b in zip(model.parameters(), before, strict=True))
     assert int(step.optimizer.steps[0]) == 0
     assert np.isfinite(float(step(np.ones((BATCH, 2), np.float32), LABELS)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"loss": "l1"}, "loss is 'l1'; accepted are cross_entropy, mse, huber, bce_with_logits"),
-        ({"batch_size": 0}, "batch_size is 0; it must be positive"),
-    ],
-)
-def test_steps_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    model = model_of()
-    with pytest.raises(ArgumentError, match=message):
-        lt.TrainStep(model, lt.AdamW(model.parameters()), **{"batch_size": BATCH, **arguments})
 
 
 @pytest.mark.parametrize(
