@@ -35,8 +35,8 @@ Tree: TypeAlias = Mapping[str, Any]
 RAGGED: Final = "ragged"
 """The names of trees for our kernel for ragged rows begin with it."""
 _FILES: Final = "priors_sm*.json"
-_MEASURED: Final = {Saved.NOTHING: "none", Saved.OUTPUT: "relu", Saved.MASK: "relu", Saved.PREACTIVATION: "gelu"}
-"""The activation in the names of the backward trees, by the tensor that forward saves."""
+OTHER: Final = "other"
+"""Key of the backward tree for activations that cuBLASLt has no epilogue for: our kernel takes their derivatives."""
 _FEW_COLUMNS: Final = OCTET
 """Columns up to which our kernel for narrow products makes ragged ones faster than the one for ragged rows."""
 
@@ -78,7 +78,7 @@ def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tre
     """
     trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
     own = trees.get(f"{RAGGED} {kind} {rest}") if is_ours else None
-    return own or trees.get(f"{kind} {rest}") or {}
+    return own or trees.get(f"{kind} {rest}") or trees.get(f"{kind} {OTHER}") or {}
 
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:
@@ -118,13 +118,10 @@ def _kind(problem: ForwardProblem | BackwardProblem) -> str:
 
 
 def _below(problem: BackwardProblem) -> str:
-    """Table key: an activation of the input layer and its saved tensor, or "products" if only the two products run.
-
-    Activations that save the same tensor share a tree, since their derivatives read and write the same bytes.
-    """
+    """Table key: the input layer's activation and its saved tensor, or "products" if only the two products run."""
     below, output = problem.input_derivative, problem.output_derivative
     if below is not None:
-        return f"{_MEASURED[below.saved]} {below.saved.value}"
+        return f"{below.activation.name} {below.saved.value}"
     return "products" if output.db is None and output.is_identity else f"none {Saved.NOTHING.value}"
 
 

@@ -14,7 +14,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import tile_matmul
 from lt_runtime.kernels.tiling import OCTET, are_whole
 from lt_runtime.layout import Order
-from lt_runtime.problem import MatmulProblem
+from lt_runtime.problem import DType, MatmulProblem
 from lt_runtime.products.matmul import rounds_before_epilogue
 from lt_runtime.products.offered import MULTIPROCESSORS, SHORT_K
 from lt_runtime.products.padded import copies_of, on_tensor_cores, padded_problem
@@ -48,8 +48,13 @@ _RAGGED_16_BITS_SHORT_K: Final = _Rates(3.4, 45e6, 1.3e6)
 _WHOLE_TF32: Final = _Rates(5.2, 150e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(5.3, 150e6, 3.3e6)
 _RAGGED_TF32: Final = _Rates(3.5, 44e6, 1.8e6)
+_RAGGED_TF32_LONG_K: Final = _Rates(6.5, 44e6, 1.8e6)
+_LONG_K: Final = 384
+"""Terms of a sum from which on ragged TF32 products are mostly split, and the parts added up."""
 _RAGGED_TF32_OVER_ROWS: Final = _Rates(8.0, 44e6, 2.7e6)
 """Where sums go over the rows of both operands, as those of a weight gradient do: they are split, and added up then."""
+_FP32: Final = _Rates(2.9, 18e6, 4e6)
+_FP32_OVER_ROWS: Final = _Rates(6.0, 18e6, 4e6)
 _NARROW: Final = _Rates(1.8, 11e6, 2.8e6)
 _NARROW_OF_OCTETS: Final = _NARROW._replace(multiplied=2e6)
 """With more than eight columns, for which our kernel is that of 16."""
@@ -112,9 +117,10 @@ def _goes_over_rows(problem: MatmulProblem) -> bool:
 
 
 def library_us(problem: MatmulProblem) -> float:
-    """Microseconds by cuBLASLt on the operands as they are; 0 off the tensor cores, where nothing was measured."""
+    """Microseconds by cuBLASLt on the operands as they are; 0 in FP64, where nothing was measured."""
     if not on_tensor_cores(problem):
-        return 0.0
+        rates = _FP32_OVER_ROWS if _goes_over_rows(problem) else _FP32
+        return rates.us(problem) if problem.dtype is DType.FLOAT32 else 0.0
     specs, is_16_bits = (problem.a, problem.b, problem.d), problem.dtype.itemsize == 2
     if are_whole(problem.dtype, *specs):
         if is_16_bits:
@@ -122,7 +128,8 @@ def library_us(problem: MatmulProblem) -> float:
         lies_along_k = (problem.a.layout.order, problem.b.layout.order) == (Order.ROW, Order.COLUMN)
         return (_K_MAJOR_TF32 if lies_along_k else _WHOLE_TF32).us(problem)
     if not is_16_bits:
-        return (_RAGGED_TF32_OVER_ROWS if _goes_over_rows(problem) else _RAGGED_TF32).us(problem)
+        plain = _RAGGED_TF32_LONG_K if problem.k > _LONG_K else _RAGGED_TF32
+        return (_RAGGED_TF32_OVER_ROWS if _goes_over_rows(problem) else plain).us(problem)
     us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
     if problem.epilogue.sums_operand:
         us += problem.k / _RAGGED_SUMMED

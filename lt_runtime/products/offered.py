@@ -11,6 +11,7 @@ The heuristic's first stays, but for what it is known to misjudge:
 - Large TF32 products are Hopper's own kernels': 7456x2840x464 takes 150 µs by the first, 84 by the one after it.
 - A gradient's product in TF32 takes as long as the multiprocessor that loads or multiplies the most: 1024x512x2048 in
   64 tiles of 64x128 elements takes 33 µs, in 32 of 128x128 with sums in four parts 20. A tenth is asked for here too.
+  The same holds for other TF32 products with a short K: 65536x40x24 takes 15.4 µs by the first, 9.4 in smaller tiles.
 - TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first, 3.5. But
   with an input gradient by it, a weight gradient beside that takes longer: together 14.8 µs by the first, 15.6 or more.
 - TF32 sums are not split so often that a part has few terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32.
@@ -27,7 +28,7 @@ from typing import Final, NamedTuple
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.tiling import are_whole
 from lt_runtime.layout import Order
-from lt_runtime.problem import Compute, MatmulProblem
+from lt_runtime.problem import Compute, DType, MatmulProblem
 from lt_runtime.products.library_terms import library_shape
 
 _HOPPER: Final = 66
@@ -35,7 +36,7 @@ _HOPPER: Final = 66
 _HOPPER_TF32: Final = 43
 _OLDER_TF32: Final = 21
 _SELDOM_FAST: Final = (20, 41, 42)
-"""Ids of kernels that are taken only if there is no other."""
+"""Ids of kernels that are taken only if there is no other. In full FP32 the id 20 is often the fastest."""
 SHORT_K: Final = 128
 """Terms of a sum up to which it is not worth splitting."""
 _SHORT_TF32: Final = 55
@@ -96,7 +97,8 @@ def is_large(problem: MatmulProblem) -> bool:
 
 def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     """The number of the algorithm to take of those that are offered: the first, if nothing speaks against it."""
-    some = [i for i, each in enumerate(offers) if each.algo_id not in _SELDOM_FAST] or [*range(len(offers))]
+    seldom_fast = () if problem.dtype is DType.FLOAT32 and problem.compute is Compute.FLOAT32 else _SELDOM_FAST
+    some = [i for i, each in enumerate(offers) if each.algo_id not in seldom_fast] or [*range(len(offers))]
     return some[_most_promising(problem, [offers[i] for i in some])]
 
 
@@ -113,7 +115,7 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
     if problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
         return 0
     usual = _usual(problem, offers)
-    estimate_us = _gradient_us if is_tf32 and not lies_along_k else _estimated_us
+    estimate_us = _gradient_us if is_tf32 and (not lies_along_k or problem.k <= SHORT_K) else _estimated_us
     estimates = [estimate_us(problem, each) for each in offers]
     least = min(estimates)
     is_worth_it = not math.isinf(estimates[usual]) and least < _WORTH * estimates[usual]

@@ -103,6 +103,12 @@ def test_a_short_sum_is_not_split() -> None:
     assert most_promising(forward(3904, 24, 21), [split, slow]) == 0, "nothing better is offered"
 
 
+def test_in_full_fp32_no_kernel_is_passed_over() -> None:
+    """48x64x2112 takes 9.5 µs by the id 20 and 38.8 by the next algorithm."""
+    problem = replace(forward(48, 64, 2112), dtype=DType.FLOAT32, d_dtype=DType.FLOAT32, compute=Compute.FLOAT32)
+    assert most_promising(problem, [Offered(20, OLDER, 33, 0.5), Offered(55, OLDER, 1, 0.5)]) == 0
+
+
 @pytest.mark.parametrize("seldom_fast", [20, 41, 42])
 def test_kernels_that_are_hardly_ever_the_fastest_come_last(seldom_fast: int) -> None:
     """TF32 1078x2049x31 as an input gradient takes 12.1 by the first, whose id is 20, and 9.2 by the next."""
