@@ -101,25 +101,6 @@ def test_an_unusable_cublaslt_of_the_environment(monkeypatch: pytest.MonkeyPatch
     assert diagnose(gpus=gpus) == []
 
 
-def test_an_unknown_cache_directory(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("LT_RUNTIME_CACHE_DIR", raising=False)
-    monkeypatch.setitem(sys.modules, "platformdirs", None)
-    cache = probes.cache_directory()
-    assert cache.path is None
-    assert diagnose(cache=cache) == []  # the missing package has a finding of its own
-    report = reported(cache=cache)
-    assert any(line.startswith("Cache: unknown, ") for line in doctor.report_lines(report))
-
-
-def test_an_unreadable_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "loop").symlink_to("loop")
-    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path / "loop"))
-    cache = probes.cache_directory()
-    assert not cache.writable
-    (finding,) = diagnose(cache=cache)
-    assert str(tmp_path / "loop") in finding.what
-
-
 def test_this_machine_is_described_alike_in_both_forms(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -175,22 +156,23 @@ def test_a_library_of_another_cuda_is_not_accepted(monkeypatch):
     assert "12.8.3 is not of CUDA 13" in str(probes.library("cuBLASLt", probes.cublaslt).problem)
 
 
-def nvidia_gpu(directory: Path, vendor: str = "0x10de", device_class: str = "0x030200") -> Path:
-    """A directory of PCI devices like the kernel's, with one device."""
-    device = directory / "0000:01:00.0"
-    device.mkdir()
-    (device / "vendor").write_text(f"{vendor}\n")
-    (device / "class").write_text(f"{device_class}\n")
-    return directory
+@pytest.mark.parametrize(
+    ("vendor", "device_class", "found"),
+    [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x8086", "0x030000", False)],
+)
+def test_no_driver(monkeypatch, tmp_path: Path, vendor: str, device_class: str, *, found: bool):
+    """A driver is missing only where the PCI bus has a display controller of NVIDIA's."""
 
-
-def test_no_driver(monkeypatch, tmp_path: Path):
     def cu_init(_flags: int) -> None:
         raise RuntimeError("Failed to dlopen libcuda.so.1")
 
     monkeypatch.setattr(cuda_driver, "cuInit", cu_init)
     assert probes.driver(tmp_path) is None
-    assert probes.driver(nvidia_gpu(tmp_path)) == Driver(problem="no libcuda.so.1")
+    device = tmp_path / "0000:01:00.0"
+    device.mkdir()
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "class").write_text(f"{device_class}\n")
+    assert probes.driver(tmp_path) == (Driver(problem="no libcuda.so.1") if found else None)
 
 
 @pytest.mark.parametrize(
@@ -208,19 +190,16 @@ def test_driver(monkeypatch, status: str, problem: str | None):
     assert probes.driver() == Driver("590.1", (13, 1), problem)
 
 
-def test_gpus(monkeypatch):
-    monkeypatch.setattr(devices, "device_count", lambda: 1)
-    monkeypatch.setattr(devices, "device_info", lambda ordinal: replace(H200, ordinal=ordinal))
-    assert probes.gpus() == (H200,)
-
-
-def test_gpus_where_one_is_broken(monkeypatch):
-    def broken(ordinal: int) -> DeviceInfo:
-        raise DriverError("cuDeviceGetName", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "busy or unavailable")
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_gpus(monkeypatch, *, is_broken: bool):
+    def info(ordinal: int) -> DeviceInfo:
+        if is_broken:
+            raise DriverError("cuDeviceGetName", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "busy or unavailable")
+        return replace(H200, ordinal=ordinal)
 
     monkeypatch.setattr(devices, "device_count", lambda: 1)
-    monkeypatch.setattr(devices, "device_info", broken)
-    assert probes.gpus() == ()
+    monkeypatch.setattr(devices, "device_info", info)
+    assert probes.gpus() == (() if is_broken else (H200,))
 
 
 @pytest.mark.parametrize(
@@ -237,15 +216,7 @@ def test_kernel_driver_version(tmp_path: Path, text: str, version: str | None):
     assert kernel_driver_version(tmp_path / "absent") is None
 
 
-@pytest.mark.parametrize(
-    ("vendor", "device_class", "found"),
-    [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x8086", "0x030000", False)],
-)
-def test_nvidia_gpu_on_pci(tmp_path: Path, vendor: str, device_class: str, found: bool):
-    assert probes.nvidia_gpu_on_pci(nvidia_gpu(tmp_path, vendor, device_class)) == found
-
-
-def test_cache_directory(tmp_path: Path, monkeypatch):
+def test_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cache = tmp_path / "not" / "yet"
     monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache))
     assert probes.cache_directory() == CacheDirectory(str(cache), writable=True)
@@ -253,5 +224,14 @@ def test_cache_directory(tmp_path: Path, monkeypatch):
     cache.mkdir(parents=True)
     (cache / "kernel.cubin").write_bytes(bytes(100))
     assert probes.cache_directory().size == 100
-    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache / "kernel.cubin"))
-    assert not probes.cache_directory().writable
+    (cache / "loop").symlink_to("loop")
+    for unusable in ("kernel.cubin", "loop"):
+        monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache / unusable))
+        (finding,) = diagnose(cache=probes.cache_directory())
+        assert str(cache / unusable) in finding.what
+    monkeypatch.delenv("LT_RUNTIME_CACHE_DIR")
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    unknown = probes.cache_directory()
+    assert unknown.path is None
+    assert diagnose(cache=unknown) == []  # the missing package has a finding of its own
+    assert any(line.startswith("Cache: unknown, ") for line in doctor.report_lines(reported(cache=unknown)))
