@@ -231,7 +231,6 @@ class Profile:
         copying = [place for place, each in works.items() if any(work.copies for work in each)]
         kernels = kernels_of(activities, self._traced_steps, copying)
         name = "the host" if self._device is None else f"cuda:{self._device} ({device_info(self._device).name})"
-        self._explain()
         self.report = Report(
             device=name,
             timed_steps=len(steps),
@@ -242,6 +241,7 @@ class Profile:
             ceilings=known,
             notes=self._notes,
         )
+        self._explain()
 
     def _ceilings(self, kinds: set[str]) -> dict[str, float]:
         assert self._device is not None
@@ -262,7 +262,7 @@ class Profile:
                 notes.append(f"{timer.left_open} ranges were left open and end with the range around them")
             if timer.lost:
                 notes.append(f"the trace lacks {timer.lost} ranges; the tables have them")
-        if not self._seen and (timer is None or not timer.steps):
+        if not self._seen and not self.report.layers and not self.report.kernels:
             notes.append('the code had no step: a call of lt.TrainStep, or a block of `with lt.range("step")`')
         elif self._seen < self._skip:
             notes.append(f"the code ended after {self._seen} steps, before step {self._skip}, where the profile begins")
