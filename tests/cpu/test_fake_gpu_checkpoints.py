@@ -1,4 +1,4 @@
-"""Checkpoints on the pretended GPU: a resumed graph goes on with the same bits, and a damaged file changes none."""
+"""Checkpoints on the pretended GPU: a resumed graph continues bit by bit; a failed write restores the old values."""
 
 from __future__ import annotations
 

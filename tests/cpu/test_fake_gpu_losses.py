@@ -22,12 +22,12 @@ _ROWS, _CLASSES = 12, 20
 
 @dataclasses.dataclass
 class LossCall:
-    """A loss with a buffer for every result, and what it should give.
+    """A loss with a buffer for every result, and the expected results.
 
     Attributes:
-        gradient: None where the gradient is written over the scores.
-        scale: what the gradient is multiplied by: a number, or an array of one.
-        by_row, by_column: whether there are weights.
+        gradient: None if the gradient is written over the scores.
+        scale: factor of the gradient: a number, or an array of one number.
+        by_row, by_column: whether there are row weights and column weights.
     """
 
     gpu: FakeGpu
@@ -52,7 +52,7 @@ class LossCall:
         )
 
     def refill(self, seed: int) -> None:
-        """Other operands in the same memory."""
+        """Writes new operands into the same memory."""
         generator = np.random.default_rng(seed)
         self._x, self._y = (generator.standard_normal((_ROWS, _CLASSES)).astype(np.float32) for _ in range(2))
         self._classes = generator.integers(0, _CLASSES, _ROWS)
@@ -74,7 +74,7 @@ class LossCall:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The loss's own, weights aside."""
+        """The loss's own options, without the weights."""
         if self.name == "cross_entropy":
             return {"label_smoothing": self.smoothing, "ignore_index": self.ignore_index}
         return {"delta": self.delta} if self.name == "huber_loss" else {}
@@ -125,7 +125,7 @@ def test_same_buffers_with_other_contents(gpu: FakeGpu, name: str, place: Placem
 
 @_names
 def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str) -> None:
-    """Calls with the same arrays that differ in one option, in turn and again."""
+    """Calls with the same arrays and one different option, made in turn several times."""
     call = LossCall(gpu, name)
     on_device = gpu.cp.asarray(np.full(1, 8.0, np.float32))
     changes: list[dict[str, Any]] = [{}, {"scale": 3.0}, {"share": 0.25}, {"scale": on_device}, {"by_row": True}]
@@ -150,7 +150,7 @@ def test_what_is_asked_is_told_apart(gpu: FakeGpu, name: str) -> None:
 @pytest.mark.parametrize(("by_row", "by_column"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("place", [ODD, COLUMNS], ids=["gaps", "columns"])
 def test_weights(gpu: FakeGpu, name: str, smoothing: float, by_row: bool, by_column: bool, place: Placement) -> None:
-    """Read anew at each call, and told apart from calls without."""
+    """Weights are read anew at each call, and calls with them are told apart from calls without."""
     call = LossCall(gpu, name, place, smoothing=smoothing, by_row=by_row, by_column=by_column)
     plain = LossCall(gpu, name, place, smoothing=smoothing)
     for seed in range(_CALLS):

@@ -1,4 +1,4 @@
-"""Narrow MLPs on the pretended GPU: which of them run in one kernel a pass, and that it is what layers compute."""
+"""Narrow MLPs on the pretended GPU: which models run in one kernel a pass, with the results of the layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _inputs(gpu: FakeGpu, rows: int = ROWS, columns: int = DIMS[0], seed: int = 
 
 
 def _names(gpu: FakeGpu) -> set[str]:
-    """Of our kernels of MLPs that were launched since the last look; waits for them."""
+    """Names of the MLP kernels launched since the last call of this function; waits for the kernels."""
     gpu.streams.synchronize_all()
     found = {FORWARD, BACKWARD, GRADIENTS} & {*gpu.kernels.launched}
     gpu.kernels.launched.clear()
@@ -179,7 +179,7 @@ def test_a_step_whose_sums_need_two_launches(gpu: FakeGpu) -> None:
 
 
 def test_a_loss_in_the_backward_pass_is_scaled(gpu: FakeGpu) -> None:
-    """FP16 gradients that would vanish, with a scale on the device, are what they are without either."""
+    """With a loss scale on the device, the gradients are those without one, times the scale."""
     made = []
     for scaler in (None, gpu.lt.GradScaler(init_scale=1024.0)):
         model = _model(gpu, dtype="float16")
@@ -221,7 +221,7 @@ def test_the_plan_cache_decides(gpu: FakeGpu) -> None:
 
 
 def _remember(gpu: FakeGpu, model: Any, rows: int, *, backward: bool, no_split_k: object) -> None:
-    """What the tuner would remember of a model."""
+    """Stores an entry for a model, as the tuner would."""
     names = ("problem", "store.keys", "store.entries", "store.plan_store", "plans.cache")
     problem, keys, entries, plan_store, cache = (importlib.import_module(f"lt_runtime.{each}") for each in names)
     assert problem is gpu.lt.problem, "of the package that is on the pretended GPU"
@@ -242,14 +242,14 @@ def test_what_is_none_of_its_strategies_is_not_followed(gpu: FakeGpu) -> None:
 
 @pytest.fixture
 def hurried(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    """The pretended GPU, on which searches soon are over."""
+    """The pretended GPU with a tuner that times few launches."""
     hurry(gpu, monkeypatch)
     return gpu
 
 
 @pytest.mark.parametrize(("slow", "rows"), [("matmul", 17), ("kernel", 18)])
 def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, rows: int) -> None:
-    """What is faster is taken, remembered and explained."""
+    """The faster of the two ways is used, stored and explained."""
     gpu, dims = hurried, (16, 16, 4)
     monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 1e3, "matmul": 1e3} | {slow: 2e4})
     report = gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
@@ -286,7 +286,7 @@ def test_an_untuned_chain_is_explained_by_the_priors(gpu: FakeGpu) -> None:
 
 
 def test_operations_follow_their_reference(gpu: FakeGpu) -> None:
-    """The whole operation on NumPy arrays, rounded as the layers are, and on the GPU."""
+    """The operations of the passes on NumPy arrays, with the layers' roundings, agree with those on the GPU."""
     of_mlp, call = (importlib.import_module(f"lt_runtime.ops.{each}") for each in ("_mlp", "call"))
     activation = gpu.lt.Activation("gelu")
     generator = np.random.default_rng(5)

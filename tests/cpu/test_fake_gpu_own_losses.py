@@ -63,7 +63,7 @@ def run(gpu: FakeGpu, step: Any, batches: list[list[NDArray[Any]]]) -> list[floa
 def check(
     gpu: FakeGpu, batches: list[list[NDArray[Any]]], tolerance: float, make: Callable[[Any, str, bool], Any]
 ) -> None:
-    """Steps as one graph and one by one, bit by bit alike, and near those on the host."""
+    """Checks that steps give the same bits as a graph and eagerly, and are close to steps on the host."""
     with gpu.others_package() as host_lt:
         host = make(host_lt, "cpu", True)
         expected = [float(host(*batch)) for batch in batches]
@@ -144,7 +144,7 @@ def test_the_gradient_of_an_own_loss_begins_with_zeros(gpu: FakeGpu, graph: bool
 
 
 def test_steps_with_and_without_weights_take_turns(gpu: FakeGpu) -> None:
-    """Each kind has a graph of its own; weights of one have no effect on those without."""
+    """Batches with and without weights have a graph each; the weights have no effect on batches without."""
     with gpu.others_package() as host_lt:
         host = made_step(host_lt, "cpu", loss="mse")
     step = made_step(gpu.lt, "cuda", loss="mse")
@@ -214,7 +214,7 @@ def test_what_a_loss_must_not_return(gpu: FakeGpu, returned: Any, error: str, me
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_loss_that_raises(gpu: FakeGpu, at: int) -> None:
-    """At a rehearsal or while it is captured; nothing is updated, and the next step is made."""
+    """The loss raises in a rehearsal or in the capture; nothing is updated, and the next step works."""
     calls: list[int] = []
 
     def loss(outputs: Any, target: Any, gradient: Any, stream: Any) -> Any:
@@ -233,7 +233,7 @@ def test_a_loss_that_raises(gpu: FakeGpu, at: int) -> None:
 
 
 def test_weights_among_the_options_may_be_changed_where_they_lie(gpu: FakeGpu) -> None:
-    """NumPy's are copied once; the device's own are read at each step."""
+    """NumPy weights are copied once; weights on the device are read at each step."""
     own, host = gpu.cp.asarray(np.ones(5, np.float32)), np.ones(5, np.float32)
     steps = [
         made_step(gpu.lt, "cuda", loss="bce_with_logits", loss_options={"pos_weight": each})

@@ -1,4 +1,4 @@
-"""An optimizer's settings on the pretended GPU, changed in a captured run, and while steps are under way."""
+"""Changes of an optimizer's settings on the pretended GPU, also while earlier steps still wait on the stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIMS, _ROWS = [12, 16, 5], 8
 
 
 def _step(gpu: FakeGpu, lt: Any = None, device: object = 0, **options: Any) -> Any:
-    """A training step that averages too."""
+    """A training step with an EMA."""
     lt = lt or gpu.lt
     model = lt.MLP(_DIMS, seed=3, dropout=0.3, device=device, dtype=options.pop("dtype", "float32"))
     schedule = lt.schedules.warmup_linear(2, 9)
@@ -35,7 +35,7 @@ def _batch(seed: int, dtype: Any = np.float32) -> tuple[Any, Any]:
 
 
 def _values(gpu: FakeGpu, step: Any) -> list[bytes]:
-    """All that a step changes, once everything is done."""
+    """Bytes of every array that a step changes; waits for all streams."""
     gpu.streams.synchronize_all()
     arrays = [each.data for each in step.model.parameters()] + [*step.ema.averages.values()]
     arrays += [moment for moments in step.optimizer.moments for moment in moments]

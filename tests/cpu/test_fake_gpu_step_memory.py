@@ -1,4 +1,4 @@
-"""The memory that a training step takes on the pretended GPU, and that what shares it is not mixed up."""
+"""The memory of a training step on the pretended GPU, and that arrays which share memory do not disturb each other."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ROWS, _LOSS_BYTES = 32, 4
 
 
 class _Case(NamedTuple):
-    """A model in BF16, with the elements a row that a step needs at its peak besides the batch.
+    """A BF16 model, and the elements for each row of a batch that a step holds at its peak, besides the batch.
 
     Attributes:
-        inputs: of the products but the first: the outputs of the layers below.
-        kept: what derivatives are taken from, where that is none of the inputs.
-        others: outputs and gradients.
+        inputs: widths of the inputs of all products but the first, which are outputs of the layers below.
+        kept: widths of arrays saved for derivatives, other than the inputs.
+        others: widths of outputs and gradients.
     """
 
     dims: list[int]
@@ -34,25 +34,25 @@ class _Case(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes that the layers and the loss take at the most."""
+        """Bytes of the layers' and the loss's arrays at the peak."""
         return _ROWS // self.parts * 2 * sum(self.inputs + self.kept + self.others) + _LOSS_BYTES
 
     @property
     def batch(self) -> int:
-        """Bytes of the batch in the graph's buffers, with the table that says where it comes from."""
+        """Bytes of the graph's buffers for the batch and of the table with the batch's addresses."""
         targets = 8 * _ROWS if self.loss == "cross_entropy" else 2 * _ROWS * self.dims[-1]
         return 2 * _ROWS * self.dims[0] + targets + TABLE_BYTES
 
 
 _CASES = {
-    # The last layer's gradient lies over the outputs. It is there while the next is made. That of the layer below it
-    # has the same memory then, and the first layer's that of the first gradient.
+    # The gradient of the outputs is written over the outputs; it exists while the gradient below it is computed. Later
+    # gradients of the same size reuse the memory of the gradient two layers above.
     "two blocks": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 160]),
-    # The first gradient has memory of its own; the others that of outputs which were read for the last time.
+    # The first gradient has memory of its own; later gradients reuse the memory of outputs that are not read again.
     "equal layers": _Case([32, 160, 160, 160, 16], [160] * 3, [160] * 3, [16, 160]),
-    # The outputs are read by the tally, beside the backward pass, and the loss's gradient has memory of its own.
+    # The tally reads the outputs during the backward pass, so that the loss's gradient has memory of its own.
     "classes": _Case([32, 160, 32, 160, 32], [160, 32, 160], [160, 32, 160], [32, 32, 160], "cross_entropy"),
-    # The outputs are what the last layer's derivative is taken from.
+    # The derivative of the last layer's activation is computed from the outputs, so that they stay.
     "output activation": _Case(
         [32, 160, 32, 160, 32],
         [160, 32, 160],
@@ -93,7 +93,7 @@ def _batch(gpu: FakeGpu, case: _Case, seed: int) -> tuple[Any, Any]:
 
 
 def test_the_peak(gpu: FakeGpu, case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the graph holds; and the first call, which rehearses the step twice, never needs more than that."""
+    """The memory that the graph holds; the first call, which rehearses the step twice, takes no more."""
     batch = _batch(gpu, case, 0)
     first = _step(gpu, case)
     first(*batch, stream=gpu.stream)  # makes what belongs to the streams
@@ -115,7 +115,7 @@ def test_the_peak(gpu: FakeGpu, case: _Case, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_same_as_by_single_calls(gpu: FakeGpu, case: _Case) -> None:
-    """Bit by bit, with memory of its own for everything."""
+    """The step's results equal, bit by bit, those of single calls with new arrays for every result."""
     step, (model, optimizer) = _step(gpu, case), _trained(gpu, case)
     loss = getattr(gpu.lt, {"mse": "mse_loss"}.get(case.loss, case.loss))
     gpu.streams.synchronize_all()

@@ -1,4 +1,4 @@
-"""Replays of training steps on the pretended GPU: whatever the stream and however a batch lies, and by a short way."""
+"""Replays of training steps on the pretended GPU: on any stream, with batches of any layout, by few function calls."""
 
 from __future__ import annotations
 

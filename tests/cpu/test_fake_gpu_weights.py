@@ -1,4 +1,4 @@
-"""Weights on the pretended GPU: in and out bit for bit while graphs go on, and stale master copies are refused."""
+"""Weights on the pretended GPU: loaded and read bit for bit while graphs go on; stale master copies are refused."""
 
 from __future__ import annotations
 

@@ -53,14 +53,14 @@ class _Run:
 
 
 def cauchy(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
-    """Written with CuPy, which allocates what it needs."""
+    """A loss written with CuPy, which allocates the intermediate arrays."""
     error = outputs.astype(cp.float32) - target
     gradient[...] = 2 * error / (1 + error**2) / error.size
     return cp.log1p(error**2).mean()
 
 
 def huber(outputs: Any, target: Any, gradient: Any, stream: int) -> Any:
-    """By one of ours."""
+    """A loss of this package."""
     return lt.huber_loss(outputs.astype(cp.float32), target, out_gradient=gradient, stream=stream).loss
 
 

@@ -1,1 +1,1 @@
-"""Small programs as a user would write them; each file's `main` returns the figures that the tests look at."""
+"""Small programs as a user would write them; each file's `main` returns the figures that the tests check."""

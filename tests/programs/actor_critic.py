@@ -1,4 +1,4 @@
-"""An actor and a critic that learn to walk along a corridor: a loop of one's own around forward, backward and step."""
+"""An actor and a critic that learn to walk along a corridor: the loop calls forward, backward and step itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PLACES, WALKERS, HORIZON, UPDATES = 12, 64, 16, 120
 
 
 def walk(actor: lt.MLP, xp: Any, rng: np.random.Generator) -> tuple[Any, Any, Any, Any]:
-    """What walkers saw, did and earned: reward 1 at the far end, -0.02 a step."""
+    """States, actions and returns of the walkers, and the mean reward: 1 at the far end, -0.02 for each step."""
     place = rng.integers(0, PLACES - 1, WALKERS)
     seen, done, earned = [], [], []
     for _ in range(HORIZON):

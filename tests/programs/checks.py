@@ -1,4 +1,4 @@
-"""What the programs' figures must be, on the CPU as on a GPU."""
+"""Checks of the programs' figures, the same on the CPU and on a GPU."""
 
 from __future__ import annotations
 

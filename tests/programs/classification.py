@@ -29,7 +29,7 @@ def fit(xp: Any, device: str, x: Any, y: Any) -> lt.MLP:
 
 
 def main(xp: Any, device: str) -> dict[str, tuple[float, float]]:
-    """Of each task the area under the ROC curve, ours and scikit-learn's, on rows that neither has seen."""
+    """For each task the area under the ROC curve on held-out rows: ours and scikit-learn's."""
     binary = load_breast_cancer(return_X_y=True)
     several = make_multilabel_classification(1500, 20, n_classes=4, random_state=0)
     areas = {}

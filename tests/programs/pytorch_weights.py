@@ -1,4 +1,4 @@
-"""Weights of a PyTorch `nn.Sequential` go in, are trained on, and come back under their names."""
+"""Weights of a PyTorch `nn.Sequential` are loaded, trained further, and returned under their names."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def main(xp: Any, device: str, dtype: str, state: Mapping[str, Any], x: Any, lr:
 
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:
-    """A NumPy array of a NumPy or CuPy array."""
+    """Copies a NumPy or CuPy array into a NumPy array."""
     return np.asarray(array.get() if hasattr(array, "get") else array)

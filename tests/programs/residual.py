@@ -1,4 +1,4 @@
-"""A residual block with a norm of one's own: y = x + W2 · gelu(W1 · norm(x) + b1) + b2, both passes by hand."""
+"""A residual block with a handwritten norm and both passes: y = x + W2 · gelu(W1 · norm(x) + b1) + b2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lt_runtime as lt
 
 
 class Block:
-    """Two layers of `lt`, a norm over each row, and the sum with what came in."""
+    """Two layers of `lt`, a norm over each row, and the residual sum."""
 
     def __init__(self, xp: Any, width: int, hidden: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -19,7 +19,7 @@ class Block:
         self.xp, (self.scale, self.w1, self.b1, self.w2, self.b2) = xp, drawn
 
     def forward(self, x: Any) -> tuple[Any, Any]:
-        """The outputs, and what the backward pass needs."""
+        """The outputs, and the arrays that the backward pass needs."""
         spread = self.xp.sqrt(x.var(axis=1, keepdims=True) + 1e-5)
         normed = (x - x.mean(axis=1, keepdims=True)) / spread
         hidden, ctx1 = lt.linear_fwd(normed * self.scale, self.w1, self.b1, activation="gelu")
@@ -38,7 +38,7 @@ class Block:
 
 
 def main(xp: Any) -> dict[str, float]:
-    """The largest error of each gradient beside central differences, relative to the largest difference."""
+    """The largest error of each gradient against central differences, relative to the largest difference."""
     rng, block = np.random.default_rng(1), Block(xp, 16, 32, seed=0)
     x, weights = (xp.asarray(rng.normal(size=(8, 16)), np.float32) for _ in range(2))
     errors, (_, kept) = {}, block.forward(x)

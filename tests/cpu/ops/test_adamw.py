@@ -1,4 +1,4 @@
-"""AdamW on NumPy arrays against a scalar loop, and what its parameters must be."""
+"""AdamW on NumPy arrays against a scalar loop, and the parameters that it refuses."""
 
 from __future__ import annotations
 

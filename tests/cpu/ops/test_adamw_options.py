@@ -22,7 +22,7 @@ def parameter(seed: int, shape: tuple[int, ...] = (3, 5), dtype: str = "float32"
 def train(
     parameters: list[lt.Parameter], gradients: list[list[Array]], **options: Any
 ) -> tuple[lt.AdamW, list[list[float]]]:
-    """Steps with each step's gradients; every step's norm is returned where there is one."""
+    """Makes a step for each of the gradients; returns the norms of the gradients if the optimizer computes them."""
     optimizer = lt.AdamW(parameters, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, **options)
     norms = []
     for step in gradients:
@@ -55,7 +55,7 @@ def assert_follows(trained: Array, start: Array, gradients: list[Array], **optio
 
 
 def shrinking_gradients(seed: int, shape: tuple[int, ...] = (3, 5)) -> list[Array]:
-    """Later ones are smaller, so that AMSGrad's maximum lies in the past."""
+    """Gradients that become smaller, so that AMSGrad's maximum comes from an early step."""
     return [numbers(seed + step, shape, "float32") / 4**step for step in range(STEPS)]
 
 

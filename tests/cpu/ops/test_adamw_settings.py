@@ -1,4 +1,4 @@
-"""What may be set of an optimizer between steps and takes effect at the next, what may not, and replaced arrays."""
+"""Settings of an optimizer that may be changed between steps, attributes that may not, and replaced arrays."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def optimizer_of(given: list[lt.Parameter], **options: Any) -> lt.AdamW:
 
 
 def expected_values(optimizer: lt.AdamW, states: list[reference.AdamWTensor], step: int) -> list[Array]:
-    """One step of each parameter by the reference, with the settings as they are now; `states` go on."""
+    """One step of each parameter by the reference, with the present settings; updates `states`."""
     for i, each in enumerate(optimizer.parameters):
         hyper = reference.AdamWHyper(
             optimizer.lr * each.lr_scale,

@@ -113,7 +113,7 @@ def test_bce_is_finite_for_logits_of_any_size() -> None:
 
 @pytest.mark.parametrize("loss", [reference.mse_loss, reference.huber_loss, reference.bce_with_logits])
 def test_weights_of_rows_multiply_their_losses(loss: Callable[..., tuple[float, Array]]) -> None:
-    """The mean divides by the number of elements all the same."""
+    """The mean divides by the number of elements, with weights as without."""
     prediction, target = numbers(2, (M, N)), np.abs(numbers(3, (M, N))) % 1
     value, gradient = loss(prediction, target, row_weights=WEIGHTS)
     rows = [loss(prediction[i : i + 1], target[i : i + 1])[0] for i in range(M)]

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, forged or no files at all are refused by name, soon, and change nothing."""
+"""Damaged and forged checkpoints, and paths of other things, are refused quickly, by name, and change nothing."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def every_kind() -> Run:
 
 
 def saved(path: Path, run: Run) -> dict[str, Array]:
-    """Saves a run of a few steps; its state."""
+    """Trains a run for a few steps and saves it; returns its state."""
     train(run, range(2))
     lt.save_checkpoint(path, *run)
     return state(run)
 
 
 def forge(path: Path, change: Callable[[dict[str, Array]], object]) -> None:
-    """Changes arrays of a checkpoint and gives it the digest that belongs to them."""
+    """Changes arrays of a checkpoint, and writes the matching digest."""
     arrays, metadata = content_of(path)
     change(arrays)
     checkpoint_file.write(path, arrays, metadata[TEXT])
 
 
 def refused(path: Path, run: Run, message: str) -> str:
-    """Loading is refused with a message, which is printable and short, and changes nothing."""
+    """Checks that loading raises a printable, short message and changes nothing; returns the message."""
     before = state(run)
     with pytest.raises(CheckpointError, match=message) as raised:
         lt.load_checkpoint(path, *run)

@@ -1,4 +1,4 @@
-"""The file of a checkpoint: replaced as a whole or not at all, with its mode and links, whatever ends a save."""
+"""The file of a checkpoint is replaced as a whole or not at all, keeps mode and links, also when a save is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lt_runtime.saving import checkpoint_file
 from tests.support.training_runs import assert_same, run_of, state, train
 
 KILLS = 20
-"""How many saves are killed; 100 for a longer look."""
+"""The number of saves that are killed; 100 for a longer test."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run ends with the same bits; what does not fit changes nothing."""
+"""Checkpoints: a resumed run ends with the same bits; a checkpoint that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_changed(tmp_path: Path, changed: Any) -> None:
 
 
 def scalars(kind: Callable[[Any], Any]) -> Run:
-    """A run whose options all are of one kind of number, where they are numbers."""
+    """A run whose numeric options are all of one number type."""
     whole = int if kind in (np.float32, np.float64, np.float16) else kind
     activation = lt.Activation("leaky_relu", kind(0.25))
     dims = [whole(6), whole(12), whole(3)]

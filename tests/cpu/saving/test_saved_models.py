@@ -1,4 +1,4 @@
-"""Saved models are made anew from the file alone; checkpoints give their values too; files are not trusted."""
+"""Models made from a saved file alone, also from a checkpoint; damaged and forged files are refused."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def refused(path: Path, message: str) -> None:
 
 
 def forge(path: Path, change: Callable[[dict[str, Array], dict[str, Any]], object]) -> None:
-    """Changes arrays and options of a saved model, and gives it the digest that belongs to them."""
+    """Changes arrays and options of a saved model, and writes the matching digest."""
     arrays, metadata = content_of(path)
     description = json.loads(metadata[TEXT])
     change(arrays, description["model"])
@@ -276,7 +276,7 @@ def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_holes_are_no_memory(tmp_path: Path, dims: list[int], huge: str, message: str) -> None:
-    """4 TiB of a hole are not read, whether or not a model of that size would have them."""
+    """A sparse file that claims 4 TiB is refused before it is read, also if its model would have that size."""
     path, model = tmp_path / "model", lt.MLP([2, 2], device="cpu")
     lt.save_model(path, model)
     text = json.dumps({"format": 1, "model": model.options | {"dims": dims}})

@@ -1,4 +1,4 @@
-"""Averages of parameters on NumPy arrays: against a loop in float64, in a training step, and back into a model."""
+"""Averages of parameters on NumPy arrays: against a loop in float64, in a training step, and copied into a model."""
 
 from __future__ import annotations
 

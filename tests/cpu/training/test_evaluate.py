@@ -18,7 +18,7 @@ DIMS, SIZES = [3, 8, 5], (4, 1, 7, 4, 2)
 
 
 def data(rows: int) -> tuple[Array, Array, Array]:
-    """Inputs, labels of which some are left out, and targets."""
+    """Inputs, labels (some of them ignored) and targets."""
     labels = np.random.default_rng(1).integers(0, 5, rows)
     labels[:3] = -100
     return numbers(0, (rows, 3), "float32"), labels, numbers(2, (rows, 5), "float32")
@@ -37,7 +37,7 @@ def expected(model: Any, x: Array, labels: Array, target: Array) -> tuple[float,
 
 
 class World:
-    """Where a model is evaluated."""
+    """The package and the device on which a model is evaluated."""
 
     def __init__(self, package: Any, gpu: FakeGpu | None) -> None:
         self.lt, self.gpu = package, gpu

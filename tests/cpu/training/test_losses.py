@@ -119,7 +119,7 @@ def test_losses_and_options_that_are_refused(loss: Any, options: Any, error: typ
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_an_own_loss_is_as_good_as_ours(dtype: str, scaled: bool, accumulate: int) -> None:
-    """Up to a rounding: it is rounded to FP32 before it is scaled."""
+    """The gradients agree up to one rounding: the caller's gradient is rounded to FP32 before it is scaled."""
     scalers = [lt.GradScaler(1024.0) if scaled else None for _ in range(2)]
     own, ours = (
         step_of(loss, dtype=dtype, accumulate=accumulate, scaler=scaler)

@@ -1,4 +1,4 @@
-"""Models with activation, dropout and bias by layer, their gradients, and what they look like."""
+"""Models with activation, dropout and bias by layer, their gradients and their representations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLOPES = (0.01, 0.3, 0.01)
 
 
 def outputs_of(names: tuple[str, ...], x: Array, values: list[tuple[Array, Array | None]]) -> Array:
-    """Of a model without dropout, one formula after another."""
+    """The outputs of a model without dropout, by scalar formulas in float64."""
     for name, slope, (weight, bias) in zip(names, SLOPES, values, strict=True):
         z = x @ weight.T + (0.0 if bias is None else bias)
         x = np.vectorize(lambda each, name=name, slope=slope: FORMULAS[name](each, slope))(z)
@@ -256,7 +256,7 @@ def test_parameters_layers_and_optimizers_are_shown_in_a_line() -> None:
 
 
 def test_layers_without_a_bias_have_the_values_that_they_would_have_alone() -> None:
-    """The numbers that a missing bias would take are not drawn, as in PyTorch."""
+    """The generator draws no numbers for a missing bias, as in PyTorch."""
     whole, without = lt.MLP([3, 4, 2], device="cpu"), lt.MLP([3, 4, 2], bias=False, device="cpu")
     np.testing.assert_array_equal(whole.layers[0].weight.data, without.layers[0].weight.data)
     assert len(without.parameters()) == 2

@@ -1,4 +1,4 @@
-"""Batches read ahead by a thread: their order, how far, what ends it; a GPU's ring of buffers, with fakes."""
+"""Batches read ahead by a thread: their order, the depth, the end of the thread; slots of a GPU replaced by fakes."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_batches_of_something_else(batch: Any, message: str) -> None:
 
 
 def take_in_threads(fetched: Any, count: int = 4, pause: float = 0.0) -> tuple[list[threading.Thread], list[Any]]:
-    """Threads that take batches until they get none, and a list that fills with numbers of batches and with ends."""
+    """Starts threads that take batches until the end; also returns a list of the batches and ends that they got."""
     seen: list[Any] = []
 
     def take() -> None:
@@ -185,7 +185,7 @@ def join(takers: list[threading.Thread]) -> None:
 
 
 def until_all_wait(count: int, gate: threading.Event, error: Exception | None = None) -> Iterator[np.ndarray]:
-    """Batches, and an end that comes only when every thread waits for it."""
+    """Yields batches, and ends only once every thread waits for the end."""
     yield from batches(count)
     gate.wait(10)
     if error is not None:
@@ -283,7 +283,7 @@ def test_the_parts_of_a_batch_are_found_and_put_back() -> None:
 
 
 class FakeSlot:
-    """Copies at once; overwriting what has not been released is a failure."""
+    """A slot that copies at once, and fails if a batch that has not been released is overwritten."""
 
     def __init__(self, device: int, copies: int) -> None:
         self.ready, self.released = f"ready {id(self)}", f"released {id(self)}"
@@ -302,7 +302,7 @@ class FakeSlot:
 
 @pytest.fixture
 def slots(monkeypatch: pytest.MonkeyPatch) -> list[FakeSlot]:
-    """Those that have been made."""
+    """The slots that have been made."""
     made: list[FakeSlot] = []
 
     def make(device: int, copies: int) -> FakeSlot:

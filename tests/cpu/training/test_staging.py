@@ -1,4 +1,4 @@
-"""Batches on their way to the pretended GPU, whose streams do their work as late as they may."""
+"""Copies of batches to the pretended GPU, whose streams run their work as late as the driver allows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.support.placed import host_of
 
 Array = NDArray[np.float32]
 _FIRST = itertools.count(1000, 100)
-"""Numbers of a test's batches: memory may still hold those of the test before."""
+"""Numbers of batches, different in each test, because memory may still hold the batches of an earlier test."""
 
 
 def batch_of(number: int) -> tuple[Array, Array]:
-    """Two arrays, the second of them one whose elements are not contiguous."""
+    """Two arrays; the second is not contiguous."""
     return np.full((3, 5), number, np.float32), np.full((8, 4), -number, np.float32)[:, ::2]
 
 
@@ -33,7 +33,7 @@ def pinned(gpu: FakeGpu, values: Array) -> Array:
 
 
 def put_copy(gpu: FakeGpu, array: Any) -> Any:
-    """Another array, into which the user's stream copies the array when its turn comes."""
+    """Puts a copy of an array on the user's stream, and returns the array that it writes."""
     copy = gpu.cp.asarray(np.full(array.shape, np.nan, np.float32))
     call("cuMemcpyDtoDAsync", copy.data.ptr, array.data.ptr, array.nbytes, gpu.stream.ptr)
     return copy

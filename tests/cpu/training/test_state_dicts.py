@@ -1,4 +1,4 @@
-"""State dicts: out and in bit for bit, by PyTorch's names too; what does not fit is listed and changes nothing."""
+"""State dicts: read and loaded bit for bit, also by PyTorch's names; a state that does not fit changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step on NumPy arrays: micro-batches, loss scaling, sums over steps, and what it refuses."""
+"""A training step on NumPy arrays: micro-batches, loss scaling, metrics, and refused arguments."""
 
 from __future__ import annotations
 

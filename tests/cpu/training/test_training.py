@@ -15,7 +15,7 @@ BATCH, CLASSES = 32, 3
 
 
 def toy_problem(dtype: str) -> tuple[Array, Array]:
-    """Which of three rings a point of the plane lies in: nothing that one layer could tell."""
+    """Points of the plane and the ring that each lies in, one of three, which a single layer cannot separate."""
     points = np.random.default_rng(0).uniform(-1, 1, (512, 2))
     labels = np.digitize(np.hypot(*points.T), (0.5, 0.85)).astype(np.int32)
     return points.astype(DTYPES[dtype]), labels
@@ -26,7 +26,7 @@ def model_of(dtype: str = "float32", seed: int = 0, dropout: float = 0.0, **more
 
 
 def curve(dtype: str = "float32", seed: int = 0, dropout: float = 0.0, steps: int = 200) -> list[float]:
-    """Losses by step."""
+    """The loss of each step."""
     points, labels = toy_problem(dtype)
     model = model_of(dtype, seed, dropout)
     step = lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2), batch_size=BATCH)
