@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import ml_dtypes  # noqa: F401  NumPy knows the name "bfloat16" once this is imported.
 import numpy as np
@@ -56,3 +57,23 @@ def test_a_second_process_counts_its_plans(gpu: FakeGpu, internals: ModuleType) 
     process = internals.SecondProcess()
     process.build(import_module("benchmarks.layers").Block("test", 16, 24, 8, "bf16", "gelu"))
     assert (len(process.us), process.known, process.measurements) == (4, 0, 0)
+
+
+def test_all_splits_of_a_block_compute_the_same(gpu: FakeGpu, internals: ModuleType) -> None:
+    layers, generator = import_module("benchmarks.layers"), np.random.default_rng(0)
+
+    def random(shape: tuple[int, ...], dtype: str) -> Any:
+        return gpu.cp.asarray(generator.standard_normal(shape).astype(dtype))
+
+    block = layers.Block("test", 24, 16, 8, "fp32", "relu")
+    at = layers.arrays(block, random)
+    ours, candidates, facts = layers._others(block, [at])
+    assert {*facts["splits"]} == {"lt", *ours} == {"lt", "lt_priors", "lt_fused_top1", "lt_split_top1"}
+    results = []
+    for build in (*ours.values(), *candidates.values()):
+        build().run(0, 0)
+        gpu.synchronize_all()
+        results.append([gpu.host_of(array).copy() for array in (at.y2, at.dx, at.dw1, at.db1, at.dw2, at.db2)])
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(first, second, rtol=1e-3, atol=1e-3)
