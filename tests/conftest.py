@@ -1,4 +1,4 @@
-"""GPU tests skip where there is no GPU, and fail instead where LT_REQUIRE_GPU=1; with 2 those of two GPUs fail too."""
+"""Skips GPU tests where there is no GPU; with LT_REQUIRE_GPU=1 they fail instead, with 2 also tests of two GPUs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 from hypothesis import Phase, settings
 
-# The reference's products are small: on a machine of many cores their threads would only wait for each other.
-# NumPy reads the variable when it is loaded, which the imports below do.
+# The reference's products are small, and threads slow them down on a machine of many cores.
+# NumPy reads the variable when the imports below load it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Training steps are not tuned, unless a test asks for it.
 os.environ["LT_RUNTIME_TUNE"] = "off"
@@ -22,21 +22,21 @@ from tests.host_kernels.harness import HostKernels
 from tests.support.machine import has_gpus as has_gpus  # a fixture
 
 EXAMPLES: Counter[str] = Counter()
-"""Examples that property tests have run, by what they are over; the terminal summary prints them."""
+"""Number of examples that property tests have run, by their subject; the terminal summary prints it."""
 
 
-# For planted faults, which only have to be seen: the same examples each time, and none is made smaller.
+# For planted faults: the same examples in each run, and a failing example is not made smaller.
 settings.register_profile("mutants", derandomize=True, deadline=None, phases=(Phase.explicit, Phase.generate))
-settings.register_profile("lt_runtime", deadline=None)  # an example may take long on a machine that has other work
+settings.register_profile("lt_runtime", deadline=None)  # other work on the machine may slow an example down
 settings.load_profile("lt_runtime")
 
 _PROCESSES_OF_A_GPU: Final = 6
-"""More of them only take turns on it, and each takes memory."""
+"""More processes take turns on the GPU and only need more memory."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """As many processes as there are cores, unless they share a GPU."""
+    """The number of cores, or fewer if the processes share a GPU."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, _PROCESSES_OF_A_GPU) if device_count() > 0 else cores
 
@@ -47,8 +47,11 @@ def examples() -> Counter[str]:
 
 
 _FIRST = {"gpu/test_collector.py": 0, "gpu/test_profile.py": 0, "host_kernels/test_sanitizers.py": 1}
-"""A process can have one user of CUPTI, and some peers of the benchmarks keep it to the process's end. Sanitizers take
-long: other processes would be idle if these tests came last."""
+"""Test files that run first.
+
+A process can have one user of CUPTI, and some libraries that benchmarks compare with keep it until the process ends.
+Tests under sanitizers take long: at the end, the other processes would be idle.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _limit_examples(item: pytest.Item, count: int) -> None:
-    """Makes a property test run fewer examples than its own settings say, which win over any profile."""
+    """Limits the examples of a property test, whose own settings take precedence over any profile."""
     test = getattr(item, "obj", None)
     own = getattr(test, "_hypothesis_internal_use_settings", None)
     if own is not None:
@@ -79,7 +82,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Sends the counts to the process that prints them."""
+    """Sends a worker's counts to the process that prints them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["examples"] = dict(EXAMPLES)
 
@@ -96,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _summarise_registers(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the compile matrix found, if its tests ran; the reports bring it from other processes too."""
+    """Prints the registers that the compile matrix found, if its tests ran here or in other processes."""
     from tests.support.kernel_usage import Usage
     from tests.support.register_table import USAGE_PROPERTY, summary
 

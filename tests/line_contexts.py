@@ -1,8 +1,8 @@
-"""Runs pytest in this process and records which tests run each line of the package.
+"""Runs pytest in this process and records which tests cover each line of the package.
 
-`python line_contexts.py OUT ARGUMENTS…` hands the arguments to pytest and writes JSON to OUT: seconds of the processor
-that each test took that passed, and for each file and line the tests that ran the line. It needs the package
-`coverage`. It imports nothing from the checkout, which may be of another commit.
+`python line_contexts.py OUT ARGUMENTS…` passes the arguments to pytest and writes JSON to OUT: the processor seconds of
+each test that passed, and for each file and line the tests that ran it. It needs the package `coverage`. It imports
+nothing from the checkout, which may be of another commit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 
 class Recorder:
-    """A plugin of pytest which tells `coverage` the test that runs."""
+    """A pytest plugin that tells `coverage` which test is running."""
 
     def __init__(self, tracer: coverage.Coverage) -> None:
         self._tracer = tracer

@@ -1,12 +1,13 @@
-"""Changes one expression or statement of the package at a time, at random, and runs the tests that run its line.
+"""Changes one expression or statement of the package at a time, at random, and runs the tests that cover its line.
 
-`python -m tests.mutate --sample 300 --seed 1 --resume FILE` names the changes that no test sees, and prints the share
-that some test sees. Results are appended to FILE; a run that finds the file goes on where it ended. `--root` names
-another checkout, which may be of another commit; its `.venv` runs its tests. A run of all tests, which takes minutes,
-first records which tests run which line, unless `--lines` names such a record. With `--changed BASE`, for continuous
-integration, one file that differs from that commit is changed, and only the tests that import it are recorded and run.
+`python -m tests.mutate --sample 300 --seed 1 --resume FILE` lists the changes that no test notices (survivors), and
+prints the share of the others. Results are appended to FILE; a run that finds the file goes on where it ended. `--root`
+names another checkout, which may be of another commit; its `.venv` runs its tests. A run of all tests, which takes
+minutes, first records which tests cover which line, unless `--lines` names such a record. With `--changed BASE`, for
+continuous integration, one file that differs from that commit is changed, and only the tests that import it are
+recorded and run.
 
-It exits with 1 if four or more changes survive and none is seen: a few mean the same as the original. It needs the
+It exits with 1 if four or more changes survive and none is noticed: some changes do not alter the meaning. It needs the
 package `coverage`.
 """
 
@@ -32,13 +33,13 @@ from tests.mutants.trial import Copy, Verdict
 RECORDER: Final = Path(__file__).with_name("line_contexts.py")
 _TESTS: Final = ("tests/cpu", "tests/host_kernels")
 _UNRELATED: Final = ("cpu/test_mutants.py", "cpu/test_packaging.py", "cpu/kernels", "host_kernels/test_sanitizers.py")
-"""These run no line of the package in their own process, or compile kernels for minutes."""
+"""Tests that are left out: they do not import the package into their own process, or compile kernels for minutes."""
 _LIMIT_S: Final = 60
 _CHOSEN_S: Final = 8.0
-"""Recorded seconds of the tests that run for one mutant. The fastest are chosen."""
+"""Limit of the recorded seconds of a mutant's tests. The fastest are chosen."""
 _CHOSEN: Final = 200
 _TELLING: Final = 4
-"""About a quarter of all changes survive; so many in turn do not."""
+"""About a quarter of all changes survive; it is unlikely that this many survive in turn."""
 
 _SWAPS: Final[dict[type[ast.AST], type[ast.AST]]] = {
     ast.Lt: ast.LtE,
@@ -64,16 +65,16 @@ _SWAPS: Final[dict[type[ast.AST], type[ast.AST]]] = {
     ast.BitAnd: ast.BitXor,
 }
 _Skipped = ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom
-"""Python 3.11 places nodes of f-strings wrongly, and errors' texts are prose."""
+"""Nodes that are left out: Python 3.11 gives wrong positions in f-strings, and the texts of errors are prose."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file with one change.
+    """A changed file.
 
     Attributes:
-        lines: the changed statement's, without those of its body.
-        text: of the whole file, changed.
+        lines: lines of the changed statement, without its body.
+        text: the whole file's text with the change.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Mutant:
 
 
 def mutants_of(path: str, text: str) -> Iterator[Mutant]:
-    """All changes of a file."""
+    """Every possible change of a file."""
     code = text.encode()
     starts = [0]
     for line in code.splitlines(keepends=True):
@@ -104,7 +105,7 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
 
 
 def _nodes(node: ast.AST, statement: Any) -> Iterator[tuple[Any, Any]]:
-    """Each node that may be changed, after the statement that it belongs to."""
+    """Each node that may be changed, with its statement."""
     statement = node if isinstance(node, ast.stmt) else statement
     if statement is not None:
         yield statement, node
@@ -117,7 +118,7 @@ def _nodes(node: ast.AST, statement: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _changes(node: Any) -> Iterator[tuple[Any, str]]:
-    """Nodes to replace, each with what stands there instead."""
+    """Nodes to replace, each with its replacement."""
     match node:
         case ast.Compare(ops=operators):
             for index, operator in enumerate(operators):
@@ -146,14 +147,14 @@ def _changes(node: Any) -> Iterator[tuple[Any, str]]:
 
 
 def record(checkout: Copy, tests: Sequence[str], out: Path) -> str:
-    """Writes which tests run which line, and returns the end of pytest's output."""
+    """Records which tests cover which line in a file, and returns the end of pytest's output."""
     left_out = [f"--ignore=tests/{path}" for path in _UNRELATED]
     arguments = ["-P", str(RECORDER), str(out.resolve()), "-q", "-n0", "-p", "no:cacheprovider", *left_out, *tests]
     return checkout.python(arguments)[1][-1000:]
 
 
 def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any]:
-    """The verdict on a mutant, and the test that has seen it."""
+    """Runs a mutant's tests; returns the verdict and the name of the test that failed."""
     verdict, output = Verdict.SURVIVED, "no test runs it"
     if tests:
         verdict, output = checkout.try_out(mutant.path, mutant.text, tests, _LIMIT_S)
@@ -163,7 +164,7 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 
 
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
-    """The fastest of the tests that run the mutant's lines; of its whole file, where only the import runs them."""
+    """The fastest tests that cover the mutant's lines, or its whole file if only its import runs the lines."""
     names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})
     run = [lines[str(line)] for line in mutant.lines if str(line) in lines]
     found = {number for tests in run for number in tests}
@@ -179,7 +180,7 @@ def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
 
 
 def _changed(root: Path, base: str) -> dict[str, list[str]]:
-    """Changed modules of the package that some test imports by name, each with the files of those tests."""
+    """Changed modules of the package that a test file imports, each with those test files."""
     command = ["git", "diff", "--name-only", "--diff-filter=AM", base, "HEAD", "--", "lt_runtime/*.py"]
     changed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     found: dict[str, list[str]] = {}
@@ -218,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
         if mutants and not lines.exists():
             print(record(checkout, tests, lines))
         recorded = json.loads(lines.read_text()) if lines.exists() else {"seconds": {}, "lines": {}}
-        if options.changed:  # other tests may run the other lines
+        if options.changed:  # tests that were not recorded may cover the other lines
             mutants = [each for each in mutants if covering_tests(each, recorded)]
         done = _results(options.resume)
         for mutant in rng.sample(mutants, min(options.sample, len(mutants))):

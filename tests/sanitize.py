@@ -1,10 +1,11 @@
-"""The GPU tests of our kernels under compute-sanitizer: `python3 -m tests.sanitize [--tool NAME] [PYTEST ARGUMENT]...`.
+"""Runs GPU tests of our kernels under compute-sanitizer: `python3 -m tests.sanitize [--tool NAME] [PYTEST
+ARGUMENT]...`.
 
 With `--soak MINUTES` memcheck watches the soak (tests/soak.py) instead, on one thread.
 
-Each tool runs in a process of its own, all at the same time, and first has to find the fault of a kernel made for it
-(tests/faulty_kernels.py). Property tests run a few examples, tests marked `large` none. Whatever a tool finds in one of
-our kernels is a failure; faults of other libraries' kernels are counted apart.
+All tools run at the same time, each in a process of its own. Each must first find the fault of a kernel made for it
+(tests/support/faulty_kernels.py). Property tests run a few examples; tests marked `large` are left out. Every report
+about one of our kernels is a failure; reports about other libraries' kernels are counted apart.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _PLACE: Final = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(?:\S+:\d+:)?(?:void )?(\w
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one tool said of one process.
+    """Reports of one tool about one process.
 
     Attributes:
-        status: the process's own exit status.
-        errors: by the tool's count; None if it came to no summary.
-        places: kernels that reports name, with the number of reports.
+        status: the process's exit status.
+        errors: the tool's count of errors; None if it printed no summary.
+        places: names of kernels in reports, with the number of reports.
     """
 
     tool: str
@@ -56,36 +57,38 @@ class Verdict:
 
     @property
     def ours(self) -> int:
-        """Reports that name one of our kernels."""
+        """The number of reports that name one of our kernels."""
         return sum(count for kernel, count in self.places.items() if kernel in KERNELS)
 
     @property
     def clean(self) -> bool:
-        """Whether the process passed and nothing speaks against our kernels: reports without a place do."""
+        """Whether the process passed without a report about our kernels. A report without a kernel's name counts
+        against them.
+        """
         foreign = sum(self.places.values()) - self.ours
         return self.status == 0 and self.errors is not None and not self.ours and (not self.errors or foreign > 0)
 
 
 def read(tool: str, status: int, output: str) -> Verdict:
-    """The verdict in a tool's output."""
+    """Parses a tool's output."""
     found = _SUMMARY.search(output)
     return Verdict(tool, status, int(found[1]) if found else None, Counter(_PLACE.findall(_reports(output))))
 
 
 def _reports(output: str) -> str:
-    """The lines that say where something was found: reports' second lines, and racecheck's first."""
+    """The lines with the places of faults: the second line of each report, and racecheck's first."""
     lines = (line for line in output.splitlines() if line.startswith("="))
     return "\n".join(line for line in lines if re.match(r"=+ +(at |and \w+ access at |(Error|Warning): Race )", line))
 
 
 def command(tool: str, log: Path) -> list[str]:
-    """How a tool is called.
+    """The command line of a tool.
 
-    Memcheck and racecheck look at our kernels alone. Initcheck has to see who writes what: it looks at all of them.
+    Memcheck and racecheck watch our kernels alone. Initcheck watches all kernels, because it must know every write.
     """
     names = () if tool == "initcheck" else (*sorted(KERNELS), FAULTY)
     only = [argument for name in names for argument in ("--kernel-regex", f"kns={name}")]
-    # Tests make the driver fail on purpose, and backtraces of Python say nothing.
+    # Tests make driver calls fail on purpose, and backtraces of the Python interpreter do not help.
     quiet = ["--report-api-errors", "no", "--show-backtrace", "no", "--print-limit", "10000", "--log-file", str(log)]
     return [SANITIZER, "--tool", tool, "--target-processes", "application-only", *quiet, *only, sys.executable]
 
@@ -93,11 +96,16 @@ def command(tool: str, log: Path) -> list[str]:
 def selection(tool: str) -> list[str]:
     """The tests for a tool, as arguments of pytest.
 
-    Memcheck alone gets those with products: initcheck may not see what cuBLASLt's kernels write, and racecheck dies
-    of a hardware exception of its own in them (13.0).
+    Only memcheck gets tests with matrix products: initcheck cannot see the writes of some of cuBLASLt's kernels, and
+    racecheck ends with a hardware exception in them (13.0).
     """
     names = (*ALONE, *WITH_PRODUCTS) if tool == "memcheck" else ALONE
-    left_out = ["pytorch", "thread", "allocated", "candidate"]  # about peers, the host, memory, and cuBLASLt alone
+    left_out = [
+        "pytorch",
+        "thread",
+        "allocated",
+        "candidate",
+    ]  # tests of other libraries, of the host, of memory, and of cuBLASLt alone
     if tool != "memcheck":
         left_out += ["layer_s", "linear"]
     expression = " and ".join(f"not {word}" for word in left_out)
@@ -105,7 +113,7 @@ def selection(tool: str) -> list[str]:
 
 
 def supervise(tool: str, arguments: Sequence[str], examples: int, directory: Path) -> tuple[Verdict, str]:
-    """Runs Python with some arguments under a tool; the output is its own and then the tool's."""
+    """Runs Python under a tool; returns the verdict, and the program's output followed by the tool's."""
     log = directory / f"{tool}-{len(list(directory.iterdir()))}.log"
     environment = os.environ | {"LT_REQUIRE_GPU": "1", "LT_TEST_EXAMPLES": str(examples)}
     done = subprocess.run([*command(tool, log), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -114,17 +122,17 @@ def supervise(tool: str, arguments: Sequence[str], examples: int, directory: Pat
 
 
 def tests(arguments: Sequence[str]) -> list[str]:
-    """Python's arguments for pytest in one process, the one that a tool watches."""
+    """Python's arguments that run pytest in the one process that a tool watches."""
     return ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
 
 
 def soak(minutes: float) -> list[str]:
-    """Python's arguments for the soak."""
+    """Python's arguments that run the soak."""
     return ["-m", "tests.soak", "--minutes", str(minutes), "--threads", "1"]
 
 
 def examine(tool: str, program: Sequence[str], examples: int, directory: Path) -> tuple[Verdict | None, str]:
-    """The verdict over a program; None if the tool did not even find the fault made for it."""
+    """The verdict on a program; None if the tool did not find the fault that was made for it."""
     probe, output = supervise(tool, ["-m", "tests.support.faulty_kernels", tool], examples, directory)
     if not probe.places[FAULTY]:
         return None, output
@@ -132,7 +140,7 @@ def examine(tool: str, program: Sequence[str], examples: int, directory: Path) -
 
 
 def line(tool: str, verdict: Verdict | None) -> str:
-    """A row of the table."""
+    """A line of the table."""
     if verdict is None:
         return f"{tool:10} FAILED   does not find the fault that was made for it"
     others = sum(verdict.places.values()) - verdict.ours
@@ -145,7 +153,7 @@ def line(tool: str, verdict: Verdict | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table, and all output of what failed; returns the exit status."""
+    """Prints a table, and all output of tools that failed; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tests.sanitize", description=__doc__)
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all of them")
     parser.add_argument("--examples", type=int, default=8, metavar="N", help="of a property test; default: %(default)s")

@@ -1,9 +1,10 @@
-"""A soak: random public calls over threads and streams for minutes: `python -m tests.soak [--minutes N] [--threads N]`.
+"""A soak test: random public calls from several threads and streams: `python -m tests.soak [--minutes N] [--threads
+N]`.
 
-Every result is compared with the reference. Operations come from a limited number of seeds, so that all of them have
-been met after the first half; from then on neither the GPU's nor the process's memory may grow. It needs CuPy, and
-keeps its plans in a directory of its own. A fault is printed with what repeats it:
-`python -m tests.soak --only OPERATION --seed N --threads 1`.
+Every result is compared with the reference. Operations are drawn with a limited number of seeds, so that after half of
+the time all of them have run; from then on neither the GPU's memory nor the process's may grow. It needs CuPy, and uses
+a plan cache of its own. A fault is printed with the command that repeats it: `python -m tests.soak --only OPERATION
+--seed N --threads 1`.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from typing import Any, Final
 from tests.support import soak_operations
 from tests.support.soak_operations import ALONE, OPERATIONS, WEIGHTS
 
-_SEEDS: Final = 64  # of each operation
+_SEEDS: Final = 64  # seeds of each operation
 _ROUNDS: Final = 40
 _GPU_GROWTH: Final = 64 << 20
-"""Bytes by which the GPU's memory may grow: the driver takes it by pieces of several MiB."""
+"""Bytes by which the GPU's memory may grow: the driver allocates blocks of several MiB."""
 _HOST_GROWTH: Final = 256 << 20
 
 
 @dataclass
 class Report:
-    """What a soak did.
+    """Results of a soak.
 
     Attributes:
-        calls: of each operation, each drawn once.
-        comparisons: of results with the reference.
-        faults: what went wrong, with the operation and its seed.
+        calls: number of runs of each operation.
+        comparisons: number of results that were compared with the reference.
+        faults: messages about failures, each with the operation and its seed.
         gpu_bytes, host_bytes: memory in use after each round.
     """
 
@@ -53,14 +54,14 @@ class Report:
     host_bytes: list[int] = field(default_factory=list)
 
     def check_growth(self) -> None:
-        """Adds a fault for memory that grew from the third quarter of the rounds to the last."""
+        """Adds a fault if memory grew from the third quarter of the rounds to the last."""
         for name, values, most in (("GPU", self.gpu_bytes, _GPU_GROWTH), ("host", self.host_bytes, _HOST_GROWTH)):
             before, after = _quarter(values, 2), _quarter(values, 3)
             if after - before > most:
                 self.faults.append(f"the {name}'s memory grew from {_mib(before)} to {_mib(after)}")
 
     def summary(self, seed: int, seconds: float) -> str:
-        """One line of figures."""
+        """The report in one line."""
         quarters = [
             [_mib(_quarter(values, number)) for number in (0, 2, 3)] for values in (self.gpu_bytes, self.host_bytes)
         ]
@@ -73,7 +74,7 @@ class Report:
 
 
 def _quarter(values: Sequence[int], number: int) -> int:
-    """The least of a quarter of the values, which come in the order of time."""
+    """The least value of a quarter of the values, which are in the order of time."""
     size = max(1, len(values) // 4)
     return min(values[number * size : (number + 1) * size] or values[-1:] or [0])
 
@@ -83,13 +84,13 @@ def _mib(size: int) -> str:
 
 
 class Soak:
-    """Workers, one a thread and each with streams of its own, that draw operations in rounds.
+    """Threads that draw operations in rounds, each with streams of its own.
 
     Args:
-        gpus: a GPU's view for each worker; see `RealGpu`.
-        names: of the operations to draw from.
-        seeds: of the operations.
-        only_seed: the one seed to draw operations with, if they are to be repeated.
+        gpus: a `RealGpu` for each thread.
+        names: operations to draw from.
+        seed: seed of the draws, or of the operation itself with `only_seed`.
+        only_seed: whether each draw is the same, to repeat a fault.
     """
 
     def __init__(self, gpus: Sequence[Any], names: Sequence[str], seed: int, *, only_seed: bool = False) -> None:
@@ -102,7 +103,7 @@ class Soak:
         self._lock = threading.Lock()
 
     def run(self, seconds: float) -> None:
-        """Runs rounds for as long, or until there is a fault."""
+        """Runs rounds for a number of seconds, or until there is a fault."""
         end = time.monotonic() + seconds
         while not self.report.faults and time.monotonic() < end:
             self._round(min(end, time.monotonic() + seconds / _ROUNDS))
@@ -136,7 +137,7 @@ class Soak:
                 return
 
     def _make(self, name: str, worker: int) -> None:
-        """Makes an operation from a seed that is drawn, and notes what came of it."""
+        """Runs an operation with a drawn seed, and adds the outcome to the report."""
         drawn = self._seed * _SEEDS + self._random[worker].randrange(_SEEDS)
         seed = self._seed if self._only_seed else drawn
         try:
@@ -158,15 +159,16 @@ def _empty(directory: Path) -> None:
 
 
 def _resident() -> int:
-    """Bytes of this process in memory."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def soak(make_gpu: Callable[[], Any], options: argparse.Namespace) -> int:
-    """Runs a soak and prints what came of it; returns the exit status.
+    """Runs a soak and prints its report; returns the exit status.
 
     Args:
-        make_gpu: a view of the GPU for one worker.
+        make_gpu: makes a `RealGpu` for one thread.
+        options: as `parse` returns them.
     """
     names = [options.only] if options.only else [*OPERATIONS]
     program = Soak([make_gpu() for _ in range(options.threads)], names, options.seed, only_seed=bool(options.only))

@@ -1,4 +1,4 @@
-"""A pretended GPU for the tests of calls that need one."""
+"""The fixture `gpu`: a pretended GPU."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def session_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def gpu(session_gpu: FakeGpu) -> Iterator[FakeGpu]:
-    """The session's pretended GPU, current for one test; nothing may be left undone on it."""
+    """The session's pretended GPU, active during one test, which must leave no work undone."""
     with session_gpu.active():
         yield session_gpu
         if _steps_wait():
-            gc.collect()  # what an error's traceback has kept would be freed later, where there is no GPU
+            gc.collect()  # an error's traceback may keep steps alive, which must be freed while the GPU is active
         session_gpu.settle()
 
 
 def _steps_wait() -> bool:
-    """Whether there are training steps that have not freed their graphs yet."""
+    """Whether training steps exist that have not freed their graphs yet."""
     waiting = (each.peek() for each in [*weakref.finalize._registry])
     return any(each is not None and str(each[1].__module__).endswith("training.captured") for each in waiting)

@@ -1,4 +1,4 @@
-"""What a process must not import, or load, before it has got anything: that is what its first call would wait for."""
+"""Modules that a process must not import before its first result, because they would delay it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 OTHERS = {"IPython", "cupy", "filelock", "matplotlib", "nvmath", "rich", "safetensors", "scipy", "sklearn", "torch"}
-"""Packages that only those need who ask for something of theirs."""
+"""Packages that are imported only by functions that need them."""
 
 LATER = {
     "cuda.bindings.nvrtc",
@@ -75,7 +75,7 @@ assert PlanStore(plans_directory() / fingerprint.file_name, fingerprint).layer("
 
 
 def modules_after(code: str) -> set[str]:
-    """What a process of its own has imported once it has done something."""
+    """The modules that a new process has imported after running the code."""
     command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
     environment = {name: value for name, value in os.environ.items() if name != "LT_RUNTIME_TUNE"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
@@ -101,7 +101,7 @@ def test_every_public_name_imports_no_other_library() -> None:
 
 
 def test_the_tiles_are_there_once_they_are_asked_for() -> None:
-    """Their enumeration takes milliseconds to make, and what a plan asks of an algorithm does not make it."""
+    """Making the enumeration takes milliseconds; a plan's queries of an algorithm must not make it."""
     modules_after("""
 from lt_runtime import cublaslt
 from lt_runtime.cublaslt import tiles

@@ -1,4 +1,4 @@
-"""The tree of exceptions is the one that its docstring draws."""
+"""The classes of exceptions agree with the tree in the docstring of `lt_runtime.errors`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINE = re.compile(r"^(?P<indent>[ │├└─]*)(?P<name>[A-Z]\w+)(?: \((?P<bu
 
 
 def drawn() -> dict[str, tuple[str, ...]]:
-    """Each class of the drawing with its parent and, where one stands beside it, the builtin."""
+    """Bases of each class in the drawn tree: its parent and, where one is named, a builtin exception."""
     parents: list[tuple[int, str]] = []
     found: dict[str, tuple[str, ...]] = {}
     tree = (errors.__doc__ or "").split("::")[1].split("Everything")[0]

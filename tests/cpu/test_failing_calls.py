@@ -1,7 +1,7 @@
-"""Every call of cuBLASLt, the driver and NVRTC fails in turn: the error names it, and the next call is right.
+"""Calls of cuBLASLt, the driver and NVRTC fail in turn: the error names the call, and the next operation is right.
 
-`LT_TEST_FAULTS` is the number of calls of each operation that are made to fail, or `all`. A seed of the operation's own
-chooses them; the first and the last are among them.
+`LT_TEST_FAULTS` is the number of calls of each operation that fail one after the other, or `all`. They are drawn with
+the operation's name as the seed; the first and the last call are always among them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.support.hurry import hurry
 
 _FAULTS: Final = os.environ.get("LT_TEST_FAULTS", "6")
 _MANY: Final = 1000
-_OF_A_SEARCH: Final = 3  # of an operation that makes more than so many calls, and takes seconds
-_CALLS_AFTER: Final = 4  # until a call that repeats is bound, and launched as a graph
+_OF_A_SEARCH: Final = 3  # calls that fail of an operation with more than `_MANY` calls, which takes seconds
+_CALLS_AFTER: Final = 4  # the third call with the same buffers is captured, and the fourth launches the graph
 
 _OTHERWISE: Final = {
     "cuCtxGetDevice": "the device's own context is made current",
@@ -37,7 +37,7 @@ _OTHERWISE: Final = {
     "cuGraphDestroy": "a graph that has been captured or instantiated is of no use any more",
     "cuPointerGetAttribute": "an array that may not be page-locked is copied as ordinary memory is",
 }
-"""Calls that may fail without a word, and what is done then."""
+"""Calls whose failure need not be reported, with the package's reaction."""
 _SEARCHES: Final = ("tune", "tuning", "a tuned layer")
 _IN_A_SEARCH: Final = {
     "cublasLtMatmulAlgoInit": "a kind of algorithm that the library does not have is no candidate",
@@ -50,21 +50,21 @@ _NAMES: Final = {
     "cuMemcpyHtoDAsync_v2": "cuMemcpyHtoDAsync",
     "nvrtcCompileProgram": "NVRTC could not compile",
 }
-"""What errors may call a call, if not by its name."""
+"""Words of errors that stand for a call's name."""
 
 
 _alive: Final[list[Attempt]] = []
-"""Attempts of this process, which ends before they do: what frees something at its end would not find its GPU."""
+"""Attempts that live until this process ends: freed earlier, they would not find their GPU."""
 
 
 def _open(gpu: FakeGpu) -> Counter[str]:
-    """What is open, by kind, once the garbage is gone."""
+    """The number of open objects by kind, after garbage collection."""
     gc.collect()
     return gpu.calls.open() + Counter({"arrays": gpu.memory.count})
 
 
 def _repeat(gpu: FakeGpu, attempt: Attempt, times: int) -> Counter[str]:
-    """What is open after some more calls, which do what they should."""
+    """The number of open objects after some more calls, whose results are checked."""
     for _ in range(times):
         attempt.call()
         attempt.check()
@@ -73,7 +73,7 @@ def _repeat(gpu: FakeGpu, attempt: Attempt, times: int) -> Counter[str]:
 
 
 def _chosen(name: str, count: int) -> list[int]:
-    """Numbers of the calls that are to fail."""
+    """Indices of the calls that are to fail."""
     wanted = count if _FAULTS == "all" else min(count, int(_FAULTS), _OF_A_SEARCH if count > _MANY else count)
     if wanted == count:
         return [*range(count)]
@@ -81,9 +81,11 @@ def _chosen(name: str, count: int) -> list[int]:
 
 
 def _attempt(gpu: FakeGpu, attempt: Attempt, number: int) -> tuple[Any, str]:
-    """What comes of a call whose call `number` of a library fails: an error or None, and all that was said."""
+    """Runs the operation while library call `number` fails; returns the error or None, and the texts of error and
+    warnings.
+    """
     gpu.calls.begin(number)
-    gc.disable()  # it would make calls of its own
+    gc.disable()  # garbage collection makes calls too
     error = None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -91,13 +93,13 @@ def _attempt(gpu: FakeGpu, attempt: Attempt, number: int) -> tuple[Any, str]:
             attempt.call()
         except gpu.lt.errors.LtError as raised:
             error = raised.with_traceback(None)
-            error.__context__ = error.__cause__ = None  # which hold the frames, and all that is in them
+            error.__context__ = error.__cause__ = None  # they keep the frames, and so all local variables
     gc.enable()
     return error, " ".join([str(error), *(str(each.message) for each in told)])
 
 
 def _fail(gpu: FakeGpu, attempt: Attempt, number: int, usual: Counter[str], *, is_search: bool) -> None:
-    """One call fails: somebody says so, nothing is half done, and the next calls do what they should."""
+    """One call fails: an error or a warning names it, the state is as before, and the next operations are right."""
     before = [each.tobytes() for each in attempt.kept()]
     otherwise = _OTHERWISE | (_IN_A_SEARCH if is_search else {})
     error, words = _attempt(gpu, attempt, number)
@@ -112,14 +114,16 @@ def _fail(gpu: FakeGpu, attempt: Attempt, number: int, usual: Counter[str], *, i
         assert is_told, f"{failed} failed, and the error says: {words}"
         gpu.streams.synchronize_all()
         assert [each.tobytes() for each in attempt.kept()] == before, f"{failed} failed, and something is half done"
-    if is_search:  # another candidate may have won, whose plan has descriptors of its own: only growth is a leak
+    if is_search:  # another candidate may win now, with other descriptors: only growth is a leak
         usual = _repeat(gpu, attempt, _CALLS_AFTER)
     leaked = _repeat(gpu, attempt, _CALLS_AFTER) - usual
     assert not leaked, f"{failed} failed, and is left open: {dict(leaked)}"
 
 
 def _fail_in_turn(gpu: FakeGpu, directory: Path, name: str) -> int:
-    """Prepares an operation and attempts it in copies of the process: one call fails in each. How many there were."""
+    """Prepares an operation and runs it in forked processes, in each of which another call fails; returns the number of
+    calls.
+    """
     gpu.directory = directory
     with gpu.active(), pytest.MonkeyPatch.context() as monkeypatch:
         hurry(gpu, monkeypatch)
@@ -127,7 +131,7 @@ def _fail_in_turn(gpu: FakeGpu, directory: Path, name: str) -> int:
         _alive.append(attempt)
         gpu.streams.synchronize_all()
         kept = shutil.copytree(directory, directory.with_name("kept"))
-        gc.freeze()  # a copy of the process would be slow to look through all that there is already
+        gc.freeze()  # otherwise each forked process collects all objects of this one, which is slow
 
         def succeed() -> tuple[int, Counter[str]]:
             gpu.calls.begin()
@@ -153,7 +157,7 @@ def _fail_in_turn(gpu: FakeGpu, directory: Path, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def unused_gpu(host: HostKernels, tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
-    """Nothing has been done on it; copies of the process find all of its package imported."""
+    """A pretended GPU that nothing has used; all modules of its package are imported, for forked processes."""
     gpu = FakeGpu(host, tmp_path_factory.mktemp("unused_gpu"))
     with gpu.active():
         for module in pkgutil.walk_packages(gpu.lt.__path__, "lt_runtime."):

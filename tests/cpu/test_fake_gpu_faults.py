@@ -1,6 +1,6 @@
-"""Faults planted between the package and the pretended GPU: the checks that the other tests are made of must see each.
+"""Faults between the package and the pretended GPU, each of which the checks of the other tests must notice.
 
-A fault changes what reaches cuBLASLt or a kernel, as a mistake anywhere in the package would.
+A fault changes the arguments of cuBLASLt or of a kernel, as a mistake in the package would.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SHIFTED = dataclasses.replace(FLAT, offset=1)
 
 
 def _check_everything(gpu: FakeGpu) -> None:
-    """A few calls of each kind."""
+    """Checks a few calls of each kind."""
     for case in (
         layer_case(),
         layer_case(activation="relu", accumulate=True),
         layer_case(dropout=0.5),
         layer_case(dropout=0.5, rng=Philox(7, 3, 6)),
         layer_case(activation="none", m=17, n=19, k=23),
-        layer_case(y=COLUMNS, dy=COLUMNS),  # where our pass adds the bias
+        layer_case(y=COLUMNS, dy=COLUMNS),  # our pass adds the bias here
     ):
         layers = [Layer(gpu, case, gpu.stream, LayerData(case, seed)) for seed in range(2)]
         for layer in layers:
@@ -55,7 +55,7 @@ def _check_everything(gpu: FakeGpu) -> None:
 
 
 def _check_full_precision(gpu: FakeGpu) -> None:
-    """Data that TF32 would round."""
+    """Checks a product of data that TF32 would round."""
     generator = np.random.default_rng(0)
     a, b = (generator.standard_normal(shape).astype(np.float32) for shape in ((16, 64), (64, 24)))
     made = gpu.lt.matmul(gpu.cp.asarray(a), gpu.cp.asarray(b), stream=gpu.stream)
@@ -64,7 +64,7 @@ def _check_full_precision(gpu: FakeGpu) -> None:
 
 
 def _remembered(pick: Callable[[Matmul], Any], change: Callable[[Matmul, Any], Matmul]) -> _Change:
-    """Changes a call by what the first one like it had: what a cache that forgets a part of its key does."""
+    """Changes a call by a value of the first call like it, as a cache would whose key is incomplete."""
     seen: dict[Any, Any] = {}
     return lambda call: change(call, seen.setdefault((call.desc, call.layouts), pick(call)))
 
@@ -74,7 +74,7 @@ def _desc(**changes: Any) -> _Change:
 
 
 def _renamed(old: str, new: str) -> _Change:
-    """Another epilogue, where the old one is a part of its name."""
+    """Replaces a part of the epilogue's name."""
 
     def change(call: Matmul) -> Matmul:
         name = Epilogue(call.desc.epilogue).name.replace(old, new).strip("_") or "DEFAULT"
@@ -118,7 +118,7 @@ _PRODUCT_FAULTS: dict[str, _Change] = {
 
 @pytest.fixture
 def broken(gpu: FakeGpu) -> Iterator[FakeGpu]:
-    """The pretended GPU, given back without faults and without work."""
+    """The pretended GPU, which is left without faults and without work."""
     library, kernels = gpu.library, gpu.kernels
     faults = library.fault, kernels.fault
     yield gpu
@@ -153,7 +153,7 @@ def _set_dropout(**changes: int) -> Callable[[str, Any], None]:
 
 
 def _stale(field: str) -> Callable[[str, Any], None]:
-    """Gives a kernel the address that it was given first under this name, with a matrix of the same shape."""
+    """Replaces a kernel's address by the first one that it had under this name, with a matrix of the same shape."""
     seen: dict[Any, int] = {}
 
     def change(name: str, params: Any) -> None:

@@ -1,6 +1,6 @@
-"""The floors of the house: who may import whom, and what `import lt_runtime` may cost.
+"""Which rooms of the package may import which others, and which modules `import lt_runtime` may load.
 
-Every import is read from the source, those inside functions and under TYPE_CHECKING too.
+Every import is read from the source, also imports inside functions and under TYPE_CHECKING.
 """
 
 import ast
@@ -37,14 +37,14 @@ NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 """The only imports from one room to another of the same floor."""
 
 LIKE_A_USER = {"cli", "__main__"}
-"""The rooms above the package's public names, which may import the package itself."""
+"""Rooms that may import the package itself, because they are above its public names."""
 
 SHARED_BY_OPERATIONS = {"call", "first_use", "operation"}
-"""The modules of `ops` that are no operation, besides helpers, named _x."""
+"""Modules of `ops` that are not operations, besides helpers, whose names begin with an underscore."""
 
 KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}
 KNOWS_CTYPES_BESIDES = ("lt_runtime", "profiling", "cupti", "library")
-"""The binding to CUPTI, which nothing but profiling needs."""
+"""The binding to CUPTI, which only profiling needs."""
 
 
 class Import(NamedTuple):
@@ -82,7 +82,7 @@ def all_imports() -> list[Import]:
 
 
 def room(name: tuple[str, ...]) -> str:
-    """Where a module or a public name of the package lives; '' for the package itself and its public names."""
+    """The room of a module or of a public name; '' for the package itself and its public names."""
     if name[1:2] == ("raw",):
         return "ops"
     return name[1] if len(name) > 1 and name[1] in set().union(*FLOORS) else ""
@@ -94,7 +94,7 @@ def floor(name: str) -> int:
 
 def goes_down(found: Import) -> bool:
     here, there = room(found.importer), room(found.imported)
-    if not here:  # the package's __init__ gathers the public names
+    if not here:  # the package's __init__ imports the public names
         return True
     if not there:
         return here in LIKE_A_USER
@@ -102,7 +102,7 @@ def goes_down(found: Import) -> bool:
 
 
 def joins_operations(found: Import) -> bool:
-    """Whether one operation imports another, or does so by way of `ops` itself; helpers, named _x, are for all."""
+    """Whether one operation imports another, directly or through `ops` itself. Helpers may be imported by all."""
     if room(found.importer) != "ops" or room(found.imported) != "ops" or found.importer == ("lt_runtime", "ops"):
         return False
     is_helper = found.imported[2:] and (found.imported[2].startswith("_") or found.imported[2] in SHARED_BY_OPERATIONS)

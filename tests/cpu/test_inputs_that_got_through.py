@@ -1,4 +1,4 @@
-"""Arguments of the right kind that a call must refuse all the same, and NumPy's scalars, which count as Python's."""
+"""Arguments of the right kind that a call must refuse, and NumPy's scalars, which it must accept as numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WRITTEN: dict[str, tuple[str, list[str]]] = {
     "bgradb": ("bias_gradient", ["a", "b", "c", "out"]),
     "none": ("out", ["a", "b"]),
 }
-"""By epilogue: an operand that is written, and those that it may not share memory with."""
+"""By epilogue: an operand that is written, and operands with which it may not share memory."""
 
 
 @WORLDS
@@ -58,7 +58,7 @@ def test_what_a_product_writes(
         given = {name: gpu.cp.asarray(array) for name, array in given.items()}
     package = gpu.lt if gpu else lt
     for _ in range(3):
-        package.matmul(**given, epilogue=epilogue)  # so that on a GPU the call is known, but for the addresses
+        package.matmul(**given, epilogue=epilogue)  # so that on a GPU the call is prepared, addresses apart
     if other == "bias":
         given["bias"] = given[written][0]
     else:
@@ -156,12 +156,12 @@ def test_another_byte_order_on_a_gpu(gpu: FakeGpu) -> None:
 
 
 class CpuTensor:
-    """A tensor of PyTorch's on the CPU."""
+    """A PyTorch tensor on the CPU."""
 
     is_cuda, device, shape, dtype = False, "cpu", (4, 4), "torch.float32"
 
     def data_ptr(self) -> int:
-        return 1 << 40  # of memory that nobody owns
+        return 1 << 40  # no allocation has this address
 
     def get_device(self) -> int:
         return -1
@@ -188,7 +188,7 @@ def test_a_stream_of_another_gpu(gpu: FakeGpu) -> None:
     labels = gpu.cp.asarray(np.zeros(4, np.int32))
     step(x, labels)
     gpu.streams.synchronize_all()
-    for _ in range(4):  # the call is known, and bound
+    for _ in range(4):  # the call is prepared, and captured into a graph
         gpu.lt.linear(x, w, out=out, stream=gpu.stream)
     gpu.streams.synchronize_all()
     foreign = gpu.cp.cuda.Stream()
@@ -207,7 +207,7 @@ def test_a_stream_of_another_gpu(gpu: FakeGpu) -> None:
             with pytest.raises(gpu.lt.errors.DeviceError, match=r"stream is .*, which is of GPU 1; .* on GPU 0"):
                 call(stream)
     del gpu.driver.elsewhere[foreign.ptr]
-    gpu.lt.linear(x, w, out=out, stream=foreign)  # a refusal is not remembered: the handle may come again
+    gpu.lt.linear(x, w, out=out, stream=foreign)  # a refusal is not remembered: another stream may get the same handle
     gpu.streams.synchronize_all()
 
 

@@ -1,4 +1,4 @@
-"""Devices and types by every name that callers have for them, wherever the interface takes one."""
+"""Every spelling of devices and types in every function that takes one; representations; docstrings about streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.numpy_cases import DTYPES
 
 
 class TorchDtype:
-    """Prints itself as PyTorch's types do, and has no name."""
+    """Has the representation of a PyTorch type, and no name."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Tests that planted faults fit their files and their tests exist, and of the tools that plant them."""
+"""Planted faults fit their files and name tests that exist; the commands that plant faults give the right verdicts."""
 
 import ast
 import functools
@@ -66,7 +66,7 @@ def test_endless():
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    """A copy of the tree with tests of its own."""
+    """A copy of the tree with an additional test file."""
     directory = tmp_path_factory.mktemp("copy")
     made = Copy(directory / "tree", built=directory / "built")
     (directory / "tree" / "tests" / "test_own.py").write_text(TESTS)
@@ -111,9 +111,9 @@ def test_changes_of_a_file_are_each_one_change_that_parses() -> None:
         assert mutant.text != text
 
 
-def test_the_tests_of_a_mutant_are_the_fastest_that_run_its_line() -> None:
+def test_the_fastest_tests_that_cover_its_line_run_for_a_mutant() -> None:
     mutant = Mutant("", "a.py", range(3, 5), "")
-    recorded = {"seconds": {"slow": 15.0, "fast": 1.0, "medium": 12.0, "other": 0.1}}
+    recorded = {"seconds": {"slow": 5.0, "fast": 1.0, "medium": 4.0, "other": 0.1}}
     assert covering_tests(mutant, {**recorded, "lines": {"a.py": {"4": [0, 1, 2], "5": [3]}}}) == ["fast", "medium"]
     assert covering_tests(mutant, {**recorded, "lines": {"a.py": {"4": [], "5": [3]}}}) == ["other"]
     assert covering_tests(mutant, {**recorded, "lines": {"a.py": {"5": [3]}}}) == []

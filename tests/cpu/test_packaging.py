@@ -1,4 +1,4 @@
-"""What is built holds what it must, the metadata agrees with the code, and README with both."""
+"""Contents of the wheel and the sdist; metadata, README and ARCHITECTURE.md must agree with the code."""
 
 import re
 import subprocess

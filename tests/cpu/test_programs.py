@@ -1,4 +1,4 @@
-"""The small programs on the CPU."""
+"""The programs of tests/programs on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak on the pretended GPU: every operation is drawn and right, and what goes wrong is reported."""
+"""The soak test on the pretended GPU: every operation passes, and a wrong result is reported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every parameter of the public interface is given every wrong kind of value, on NumPy and on the pretended GPU.
+"""Passes every wrong kind of value to every parameter of the public interface, on NumPy and on the pretended GPU.
 
-`SOUND` gives each function with arguments that it takes. A parameter accepts values of its default's kind, unless
-`ACCEPTED` or `ACCEPTED_BY` says otherwise. A function without an entry fails.
+`SOUND` has valid arguments for each function. A parameter accepts values of its default's kind, unless `ACCEPTED` or
+`ACCEPTED_BY` has another rule. A function without an entry fails.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ M, N, K = 8, 8, 16
 
 
 class Tensor:
-    """A tensor of PyTorch's on the CPU."""
+    """A PyTorch tensor on the CPU."""
 
     is_cuda, device, shape, dtype = False, "cpu", (2,), "torch.float32"
 
     def data_ptr(self) -> int:
-        return 1 << 40  # of memory that nobody owns
+        return 1 << 40  # no allocation has this address
 
     def get_device(self) -> int:
         return -1
@@ -67,17 +67,17 @@ SHOWN: Final[Mapping[str, str]] = {
     "array": r"1\.\+2\.j|complex128|shape \((2,)?\)",
     "tensor": r"Tensor|shape \(2,\)",
 }
-"""What a message must say of a value of each kind."""
+"""Pattern of the value that an error must show, by kind."""
 
 
 @dataclass
 class World:
-    """Where the functions run.
+    """The place where functions run: NumPy or the pretended GPU.
 
     Attributes:
         lt: the package.
         place: puts a NumPy array there.
-        arrays: those that no refused call may change.
+        arrays: arrays that a refused call must not change.
     """
 
     lt: Any
@@ -110,7 +110,7 @@ class World:
         return ctx
 
     def values(self) -> list[bytes]:
-        """The contents of all arrays, once everything is done."""
+        """The contents of all arrays, after all work."""
         if self.gpu is None:
             return [each.tobytes() for each in self.arrays]
         self.gpu.streams.synchronize_all()
@@ -198,7 +198,7 @@ def averages(world: World) -> Any:
 
 
 def setter(target: Any) -> Callable[..., None]:
-    """Sets attributes."""
+    """A function that sets attributes of `target`."""
 
     def put(**attributes: Any) -> None:
         for name, value in attributes.items():
@@ -219,7 +219,7 @@ def with_trained(name: str, **more: Any) -> Callable[[World], Call]:
 
 
 def plain(path: str, /, **arguments: Any) -> Callable[[World], Call]:
-    """A function that needs no arrays."""
+    """A function that takes no arrays."""
 
     def make(world: World) -> Call:
         found = world.lt
@@ -324,7 +324,7 @@ ACCEPTED: Final[Mapping[str, str]] = {
     "input_gradient": "none true",
     "tune": "none true",
 }
-"""Kinds that a parameter of a name accepts."""
+"""Kinds that parameters accept, by the parameter's name."""
 ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "matmul": {"alpha": "float nan", "beta": "none float nan", "bias": "", "aux": "", "bias_gradient": "none array"},
     "matmul of operand sums": {"bias_gradient": ""},
@@ -342,7 +342,7 @@ ACCEPTED_BY: Final[Mapping[str, Mapping[str, str]]] = {
     "Epilogue": {"value": "huge array"},
     "Philox": {"step": "array tensor"},
 }
-"""Kinds that a function's parameters accept. Of a function with a space in its name only these are tried."""
+"""Kinds that parameters accept, by function. If the function's name has a space, only these parameters are tried."""
 SHOWN_AS: Final[Mapping[str, Mapping[str, str]]] = {
     "dropout": {"p": "dropout probability"},
     "MLP": {"dtype": "the model"},
@@ -357,7 +357,7 @@ SHOWN_AS: Final[Mapping[str, Mapping[str, str]]] = {
     "raw.forward_raw": {"leaky_slope": "leaky_slope|negative_slope"},
     "raw.backward_raw": {"leaky_slope": "leaky_slope|negative_slope"},
 }
-"""Names of parameters in errors, where they are not their own."""
+"""Names that errors use for a parameter, where they differ from its own."""
 
 ELSEWHERE: Final = {
     "cublaslt": "bindings, which have checks and tests of their own",
@@ -374,7 +374,7 @@ ELSEWHERE: Final = {
 
 
 def public(lt: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Everything that a script may call."""
+    """Every public function, class and method."""
     named = [(name, getattr(lt, name)) for name in lt.__all__]
     for module in ("raw", "schedules"):
         for name, value in vars(getattr(lt, module)).items():
@@ -395,7 +395,7 @@ def public(lt: ModuleType) -> Iterator[tuple[str, Any]]:
 def accepted_of(name: str) -> dict[str, str]:
     """The kinds that each parameter of a function accepts."""
     special = ACCEPTED_BY.get(name, {})
-    if " " in name or name == "Epilogue":  # an enumeration's signature is that of making one
+    if " " in name or name == "Epilogue":  # an enumeration has the signature of its constructor
         return dict(special)
     found = {}
     for each, parameter in inspect.signature(PUBLIC[name]).parameters.items():
@@ -448,7 +448,7 @@ def _check(world: World, name: str, parameter: str) -> None:
 
 
 def _complaint(world: World, function: Any, arguments: dict[str, Any], shown_as: str, kind: str) -> str | None:
-    """What is wrong with how a function refuses arguments."""
+    """A message if a function does not refuse arguments with a clear error."""
     positional = [arguments.pop("operation")] if "operation" in arguments else []
     try:
         made = function(*positional, **arguments)

@@ -97,7 +97,7 @@ def test_outputs_that_share_memory() -> None:
     x = buffer[:, :K]
     with pytest.raises(OverlapError, match="out shares memory with x"):
         lt.linear(x, _ones(K, K), out=buffer[:, 2 : K + 2])
-    lt.linear(x, _ones(K, K), out=buffer[:, K:])  # interleaved, but disjoint
+    lt.linear(x, _ones(K, K), out=buffer[:, K:])  # the columns interleave without overlap
     assert (buffer[:, :K] == 1).all()
     assert (buffer[:, K:] == K).all()
 
@@ -120,7 +120,7 @@ def test_backward_outputs_that_share_memory() -> None:
 def test_the_layer_below_has_made_x() -> None:
     y, below = lt.linear_fwd(_ones(M, K), _ones(N, K), activation="gelu")
     dy = _ones(M, K)
-    for _ in range(3):  # also when the call is known
+    for _ in range(3):  # also when the call is prepared
         for x in (y, y[:], y.reshape(1, M, N)[0]):
             lt.linear_bwd(dy, lt.linear_fwd(x, _ones(K, N))[1], through=below)
         _, above = lt.linear_fwd(y + 1, _ones(K, N))

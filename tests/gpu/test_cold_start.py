@@ -1,4 +1,4 @@
-"""What a process loads until its first result, given addresses alone."""
+"""Modules that a process loads before its first result from raw addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of other libraries go in and come back."""
+"""Arrays of other libraries as operands and as results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _installed(name: str) -> pytest.MarkDecorator:
 
 
 class InterfaceOnly:
-    """An array with nothing but `__cuda_array_interface__`."""
+    """An array that has only `__cuda_array_interface__`."""
 
     def __init__(self, array: Any, stream: int | None = None) -> None:
         self._array = array
@@ -31,7 +31,7 @@ class InterfaceOnly:
 
 
 class DLPackOnly:
-    """An array with nothing but DLPack."""
+    """An array that has only DLPack."""
 
     def __init__(self, array: Any) -> None:
         self._array = array

@@ -1,4 +1,4 @@
-"""The small programs on a GPU."""
+"""The programs of tests/programs on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel gives the same bits each time, whatever else the GPU is doing."""
+"""Every kernel writes the same bits in each run, also while other work is on the GPU."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def bits(array: Any) -> Any:
 def assert_repeats(run: Callable[[], Sequence[Any]]) -> None:
     """Fails unless 100 runs agree bit for bit.
 
-    Results are overwritten afterwards, so that one left unwritten in recycled memory is noticed; and another stream
-    keeps part of the GPU busy, so that blocks are not always scheduled alike.
+    Results are overwritten after each run, so that a kernel that writes nothing is noticed. Another stream keeps a part
+    of the GPU busy, so that blocks are scheduled differently.
     """
     busy, other = random(0, (1 << 20,)), cp.cuda.Stream(non_blocking=True)
     first = [cp.asnumpy(bits(array)) for array in run()]

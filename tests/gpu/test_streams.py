@@ -69,7 +69,7 @@ def test_replay_repeats_eager_and_masks_advance() -> None:
         layer.step.fill(step)
         layer.run(None)
         eager.append(layer.results())
-    layer.run(stream)  # the plans are made, and this stream's memory
+    layer.run(stream)  # makes the plans and allocates this stream's memory
     stream.begin_capture()
     layer.run(stream)
     graph = stream.end_capture()
@@ -103,7 +103,7 @@ def test_first_run_on_a_stream_in_a_capture_is_refused() -> None:
     layer, stream = _Layer(5), cp.cuda.Stream(non_blocking=True)
     layer.run(None)
     cp.cuda.get_current_stream().synchronize()
-    release(0, stream.ptr)  # a stream that another test has destroyed may have had this address
+    release(0, stream.ptr)  # a destroyed stream of another test may have had this handle
     stream.begin_capture()
     with pytest.raises(CaptureError, match="scratch"):
         layer.run(stream)

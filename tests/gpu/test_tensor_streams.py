@@ -1,4 +1,4 @@
-"""Calls on tensors that name no stream come after what PyTorch's current stream was given before them."""
+"""Calls on tensors without `stream=` run after the work that PyTorch's current stream already has."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import lt_runtime as lt
 torch = pytest.importorskip("torch")
 
 _LONG = 200_000_000  # cycles, a tenth of a second: longer than the host takes for a call
-_CALLS = 4  # until a call is looked up, and bound to its buffers
+_CALLS = 4  # calls until a call is captured with its buffers
 _M, _N, _K = 64, 48, 80
 
 
 class _Case(NamedTuple):
-    """Tensors that are zero until they are filled, and a call that reads them; the call gives tensors."""
+    """Tensors that are zero until they are filled, and a call that reads them and returns tensors."""
 
     inputs: tuple[Any, ...]
     call: Callable[[], Any]
@@ -61,14 +61,14 @@ def _dropout() -> _Case:
 
 
 def _fill(tensors: tuple[Any, ...]) -> None:
-    """Random values from the device itself: a copy from the host could wait for the stream."""
+    """Fills with random values made on the device: a copy from the host could wait for the stream."""
     generator = torch.Generator(device="cuda").manual_seed(5)
     for tensor in tensors:
         tensor.normal_(generator=generator)
 
 
 def _behind_long_work(fill: Callable[[], None], call: Callable[[], Any]) -> Any:
-    """What a call gives whose operands are written on its stream just before it, behind work that takes long."""
+    """The result of a call whose operands are written just before it on its stream, behind work that takes long."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -84,7 +84,7 @@ def test_operands_are_read_in_their_turn(make: Callable[[], _Case]) -> None:
     inputs, call = make()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for _ in range(_CALLS):  # plans and kernels are there before: making them would take as long as the work
+        for _ in range(_CALLS):  # makes plans and kernels, which takes as long as the long work
             call()
     made = _behind_long_work(lambda: _fill(inputs), call)
     expected = call()

@@ -1,4 +1,4 @@
-"""Operands on one GPU and a stream of another: an error that names it, nothing written, and both GPUs stay usable."""
+"""Operands on one GPU with a stream of another: an error names the GPU, nothing is written, both GPUs stay usable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SENTINEL = 7.0
 
 
 class _Operands:
-    """A layer's arrays on one GPU, and a model with its step there."""
+    """A layer's arrays, a model and its training step on one GPU."""
 
     def __init__(self, device: int) -> None:
         generator = np.random.default_rng(0)

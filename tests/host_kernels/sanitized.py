@@ -1,7 +1,7 @@
 """Records that the kernels' tests passed under the sanitizers: `python -m tests.host_kernels.sanitized` runs them all.
 
-The record is a digest of the compiler's version and of all files that decide what the sanitizers see. As long as it
-matches, only a sample of the tests runs under the sanitizers, a different one each day. LT_COMPILE_ALL=1 runs them all.
+The record is a digest of the compiler's version and of all files that can change the sanitizers' result. As long as it
+matches, one test runs under each sanitizer, a different one each day. LT_COMPILE_ALL=1 runs them all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LAUNCHERS: Final = Path(kernels.__file__).parent
 
 
 def digest() -> str:
-    """Changes with the code of any of `covered_files` and with the compiler, but not with comments and docstrings."""
+    """Digest of the compiler's version and the code of all `covered_files`, without comments and docstrings."""
     made = hashlib.sha256(compiler_version().encode())
     for file in covered_files():
         bare = without_prose if file.suffix == ".py" else without_comments
@@ -38,7 +38,7 @@ def digest() -> str:
 
 
 def covered_files() -> list[Path]:
-    """The kernels, their launchers, their tests, the shim, and each module of ours that one of the tests imports."""
+    """The kernels, their launchers, their tests, the shim, and every module of ours that the tests import."""
     tests = _files(HERE, ".py")
     sources = [*_files(kernel_sources(), ".cu", ".cuh"), *_files(HERE, ".cu", ".cuh", ".cpp", ".h")]
     imported = {file for test in tests for file in _imported(test)}
@@ -50,7 +50,7 @@ def _files(root: Path, *suffixes: str) -> list[Path]:
 
 
 def _imported(test: Path) -> Iterator[Path]:
-    """Files of the modules of `lt_runtime` and `tests` that a file imports; all files of a package."""
+    """Files of the modules of `lt_runtime` and `tests` that a test imports; of an imported package, all files."""
     for node in ast.walk(ast.parse(test.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("lt_runtime", "tests")):
             package = _ROOT / node.module.replace(".", "/")
@@ -60,12 +60,12 @@ def _imported(test: Path) -> Iterator[Path]:
 
 
 def is_to_run() -> bool:
-    """Whether all runs are asked for, or something has changed since they passed."""
+    """Whether all tests are asked for, or a covered file has changed since they passed."""
     return os.environ.get(COMPILE_ALL) == "1" or not RECORD.exists() or RECORD.read_text().strip() != digest()
 
 
 def of_the_day(tests: Sequence[str], day: date) -> str:
-    """One of the tests; each has its turn within as many days as there are tests."""
+    """The test of a day: each test is chosen once in as many days as there are tests."""
     return tests[day.toordinal() % len(tests)]
 
 

@@ -1,7 +1,7 @@
 """Runs tests of every kernel again, in a process of its own, with the kernels built with sanitizers.
 
-All of them take minutes, and run when something has changed since they passed. Otherwise one test runs under each
-sanitizer, a different one each day: see sanitized.py.
+All of them take minutes, and run after a change of a covered file. Otherwise one test runs under each sanitizer, a
+different one each day: see sanitized.py.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ TESTS = [
     "test_dropout.py::test_known_answers",
     f"test_resize.py::test_copies[{DType.FLOAT16.value}]",
     "test_copy_rows.py::test_copies",
-    # alignment is judged there
+    # these check addresses' alignment
     *(f"test_launches.py::test_{test}" for test in ("forward_pass", "backward_pass", "backward_pass_with_a_mask")),
     "test_adamw.py::test_schedules",
 ]
 
 
-def tests_under(sanitizer: Sanitizer) -> list[str]:
+def names_under(sanitizer: Sanitizer) -> list[str]:
     return TESTS if sanitizer is Sanitizer.ADDRESS else SHARED_MEMORY_TESTS
 
 
@@ -103,7 +103,7 @@ def run_python(sanitizer: Sanitizer, directory: Path, arguments: list[str]) -> s
         **os.environ,
         "LD_PRELOAD": sanitizer.runtime_library,
         "LT_HOST_SANITIZER": sanitizer.name.lower(),
-        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter leaks at its end
         BUILD_DIRECTORY: str(directory),
     }
     command = [*without_randomization(sanitizer), sys.executable, *arguments]
@@ -111,7 +111,7 @@ def run_python(sanitizer: Sanitizer, directory: Path, arguments: list[str]) -> s
 
 
 def without_randomization(sanitizer: Sanitizer) -> list[str]:
-    """ThreadSanitizer cannot do with addresses as random as some kernels make them."""
+    """Prefix of a command: ThreadSanitizer does not support as much address randomisation as some kernels have."""
     bits = int(Path("/proc/sys/vm/mmap_rnd_bits").read_text())
     return ["setarch", "-R"] if sanitizer is Sanitizer.THREAD and bits > 28 else []
 
@@ -129,12 +129,12 @@ def pass_under(sanitizer: Sanitizer, directory: Path, tests: Sequence[str]) -> N
     assert f"{len(paths)} passed" in done.stdout
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])  # as long as each other
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])  # the two halves take equally long
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
 def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool) -> None:
     if not is_to_run():
         pytest.skip("nothing has changed since the sanitizers passed; LT_COMPILE_ALL=1 runs them")
-    chosen = [test for test in tests_under(sanitizer) if test.startswith("test_narrow") == narrow]
+    chosen = [test for test in names_under(sanitizer) if test.startswith("test_narrow") == narrow]
     pass_under(sanitizer, build_directory, chosen)
 
 
@@ -142,7 +142,7 @@ def test_kernels_pass(build_directory: Path, sanitizer: Sanitizer, narrow: bool)
 def test_the_kernel_of_the_day_passes(build_directory: Path, sanitizer: Sanitizer) -> None:
     if is_to_run():
         pytest.skip("all tests run under the sanitizers")
-    pass_under(sanitizer, build_directory, [of_the_day(tests_under(sanitizer), date.today())])
+    pass_under(sanitizer, build_directory, [of_the_day(names_under(sanitizer), date.today())])
 
 
 def test_each_test_has_its_day() -> None:

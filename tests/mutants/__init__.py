@@ -1,4 +1,4 @@
-"""Planted faults: one change of one line each, with the tests that must fail where it is planted."""
+"""The table of planted faults: each changes one line, and names the tests that must fail then."""
 
 from __future__ import annotations
 

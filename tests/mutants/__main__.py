@@ -1,8 +1,8 @@
-"""Plants each fault of the table in a copy of the tree, and runs the tests that must see it.
+"""Plants each fault of the table in a copy of the tree, and runs the tests that must fail.
 
 `python -m tests.mutants [--jobs N] [--only PATTERN] [--changed BASE] [--seconds S] [--gpu]` exits with 1 if a fault
-survives. A fault is killed when its tests run and fail; without it they must pass. With `--seconds` the
-faults are tried in random order, as many as the time allows.
+survives. A fault is killed if its tests run and fail with it, and pass without it. With `--seconds` the faults are
+tried in random order, as many as the time allows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _tried(each: Fault, copy: Copy) -> Verdict:
-    """Prints the verdict on a fault, and what pytest says unless the fault is killed."""
+    """Tries a fault and prints the verdict, with pytest's output unless the fault is killed."""
     planted = each.planted((ROOT / each.path).read_text())
     verdict, output = copy.try_out(each.path, planted, each.tests, LIMIT_S)
     if verdict is Verdict.KILLED:

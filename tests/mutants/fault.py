@@ -1,4 +1,4 @@
-"""A planted fault: one change of one line that the tests must see."""
+"""A planted fault: a change of one line that tests must notice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 class StaleFaultError(Exception):
-    """A fault no longer fits the file that it is about."""
+    """A fault does not fit its file."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Fault:
         return all(test.startswith("tests/gpu/") for test in self.tests)
 
     def concerns(self, paths: set[str]) -> bool:
-        """Whether one of the files has the fault, or tests for it."""
+        """Whether one of the files has the fault or tests for it."""
         return self.path in paths or any(test.partition("::")[0] in paths for test in self.tests)
 
     def planted(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs tests in a copy of a checkout in which a file has been changed."""
+"""Runs tests in a copy of a checkout in which one file has been changed."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _COPIED: Final = (
 
 
 class Verdict(enum.Enum):
-    """What became of a change."""
+    """The outcome of a change."""
 
     KILLED = "killed"
     SURVIVED = "survived"
     TIMED_OUT = "timed out"
     LEFT_OUT = "left out"
-    """The time for all changes was over."""
+    """The command's time ended before the tests did."""
     BROKEN = "broken"
-    """The tests could not run, so that the change says nothing about them."""
+    """The tests could not run, so that they neither kill the change nor let it survive."""
 
 
 class Copy:
-    """A copy of a checkout, in which files are changed one after the other.
+    """A copy of a checkout, in which one file after the other is changed.
 
     Args:
         directory: where the copy is made.
         root: the checkout; its `.venv`, if it has one, runs the tests.
-        built: directory of the kernels that g++ builds for the host; the checkout's own if None.
+        built: directory of the kernels that g++ builds for the host; by default the checkout's own.
         deadline: time of `time.monotonic` at which every run is ended.
     """
 
@@ -68,7 +68,7 @@ class Copy:
         compileall.compile_dir(directory / "lt_runtime", quiet=1, invalidation_mode=checked)
 
     def try_out(self, path: str, text: str, tests: Sequence[str], limit_s: int) -> tuple[Verdict, str]:
-        """Runs tests where the file `path` has another text; see `run`.
+        """Runs tests while the file `path` has another text; see `pytest`.
 
         Returns:
             The verdict and pytest's output.
@@ -83,21 +83,24 @@ class Copy:
         return verdict_on(status, output), output
 
     def pytest(self, arguments: Sequence[str], limit_s: int | None = None) -> tuple[int | Verdict, str]:
-        """Runs pytest in one process, unless the arguments say otherwise.
+        """Runs pytest, in one process by default.
 
         Args:
-            arguments: of pytest.
-            limit_s: seconds of a processor that it may take; five times as many may pass, because of other work.
+            arguments: arguments of pytest.
+            limit_s: processor seconds that it may take; it may take five times as long by the clock, because of other
+                work.
 
         Returns:
-            Its exit status, or the verdict where it did not end by itself, and its output.
+            Its exit status, or the verdict if it was ended, and its output.
         """
         options = ["-n0", "-q", "-p", "no:cacheprovider", "--no-header", "--hypothesis-profile=mutants"]
         return self.python(["-m", "pytest", *options, *arguments], limit_s)
 
     def python(self, arguments: Sequence[str], limit_s: int | None = None) -> tuple[int | Verdict, str]:
         """Runs Python in the copy, as `pytest` does."""
-        path = os.pathsep.join(filter(None, (str(self.root), os.environ.get("PYTHONPATH"))))  # packages may be there
+        path = os.pathsep.join(
+            filter(None, (str(self.root), os.environ.get("PYTHONPATH")))
+        )  # it may hold installed packages
         with subprocess.Popen(
             [self._python, *arguments],
             cwd=self.root,
@@ -122,16 +125,16 @@ class Copy:
 
 
 def own_environment() -> dict[str, str]:
-    """The environment without what a pytest that runs this has set, and without the repository of the checkout."""
+    """The environment without variables of a surrounding pytest and of git."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GIT_"))}
 
 
 def verdict_on(status: int | Verdict, output: str) -> Verdict:
-    """The meaning of what `Copy.pytest` returned."""
+    """The verdict that a result of `Copy.pytest` means."""
     if isinstance(status, Verdict):
         return status
     if status == pytest.ExitCode.OK:
         return Verdict.SURVIVED
-    # Any other status is one of tests that did not run. Tests of a kernel that does not compile did not run either.
+    # With any other status the tests did not run. Neither did tests of a kernel that does not compile.
     ran = status == pytest.ExitCode.TESTS_FAILED and BuildError.__name__ not in output
     return Verdict.KILLED if ran else Verdict.BROKEN
