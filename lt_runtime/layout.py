@@ -1,6 +1,7 @@
 """Layouts: the order and leading dimension of a matrix, which follow from its strides.
 
-Every matrix with one unit stride has a layout, and is read as it is in memory.
+Every matrix with one unit stride has a layout, and is read where it lies. A matrix is *ragged* if its lines (rows of a
+row-major matrix, columns of a column-major one) do not all begin and end at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from lt_runtime.errors import LayoutError, ShapeError
 
 
 class Order(enum.Enum):
-    """Which elements are contiguous: those of a row, or those of a column."""
+    """The axis along which elements are contiguous: a row's elements or a column's."""
 
     ROW = "row"
     COLUMN = "column"

@@ -1,4 +1,4 @@
-"""What is asked of a linear layer: types, activations, layouts, dropout. Pure data, no GPU, no library."""
+"""Problems: types, activations, layouts and dropout of products and layers, as frozen data without a GPU."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class DType(enum.Enum):
 
     @classmethod
     def parse(cls, operand: str, dtype: object, *, fp64: bool = False) -> DType:
-        """The member that a caller's type stands for.
+        """The member for a type as a caller gives it.
 
         Args:
-            operand: what has the type, for the error.
+            operand: name of the operand or option, for the error.
             dtype: a name; a type of NumPy, `ml_dtypes` or PyTorch; a member.
             fp64: whether FP64 is accepted. Only plain matrix products compute in it.
 
@@ -114,11 +114,11 @@ class Compute(enum.Enum):
 
 
 class Saved(enum.Enum):
-    """What forward keeps for backward to take the activation's derivative from.
+    """Kind of the tensor that forward keeps for backward, which computes the activation's derivative from it.
 
-    A mask has a bit an element, set where ReLU's pre-activation is positive, as cuBLASLt writes it: along the rows,
-    which are a multiple of 128 bits apart. At exactly 0, where there is no derivative, it may be set (13.1 does), while
-    one taken from the output is 0.
+    A mask has one bit for each element, as cuBLASLt writes it: set where ReLU's pre-activation is positive, along rows
+    that are a multiple of 128 bits apart. At exactly 0, where ReLU has no derivative, the bit may be set (cuBLASLt 13.1
+    sets it); the derivative that is computed from an output of 0 is 0.
     """
 
     NOTHING = "nothing"
@@ -157,23 +157,23 @@ class Activation:
 
     @classmethod
     def of(cls, activation: ActivationName | Activation, negative_slope: float = 0.01) -> Activation:
-        """An activation as a caller may give it: by its name, with a slope, or as such. Raises as the class."""
+        """The activation for a name with a slope, or for an `Activation`. Raises as the class."""
         if not isinstance(activation, Activation):
             return cls(activation, negative_slope)
-        _slope(negative_slope)  # has no meaning here, and is checked all the same
+        _slope(negative_slope)  # not used, but checked
         return activation
 
 
 Chosen: TypeAlias = ActivationName | Activation | Mapping[str, Any]
-"""An activation as a caller may give it: by its name, as such, or as a dict of its fields, which JSON can hold."""
+"""An activation as a caller may give it: a name, an `Activation`, or a dict of its fields, as in JSON."""
 
 
 def activation_of(name: str, value: Chosen) -> Activation:
-    """The activation that an argument of that name stands for.
+    """The activation for an argument of a caller's; `name` is the argument's, for errors.
 
     Raises:
-        KindError: it is none.
-        ArgumentError: it is unknown, or its slope is not finite.
+        KindError: the argument has another type.
+        ArgumentError: the activation is unknown, or its slope is not finite.
     """
     if isinstance(value, Mapping) and value.keys() == {"name", "negative_slope"}:
         return Activation(**value)
@@ -189,10 +189,10 @@ def _slope(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Philox:
-    """Where a dropout mask's random numbers come from: Philox4x32-10, counter-based and stateless.
+    """Source of a dropout mask's random numbers: Philox4x32-10, counter-based and stateless.
 
-    The mask of an M×N array depends on these three and on the element's row-major index alone: not on type,
-    layout, tiling or GPU. Nothing is stored; backward computes the mask again.
+    The mask of an M×N array depends on seed, layer, step and the element's row-major index, and not on type, layout,
+    tiling or GPU. Nothing is stored; backward computes the mask again.
 
     Attributes:
         seed: 64-bit key.
@@ -253,7 +253,7 @@ def probability(name: str, p: Any) -> float:
 
 
 def check_dropout(p: float, rng: Philox | None) -> Philox | None:
-    """The random numbers' source; None if `p` is 0.
+    """Checks a probability and its source; returns the source, or None if `p` is 0.
 
     Raises:
         ArgumentError: see `keep_threshold`; or `p` is above 0 and there is no source.
@@ -268,22 +268,22 @@ def check_dropout(p: float, rng: Philox | None) -> Philox | None:
 
 
 def keep_scale(threshold: int) -> float:
-    """What a kept element is multiplied by: 65536 / threshold, so that the expectation is exact; rounded to FP32."""
+    """The factor of a kept element: 65536 / threshold, which keeps the expectation exact; rounded to FP32."""
     return float(np.float32(65536 / threshold))
 
 
 ALIGNMENT: Final = 256
-"""Bytes: allocations begin at multiples of it, and nothing depends on a better alignment."""
+"""Bytes: allocations begin at multiples of this, and no plan depends on a better alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How a matrix, or a batch of them, lies in memory.
+    """Layout and alignment of a matrix, or of a batch of matrices, in memory.
 
     Attributes:
-        layout: of each matrix.
+        layout: layout of each matrix.
         alignment: the largest power of two, at most 256, that divides the address.
-        batch_stride: elements from one matrix to the next; 0 if all are the same one.
+        batch_stride: elements from one matrix to the next; 0 if the batch repeats one matrix.
     """
 
     layout: Layout
@@ -301,14 +301,13 @@ class MatmulProblem:
     """A batch of matrix products D[M,N] = epilogue(α·A[M,K]·B[K,N] + β·C[M,N]).
 
     Attributes:
-        dtype: of A and B. d_dtype: of C, D, and what the epilogue reads and writes.
-        c: None where β is 0.
+        dtype: type of A and B. d_dtype: type of C, D, bias and auxiliary matrix.
+        c: None if β is 0.
         batch: number of products.
-        bias_alignment: of the address of the epilogue's bias or bias gradient.
-        aux: how the epilogue's auxiliary matrix lies. ReLU's is a mask in bits: its layout counts bits, and is as
-            large as D's contiguous axis asks.
+        bias_alignment: alignment of the epilogue's bias or bias gradient.
+        aux: spec of the epilogue's auxiliary matrix; a ReLU mask's layout counts bits.
         device_scalars: α and β are addresses on the device, read when the product runs.
-        no_split_k: the library may not split K over a second kernel.
+        no_split_k: cuBLASLt may not split K, which would take a second kernel.
     """
 
     dtype: DType
@@ -330,7 +329,7 @@ class MatmulProblem:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be multiplied."""
+        """Whether there is nothing to multiply."""
         return 0 in (self.batch, self.m, self.n, self.k)
 
     @property
@@ -354,9 +353,9 @@ class ForwardProblem:
     """y[M,N] = dropout(act(x[M,K] · w[N,K]ᵀ + bias[N])).
 
     Attributes:
-        preactivation: where the caller wants the pre-activation; None if not.
+        preactivation: spec of the caller's buffer for the pre-activation; None without one.
         bias: alignment of the bias vector's address; None without a bias.
-        backward: whether what backward needs is to be kept.
+        backward: whether a tensor is kept for backward.
     """
 
     dtype: DType
@@ -372,17 +371,17 @@ class ForwardProblem:
     backward: bool = False
 
     operands: ClassVar = ("x", "w", "bias", "y", "kept")
-    """Names of a call's addresses, in their order; `kept` is what the plan keeps for backward besides y."""
+    """Names of a call's addresses, in their order; `kept` is the tensor that is written besides y."""
 
 
 @dataclass(frozen=True, slots=True)
 class Derivative:
-    """What takes a gradient from behind a layer's activation and dropout to before them, where its bias is.
+    """How a gradient is taken through a layer's activation and dropout, to where the layer's bias is added.
 
     Attributes:
-        saved: the saved tensor's meaning; `saved_spec` says how it lies (a mask's layout counts bits), None if nothing
-            was saved.
-        db: alignment of the bias gradient's address; None if it is not wanted.
+        saved: kind of the saved tensor.
+        saved_spec: spec of the saved tensor (a mask's layout counts bits); None if nothing was saved.
+        db: alignment of the bias gradient's address; None if the bias gradient is not wanted.
     """
 
     activation: Activation
@@ -399,14 +398,14 @@ class Derivative:
 
 @dataclass(frozen=True, slots=True)
 class BackwardProblem:
-    """Gradients of a `ForwardProblem`: which are wanted, and how they and dy lie in memory.
+    """Gradients of a `ForwardProblem`: which are wanted, and the specs of dy and of the gradients.
 
     Attributes:
         output_derivative: takes dy to dz, the gradient before this layer's activation, and makes the layer's bias
             gradient.
-        dx: None if the input's gradient is not wanted; likewise `dw`.
-        dz: where dz is to be written; None leaves it to scratch memory.
-        accumulate: dw and bias gradients are added to what their buffers hold.
+        dx, dw: None if the gradient is not wanted.
+        dz: spec of the caller's buffer for dz; None leaves dz to scratch memory.
+        accumulate: whether dw and bias gradients are added to what their buffers hold.
         input_derivative: of the layer below, whose output is x, if dx is to be the gradient before that layer's
             activation; None otherwise.
     """
@@ -432,10 +431,10 @@ class MLPProblem:
     """Linear layers in a row, without dropout: inputs to outputs, or a training step's forward and backward pass.
 
     Attributes:
-        rows: M, of every matrix.
-        dims: columns of inputs, of each hidden layer and of outputs.
+        rows: M of every matrix.
+        dims: columns of the inputs, of each hidden layer and of the outputs.
         biases: whether each layer has a bias.
-        activation: of every layer but the last, which has none.
+        activation: activation of every layer but the last, which has none.
         backward: whether the gradients of all parameters are wanted too.
     """
 

@@ -31,7 +31,7 @@ _MOST = 1 << 48
 _LAST_ADDRESS = 1 << 57
 
 _Given = tuple[int, Layout | int] | None
-"""An operand's address, and its layout or a vector's length; None for an absent operand."""
+"""Address of an operand with its layout, or with its length if it is a vector; None for an absent operand."""
 
 
 _FORWARD, _BACKWARD = LinearForward(), LinearBackward()
@@ -153,12 +153,14 @@ def _layouts(m: int, k: int, n: int, trans_a: bool, trans_b: bool) -> tuple[Layo
 def _run(
     operation: Operation, named: Mapping[str, _Given], first_output: int, options: Any, scalars: Any, stream: Any
 ) -> None:
-    """Runs the operation on operands in its order. What comes after them only has to be on the same device."""
+    """Runs an operation. Operands beyond the operation's own are not passed to it, but must be on the same device."""
     count, given = len(operation.names), [each and _operand(name, *each) for name, each in named.items()]
     for place in range(first_output, count):
         if out := given[place]:
             check_no_overlap(out, *filter(None, given[:place]))
-    somewhere = next((each.address for each in given if each and each.address), 0)  # where empty operands are as well
+    somewhere = next(
+        (each.address for each in given if each and each.address), 0
+    )  # an empty operand may have address 0, and is taken to be on the same device
     placed = [each and replace(each, device=device_of_address(each.name, each.address or somewhere)) for each in given]
     first, *others = filter(None, placed)
     check_device(first, *others)

@@ -1,4 +1,4 @@
-"""Arenas: many arrays in one piece of memory, each aligned as an allocation, so that their plans are the same."""
+"""Arenas: many arrays in one allocation, each aligned as if allocated alone, so that their plans are the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Shapes = Sequence[tuple[int, ...]]
 
 
 def arena_size(shapes: _Shapes, itemsize: int) -> int:
-    """Elements that arrays of these shapes take, each beginning on `ALIGNMENT` bytes."""
+    """Elements of an arena for arrays of these shapes, each of which begins at a multiple of `ALIGNMENT` bytes."""
     return _starts(shapes, itemsize)[-1]
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lt_runtime.arrays.operand import Operand, read
 from lt_runtime.errors import DeviceError, DTypeError, OverlapError, ShapeError
 
-_WORK: Final = 10_000  # of NumPy's search for a common element; without an answer by then there is one
+_WORK: Final = 10_000  # steps of NumPy's search for a common element, after which one is assumed
 
 
 def check_shape(name: str, shape: Iterable[int], expected: tuple[int, ...], why: str) -> None:
@@ -65,14 +65,14 @@ def is_same_matrix(x: Any, y: Any) -> bool:
 def check_no_overlap(out: Operand, *others: Operand) -> None:
     """Raises `OverlapError` if `out` shares memory with another operand.
 
-    The answer is exact for operands whose elements have the same size, such as two column slices of one array; others
-    are judged by their address ranges.
+    Operands of one element size, such as two column slices of one array, are compared element by element; others by
+    their address ranges.
     """
     if 0 in out.shape:
         return
     memory = _memory(out)
     for other in others:
-        if 0 in other.shape:  # it may be nowhere, and to NumPy 2.0 address 0 is none
+        if 0 in other.shape:  # an empty array may have address 0, which NumPy 2.0 refuses
             continue
         work: Any = _WORK if out.itemsize == other.itemsize else 0
         if np.may_share_memory(memory, _memory(other), max_work=work):
@@ -86,7 +86,7 @@ def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
     """
     spans = [(each.address, each.address + each.extent * each.itemsize, True, each) for each in written]
     spans += [(each.address, each.address + each.extent * each.itemsize, False, each) for each in read]
-    reaching: list[tuple[int, int, bool, Operand]] = []  # those before that end behind the present one's start
+    reaching: list[tuple[int, int, bool, Operand]] = []  # earlier spans that end after the present span's start
     for span in sorted(spans, key=itemgetter(0)):
         start, _, is_written, operand = span
         reaching = [each for each in reaching if each[1] > start]
@@ -97,7 +97,7 @@ def check_disjoint(written: Sequence[Operand], read: Sequence[Operand]) -> None:
 
 
 def _memory(operand: Operand) -> NDArray[Any]:
-    """The operand as an array of NumPy's; nothing may read it, as it may lie on a GPU."""
+    """The operand's memory as a NumPy array, which must not be read, because the memory may be a GPU's."""
     size = operand.itemsize
     interface = {
         "version": 3,

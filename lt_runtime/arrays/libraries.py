@@ -1,4 +1,4 @@
-"""Array libraries: how a call's arrays are told from another's, and results of the kind that went in."""
+"""Array libraries: signatures that tell calls apart, and new arrays of the library that the operands come from."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from lt_runtime.arguments import shown
 from lt_runtime.errors import MissingLibraryError, OperandError
 from lt_runtime.gpu.streams import cupy_current
 
-_ALIGNED: Final = 256  # the best alignment that makes a difference
+_ALIGNED: Final = 256  # bytes; no plan depends on a better alignment
 
 Look: TypeAlias = tuple[Callable[[Any], int], Callable[[Any], tuple[Any, ...]]]
 """A function that gives an array's address, and one that gives its device, shape, strides and type."""
 Signature: TypeAlias = tuple[tuple[Any, ...], tuple[int, ...]]
-"""All of a call's arrays but their addresses, None for an absent one; and the addresses, 0 for an absent one.
-
-If not all of them are aligned to 256 bytes, the first part ends with how well each of them is."""
+"""Two tuples with an entry for each array of a call: device, shape, strides and type (None for an absent array); and
+addresses (0 for an absent array). If an address is no multiple of 256, the first tuple ends with all alignments."""
 
 _looks: dict[type, Look] = {}
 
@@ -46,15 +45,15 @@ class Library(ABC):
         """An uninitialised row-major array whose memory is ordered with `stream`."""
 
     def maker(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Callable[[], Any]:
-        """A function that makes such an array where `device`, and the stream, are the library's current ones."""
+        """A function that makes such an array on the library's current stream; `device` is its current device."""
         return lambda: self.empty(shape, dtype, device, self.current_stream(device))
 
     def current_stream(self, device: int) -> int:
-        """The handle of the stream that the library itself puts work on now; 0 for a library of the host."""
+        """The handle of the library's current stream on a device; 0 for a library of the host."""
         return 0
 
     def export(self, array: Any, stream: int) -> Any:
-        """`array`, as `empty` made it and with its contents put on `stream`, in the form that the caller gets."""
+        """Converts an array that `empty` made, and that work on `stream` fills, to the library's own type."""
         return array
 
 
@@ -73,7 +72,7 @@ def cupy() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _StreamHandle:
-    """A handle as an object of the CUDA stream protocol."""
+    """A stream handle with the method of the CUDA stream protocol."""
 
     handle: int
 
@@ -83,7 +82,7 @@ class _StreamHandle:
 
 @contextlib.contextmanager
 def cupy_stream(device: int, stream: int) -> Iterator[Any]:
-    """CuPy with `device` and `stream` current: that orders its memory pool, and what it exchanges over DLPack."""
+    """Makes `device` and `stream` CuPy's current ones, which orders its memory pool and its DLPack exchanges."""
     module = cupy()
     with module.cuda.Device(device):
         if module.cuda.get_current_stream().ptr == stream:
@@ -94,7 +93,7 @@ def cupy_stream(device: int, stream: int) -> Iterator[Any]:
 
 
 class CupyLibrary(Library):
-    """CuPy arrays; also what the other libraries' results are made of."""
+    """CuPy arrays; also the memory of results for libraries other than PyTorch."""
 
     address = attrgetter("data.ptr")
 
@@ -111,7 +110,7 @@ class CupyLibrary(Library):
         return functools.partial(cupy().ndarray, shape, dtype)
 
     def current_stream(self, device: int) -> int:
-        """See `Library`; the default stream where CuPy is not in use."""
+        """See `Library`; the default stream if CuPy was not imported."""
         return cupy_current(device)
 
 
@@ -137,7 +136,7 @@ class TorchLibrary(Library):
     def current_stream(self, device: int) -> int:
         """See `Library`."""
         torch = sys.modules["torch"]
-        # `torch.cuda.current_stream` builds an object for the handle, which takes as long as the rest of a short call.
+        # `torch.cuda.current_stream` makes an object for the handle, which takes as long as the rest of a short call.
         handle: int = torch._C._cuda_getCurrentRawStream(device)
         return handle
 
@@ -153,7 +152,7 @@ class NumpyLibrary(Library):
 
 
 class ArrayApiLibrary(CupyLibrary):
-    """Any library with the array API's `from_dlpack` (JAX, for one): made by CuPy, handed over without a copy."""
+    """Any library with the array API's `from_dlpack`, such as JAX; CuPy makes its results, DLPack passes them on."""
 
     def __init__(self, namespace: Any) -> None:
         self._namespace = namespace
@@ -184,7 +183,7 @@ def contiguous(array: Any) -> Any:
 
 
 def is_from(array: Any, library: str) -> bool:
-    """Whether an array is of the class of `library` ("cupy" or "torch"), which is not imported for the question."""
+    """Whether an array is of the class of `library` ("cupy" or "torch"); the library is not imported for that."""
     module = sys.modules.get(library)
     return module is not None and isinstance(array, module.Tensor if library == "torch" else module.ndarray)
 
@@ -214,7 +213,7 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
 
 
 def _look_of(kind: type) -> Look | None:
-    """None for classes that are not known through and through, subclasses among them."""
+    """None for other classes than CuPy's ndarray, PyTorch's Tensor and Parameter; subclasses may behave differently."""
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
     if cupy is not None and kind is cupy.ndarray:
         look: Look = attrgetter("data.ptr"), attrgetter("data.device_id", "shape", "strides", "dtype")

@@ -1,4 +1,4 @@
-"""Reads any array that a caller may hand in."""
+"""`Operand`: an array of any library as an operation reads it, and the functions that read one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DLPACK_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 _Source: TypeAlias = "tuple[int, Library, Callable[[str, Any, int, int], Operand]]"
 HOST: Final = -1
-"""The ordinal that stands for host memory, where NumPy arrays are."""
+"""The device of NumPy arrays, in place of a GPU's ordinal."""
 CUPY: Final = CupyLibrary()
 NUMPY: Final = NumpyLibrary()
 TORCH: Final = TorchLibrary()
@@ -77,7 +77,7 @@ class Operand:
 
     @property
     def place(self) -> str:
-        """Where it lives, in words."""
+        """The device in words, for errors."""
         return "in host memory (NumPy)" if self.device == HOST else f"on GPU {self.device}"
 
     def converted(self, dtype: str) -> str:
@@ -93,7 +93,7 @@ class Operand:
 
     @property
     def layout(self) -> Layout:
-        """How it lies as a matrix; `ShapeError` or `LayoutError` if it is none."""
+        """The layout of the matrix; `ShapeError` or `LayoutError` if the array is no matrix with a unit stride."""
         return layout_of(self.name, self.shape, self.strides)
 
     @property
@@ -103,7 +103,7 @@ class Operand:
 
     @property
     def spec(self) -> Spec:
-        """Layout and alignment, as a problem records them: a matrix as it lies, anything else as one row."""
+        """Layout and alignment for a problem. Any other array than a matrix is read as one row."""
         return Spec(self.layout if len(self.shape) == 2 else self.flat_layout, self.alignment)
 
     @property
@@ -119,7 +119,7 @@ class Operand:
 
     @property
     def flat_layout(self) -> Layout:
-        """How its elements lie, as one row; `LayoutError` unless they are row-major without gaps."""
+        """The layout of all elements as one row; `LayoutError` unless they are row-major without gaps."""
         expected = _row_major_strides(self.shape)
         for extent, stride, packed_stride in zip(self.shape, self.strides, expected, strict=True):
             if extent > 1 and stride != packed_stride and 0 not in self.shape:
@@ -280,7 +280,7 @@ def _read_numpy(name: str, array: np.ndarray[Any, Any], device: int, stream: int
 
 
 def check_plain(name: str, array: np.ndarray[Any, Any]) -> None:
-    """Raises `OperandError` for NumPy's arrays with arithmetic of their own: masked ones, and matrices."""
+    """Raises `OperandError` for a masked array or a `numpy.matrix`, whose arithmetic differs from plain arrays'."""
     masked = sys.modules.get("numpy.ma")  # NumPy imports it at its first use
     if masked is not None and isinstance(array, masked.MaskedArray):
         found = f"{name} is a masked array of shape {array.shape}"
@@ -344,7 +344,7 @@ def _read_interface(name: str, array: Any, device: int, stream: int) -> Operand:
 
 def _interface_dtype(name: str, array: Any, typestr: str) -> np.dtype[Any]:
     if typestr == "<V2" and "bfloat16" in str(getattr(array, "dtype", "")):
-        return DType.BFLOAT16.numpy  # the interface has no code for it
+        return DType.BFLOAT16.numpy  # the interface has no type code for bfloat16
     if typestr.startswith((">V", "|V", "<V")):
         raise DTypeError(f"{name} has type string {typestr!r}; accepted are float32, float16 and bfloat16")
     dtype = np.dtype(typestr)

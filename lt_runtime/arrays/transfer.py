@@ -1,4 +1,4 @@
-"""Values on their way between the host and arrays of any library."""
+"""Copies of values between the host and arrays of any library."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 
-_LARGEST_INTEGER: Final = 1 << 24  # up to here FP32 has every integer
+_LARGEST_INTEGER: Final = 1 << 24  # FP32 holds every integer up to this one
 _DLPACK_CPU: Final = 1  # kDLCPU
 _NOT_CONVERTED: Final = (AttributeError, BufferError, OverflowError, RuntimeError, TypeError, ValueError)
-"""What libraries raise where a value is no array, or none that NumPy can hold."""
+"""The exceptions of libraries for a value that is no array, or that NumPy cannot hold."""
 
 
 def host_values(name: str, values: Any) -> NDArray[Any]:
@@ -40,10 +40,10 @@ def host_values(name: str, values: Any) -> NDArray[Any]:
 
 
 def in_float32(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.float32]:
-    """Numbers rounded to FP32, to be rounded on to another type.
+    """Numbers rounded to FP32; `dtype` is the type that they will be rounded to next.
 
     Raises:
-        ArgumentError: an integer that FP32 may not have, or a finite number that would become infinite in either type.
+        ArgumentError: an integer above 2**24 in magnitude, or a finite number that would become infinite.
     """
     if values.dtype.kind in "iu" and values.size and max(int(values.max()), -int(values.min())) > _LARGEST_INTEGER:
         raise ArgumentError(f"{name} has integers beyond 2**24 in magnitude, which float32 does not hold exactly")
@@ -57,7 +57,7 @@ def in_float32(name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray
 
 
 def fetch(operand: Operand, stream: int) -> NDArray[Any]:
-    """The values of an operand, on the host; those of a NumPy array are not copied. Waits for the stream."""
+    """The values of an operand on the host; a NumPy array is not copied. Waits for the stream."""
     if operand.device == HOST:
         return np.asarray(operand.array)
     memory = np.empty(operand.extent, np.dtype(operand.dtype))
@@ -70,7 +70,7 @@ def fetch(operand: Operand, stream: int) -> NDArray[Any]:
 
 
 def store(operand: Operand, values: NDArray[Any], stream: int) -> None:
-    """Puts values of its shape and type into an operand without gaps. Waits for the stream."""
+    """Copies values of the operand's shape and type into an operand without gaps. Waits for the stream."""
     if operand.device == HOST:
         operand.array[...] = values
     elif values.size:
@@ -81,7 +81,7 @@ def store(operand: Operand, values: NDArray[Any], stream: int) -> None:
 
 
 def replace_all(writes: Sequence[tuple[Operand, NDArray[Any], int]]) -> None:
-    """Stores values in operands; if that fails on the way, the old values are put back, which are kept on the host."""
+    """Stores values in operands; if one store fails, the old values of all are restored."""
     before = [(operand, np.array(fetch(operand, stream)), stream) for operand, _, stream in writes]
     try:
         for operand, values, stream in writes:

@@ -1,4 +1,4 @@
-"""What a linear layer's backward pass adds to the driver."""
+"""`LinearBackward`: the backward pass of a linear layer as an operation."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class ChainedGradients(NamedTuple):
 
 
 class BackwardOptions(NamedTuple):
-    """The options of `linear_bwd` that a call's course depends on.
+    """The options of `linear_bwd` that a plan depends on.
 
     Attributes:
-        layer: that the gradient is taken back through.
-        below: the layer whose y was this one's x, where the gradient is taken through its activation too.
-        before_activation: the gradient that comes in has been taken through the layer's activation already.
-        require_same: x must be the y of the layer below; checked before, by `linear_bwd`.
+        layer: the layer that the gradient is taken through.
+        below: the layer below, if dx is taken through its activation as well; None otherwise.
+        before_activation: dy has been taken through the layer's activation already.
+        require_same: x must be the y of the layer below; `linear_bwd` has checked that.
     """
 
     layer: Layer
@@ -66,13 +66,13 @@ class BackwardOptions(NamedTuple):
 
     @classmethod
     def of(cls, options: Sequence[Any]) -> Self:
-        """The options in the order of the fields as a caller gave them; `KindError` for a flag that is none."""
+        """Checks the caller's options, given in the order of the fields; `KindError` for a flag that is no bool."""
         layer, below, *flags = options
         return cls(layer, below, *map(flag, cls._fields[2:], flags))
 
 
 Sources = tuple[Philox | None, Philox | None]
-"""Where the dropout masks of the layer and of the layer below come from."""
+"""The sources of the dropout masks of the layer and of the layer below."""
 
 
 class LinearBackward(Operation):
@@ -123,7 +123,7 @@ class LinearBackward(Operation):
         return Request(problem, tuple(map(_place, _OUTPUTS)), new, options)
 
     def is_bindable(self, request: Request) -> bool:
-        """See `Operation`: dropout's masks are others each time."""
+        """See `Operation`: a call with dropout is not, because its masks change."""
         return _dropouts(request.detail) == (0, 0)
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Sources, stream: int) -> Call:
@@ -144,7 +144,7 @@ class LinearBackward(Operation):
         if options.before_activation:
             exact = reference.linear_bwd(dy, x, w, dy)
         else:
-            z = dy if saved is None else saved  # what no derivative is taken from does not matter
+            z = dy if saved is None else saved  # without a saved tensor the derivative is 1, and z is not read
             exact = reference.linear_bwd(dy, x, w, z, layer.activation, _factors(layer, scalars[0]))
         values: dict[str, Any] = exact._asdict()
         if below is not None:
@@ -169,7 +169,7 @@ def _place(name: str) -> int:
 
 
 def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
-    """Which gradients are made; dz, for which there is no option, where there is a buffer for it.
+    """Which gradients are made. There is no option for dz, which is made if there is a buffer for it.
 
     Raises:
         ArgumentError, ShapeError: the options contradict each other.
@@ -192,14 +192,14 @@ def _wanted(options: BackwardOptions, given: Mapping[str, Operand | None]) -> di
 
 
 def _dropouts(options: BackwardOptions) -> tuple[float, float]:
-    """Probabilities in the layer and in the layer below, 0 where the gradient is not taken through them."""
+    """Dropout probabilities of the layer and of the layer below, 0 if the gradient is not taken through it."""
     own = 0 if options.before_activation else options.layer.dropout
     return own, 0 if options.below is None else options.below.dropout
 
 
 def _derivative(layer: Layer, saved: Operand | None, db: Spec | None) -> Derivative:
     spec = saved.spec if saved else None
-    if saved and layer.saved_layout:  # an array of a single row may have any strides
+    if saved and layer.saved_layout:  # the strides of an array with one row have no meaning
         spec = Spec(layer.saved_layout, saved.alignment)
     return Derivative(layer.activation, layer.saved_as, spec, None if db is None else db.alignment, layer.dropout > 0)
 

@@ -1,4 +1,4 @@
-"""What a linear layer's forward pass adds to the driver."""
+"""`LinearForward` and `LinearInference`: the forward pass of a linear layer as an operation."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _Y, _KEPT = 3, 4  # places among the arrays
 
 
 class LinearForward(Operation):
-    """y = dropout(act(x · wᵀ + bias)) and what backward needs; a call's scalar is where dropout's mask comes from.
+    """y = dropout(act(x · wᵀ + bias)), and a context for backward.
 
-    What is asked are the options of `linear_fwd`, then whether anything is kept for backward. A request's detail is the
-    `Layer`.
+    A call's options are those of `linear_fwd`, then whether anything is kept for backward; its scalar is the source of
+    the dropout mask. A request's detail is the `Layer`.
     """
 
     names = ("x", "w", "bias", "out", "out_z")
@@ -67,12 +67,12 @@ class LinearForward(Operation):
         return Request(problem, (_Y, _KEPT), new, layer)
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
-        """See `Operation`: the plan decides what is kept, and how that lies."""
+        """See `Operation`: the plan's strategy decides the kind and layout of the tensor that is saved."""
         x, *_, out_z = operands
         problem, layer = request.problem, request.detail
         if plan is not None:
             saved, kept = plan.strategy.saved, plan.kept_spec
-        elif problem.backward:  # on the host the pre-activation is kept whatever the activation is
+        elif problem.backward:  # on the host the pre-activation is kept for every activation
             saved = Saved.NOTHING if problem.activation.name == "none" else Saved.PREACTIVATION
             kept = problem.preactivation or Spec(packed(*layer.shape[:2]))
         else:
@@ -84,7 +84,7 @@ class LinearForward(Operation):
         return request._replace(new={**request.new, **new}, detail=layer)
 
     def is_bindable(self, request: Request) -> bool:
-        """See `Operation`: dropout's masks are others each time."""
+        """See `Operation`: a call with dropout is not, because its mask changes."""
         return not request.problem.dropout
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Philox | None, stream: int) -> Call:
@@ -119,7 +119,7 @@ class LinearForward(Operation):
 
 
 class LinearInference(LinearForward):
-    """The same, of which the caller gets y alone."""
+    """The forward pass without a context; the caller gets y alone."""
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
         """See `Operation`."""
@@ -150,7 +150,7 @@ def _shape(x: Operand, w: Operand, bias: Operand | None) -> tuple[int, int, int]
 
 
 def _new_kept(problem: ForwardProblem, saved: Saved, layout: Layout, library: Library) -> New:
-    """The array for what forward keeps besides y, as the plan wants it to lie."""
+    """The array that forward saves besides y, in the layout of the plan."""
     is_row = layout.order is Order.ROW
     lines, length = layout.shape if is_row else (layout.cols, layout.rows)
     if saved is Saved.MASK:

@@ -1,4 +1,4 @@
-"""What a matrix product with an epilogue adds to the driver."""
+"""`Matmul`: a matrix product with an epilogue as an operation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.problem import ALIGNMENT, Compute, DType, MatmulProblem, Spec
 
 _C, _AUX, _BIAS_GRADIENT, _D = 2, 6, 7, 8  # places among the arrays
-_MASK_BITS: Final = 128  # cuBLASLt's granularity of a ReLU mask's leading dimension
-_AUX_ELEMENTS: Final = 8  # and of a GELU auxiliary matrix's
+_MASK_BITS: Final = 128  # a ReLU mask's leading dimension is a multiple of these bits in cuBLASLt
+_AUX_ELEMENTS: Final = 8  # and a GELU auxiliary matrix's a multiple of these elements
 
 
 class _Shape(NamedTuple):
@@ -37,10 +37,11 @@ class _Shape(NamedTuple):
 
 
 class Matmul(Operation):
-    """D = epilogue(α·A·B + β·C + bias); a call's scalars are α and β where they are numbers.
+    """D = epilogue(α·A·B + β·C + bias).
 
-    What is asked is the epilogue, D's type, how to compute, whether β is other than 0 or on the device, and whether C
-    is the caller's buffer for D. This last is also a request's detail.
+    A call's options are the epilogue, D's type, the compute type, whether C is read (β is not 0, or lies on the
+    device), and whether C is the caller's buffer for D, which is also the request's detail. A call's scalars are α and
+    β if they are numbers.
     """
 
     names = ("a", "b", "c", "bias", "alpha", "beta", "aux", "bias_gradient", "out")
@@ -151,7 +152,7 @@ def _result_type(operand: DType, requested: Any, epilogue: Epilogue) -> DType:
     """D's type.
 
     Raises:
-        DTypeError: the type asked for does not go with the operands'.
+        DTypeError: D's requested type is not possible with the operands' type.
         ArgumentError: an epilogue with float64.
     """
     if operand is DType.FLOAT64 and epilogue is not Epilogue.NONE:
@@ -189,7 +190,7 @@ def _check_scalars(given: Mapping[str, Operand], dtype: DType) -> None:
 
 
 def _lines(layout: Layout) -> int:
-    """Rows of a row-major matrix, columns of a column-major one; a single line has no leading dimension."""
+    """Number of lines: rows of a row-major matrix, columns of a column-major one."""
     return layout.rows if layout.order is Order.ROW else layout.cols
 
 
@@ -199,13 +200,13 @@ def _spec(operand: Operand) -> Spec:
 
 
 def _new_spec(shape: _Shape) -> Spec:
-    """How a D lies that is made for the caller."""
+    """The spec of a D that the call makes."""
     stride = shape.m * shape.n if shape.batch is not None and shape.batch > 1 else 0
     return Spec(packed(shape.m, shape.n), batch_stride=stride)
 
 
 def _c_spec(given: Mapping[str, Operand], d: Spec, d_dtype: DType, epilogue: Epilogue, in_place: bool) -> Spec | None:
-    """How C lies; None if there is none."""
+    """The spec of C; None without a C."""
     if in_place or "c" not in given:
         return d if in_place else None
     c = _spec(given["c"])
@@ -216,7 +217,7 @@ def _c_spec(given: Mapping[str, Operand], d: Spec, d_dtype: DType, epilogue: Epi
 
 
 def _aux_spec(aux: Operand, epilogue: Epilogue, shape: _Shape, order: Order) -> Spec:
-    """GELU's auxiliary matrix as it lies; ReLU's mask as a matrix of bits.
+    """The spec of GELU's auxiliary matrix, or of ReLU's mask as a matrix of bits.
 
     Raises:
         ShapeError, LayoutError: cuBLASLt does not take it.
@@ -249,7 +250,7 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: _Shape, order: Order) -> 
 
 
 def _read_aux(aux: Any, problem: MatmulProblem) -> Any:
-    """The pre-activation that a derivative is taken from; a mask's bits as 0 and 1."""
+    """The array that the reference takes a derivative from: the pre-activation, or a mask's bits as 0 and 1."""
     if aux is None or not problem.epilogue.is_derivative or problem.epilogue.activation != "relu":
         return aux
     is_row = problem.d.layout.order is Order.ROW

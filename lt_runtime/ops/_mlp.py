@@ -1,4 +1,4 @@
-"""What the passes of a narrow MLP add to the driver, each of which is one operation on all its layers."""
+"""The passes of a narrow MLP as operations: outputs, gradients, and a loss with gradients, each over all layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lt_runtime.products.plan import Plan
 _PLACES: Final = 2 * MAX_LAYERS  # a weight and a bias each
 _FIRST: Final = 2  # place of the first weight among the arrays
 _OUT: Final = 1
-_LOSS: Final = _FIRST + 2 * _PLACES + 1  # behind all parameters, their gradients, and the gradients' scale
+_LOSS: Final = _FIRST + 2 * _PLACES + 1  # after all parameters, their gradients, and the gradients' scale
 _forward_plan: Final = functools.lru_cache(maxsize=1024)(MlpForwardPlan)
 _backward_plan: Final = functools.lru_cache(maxsize=1024)(MlpBackwardPlan)
 
@@ -33,14 +33,14 @@ def _named(suffix: str = "") -> tuple[str, ...]:
 
 
 def filled(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Each layer's weight and bias, in turn, with None for the layers that there are not."""
+    """Pads the weights and biases, in turn, with None to the number of arrays for `MAX_LAYERS` layers."""
     return (*arrays, *(None,) * (_PLACES - len(arrays)))
 
 
 class MlpOutputs(Operation):
     """The outputs of an MLP without dropout, whose last layer has no activation.
 
-    What is asked is the activation of the others.
+    A call's option is the hidden layers' activation.
     """
 
     names = ("x", "out", *_named())
@@ -80,8 +80,8 @@ class MlpOutputs(Operation):
 class MlpGradients(Operation):
     """The gradients of all parameters of an MLP, from its inputs and the gradient of its outputs.
 
-    What is asked is the hidden layers' activation, whether the gradients are added to what their buffers hold, and no
-    loss.
+    A call's options are the hidden layers' activation, whether the gradients are added to what their buffers hold, and
+    None in place of a loss.
     """
 
     names = ("x", "dy", *_named(), *_named(".grad"))
@@ -129,8 +129,8 @@ class MlpGradients(Operation):
 class MlpLoss(MlpGradients):
     """The loss of an MLP's outputs against targets, and the gradients of all its parameters.
 
-    What is asked is as for `MlpGradients`, with an `ElementwiseLoss`; a call's scalar is the number that the gradients
-    are multiplied by. The arrays end with one FP32 number on the device that they are multiplied by too, and the loss.
+    A call's options are those of `MlpGradients` with an `ElementwiseLoss`; its scalar is a factor of the
+    gradients. The last arrays are an FP32 number that the gradients are multiplied by too, and the loss.
     """
 
     names = ("x", "target", *_named(), *_named(".grad"), "grad_scale", "out_loss")
@@ -176,7 +176,7 @@ MLP_LOSS: Final = MlpLoss()
 
 
 def _problem(x: Operand, parameters: Sequence[Operand | None], activation: Activation, *, backward: bool) -> MLPProblem:
-    """What is asked, once each operand is found to fit the one before."""
+    """Checks that each layer's operands fit the layer below; returns the problem."""
     weights = [each for each in parameters[::2] if each is not None]
     dims = (weights[0].shape[1], *(each.shape[0] for each in weights))
     pairs = zip(parameters[::2], parameters[1::2], itertools.pairwise(dims), strict=False)
@@ -215,10 +215,10 @@ def _gradients_on_host(
     *,
     accumulate: bool,
 ) -> None:
-    """Puts the gradients into their buffers, or adds them to those.
+    """Writes the gradients into their buffers, or adds them to what the buffers hold.
 
     Args:
-        made: what `_layers_on_host` gives.
+        made: the result of `_layers_on_host`.
     """
     inputs, last = [x, *(y for _, y in made)], len(made) - 1
     for i in range(last, -1, -1):

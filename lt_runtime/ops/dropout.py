@@ -1,4 +1,4 @@
-"""Dropout on its own."""
+"""`lt.dropout`: dropout without a layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _pass: Final = functools.lru_cache(maxsize=1024)(DropoutPass)
 
 
 class DropoutPlan(Plan):
-    """Dropout on its own; a call's addresses are those of x and y.
+    """Dropout without a layer; a call's addresses are those of x and y.
 
     Args:
         dropout_pass: None where there are no elements.
@@ -41,9 +41,9 @@ class DropoutPlan(Plan):
 
 
 class Dropout(Operation):
-    """y = mask · scale · x; a call's scalar is where the mask comes from.
+    """y = mask · scale · x.
 
-    What is asked is the probability, and whether y is written over x.
+    A call's options are the probability, and whether y is written over x; its scalar is the source of the mask.
     """
 
     names = ("x", "out")
@@ -69,7 +69,7 @@ class Dropout(Operation):
         return DropoutPlan(None if request.problem is None else _pass(*request.problem, device), device)
 
     def is_bindable(self, request: Request) -> bool:
-        """See `Operation`: the mask is another each time."""
+        """See `Operation`: a call whose probability is not 0 is not, because its mask changes."""
         p, _ = request.detail
         return not p
 

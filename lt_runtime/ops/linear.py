@@ -33,14 +33,15 @@ def linear_fwd(
     out_z: Any = None,
     stream: Any = None,
 ) -> tuple[Any, LinearContext]:
-    """y = dropout(act(x · wᵀ + bias)), keeping what `linear_bwd` needs.
+    """y = dropout(act(x · wᵀ + bias)), and a context for `linear_bwd`.
 
     NumPy arrays run the reference in float64; arrays on a GPU run there, on one stream, without synchronising.
     Any operand, outputs included, may be row- or column-major with any leading dimension: `w.T` serves weights
     that are stored (inputs, outputs).
 
-    Products accumulate in FP32. A 16-bit y is rounded once; but where our kernel has only the activation or dropout
-    left to do, it reads the pre-activation as rounded to 16 bits, as in PyTorch. The reference rounds each result once.
+    Products accumulate in FP32. A 16-bit y is rounded once, with one exception: if our kernel applies only activation
+    or dropout, it reads a pre-activation that is rounded to 16 bits, as in PyTorch. The reference rounds each result
+    once.
 
     Args:
         x: (M, K), float32, float16 or bfloat16.
@@ -51,10 +52,10 @@ def linear_fwd(
         negative_slope: of `leaky_relu`.
         dropout: probability in [0, 1) with which an element of y is zeroed, rounded to a multiple of 2^-16; the others
             are scaled up by 1 / (1 - dropout).
-        rng: where the mask comes from; needed if `dropout` is not 0.
+        rng: source of the mask; needed if `dropout` is not 0.
         compute: "float32", or "tf32" to round FP32 operands for the tensor cores.
-        propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0, and by whose mask the derivative at exactly 0
-            is 1. Otherwise that derivative is 0 or 1, as the plan has it.
+        propagate_nan: rule out cuBLASLt's ReLU, which turns NaN into 0 and takes 1 for the derivative at exactly 0. If
+            False, the derivative at exactly 0 is 0 or 1, depending on the plan.
         out: (M, N) buffer for y.
         out_z: (M, N) buffer for the pre-activation x · wᵀ + bias; with both buffers nothing is allocated.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
@@ -88,7 +89,7 @@ def linear(
     out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """y = act(x · wᵀ + bias), for inference: nothing is kept. Rounding, arguments and errors are as in `linear_fwd`.
+    """y = act(x · wᵀ + bias), for inference: without a context. Rounding, arguments and errors as in `linear_fwd`.
 
     Args:
         x: (M, K). w: (N, K). bias: (N,), or None.
@@ -154,9 +155,9 @@ def linear_bwd(
 ) -> Any:
     """Gradients of the `linear_fwd` call that returned `ctx`.
 
-    In a chain of layers each call can do the elementwise part of the next: with `through`, the gradient of the input is
-    taken through the activation and the dropout of the layer below as well, wherever that was measured to be the
-    cheapest, and what comes back is given to that layer as before its activation::
+    In a chain of layers each call can do the elementwise part of the next call: with `through`, the gradient of the
+    input is taken through the activation and the dropout of the layer below as well, in the product's epilogue or in a
+    kernel, whichever was measured to be faster. The next call takes the result with `before_activation=True`::
 
         dz, dw2, db2, db1 = lt.linear_bwd(dy, ctx2, through=ctx1)
         dx, dw1, _ = lt.linear_bwd(dz, ctx1, before_activation=True, need_db=False)
@@ -183,7 +184,7 @@ def linear_bwd(
 
     Returns:
         Named tuples: `LinearGradients` (dx, dw, db), or with `through` `ChainedGradients` (dz_below, dw, db, db_below);
-        None for those not asked for.
+        None for gradients that were not asked for.
 
     Raises:
         KindError: `ctx` or `through` is no context.

@@ -1,4 +1,4 @@
-"""Matrix products with every epilogue of cuBLASLt."""
+"""`lt.matmul`: matrix products with every epilogue of cuBLASLt."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ def matmul(
     """D = epilogue(α·A·B + β·C + bias), for one pair of matrices or a batch of them.
 
     Operands are read where they lie: row- or column-major, with any leading dimension, transposed, or a batch with
-    any stride, 0 included. On a GPU this is one kernel of cuBLASLt's, and at most one more: where the library refuses
-    an epilogue, or is known to get it wrong, a pass of our own follows the plain product. Nothing is converted.
-    Where the library is slow for what lies so, as for rows that are no multiple of 16 bytes, a kernel each before and
-    after may copy operands to and from the stream's workspace: if that was measured to be faster, or for large ones.
-    Products accumulate in FP32, those of float64 in float64; D is rounded once, after the epilogue. But cuBLASLt rounds
-    a 16-bit product before it adds β·C if there is no epilogue, or if the epilogue is a bias alone and C is D; and may
-    round the product before the library multiplies it by GELU's derivative. (So it is on an H200, in dozens of shapes.)
+    any stride, 0 included. On a GPU a call is one kernel of cuBLASLt's, and at most one more: if cuBLASLt refuses an
+    epilogue, or is known to get it wrong, a pass of ours follows the plain product. Nothing is converted. cuBLASLt is
+    slow for some operands, such as rows that are no multiple of 16 bytes: a kernel before and a kernel after the
+    product may then copy operands and result, if that was measured, or for large products estimated, to be faster.
+
+    Products accumulate in FP32, float64 products in float64; D is rounded once, after the epilogue. There are two
+    exceptions, seen on an H200 in dozens of shapes: cuBLASLt rounds a 16-bit product before it adds β·C if there is no
+    epilogue, or if the epilogue is a bias alone and C is D; and it may round the product before it multiplies by GELU's
+    derivative.
 
     Args:
         a: (M, K) or (batch, M, K), float32, float16, bfloat16 or float64.
@@ -89,7 +91,7 @@ def matmul(
 
 
 def _scalars(alpha: Any, beta: Any) -> tuple[tuple[float, float], tuple[Any, Any]]:
-    """α and β as numbers, and as the arrays that they are instead: then only the device knows the numbers.
+    """α and β as numbers, and as arrays; with arrays, whose values only the device knows, the numbers are 1.
 
     Raises:
         KindError: one of them is a number, and the other is none.

@@ -1,4 +1,4 @@
-"""Plans of a linear layer's backward pass: kernels and products, ready to launch in their order."""
+"""`BackwardPlan`: a linear layer's backward pass as kernels of ours and matrix products."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class BackwardPlan(Plan):
         choose: makes the plans of its products.
 
     Attributes:
-        products: those of "dx" and "dw", by these names, where they are wanted.
-        shared: the copy of dz that is made once, for both products; None where they do not work on the same one.
+        products: the products that make "dx" and "dw", by these names, as far as they are wanted.
+        shared: the copy of dz that both products read; None if they do not share a copy.
 
     Raises:
         PlanError: cuBLASLt refuses one of the strategy's products.
@@ -44,11 +44,11 @@ class BackwardPlan(Plan):
         self._first, self._last = self._own_pass(), self._pass_below()
         keeps_dz = self._needs_dz and problem.dz is None
         self._dz_bytes = aligned(self._dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
-        # The two passes have their partial sums one after the other, in one place.
+        # The two passes use the same memory for their partial sums, one after the other.
         self._partial_bytes = aligned(
             max((each.partial_bytes for each in (self._first, self._last) if each), default=0)
         )
-        # Nothing waits for a sum alone, which goes beside dx with dw.
+        # If the first pass makes only a bias gradient, nothing waits for it, and it runs beside dx together with dw.
         self._sums_beside = strategy.dw_concurrent and not self._needs_dz
         problems = {"dx": self._dx_problem(), "dw": self._dw_problem()}
         made = {name: choose(each, device) for name, each in problems.items() if each is not None}
@@ -66,7 +66,7 @@ class BackwardPlan(Plan):
         return self._pass(own, problem.dy, dz, sums=sums)
 
     def _pass_below(self) -> BackwardPass | None:
-        """Our kernel over dx, in place; or over what the product has made of it, for the bias gradient alone."""
+        """Our kernel that takes dx through the layer below, in place, or that only makes that layer's bias gradient."""
         problem, strategy, below = self.problem, self.strategy, self.problem.input_derivative
         if below is None or problem.dx is None or not problem.dx.layout.size:
             return None
@@ -110,7 +110,7 @@ class BackwardPlan(Plan):
         self._reserve_branch(memory)
 
     def _reserve_branch(self, memory: StreamMemory) -> None:
-        """Allocates what a branch needs beside dx, be there one or not: nothing can be allocated during a capture."""
+        """Allocates the branch's memory before any capture, because nothing can be allocated during one."""
         if self.strategy.dw_concurrent and self._dw is not None:
             self._dw.reserve(memory.branch)
             memory.branch.scratch(self._partial_bytes)
@@ -155,13 +155,13 @@ class BackwardPlan(Plan):
     def _put_below(
         self, dx: int, saved: int, db: int, partial: int, dropout: DropoutState | None, memory: StreamMemory
     ) -> None:
-        """Puts what our kernel does of the layer below on the stream, after dx."""
+        """Puts the pass for the layer below on the stream, after dx."""
         if self._last is not None:
             self._last.run(dx, saved, dx, db, partial, memory.tickets, dropout, memory.stream)
         elif self.strategy.db_below is MadeBy.KERNEL:
             self._zero(db, self.problem.x.layout.cols, memory.stream)
 
     def _zero(self, db: int, cols: int, stream: int) -> None:
-        """A sum over no rows."""
+        """Writes a bias gradient of a batch without rows."""
         if cols and not self.problem.accumulate:
             call("cuMemsetD8Async", db, 0, cols * self.problem.dtype.itemsize, stream)

@@ -1,4 +1,4 @@
-"""Plans and calls in memory: what has been made once is found again by problem and device."""
+"""The plans and prepared calls in memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lt_runtime.store.keys import Problem, Remembered
 from lt_runtime.store.recording import record
 
 OnMiss: TypeAlias = Callable[[Problem, int], None]
-"""Is told of a problem and a device before a plan is made, and may measure the problem first."""
+"""Hook that runs before a plan is made for a problem and a device; it may measure the problem."""
 
 calls: Final[dict[Hashable, Any]] = {}
-"""What operations have made of calls, plans included, by all but their addresses; see `generation`."""
+"""Prepared calls by operation, options and signature without addresses; see `generation`."""
 repeats: Final[dict[Hashable, Any]] = {}
-"""The launches of calls that repeat, by their addresses as well; what is false stands for a call made once."""
+"""The launches of repeated calls by prepared call, stream and addresses; False for a call that was made once."""
 generation = object()
-"""Another object whenever plans are let go. What operations have made of calls holds in one generation alone."""
+"""An object that is replaced whenever plans are forgotten; prepared calls of an earlier generation are not used."""
 
 _plans: dict[tuple[Problem, int], Plan] = {}
 _lock = threading.RLock()
@@ -33,9 +33,9 @@ def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew
     """The plan for a problem, made at its first use.
 
     Args:
-        stream: that the plan is to run on.
+        stream: the stream that the plan will run on.
         on_miss: see `OnMiss`.
-        anew: whether `on_miss` is to be told of a problem that has a plan already.
+        anew: whether `on_miss` also runs for a problem that has a plan already.
 
     Raises:
         CaptureError: the plan has to be made while `stream` is being captured.
@@ -60,9 +60,10 @@ def plan_of(problem: Problem, device: int, stream: int, on_miss: OnMiss, *, anew
 
 
 def forget(problems: Iterable[Remembered], device: int) -> None:
-    """Lets go of the plans for problems, because something better is known: their next use plans anew.
+    """Forgets the plans of problems, for which something better is known; their next use makes new plans.
 
-    Backward problems that differ only in what forward has saved are forgotten together: that was decided with them.
+    Backward problems that differ only in the tensor that forward saves are forgotten together, because the strategy of
+    the forward pass decides that tensor.
     """
     global generation
     wanted = {_without_saved(problem) for problem in problems}

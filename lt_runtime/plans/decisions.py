@@ -1,4 +1,4 @@
-"""Which strategy a plan follows: the measured one, else the first of the priors that works."""
+"""Plans by the measured strategy of a problem, or by the first of the priors that cuBLASLt accepts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Strategy: TypeAlias = ForwardStrategy | BackwardStrategy
 
 
 def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -> Plan:
-    """The plan for a problem: a layer's by what was measured of strategies, or by the priors.
+    """The plan for a problem.
 
     Raises:
         PlanError: cuBLASLt has no algorithm even for the plain products.
@@ -38,7 +38,7 @@ def make_plan(problem: Problem, device: int, choose: Choose = known_algorithm) -
 
 
 def make_layer_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
-    """`decide` for a layer's problem."""
+    """`make_plan` for a layer's problem: by the measured strategy, or by the priors."""
     return _measured(problem, device, choose) or prior_plan(problem, device, choose)
 
 
@@ -54,17 +54,17 @@ def plan_for(problem: LayerProblem, device: int, strategy: Strategy, choose: Cho
 
 
 def strategies_of(problem: LayerProblem) -> Iterable[Strategy]:
-    """All strategies of a problem, in the order in which its kind lists them."""
+    """All strategies of a problem."""
     return forward_strategies(problem) if isinstance(problem, ForwardProblem) else backward_strategies(problem)
 
 
 def priors_of(problem: LayerProblem, device: int) -> Iterable[Strategy]:
-    """All strategies of a problem, in the order in which the priors would try them."""
+    """All strategies of a problem, sorted by the priors."""
     return forward_priors(problem, device) if isinstance(problem, ForwardProblem) else backward_priors(problem, device)
 
 
 def stored_strategy(problem: LayerProblem, values: StoredStrategy) -> Strategy:
-    """A problem's strategy as the plan cache has it.
+    """Reads a problem's strategy from an entry of the plan cache.
 
     Raises:
         ValueError: the values are not one of the problem's strategies.
@@ -77,9 +77,9 @@ def stored_strategy(problem: LayerProblem, values: StoredStrategy) -> Strategy:
 
 
 def known_layer(problem: LayerProblem, store: PlanStore) -> LayerEntry | None:
-    """What was measured of a layer; None if nothing was.
+    """The measured entry of a layer; None if there is none.
 
-    An entry with a strategy that is none of the problem's is damaged: it is barred, and that costs a warning.
+    An entry whose strategy the problem does not allow is damaged: it is barred, with a warning.
     """
     key = problem_key(problem)
     entry = store.layer(key)
@@ -94,7 +94,7 @@ def known_layer(problem: LayerProblem, store: PlanStore) -> LayerEntry | None:
 
 
 def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algorithm) -> LayerPlan:
-    """The plan by the priors, whatever was measured of strategies. Raises as `decide`."""
+    """The plan by the priors, without looking for a measured strategy. Raises as `make_plan`."""
     refused: PlanError | None = None
     for strategy in priors_of(problem, device):
         try:
@@ -105,7 +105,7 @@ def prior_plan(problem: LayerProblem, device: int, choose: Choose = known_algori
 
 
 def _measured(problem: LayerProblem, device: int, choose: Choose) -> LayerPlan | None:
-    """The plan by the plan cache; an entry that no plan can be made of any more is barred there."""
+    """The plan by the measured strategy; an entry whose plan cannot be made any more is barred."""
     store = plan_store(device)
     entry = known_layer(problem, store)
     if entry is not None:

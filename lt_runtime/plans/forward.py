@@ -1,4 +1,4 @@
-"""Plans of a linear layer's forward pass: a matrix product, and the kernel that may follow it."""
+"""`ForwardPlan`: a linear layer's forward pass as a matrix product and, if needed, a kernel of ours after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ForwardPlan(Plan):
         choose: makes the plan of the product.
 
     Attributes:
-        kept_spec: how the matrix lies that is written besides y; None if there is none.
+        kept_spec: layout of the matrix that is written besides y for backward; None if there is none.
         products: the product, by the name "y".
 
     Raises:
@@ -34,9 +34,9 @@ class ForwardPlan(Plan):
         self.kept_spec = kept_spec(problem, strategy.saved)
         self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
         has_pass, pass_adds = leaves_a_pass(problem, strategy), problem.bias is not None and not self._adds_bias
-        # A 16-bit product would be rounded before our kernel adds the bias, and their sum once more.
+        # The product is made in FP32, because our kernel would add the bias to a product rounded to 16 bits otherwise.
         self._scratch_bytes = 4 * problem.y.layout.size if pass_adds and problem.dtype is not DType.FLOAT32 else 0
-        # Our kernel reads a product of the problem's type where it is to be kept, which saves a copy.
+        # A product of the problem's type is written where the pre-activation is kept, which saves a copy.
         self._product_is_kept = has_pass and self.kept_spec is not None and not self._scratch_bytes
         product = self._matmul_problem()
         self._product = choose(product, device)
@@ -56,7 +56,7 @@ class ForwardPlan(Plan):
     def _matmul_problem(self) -> MatmulProblem:
         problem, is_exact = self.problem, self._scratch_bytes > 0
         d = self.kept_spec if self._product_is_kept else None
-        if is_exact:  # in scratch memory, in y's order, so that our kernel reads it as it writes y
+        if is_exact:  # in scratch memory, in the order of y, which our kernel writes
             d = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
         return MatmulProblem(
             problem.dtype,
@@ -88,7 +88,7 @@ class ForwardPlan(Plan):
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:
-    """Whether the epilogue leaves something to our kernel."""
+    """Whether the epilogue leaves bias, activation, dropout or a copy of the pre-activation to our kernel."""
     epilogue = strategy.epilogue
     adds_bias = problem.bias is not None and not epilogue.has_bias
     activates = problem.activation != Activation() and epilogue.activation == "none"

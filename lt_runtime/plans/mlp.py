@@ -1,4 +1,4 @@
-"""Plans of a narrow MLP as a whole, and whether it runs by them or layer by layer."""
+"""Plans that run a pass of a narrow MLP in one kernel, and the choice between them and layer by layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUSED_MLP: Final = "fused_mlp"
 
 
 def is_fused(problem: MLPProblem, device: int) -> bool:
-    """Whether an MLP's passes run in one kernel each: as was measured; if nothing was, wherever they can."""
+    """Whether each pass of an MLP runs in one kernel: as was measured, or, unmeasured, whenever it is possible."""
     entry = known_mlp(problem, device)
     if not supports(problem, device):
         return False
@@ -29,20 +29,20 @@ def is_fused(problem: MLPProblem, device: int) -> bool:
 
 
 def known_mlp(problem: MLPProblem, device: int) -> LayerEntry | None:
-    """What was measured of an MLP as a whole; None if nothing was, or what the store has is none of its strategies."""
+    """The measured entry of an MLP; None if there is none, or if its strategy is damaged."""
     entry = plan_store(device).layer(problem_key(problem))
     return entry if entry is not None and entry.strategy in ({FUSED_MLP: True}, {FUSED_MLP: False}) else None
 
 
 def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpForwardPlan | MlpBackwardPlan, ...]:
-    """The plans of an MLP's passes over matrices without gaps."""
+    """The plans of an MLP's passes for inputs and outputs without gaps."""
     x, y = packed(problem.rows, problem.dims[0]), packed(problem.rows, problem.dims[-1])
     forward = MlpForwardPlan(problem, x, y, device)
     return (forward, MlpBackwardPlan(problem, x, y, False, device)) if problem.backward else (forward,)
 
 
 class MlpForwardPlan(Plan):
-    """The outputs of an MLP; a call's addresses are those of x, y, and each layer's weight and bias."""
+    """The forward pass of an MLP. A call's addresses are those of x, y, and each layer's weight and bias."""
 
     def __init__(self, problem: MLPProblem, x: Layout, y: Layout, device: int) -> None:
         self.problem, self.device = problem, device
@@ -57,7 +57,7 @@ class MlpBackwardPlan(Plan):
     """The gradients of an MLP's parameters.
 
     A call's addresses are those of x, of the gradient dy of the outputs, of each layer's weight and bias, and of their
-    gradients. With a loss targets are in the place of dy, and the loss is the last.
+    gradients. With a loss, the targets' address replaces that of dy, and the loss's address comes last.
     """
 
     def __init__(

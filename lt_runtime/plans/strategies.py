@@ -1,7 +1,6 @@
-"""How a layer is split between cuBLASLt's epilogues and our kernels, as data.
+"""Strategies: how a layer is split between cuBLASLt's epilogues and our kernels, and which splits a problem allows.
 
-What there is to choose, and what of it a problem allows. Which is fastest changes with shape, type and version of the
-library: that is measured, or taken from `priors`.
+The fastest strategy changes with shape, type and version of cuBLASLt: it is measured, or taken from `priors`.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, BackwardProblem, Derivative, DType, ForwardProblem, Saved, Spec
 
-_MASK_BITS: Final = 128  # cuBLASLt's granularity of a mask's rows
-_AUX_ELEMENTS: Final = 8  # and of a pre-activation's
+_MASK_BITS: Final = 128  # cuBLASLt takes a mask whose leading dimension is a multiple of these bits
+_AUX_ELEMENTS: Final = 8  # and a pre-activation whose leading dimension is a multiple of these elements
 _VECTOR_BYTES: Final = 16
-_FUSED_ELEMENTS: Final = 1 << 20  # of an FP32 output whose rows are no whole vectors, at most
+_FUSED_ELEMENTS: Final = 1 << 20  # the largest ragged FP32 output for which cuBLASLt's GELU is wanted
 
 
 class MadeBy(enum.Enum):
-    """Who makes a part of backward: nobody, since it is not wanted; our kernel; or an epilogue of cuBLASLt's."""
+    """Maker of a part of backward: our kernel, an epilogue of cuBLASLt's, or nobody if the part is not wanted."""
 
     NOBODY = "nobody"
     KERNEL = "kernel"
@@ -33,11 +32,11 @@ class MadeBy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ForwardStrategy:
-    """How forward is split. What the epilogue leaves of bias, activation and dropout is left to our kernel.
+    """How forward is split. Our kernel adds what the epilogue lacks of bias, activation and dropout.
 
     Attributes:
-        epilogue: what cuBLASLt applies to the product.
-        saved: what is kept for backward.
+        epilogue: the epilogue that cuBLASLt applies to the product.
+        saved: kind of the tensor that is kept for backward.
     """
 
     epilogue: Epilogue
@@ -46,14 +45,15 @@ class ForwardStrategy:
 
 @dataclass(frozen=True, slots=True)
 class BackwardStrategy:
-    """How backward is split. Our kernel always takes dy to dz, as no product comes before.
+    """How backward is split. Our kernel always takes dy to dz, because no product comes before.
 
     Attributes:
-        db: who makes the bias gradient: our kernel, with dz or alone, or the product of the weight gradient.
-        derivative: who takes dx through the layer below: our kernel, in place, or the product itself.
-        db_below: who makes that layer's bias gradient: our kernel, with the derivative or alone, or the product.
-        beside: in a graph, the weight gradient is made in a branch beside the input gradient, and with it a bias
-            gradient that nothing else comes of. Outside of one, events cost the host more than the GPU gains.
+        db: maker of the bias gradient: our kernel, together with dz or alone, or the product that makes dw.
+        derivative: what takes dx through the layer below: our kernel, in place, or the epilogue of dx's product.
+        db_below: maker of the layer below's bias gradient: our kernel, or the epilogue of dx's product.
+        dw_concurrent: in a graph, dw is made in a branch beside dx; so is the bias gradient, if the first pass makes
+            nothing else. Outside of a graph there is no branch, because its events cost the host more than the GPU
+            gains.
     """
 
     db: MadeBy = MadeBy.NOBODY
@@ -63,7 +63,7 @@ class BackwardStrategy:
 
 
 def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
-    """What a problem allows, first what leaves our kernel the least; the library may refuse all but the last."""
+    """The allowed strategies, those that leave our kernel the least first; cuBLASLt may refuse all but the last."""
     name, saved = problem.activation.name, _saved_by_kernel(problem)
     suffix = "_bias" if problem.bias is not None else ""
     if _fits_library(problem):
@@ -78,9 +78,10 @@ def forward_strategies(problem: ForwardProblem) -> Iterator[ForwardStrategy]:
 
 
 def _fits_library(problem: ForwardProblem) -> bool:
-    """Its vectors run along the contiguous axis of the output; without inputs there is no product at all.
+    """Whether cuBLASLt's epilogues are possible: outputs are row-major, because bias and mask run along rows.
 
-    A bias that the library is known to get wrong, as one of too little alignment, the plan of the product refuses.
+    Without inputs (K = 0) there is no product. A bias that cuBLASLt is known to get wrong is refused later, by the plan
+    of the product.
     """
     targets = (problem.y, problem.preactivation or problem.y)
     return problem.x.layout.cols > 0 and all(spec.layout.order is Order.ROW for spec in targets)
@@ -93,10 +94,10 @@ def _activation_fuses(problem: ForwardProblem) -> bool:
 
 
 def _saved_by_kernel(problem: ForwardProblem) -> Saved:
-    """The output where the derivative follows from it.
+    """The output, if the derivative can be computed from it; otherwise the pre-activation.
 
-    ReLU's does so under dropout as well: where an element was dropped the gradient is zero whatever the derivative,
-    and where it was kept the scale leaves the sign.
+    ReLU's derivative can, even under dropout: a dropped element's gradient is zero in any case, and the scale of a kept
+    element does not change its sign.
     """
     name = problem.activation.name
     if name == "none" or not problem.backward:
@@ -107,7 +108,7 @@ def _saved_by_kernel(problem: ForwardProblem) -> Saved:
 
 
 def _saved_by_library(problem: ForwardProblem) -> Saved | None:
-    """What the epilogue with an auxiliary output is of use for; None if for nothing."""
+    """Kind of the tensor that an epilogue with an auxiliary output would save; None if that epilogue is of no use."""
     kept = problem.preactivation
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     fits = _fits_aux(kept or Spec(_preactivation(problem)), _AUX_ELEMENTS, is_ours=is_ours)
@@ -121,16 +122,16 @@ def _saved_by_library(problem: ForwardProblem) -> Saved | None:
 
 
 def _fits_aux(spec: Spec, step: int, *, is_ours: bool) -> bool:
-    """Whether the library can write or read an auxiliary matrix there; or whether our kernel can, if it is asked."""
+    """Whether cuBLASLt can write or read an auxiliary matrix with that spec; our kernel can if it is row-major."""
     layout, is_whole = spec.layout, spec.alignment >= _VECTOR_BYTES
     return layout.order is Order.ROW and (is_ours or (is_whole and layout.leading_dimension % step == 0))
 
 
 def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
-    """How the matrix lies that forward writes besides y; None if there is none.
+    """Spec of the matrix that forward writes besides y; None if there is none.
 
-    Rows of its own choice are padded to what cuBLASLt asks for, which lets our kernels move 16 bytes at a time as well,
-    or lie as those of y do; see `_preactivation`.
+    If the caller gives no buffer, rows are padded to cuBLASLt's granularity, so that our kernels too move 16 bytes at
+    once, or are packed as those of y; see `_preactivation`.
     """
     if problem.preactivation is not None:
         return problem.preactivation
@@ -142,11 +143,11 @@ def kept_spec(problem: ForwardProblem, saved: Saved) -> Spec | None:
 
 
 def _preactivation(problem: ForwardProblem) -> Layout:
-    """Without gaps if y has none, its rows are no whole vectors, and cuBLASLt's GELU is not asked for or slow.
+    """Packed if y is packed and ragged, and cuBLASLt's GELU would be refused or slow; otherwise padded.
 
-    Our kernels then move whole vectors all the same. A 16-bit epilogue would be inaccurate, see `MatmulPlan`. In TF32,
-    on an H200 (13.1), 541x619 takes 7.0 µs with it and 6.4 with our kernel, 1078x2049 23.2 and 19.2, 13830x221 31 and
-    19.
+    Our kernels move whole vectors of a packed matrix even if its rows are ragged. cuBLASLt's 16-bit epilogue is refused
+    then, see `MatmulPlan`. Its TF32 epilogue is slow: on an H200 (13.1) 541x619 takes 7.0 µs with it and 6.4 with our
+    kernel, 1078x2049 23.2 and 19.2, 13830x221 31 and 19.
     """
     y, padded = problem.y.layout, _padded(problem.y.layout, _AUX_ELEMENTS)
     is_whole = y.leading_dimension * problem.dtype.itemsize % _VECTOR_BYTES == 0
@@ -155,13 +156,13 @@ def _preactivation(problem: ForwardProblem) -> Layout:
 
 
 def _padded(layout: Layout, step: int) -> Layout:
-    """The shape and order of a layout, its lines a multiple of `step` elements apart."""
+    """A layout of the same shape and order with a leading dimension that is a multiple of `step` elements."""
     length = layout.cols if layout.order is Order.ROW else layout.rows
     return Layout(layout.rows, layout.cols, layout.order, max(-(-length // step), 1) * step)
 
 
 def backward_strategies(problem: BackwardProblem) -> Iterator[BackwardStrategy]:
-    """What a problem allows; the first, with our kernels alone, works wherever plain products do."""
+    """The allowed strategies; the first, with no epilogue, works whenever cuBLASLt makes the plain products."""
     two_products = problem.dx is not None and problem.dw is not None
     ways = itertools.product((False, True)[: 1 + two_products], _makers_below(problem), _makers_of_db(problem))
     for dw_concurrent, (derivative, db_below), db in ways:
@@ -173,8 +174,8 @@ def _makers_of_db(problem: BackwardProblem) -> Iterator[MadeBy]:
         yield MadeBy.NOBODY
         return
     yield MadeBy.KERNEL
-    # The library overwrites, and reads dz as it lies: with its rows contiguous. It is not called where there is nothing
-    # to multiply, and the sum would stay unwritten.
+    # cuBLASLt overwrites the bias gradient, and needs a row-major dz. If there is nothing to multiply, cuBLASLt is not
+    # called, and would leave the bias gradient unwritten.
     writes = problem.dw is not None and problem.dw.layout.order is Order.ROW and _multiplies(problem)
     if writes and not problem.accumulate and dz_spec(problem).layout.order is Order.ROW:
         yield MadeBy.EPILOGUE
@@ -208,9 +209,9 @@ def _derivative_fuses(problem: BackwardProblem, below: Derivative) -> bool:
 
 
 def dz_spec(problem: BackwardProblem) -> Spec:
-    """How dz lies: as asked, as dy where they are the same, or with rows padded to 16 bytes.
+    """Spec of dz: the caller's buffer, that of dy if dz equals dy, or a matrix whose rows are padded to 16 bytes.
 
-    That keeps both products on the tensor cores, whatever N is.
+    With padded rows both products run on the tensor cores, whatever N is.
     """
     if problem.dz is not None:
         return problem.dz
@@ -220,5 +221,5 @@ def dz_spec(problem: BackwardProblem) -> Spec:
 
 
 def unchanged(db: int | None) -> Derivative:
-    """That of a layer without activation and dropout: where only a bias gradient is to be made, if that."""
+    """The derivative of a layer without activation and dropout; `db` is the alignment of a wanted bias gradient."""
     return Derivative(Activation(), Saved.NOTHING, None, db)

@@ -40,11 +40,11 @@ class _Rates(NamedTuple):
         return self.launch_us + m * n * k / self.multiplied + moved / self.moved
 
 
-# The library's kernels are Hopper's own where all rows are whole vectors, and otherwise those of older GPUs.
+# cuBLASLt uses Hopper's kernels if no operand is ragged, and otherwise kernels of older GPUs.
 _WHOLE_16_BITS: Final = _Rates(2.2, 570e6, 3.2e6)
 _RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 2.2e6)
 _RAGGED_16_BITS_SHORT_K: Final = _Rates(3.4, 45e6, 1.3e6)
-"""The rates where sums are not split, see `most_promising`."""
+"""The rates for short sums, which are not split; see `most_promising`."""
 _WHOLE_TF32: Final = _Rates(5.2, 150e6, 2.8e6)
 _K_MAJOR_TF32: Final = _Rates(5.3, 150e6, 3.3e6)
 _RAGGED_TF32: Final = _Rates(3.5, 44e6, 1.8e6)
@@ -52,41 +52,41 @@ _RAGGED_TF32_LONG_K: Final = _Rates(6.5, 44e6, 1.8e6)
 _LONG_K: Final = 384
 """Terms of a sum from which on ragged TF32 products are mostly split, and the parts added up."""
 _RAGGED_TF32_OVER_ROWS: Final = _Rates(8.0, 44e6, 2.7e6)
-"""Where sums go over the rows of both operands, as those of a weight gradient do: they are split, and added up then."""
+"""The rates of a product that sums over rows of both operands, as a weight gradient: cuBLASLt splits the sum."""
 _FP32: Final = _Rates(2.9, 18e6, 4e6)
 _FP32_OVER_ROWS: Final = _Rates(6.0, 18e6, 4e6)
 _NARROW: Final = _Rates(1.8, 11e6, 2.8e6)
 _NARROW_OF_OCTETS: Final = _NARROW._replace(multiplied=2e6)
-"""With more than eight columns, for which our kernel is that of 16."""
+"""The rates for more than eight columns, which our kernel pads to 16."""
 _NARROW_BUT_WIDE: Final = _NARROW._replace(multiplied=1e6)
 _WIDE: Final = 13
-"""Columns from which on our kernel makes as few products in a microsecond as that."""
+"""The least number of columns to which `_NARROW_BUT_WIDE` applies."""
 _NARROW_BUT_WIDE_AND_RAGGED: Final = {2: 8.0, 4: 4.5}
-"""Microseconds until our kernel has begun and ended with so many columns, by the bytes of an element.
+"""Launch time in microseconds of our kernel for ragged rows and at least `_WIDE` columns, by the bytes of an element.
 
-They hold for ragged rows, whose elements it reads one by one."""
+The kernel reads the elements of ragged rows one by one."""
 _TILE_US: Final = 2.3
-"""Microseconds until our kernel for ragged rows has begun and ended."""
+"""Launch time in microseconds of our kernel for ragged rows."""
 _TILES: Final = 180.0
-"""Products of tiles that it makes in a microsecond."""
+"""Products of tiles that our kernel for ragged rows makes in a microsecond."""
 _TILE_MOVED: Final = 4e6
-"""Bytes that it moves in a microsecond."""
+"""Bytes that our kernel for ragged rows moves in a microsecond."""
 _SHARED_US: Final = 1.2
 """Microseconds for each doubling of the blocks that share a sum."""
 _ADDED_UP: Final = 15.0
-"""Blocks whose sums of columns it adds up in a microsecond."""
+"""Blocks whose sums of columns our kernel for ragged rows adds up in a microsecond."""
 _RAGGED_SUMMED: Final = 24.0
-"""Rows that the library's kernels add up in a microsecond, where rows are no whole vectors of 16-bit numbers."""
+"""Ragged rows of 16-bit numbers that cuBLASLt's kernels add up in a microsecond."""
 _SUMMED: Final = 1e3
-"""Rows that our kernel adds up in a microsecond, where a sum goes over rows, as that of a weight gradient does."""
+"""Rows that our kernel for narrow products adds up in a microsecond, as for a weight gradient."""
 _PASS_US: Final = 2.0
-"""Microseconds until an elementwise kernel of ours has begun and ended."""
+"""Launch time in microseconds of an elementwise kernel of ours."""
 _COPY_US: Final = 1.4
-"""Microseconds until a kernel that copies operands or a result has begun and ended."""
+"""Launch time in microseconds of a kernel that copies operands or a result."""
 _PASS_MOVED: Final = 3.7e6
-"""Bytes that such a kernel reads and writes in a microsecond."""
+"""Bytes that an elementwise or copying kernel reads and writes in a microsecond."""
 _FP32_AND_BACK: Final = 8
-"""Bytes an element that it adds to write a result in FP32, to read it, and to write it in 16 bits."""
+"""Bytes an element that a product in FP32 with a pass moves more than a 16-bit product: FP32 is written and read."""
 
 
 def narrow_us(problem: MatmulProblem) -> float:
@@ -112,7 +112,7 @@ def tile_us(problem: MatmulProblem) -> float:
 
 
 def _goes_over_rows(problem: MatmulProblem) -> bool:
-    """Whether the product sums over the rows of A as it lies in memory, as a weight gradient does."""
+    """Whether the product sums over the rows that A has in memory, as a weight gradient does."""
     return problem.a.layout.order is Order.COLUMN
 
 
@@ -133,7 +133,7 @@ def library_us(problem: MatmulProblem) -> float:
     us = (_RAGGED_16_BITS_SHORT_K if problem.k <= SHORT_K else _RAGGED_16_BITS).us(problem)
     if problem.epilogue.sums_operand:
         us += problem.k / _RAGGED_SUMMED
-    if rounds_before_epilogue(problem):  # The product is written in FP32, and a pass of ours reads that.
+    if rounds_before_epilogue(problem):  # The product is written in FP32, and a pass of ours reads it.
         us += _PASS_US + problem.d.layout.size * _FP32_AND_BACK / _PASS_MOVED
     return us
 

@@ -25,14 +25,14 @@ _COMPUTE_TYPES: Final = {
 
 
 def library_types(problem: MatmulProblem) -> Types:
-    """What cuBLASLt lists its algorithms by: compute type, type of α and β, types of A, B, C and D."""
+    """The key of cuBLASLt's list of algorithms: compute type, type of α and β, types of A, B, C and D."""
     operand, result = _DATA_TYPES[problem.dtype], _DATA_TYPES[problem.d_dtype]
     scale = DataType.R_64F if problem.compute is Compute.FLOAT64 else DataType.R_32F
     return _COMPUTE_TYPES[problem.compute], scale, operand, operand, result, result
 
 
 def library_epilogue(epilogue: Epilogue, swapped: bool) -> LibraryEpilogue:
-    """cuBLASLt's name for an epilogue: where the operands are swapped, the sums of A and B are too."""
+    """cuBLASLt's name of an epilogue; if the operands are swapped, sums of A are sums of B and the other way round."""
     if epilogue is Epilogue.NONE:
         return LibraryEpilogue.DEFAULT
     if epilogue.sums_operand and swapped:
@@ -46,7 +46,7 @@ def library_shape(problem: MatmulProblem) -> tuple[int, int]:
 
 
 def column_major(spec: Spec, data_type: DataType, batch: int) -> MatrixLayout:
-    """The memory of a matrix, or of a batch, as the column-major matrix that cuBLASLt sees."""
+    """The layout by which cuBLASLt reads a matrix or a batch: a row-major matrix is its transpose to the library."""
     layout = spec.layout
     rows, cols = layout.shape if layout.order is Order.COLUMN else (layout.cols, layout.rows)
     stride = spec.batch_stride if batch > 1 else 0

@@ -1,4 +1,4 @@
-"""A matrix product ready to launch: descriptors made, algorithm chosen."""
+"""`MatmulPlan`: a matrix product of cuBLASLt's with its descriptors and its algorithm, ready to launch."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from lt_runtime.products.plan import AlgorithmPlan
 
 _REQUESTED: Final = 8
 _MAX_KERNELS: Final = 2
-# Partial sums of a split K are kept in FP32; in the output type they would lose precision.
+# Partial sums of a split K stay in FP32, because in the output type they would lose precision.
 _REDUCTIONS: Final = cublaslt.ReductionScheme.NONE | cublaslt.ReductionScheme.COMPUTE_TYPE
-_ANY_ADDRESS: Final = 256  # the heuristic looks at pointers' values; any aligned one stands for those to come
+_ANY_ADDRESS: Final = 256  # the heuristic reads pointers' values; an aligned address here stands for the later calls'
 
 
 def rounds_before_epilogue(problem: MatmulProblem) -> bool:
-    """Whether cuBLASLt would round the product to 16 bits before the epilogue, and the result once more.
+    """Whether cuBLASLt would round the product to 16 bits before the epilogue, and the result again.
 
-    It does on an H200 (13.1) where rows of A, B, C or D are no whole vectors, be the launch one kernel or two.
+    It does on an H200 (13.1) if rows of A, B, C or D are ragged, whether the launch is one kernel or two.
     """
     specs = problem.a, problem.b, problem.d, *([problem.c] if problem.c else [])
     return _changes_16_bits(problem) and not are_whole(problem.dtype, *specs)
@@ -46,28 +46,27 @@ def _changes_16_bits(problem: MatmulProblem) -> bool:
 class MatmulPlan(AlgorithmPlan):
     """One product on one device, by an algorithm of cuBLASLt's heuristic or a given one.
 
-    cuBLASLt thinks in column-major matrices. A row-major D is its column-major transpose, and Dᵀ = Bᵀ·Aᵀ, so that
-    the operands swap; an operand that lies the way D does is then read plainly, one that lies the other way by the
-    transpose flag. Nothing is ever transposed in memory.
+    cuBLASLt reads column-major matrices. A row-major D is the column-major Dᵀ = Bᵀ·Aᵀ, so that the operands swap. An
+    operand of D's order is then read as it is, an operand of the other order with the transpose flag. Nothing is
+    transposed in memory.
 
     Args:
-        problem: what is to be computed.
         device: ordinal of the GPU, which must be current.
-        rank: which of the candidates to use; None for the most promising that can be launched leanly, see
-            `most_promising` and `launches_at_most_two_kernels_by`.
-        algorithm: 64 bytes, as an earlier plan's `algorithm.blob`: the one to use, if `check` has nothing against it.
-            The heuristic is then not asked.
+        rank: index of the candidate to use; None for the most promising candidate that launches at most two kernels,
+            see `most_promising`.
+        algorithm: 64 bytes, an earlier plan's `algorithm.blob`, which is used if `check` accepts it. The heuristic is
+            then not asked.
 
     Attributes:
-        types: what the library's algorithms are listed by; see `library_types`.
+        types: the key of cuBLASLt's list of algorithms; see `library_types`.
         reductions: how an algorithm may sum the parts of a split K.
-        workspace_size: bytes that the library may use.
-        candidates: the algorithms that the heuristic offers and that are not known to be wrong, best first.
-        algorithm: the one that is used; there is none where nothing is to be multiplied.
+        workspace_size: bytes that cuBLASLt may use.
+        candidates: the heuristic's algorithms that are not known to be wrong, best first.
+        algorithm: the algorithm that is used; None if there is nothing to multiply.
 
     Raises:
-        PlanError: there is no such candidate, or something speaks against the given algorithm, or the library's
-            epilogue is less accurate than our pass.
+        PlanError: there is no such candidate, `check` refuses the given algorithm, or cuBLASLt's epilogue is less
+            accurate than our pass.
     """
 
     def __init__(
@@ -101,23 +100,24 @@ class MatmulPlan(AlgorithmPlan):
         return self.algorithm is not None and self.launches_at_most_two_kernels_by(self.algorithm)
 
     def _refuse_inaccurate(self) -> None:
-        """Raises PlanError if the library's epilogue is less accurate than our pass in the problem's types."""
+        """Raises `PlanError` if cuBLASLt's epilogue is less accurate than our pass."""
         problem, (compute, *_, result) = self.problem, self.types
         effect = cublaslt.is_inaccurate(library_epilogue(problem.epilogue, self._swapped), compute, result)
         if effect is None and rounds_before_epilogue(problem):
-            effect = "with rows that are no whole vectors it rounds the product to 16 bits before the epilogue"
+            effect = "with ragged rows it rounds the product to 16 bits before the epilogue"
         if effect is not None:
             raise PlanError(f"cuBLASLt is not asked for {problem}: {effect}")
 
     def _choose(self, rank: int | None) -> cublaslt.Algorithm:
-        """A candidate: that of `most_promising`, or else the heuristic's first that is lean.
+        """The candidate of that rank, or of `most_promising`, or else the first that launches at most two kernels.
 
-        With an epilogue some launch three kernels: ours would be cheaper. A small plain product that fills the GPU once
-        at most takes one without a memset, which would take as long.
+        With an epilogue some algorithms launch three kernels, which cost more than a pass of ours. For a small plain
+        product that fills the GPU at most once, an algorithm without a memset is taken, because the memset would take
+        as long as the product.
         """
         offered = self.query(self.workspace_size, self.reductions)
         if not offered and self.problem.no_split_k:
-            # To some products the library offers no algorithm that leaves K whole. Two kernels are better than none.
+            # For some products cuBLASLt offers only algorithms that split K; a second kernel is better than no plan.
             offered = self.query(self.workspace_size, _REDUCTIONS)
         if rank is None and offered and all(is_split_for_nothing(self.problem, _offered(each)) for each in offered):
             offered += self.query(self.workspace_size, cublaslt.ReductionScheme.NONE)
@@ -139,22 +139,22 @@ class MatmulPlan(AlgorithmPlan):
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
 
     def launches_at_most_two_kernels_by(self, algorithm: cublaslt.Algorithm) -> bool:
-        """Whether the product by an algorithm, be it another than the plan's, would be lean; see `AlgorithmPlan`."""
+        """`launches_at_most_two_kernels` for any algorithm of the product."""
         nodes = self.nodes(algorithm)
         most = 1 if self.problem.no_split_k or self._is_cut_in_two(algorithm) else _MAX_KERNELS
         return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
 
     def _is_cut_in_two(self, algorithm: cublaslt.Algorithm) -> bool:
-        """Whether a second kernel of the algorithm would apply the epilogue to a product that is rounded to 16 bits.
+        """Whether a second kernel of the algorithm would apply the epilogue to a product rounded to 16 bits.
 
-        The second kernel of a split K, in contrast, reads sums in FP32.
+        The second kernel of a split K reads sums in FP32 instead.
         """
         return _changes_16_bits(self.problem) and algorithm.get(cublaslt.AlgoConfigAttribute.SPLITK_NUM) <= 1
 
     def nodes(self, algorithm: cublaslt.Algorithm) -> list[str]:
-        """What a launch puts on the stream, such as "KERNEL"; nothing where the library refuses it.
+        """The kinds of nodes of a launch, such as "KERNEL"; empty if cuBLASLt refuses the launch.
 
-        Captures a launch, with addresses that nothing will look at.
+        The launch is captured, with addresses that no kernel reads, and not run.
         """
         on_device, prepared = self.problem.device_scalars, self._prepare(algorithm)
         alpha, beta = (_ANY_ADDRESS, _ANY_ADDRESS) if on_device else (1.0, 0.0)
@@ -162,7 +162,7 @@ class MatmulPlan(AlgorithmPlan):
         c = d if self.problem.c is None else 2 * _ANY_ADDRESS
         try:
             return rehearse(partial(prepared, alpha, a, b, beta, c, d, _ANY_ADDRESS, self.workspace_size), self.device)
-        except CublasLtError:  # the heuristic offers some that it then refuses to launch
+        except CublasLtError:  # cuBLASLt refuses to launch some algorithms of its heuristic
             return []
 
     def _prepare(self, algorithm: cublaslt.Algorithm) -> cublaslt.PreparedMatmul:
@@ -174,7 +174,7 @@ class MatmulPlan(AlgorithmPlan):
         return self.algorithm is not None and "MEMSET" in self.nodes(self.algorithm)
 
     def _describe(self) -> None:
-        """Makes what the library is told of the product: operands, transposes and epilogue."""
+        """Makes the descriptors: operands, transposes and epilogue."""
         problem, batch, own = self.problem, self.problem.batch, self.problem.d.layout.order
         compute, scale, operand, _, result, _ = self.types
         self.handle = cublaslt.handle(self.device)
@@ -197,11 +197,11 @@ class MatmulPlan(AlgorithmPlan):
             desc.set(attribute.EPILOGUE_AUX_BATCH_STRIDE, problem.aux.batch_stride)
 
     def query(self, workspace: int, reductions: cublaslt.ReductionScheme) -> list[cublaslt.Algorithm]:
-        """Algorithms that the heuristic offers, best first; those known to be wrong are left out.
+        """The heuristic's algorithms, best first, without those that are known to be wrong.
 
         Args:
-            workspace: bytes that they may use.
-            reductions: how they may sum the parts of a split K.
+            workspace: bytes that an algorithm may use.
+            reductions: how an algorithm may sum the parts of a split K.
         """
         attribute, problem = cublaslt.PreferenceAttribute, self.problem
         with cublaslt.MatmulPreference() as preference:
@@ -215,12 +215,12 @@ class MatmulPlan(AlgorithmPlan):
         return [each for each in offered if cublaslt.is_known_bad(self._facts(each)) is None]
 
     def check(self, algorithm: cublaslt.Algorithm) -> cublaslt.Algorithm:
-        """The algorithm with its workspace, if nothing speaks against it. Nothing is launched here.
+        """Returns the algorithm with the size of its workspace; nothing is launched.
 
         Raises:
-            PlanError: the library refuses it, it is known to be wrong, it needs too much workspace, or it sums the
-                parts of a split K in a way that is not allowed.
-            CublasLtError: the library failed, which says nothing of the algorithm.
+            PlanError: cuBLASLt refuses the algorithm, the algorithm is known to be wrong, needs too much workspace, or
+                sums the parts of a split K in a way that is not allowed.
+            CublasLtError: cuBLASLt failed for another reason.
         """
         try:
             checked = cublaslt.algo_check(self.handle, self._desc, *self._operands, algorithm)
@@ -274,7 +274,7 @@ class MatmulPlan(AlgorithmPlan):
             a, b = b, a
         if self.problem.c is None:
             c, beta = d, memory.zeros if self.problem.device_scalars else 0.0
-        with self._lock:  # the descriptor's addresses are this call's until it has returned
+        with self._lock:  # no other thread may change the descriptor's addresses before the launch has returned
             if vector and vector != self._vector:
                 self._desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, vector)
                 self._vector = vector
@@ -284,7 +284,7 @@ class MatmulPlan(AlgorithmPlan):
             prepared(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, memory.stream)
 
     def _put_without(self, call: Call, stream: int) -> None:
-        """Puts β·C where nothing is to be multiplied: a sum over no terms is zero."""
+        """Writes β·C to D if there is nothing to multiply, because a sum over no terms is zero."""
         problem = self.problem
         if not (problem.batch and problem.m and problem.n):
             return
@@ -304,7 +304,7 @@ class MatmulPlan(AlgorithmPlan):
             column_major(spec, kind, problem.batch) as source,
             column_major(problem.d, kind, problem.batch) as target,
         ):
-            unused: float = 0.0  # the factor of a B that there is not
+            unused: float = 0.0  # beta of cublasLtMatrixTransform, whose B is NULL
             if problem.device_scalars:
                 desc.set(attribute.POINTER_MODE, cublaslt.PointerMode.DEVICE)
                 unused = beta
@@ -313,7 +313,7 @@ class MatmulPlan(AlgorithmPlan):
 
 
 def _row_alignment(spec: Spec, dtype: DType) -> int:
-    """The largest power of two that divides the address of every row or column that `spec` has in memory, in bytes."""
+    """The largest power of two that divides the address of every line (row or column) of a matrix, in bytes."""
     together = spec.alignment | (spec.layout.leading_dimension | spec.batch_stride) * dtype.itemsize
     return together & -together
 

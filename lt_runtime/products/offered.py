@@ -1,22 +1,26 @@
-"""Which of the algorithms that the heuristic offers to take for a product that nobody has measured.
+"""The choice among the algorithms that cuBLASLt's heuristic offers for a product that was not measured.
 
-The heuristic's first stays, but for what it is known to misjudge:
+The heuristic's first algorithm is taken, with these exceptions, which it is known to misjudge:
 
-- The library's kernels for Hopper work on D in rounds, one tile to a multiprocessor. A round takes as long as the loads
-  of a tile or its multiplications, whichever is longer, and some time to begin and to end; with an epilogue, tiles of
-  more than 64 rows take longer to end. Another is taken if it is estimated to be faster by a tenth.
-- Kernels with the ids 20, 41 and 42 are hardly ever the fastest. The id 20 takes 5 times as long as the best of the
-  others, in the median of 334 TF32 products; 41 and 42 take 24 and 42 times as long, of 146 and 281 BF16 ones.
+- cuBLASLt's kernels for Hopper work on D in rounds, with one tile on each multiprocessor. A round takes as long as the
+  loads of a tile or its multiplications, whichever is longer, plus a constant; with an epilogue, tiles of more than 64
+  rows take longer to end. Another algorithm is taken if it is estimated to be faster by a tenth.
+- Kernels with the ids 20, 41 and 42 are hardly ever the fastest. In the median they take 5 times (id 20, 334 TF32
+  products), 24 times (41, 146 BF16 products) and 42 times (42, 281 BF16 products) as long as the fastest other kernel.
 - A short K is not worth splitting: BF16 3904x24x21 takes 5.9 µs in six parts, and 2.6 whole.
-- Large TF32 products are Hopper's own kernels': 7456x2840x464 takes 150 µs by the first, 84 by the one after it.
+- Large TF32 products are fastest by kernels for Hopper: 7456x2840x464 takes 150 µs by the first algorithm, 84 by the
+  second, which is such a kernel.
 - A gradient's product in TF32 takes as long as the multiprocessor that loads or multiplies the most: 1024x512x2048 in
-  64 tiles of 64x128 elements takes 33 µs, in 32 of 128x128 with sums in four parts 20. A tenth is asked for here too.
-  The same holds for other TF32 products with a short K: 65536x40x24 takes 15.4 µs by the first, 9.4 in smaller tiles.
-- TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first, 3.5. But
-  with an input gradient by it, a weight gradient beside that takes longer: together 14.8 µs by the first, 15.6 or more.
-- TF32 sums are not split so often that a part has few terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32.
+  64 tiles of 64x128 elements takes 33 µs, in 32 tiles of 128x128 with sums in four parts 20. Here too another algorithm
+  must be estimated to be faster by a tenth. The estimate also holds for other TF32 products with a short K:
+  65536x40x24 takes 15.4 µs by the first algorithm, 9.4 in smaller tiles.
+- TF32 products with a short K and ragged rows are fastest by the id 55: 541x619x23 takes 6.9 µs by the first algorithm,
+  3.5 by this kernel. It is not taken for an input gradient, because a weight gradient beside it takes longer then:
+  both take 14.8 µs by the first algorithm and at least 15.6 with this kernel.
+- TF32 sums are split into parts of at least 64 terms: 21x24x3904 takes 11.7 µs in 132 parts, 7.6 in 32.
 
-The constants are of an H200 (cuBLASLt 13.1), fitted as those of `cost` are, to products of few columns above all.
+The constants are of an H200 (cuBLASLt 13.1). They were fitted to the same rows as those of `cost`, mostly to products
+with few columns.
 """
 
 from __future__ import annotations
@@ -32,16 +36,16 @@ from lt_runtime.problem import Compute, DType, MatmulProblem
 from lt_runtime.products.library_terms import library_shape
 
 _HOPPER: Final = 66
-"""The id of the kernels that are estimated besides those of TF32 gradients; of all others too little was measured."""
+"""The id of the kernels for which `_estimated_us` holds; too few products were measured for others."""
 _HOPPER_TF32: Final = 43
 _OLDER_TF32: Final = 21
 _SELDOM_FAST: Final = (20, 41, 42)
-"""Ids of kernels that are taken only if there is no other. In full FP32 the id 20 is often the fastest."""
+"""Ids of kernels that are taken only if all offered kernels have one of these ids, except in full FP32 (id 20)."""
 SHORT_K: Final = 128
 """Terms of a sum up to which it is not worth splitting."""
 _SHORT_TF32: Final = 55
 _FEWEST_TERMS: Final = 64
-"""Terms of a part of a TF32 sum, at least."""
+"""The fewest terms of a part of a split TF32 sum."""
 _LARGE: Final = 1e9
 """Multiply-adds from which on a product is large."""
 MULTIPROCESSORS: Final = 132
@@ -66,15 +70,15 @@ _SPLIT_US: Final = 1.0
 _ADDED: Final = 0.5e6
 """Partial sums of a split K that are added up in a microsecond."""
 _WORTH: Final = 0.9
-"""The part of the first's time that another may take to be chosen."""
+"""Another algorithm is chosen if its estimate is below this fraction of the first algorithm's."""
 
 
 class Offered(NamedTuple):
-    """What an estimate needs of an algorithm.
+    """The properties of an algorithm that an estimate reads.
 
     Attributes:
         algo_id: CONFIG_ID.
-        tile: rows and columns of D, as the library sees it, that a block works on; None if they are not known.
+        tile: rows and columns of D, as cuBLASLt sees D, that a block works on; None if they are not known.
         splitk: SPLITK_NUM.
         waves: how many times its blocks fill the GPU; 0.0 if that is not known.
     """
@@ -96,14 +100,15 @@ def is_large(problem: MatmulProblem) -> bool:
 
 
 def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The number of the algorithm to take of those that are offered: the first, if nothing speaks against it."""
-    seldom_fast = () if problem.dtype is DType.FLOAT32 and problem.compute is Compute.FLOAT32 else _SELDOM_FAST
+    """The index of the algorithm to take, by the rules that stand at the head of this module."""
+    is_fp32 = problem.dtype is DType.FLOAT32 and problem.compute is Compute.FLOAT32  # the id 20 is often the fastest
+    seldom_fast = () if is_fp32 else _SELDOM_FAST
     some = [i for i, each in enumerate(offers) if each.algo_id not in seldom_fast] or [*range(len(offers))]
     return some[_most_promising(problem, [offers[i] for i in some])]
 
 
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The number of the algorithm to take, where kernels that are hardly ever fast are offered only if all are."""
+    """`most_promising` for offers without the kernels of `_SELDOM_FAST`, or with these kernels alone."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
     lies_along_k = problem.b.layout.order is Order.COLUMN  # as weights do in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)
@@ -111,7 +116,7 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
         return next((i for i, each in enumerate(offers) if each.algo_id == _SHORT_TF32), 0)
     if is_split_for_nothing(problem, first):
         return next((i for i, each in enumerate(offers) if each.splitk <= 1), 0)
-    # Epilogues that differentiate or sum are left to the heuristic: their time is not that of the tiles.
+    # For epilogues that differentiate or sum there is no estimate: tiles do not determine their time.
     if problem.epilogue.is_derivative or problem.epilogue.has_bias_gradient:
         return 0
     usual = _usual(problem, offers)
@@ -123,7 +128,7 @@ def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _usual(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The number of the algorithm to take if no other is estimated to be faster."""
+    """The index of the algorithm to take if no other is estimated to be faster."""
     is_tf32 = problem.compute is Compute.TF32
     if is_tf32 and is_large(problem):
         return next((i for i, each in enumerate(offers) if each.algo_id == _HOPPER_TF32), 0)
@@ -133,7 +138,7 @@ def _usual(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:
-    """Microseconds; infinitely many where there is no estimate. The sums of a split K would take time of their own."""
+    """Microseconds; infinity if there is no estimate, as for a split K, whose partial sums take time to add."""
     if offered.algo_id != _HOPPER or offered.tile is None or offered.splitk > 1 or not offered.waves:
         return math.inf
     (rows, cols), terms = offered.tile, problem.k * problem.dtype.itemsize
@@ -144,13 +149,13 @@ def _estimated_us(problem: MatmulProblem, offered: Offered) -> float:
 
 
 def _gradient_us(problem: MatmulProblem, offered: Offered) -> float:
-    """Microseconds of a gradient's product in TF32; infinitely many where there is no estimate."""
+    """Microseconds of a gradient's product in TF32; infinity if there is no estimate."""
     if offered.algo_id not in _GRADIENT_US or offered.tile is None or not offered.waves:
         return math.inf
     (rows, cols), parts = offered.tile, max(offered.splitk, 1)
     m, n = library_shape(problem)
     tiles = -(-m // rows) * -(-n // cols)
-    if offered.algo_id == _HOPPER_TF32:  # Its blocks share out tiles and, where that is fairer, parts of their sums.
+    if offered.algo_id == _HOPPER_TF32:  # Its blocks divide tiles, or parts of their sums, evenly among them.
         of_each = max(1.0, tiles / (MULTIPROCESSORS * min(offered.waves, 1.0)))
     else:
         of_each = math.ceil(tiles * parts / MULTIPROCESSORS)

@@ -1,7 +1,6 @@
-"""Plans of products by kernels of ours: with one tiny dimension, or of 16 bits with rows that are no whole vectors.
+"""Plans of products by kernels of ours: products with one tiny dimension, and 16-bit products with ragged rows.
 
-The library is slowest there. To the tuner and the plan cache each kernel is one more algorithm, whose blob no version
-of the library gives.
+cuBLASLt is slowest for these products. The tuner and the plan cache take each kernel for one more algorithm.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lt_runtime.products.plan import AlgorithmPlan
 
 NARROW_MATMUL: Final = Algorithm(b"lt_runtime: narrow_matmul".ljust(64, b"\0"))
 TILE_MATMUL: Final = Algorithm(b"lt_runtime: tile_matmul".ljust(64, b"\0"))
-"""Each stands for a kernel of ours among the library's algorithms."""
+"""The bytes by which the plan cache names our kernel; no version of cuBLASLt gives these bytes to an algorithm."""
 
 
 class _Pass(Protocol):
@@ -40,7 +39,7 @@ class OwnPlan(AlgorithmPlan):
     """A product by a kernel of ours on one device.
 
     Raises:
-        PlanError: the kernel does not take the problem, or the GPU, or has no room for its partial sums.
+        PlanError: the kernel does not support the problem or the GPU, or its partial sums exceed the workspace.
     """
 
     adds_memsets, launches_at_most_two_kernels = False, True  # it is one kernel
@@ -57,7 +56,7 @@ class OwnPlan(AlgorithmPlan):
 
 
 class NarrowPlan(OwnPlan):
-    """By the kernels for products with one tiny dimension."""
+    """A product with one tiny dimension."""
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         if not narrow.supports(problem):
@@ -66,11 +65,11 @@ class NarrowPlan(OwnPlan):
 
 
 class TilePlan(OwnPlan):
-    """By the kernel for 16-bit matrices whose rows are no whole vectors."""
+    """A product of 16-bit matrices with ragged rows."""
 
     def __init__(self, problem: MatmulProblem, device: int) -> None:
         if not tile_matmul.supports(problem):
-            raise PlanError(f"the kernel for rows that are no whole vectors does not take {problem}")
+            raise PlanError(f"the kernel for ragged rows does not take {problem}")
         capability, least = device_info(device).capability, tile_matmul.CAPABILITY
         if capability < least:
             has = f"GPU {device} has compute capability {capability}"

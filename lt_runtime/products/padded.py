@@ -1,15 +1,14 @@
-"""Plans of products over copies of their operands that suit the library's kernels better.
+"""Plans of products on copies of their operands, for which cuBLASLt has faster kernels.
 
-Where rows are no whole vectors cuBLASLt's kernels are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs,
-2048x1024x480 takes 5.7. Leading dimensions of whole vectors make no difference, the extents count. So operands are
-copied with zeros behind their contiguous axis, which add nothing to any sum, and a result with such a tail is copied
-without it.
+For ragged rows cuBLASLt's kernels are old and slow: on an H200 (13.1) BF16 2048x1024x479 takes 22 µs, 2048x1024x480
+takes 5.7. The extents decide that, and not the leading dimensions. So operands are copied with zeros appended along
+their contiguous axis, which add nothing to any sum. A result that is longer for that reason is copied without its tail.
 
-Hopper's tensor cores read TF32 operands along K alone. Where an operand of a gradient's product lies the other way
-cuBLASLt falls back to older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So
-copies of the operands that lie along K are candidates as well.
+Hopper's tensor cores read TF32 operands only along K. If an operand of a gradient's product lies the other way,
+cuBLASLt uses older instructions: TF32 256x512x512 takes 9.5 µs as an input gradient, 5.1 as a forward pass. So copies
+that lie along K are another method.
 
-To the tuner and the plan cache the copies are a part of the algorithm. Two products of one gradient share its copy.
+The tuner and the plan cache take the copies for a part of the algorithm. Two products of one gradient share its copy.
 """
 
 from __future__ import annotations
@@ -31,25 +30,26 @@ from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.plan import AlgorithmPlan
 
 PADDED_MARK: Final = b"lt_runtime: padded".ljust(64, b"\0")
-"""Stands before an algorithm of the library's that works on padded copies."""
+"""Prefix, in the plan cache, of an algorithm of cuBLASLt's that works on padded copies."""
 K_MAJOR_MARK: Final = b"lt_runtime: k-major".ljust(64, b"\0")
-"""The same of copies that also lie along K."""
+"""Prefix of an algorithm that works on padded copies which lie along K."""
 
-_MEMORY_SHARE: Final = 64  # the part of a GPU's memory that copies may take, as they are never freed
+_MEMORY_SHARE: Final = 64  # copies take at most this fraction of a GPU's memory, because their buffer is never freed
 
 
 def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulProblem | None:
-    """The product of the padded copies; None where nothing is to be copied, or not on tensor cores, or not by us.
+    """The product of the padded copies; None if no operand would change, or if the method does not support the product.
 
-    An operand that is whole vectors already, and whose extents and order stay, is used where it is.
+    An operand whose rows are not ragged, and whose extents and order stay the same, is not copied.
 
     Args:
-        k_major: A and B are to lie along K; None, then, where they do, or in other types than TF32.
+        k_major: whether the copies of A and B lie along K. Only TF32 products are supported, and only if an operand
+            lies the other way.
     """
     if problem.dtype is not problem.d_dtype or problem.batch != 1 or not on_tensor_cores(problem):
         return None
-    # The library may round the product to 16 bits before it multiplies it by a derivative: so it does on an H200 (13.1)
-    # with DGELU where K is padded from 1 to 8.
+    # cuBLASLt may round a 16-bit product before it multiplies by the derivative: it does on an H200 (13.1) with DGELU
+    # where K is padded from 1 to 8.
     if problem.epilogue.is_derivative and problem.d_dtype.itemsize == 2:
         return None
     lie_along_k = Order.ROW, Order.COLUMN
@@ -64,7 +64,7 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
         return None
     if d == problem.d:
         return replace(problem, a=a, b=b)
-    # Whatever else an epilogue reads or writes besides a bias would have to be padded as well.
+    # C, an auxiliary matrix or a bias gradient would have to be padded as well.
     epilogue = problem.epilogue
     if problem.c is not None or epilogue.has_aux_output or epilogue.is_derivative or epilogue.has_bias_gradient:
         return None
@@ -72,13 +72,13 @@ def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulPr
 
 
 def on_tensor_cores(problem: MatmulProblem) -> bool:
-    """Whether there is something to multiply, in types that tensor cores take."""
+    """Whether tensor cores take the types, and no extent is 0."""
     sixteen_bits = problem.dtype.itemsize == 2
     return 0 not in (problem.m, problem.n, problem.k) and (sixteen_bits or problem.compute is Compute.TF32)
 
 
 def _rounded(problem: MatmulProblem, a: Order, b: Order) -> tuple[int, int, int]:
-    """M, N and K, those that are an operand's contiguous axis rounded up to whole octets; A and B in those orders."""
+    """M, N and K, each rounded up to a multiple of 8 if it is an operand's contiguous axis; `a` and `b` are orders."""
     d = problem.d.layout.order
     grows_m = Order.COLUMN in (a, d)
     grows_n, grows_k = Order.ROW in (b, d), a is Order.ROW or b is Order.COLUMN
@@ -88,7 +88,7 @@ def _rounded(problem: MatmulProblem, a: Order, b: Order) -> tuple[int, int, int]
 
 
 def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spec:
-    """How an operand of that size and order lies: as it does, or packed on its own."""
+    """The operand's own spec if it has that size and order and is not ragged; otherwise the spec of a packed copy."""
     layout = spec.layout
     if layout.shape == (rows, cols) and layout.order is order and moves_vectors(spec, dtype):
         return spec
@@ -96,7 +96,7 @@ def _copied(spec: Spec, rows: int, cols: int, order: Order, dtype: DType) -> Spe
 
 
 class PaddedPlan(AlgorithmPlan):
-    """A product on one device over padded copies, which lie in a buffer of the stream.
+    """A product on one device by cuBLASLt on padded copies, which lie in a buffer of the stream.
 
     Args:
         algorithm: 64 bytes, an algorithm for the product of the copies; None for the heuristic's choice.
@@ -104,12 +104,12 @@ class PaddedPlan(AlgorithmPlan):
 
     Attributes:
         inner: the plan of the product of the copies.
-        sources: what is copied before it, by the names of a call's addresses.
-        result: how D is copied after it; None where it is made in its place.
+        sources: the copies that are made before the product, by the names of a call's addresses.
+        result: the copy of D that is made after the product; None if the product writes D itself.
 
     Raises:
-        PlanError: there is nothing to copy, or so much that copies take more than a 64th of the GPU's memory, or the
-            library does not make the product; see `MatmulPlan`.
+        PlanError: there is nothing to copy; the copies take more than a 64th of the GPU's memory; or cuBLASLt does not
+            make the product, see `MatmulPlan`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PaddedPlan(AlgorithmPlan):
         return ResizePass(self.problem.dtype, [*self.sources.values()], self.device) if self.sources else None
 
     def given_a(self) -> Self:
-        """The same plan for calls that have the address of A's copy in the place of A's own."""
+        """A plan like this one whose calls give the address of A's copy instead of A's address."""
         given = copy.copy(self)
         given.sources = {name: resize for name, resize in self.sources.items() if name != "a"}
         given._offsets = {name: offset for name, offset in self._offsets.items() if name != "a"}
@@ -157,7 +157,7 @@ class PaddedPlan(AlgorithmPlan):
 
     @property
     def launches_at_most_two_kernels(self) -> bool:
-        """See `AlgorithmPlan`: whether the product of the copies is."""
+        """See `AlgorithmPlan`; the kernels that copy are not counted."""
         return self.inner.launches_at_most_two_kernels
 
     def reserve(self, memory: StreamMemory) -> None:
@@ -177,9 +177,11 @@ class PaddedPlan(AlgorithmPlan):
 
 
 def sharing_copy(products: Mapping[str, AlgorithmPlan]) -> tuple[dict[str, AlgorithmPlan], Resize | None]:
-    """Products of one matrix A, and the copy of A that all of them work on, whichever way each reads it.
+    """Lets products of one matrix A share its copy.
 
-    The products expect that copy in the place of A then. Where there is no such copy the products are as given.
+    Returns:
+        The products and the copy. The products then take the copy's address instead of A's. If they do not all work on
+        an equal copy of A, the products as given, and None.
     """
     padded = {name: each for name, each in products.items() if isinstance(each, PaddedPlan) and "a" in each.sources}
     copies = {each.sources["a"].by_rows for each in padded.values()}
@@ -189,7 +191,7 @@ def sharing_copy(products: Mapping[str, AlgorithmPlan]) -> tuple[dict[str, Algor
 
 
 def copies_of(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:
-    """What is copied, by the names of a call's addresses; that of D is made from its copy."""
+    """The copies between a product's operands and an inner product's, by the names of a call's addresses."""
     pairs = {name: (getattr(problem, name), getattr(inner, name)) for name in ("a", "b", "d")}
     found = {name: Resize(own.layout, copy.layout) for name, (own, copy) in pairs.items() if own != copy}
     if problem.epilogue.has_bias and (inner.n, inner.bias_alignment) != (problem.n, problem.bias_alignment):

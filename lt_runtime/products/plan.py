@@ -1,4 +1,4 @@
-"""What every plan has in common, a product's and a layer's: it runs on a stream, or is bound to its buffers."""
+"""The base classes of all plans: a plan runs on a stream, or is bound to its buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Plan(ABC):
     """A problem on one device, ready to launch. It is immutable, and threads may share it.
 
     Attributes:
-        problem: what is computed; `problem.operands` names the addresses of a call in their order.
+        problem: the problem that the plan solves; `problem.operands` names the addresses of a call in their order.
         device: ordinal of the GPU, which is current whenever the plan is used.
         strategy: how the problem is split; None for a product, which has nothing to split.
         products: plans of a layer's matrix products, by the operand that each makes; empty for a product.
@@ -30,9 +30,9 @@ class Plan(ABC):
 
     @abstractmethod
     def put(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the work on `memory.stream`. The caller holds `memory.lock`, and the call's own stream is not read.
+        """Puts the work on `memory.stream`; the call's own stream is not read.
 
-        The lock keeps other threads' launches from coming between those that share a workspace.
+        The caller holds `memory.lock`, so that no other thread's launches come between launches that share a workspace.
         """
 
     def reserve(self, memory: StreamMemory) -> None:
@@ -46,22 +46,22 @@ class Plan(ABC):
             self.put(call, memory)
 
     def bind(self, call: Call) -> BoundPlan:
-        """A callable that does what `run` would with this call, at the least cost to the host."""
+        """Captures the call into a graph; returns a callable that launches the graph."""
         return BoundPlan(lambda memory: self.put(call, memory), self.device, call.stream, self.reserve)
 
 
 class AlgorithmPlan(Plan):
-    """A matrix product by one algorithm: the library's, the same on padded copies, or a kernel of ours.
+    """A matrix product by one algorithm: cuBLASLt's on the operands or on padded copies, or a kernel of ours.
 
     Attributes:
-        algorithm: what makes the product; None where there is nothing to multiply.
+        algorithm: the algorithm of cuBLASLt, or the bytes that name our kernel; None if there is nothing to multiply.
     """
 
     algorithm: Algorithm | None
 
     @property
     def blob(self) -> bytes:
-        """The bytes that stand for the algorithm in the plan cache; `plan_from_blob` makes the same plan of them."""
+        """The bytes by which the plan cache names the algorithm; `plan_from_blob` makes an equal plan from them."""
         assert self.algorithm is not None, f"nothing is multiplied in {self.problem}"
         return self.algorithm.blob
 
@@ -73,8 +73,8 @@ class AlgorithmPlan(Plan):
     @property
     @abstractmethod
     def launches_at_most_two_kernels(self) -> bool:
-        """Whether a launch succeeds with at most two kernels, or one if the problem says so, and else only memsets.
+        """Whether a launch succeeds, and consists of at most two kernels (one with `no_split_k`) and of memsets.
 
-        Large products have a memset before the kernel, for the counter that its blocks draw tiles from: on Hopper the
-        fastest algorithms do. What that costs, a measurement sees.
+        The fastest algorithms on Hopper have a memset before the kernel of a large product: it clears the counter from
+        which the kernel's blocks draw tiles. Measured times include the memset.
         """

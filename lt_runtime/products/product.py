@@ -1,4 +1,4 @@
-"""A matrix product with an epilogue: the library's where it can be trusted with it, our own pass where it cannot."""
+"""A matrix product with an epilogue, which cuBLASLt applies if its result is right, and a pass of ours otherwise."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _AUX_ALIGNMENT = 16
 def library_may_fuse(problem: MatmulProblem) -> bool:
     """Whether cuBLASLt may be asked for the problem's epilogue.
 
-    Its bias and bias gradient run along D's contiguous axis; ours always has N elements, so that only a row-major D
-    fits. Whether it supports the rest, its heuristic says, and whether it gets it right, the known-bad table.
+    cuBLASLt's bias and bias gradient run along D's contiguous axis. A problem's bias always has N elements, so that D
+    must be row-major. Whether cuBLASLt supports the epilogue otherwise is left to its heuristic, and whether its result
+    is right to the table of known faults.
     """
     epilogue, row_major = problem.epilogue, problem.d.layout.order is Order.ROW
     if c_lies_across(problem):
@@ -38,17 +39,17 @@ def library_may_fuse(problem: MatmulProblem) -> bool:
 
 
 def _is_read_plainly(problem: MatmulProblem) -> bool:
-    """Whether the operand to be summed over K lies with its other axis contiguous, as the library asks."""
+    """Whether the operand that is summed over K is contiguous along its other axis, as cuBLASLt requires."""
     if problem.epilogue is Epilogue.BGRADA:
         return problem.a.layout.order is Order.COLUMN
     return problem.b.layout.order is Order.ROW
 
 
 def plain_product(problem: MatmulProblem) -> MatmulProblem:
-    """What is left to the library of a problem whose epilogue, or C, is left to our own pass.
+    """The product that cuBLASLt makes if a pass of ours applies the problem's epilogue, or adds C.
 
-    A product of 16 bits would be rounded before the pass works on it, and its result once more: there, the library
-    makes a separate product in FP32, to which the pass adds C as well. See `is_separate`.
+    A 16-bit product would be rounded before the pass reads it, and the pass would round again. So the product of a
+    16-bit problem is made in FP32 in memory of its own, and the pass adds C as well; see `is_separate`.
     """
     has_pass = _needs_pass(problem)
     plain = replace(problem, epilogue=Epilogue.NONE, aux=None, bias_alignment=256, no_split_k=has_pass)
@@ -60,29 +61,29 @@ def plain_product(problem: MatmulProblem) -> MatmulProblem:
 
 
 def is_separate(problem: MatmulProblem) -> bool:
-    """Whether our own pass reads the product from another place than D, where it is in FP32."""
+    """Whether our pass reads the product in FP32 from memory of its own instead of from D."""
     works_on_d = _needs_pass(problem) and not problem.epilogue.sums_operand
     return works_on_d and problem.d_dtype.itemsize == 2
 
 
 def _needs_pass(problem: MatmulProblem) -> bool:
-    """Whether there is more to do than a plain product of the library's."""
+    """Whether the problem has an epilogue, or a C that cuBLASLt does not take."""
     return problem.epilogue is not Epilogue.NONE or c_lies_across(problem)
 
 
 class ProductPlan(Plan):
     """One product with its epilogue on one device, in at most two kernels besides copies of operands.
 
-    Kernels alone where there is a way; a large product has a memset before its kernel, whoever does its epilogue.
+    An epilogue of cuBLASLt's that would add a memset is left to our pass, unless the plain product has a memset too.
 
     Args:
-        choose: makes the plan of the library's part.
+        choose: makes the plan of `product`.
 
     Attributes:
-        product: the plan of the library's part, with the epilogue or without.
+        product: the plan of the product, with the epilogue or without.
 
     Raises:
-        PlanError: there is no algorithm even for the plain product.
+        PlanError: no method makes even the plain product.
     """
 
     def __init__(self, problem: MatmulProblem, device: int, choose: Choose = known_algorithm) -> None:
