@@ -12,32 +12,3 @@ from lt_runtime.reference.loss import bce_with_logits, cross_entropy, huber_loss
 from lt_runtime.reference.matmul import matmul, pack_mask, unpack_mask
 from lt_runtime.reference.philox import dropout_factors, dropout_mask, dropout_scale, philox4x32
 from lt_runtime.reference.rounding import RoundedTensor, round_stochastically, rounding_lanes
-
-__all__ = [
-    "AdamWHyper",
-    "AdamWTensor",
-    "RoundedTensor",
-    "activate",
-    "adamw_update",
-    "bce_with_logits",
-    "clip_factor",
-    "cross_entropy",
-    "derivative",
-    "dropout_factors",
-    "dropout_mask",
-    "dropout_scale",
-    "gradient_norm",
-    "huber_loss",
-    "learning_rate_factor",
-    "linear_bwd",
-    "linear_fwd",
-    "matmul",
-    "mse_loss",
-    "next_scale",
-    "pack_mask",
-    "philox4x32",
-    "round_stochastically",
-    "rounding_lanes",
-    "through_activation",
-    "unpack_mask",
-]

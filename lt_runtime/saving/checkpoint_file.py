@@ -14,7 +14,7 @@ import math
 import os
 import stat
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -47,7 +47,9 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text
         FileError: the file cannot be written.
     """
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligns every array to its type
-    header = _header(ordered, {_TEXT: text, _DIGEST: _digest(text, arrays)})
+    by_name = dict(sorted(arrays.items()))
+    digest = _digest(text, {name: kind_of(array) for name, array in by_name.items()}, by_name.values())
+    header = _header(ordered, {_TEXT: text, _DIGEST: digest})
     if len(header) > _HEADER_LIMIT:
         raise CheckpointError(
             f"{path} would need a header of {len(header)} bytes; at most {_HEADER_LIMIT} are accepted"
@@ -107,17 +109,20 @@ def read(
                 kinds = {name: _kind_in(file, name) for name in sorted(file.keys())}
                 names, kept = set(wanted(metadata[_TEXT], kinds)), {}
                 _check_memory(path, kinds, names)
-                digest = _Digest(metadata[_TEXT], kinds)
-                for name in kinds:
-                    array = file.get_tensor(name)
-                    digest.add(array)
-                    if name in names:
-                        kept[name] = array
+
+                def arrays() -> Iterator[NDArray[Any]]:
+                    for name in kinds:
+                        array = file.get_tensor(name)
+                        if name in names:
+                            kept[name] = array
+                        yield array
+
+                digest = _digest(metadata[_TEXT], kinds, arrays())
         except SafetensorError as error:
             raise CheckpointError(f"{path} is damaged or no safetensors file: {shortened(str(error))}") from error
     if _DIGEST not in metadata:
         warnings.warn(f"{path} is of an earlier version, which saved no digest: damage goes unnoticed", stacklevel=3)
-    elif metadata[_DIGEST] != digest.text:
+    elif metadata[_DIGEST] != digest:
         raise CheckpointError(f"{path} is damaged: its content does not have the digest that it was saved with")
     return metadata[_TEXT], kept
 
@@ -147,29 +152,18 @@ def _header(arrays: Sequence[tuple[str, NDArray[Any]]], metadata: Mapping[str, s
     return text + b" " * (-len(text) % _LENGTH_BYTES)
 
 
-class _Digest:
+def _digest(text: str, kinds: Kinds, arrays: Iterable[NDArray[Any]]) -> str:
     """SHA-256 of the text and of all arrays' names, types, shapes and bytes, independent of their places in the file.
 
-    Arrays must be added in the order of their names.
+    Args:
+        kinds: of all arrays, in the order of their names.
+        arrays: in the same order.
     """
-
-    def __init__(self, text: str, kinds: Kinds) -> None:
-        described = [text, *((name, *kind) for name, kind in sorted(kinds.items()))]
-        self._digest = hashlib.sha256(json.dumps(described).encode())
-
-    def add(self, array: NDArray[Any]) -> None:
-        self._digest.update(_bytes_of(array))
-
-    @property
-    def text(self) -> str:
-        return self._digest.hexdigest()
-
-
-def _digest(text: str, arrays: Mapping[str, NDArray[Any]]) -> str:
-    digest = _Digest(text, {name: kind_of(array) for name, array in arrays.items()})
-    for _, array in sorted(arrays.items()):
-        digest.add(array)
-    return digest.text
+    described = [text, *((name, *kind) for name, kind in kinds.items())]
+    digest = hashlib.sha256(json.dumps(described).encode())
+    for array in arrays:
+        digest.update(_bytes_of(array))
+    return digest.hexdigest()
 
 
 def _check_memory(path: str | os.PathLike[str], kinds: Kinds, names: Collection[str]) -> None:

@@ -9,12 +9,13 @@ import numpy as np
 
 from lt_runtime.arguments import Fixed, check_instance, number
 from lt_runtime.arrays.arena import arena_size, arena_views, host_zeros
-from lt_runtime.arrays.operand import CUPY, HOST, Operand, read
+from lt_runtime.arrays.operand import CUPY, HOST, read
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.adamw import EmaParams, ema_launches, ema_table
+from lt_runtime.kernels.kernel import Launches
 from lt_runtime.ops._adamw_parameters import HeldArrays
 from lt_runtime.training.mlp import MLP, brief
 
@@ -52,8 +53,9 @@ class EMA(Fixed):
         shapes = [tuple(value.shape) for value in self._values]
         averages = arena_views(model.device.asarray(host_zeros(arena_size(shapes, 4), np.dtype(np.float32))), shapes)
         self.averages: Final = dict(zip((each.name for each in parameters), averages, strict=True))
-        device = model.device.ordinal
-        self._gpu = None if device is None else _GpuAverages(averages, self._values, device)
+        if model.device.ordinal is not None:
+            with activated(model.device.ordinal):
+                self._table, self._launches = _launches_of(averages, self._values, model.device.ordinal)
         self._average(1.0, None)
         model.device.synchronize()  # updates may come on any stream
         self._is_made = True
@@ -102,8 +104,13 @@ class EMA(Fixed):
         self._held.check()
 
     def _average(self, weight: float, stream: Any) -> None:
-        if self._gpu is not None:
-            self._gpu.average(weight, stream)
+        """Moves the averages towards the values; `weight` is 1 - decay."""
+        device = self.model.device.ordinal
+        if device is not None:
+            with activated(device):
+                params, launch = self._launches[stream_handle(stream, device)]
+                params.weight = weight
+                launch()
             return
         if stream is not None:
             stream_handle(stream, HOST)
@@ -111,36 +118,15 @@ class EMA(Fixed):
             average += np.float32(weight) * (value.astype(np.float32) - average)
 
 
-class _GpuAverages:
-    """The launch that updates the averages on one GPU, and its table of the arrays' addresses."""
-
-    def __init__(self, averages: Sequence[Any], values: Sequence[Any], device: int) -> None:
-        self._device = device
-        with activated(device):
-            stream = stream_handle(None, device)
-            pairs = [
-                (_packed("average", average, stream), _packed("value", value, stream))
-                for average, value in zip(averages, values, strict=True)
-            ]
-            table = ema_table(
-                [
-                    (of.address, to.address, to.element_type(), array.size)
-                    for (of, to), array in zip(pairs, averages, strict=True)
-                ]
-            )
-            self._table = CUPY.empty((table.nbytes,), np.dtype(np.uint8), device, stream)
-            call("cuMemcpyHtoDAsync", self._table.data.ptr, table.ctypes.data, table.nbytes, stream)
-            self._launches = ema_launches(EmaParams(self._table.data.ptr), len(table), device)
-
-    def average(self, weight: float, stream: Any) -> None:
-        """Makes one update; `weight` is 1 - decay."""
-        with activated(self._device):
-            params, launch = self._launches[stream_handle(stream, self._device)]
-            params.weight = weight
-            launch()
-
-
-def _packed(name: str, array: Any, stream: int) -> Operand:
-    operand = read(name, array, stream)
-    operand.check_packed()
-    return operand
+def _launches_of(averages: Sequence[Any], values: Sequence[Any], device: int) -> tuple[Any, Launches[EmaParams]]:
+    """The kernel's table of addresses on the current GPU, and the launch that updates the averages."""
+    stream, entries = stream_handle(None, device), []
+    for average, value in zip(averages, values, strict=True):
+        of, to = read("average", average, stream), read("value", value, stream)
+        for operand in (of, to):
+            operand.check_packed()
+        entries.append((of.address, to.address, to.element_type(), average.size))
+    table = ema_table(entries)
+    on_device = CUPY.empty((table.nbytes,), np.dtype(np.uint8), device, stream)
+    call("cuMemcpyHtoDAsync", on_device.data.ptr, table.ctypes.data, table.nbytes, stream)
+    return on_device, ema_launches(EmaParams(on_device.data.ptr), len(table), device)
