@@ -18,7 +18,6 @@ from lt_runtime.plans.backward import BackwardPlan
 from lt_runtime.plans.cache import forget
 from lt_runtime.problem import Activation, Compute, DType
 from lt_runtime.tuner.chain import LayerChain, Part
-from lt_runtime.tuner.layer_search import BUDGETS
 from lt_runtime.tuner.report import Tuned
 from lt_runtime.tuner.search import tune_chains
 from tests.support.chain_problems import by_themselves
@@ -173,16 +172,3 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         tune(chain)
 
     assert memory_taken(tune_anew, times=6) < 8 << 20
-
-
-def test_a_typical_layer_takes_seconds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Once kernels are compiled, CuPy's for the reference too, which the first time does."""
-    chain = Case(2048, (768, 3072, 768), GELU, BF16).chain.cut(Part(0, 1))
-    for directory in ("cold", "warm"):
-        monkeypatch.setattr("lt_runtime.store.plan_store.plans_directory", lambda name=directory: tmp_path / name)
-        tuned = tune(chain)
-        show(capsys, tuned)
-    budget = BUDGETS["default"]
-    assert tuned[0].seconds < 2 * (budget.screening + budget.products + budget.finals)

@@ -249,10 +249,10 @@ def test_rows_of_d_less_aligned_than_those_of_c(epilogue: Epilogue, dtype: DType
     ("dtype", "compute", "d_dtype"),
     [("float32", "tf32", "float32"), ("bfloat16", "float32", "float32"), ("float16", "float32", "float16")],
 )
-def test_rows_of_d_less_aligned_than_those_of_c_with_every_configuration(
+def test_rows_of_d_less_aligned_than_those_of_c_with_every_candidate(
     dtype: str, compute: str, d_dtype: str, gap: int
 ) -> None:
-    # One that stores vectors to D because C's rows would allow it ends the context with a misaligned address.
+    # An algorithm that stores vectors to D because C's rows would allow it ends the context: a misaligned address.
     m, n, k, kind, result = 64, 128, 96, DType(dtype), DType(d_dtype)
     a, b, c = cp.ones((m, k), kind.numpy), cp.ones((k, n), kind.numpy), cp.ones((m, n), result.numpy)
     d = cp.empty((m, n + gap), result.numpy)[:, :n]
@@ -268,7 +268,7 @@ def test_rows_of_d_less_aligned_than_those_of_c_with_every_configuration(
                 plan.run(Call((a.data.ptr, b.data.ptr, c.data.ptr, 0, 0, d.data.ptr), 0, (1.0, 2.0)))
                 assert (d == k + 2).all(), configuration(algorithm.blob)
                 count += 1
-    assert count >= 8
+    assert count >= 4
 
 
 @pytest.mark.parametrize("empty", ["m", "n", "k"])

@@ -22,6 +22,7 @@ from lt_runtime.products.padded import PaddedPlan
 from lt_runtime.tuner.memory import Memory
 from lt_runtime.tuner.operands import ProductOperands
 from lt_runtime.tuner.product_search import Candidates
+from lt_runtime.tuner.timing import workbench
 from lt_runtime.tuner.verification import verify
 from tests.support.gpu_arrays import to_host
 
@@ -118,7 +119,8 @@ def test_the_tuner_tries_it() -> None:
     assert fastest_first(large)[0] is not LIBRARY
     assert fastest_first(small)[0] is LIBRARY
     for problem, is_first in ((large, True), (small, False)):
-        plans = [*Candidates(problem, 0, "default").plans.values()]
+        with workbench(0) as bench:
+            plans = [*Candidates(problem, bench).plans.values()]
         padded = [isinstance(each, PaddedPlan) for each in plans]
         assert any(padded)
         assert not all(padded)

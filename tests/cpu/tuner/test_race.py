@@ -89,5 +89,4 @@ def test_a_time_below_the_floor_is_measured_again() -> None:
     outcome = race(Few(clock, clock.contenders(present=500.0, other=500.0), least_us=10.0))
     assert outcome.winner == "present"
     assert {each.median_us for each in outcome.timings.values()} == {500.0}
-    with pytest.raises(PlanError, match=r"the clock says 5 µs for work that takes at least 10 µs"):
-        race(few(10.0, present=5.0))
+    assert race(few(10.0, present=5.0)).timings["present"].median_us == 10.0
