@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
 
-from lt_runtime.errors import ArgumentError, LtError
+from lt_runtime.environment import TUNE_VARIABLE, VARIABLES, setting
+from lt_runtime.errors import LtError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import relaxed_captures
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from lt_runtime.tuner.chain import LayerChain
     from lt_runtime.tuner.report import Progress
 
-TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
-_MODES: Final = ("off", "first-use")
 
 asked_for: Final[ContextVar[bool]] = ContextVar("lt_runtime_tuning", default=False)
 """Whether the calling thread is to measure problems that it has run before, too."""
@@ -42,6 +40,9 @@ _seen: Final[set[tuple[Remembered | LayerChain, int]]] = set()
 """Problems and chains that have been measured, or cannot be, each with its device."""
 _one_at_a_time = threading.Lock()
 _logger: Final = logging.getLogger("lt_runtime")
+
+for _name in VARIABLES:  # warns of meaningless values on the host too, where nothing else reads the variables
+    setting(_name)
 
 
 @contextlib.contextmanager
@@ -77,11 +78,8 @@ def before_first_use(problem: Remembered, device: int) -> None:
     """Verifies another machine's algorithms for a problem, and measures the problem if that is wanted and it is new.
 
     A failure costs a warning, and the problem runs untuned.
-
-    Raises:
-        ArgumentError: the environment variable has an unknown value.
     """
-    is_wanted = asked_for.get() or _mode() == "first-use"
+    is_wanted = asked_for.get() or setting(TUNE_VARIABLE) == "first-use"
     if _is_busy.get():
         return
     if plan_store(device).has_unproven:
@@ -120,21 +118,10 @@ def is_step_tuned(tune: bool | None) -> bool:
 
     Args:
         tune: the step's own option, which comes before `tuning()`, which comes before the environment variable.
-
-    Raises:
-        ArgumentError: the environment variable has an unknown value.
     """
     if tune is None:
-        return asked_for.get() or _mode() != "off"
+        return asked_for.get() or setting(TUNE_VARIABLE) != "off"
     return tune
-
-
-def _mode() -> str | None:
-    """The value of the environment variable; None if it is not set or empty."""
-    mode = os.environ.get(TUNE_VARIABLE) or None
-    if mode is not None and mode not in _MODES:
-        raise ArgumentError(f"{TUNE_VARIABLE} is {mode!r}; accepted are {' and '.join(map(repr, _MODES))}")
-    return mode
 
 
 def is_measured(problem: Remembered, device: int) -> bool:
