@@ -1,4 +1,4 @@
-"""Calls on the pretended GPU that repeat, come bound, chained, captured, or on several streams."""
+"""Repeated, bound, chained and captured calls on the pretended GPU, on one stream and on several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.matmul_checks import Product, matmul_case
 from tests.support.placed import COLUMNS, FLAT, ODD, Placed, host_of
 from tests.support.strategies import LinearCase
 
-_CALLS = 5  # more than it takes for a call to be looked up, and then bound to its buffers
+_CALLS = 5  # the second call finds the first's `PreparedCall`, the third is captured, the fourth launches the graph
 
 _REPEATED = {
     "gelu": layer_case(),
@@ -47,7 +47,7 @@ def test_same_buffers_with_other_contents(gpu: FakeGpu, case: LinearCase) -> Non
 @_repeated
 def test_other_arrays_that_look_the_same(gpu: FakeGpu, case: LinearCase) -> None:
     layers = [Layer(gpu, case, gpu.stream, LayerData(case, seed)) for seed in range(3)]
-    for _ in range(3):  # so that calls with the arrays of one come between those with another's
+    for _ in range(3):  # calls with the arrays of one layer alternate with calls of the others
         for seed, layer in enumerate(layers):
             layer.refill(seed)
             layer.check()
@@ -75,7 +75,7 @@ def test_nothing_is_captured_unasked_beside_a_thread_of_the_caller(gpu: FakeGpu)
 def test_the_layer_below_has_made_x(gpu: FakeGpu) -> None:
     lt, ones = gpu.lt, [gpu.cp.ones(shape, "float32") for shape in ((8, 24), (16, 24), (12, 16), (8, 12))]
     y, below = lt.linear_fwd(ones[0], ones[1], activation="gelu")
-    for _ in range(3):  # also when the call is known
+    for _ in range(3):  # in later rounds the call is prepared already
         for x, is_same in ((y, True), (y.reshape(8, 16), True), (gpu.cp.ones((8, 16), "float32"), False)):
             _, above = lt.linear_fwd(x, ones[2])
             if is_same:
@@ -88,7 +88,7 @@ def test_the_layer_below_has_made_x(gpu: FakeGpu) -> None:
 
 
 def test_remembered_calls_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = importlib.import_module("lt_runtime.plans.cache")  # the pretended GPU's package
+    cache = importlib.import_module("lt_runtime.plans.cache")  # the copy of the package that runs on the pretended GPU
     monkeypatch.setattr("lt_runtime.ops.call._MOST_CALLS", 4)
     w = gpu.cp.ones((8, 16), "float32")
     for rows in range(1, 12):
@@ -98,7 +98,7 @@ def test_remembered_calls_are_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_asked_is_told_apart(gpu: FakeGpu) -> None:
-    """Calls with the same arrays that differ in one option, in turn and again."""
+    """Calls with the same arrays that differ in one option alternate, several times."""
     layer = Layer(gpu, layer_case(), gpu.stream)
     bias = layer.bias
     options: list[dict[str, Any]] = [
@@ -190,14 +190,14 @@ def test_same_buffers_on_other_streams(gpu: FakeGpu) -> None:
 def test_new_arrays_for_results(gpu: FakeGpu, case: LinearCase) -> None:
     case = dataclasses.replace(case, accumulate=False)
     layer, kept = Layer(gpu, case, gpu.stream), []
-    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):  # addresses come again, as with CuPy's own pool
+    with gpu.cp.cuda.using_allocator(gpu.cp.cuda.MemoryPool().malloc):  # addresses are reused, as with CuPy's own pool
         for seed in range(4 * _CALLS):
             layer.refill(seed)
             y, ctx = layer.forward(into_buffers=False)
             layer.check_forward(y)
             result = layer.backward(ctx, into_buffers=False)
             layer.check_backward(result)
-            if seed % _CALLS == 0:  # so that the next ones have others
+            if seed % _CALLS == 0:  # keeps the arrays, so that the next results have other addresses
                 kept.append((y, result))
 
 
@@ -228,7 +228,7 @@ def test_layers_of_one_shape_take_turns(gpu: FakeGpu) -> None:
 
 
 def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None:
-    case = layer_case(dropout=0.5, keep_z=True)  # nothing is allocated, so that all could be bound
+    case = layer_case(dropout=0.5, keep_z=True)  # nothing is allocated, so that only dropout forbids a capture
     layer = Layer(gpu, case, gpu.stream)
     for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6)) * 2:
         layer.case = dataclasses.replace(case, rng=rng)
@@ -343,7 +343,11 @@ def test_gradients_of_the_layer_below_are_told_apart(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_raw_addresses(gpu: FakeGpu, activation: str) -> None:
     index = ACTIVATIONS.index(activation)
-    m, k, n = 32, 64, 16 + index % 2  # aligned or not as in the tests of layers: fewer kernels are built
+    m, k, n = (
+        32,
+        64,
+        16 + index % 2,
+    )  # rows are aligned for the same activations as in the tests of layers, so that fewer kernels are built
     trans_a, trans_b, with_bias = index % 2 == 1, index // 2 % 2 == 1, activation != "sigmoid"
     generator = np.random.default_rng(7)
     a, b, bias, g = (generator.standard_normal(s).astype(np.float32) for s in ((m, k), (k, n), (n,), (m, n)))
@@ -427,7 +431,7 @@ def test_products_again_with_other_scalars(gpu: FakeGpu) -> None:
                 product.check()
                 d = gpu.lt.matmul(**fresh | {"alpha": alpha, "beta": beta}, stream=gpu.stream)
                 product.check_results(d)
-            kept.append(d)  # so that the next ones lie elsewhere
+            kept.append(d)  # keeps D, so that the next results have other addresses
 
 
 def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
@@ -451,7 +455,7 @@ def test_a_capture_reads_what_is_there_at_each_replay(gpu: FakeGpu) -> None:
 
 
 class Foreign:
-    """An array of a library that the package does not know, which says where it lies."""
+    """An array of an unknown library, with `__cuda_array_interface__`."""
 
     def __init__(self, array: Any) -> None:
         self._array, self.dtype = array, array.dtype
@@ -471,7 +475,7 @@ def test_arrays_by_their_interface(gpu: FakeGpu, dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
 def test_tensors(gpu: FakeGpu, dtype: DType) -> None:
-    """Their results are tensors, made on the stream that the call is given."""
+    """Calls on tensors return tensors, made on the call's stream."""
     layer, tensor = Layer(gpu, layer_case(activation="relu", dtype=dtype), gpu.stream), gpu.torch.Tensor
     arrays = [tensor(each) for each in (layer.x.array, layer.w.array, layer.bias)]
     for seed in range(_CALLS):

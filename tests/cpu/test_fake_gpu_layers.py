@@ -15,11 +15,11 @@ from tests.support.strategies import LinearCase
 
 @pytest.fixture
 def stream(gpu: FakeGpu) -> Any:
-    """A stream that is not the default one. Work that the package puts elsewhere is not done when it is waited for."""
+    """A stream other than the default one: work that the package put on any other stream would not be waited for."""
     return gpu.stream
 
 
-# By turns with and without aligned rows, so that the kernels are those that tests/host_kernels builds as well.
+# Rows are aligned for every second activation: tests/host_kernels builds the same kernels.
 _ACTIVATIONS = [layer_case(activation=name, n=32 if index % 2 == 0 else 33) for index, name in enumerate(ACTIVATIONS)]
 _CASES = {
     **{f"activation-{case.activation.name}": case for case in _ACTIVATIONS},

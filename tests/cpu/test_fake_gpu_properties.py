@@ -17,14 +17,14 @@ from tests.support.strategies import LinearCase, MatmulCase, linear_cases, matmu
 _EXAMPLES = settings(
     max_examples=150,
     deadline=None,
-    derandomize=True,  # each kernel variant that an example needs is compiled for it
+    derandomize=True,  # an example compiles the kernel variants that it needs
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 _FEW = ("none", "relu", "gelu")
 
 
 def _layer(case: LinearCase) -> LinearCase:
-    """The case with few kinds of kernels: FP32, and dropout with GELU alone."""
+    """Limits a case to FP32, and dropout to GELU, so that few kernels are compiled."""
     name = case.activation.name if case.activation.name in _FEW else "relu"
     changes: dict[str, Any] = {"activation": Activation(name), "dtype": DType.FLOAT32}
     changes["dropout"] = 0.5 if name == "gelu" and case.dropout else 0.0
@@ -35,7 +35,7 @@ _RESULTS = {"none": DType.FLOAT32, "relu": DType.BFLOAT16, "gelu": DType.FLOAT16
 
 
 def _product(case: MatmulCase) -> MatmulCase:
-    """The case with few kinds of kernels: each activation has one of the 16-bit types."""
+    """Gives each activation one 16-bit type, so that few kernels are compiled."""
     if case.dtype.itemsize != 2:
         return case
     result = _RESULTS[case.epilogue.activation]

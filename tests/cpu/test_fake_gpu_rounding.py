@@ -17,21 +17,21 @@ from tests.support.strategies import LinearCase, MatmulCase
 _EXAMPLES = settings(
     max_examples=60,
     deadline=None,
-    derandomize=True,  # each kernel variant that an example needs is compiled for it
+    derandomize=True,  # an example compiles the kernel variants that it needs
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 _TYPES: Final = {"none": DType.BFLOAT16, "relu": DType.BFLOAT16, "gelu": DType.FLOAT16}
 
 
 def _layer(case: LinearCase) -> LinearCase:
-    """The case with few kinds of kernels: each activation has one type, and dropout only GELU."""
+    """Gives each activation one type, and dropout only to GELU, so that few kernels are compiled."""
     name = case.activation.name if case.activation.name in _TYPES else "relu"
     dropout = 0.5 if name == "gelu" and case.dropout else 0.0
     return dataclasses.replace(case, activation=Activation(name), dtype=_TYPES[name], dropout=dropout)
 
 
 def _product(case: MatmulCase) -> MatmulCase:
-    """The case with few kinds of kernels: each activation has one type."""
+    """Gives each activation one type, so that few kernels are compiled."""
     dtype = _TYPES[case.epilogue.activation]
     return dataclasses.replace(case, dtype=dtype, d_dtype=dtype)
 

@@ -14,7 +14,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.layer_checks import Layer as CheckedLayer
 from tests.support.layer_checks import layer_case
 
-_CALLS = 5  # the first makes plans or captures, later ones are looked up, and then bound to their buffers
+_CALLS = 5  # the first call makes plans, the second finds them, the third is captured
 _DIMS, _ROWS = [12, 16, 5], 8
 
 Calls = dict[str, Callable[[], Any]]
@@ -65,14 +65,14 @@ def _streams_given_work(gpu: FakeGpu, call: Callable[[], Any]) -> set[int]:
 
 @pytest.mark.parametrize("calls", [_layer_calls, _other_calls])
 def test_tensors_without_a_stream(gpu: FakeGpu, calls: Callable[[FakeGpu], Calls]) -> None:
-    with gpu.other_stream:  # CuPy's current stream is another one
+    with gpu.other_stream:  # CuPy's current stream differs from PyTorch's
         for name, call in calls(gpu).items():
             with gpu.torch.cuda.stream(gpu.torch.cuda.ExternalStream(gpu.stream.ptr)):
                 for _ in range(_CALLS):
                     used = _streams_given_work(gpu, call)
             assert used == {gpu.stream.ptr}, name
             gpu.synchronize(gpu.stream.ptr)
-            assert not gpu.streams.left_undone(), name  # by the first calls either
+            assert not gpu.streams.left_undone(), name  # the first calls leave no work on another stream either
 
 
 def test_new_results_are_of_the_calls_stream_each_time(gpu: FakeGpu) -> None:

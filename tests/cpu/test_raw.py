@@ -1,4 +1,4 @@
-"""What the raw-pointer interface refuses before it looks for a GPU."""
+"""Arguments that the raw-pointer interface refuses before it needs a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lt_runtime.errors import (
 
 M, K, N = 8, 16, 4
 BASE = 1 << 40
-"""Of addresses that nobody owns: whoever used one would fail otherwise than these tests expect."""
+"""Arguments with addresses that belong to no GPU: using one would raise another error than these tests expect."""
 
 
 def addresses(*names: str) -> dict[str, int]:
@@ -44,7 +44,7 @@ SCALARS: list[tuple[dict[str, Any], type[LtError], str]] = [
 
 
 def bad_addresses(names: str, required: str) -> list[tuple[dict[str, Any], type[LtError], str]]:
-    """Absent, misaligned and negative ones."""
+    """Addresses that are 0, misaligned or negative."""
     return [
         *(({name: 0}, ArgumentError, f"^{name} is 0; an address is needed for its") for name in required.split()),
         *(
@@ -94,7 +94,7 @@ def test_backward(changes: dict[str, Any], error: type[LtError], message: str) -
         (raw.forward_raw, {**FORWARD, "with_bias": False, "bias": 0, "save_z": False, "Z": 0}),
         (raw.forward_raw, {**FORWARD, "with_bias": False, "bias": 3, "save_z": False, "Z": FORWARD["A"]}),
         (raw.forward_raw, {**FORWARD, "k": 0, "A": 0, "B": 0}),
-        (raw.forward_raw, {**FORWARD, "Y": FORWARD["A"] + 4 * M * K}),  # back to back
+        (raw.forward_raw, {**FORWARD, "Y": FORWARD["A"] + 4 * M * K}),  # the two matrices touch without overlapping
         (raw.backward_raw, BACKWARD),
         (raw.backward_raw, {**BACKWARD, "C": 0, "gA": 0, "gB": 0, "gC": 0, "gBias": 0}),
         (raw.backward_raw, {**BACKWARD, "act": "none", "Z": 0}),
@@ -102,6 +102,6 @@ def test_backward(changes: dict[str, Any], error: type[LtError], message: str) -
     ],
 )
 def test_what_is_absent_or_unused_is_not_judged(function: Any, arguments: dict[str, Any]) -> None:
-    # All that is left to complain of is the GPU, or that these addresses are none of its.
+    # The only possible error is that there is no GPU, or that an address is not a GPU's.
     with pytest.raises((MissingLibraryError, DeviceError), match=r"driver|not an address of GPU memory"):
         function(**arguments)

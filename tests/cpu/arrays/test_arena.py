@@ -1,4 +1,4 @@
-"""Arrays of an arena: aligned, apart, in one piece; and that models and optimizers have theirs in some."""
+"""Arrays of an arena are aligned, do not overlap and fill one allocation; models and optimizers use arenas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def place(array: Array) -> int:
 
 
 def in_one_piece(arrays: list[Array]) -> bool:
-    """Whether they lie in a row, each behind the one before, with no more between than the alignment asks for."""
+    """Whether the arrays follow each other with only the gaps that alignment needs."""
     ends = [place(array) + array.nbytes for array in arrays]
     gaps = [place(array) - end for array, end in zip(arrays[1:], ends, strict=False)]
     return all(0 <= gap < 256 for gap in gaps) and all(place(array) % 256 == 0 for array in arrays)

@@ -1,4 +1,4 @@
-"""How operands are read from what array libraries say of them; the driver's part is stood in for."""
+"""Operands read from the attributes and protocols of array libraries; the driver's answers are replaced."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_bfloat16_has_no_type_string_of_its_own() -> None:
 
 
 class HostArray:
-    """An array in host memory that is not NumPy's."""
+    """An array in host memory of another library than NumPy."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0

@@ -1,4 +1,4 @@
-"""Which operands share memory, against the sets of their bytes' addresses."""
+"""Overlap of operands, compared with the sets of their bytes' addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lt_runtime.arrays.operand import Operand
 from lt_runtime.errors import OverlapError
 from lt_runtime.layout import Layout, Order
 
-START = 1 << 46  # as high as addresses of GPU memory are, where nothing can be read
+START = 1 << 46  # an address as high as GPU memory's, which the host cannot read
 
 
 @st.composite
@@ -33,7 +33,7 @@ def matrix(layout: Layout, distance: int, itemsize: int = 8) -> Operand:
 
 
 def addresses(of: Operand) -> set[int]:
-    """Of all its bytes."""
+    """The addresses of all bytes of a matrix."""
     first = [
         of.address + of.itemsize * sum(i * stride for i, stride in zip(index, of.strides, strict=True))
         for index in np.ndindex(of.shape)
@@ -42,7 +42,7 @@ def addresses(of: Operand) -> set[int]:
 
 
 def overlap(first: Operand, second: Operand) -> bool:
-    """What the check says, whichever of the two is written."""
+    """Whether the check finds an overlap; the answer must not depend on which operand is written."""
     answers = set()
     for out, other in ((first, second), (second, first)):
         try:

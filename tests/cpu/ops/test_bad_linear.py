@@ -1,4 +1,4 @@
-"""What forward, backward and dropout refuse on NumPy arrays, and that nothing is written when they do."""
+"""Arguments that forward, backward and dropout refuse on NumPy arrays, before anything is written."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def test_out_over_an_input(name: str) -> None:
     with pytest.raises(OverlapError, match=f"out_z shares memory with {name}"):
         lt.linear_fwd(**operands, out_z=buffer[:, :M])
     assert (buffer == 1).all()
-    lt.linear_fwd(**operands, out=buffer[:, M : 2 * M], out_z=buffer[:, 2 * M :])  # interleaved, but disjoint
+    lt.linear_fwd(
+        **operands, out=buffer[:, M : 2 * M], out_z=buffer[:, 2 * M :]
+    )  # the slices interleave without overlapping
     assert (buffer[:, :M] == 1).all()
     assert (buffer[:, M:] == M + 1).all()
 
@@ -224,7 +226,7 @@ def test_what_is_no_array_anywhere() -> None:
 
 
 def test_memory_that_is_no_gpus() -> None:
-    # Without a driver it says so; with one, that the address is not the GPU's.
+    # Without a driver the error says so; with one, that the address is not a GPU's.
     with pytest.raises((MissingLibraryError, DeviceError), match=r"driver|x is 0x"):
         lt.linear(DeviceArray((M, K)), DeviceArray((N, K)))
 

@@ -1,4 +1,4 @@
-"""Backward through two layers at once on NumPy arrays: the same as one after the other."""
+"""Backward with `through` on NumPy arrays, compared with backward layer by layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_equals_layer_by_layer(activation: str, dropout: float) -> None:
     made = (chained.dw, chained.db, chained.dz_below, chained.db_below, gradients.dx, gradients.dw)
     wanted = (apart.dw, apart.db, dz, expected.db, expected.dx, expected.dw)
     for one, other in zip(made, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)  # dx is rounded once less
+        np.testing.assert_allclose(
+            one, other, rtol=2e-6, atol=2e-6
+        )  # the chained call does not round dx before the activation
 
 
 def test_buffers_are_used_and_added_to() -> None:
@@ -69,7 +71,7 @@ def test_the_layer_below_has_made_x() -> None:
     for same in (y[:], y.T.T, y.reshape(1, M, N)[0]):
         _, context = lt.linear_fwd(same, w, activation="tanh")
         np.testing.assert_array_equal(lt.linear_bwd(dy, context, through=below).dw, lt.linear_bwd(dy, context).dw)
-    for other in (y + 1, y.copy(), np.asfortranarray(y)):  # a residual net's x is y with something added to it
+    for other in (y + 1, y.copy(), np.asfortranarray(y)):  # in a residual net x is y plus another array
         _, context = lt.linear_fwd(other, w, activation="tanh")
         with pytest.raises(ArgumentError, match=r"whose y is not the x of ctx.*pass require_same=False"):
             lt.linear_bwd(dy, context, through=below)

@@ -1,4 +1,4 @@
-"""Which calls are taken to be like one made before, and when their launches are bound; without a GPU."""
+"""Which calls use an earlier call's `PreparedCall`, and when a repeated call is captured; without a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AT = 0x10000
 
 @dataclass(frozen=True)
 class Array:
-    """Stands for an array of a library that is known."""
+    """An array of a library that has signatures."""
 
     address: int = _AT
     shape: tuple[int, ...] = (4, 8)
@@ -45,7 +45,7 @@ ASKED = ("gelu", 0.0)
 
 
 class Doubling(Operation):
-    """An operation that is never read anew here: what is tested is what is known of it."""
+    """An operation that the tests never read: its calls are always prepared by `remember`."""
 
     names = ("x", "scale", "out")
     required = 1
@@ -64,7 +64,7 @@ DOUBLING = Doubling()
 
 
 class Plan:
-    """Notes its calls, and what is bound."""
+    """A plan that records its calls and the calls that are bound."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -87,7 +87,7 @@ class Plan:
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Streams that are captured, the thread's current device, and how many calls took another look."""
+    """Captured streams, the thread's current device, and `looks`, the number of calls that were not prepared before."""
     state = SimpleNamespace(captured=set(), device=0, looks=0)
 
     def first(*_: Any) -> None:
@@ -107,7 +107,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def remember(*arrays: Array | None, options: Any = ASKED) -> Plan:
-    """Has such calls known; the plan that they run."""
+    """Prepares a call with these arrays; returns its plan."""
     plan = Plan()
     prepared = PreparedCall(DOUBLING, 0, Request(None, (2,), {}), plan, (128, 0, 128), True, cache.generation)
     signature = signature_of(arrays)
@@ -167,7 +167,7 @@ def test_what_is_written_lies_apart(spans: list[tuple[int, int]], written: set[i
     prepared = PreparedCall(DOUBLING, 0, Request(None, outputs, {}), None, sizes, True, cache.generation)
     bytes_of = [set(range(at, at + size)) for at, size in spans]
     meet = any(bytes_of[i] & bytes_of[j] for i in outputs for j in range(len(spans)) if i != j)
-    if meet:  # that an empty one lies within another may count as meeting
+    if meet:  # an empty span within another may count as an overlap
         assert not prepared.is_sound(starts)
     elif all(sizes):
         assert prepared.is_sound(starts)
@@ -186,8 +186,8 @@ def test_a_call_like_one_before_is_known(world: Any) -> None:
 
 def test_another_look_is_taken(world: Any) -> None:
     plan = remember(X, None, OUT)
-    make(X, None, replace(OUT, address=_AT + 64))  # it meets x
-    make(X, None, OUT, options=(["gelu"],))  # no value
+    make(X, None, replace(OUT, address=_AT + 64))  # out overlaps x
+    make(X, None, OUT, options=(["gelu"],))  # the option cannot be hashed
     with first_use.tuning():
         make(X, None, OUT)
     world.device = 1
@@ -203,7 +203,7 @@ def test_nothing_outlives_its_plan(world: Any) -> None:
     cache.forget([], 0)
     make(X, None, OUT)
     assert (len(plan.calls), world.looks) == (1, 1)
-    cache.calls |= calls  # by another thread, which had found them before
+    cache.calls |= calls  # another thread found these entries before they were forgotten
     make(X, None, OUT)
     cache.repeats |= repeats
     make(X, None, OUT)

@@ -29,7 +29,7 @@ def operands(dtype: str) -> tuple[Array, Array, Array, Array]:
 def einsum_gradients(
     dy: Array, x: Array, w: Array, z: Array, activation: str, factors: Array | None
 ) -> dict[str, Array]:
-    """dx, dw, db and dz written out as sums; the derivative alone is the reference's."""
+    """dx, dw, db and dz by explicit sums; only the activation's derivative is the reference's."""
     dz = dy.astype(np.float64) * reference.derivative(z, Activation(activation))
     dz = dz if factors is None else dz * factors
     x, w = x.astype(np.float64), w.astype(np.float64)
@@ -42,7 +42,7 @@ def einsum_gradients(
 
 
 def assert_near(actual: Array, exact: Array, dtype: str) -> None:
-    """Within the rounding of the result, as float64 arithmetic leaves it."""
+    """Compares within the rounding of a result that was computed in float64."""
     assert actual.dtype == DTYPES[dtype]
     np.testing.assert_allclose(actual.astype(np.float64), exact, rtol=ULP[dtype], atol=1e-12)
 
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_forward(activation: str) -> None:
     x, w, bias, dy = operands("float32")
 
     def slope(name: str, direction: Array) -> float:
-        """Of sum(dy · y) along a direction; float64, since FP32's rounding would drown the difference."""
+        """Central difference of sum(dy · y) along a direction, in float64, because FP32's rounding would exceed it."""
         step = 1e-6
         values = []
         for sign in (1, -1):

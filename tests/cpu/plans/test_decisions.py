@@ -1,4 +1,4 @@
-"""Which strategy a plan follows, and what becomes of a measured one that no longer works."""
+"""The strategy that a plan follows, and how a measured strategy that no longer works is barred."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUSED, BIAS, PLAIN = (
 
 @dataclass
 class World:
-    """A store with at most one entry, and strategies and algorithms that are refused.
+    """A plan store with at most one entry, and a plan factory that refuses given strategies and algorithms.
 
     Attributes:
         barred: entries that were barred, with the reasons.

@@ -1,4 +1,4 @@
-"""How a layer may be split: what a problem allows, what it rules out, and that it stands in a file and comes back."""
+"""Strategies: which of them a problem allows, and that each is read back from a file as it was written."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def test_forward_of_inference_keeps_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"y": COLUMNS},  # the bias would run along its other axis
+        {"y": COLUMNS},  # cuBLASLt's bias would run along the other axis
         {"preactivation": COLUMNS},
-        {"x": Spec(packed(M, 0)), "w": Spec(packed(N, 0))},  # there is no product
+        {"x": Spec(packed(M, 0)), "w": Spec(packed(N, 0))},  # K is 0, so that there is no product
     ],
 )
 def test_what_the_library_cannot_fuse(changes: dict[str, Spec]) -> None:
@@ -104,7 +104,7 @@ def test_dropout_and_nan_rule_out_activations_of_the_library() -> None:
 
 
 def test_auxiliary_matrices_that_the_library_cannot_use() -> None:
-    """Its rows have to be a multiple of 8 elements apart, and its address one of 16 bytes."""
+    """cuBLASLt asks for a leading dimension in multiples of 8, and an address in multiples of 16 bytes."""
     for spec in (Spec(Layout(M, N, Order.ROW, N + 1)), Spec(Layout(M, N, Order.ROW, 24), 8)):
         assert Epilogue.GELU_AUX_BIAS not in [epilogue for epilogue, _ in pairs(a_forward(preactivation=spec))]
         through = below("gelu", Saved.PREACTIVATION, saved_spec=spec)
@@ -113,7 +113,7 @@ def test_auxiliary_matrices_that_the_library_cannot_use() -> None:
 
 
 def test_auxiliary_matrices_that_a_kernel_of_ours_can_use() -> None:
-    """Of 16 bits it takes any in rows, where the product has rows that are no whole vectors."""
+    """Our kernel for ragged 16-bit rows takes any row-major auxiliary matrix."""
     spec = Spec(Layout(M, N, Order.ROW, N + 1), 2)
     asked = [epilogue for epilogue, _ in pairs(a_forward(dtype=DType.FLOAT16, preactivation=spec))]
     assert Epilogue.GELU_AUX_BIAS in asked
@@ -179,7 +179,7 @@ def makers(problem: BackwardProblem) -> list[tuple[MadeBy, MadeBy, MadeBy]]:
 def test_bias_gradient() -> None:
     assert makers(a_backward()) == [(KERNEL, NOBODY, NOBODY), (EPILOGUE, NOBODY, NOBODY)]
     kernel_alone = [(KERNEL, NOBODY, NOBODY)]
-    assert makers(a_backward(accumulate=True)) == kernel_alone  # the library overwrites
+    assert makers(a_backward(accumulate=True)) == kernel_alone  # cuBLASLt's bias gradient overwrites its buffer
     assert makers(a_backward(dw=None)) == kernel_alone
     assert makers(a_backward(dw=Spec(packed(K, N).transposed))) == kernel_alone
     assert makers(a_backward(output_derivative=unchanged(None))) == [(NOBODY, NOBODY, NOBODY)]
@@ -211,7 +211,7 @@ def test_through_the_layer_below() -> None:
 
 @pytest.mark.parametrize("empty", ["M", "N", "K"])
 def test_where_nothing_is_multiplied_the_library_makes_no_sum(empty: str) -> None:
-    """It is not called then, and a bias gradient over no rows is zero all the same."""
+    """cuBLASLt is not called if there is nothing to multiply, but the bias gradient must be set to zero."""
     m, n, k = (0 if axis == empty else size for axis, size in (("M", M), ("N", N), ("K", 16)))
     x, w, y = (Spec(packed(*shape)) for shape in ((m, k), (n, k), (m, n)))
     kept = Spec(Layout(m, k, Order.ROW, 16))

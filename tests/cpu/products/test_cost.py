@@ -32,23 +32,26 @@ def weight_gradient(m: int, n: int, k: int, dtype: DType = DType.BFLOAT16) -> Ma
 @pytest.mark.parametrize(
     ("problem", "method"),
     [
-        (input_gradient(798, 1093, 2720), PADDED),  # 19.1 against 58.5
-        (weight_gradient(381, 3112, 674), PADDED),  # 9.9 against 25.7
-        (input_gradient(3567, 3379, 843), PADDED),  # copies larger than a workspace
-        (input_gradient(2825, 2681, 23), LIBRARY),  # 15.4 against 33.3
+        (input_gradient(798, 1093, 2720), PADDED),  # 19.1 µs by this method, 58.5 by cuBLASLt on the operands
+        (weight_gradient(381, 3112, 674), PADDED),  # 9.9 and 25.7
+        (input_gradient(3567, 3379, 843), PADDED),  # the copies are larger than a workspace
+        (input_gradient(2825, 2681, 23), LIBRARY),  # 15.4 µs by this method, 33.3 by the next
         (weight_gradient(1075, 35, 2596), LIBRARY),  # 10.5 against 14.2
         (input_gradient(2596, 35, 1075), LIBRARY),  # 10.6 against 11.2
         (input_gradient(712, 105, 112, FP32), LIBRARY),  # 4.3 against 6.7
         (forward(674, 3112, 381, FP32), PADDED),  # 18.5 against 32.0
-        (weight_gradient(1093, 2720, 798, FP32), K_MAJOR),  # 33.6; 47.0 on copies that lie as the operands do
-        (input_gradient(798, 1093, 2720, FP32), K_MAJOR),  # 42.0 and 50.5
+        (
+            weight_gradient(1093, 2720, 798, FP32),
+            K_MAJOR,
+        ),  # 33.6 µs, and 47.0 on padded copies in the operands' own order
+        (input_gradient(798, 1093, 2720, FP32), K_MAJOR),  # 42.0 and 50.5, as above
         (forward(457, 11, 312, epilogue=Epilogue.BIAS), NARROW),  # 3.2
         (weight_gradient(6, 840, 1108), NARROW),  # 4.0 against 5.7
         (weight_gradient(17, 4280, 871), PADDED),  # 7.0 against 11.6
         (input_gradient(7221, 4, 744), PADDED),  # 8.4 against 10.5
         (weight_gradient(21, 24, 3904, FP32), LIBRARY),  # 7.5 against 11.0
         (weight_gradient(584, 3625, 444, FP32), K_MAJOR),  # 31.8 against 40.0
-        (input_gradient(625, 77, 13), LIBRARY),  # 3.0 against 8.4, rows of 77 being read one by one
+        (input_gradient(625, 77, 13), LIBRARY),  # 3.0 and 8.4: our kernel reads the elements of rows of 77 one by one
         (input_gradient(625, 77, 13, FP32), LIBRARY),  # 3.1 against 4.7
         (weight_gradient(13, 77, 625), NARROW),  # 3.7 against 6.3
         (forward(256, 512, 784), LIBRARY),
@@ -59,7 +62,9 @@ def test_the_way_that_was_measured_to_be_the_fastest(problem: MatmulProblem, met
 
 
 def test_our_kernel_takes_its_time_for_sums_over_thousands_of_rows() -> None:
-    assert fastest_first(weight_gradient(7, 256, 6156))[0] is not NARROW  # 11.1; 9.9 by the library, 7.9 on copies
+    assert (
+        fastest_first(weight_gradient(7, 256, 6156))[0] is not NARROW
+    )  # 11.1 µs by our kernel, 9.9 by cuBLASLt, 7.9 on copies
     assert fastest_first(forward(6156, 7, 256))[0] is NARROW  # 3.8
 
 
@@ -91,13 +96,13 @@ def test_tf32_sums_over_ragged_rows_are_estimated(shape: tuple[int, int, int], u
 
 
 def test_our_kernel_for_ragged_rows_has_the_library_s_sums() -> None:
-    """21x24x3904 takes 9.1 with the sum of A, 167 by the library; 23x619x541 7.4 and 24.9."""
+    """With the sum of A, 21x24x3904 takes 9.1 µs by our kernel and 167 by cuBLASLt; 23x619x541 7.4 and 24.9."""
     for shape in ((21, 24, 3904), (23, 619, 541)):
         assert fastest_first(gelu(weight_gradient(*shape), Epilogue.BGRADA))[0] is TILE
 
 
 def test_products_alone_are_seldom_our_kernel_s_for_ragged_rows() -> None:
-    """1434x936x20 takes 4.1 by it and 4.7 by the library, but 20.7 and 11.7 with a weight gradient beside it."""
+    """1434x936x20 takes 4.1 µs by our kernel and 4.7 by cuBLASLt, but 20.7 and 11.7 beside a weight gradient."""
     problem = input_gradient(1434, 936, 20)
     us = estimated_us(problem)
     assert us[TILE] < us[LIBRARY]
@@ -105,20 +110,20 @@ def test_products_alone_are_seldom_our_kernel_s_for_ragged_rows() -> None:
 
 
 def test_products_of_a_gradient_share_its_copy() -> None:
-    """13830x48x221 and 221x48x13830 take 13.7 together on copies, 19.3 by the library's kernels for ragged rows."""
+    """13830x48x221 and 221x48x13830 together take 13.7 µs on copies and 19.3 by cuBLASLt's kernels for ragged rows."""
     for problem in (input_gradient(13830, 48, 221), weight_gradient(221, 48, 13830)):
         assert fastest_first(problem)[0] is PADDED
 
 
 def test_our_kernel_has_the_width_of_a_power_of_two() -> None:
-    """603x12x752 takes 5.3 by it."""
+    """603x12x752 takes 5.3 µs by our kernel."""
     nine, eight = (estimated_us(forward(603, columns, 752))[NARROW] for columns in (9, 8))
     assert nine > 1.5 * eight
     assert estimated_us(forward(603, 12, 752))[NARROW] == pytest.approx(5.3, rel=0.1)
 
 
 def test_the_sum_of_an_operand_leaves_no_pass_over_the_product() -> None:
-    """It is a kernel of its own in either method, where another epilogue has the product written in FP32 and read."""
+    """A sum of an operand is a kernel of its own by either method; other epilogues cost cuBLASLt an FP32 product."""
     kind, d = DType.FLOAT16, Spec(packed(24, 8), alignment=2)
     a, b = Spec(packed(24, 2, order=COLUMN)), Spec(packed(2, 8))
     problem = MatmulProblem(kind, kind, Compute.FLOAT32, a, b, d, Epilogue.BGRADA)
@@ -158,7 +163,7 @@ def test_a_refused_sum_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
 
 
 def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
-    ragged = forward(3890, 15, 3247, epilogue=Epilogue.BIAS)  # 40.8 and a pass against 181
+    ragged = forward(3890, 15, 3247, epilogue=Epilogue.BIAS)  # 40.8 µs and a pass, 181 by our kernel
     assert fastest_first(ragged) == [LIBRARY]
     whole = forward(3890, 16, 3248, epilogue=Epilogue.BIAS)
     assert fastest_first(whole) == [LIBRARY, NARROW], "the library may have no algorithm for the epilogue"
@@ -167,7 +172,7 @@ def test_an_epilogue_is_left_to_a_pass_and_not_to_a_slower_kernel() -> None:
 @pytest.mark.parametrize("size", [1, 63, 257])
 @pytest.mark.parametrize("epilogue", [Epilogue.NONE, Epilogue.RELU])
 def test_small_products_are_two_kernels_at_most(size: int, epilogue: Epilogue) -> None:
-    """With copies it takes three, one of them to trim the result."""
+    """Copies make three kernels of one product; one of them trims the result."""
     for dtype in (DType.FLOAT16, DType.BFLOAT16, FP32):
         assert fastest_first(forward(size, size, size, dtype, epilogue))[0] is not PADDED
 

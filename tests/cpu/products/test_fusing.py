@@ -1,4 +1,4 @@
-"""Which epilogues are left to cuBLASLt, and which of its algorithms are lean enough for that."""
+"""Which epilogues cuBLASLt applies, and which of its algorithms launch few enough kernels."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def split(parts: int) -> Algorithm:
     [
         (["KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, True),
         (["MEMSET", "KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, True),
-        (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, False),  # the second works on 16 bits
+        (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.BIAS, False),  # the second kernel reads a product of 16 bits
         (["KERNEL", "KERNEL"], 2, DType.FLOAT16, Epilogue.BIAS, True),
         (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.NONE, True),
         (["KERNEL", "KERNEL"], 1, DType.FLOAT16, Epilogue.BGRADB, True),

@@ -1,7 +1,7 @@
-"""Epilogues that the library is not asked for: GELU in full FP32, and 16-bit ones over rows that are no whole vectors.
+"""Epilogues that cuBLASLt is not asked for: GELU in full FP32, and 16-bit epilogues with ragged rows.
 
-cuBLASLt's GELU is less accurate than FP32; in narrower types plans may use it. Over rows that are no whole vectors the
-library rounds a 16-bit product before the epilogue.
+cuBLASLt's GELU is less accurate than FP32, so that plans use it only in narrower types. With ragged rows cuBLASLt
+rounds a 16-bit product before the epilogue.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Kind = tuple[DType, Compute]
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    """A library that offers one algorithm for everything; what needs a GPU besides is left out."""
+    """A pretended cuBLASLt that offers one algorithm for every product; other calls of a GPU are replaced."""
     made = FakeLibrary(monkeypatch)
     made.offered = {(WORKSPACE, BOTH): [1]}
     monkeypatch.setattr(MatmulPlan, "launches_at_most_two_kernels_by", lambda *_: True)
@@ -78,7 +78,7 @@ def a_backward(kind: Kind) -> BackwardProblem:
 def test_full_fp32_has_no_candidate_of_the_library(
     epilogue: Epilogue, options: dict[str, Any], library: FakeLibrary
 ) -> None:
-    """Neither the heuristic's nor an algorithm that a plan file names; the heuristic is not asked in vain."""
+    """Algorithms of the heuristic and of a plan file are both refused; the heuristic is not asked."""
     with pytest.raises(PlanError, match=r"cuBLASLt's GELU is off by 5e-6"):
         MatmulPlan(a_product(FULL, epilogue), 0, **options)
     with pytest.raises(PlanError, match=r"cuBLASLt's GELU is off by 5e-6"):
@@ -93,7 +93,7 @@ def test_tf32_and_16_bits_keep_theirs(kind: Kind, epilogue: Epilogue, library: F
 
 
 def test_it_is_the_type_of_the_result_that_counts(library: FakeLibrary) -> None:
-    """A product of 16-bit matrices that is stored in FP32 shows the error; so does none without GELU."""
+    """GELU's error shows in a product of 16-bit matrices that is stored in FP32, and not in other epilogues."""
     with pytest.raises(PlanError, match="GELU"):
         MatmulPlan(a_product(NARROWER[1], Epilogue.GELU, d_dtype=DType.FLOAT32), 0)
     for epilogue in (Epilogue.NONE, Epilogue.BIAS, Epilogue.RELU_BIAS):
@@ -116,7 +116,7 @@ C_LIES = {
 def test_a_16_bit_product_would_be_rounded_before_a_ragged_c(
     epilogue: Epilogue, kind: Kind, c: Spec, library: FakeLibrary
 ) -> None:
-    """The library is asked where there is no epilogue, the result has 32 bits, or C is whole vectors."""
+    """cuBLASLt is asked if there is no epilogue, the result has 32 bits, or no operand is ragged."""
     problem = a_product(kind, epilogue, c=c)
     with pytest.raises(PlanError, match="rounds the product to 16 bits"):
         MatmulPlan(problem, 0)
@@ -132,7 +132,7 @@ def test_a_16_bit_product_would_be_rounded_before_a_ragged_c(
 def test_our_kernel_for_narrow_products_keeps_its_derivative(
     epilogue: Epilogue, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That kernel computes GELU's derivative in FP32 as accurately as our pass."""
+    """Our kernel computes GELU's derivative in FP32, as accurately as our pass."""
     ours = replace(NARROW, build=lambda problem, _: SimpleNamespace(narrow=problem))
     monkeypatch.setattr(choose, "fastest_first", lambda _: [LIBRARY, ours])
     problem = a_product(FULL, epilogue, k=8)

@@ -1,4 +1,4 @@
-"""Which products are ours because a dimension is tiny, and how their threads share them."""
+"""Which products our kernel for one tiny dimension supports, and how its threads share a product."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_single_row_or_column_lies_either_way() -> None:
 
 
 class _Recorded:
-    """How a pass was compiled and is launched."""
+    """The macros that a pass was compiled with, and its grid, block and scratch memory."""
 
     def __init__(self, problem: MatmulProblem, monkeypatch: pytest.MonkeyPatch) -> None:
         def get(entry: Entry, macros: Macros, device: int) -> None:

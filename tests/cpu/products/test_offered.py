@@ -1,4 +1,4 @@
-"""Which of the heuristic's algorithms a product takes that nobody has measured; the times are an H200's, in µs."""
+"""The choice among the heuristic's algorithms for a product that was not measured; times are in µs, on an H200."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.support.algorithm_library import BOTH, NONE, WORKSPACE, FakeLibrary
 BIAS, GELU = Epilogue.BIAS, Epilogue.GELU_AUX_BIAS
 HOPPER = 66
 Entry = tuple[tuple[int, int], float]
-"""A tile and the waves."""
+"""A tile, and the waves of blocks in which it covers D."""
 Nodes = dict[tuple[int, int] | None, list[str]]
-"""What a launch puts on the stream, by tile; one kernel where nothing is said."""
+"""Kinds of the nodes of a launch, by tile; without an entry one kernel."""
 
 
 def forward(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) -> MatmulProblem:
@@ -46,19 +46,27 @@ def offers(*entries: Entry) -> list[Offered]:
 @pytest.mark.parametrize(
     ("problem", "entries", "best"),
     [
-        # With a bias, tiles of more than 64 rows are slow: 57.5, 56.0, 40.5.
+        # With a bias, tiles of more than 64 rows are slow: the three take 57.5, 56.0 and 40.5.
         (forward(262144, 104, 64, BIAS), [((104, 256), 7.758), ((104, 128), 15.515), ((56, 512), 7.758)], 2),
-        (forward(65536, 80, 56, BIAS), [((80, 256), 1.939), ((80, 128), 3.879), ((48, 512), 1.939)], 2),  # 13.3, 10.8
+        (
+            forward(65536, 80, 56, BIAS),
+            [((80, 256), 1.939), ((80, 128), 3.879), ((48, 512), 1.939)],
+            2,
+        ),  # the first takes 13.3, the last 10.8
         (
             forward(131072, 128, 32, GELU),
             [((128, 128), 7.758), ((64, 256), 7.758), ((64, 512), 3.879)],
             2,
-        ),  # 66.8, 34
-        # Fewer rounds are begun and ended: 19.2, 17.0.
+        ),  # the first takes 66.8, the last 34
+        # Larger tiles take fewer rounds: the first takes 19.2, the second 17.0.
         (forward(262144, 40, 32), [((64, 256), 7.758), ((64, 512), 3.879), ((32, 512), 7.758)], 1),
-        # One wave stays one wave: 9.6, 9.8.
+        # All take one round: the first takes 9.6, the second 9.8.
         (forward(827, 5376, 320, BIAS), [((128, 288), 0.955), ((256, 144), 0.955), ((384, 96), 0.955)], 0),
-        (forward(131072, 48, 40), [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)], 0),  # 12.8, 16.2
+        (
+            forward(131072, 48, 40),
+            [((48, 512), 1.939), ((48, 256), 3.879), ((48, 128), 7.758)],
+            0,
+        ),  # the first takes 12.8, the second 16.2
         (forward(25, 64, 64), [((8, 64), 0.061), ((64, 8), 0.03)], 0),
     ],
 )
@@ -67,7 +75,7 @@ def test_the_tiles_that_were_measured_to_be_fast(problem: MatmulProblem, entries
 
 
 def test_only_what_was_measured_is_estimated() -> None:
-    """Other kernels, split sums, unknown tiles and waves, and epilogues that differentiate or sum."""
+    """Other kernels, split sums, unknown tiles or waves, and epilogues that differentiate have no estimate."""
     problem, slow = forward(262144, 40, 136), Offered(HOPPER, (64, 64), 1, 31.03)
     fast = slow._replace(tile=(64, 512), waves=3.879)
     assert most_promising(problem, [slow, fast]) == 1
@@ -79,7 +87,7 @@ def test_only_what_was_measured_is_estimated() -> None:
 
 
 def test_a_little_does_not_count() -> None:
-    """Smaller tiles in as many rounds save some loads, and nothing else."""
+    """Smaller tiles in as many rounds save only some loads, which is less than a tenth of the time."""
     larger, smaller = offers(((64, 128), 2.0), ((64, 64), 2.0))
     assert most_promising(forward(65536, 24, 16), [larger, smaller]) == 0
     assert most_promising(forward(65536, 24, 4096), [larger, smaller]) == 1
@@ -94,7 +102,7 @@ OLDER = (64, 64)
 
 
 def test_a_short_sum_is_not_split() -> None:
-    """3904x24x21 takes 10.4 as the first splits it and 2.9 by the one that does not; the id 42 takes 47.8."""
+    """3904x24x21 takes 10.4 by the first, which splits K, 2.9 by an algorithm that does not, and 47.8 by the id 42."""
     split, slow, whole = (Offered(*each) for each in ((23, OLDER, 8, 0.7), (42, OLDER, 1, 0.5), (24, OLDER, 1, 0.1)))
     for epilogue in (Epilogue.NONE, BIAS, Epilogue.DGELU):
         assert most_promising(forward(3904, 24, 21, epilogue), [split, slow, whole, whole]) == 2
@@ -111,7 +119,7 @@ def test_in_full_fp32_no_kernel_is_passed_over() -> None:
 
 @pytest.mark.parametrize("seldom_fast", [20, 41, 42])
 def test_kernels_that_are_hardly_ever_the_fastest_come_last(seldom_fast: int) -> None:
-    """TF32 1078x2049x31 as an input gradient takes 12.1 by the first, whose id is 20, and 9.2 by the next."""
+    """TF32 1078x2049x31, an input gradient, takes 12.1 by the first algorithm, whose id is 20, and 9.2 by the next."""
     slow, usual = Offered(seldom_fast, OLDER, 1, 0.5), Offered(23, OLDER, 1, 0.5)
     for problem in (tf32(1071, 2053, 640), tf32(541, 619, 23), forward(3904, 24, 21)):
         assert most_promising(problem, [slow, slow, usual, usual]) == 2
@@ -119,7 +127,7 @@ def test_kernels_that_are_hardly_ever_the_fastest_come_last(seldom_fast: int) ->
 
 
 def test_large_tf32_products_are_left_to_hoppers_own_kernels() -> None:
-    """7456x2840x464 takes 150 by the first and 84 by the other; 13830x224x48 17.7 and 18.5."""
+    """7456x2840x464 takes 150 by the first algorithm and 84 by the second; 13830x224x48 takes 17.7 and 18.5."""
     offered = [Offered(21, (128, 128), 1, 1.7), Offered(43, (128, 128), 1, 1.0)]
     assert most_promising(tf32(7456, 2840, 464), offered) == 1
     assert most_promising(tf32(13830, 224, 48), offered) == 0
@@ -138,17 +146,17 @@ def weight_gradient(m: int, n: int, k: int, epilogue: Epilogue = Epilogue.NONE) 
 @pytest.mark.parametrize(
     ("problem", "entries", "best"),
     [
-        # 37.1 by 64 tiles, 19.7 by 32 whose sums are in four parts, 33.4 and 19.9 where rows and columns change places.
+        # 64 tiles take 37.1; 32 tiles with sums in four parts 19.7. With rows and columns exchanged: 33.4 and 19.9.
         (weight_gradient(512, 1024, 2048), [(HOPPERS, (128, 64), 1, 0.485), (OLDERS, (128, 128), 4, 0.97)], 1),
         (weight_gradient(1024, 512, 2048), [(HOPPERS, (64, 128), -1, 0.606), (OLDERS, (128, 128), 4, 0.97)], 1),
-        # 25.8 by 64 tiles, 17.7 by 128.
+        # 64 tiles take 25.8, 128 tiles 17.7.
         (weight_gradient(1024, 1024, 1024), [(HOPPERS, (128, 128), -1, 0.485), (OLDERS, (128, 64), 1, 0.97)], 1),
-        # 285 by 72 tiles; 194 by 144 of half the size, which 132 blocks share out evenly.
+        # 72 tiles take 285; 144 tiles of half the size, which 132 blocks share evenly, 194.
         (weight_gradient(768, 3072, 8192), [(HOPPERS, (128, 256), -1, 0.545), (HOPPERS, (128, 128), -1, 1.0)], 1),
         (weight_gradient(3072, 768, 8192), [(HOPPERS, (128, 128), -1, 1.0), (HOPPERS, (128, 256), -1, 0.545)], 0),
-        # 80 and 115: larger tiles save loads, and the tensor cores are busy.
+        # The first takes 80, the second 115: larger tiles save loads, but the tensor cores are busy.
         (weight_gradient(14336, 4096, 64), [(HOPPERS, (128, 128), 1, 1.0), (OLDERS, (128, 256), 1, 13.576)], 0),
-        # 4.8 in one part, 5.2 in four.
+        # One part takes 4.8, four parts 5.2.
         (weight_gradient(256, 256, 256), [(OLDERS, (64, 64), 1, 0.061), (OLDERS, (64, 64), 4, 0.242)], 0),
     ],
 )
@@ -167,7 +175,7 @@ def test_tf32_gradients_are_left_to_the_tiles_that_were_measured_to_be_fast(
 
 
 def test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels() -> None:
-    """541x619x23 takes 6.9 by the first and 3.5 by the other, 625x77x13 3.3 and 2.5; see also offered.py."""
+    """541x619x23 takes 6.9 by the first algorithm and 3.5 by the second, 625x77x13 3.3 and 2.5."""
     offered = [Offered(23, OLDER, 1, 0.7), Offered(55, OLDER, 1, 0.1)]
     assert most_promising(tf32(541, 619, 23), offered) == 1
     assert most_promising(tf32(541, 619, 128), offered) == 1
@@ -180,7 +188,7 @@ def test_short_tf32_sums_of_ragged_rows_are_left_to_small_kernels() -> None:
 
 
 def test_tf32_sums_are_not_split_into_parts_of_few_terms() -> None:
-    """21x24x3904 takes 11.7 in 132 parts, 7.6 in 32; 48x221x13830 16.2 in 66, 17.8 in 58."""
+    """21x24x3904 takes 11.7 in 132 parts and 7.6 in 32; 48x221x13830 takes 16.2 in 66 parts and 17.8 in 58."""
     offered = [Offered(23, OLDER, parts, 0.7) for parts in (132, 66, 32, 16)]
     assert most_promising(tf32(21, 24, 3904), offered) == 2
     assert most_promising(tf32(48, 221, 13830), offered) == 0
@@ -214,9 +222,9 @@ _Shown = tuple[MatmulTile, float, int]
 
 
 class Offering(FakeLibrary):
-    """A library whose heuristic offers the Hopper kernels with some tiles, waves, and parts of K.
+    """A pretended cuBLASLt whose heuristic offers Hopper kernels with given tiles, waves and parts of K.
 
-    Where K must stay whole it offers those of `whole`.
+    If K must not be split, it offers the entries of `whole`.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, entries: list[_Shown], whole: Sequence[_Shown] = ()) -> None:

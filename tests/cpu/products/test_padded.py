@@ -1,4 +1,4 @@
-"""Which products are computed on padded copies, and how those lie."""
+"""Which products are made on padded copies, and the layouts of the copies."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_epilogues_where_only_k_grows(epilogue: Epilogue) -> None:
 
 
 def test_a_derivative_is_left_to_the_library_in_tf32_alone() -> None:
-    """In 16 bits the library may round the product before."""
+    """cuBLASLt may round a 16-bit product before it multiplies by the derivative."""
     tf32 = {"dtype": DType.FLOAT32, "d_dtype": DType.FLOAT32, "compute": Compute.TF32}
     assert padded_problem(forward(M, N, K, epilogue=Epilogue.DGELU)) is None
     assert found(forward(M, N, K, epilogue=Epilogue.DGELU, **tf32)).epilogue is Epilogue.DGELU
@@ -160,7 +160,7 @@ def test_what_lies_along_k_is_not_turned() -> None:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that copy are not compiled; no launch is looked at."""
+    """No kernel that copies is compiled, and every algorithm launches few enough kernels."""
     monkeypatch.setattr(padded, "ResizePass", lambda *_: None)
     monkeypatch.setattr(padded, "workspace_size", lambda _: WORKSPACE)
     monkeypatch.setattr(padded, "device_info", lambda _: DeviceInfo(0, "pretended", 90, 132, 1 << 33))
@@ -188,7 +188,7 @@ def test_the_library_keeps_to_the_workspace(library: FakeLibrary, passes: None) 
 
 def test_copies_take_a_small_part_of_the_memory_at_most(library: FakeLibrary, passes: None) -> None:
     _offer(library, 1)
-    rows = (1 << 27) // (2 * 480) - 64  # of copies beside those of 64 x 480 weights
+    rows = (1 << 27) // (2 * 480) - 64  # rows whose copies, with those of 64 x 480 weights, just fit
     PaddedPlan(forward(rows, 64, 479), 0)
     problem = forward(rows + 1, 64, 479)
     with pytest.raises(PlanError, match="copies take 134218752 bytes, more than 134217728"):
@@ -211,7 +211,7 @@ def test_copies_where_the_library_offers_nothing_else(
     monkeypatch.setattr(MatmulPlan, "query", lambda self, *of: query(self, *of) if self.problem.k == 64 else [])
     _offer(library, 1)
     assert type(algorithms.heuristic_algorithm(problem, 0)) is PaddedPlan
-    with pytest.raises(PlanError, match="is not asked"):  # for which a pass of ours makes the epilogue
+    with pytest.raises(PlanError, match="is not asked"):  # a pass of ours applies the epilogue then
         algorithms.heuristic_algorithm(replace(problem, epilogue=Epilogue.RELU), 0)
     library.offered = {}
     with pytest.raises(PlanError, match="offers 0"):

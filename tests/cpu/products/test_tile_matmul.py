@@ -1,4 +1,4 @@
-"""Which products our kernel for ragged rows makes, and how its blocks share them."""
+"""Which products our kernel for ragged rows supports, and how its blocks share a product."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_gradient_s_weights_lie_in_rows() -> None:
 
 
 class _Recorded:
-    """How a pass was compiled and is launched on an H200."""
+    """The grid, parameters and scratch memory of a pass on an H200."""
 
     def __init__(self, problem: MatmulProblem, monkeypatch: pytest.MonkeyPatch) -> None:
         def get(entry: Entry, macros: Macros, device: int) -> None:
