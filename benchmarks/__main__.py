@@ -51,8 +51,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--resume", action="store_true", help="keep the file's rows, and measure the missing ones")
     told = f"the folder for SUITE.json; for a whole suite and with --resume it is {report.RESULTS} by default"
     made.add_argument("--out", metavar="DIR", help=told)
-    told = "the most that torch.compile may take for each row; default: %(default)g"
-    made.add_argument("--compile-seconds", type=float, default=150.0, metavar="N", help=told)
     for name, (suites, told, how) in _SPECIAL.items():
         made.add_argument(f"--{name}", help=f"{', '.join(suites)}: {told}", **how)
     return made

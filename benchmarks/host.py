@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from benchmarks.layers import presets
 from benchmarks.peers import peer
 from benchmarks.report import Row
 from benchmarks.suite import Job, Suite
-from benchmarks.timing import WARM_UP, Call, HostTurn, built, synchronize, take_turns
+from benchmarks.timing import Call, HostTurn, built, synchronize, take_turns
 
 _QUEUE: Final = 1000  # launches, about, that the driver queues before the host has to wait for the GPU
 _ALIGNED: Final = 256  # bytes, the alignment of memory that comes from an allocator
@@ -84,7 +83,6 @@ def _matmul(m: int, n: int, k: int) -> Builders:
         "cupy": lambda: partial(cp.matmul, a, b, out=d),
         "torch_eager": peer("torch_host", "matmul", *at),
         "torch_linear": peer("torch_host", "matmul_linear", *at),
-        "nvmath": peer("nvmath", "matmul", *at),
     }
 
 
@@ -162,8 +160,6 @@ def _forward(m: int, n: int, k: int) -> Builders:
         "lt_bound": partial(bound, at),
         "torch_eager": peer("torch_host", "linear_forward", at),
         "torch_eager_recording": peer("torch_host", "linear_forward", at, gradients=True),
-        "torch_graph": peer("torch_host", "linear_replay", at),
-        "nvmath": peer("nvmath", "linear_forward", at),
     }
 
 
@@ -279,8 +275,7 @@ def measure(case: HostCase, options: argparse.Namespace, _: Any = None) -> Row:
         calls, left_out = built({name: called(build) for name, build in wanted.items()})
         turns = {name: HostTurn(call, case.calls, synchronize) for name, call in calls.items()}
         timings = take_turns(turns, options.rounds)
-    until_done = {name: round(statistics.median(turn.until_done[WARM_UP:]), 4) for name, turn in turns.items()}
-    setting = {"calls": case.calls, "rounds": options.rounds, "until_done_us": until_done}
+    setting = {"calls": case.calls, "rounds": options.rounds}
     return Row(case.name, timings, setting=setting, left_out=left_out)
 
 

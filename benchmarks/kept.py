@@ -19,7 +19,6 @@ _LABELS: Final = {
     "torch": "PyTorch",
     "jax": "JAX",
     "cupy": "CuPy",
-    "nvmath": "nvmath-python",
 }
 """The names of peers in tables, by the beginning of the contender's name; the first that fits counts."""
 _DOES_LESS: Final = "without"  # in the name of a contender that leaves a part of the task out
@@ -101,14 +100,13 @@ def comparisons(suite: str) -> Iterator[Comparison]:
 
 _KEEPS: Final = ("torch_eager_recording",)
 _PRODUCTS: Final = ("torch_eager", "torch_linear")
-_OTHERS: Final = ("cupy", "nvmath")
 _CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
     "matmul": {
-        "lt": ("matmul{}", (*_PRODUCTS, *_OTHERS)),
+        "lt": ("matmul{}", (*_PRODUCTS, "cupy")),
         "lt_bound": ("matmul{}, through lt.bind", _PRODUCTS),
     },
     "linear_fwd": {
-        "lt_inference": ("linear{}, which keeps nothing for backward", ("torch_eager", *_OTHERS)),
+        "lt_inference": ("linear{}, which keeps nothing for backward", ("torch_eager",)),
         "lt": ("linear_fwd{}", _KEEPS),
         "lt_out_z": ("linear_fwd{} out_z=", _KEEPS),
         "lt_elsewhere": ("linear_fwd{} out_z=, x at a new address each time", _KEEPS),

@@ -288,7 +288,7 @@ def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders
 def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace) -> Builders:
     made: Builders = {"torch_graph": peer("torch_layers", "eager", block, buffers)}
     if options.max_autotune:
-        made[MAX_AUTOTUNE] = peer("torch_layers", "compiled", block, buffers, options.compile_seconds)
+        made[MAX_AUTOTUNE] = peer("torch_layers", "compiled", block, buffers)
     return made
 
 

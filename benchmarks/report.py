@@ -265,7 +265,7 @@ def machine() -> dict[str, Any]:
     properties = cp.cuda.runtime.getDeviceProperties(0)
     _, major, minor = nvrtc.nvrtcVersion()
     driver = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _DRIVER_FILE.read_text()) if _DRIVER_FILE.exists() else None
-    libraries = {name: _version(name) for name in ("cupy", "torch", "nvmath")}
+    libraries = {name: _version(name) for name in ("cupy", "torch")}
     return {
         "gpu": properties["name"].decode(),
         "capability": 10 * properties["major"] + properties["minor"],

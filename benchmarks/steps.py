@@ -294,8 +294,7 @@ def peers(
         suffix = "" if way is None else f"_{way}"
         yield _GRAPH + suffix, peer("torch_steps", "contender", setup, way)
         if options.max_autotune and way in _COMPILED_WAYS:
-            compiled = peer("torch_steps", "contender", setup, way, options.compile_seconds)
-            yield MAX_AUTOTUNE + suffix, compiled
+            yield MAX_AUTOTUNE + suffix, peer("torch_steps", "contender", setup, way, compiled=True)
     if options.jax:
         yield JAX, peer("jax", "step", setup)
 

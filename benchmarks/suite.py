@@ -28,7 +28,6 @@ JAX: Final = "jax"
 CACHE_VARIABLE: Final = "LT_RUNTIME_CACHE_DIR"
 UNTUNED: Final = ("LT_RUNTIME_TUNE", "off")
 """An environment variable and the value by which training steps do not measure; suites tune explicitly."""
-_SAVE_AFTER_S: Final = 5.0  # A long file takes half a second to write, which is as long as a row may take.
 _ROOT: Final = Path(__file__).parents[1]
 
 Rows = dict[str, dict[str, Any]]
@@ -103,13 +102,10 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
         import cupy as cp
 
         stream = cp.cuda.Stream(non_blocking=True)
-    saved = start
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with contextlib.ExitStack() as stack:
-        # Without a thread that refreshes the bar: beside other threads, the package captures no repeated call.
-        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), auto_refresh=False))
-        stack.enter_context(variable(*UNTUNED))
-        stack.callback(save, suite, rows, file)
+    # Without a thread that refreshes the bar: beside other threads, the package captures no repeated call.
+    progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    with progress, variable(*UNTUNED):
         task = progress.add_task(name, total=len(jobs))
         for case, job in jobs.items():
             if time.monotonic() - start > 60 * options.minutes:
@@ -118,9 +114,7 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
             rows[case] = _measured(case, job, stream, console)
             if suite.has_context:
                 release()
-            if time.monotonic() - saved >= _SAVE_AFTER_S:
-                save(suite, rows, file)
-                saved = time.monotonic()
+            save(suite, rows, file)
             progress.advance(task)
     if found := suite.findings(list(rows.values())):
         console.print(report.findings_table(found))

@@ -23,7 +23,6 @@ _VERSIONS: Final = {
     "torch.compile": "torch",
     "JAX": "jax",
     "CuPy": "cupy",
-    "nvmath-python": "nvmath",
 }
 """The key of a result file's machine that holds the version of a peer, by the first word of the peer's label."""
 

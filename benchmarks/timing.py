@@ -85,16 +85,10 @@ def built(builders: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], di
 
 
 class HostTurn:
-    """A contender's turn: a number of calls in a row, begun when the GPU is idle, without garbage collection.
-
-    Attributes:
-        until_done: for each turn, microseconds a call until the GPU has finished as well. If it is far above the host's
-            own time, the GPU was the slower of the two, and the driver's queue held the remaining calls.
-    """
+    """A contender's turn: a number of calls in a row, begun when the GPU is idle, without garbage collection."""
 
     def __init__(self, call: Call, calls: int, synchronize: Call) -> None:
         self._call, self._calls, self._synchronize = call, calls, synchronize
-        self.until_done: list[float] = []
 
     def __call__(self) -> float:
         """The host's microseconds a call."""
@@ -102,11 +96,7 @@ class HostTurn:
         with _no_collection():
             start = time.perf_counter()
             repeat(self._call, self._calls)
-            queued = time.perf_counter()
-            self._synchronize()
-            done = time.perf_counter()
-        self.until_done.append((done - start) / self._calls * 1e6)
-        return (queued - start) / self._calls * 1e6
+            return (time.perf_counter() - start) / self._calls * 1e6
 
 
 def repeat(call: Call, calls: int) -> None:

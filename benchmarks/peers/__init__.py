@@ -1,4 +1,4 @@
-"""Contenders of other libraries: PyTorch, JAX and nvmath-python. Each module imports its library."""
+"""Contenders of other libraries: PyTorch and JAX. Each module imports its library."""
 
 from __future__ import annotations
 

@@ -40,21 +40,6 @@ def linear_forward(at: Layer, *, gradients: bool = False) -> Call:
     return lambda: _gelu_of_linear(x, w, bias)
 
 
-def linear_replay(at: Layer) -> Call:
-    """The replay of a graph of F.linear and F.gelu."""
-    operands, kept = _operands(at, gradients=False), list[torch.Tensor]()
-
-    def forward() -> None:
-        kept[:] = [_gelu_of_linear(*operands)]
-
-    graph = _captured(forward)
-
-    def call(_held: object = (operands, kept)) -> None:  # The graph holds only the addresses of these tensors.
-        graph.replay()
-
-    return call
-
-
 def linear_both(at: Layer) -> Call:
     """Forward, and all gradients by autograd, which runs backward in a thread of its own while the caller waits."""
     operands, dy = _operands(at, gradients=True), tensor(at.dy)

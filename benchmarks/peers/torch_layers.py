@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,25 +23,17 @@ Forward = Callable[..., torch.Tensor]
 
 def eager(block: Block, buffers: list[Arrays]) -> Contender:
     """PyTorch's own kernels, with gradients by autograd."""
-    return _contender(_forward(block), [_inputs(each) for each in buffers])
+    return _contender(_forward(block), buffers)
 
 
-def compiled(block: Block, buffers: list[Arrays], seconds: float) -> Contender:
-    """The block by torch.compile at its greatest effort.
-
-    Raises:
-        TimeoutError: compiling takes longer than `seconds`.
-    """
+def compiled(block: Block, buffers: list[Arrays]) -> Contender:
+    """The block by torch.compile at its greatest effort."""
     torch._dynamo.reset()
-    forward = torch.compile(_forward(block), mode="max-autotune-no-cudagraphs", dynamic=False)
+    return _contender(torch.compile(_forward(block), mode="max-autotune-no-cudagraphs", dynamic=False), buffers)
+
+
+def _contender(forward: Forward, buffers: list[Arrays]) -> Contender:
     inputs = [_inputs(each) for each in buffers]
-    with time_limit(seconds):
-        _task(forward, *inputs[0])
-    torch.cuda.synchronize()
-    return _contender(forward, inputs)
-
-
-def _contender(forward: Forward, inputs: list[tuple[Inputs, torch.Tensor]]) -> Contender:
     return Contender(lambda i, _: _task(forward, *inputs[i]), capture)
 
 
@@ -66,23 +56,3 @@ def _forward(block: Block) -> Forward:
 def _inputs(buffers: Arrays) -> tuple[Inputs, torch.Tensor]:
     operands = (buffers.x, buffers.w1, buffers.b1, buffers.w2, buffers.b2)
     return tuple(tensor(each).requires_grad_() for each in operands), tensor(buffers.dy)
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Ends the block after `seconds`; works only in the main thread, and only when Python code runs.
-
-    Raises:
-        TimeoutError: the block took longer.
-    """
-
-    def expire(*_: object) -> None:
-        raise TimeoutError(f"not done after {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import warnings
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from typing import Final
 import torch
 from torch.nn import functional
 
+from benchmarks.peers import torch_layers  # noqa: F401  It also allows TF32 products.
 from benchmarks.peers.torch_kernels import tensor
-from benchmarks.peers.torch_layers import time_limit  # importing this module also allows TF32 products
 from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepCase, StepContender
 
 _WARM_UP: Final = 3  # steps before the capture, as PyTorch's documentation asks for
@@ -20,24 +19,19 @@ _WARM_UP: Final = 3  # steps before the capture, as PyTorch's documentation asks
 Cost = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def contender(setup: Setup, way: str | None, compile_seconds: float | None = None) -> StepContender:
+def contender(setup: Setup, way: str | None, *, compiled: bool = False) -> StepContender:
     """A whole step in a graph: forward and loss, gradients by autograd, and the fused optimizer.
 
     Args:
         way: see `StepCase.ways`.
-        compile_seconds: lets torch.compile make forward, loss and their gradients at its greatest effort, within this
-            time; None for PyTorch's own kernels.
-
-    Raises:
-        TimeoutError: compiling takes longer.
+        compiled: lets torch.compile make forward, loss and their gradients at its greatest effort.
     """
     outside = torch.cuda.ExternalStream(setup.stream.ptr)
     with torch.cuda.stream(outside):
         torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))  # makes the workspace of the stream
         before = torch.cuda.memory_allocated()
-        made = _Step(setup, way, compiled=compile_seconds is not None)
-        with contextlib.nullcontext() if compile_seconds is None else time_limit(compile_seconds):
-            made.warm_up()
+        made = _Step(setup, way, compiled=compiled)
+        made.warm_up()
     torch.cuda.reset_peak_memory_stats()
     made.capture(outside)
     return made.contender(outside, torch.cuda.max_memory_allocated() - before)
