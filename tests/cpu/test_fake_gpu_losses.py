@@ -16,7 +16,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.placed import COLUMNS, FLAT, ODD, Placed, host_of
 from tests.support.strategies import Placement
 
-_CALLS = 5  # more than it takes for a call to be looked up, and then bound to its buffers
+_CALLS = 5  # the first call makes a plan; later calls are looked up, and then replay a graph
 _ROWS, _CLASSES = 12, 20
 
 

@@ -59,7 +59,7 @@ def _nothing_launched(gpu: FakeGpu) -> None:
 def test_inference(gpu: FakeGpu, activation: str, dtype: str) -> None:
     model = _model(gpu, activation=activation, dtype=dtype)
     x = _inputs(gpu, dtype=model.dtype.numpy)
-    for _ in range(5):  # the fourth time by a graph
+    for _ in range(5):  # the fourth call replays a graph
         outputs = model(x)
         assert outputs.shape == (ROWS, DIMS[-1])
         made = _values(gpu, outputs)

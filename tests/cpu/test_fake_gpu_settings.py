@@ -104,7 +104,7 @@ def test_steps_under_way_keep_the_settings_that_they_were_put_on_the_stream_with
             step(*batch, stream=(gpu.other_stream, gpu.stream)[i % 2])
             if step is waiting:
                 gpu.streams.synchronize_all()
-            step.optimizer.lr = 3.0  # which no step is put on a stream with
+            step.optimizer.lr = 3.0  # no step is launched with this rate
     assert _values(gpu, together) == _values(gpu, waiting)
 
 
@@ -116,7 +116,7 @@ def test_only_what_changed_is_written_and_equal_neighbours_at_once(gpu: FakeGpu)
     def memsets() -> int:
         before = len(gpu.streams.log.get(gpu.stream.ptr, ()))
         optimizer.step(stream=gpu.stream)
-        return len(gpu.streams.log[gpu.stream.ptr]) - before - 1  # but for the kernel
+        return len(gpu.streams.log[gpu.stream.ptr]) - before - 1  # apart from the optimizer's kernel
 
     assert memsets() == 0
     assert memsets() == 0
@@ -124,9 +124,10 @@ def test_only_what_changed_is_written_and_equal_neighbours_at_once(gpu: FakeGpu)
     assert memsets() == 1
     optimizer.lr = 0.2
     assert memsets() == 0
-    optimizer.weight_decay = 0.5  # of all four parameters
+    optimizer.weight_decay = 0.5  # the settings of all four parameters are equal words
     assert memsets() == 1
-    model.layers[0].weight.weight_decay, model.layers[1].weight.weight_decay = 0.25, 0.25  # not neighbours
+    for layer in model.layers:  # two words that are not adjacent
+        layer.weight.weight_decay = 0.25
     assert memsets() == 2
     assert memsets() == 0
     gpu.streams.synchronize_all()
@@ -171,7 +172,7 @@ def test_a_memset_that_fails_is_made_at_the_next_step(
     before, sound = _values(gpu, step), driver.cuMemsetD32Async
     answers = iter([sound, lambda *_: (Status.CUDA_ERROR_UNKNOWN,)])
     monkeypatch.setattr(driver, "cuMemsetD32Async", lambda *arguments: next(answers)(*arguments))
-    with pytest.raises(gpu.lt.errors.DriverError, match="cuMemsetD32Async"):  # the second of two
+    with pytest.raises(gpu.lt.errors.DriverError, match="cuMemsetD32Async"):  # the second of two memsets
         step(*batches[1], stream=gpu.stream)
     assert [*answers] == []
     monkeypatch.setattr(driver, "cuMemsetD32Async", sound)

@@ -41,8 +41,8 @@ def test_streams_may_change_between_steps(gpu: FakeGpu, graph: bool) -> None:
     step, other = _step(gpu), _step(gpu, graph=graph)
     batches = [_batch(gpu, seed) for seed in range(_STEPS)]
     for batch, stream in zip(batches, [gpu.stream, gpu.other_stream, None] * 2, strict=True):
-        step(*batch, stream=stream)  # nothing is waited for in between
-    gpu.synchronize()  # the last one's stream is the default one
+        step(*batch, stream=stream)  # the host does not wait between steps
+    gpu.synchronize()  # the last step is on the default stream
     for batch in batches:
         other(*batch, stream=gpu.stream)
     assert len(set(map(tuple, _values(gpu, step, other)))) == 1
@@ -56,7 +56,7 @@ def test_metrics_begin_anew_when_they_are_read(gpu: FakeGpu) -> None:
         assert step.metrics(stream=gpu.stream).steps == steps
     step(*_batch(gpu, 0), stream=gpu.stream)
     step.metrics(stream=gpu.stream)
-    step(*_batch(gpu, 0), stream=gpu.other_stream)  # which waits for nothing else
+    step(*_batch(gpu, 0), stream=gpu.other_stream)  # this stream waits for no other work
     assert step.metrics(stream=gpu.other_stream).steps == 1
 
 
@@ -116,7 +116,7 @@ def test_a_replay_takes_a_short_way(gpu: FakeGpu, current: bool) -> None:
     with gpu.stream:
         stream = None if current else gpu.stream.ptr
         step(*batches[0], stream=stream)
-        for batch, modules, functions in ((batches[1], 6, 14), (batches[1], 5, 11)):  # elsewhere; where it was before
+        for batch, modules, functions in ((batches[1], 6, 14), (batches[1], 5, 11)):  # the second time as before
             entered.clear()
             sys.setprofile(note)
             try:

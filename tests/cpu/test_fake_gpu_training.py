@@ -53,7 +53,7 @@ def test_training(gpu: FakeGpu, options: dict[str, Any]) -> None:
         expected_losses = [float(expected_step(*batch)) for batch in batches]
         expected_metrics = expected_step.metrics()
     model, step = _trained(gpu.lt, "cuda", options)
-    gpu.streams.synchronize_all()  # what made the model was given to the default stream
+    gpu.streams.synchronize_all()  # the model was initialised on the default stream
     tolerance = 3e-2 if options.get("dtype") else 2e-5
     for (x, target), expected in zip(batches, expected_losses, strict=True):
         made = step(gpu.cp.asarray(x), gpu.cp.asarray(target), stream=gpu.stream)

@@ -41,7 +41,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, dtype: str, graph: bo
     unbroken.train(range(12))
     first.train(range(5))
     lt.save_checkpoint(tmp_path / "run", first.model, first.optimizer)
-    second.train(range(90, 93))  # its graph is captured; what it was must not matter
+    second.train(range(90, 93))  # its graph is captured; its own values must not matter
     lt.load_checkpoint(tmp_path / "run", second.model, second.optimizer)
     assert second.state() == first.state()
     second.train(range(5, 12))

@@ -149,7 +149,7 @@ def test_as_pytorch(dtype: str, label_smoothing: float, ignored: Any) -> None:
     loss, gradient = lt.cross_entropy(logits.detach(), labels, label_smoothing=label_smoothing)
     assert isinstance(loss, torch.Tensor)
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5, nan_ok=True)
-    wanted = torch.nan_to_num(logits.grad.float(), nan=0.0)  # where all is ignored
+    wanted = torch.nan_to_num(logits.grad.float(), nan=0.0)  # PyTorch returns NaN if all rows are ignored
     torch.testing.assert_close(gradient.float(), wanted, rtol=2.0**-7, atol=1e-7)
 
 

@@ -52,7 +52,7 @@ def test_graph_and_eager_agree_bitwise_when_settings_change(dtype: str, accumula
     bits: list[list[bytes]] = []
     batches = [_batch(i, steps[0].model.dtype.numpy) for i in range(12)]
     for step in steps:
-        for i, batch in enumerate(batches):  # nothing is waited for in between
+        for i, batch in enumerate(batches):  # the host does not wait between steps
             CHANGES.get(i, id)(step)
             step(*batch)
         bits.append(_bits(step))
@@ -60,7 +60,7 @@ def test_graph_and_eager_agree_bitwise_when_settings_change(dtype: str, accumula
     parameters = [each.data.copy() for each in steps[0].model.parameters()]
     steps[0](*batches[0])
     for each, before in zip(steps[0].model.parameters(), parameters, strict=True):
-        assert (each.data == before).all()  # there is no learning rate any more
+        assert (each.data == before).all()  # the learning rate is 0
 
 
 def test_steps_under_way_keep_their_settings() -> None:
@@ -74,5 +74,5 @@ def test_steps_under_way_keep_their_settings() -> None:
             step(*batch, stream=streams[i % 2])
             if step is waiting:
                 cp.cuda.Device().synchronize()
-            step.optimizer.lr = 3.0  # which no step is put on a stream with
+            step.optimizer.lr = 3.0  # no step is launched with this rate
     assert _bits(together) == _bits(waiting)

@@ -171,9 +171,9 @@ def test_the_memory_of_a_step() -> None:
     step = lt.TrainStep(model, optimizer, loss="mse", batch_size=rows, tune=False)
     batch = cp.asarray(np.zeros((rows, width), model.dtype.numpy))
     step(batch, batch)
-    kept = 2 * (2 * hidden + width)  # before and after each activation
-    gradients = width + hidden  # of the outputs, which it lies over, and of what is below the last layer
-    assert step._gpu._pool.total_bytes() == 2 * rows * (kept + gradients) + 512  # the loss has a block of its own
+    kept = 2 * (2 * hidden + width)  # the arrays before and after each activation
+    gradients = width + hidden  # the gradient of the outputs, written over them, and the gradient below the last layer
+    assert step._gpu._pool.total_bytes() == 2 * rows * (kept + gradients) + 512  # the loss has a block of 512 bytes
 
 
 def test_a_graph_holds_kernels_alone() -> None:
@@ -186,7 +186,7 @@ def test_a_graph_holds_kernels_alone() -> None:
             lambda stream: gpu._body.run(batches.parts, gpu.tally, stream), private_stream(0, "training")
         )
     print(f"a step of 3 layers with max_norm: {len(nodes)} nodes")
-    assert set(nodes) <= {"KERNEL", "MEMSET"}  # of tile counters, where a product needs them
+    assert set(nodes) <= {"KERNEL", "MEMSET"}  # memsets of tile counters, which some products need
     assert len(nodes) < 30
 
 
@@ -276,7 +276,7 @@ def test_a_failure_while_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(GpuError, match="launch failed"):
             run.step(*run.batch(0))
     assert run.state() == before
-    assert len(calls) == 1  # in the capture, not before
+    assert len(calls) == 1  # the error comes in the capture, not in a rehearsal
     assert run.train(3) == expected.train(3)
 
 

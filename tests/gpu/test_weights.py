@@ -48,7 +48,7 @@ def test_pytorchs_weights_stay_bit_for_bit(dtype: str, place: str, graph: bool) 
     import torch
 
     module, names, run = _sequential(dtype, place), sequential_names(2), _Run(dtype, graph=graph, lr=0.0)
-    run.train(range(2))  # the graph is captured before the weights come
+    run.train(range(2))  # the graph is captured before the weights are loaded
     assert run.model.load_state_dict(module.state_dict(), names=names) == ([], [])
     x = torch.ones(8, 40, device="cuda", dtype=getattr(torch, dtype))
     expected = module.to("cuda")(x).float().detach()
@@ -95,4 +95,4 @@ def test_what_updates_round_is_never_stale(dtype: str, more: tuple[float, ...]) 
         parameter.grad.set(gradient.astype(parameter.grad.dtype))
     for _ in range(3):
         run.optimizer.step()
-        lt.AdamW(run.model.parameters())  # which looks at all of them
+        lt.AdamW(run.model.parameters())  # checks every value

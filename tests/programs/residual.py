@@ -42,7 +42,7 @@ def main(xp: Any) -> dict[str, float]:
     rng, block = np.random.default_rng(1), Block(xp, 16, 32, seed=0)
     x, weights = (xp.asarray(rng.normal(size=(8, 16)), np.float32) for _ in range(2))
     errors, (_, kept) = {}, block.forward(x)
-    for name, gradient in block.backward(weights, kept).items():  # of the sum of weights * y
+    for name, gradient in block.backward(weights, kept).items():  # the gradient of sum(weights * y)
         array = x if name == "x" else getattr(block, name)
         found, wanted = [], []
         for place in rng.choice(array.size, min(12, array.size), replace=False):

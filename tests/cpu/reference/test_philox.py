@@ -87,7 +87,7 @@ def test_expectation_is_one(p: float) -> None:
     kept = round((1 - p) * 65536) / 65536
     factors = dropout_scale((size,), p, Philox(11, 3, 2)).reshape(-1, 8)
     assert set(np.unique(factors)) == {0.0, float(np.float32(1 / kept))}
-    deviation = math.sqrt((1 - kept) / kept)  # of one factor
+    deviation = math.sqrt((1 - kept) / kept)  # the standard deviation of one factor
     assert abs(factors.mean() - 1) < 5 * deviation / math.sqrt(size)
     assert (abs(factors.mean(axis=0) - 1) < 5 * deviation / math.sqrt(size / 8)).all(), "a lane is biased"
 

@@ -103,7 +103,7 @@ def test_a_file_of_an_earlier_version_costs_one_warning(tmp_path: Path) -> None:
     path, run = tmp_path / "run", every_kind()
     expected = saved(path, run)
     arrays, metadata = content_of(path)
-    safetensors.numpy.save_file(arrays, path, {TEXT: metadata[TEXT]})  # all that earlier versions did
+    safetensors.numpy.save_file(arrays, path, {TEXT: metadata[TEXT]})  # as earlier versions wrote it
     train(run, range(5, 7))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -326,7 +326,7 @@ def refused(function, path):
 for path in ("fifo", "directory", "loop", "socket"):
     refused(lt.load_checkpoint, path)
     refused(lt.save_checkpoint, path)
-for path in ("/dev/zero", "/dev/tty"):  # saving there might replace them, if this test has to fail
+for path in ("/dev/zero", "/dev/tty"):  # only loaded: a faulty save might replace them
     refused(lt.load_checkpoint, path)
 print(*sorted(os.listdir()))
 """

@@ -116,7 +116,7 @@ def test_arguments_that_cannot_be(tmp_path: Path) -> None:
         lt.save_model(tmp_path / "model", 3)  # type: ignore[arg-type]
 
 
-# Values of a file for a model that is there.
+# Loading the values of a file into an existing model.
 
 
 @pytest.mark.parametrize("saved_by", ["save_model", "save_checkpoint"])
@@ -162,7 +162,7 @@ def test_a_model_alone_is_no_checkpoint(tmp_path: Path) -> None:
         lt.load_checkpoint(tmp_path / "model", *run)
 
 
-# Files that nobody should trust.
+# Damaged and forged files.
 
 
 def refused(path: Path, message: str) -> None:
@@ -252,14 +252,14 @@ def test_damage_is_seen(tmp_path: Path) -> None:
     rewrite(path, lambda arrays, _: arrays["layer1.bias"].__setitem__(1, 7))
     refused(path, "is damaged: its content does not have the digest")
     lt.save_checkpoint(path, *run_of("float16"))
-    rewrite(path, lambda arrays, _: arrays["layer1.bias.m"].__setitem__(1, 7))  # which is not what is wanted
+    rewrite(path, lambda arrays, _: arrays["layer1.bias.m"].__setitem__(1, 7))  # load_model does not need this array
     refused(path, "is damaged: its content does not have the digest")
 
 
 def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
     path, run = tmp_path / "run", run_of("bfloat16")
     lt.save_checkpoint(path, *run)
-    forge(path, lambda _, options: options.pop("master_weights"))  # which the first versions did not save
+    forge(path, lambda _, options: options.pop("master_weights"))  # an option that the first versions did not save
     assert_same(values_of(lt.load_model(path, device="cpu")), values_of(run[0]))
     lt.load_checkpoint(path, *run)
 

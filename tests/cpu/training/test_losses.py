@@ -134,7 +134,7 @@ def test_an_own_loss_is_as_good_as_ours(dtype: str, scaled: bool, accumulate: in
 
 def test_small_gradients_of_an_own_loss_are_scaled_before_they_are_rounded() -> None:
     def tiny(outputs: Array, target: Array, gradient: Array, stream: Any) -> Any:
-        gradient[...] = 2.0**-30  # less than FP16 holds
+        gradient[...] = 2.0**-30  # below FP16's smallest number
         return np.float32(0)
 
     step = step_of(tiny, dtype="float16", scaler=lt.GradScaler(2.0**20))
