@@ -1,7 +1,7 @@
 """Measures suites: `python -m benchmarks SUITE... [options]`; `--list` says what each suite measures.
 
 Commands, with options of their own: compare (old results with new ones), report (writes the tables and the plot of
-benchmarks/README.md), derive-priors and judge-priors (untuned choices).
+benchmarks/README.md), derive-priors (untuned choices).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from benchmarks import report, suite
 
-SUITES: Final = ("kernels", "layers", "wide", "untuned", "parts", "steps", "narrow", "host", "tuning", "cold")
-_COMMANDS: Final = {"compare": "compare", "report": "tables", "derive-priors": "priors", "judge-priors": "judge"}
+SUITES: Final = ("kernels", "layers", "wide", "untuned", "steps", "narrow", "host", "tuning", "cold")
+_COMMANDS: Final = {"compare": "compare", "report": "tables", "derive-priors": "priors"}
 _FLAG: Final = {"action": "store_true"}
 _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "ours": (("host", "kernels", "layers", "steps"), "measure only our public calls", _FLAG),
@@ -24,7 +24,7 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
         "tune in the plan cache of $LT_RUNTIME_CACHE_DIR, and not in an empty one for each row",
         _FLAG,
     ),
-    "dtype": (("layers", "wide", "parts", "untuned"), "measure only this type", {"choices": ("bf16", "tf32")}),
+    "dtype": (("layers", "wide", "untuned"), "measure only this type", {"choices": ("bf16", "tf32", "fp32")}),
     "activation": (("layers",), "measure only this activation", {"choices": ("gelu", "relu")}),
     "max-autotune": (
         ("layers", "wide", "steps", "narrow"),

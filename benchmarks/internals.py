@@ -146,9 +146,9 @@ class SecondProcess:
     def _watch(self, name: str) -> None:
         method = getattr(Clock, name)
 
-        def counted(clock: Clock, *arguments: Any) -> Any:
+        def counted(clock: Clock, *arguments: Any, **options: Any) -> Any:
             self.measurements += 1
-            return method(clock, *arguments)
+            return method(clock, *arguments, **options)
 
         setattr(Clock, name, counted)
 

@@ -1,8 +1,11 @@
 """Fits the shipped priors to measured times of strategies: `python -m benchmarks derive-priors [FILE...] [--out FILE]`.
 
-FILE is what the suites `parts` and `wide` write; of the last only the half for fitting is read. For each
-type and activation, a small tree of limits on sizes is fitted that chooses the strategy: first for backward, then for
-forward together with the backward that follows from what it keeps.
+Each FILE has rows with the untuned times of a block's passes by their strategies, as the suite `untuned` writes them;
+only the half for fitting is read. For each type and activation a small tree of limits on sizes is fitted, which chooses
+the strategy: first for backward, then for forward together with the backward pass that follows from its saved tensor.
+
+The times in `strategies.json`, the default, are of 448 blocks of GELU and ReLU, with the algorithms that were chosen
+untuned at commit 81d33d4, and of 49 blocks of other activations at commit a5f8867.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from numpy.typing import NDArray
 
 import lt_runtime
 from benchmarks import report
-from benchmarks.judge import Parts
 from benchmarks.wide import FIT
 from lt_runtime.kernels.tile_matmul import is_preferred
 from lt_runtime.layout import packed
@@ -35,6 +37,8 @@ _LEAST_GAIN: Final = 0.05  # logarithm of time over all samples that a further l
 _LEAST_SAMPLES: Final = 4  # on either side of a limit
 _MOST_LOSS: Final = 0.3  # A sample counts no more than this: what is further behind was often disturbed.
 _DISTURBED: Final = 2.5  # A measurement was disturbed that is so many times that of the same work in the other order.
+_EPILOGUES: Final = ("none", "relu", "gelu")
+"""Activations that cuBLASLt has epilogues for, or that need none."""
 _FORWARD: Final = ("epilogue", "saved")
 _BACKWARD: Final = ("db", "derivative", "db_below", "dw_concurrent")
 
@@ -126,15 +130,22 @@ def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
 
 
 def backward_samples(rows: Iterable[Row]) -> Samples:
-    """Backward of the second layer through the first, by what the first keeps, and without; and of the first layer."""
+    """Samples of the second layer's backward pass by the first layer's saved tensor, and of the first layer's.
+
+    Strategies in which our kernel takes the derivative are samples for the activations without an epilogue as well.
+    """
     made: Samples = {}
     for row in rows:
         sizes, kind = features(row, 1, backward=True), _kind(row)
-        if products := row["entries"].get("last backward"):
+        if products := row["strategies"].get("last backward"):
             sample = Sample(features(row, 0, backward=True), products)
             made.setdefault(f"{kind} products", []).append(sample)
-        for role, times in row["entries"].items():
+        for role, times in row["strategies"].items():
             if role.startswith("backward"):
+                if by_kernel := {name: us for name, us in times.items() if name.split()[1] == "kernel"}:
+                    made.setdefault(f"{kind} {priors.OTHER}", []).append(Sample(sizes, by_kernel))
+                if row["activation"] not in _EPILOGUES:
+                    continue
                 times = _undisturbed(times)
                 saved = role.removeprefix("backward ")
                 sample = Sample(sizes, times)
@@ -171,12 +182,14 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
     """Forward of the first layer with the backward that the priors then choose; and of the second layer alone."""
     made: Samples = {}
     for row in rows:
+        if row["activation"] not in _EPILOGUES:
+            continue
         joint = {}
-        for strategy, us in row["entries"].get("forward", {}).items():
+        for strategy, us in row["strategies"].get("forward", {}).items():
             after = _backward_us(row, strategy.split()[1], backward)
             if after is not None:
                 joint[strategy] = us + after
-        alone = row["entries"].get("last forward", {})
+        alone = row["strategies"].get("last forward", {})
         for name, layer, times in ((row["activation"], 0, joint), ("none", 1, alone)):
             if times:
                 sample = Sample(features(row, layer, backward=False), times)
@@ -187,7 +200,7 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
 def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | None:
     """Microseconds of the backward that the priors choose; None where nothing was measured."""
     tree = fitted.get(f"{_kind(row)} {row['activation']} {saved}")
-    times = row["entries"].get(f"backward {saved}")
+    times = row["strategies"].get(f"backward {saved}")
     if tree is None or not times:
         return None
     sample = Sample(features(row, 1, backward=True), times)
@@ -208,18 +221,8 @@ def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
 
 
 def fitting(rows: Iterable[Row]) -> list[Row]:
-    """The rows to fit, with the untuned times of each pass by strategy, as products are made untuned now."""
-    made = []
-    for row in rows:
-        if "strategies" not in row or row.get("half", FIT) != FIT:
-            continue
-        entries, parts = {}, Parts(row)
-        for role, ways in row["strategies"].items():
-            names = dict.fromkeys(name for times in ways.values() for name in times)
-            times = {name: parts.us(role, name) for name in names}
-            entries[role] = {name: us for name, us in times.items() if us is not None}
-        made.append({**row, "entries": entries})
-    return made
+    """The rows for fitting; those of full FP32 are left out, since it takes the trees of TF32."""
+    return [row for row in rows if "strategies" in row and row.get("half", FIT) == FIT and row["type"] in _DTYPES]
 
 
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
@@ -257,7 +260,7 @@ def _table_of(capability: int) -> Path:
 def main(argv: Sequence[str]) -> None:
     """Writes the table of the architecture that was measured, and prints what following it costs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks derive-priors", description=__doc__)
-    default = [report.RESULTS / f"{name}.json" for name in ("parts", "wide")]
+    default = [Path(__file__).with_name("strategies.json")]
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=default, help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the package's table of the architecture")
     arguments = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """The passes of a two-layer block by strategies of our choice, for what no public call can ask for.
 
-This module, `internals`, `judge`, `parts` and `priors` are the only ones that import what is inside lt_runtime.
+Only this module, `internals`, `priors` and `untuned` import private parts of lt_runtime.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The suite `wide`: blocks as in `layers`, of shapes that nobody chose; half of them fit priors, and half judge them.
 
 The shapes are drawn by a seed, so that they are what they are before anything is fitted. Each stratum's first half is
-for fitting, and its second for judging. A row also holds what each pass takes untuned by each of its strategies, and
-what each product takes by each algorithm that the library or we have for it, on padded copies as well.
+for fitting the untuned choices, and its second for judging them.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -23,8 +22,6 @@ FIT: Final = "fit"
 JUDGE: Final = "judge"
 _SEED: Final = 2026
 _SHAPES: Final = 16  # of each stratum
-_FURTHER_SEED: Final = 2027
-_FURTHER: Final = {"odd": 96, "tall": 32, "narrow": 32, "ordinary": 32}
 _MOST_MULTIPLICATIONS: Final = 1 << 35  # of one product, so that the suite takes minutes
 _PEERS: Final = ("torch_graph", MAX_AUTOTUNE)
 
@@ -65,50 +62,35 @@ def _ordinary(generator: random.Random, number: int) -> Shape:
 STRATA: Final[dict[str, Draw]] = {"odd": _odd, "tall": _tall, "narrow": _narrow, "ordinary": _ordinary}
 
 
-def shapes(stratum: str, count: int = _SHAPES, seed: int = _SEED, without: Collection[Shape] = ()) -> list[Shape]:
-    """M, N and K of a stratum's layers, all different: those for fitting, then those for judging."""
-    generator, found = random.Random(f"{seed} {stratum}"), list[Shape]()
-    while len(found) < count:
+def shapes(stratum: str) -> list[Shape]:
+    """M, N and K of a stratum's layers, all different: the shapes for fitting, then the shapes for judging."""
+    generator, found = random.Random(f"{_SEED} {stratum}"), list[Shape]()
+    while len(found) < _SHAPES:
         m, n, k = STRATA[stratum](generator, len(found))
-        if m * n * k <= _MOST_MULTIPLICATIONS and (m, n, k) not in (*found, *without):
+        if m * n * k <= _MOST_MULTIPLICATIONS and (m, n, k) not in found:
             found.append((m, n, k))
     return found
 
 
-def shapes_to_fit(stratum: str) -> list[Shape]:
-    """Further shapes for fitting, of the suite `parts`: drawn by another seed, and none of the suite `wide`."""
-    return shapes(stratum, _FURTHER[stratum], _FURTHER_SEED, shapes(stratum))
-
-
 def blocks() -> list[Block]:
-    """Every shape in BF16 with GELU, and the odd ones in TF32 as well; the half is told by the group."""
-    drawn = [(stratum, number, shape) for stratum in STRATA for number, shape in enumerate(shapes(stratum))]
-    halves = [(stratum, FIT if 2 * number < _SHAPES else JUDGE, shape) for stratum, number, shape in drawn]
-    return [block for half in halves for block in _of_shape(*half)]
-
-
-def blocks_to_fit() -> list[Block]:
-    """The same of `shapes_to_fit`."""
-    drawn = [(stratum, shape) for stratum in STRATA for shape in shapes_to_fit(stratum)]
-    return [block for stratum, shape in drawn for block in _of_shape(stratum, FIT, shape)]
-
-
-def _of_shape(stratum: str, half: str, shape: Shape) -> list[Block]:
-    kinds = ("bf16", "tf32") if stratum == "odd" else ("bf16",)
-    return [Block(f"{stratum} {half}", *shape, kind, "gelu") for kind in kinds]
+    """Every shape in BF16 with GELU, and the odd shapes in TF32 as well. A block's group names its stratum and half."""
+    return [
+        Block(f"{stratum} {FIT if 2 * number < _SHAPES else JUDGE}", *shape, kind, "gelu")
+        for stratum in STRATA
+        for number, shape in enumerate(shapes(stratum))
+        for kind in (("bf16", "tf32") if stratum == "odd" else ("bf16",))
+    ]
 
 
 def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
-    """A row as the suite `layers` has it, with the times of the block's parts."""
-    from benchmarks.parts import times_of_parts
-
+    """A row as the suite `layers` has it, with the block's stratum and half."""
     row = measure_block(block, options, stream)
     stratum, half = block.group.split()
-    return replace(row, setting={**row.setting, "stratum": stratum, "half": half, **times_of_parts(block).as_json()})
+    return replace(row, setting={**row.setting, "stratum": stratum, "half": half})
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """Priors on the half that they were not fitted on; and odd shapes, tuned and untuned, against every peer."""
+    """Untuned against tuned times of the half for judging; and odd shapes, tuned and untuned, against every peer."""
     untuned = speedups([row for row in rows if row.get("half") == JUDGE], "lt", "lt_priors")
     odd = [row for row in rows if row.get("stratum") == "odd"]
     made = [report.mean("lt / lt_priors", untuned, 0.96), report.worst("lt / lt_priors", untuned, 0.88)]

@@ -77,8 +77,9 @@ def _tree(device: int, part: str, kind: str, rest: str, *, is_ours: bool) -> Tre
             product cost little, unless many blocks share them, so that the table may have other trees for it.
     """
     trees: Mapping[str, Tree] = _nearest(device_info(device).capability)[part]
-    own = trees.get(f"{RAGGED} {kind} {rest}") if is_ours else None
-    return own or trees.get(f"{kind} {rest}") or trees.get(f"{kind} {OTHER}") or {}
+    kinds = [f"{RAGGED} {kind}"] * is_ours + [kind]
+    names = (f"{each} {name}" for name in (rest, OTHER) for each in kinds)
+    return next((trees[name] for name in names if name in trees), {})
 
 
 def forward_features(problem: ForwardProblem) -> dict[str, int]:

@@ -18,7 +18,6 @@ from benchmarks import splits
 from benchmarks.layers import Arrays, Block
 from benchmarks.priors import Sample, fit
 from benchmarks.splits import Plans, Split, chain_of, near, strategy_name
-from lt_runtime.cublaslt import MatmulTile
 from lt_runtime.errors import PlanError
 from lt_runtime.plans import priors
 from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies
@@ -108,7 +107,7 @@ def test_a_tree_is_no_worse_than_the_best_single_strategy(times: list[tuple[int,
 
 
 def measured(m: int, n: int, k: int, entries: dict[str, dict[str, float]]) -> dict[str, Any]:
-    return {"case": f"{m} {n} {k}", "layer": [m, n, k], "type": "bf16", "activation": "gelu", "entries": entries}
+    return {"case": f"{m} {n} {k}", "layer": [m, n, k], "type": "bf16", "activation": "gelu", "strategies": entries}
 
 
 def test_priors_are_derived_from_rows() -> None:
@@ -126,56 +125,12 @@ def test_priors_are_derived_from_rows() -> None:
                 "db_below": "kernel",
                 "dw_concurrent": False,
             },
+            "bf16 other": dict.fromkeys(("db", "derivative", "db_below"), "kernel") | {"dw_concurrent": False},
             "bf16 none nothing": {"db": "kernel", "derivative": "nobody", "db_below": "nobody", "dw_concurrent": False},
             "bf16 products": dict.fromkeys(("db", "derivative", "db_below"), "nobody") | {"dw_concurrent": True},
         },
     }
     assert quality["forward bf16 gelu"] == (2, pytest.approx(0.0))
-
-
-def test_of_the_suite_wide_the_untuned_times_of_one_half_are_fitted() -> None:
-    plain = {"bias nothing": 9.0, "none nothing": 5.0}
-    ways = {"heuristic": plain, "padded": {"bias nothing": 4.0}, "plain": plain}
-    untuned = {"stratum": "tall", "strategies": {"last forward": ways}, "products": []}
-    row = measured(64, 64, 64, {}) | untuned
-    failed = {"case": "failed", "us": {}}
-    (made,) = derived.fitting([row | {"half": "fit"}, row | {"half": "judge"}, failed])
-    assert made["entries"] == {"last forward": {"bias nothing": 4.0, "none nothing": 5.0}}
-
-
-def test_times_of_the_suite_wide_are_those_of_the_algorithms_that_are_chosen_now() -> None:
-    ways = {name: {"bias nothing": 60.0} for name in ("heuristic", "padded", "plain")}
-    tiles = [(MatmulTile.TILE_104x256, 57.5), (MatmulTile.TILE_104x128, 56.0), (MatmulTile.TILE_56x512, 40.5)]
-    product = {
-        "shape": [262144, 104, 64],
-        "epilogue": "bias",
-        "types": ["bfloat16", "bfloat16", "float32"],
-        "layouts": {"a": ["row", 64], "b": ["column", 64], "d": ["row", 104]},
-        "algorithms": [["plain", 66, int(tile), 35, 1, 0, 5, 7.758, us] for tile, us in tiles],
-    }
-    row = measured(262144, 64, 104, {}) | {"stratum": "tall", "strategies": {"last forward": ways}}
-    (made,) = derived.fitting([row | {"products": [product]}])
-    assert made["entries"]["last forward"] == {"bias nothing": pytest.approx(60.0 - 57.5 + 40.5)}
-    again = product["algorithms"][:2] + product["algorithms"][:1] + product["algorithms"][2:]
-    (made,) = derived.fitting([row | {"products": [product | {"algorithms": again}]}])
-    assert made["entries"]["last forward"] == {"bias nothing": 60.0}, "what another query offered is not asked for"
-
-
-def test_two_products_beside_each_other_take_no_less_than_the_longer_one() -> None:
-    def product(m: int, n: int, k: int, order: str, padded: float, ours: float) -> dict[str, Any]:
-        return {
-            "shape": [m, n, k],
-            "epilogue": "none",
-            "types": ["bfloat16", "bfloat16", "float32"],
-            "layouts": {"a": [order, 2], "b": ["row", 208], "d": ["row", 208]},
-            "algorithms": [["PADDED", 66, 15, 35, 1, 0, 5, 0.1, padded], ["ours", 0, 0, 0, 0, 0, 0, 0.0, ours]],
-        }
-
-    ways = {"heuristic": {}, "plain": {}, "padded": {"nobody nobody nobody beside": 6.4}}
-    row = measured(623, 2, 208, {}) | {"stratum": "narrow", "strategies": {"last backward": ways}}
-    row |= {"products": [product(623, 208, 2, "row", 4.4, 1.2), product(2, 208, 623, "column", 6.3, 2.1)]}
-    (made,) = derived.fitting([row])
-    assert made["entries"]["last backward"] == {"nobody nobody nobody beside": 2.1}
 
 
 def test_in_place_of_a_refused_strategy_comes_the_most_similar() -> None:
@@ -211,6 +166,16 @@ def test_forward_is_chosen_with_the_backward_that_follows() -> None:
     assert from_json(BackwardStrategy, trees["backward"]["bf16 relu mask"]).derivative.value == "epilogue"
 
 
+def test_activations_without_an_epilogue_share_a_tree() -> None:
+    by_kernel = {"kernel kernel kernel beside": 9.0, "epilogue kernel kernel beside": 10.0}
+    silu = measured(64, 64, 64, {"forward": {"bias preactivation": 5.0}, "backward preactivation": by_kernel})
+    gelu = measured(64, 64, 64, {"backward preactivation": {**by_kernel, "kernel epilogue kernel beside": 1.0}})
+    trees, quality = derived.derive([silu | {"activation": "silu"}, gelu])
+    assert trees["backward"]["bf16 other"]["db"] == "kernel"
+    assert quality["backward bf16 other"][0] == 2
+    assert not [name for part in trees.values() for name in part if "silu" in name]
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_row_s_sizes_are_those_that_the_priors_ask_for(layer: int) -> None:
     chain, plain = chain_of(BLOCK), {"layer": [64, 32, 16], "type": "bf16"}
@@ -222,10 +187,9 @@ def test_a_row_s_sizes_are_those_that_the_priors_ask_for(layer: int) -> None:
 
 def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = {"gpu": "a GPU", "capability": 90, "driver": "580", "cublaslt": 130100}
-    ways = {role: dict.fromkeys(("heuristic", "padded", "plain"), times) for role, times in ENTRIES.items()}
-    measured_parts = {"stratum": "tall", "strategies": ways, "products": [], "when": "2026-01-01T00:00:00Z"}
-    rows = [measured(256, 512, 784, {}) | measured_parts]
-    file, out = tmp_path / "parts.json", tmp_path / "priors.json"
+    row = measured(256, 512, 784, ENTRIES) | {"when": "2026-01-01T00:00:00Z"}
+    rows = [row | {"half": "fit"}, row | {"half": "judge"}, row | {"type": "fp32"}, {"case": "failed", "us": {}}]
+    file, out = tmp_path / "strategies.json", tmp_path / "priors.json"
     file.write_text(json.dumps({"machine": machine, "commit": "abc", "rows": rows}))
     derived.main([str(file), "--out", str(out)])
     assert json.loads(out.read_text())["source"] == {

@@ -1,20 +1,12 @@
-"""The shapes of the suite `wide`, what it shows of rows, and what it measures of a block's parts."""
+"""The shapes of the suite `wide`, and its findings."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Iterator
-from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from benchmarks import wide
-from benchmarks.layers import Block, presets
+from benchmarks.layers import presets
 from benchmarks.wide import FIT, JUDGE, STRATA, SUITE, findings, shapes
-from tests.support.fake_gpu import FakeGpu
-from tests.support.hurry import make_work_long
 
 
 def test_the_shapes_are_what_they_were_when_they_were_measured() -> None:
@@ -36,14 +28,6 @@ def test_there_are_64_shapes_half_of_them_for_judging() -> None:
             assert [each.layer for each in found] == shapes(stratum)
             assert [each.group.split()[1] for each in found] == [FIT] * 8 + [JUDGE] * 8
     assert len({*SUITE.order}) == len(wide.blocks()) == 80
-
-
-def test_what_is_fitted_further_on_is_not_what_judges() -> None:
-    drawn = {(stratum, shape) for stratum in STRATA for shape in wide.shapes_to_fit(stratum)}
-    assert len(drawn) == 192
-    assert not drawn & {(stratum, shape) for stratum in STRATA for shape in shapes(stratum)}
-    assert wide.shapes_to_fit("odd")[0] == (2330, 413, 1888), "as they were when they were measured"
-    assert {each.group.split()[1] for each in wide.blocks_to_fit()} == {FIT}
 
 
 def test_each_stratum_is_what_it_is_called() -> None:
@@ -69,40 +53,3 @@ def test_findings() -> None:
     assert found["torch_graph / lt, odd, worst"].value == pytest.approx(12 / 9)
     assert found["torch_graph / lt_priors, odd, worst"].value == pytest.approx(0.8)
     assert {each.met for each in findings([])} == {None}
-
-
-@pytest.fixture
-def parts(gpu: FakeGpu) -> Iterator[ModuleType]:
-    """The module, imported on top of the pretended GPU's package."""
-    others = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "benchmarks"}
-    for name in others:
-        del sys.modules[name]
-    yield import_module("benchmarks.parts")
-    for name in [each for each in sys.modules if each.split(".")[0] == "benchmarks"]:
-        del sys.modules[name]
-    sys.modules.update(others)
-
-
-def test_the_suite_of_parts_has_no_layer_twice(parts: ModuleType) -> None:
-    found = parts.blocks()
-    assert len({(*block.layer, block.kind, block.activation) for block in found.values()}) == len(found) == 408
-    assert all(block.group.endswith(" fit") and block.name == name for name, block in found.items())
-
-
-def test_the_parts_of_a_block(gpu: FakeGpu, parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_work_long(gpu, monkeypatch)
-    found = parts.times_of_parts(Block("test", 12, 17, 9, "bf16", "gelu")).as_json()
-    roles = ["forward", "last forward", "backward preactivation", "last backward"]
-    assert [*found["strategies"]] == roles
-    for ways in found["strategies"].values():
-        assert [*ways] == ["heuristic", "padded", "plain"]
-        assert all(us > 0 for times in ways.values() for us in times.values())
-    plain = [each for each in found["products"] if each["epilogue"] == "none"]
-    shapes_of_products = {tuple(each["shape"]) for each in plain}
-    assert shapes_of_products == {(12, 17, 9), (12, 9, 17), (9, 17, 12), (17, 9, 12)}
-    for product in plain:
-        copies: set[Any] = {algorithm[0] for algorithm in product["algorithms"]}
-        if product["types"][0] == product["types"][1]:
-            assert {"plain", "PADDED"} <= copies
-            assert product["inner"] > 0
-    gpu.synchronize_all()
