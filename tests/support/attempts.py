@@ -200,6 +200,12 @@ def _optimizer_state(gpu: FakeGpu, optimizer: Any) -> list[Any]:
     return [host_of(gpu, array).copy() for array in arrays if array is not None]
 
 
+def _assert_equal(gpu: FakeGpu, optimizer: Any, host: Any, kind: str = "data", tolerance: float = 1e-6) -> None:
+    """Compares the values or gradients of two optimizers' parameters, of which the second's are on the host."""
+    for one, other in zip(optimizer.parameters, host.parameters, strict=True):
+        np.testing.assert_allclose(host_of(gpu, getattr(one, kind)), getattr(other, kind), atol=tolerance)
+
+
 def adamw(calls_before: int = 0, *, is_bad_first: bool = False, **options: Any) -> Prepare:
     """Steps of an optimizer; with `is_bad_first` the first gradient is infinite."""
 
@@ -219,8 +225,7 @@ def adamw(calls_before: int = 0, *, is_bad_first: bool = False, **options: Any) 
             other_gradient[...] = host_of(gpu, gradient)
             with gpu.others_package():
                 host.step()
-            for one, other in zip(optimizer.parameters, host.parameters, strict=True):
-                np.testing.assert_allclose(host_of(gpu, one.data), other.data, atol=1e-6)
+            _assert_equal(gpu, optimizer, host)
             for one, other in ((optimizer.steps, host.steps), (optimizer.skipped_steps, host.skipped_steps)):
                 assert int(host_of(gpu, one)[0]) == int(other[0])
 
@@ -248,8 +253,7 @@ def _made_optimizer(**options: Any) -> Prepare:
                 host = _optimizer(lt, np.asarray, **options)
                 host.step()
             gpu.synchronize(gpu.stream.ptr)
-            for one, other in zip(made[0].parameters, host.parameters, strict=True):
-                np.testing.assert_allclose(host_of(gpu, one.data), other.data, atol=1e-6)
+            _assert_equal(gpu, made[0], host)
 
         return Attempt(call, check)
 
@@ -275,9 +279,9 @@ def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: fl
     """Training steps on one batch."""
 
     def prepare(gpu: FakeGpu) -> Attempt:
-        model, optimizer, step = _run_of(gpu.lt, "cuda", **options)
+        _, optimizer, step = _run_of(gpu.lt, "cuda", **options)
         with gpu.others_package() as lt:
-            host_model, _, host_step = _run_of(lt, "cpu", **options | {"graph": True})
+            _, host_optimizer, host_step = _run_of(lt, "cpu", **options | {"graph": True})
         gpu.synchronize_all()  # the model was made on the default stream
         batch = _batch()
         placed, losses = [gpu.cp.asarray(each) for each in batch], []
@@ -291,8 +295,7 @@ def training(calls_before: int = 0, *, other_stream: bool = False, tolerance: fl
             with gpu.others_package():
                 expected = float(host_step(*batch))
             np.testing.assert_allclose(host_of(gpu, losses[0]), expected, rtol=tolerance)
-            for one, other in zip(model.parameters(), host_model.parameters(), strict=True):
-                np.testing.assert_allclose(host_of(gpu, one.data), other.data, atol=tolerance)
+            _assert_equal(gpu, optimizer, host_optimizer, tolerance=tolerance)
 
         for _ in range(calls_before):
             call()
@@ -361,8 +364,7 @@ def model_gradients(gpu: FakeGpu) -> Attempt:
     def check() -> None:
         gpu.synchronize(gpu.stream.ptr)
         np.testing.assert_allclose(host_of(gpu, made[0]), expected, atol=2e-5)
-        for one, other in zip(model.parameters(), host_model.parameters(), strict=True):
-            np.testing.assert_allclose(host_of(gpu, one.grad), other.grad, atol=2e-5)
+        _assert_equal(gpu, optimizer, host_optimizer, "grad", 2e-5)
 
     return Attempt(call, check, lambda: _optimizer_state(gpu, optimizer))
 
