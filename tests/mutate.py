@@ -81,6 +81,7 @@ class Mutant:
     path: str
     lines: range
     text: str
+    is_in_function: bool = True
 
 
 def mutants_of(path: str, text: str) -> Iterator[Mutant]:
@@ -89,7 +90,10 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
     starts = [0]
     for line in code.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for statement, node in _nodes(ast.parse(text), None):
+    tree = ast.parse(text)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    in_functions = {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
+    for statement, node in _nodes(tree, None):
         for target, new in _changes(node):
             begin = starts[target.lineno - 1] + target.col_offset
             end = starts[target.end_lineno - 1] + target.end_col_offset
@@ -101,6 +105,7 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
                 path,
                 range(statement.lineno, last + 1),
                 (code[:begin] + new.encode() + code[end:]).decode(),
+                statement.lineno in in_functions,
             )
 
 
@@ -164,14 +169,19 @@ def tried(checkout: Copy, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any
 
 
 def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
-    """The fastest tests that cover the mutant's lines, or its whole file if only its import runs the lines."""
+    """The fastest tests that cover the mutant's lines, or its whole file if only its import runs the lines.
+
+    In that case tests come first whose file has the name of the mutant's.
+    """
     names, lines = list(recorded["seconds"]), recorded["lines"].get(mutant.path, {})
     run = [lines[str(line)] for line in mutant.lines if str(line) in lines]
-    found = {number for tests in run for number in tests}
-    if run and not found:
-        found = {number for tests in lines.values() for number in tests}
+    found = {names[number] for tests in run for number in tests}
+    stem, is_imported = Path(mutant.path).stem, bool(run) and not mutant.is_in_function
+    if is_imported:
+        found |= {names[number] for tests in lines.values() for number in tests}
+        found |= {name for name in names if stem in Path(name.partition("::")[0]).stem}
     chosen, left_s = [], _CHOSEN_S
-    for name in sorted((names[number] for number in found), key=recorded["seconds"].__getitem__)[:_CHOSEN]:
+    for name in sorted(found, key=lambda name: (is_imported and stem not in name, recorded["seconds"][name]))[:_CHOSEN]:
         left_s -= recorded["seconds"][name]
         if chosen and left_s < 0:
             break
