@@ -21,14 +21,16 @@ from benchmarks import report
 _SHOWN: Final = 20  # rows of the table
 
 
-def ratios(old: Sequence[Path], new: Sequence[Path]) -> dict[str, list[float]]:
-    """By case and contender, the new time divided by the old time for each pair of files."""
+def ratios(old: Sequence[Path], new: Sequence[Path]) -> tuple[dict[str, list[float]], list[str]]:
+    """By row, the new time divided by the old time for each pair of files; and the rows that some file lacks."""
     pairs = [(_times(first), _times(second)) for first, second in zip(old, new, strict=True)]
-    common = set.intersection(*(set(first) & set(second) for first, second in pairs))
-    return {name: [second[name] / first[name] for first, second in pairs] for name in sorted(common)}
+    rows = [set(times) for pair in pairs for times in pair]
+    common, lacking = set.intersection(*rows), set.union(*rows) - set.intersection(*rows)
+    return {row: [second[row] / first[row] for first, second in pairs] for row in sorted(common)}, sorted(lacking)
 
 
 def _times(file: Path) -> dict[str, float]:
+    """The times of lt_runtime by case and contender."""
     rows = json.loads(file.read_text())["rows"]
     return {f"{row['case']}: {name}": us for row in rows for name, us in row["us"].items() if name.startswith("lt")}
 
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     if len(options.old) != len(options.new):
         parser.error("--old and --new need the same number of files")
-    found = ratios(options.old, options.new)
+    found, lacking = ratios(options.old, options.new)
     if not found:
         raise SystemExit("the files have no row of lt_runtime in common")
     medians = {row: statistics.median(runs) for row, runs in found.items()}
@@ -65,6 +67,8 @@ def main(argv: Sequence[str]) -> None:
         table.add_row(row, f"{medians[row]:.3f}", runs, "slower" if row in slower else "")
     console = report.console()
     console.print(table)
+    for row in lacking:
+        console.print(f"not in every file: {row}", markup=False)
     console.print(f"geometric mean of {len(found)} rows over {len(options.old)} runs: {mean:.4f} (≤ {options.mean:g})")
     console.print(f"rows slower by more than {options.limit:g} in two thirds of the runs: {len(slower)}")
     sys.exit(bool(slower) or mean > options.mean)

@@ -183,6 +183,9 @@ def test_a_row_is_slower_if_it_is_in_two_of_three_runs(
     assert ended.value.code == status
     assert f"two thirds of the runs: {slower}" in out
     mean = (0.8 * (1.06 if slower else 1.0)) ** 0.5
+    assert [line for line in out.splitlines() if "not in every file" in line] == [
+        f"not in every file: {case}: lt" for case in ("added", "gone")
+    ]
     assert f"geometric mean of 2 rows over 3 runs: {mean:.4f}" in out
     with pytest.raises(SystemExit) as ended:
         main(["compare", "--old", *new, "--new", *old])
