@@ -143,8 +143,8 @@ def _lines(
     shares: Mapping[str, tuple[float, float]],
 ) -> Iterator[str | Table]:
     if before.kernels and after.kernels:
-        rows = [[family, *(f"{share:.2%}" for share in pair)] for family, pair in shares.items()]
-        yield table("Share of kernel time", ["", "before", "after"], rows, texts={""})
+        lines = [[family, *(f"{share:.2%}" for share in pair)] for family, pair in shares.items()]
+        yield table("Share of kernel time", ["", "before", "after"], lines, texts={""})
         changed = [each for each in kernels if each.verdict != "same"]
         yield _table("Kernels of a step", changed)
         yield f"{len(kernels) - len(changed)} kernels took as long as before."
@@ -159,7 +159,7 @@ def _table(title: str, changes: Sequence[Change]) -> Table:
         return "" if value is None else format(value, form)
 
     headings = ["", "before µs", "after µs", "± µs", "share", "share after", "layer", "phase", "kernel"]
-    rows = [
+    lines = [
         [
             *(each.verdict, text(each.before_us, ".2f"), text(each.after_us, ".2f"), f"{each.noise_us:.2f}"),
             *(text(each.before_share, ".2%"), text(each.after_share, ".2%")),
@@ -167,4 +167,4 @@ def _table(title: str, changes: Sequence[Change]) -> Table:
         ]
         for each in changes
     ]
-    return table(title, headings, rows, texts={"", "layer", "phase", "kernel"})
+    return table(title, headings, lines, texts={"", "layer", "phase", "kernel"})

@@ -167,10 +167,10 @@ def report_lines(report: Report) -> Iterator[str]:
     """The report as lines of text."""
     yield from _machine(report)
     yield ""
-    rows = [("Library", "Version", "Where")]
-    rows += [(each.name, each.version or "-", each.path or each.problem or "") for each in report.libraries]
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    yield from (f"{name:<{first}}  {version:<{second}}  {where}" for name, version, where in rows)
+    lines = [("Library", "Version", "Where")]
+    lines += [(each.name, each.version or "-", each.path or each.problem or "") for each in report.libraries]
+    first, second = (max(len(line[column]) for line in lines) for column in (0, 1))
+    yield from (f"{name:<{first}}  {version:<{second}}  {where}" for name, version, where in lines)
     yield ""
     first = max(map(len, report.variables))
     yield from (f"{name:<{first}}  {value or '(not set)'}" for name, value in report.variables.items())

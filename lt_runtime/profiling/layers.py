@@ -182,11 +182,11 @@ def kernels_of(activities: Iterable[Activity], steps: int, copying: Iterable[Pla
             found[place, each.name if each.kind == "kernel" else f"{each.kind} {each.name}".strip()].append(each)
     whole = sum(_us(each) for launches in found.values() for each in launches)
     planned = set(copying)
-    rows = [
+    kernels = [
         _kernel(place, name, launches, whole, max(steps, 1), is_planned="resize" in name and place in planned)
         for (place, name), launches in found.items()
     ]
-    return sorted(rows, key=lambda row: -row.total_us)
+    return sorted(kernels, key=lambda each: -each.total_us)
 
 
 def _kernel(

@@ -23,7 +23,7 @@ from lt_runtime.gpu.streams import stream_handle
 
 _COPIES: Final = 8
 _EMPTY: Final = 9
-"""Events in a row, with no work between them, whose distance is the cost of an event."""
+"""Consecutive events, with no work between them, whose distance is the cost of an event."""
 _EXTERNAL: Final = driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
 
 

@@ -6,10 +6,10 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import replace_file
@@ -24,7 +24,6 @@ _LEAST_SHOWN_US: Final = 0.05
 """Entries outside of layers that take less are left out of the table."""
 _SHOWN_NAME: Final = 72
 _WIDTH: Final = 160  # columns of a table as text
-_Row = TypeVar("_Row", Layer, Kernel)
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,11 @@ class Report:
     def to_csv(self, directory: Path) -> None:
         """Writes `layers.csv` and `kernels.csv`."""
         directory.mkdir(parents=True, exist_ok=True)
-        for name, kind, rows in (("layers", Layer, self.layers), ("kernels", Kernel, self.kernels)):
+        for name, kind, entries in (("layers", Layer, self.layers), ("kernels", Kernel, self.kernels)):
             text = io.StringIO(newline="")
             writer = csv.DictWriter(text, [each.name for each in fields(kind)])
             writer.writeheader()
-            writer.writerows(map(asdict, rows))
+            writer.writerows(map(asdict, entries))
             replace_file(directory / f"{name}.csv", text.getvalue().encode())
 
     def lines(self) -> Iterator[str | Table]:
@@ -85,33 +84,33 @@ class Report:
         whole, on_gpu = self.totals.step_us, any(layer.us != layer.host_us for layer in self.layers)
         headings = ["layer", "", "µs", "±", "share", "host µs", "MB", "TFLOP/s", "GB/s", "bound", "reached"]
         headings += ["kernels", "kernel µs", "strategy"]
-        rows = []
+        lines = []
         for layer in self.layers:
             if not layer.name and not layer.kernels and max(layer.us, layer.host_us) < _LEAST_SHOWN_US:
                 continue
-            row = [layer.label, layer.phase, f"{layer.us:.1f}", f"{layer.spread_us:.1f}"]
-            row += [f"{layer.us / whole:.1%}" if whole else "", f"{layer.host_us:.1f}" if on_gpu else ""]
-            row += [f"{layer.bytes / 1e6:.2f}" if layer.bytes else "", _rate(layer.tflops) if layer.flops else ""]
-            row += [_rate(layer.gbytes) if layer.bytes else "", layer.bound]
-            row.append(f"{layer.fraction:.0%}" if layer.bound else "")
-            row += [f"{layer.kernels:g}", f"{layer.kernel_us:.1f}"] if self.kernels else ["", ""]
-            rows.append([*row, layer.strategy])
+            cells = [layer.label, layer.phase, f"{layer.us:.1f}", f"{layer.spread_us:.1f}"]
+            cells += [f"{layer.us / whole:.1%}" if whole else "", f"{layer.host_us:.1f}" if on_gpu else ""]
+            cells += [f"{layer.bytes / 1e6:.2f}" if layer.bytes else "", _rate(layer.tflops) if layer.flops else ""]
+            cells += [_rate(layer.gbytes) if layer.bytes else "", layer.bound]
+            cells.append(f"{layer.fraction:.0%}" if layer.bound else "")
+            cells += [f"{layer.kernels:g}", f"{layer.kernel_us:.1f}"] if self.kernels else ["", ""]
+            lines.append([*cells, layer.strategy])
         title = f"Layers: {self.timed_steps} steps on {self.device}"
-        return table(title, headings, rows, texts={"layer", "", "bound", "strategy"})
+        return table(title, headings, lines, texts={"layer", "", "bound", "strategy"})
 
     def _kernel_table(self) -> Table:
         headings = ["share", "µs a step", "count", "mean", "median", "min", "max", "std", "layer", "", "kernel"]
-        rows = []
+        lines = []
         for each in self.kernels[:_SHOWN_KERNELS]:
             times = (each.total_us, each.count, each.mean_us, each.median_us, each.min_us, each.max_us, each.std_us)
             name = f"{short(each.name)}{' (copies that the plan chose)' if each.is_planned_copy else ''}"
             numbers = [f"{each.share:.1%}", *(f"{value:.2f}" for value in times)]
-            rows.append([*numbers, label_of(each.layer, each.phase), each.phase, name])
+            lines.append([*numbers, label_of(each.layer, each.phase), each.phase, name])
         rest = self.kernels[_SHOWN_KERNELS:]
         if rest:
             share, total = sum(each.share for each in rest), sum(each.total_us for each in rest)
-            rows.append([f"{share:.1%}", f"{total:.2f}", *[""] * 8, f"{len(rest)} more rows"])
-        return table(f"Kernels: {self.traced_steps} steps", headings, rows, texts={"layer", "", "kernel"})
+            lines.append([f"{share:.1%}", f"{total:.2f}", *[""] * 8, f"{len(rest)} more kernels"])
+        return table(f"Kernels: {self.traced_steps} steps", headings, lines, texts={"layer", "", "kernel"})
 
     def _sentences(self) -> Iterator[str]:
         totals = self.totals
@@ -143,7 +142,8 @@ def load(file: Path) -> Report:
         schema = content.pop("schema")
         if schema != SCHEMA:
             raise ArgumentError(f"{file} is a profile of schema {schema}; this version reads {SCHEMA}")
-        content["layers"], content["kernels"] = _rows(Layer, content["layers"]), _rows(Kernel, content["kernels"])
+        content["layers"] = [Layer(**each) for each in content["layers"]]
+        content["kernels"] = [Kernel(**each) for each in content["kernels"]]
         content["totals"] = Totals(**content["totals"])
         return Report(**content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -162,21 +162,14 @@ def short(name: str) -> str:
     return name if len(name) <= _SHOWN_NAME else f"{name[:half]} … {name[-half + 3 :]}"
 
 
-def _rows(kind: type[_Row], rows: Iterable[Any]) -> list[_Row]:
-    return [kind(**row) for row in rows]
-
-
-def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], texts: Set[str]) -> Table:
+def table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], texts: Set[str]) -> Table:
     """A table without its empty columns. Columns whose headings are in `texts` are aligned left, numbers right."""
     from rich.markup import escape
     from rich.table import Column, Table
 
-    used = [place for place in range(len(headings)) if any(row[place] for row in rows)]
-    columns = [
-        Column(headings[place], justify="left" if headings[place] in texts else "right", overflow="fold")
-        for place in used
-    ]
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(escape(row[place]) for place in used))
-    return table
+    columns = [Column(each, justify="left" if each in texts else "right", overflow="fold") for each in headings]
+    used = [place for place in range(len(headings)) if any(line[place] for line in lines)]
+    made = Table(*(columns[place] for place in used), title=title, title_justify="left")
+    for line in lines:
+        made.add_row(*(escape(line[place]) for place in used))
+    return made

@@ -43,7 +43,7 @@ class _Thread(threading.local):
 class Profile:
     """The profile of a block of code; `lt.profile` makes it, as a context manager or already full.
 
-    It has its rows once the block is over. Printing it gives the report.
+    The report is there once the block is over; printing the profile prints it.
 
     Attributes:
         report: the whole result, as data.
@@ -118,11 +118,11 @@ class Profile:
             self._end_step()
 
     def layers(self) -> Sequence[Layer]:
-        """The rows of the layer table."""
+        """The layers, sorted by phase."""
         return self.report.layers
 
     def kernels(self) -> Sequence[Kernel]:
-        """The rows of the kernel table; none without CUPTI."""
+        """The kernels, the longest total first; none without CUPTI."""
         return self.report.kernels
 
     def totals(self) -> Totals:
@@ -130,7 +130,7 @@ class Profile:
         return self.report.totals
 
     def to_csv(self, directory: str | Path) -> None:
-        """Writes `layers.csv` and `kernels.csv` into a directory; the columns are the attributes of the rows."""
+        """Writes `layers.csv` and `kernels.csv`, whose columns are the attributes of `Layer` and `Kernel`."""
         self.report.to_csv(Path(directory))
 
     def save(self, file: str | Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,55 +27,43 @@ def write(file: Path, spans: Sequence[Span], activities: Sequence[Activity], dev
 def trace_events(spans: Sequence[Span], activities: Sequence[Activity]) -> Iterator[dict[str, Any]]:
     """Complete events (X), flows from calls to the work that they started (s and f), and thread names (M)."""
     process = os.getpid()
-    starts = [*(span.start_ns for span in spans), *(activity.start_ns for activity in activities)]
-    base = min(starts, default=0)
+    base = min([span.start_ns for span in spans] + [each.start_ns for each in activities], default=0)
     started = {each.correlation for each in activities if each.device >= 0 and each.correlation}
-    named = set[tuple[int, int]]()
+    streams = dict.fromkeys((each.device, each.stream) for each in activities if each.device >= 0)
+    yield from (_thread_name(*stream, f"stream {stream[1]}") for stream in streams)
     if any(span.gpu_us is not None for span in spans):
         yield _thread_name(0, _RANGES, "ranges, by events")
     for span in spans:
-        name, path = span.path[-1], span.path
+        name, path, start = span.path[-1], span.path, span.start_ns - base
         if span.us:  # ranges in a graph take the host no time when the graph is launched
-            yield _complete(name, "user_annotation", process, span.thread, (span.start_ns - base) / 1e3, span.us, path)
+            yield _complete(name, "user_annotation", {"pid": process, "tid": span.thread}, start, 1e3 * span.us, path)
         if span.gpu_us is not None:
-            start = (span.gpu_start_ns - base) / 1e3
-            yield _complete(name, "gpu_user_annotation", 0, _RANGES, start, span.gpu_us, path)
+            start, place = span.gpu_start_ns - base, {"pid": 0, "tid": _RANGES}
+            yield _complete(name, "gpu_user_annotation", place, start, 1e3 * span.gpu_us, path)
     for each in activities:
-        start, length = (each.start_ns - base) / 1e3, (each.end_ns - each.start_ns) / 1e3
-        is_call = each.device < 0
-        row = (process, each.thread) if is_call else (each.device, each.stream)
-        if not is_call and row not in named:
-            named.add(row)
-            yield _thread_name(*row, f"stream {row[1]}")
+        start, is_call = each.start_ns - base, each.device < 0
+        place = {"pid": process, "tid": each.thread} if is_call else {"pid": each.device, "tid": each.stream}
         category = _CATEGORIES.get(each.kind, "cuda_runtime" if is_call else each.kind)
-        event = _complete(each.name or each.kind, category, *row, start, length, each.range)
+        event = _complete(each.name or each.kind, category, place, start, each.end_ns - each.start_ns, each.range)
         event["args"] |= {"correlation": each.correlation, "bytes": each.size, "graph id": each.graph}
         if not is_call:
             event["args"] |= {"device": each.device, "stream": each.stream, "graph node id": each.node}
         yield event
         if each.correlation in started:
-            flow = {"cat": "ac2g", "name": "ac2g", "id": each.correlation, "pid": row[0], "tid": row[1]}
-            yield {"ph": "s", **flow, "ts": _us(start)} if is_call else {"ph": "f", "bp": "e", **flow, "ts": _us(start)}
+            ends = {"ph": "s"} if is_call else {"ph": "f", "bp": "e"}
+            yield {**ends, "cat": "ac2g", "name": "ac2g", "id": each.correlation, **place, "ts": _us(start)}
 
 
-def _thread_name(process: int, row: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": name}}
+def _thread_name(process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _complete(
-    name: str, category: str, process: int, row: int, start: float, length: float, path: Sequence[str]
+    name: str, category: str, place: Mapping[str, int], start_ns: float, ns: float, path: Sequence[str]
 ) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": process,
-        "tid": row,
-        "ts": _us(start),
-        "dur": _us(max(length, 0.0)),
-        "args": {"range": " > ".join(path)},
-    }
+    times = {"ts": _us(start_ns), "dur": _us(max(ns, 0.0))}
+    return {"ph": "X", "cat": category, "name": name, **place, **times, "args": {"range": " > ".join(path)}}
 
 
-def _us(value: float) -> float:
-    return round(value, 3)
+def _us(ns: float) -> float:
+    return round(ns / 1e3, 3)
