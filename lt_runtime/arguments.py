@@ -1,4 +1,4 @@
-"""Arguments that are no arrays: whether they are of the kind that is asked for, and how errors show them.
+"""Checks of arguments other than arrays, and how errors show values.
 
 NumPy's integers, floats and truth values count as Python's. A truth value is neither an integer nor a number.
 """
@@ -23,13 +23,13 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 
 def shown(value: object) -> str:
-    """A value as errors show it: its representation in one line, shortened; of an array on a GPU, type and shape."""
+    """A value as errors show it: its `repr`, shortened to one line; the type and shape of an array on a GPU."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and not isinstance(value, (np.ndarray, np.generic)):
         return f"a {type(value).__name__} of shape {shape}"
     try:
         return " ".join(_SHORT.repr(value).split())
-    except Exception:  # what a class of the caller's raises, or Python for an int of too many digits
+    except Exception:  # a caller's class may raise anything; Python raises for an int of too many digits
         return f"a {type(value).__name__}"
 
 
@@ -39,11 +39,11 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def number(name: str, value: object) -> float:
-    """A number as a float, which may be NaN or infinite.
+    """Returns a number as a float, which may be NaN or infinite.
 
     Raises:
-        KindError: it is none.
-        ArgumentError: it is an integer larger than any float.
+        KindError: the value is no number.
+        ArgumentError: the value is an integer larger than any float.
     """
     if not is_number(value):
         raise KindError(f"{name} is {shown(value)}; it must be a number")
@@ -54,11 +54,11 @@ def number(name: str, value: object) -> float:
 
 
 def not_negative(name: str, value: object) -> float:
-    """A finite number that is not negative, as a float.
+    """Returns a finite number that is not negative as a float.
 
     Raises:
-        KindError: it is no number.
-        ArgumentError: it is negative, infinite or NaN.
+        KindError: the value is no number.
+        ArgumentError: the number is negative, infinite or NaN.
     """
     checked = number(name, value)
     if not (math.isfinite(checked) and checked >= 0):
@@ -67,14 +67,14 @@ def not_negative(name: str, value: object) -> float:
 
 
 def integer(name: str, value: object) -> int:
-    """An integer as an int; `KindError` if it is none."""
+    """Returns an integer as an int; raises `KindError` for any other value."""
     if not isinstance(value, _INTEGERS) or isinstance(value, bool):
         raise KindError(f"{name} is {shown(value)}; it must be an integer")
     return int(value)
 
 
 def integers(name: str, values: Any) -> tuple[int, ...]:
-    """A sequence of integers as ints; `KindError` if it is none."""
+    """Returns a sequence of integers as ints; raises `KindError` for any other value."""
     try:
         given = [*values]
     except TypeError:
@@ -83,18 +83,18 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def flag(name: str, value: object) -> bool:
-    """A truth value, which 0 and 1 stand for too; `KindError` if it is none."""
+    """Returns True, False, 1 or 0 as a bool; raises `KindError` for any other value."""
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, _INTEGERS) and value in (0, 1)):
         return bool(value)
     raise KindError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def one_of(name: str, value: object, accepted: Collection[Name]) -> Name:
-    """A name out of several.
+    """Returns a string if it is one of the accepted names.
 
     Raises:
-        KindError: it is no string.
-        ArgumentError: it is none of those.
+        KindError: the value is no string.
+        ArgumentError: the string is not accepted.
     """
     if isinstance(value, str):
         for each in accepted:
@@ -107,14 +107,14 @@ def one_of(name: str, value: object, accepted: Collection[Name]) -> Name:
 def by_layer(
     name: str, given: Any, layers: int, parse: Callable[[str, Any], Value], last: Value | None = None
 ) -> tuple[Value | None, list[Value]]:
-    """A value for each layer, given as a single value or as a list or tuple with one for each.
+    """A value for each layer, from a single value or from a list or tuple with one value for each layer.
 
     Args:
-        parse: makes the value of a name and of what was given by that name, or refuses it.
-        last: the last layer's where `given` is a single value; None where that is meant for the last layer too.
+        parse: called with the argument's name and value, checks and converts the value.
+        last: the last layer's value if `given` is a single value; None if the single value is for the last layer too.
 
     Returns:
-        The single value, None if there is a sequence; and the value of each layer.
+        The single value, or None if a sequence was given; and the value of each layer.
 
     Raises:
         ArgumentError: the sequence has another length.
@@ -129,19 +129,19 @@ def by_layer(
 
 
 def check_instance(name: str, value: object, kind: type | tuple[type, ...], accepted: str) -> None:
-    """Raises `KindError` unless a value is of a class, or of one of several; `accepted` says in words what is."""
+    """Raises `KindError` unless a value is an instance of `kind`; `accepted` describes the kind in words."""
     if not isinstance(value, kind):
         raise KindError(f"{name} is {shown(value)}; it must be {accepted}")
 
 
 class Fixed:
-    """Refuses to set public attributes of an object once its `__init__` has set `_is_made`.
+    """Base class that refuses to set public attributes once `__init__` has set `_is_made`.
 
-    An option that was read when an object was made would otherwise seem to change, and a misspelt name to exist.
+    Without it, setting an option that was read in `__init__` or a misspelt name would have no effect and no error.
     """
 
     _changeable: ClassVar[tuple[str, ...]] = ()
-    """Attributes that may be set all the same."""
+    """Names of attributes that may be set at any time."""
     _is_made = False
 
     if not TYPE_CHECKING:  # A type checker that sees it takes any name for an attribute that may be set.
