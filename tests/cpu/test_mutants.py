@@ -112,9 +112,9 @@ def test_changes_of_a_file_are_each_one_change_that_parses() -> None:
 
 
 def test_the_fastest_tests_that_cover_its_line_run_for_a_mutant() -> None:
-    mutant = Mutant("", "a.py", range(3, 5), "")
+    mutant = Mutant("", "x.py", range(3, 5), "")
     recorded = {"seconds": {"slow": 5.0, "fast": 1.0, "medium": 4.0, "other": 0.1}}
-    assert covering_tests(mutant, {**recorded, "lines": {"a.py": {"4": [0, 1, 2], "5": [3]}}}) == ["fast", "medium"]
-    at_import = Mutant("", "a.py", range(3, 5), "", is_in_function=False)
-    assert covering_tests(at_import, {**recorded, "lines": {"a.py": {"4": [], "5": [3]}}}) == ["other"]
-    assert covering_tests(mutant, {**recorded, "lines": {"a.py": {"5": [3]}}}) == []
+    assert covering_tests(mutant, {**recorded, "lines": {"x.py": {"4": [0, 1, 2], "5": [3]}}}) == ["fast", "medium"]
+    at_import = Mutant("", "x.py", range(3, 5), "", is_in_function=False)
+    assert covering_tests(at_import, {**recorded, "lines": {"x.py": {"4": [], "5": [3]}}}) == ["other"]
+    assert covering_tests(mutant, {**recorded, "lines": {"x.py": {"5": [3]}}}) == []
