@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,27 +14,16 @@ from hypothesis import strategies as st
 
 from benchmarks import priors as derived
 from benchmarks import splits
-from benchmarks.layers import Arrays, Block
+from benchmarks.layers import Block
 from benchmarks.priors import Sample, fit
-from benchmarks.splits import Plans, Split, chain_of, near, strategy_name
+from benchmarks.splits import Split, chain_of, near, strategy_name
 from lt_runtime.errors import PlanError
 from lt_runtime.plans import priors
 from lt_runtime.plans.strategies import BackwardStrategy, backward_strategies, forward_strategies
-from lt_runtime.problem import BackwardProblem, Saved
 from lt_runtime.store.records import from_json
 from tests.support.chain_problems import backward_of, forward_of
 
 BLOCK = Block("test", 64, 32, 16, "bf16", "gelu")
-
-
-def test_a_block_is_two_chained_layers_that_undo_each_other_s_shape() -> None:
-    chain = chain_of(BLOCK)
-    shapes = [(each.x.layout.shape, each.w.layout.shape) for each in (forward_of(chain, 0), forward_of(chain, 1))]
-    assert shapes == [((64, 16), (32, 16)), ((64, 32), (16, 32))]
-    assert backward_of(chain, 0).dx is not None
-    through = backward_of(chain, 1).input_derivative
-    assert through is not None
-    assert through.activation.name == "gelu"
 
 
 ENTRIES = {
@@ -201,33 +189,6 @@ def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys:
         "blocks": 1,
     }
     assert "backward bf16 gelu preactivation" in capsys.readouterr().out
-
-
-class Passes:
-    """Stands in for a block's four plans, and notes the addresses that it is given."""
-
-    def __init__(self, saved: Saved) -> None:
-        self.strategy, self.calls = SimpleNamespace(saved=saved), list[Any]()
-
-    def run(self, call: Any) -> None:
-        self.calls.append(call)
-
-
-@pytest.mark.parametrize("saved", [Saved.OUTPUT, Saved.MASK, Saved.PREACTIVATION])
-def test_a_block_s_passes_hand_on_what_they_make(saved: Saved) -> None:
-    at = Arrays(*Arrays._fields)
-    passes = Passes(saved)
-    Plans(passes, passes, passes, passes).run(at, 7)  # type: ignore[arg-type]
-    first, second, *backward = passes.calls
-    assert first.addresses == ("x", "w1", "b1", "y1", "kept")
-    assert second.addresses == ("y1", "w2", "b2", "y2", 0)
-    names = BackwardProblem.operands
-    through, last = (SimpleNamespace(**dict(zip(names, call.addresses, strict=True))) for call in backward)
-    below = "y1" if saved is Saved.OUTPUT else "kept"
-    assert (through.dy, through.x, through.w, through.saved_below) == ("dy", "y1", "w2", below)
-    assert (through.dx, through.dw, through.db, through.db_below) == ("dz1", "dw2", "db2", "db1")
-    assert (last.dy, last.x, last.w, last.dx, last.dw) == ("dz1", "x", "w1", "dx", "dw1")
-    assert {call.stream for call in passes.calls} == {7}
 
 
 @pytest.fixture

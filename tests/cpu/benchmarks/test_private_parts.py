@@ -59,13 +59,14 @@ def test_a_second_process_counts_its_plans(gpu: FakeGpu, internals: ModuleType) 
     assert (len(process.us), process.known, process.measurements) == (4, 0, 0)
 
 
-def test_all_splits_of_a_block_compute_the_same(gpu: FakeGpu, internals: ModuleType) -> None:
+@pytest.mark.parametrize("activation", ["relu", "gelu"])  # whose saved tensors differ
+def test_all_splits_of_a_block_compute_the_same(gpu: FakeGpu, internals: ModuleType, activation: str) -> None:
     layers, generator = import_module("benchmarks.layers"), np.random.default_rng(0)
 
     def random(shape: tuple[int, ...], dtype: str) -> Any:
         return gpu.cp.asarray(generator.standard_normal(shape).astype(dtype))
 
-    block = layers.Block("test", 24, 16, 8, "fp32", "relu")
+    block = layers.Block("test", 24, 16, 8, "fp32", activation)
     at = layers.arrays(block, random)
     ours, candidates, facts = layers._others(block, [at])
     assert {*facts["splits"]} == {"lt", *ours} == {"lt", "lt_priors", "lt_fused_top1", "lt_split_top1"}
