@@ -33,12 +33,12 @@ _DTYPES: Final = {"bf16": DType.BFLOAT16, "tf32": DType.FLOAT32}
 # The shapes for fitting were shared out among six parts, and trees fitted to five parts were judged on the sixth, each
 # in turn: neither deeper trees nor a gain of 0.1 or 0.2 did better.
 _DEPTH: Final = 2
-_LEAST_GAIN: Final = 0.05  # logarithm of time over all samples that a further limit has to save
-_LEAST_SAMPLES: Final = 4  # on either side of a limit
-_MOST_LOSS: Final = 0.3  # A sample counts no more than this: what is further behind was often disturbed.
-_DISTURBED: Final = 2.5  # A measurement was disturbed that is so many times that of the same work in the other order.
+_LEAST_GAIN: Final = 0.05  # A further limit must reduce the sum of all samples' losses by this.
+_LEAST_SAMPLES: Final = 4  # samples on either side of a limit
+_MOST_LOSS: Final = 0.3  # the most that a sample counts, because times further behind were often disturbed
+_DISTURBED: Final = 2.5  # A time was disturbed if it is this multiple of the same work's time in the other order.
 _EPILOGUES: Final = ("none", "relu", "gelu")
-"""Activations that cuBLASLt has epilogues for, or that need none."""
+"""Activations with epilogues in cuBLASLt, or without need of one."""
 _FORWARD: Final = ("epilogue", "saved")
 _BACKWARD: Final = ("db", "derivative", "db_below", "dw_concurrent")
 
@@ -65,18 +65,18 @@ class Sample(NamedTuple):
 
 
 Samples = dict[str, list[Sample]]
-"""By what a tree is for, as the table names it."""
+"""Samples or trees by the name of the tree in the table."""
 
 
 def _unlike(strategy: str, other: str) -> tuple[int, int, bool]:
-    """How far a strategy comes after another that is refused, in the order of `lt_runtime.plans.priors`."""
+    """The distance of a strategy from a refused one, in the order of `lt_runtime.plans.priors`."""
     parts = strategy.split()
     differing = sum(part != wanted for part, wanted in zip(parts, other.split(), strict=True))
     return differing, parts.count("epilogue") + ("aux" in strategy), "none" in parts
 
 
 class Fitted(NamedTuple):
-    """A tree, whose leaves are names of strategies, and the sum of the losses of what it chooses."""
+    """A tree with strategy names as leaves, and the sum of the losses of the strategies that it chooses."""
 
     tree: Any
     loss: float
@@ -115,14 +115,14 @@ def _limits(sizes: Mapping[str, NDArray[np.int64]]) -> Iterable[tuple[str, int]]
 
 
 def decide(tree: Any, sizes: Mapping[str, int]) -> Any:
-    """The leaf that a tree comes to."""
+    """The leaf of a tree for given sizes."""
     while isinstance(tree, Mapping) and "feature" in tree:
         tree = tree["then"] if sizes[tree["feature"]] < tree["below"] else tree["otherwise"]
     return tree
 
 
 def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
-    """Those of `priors.forward_features` and `priors.backward_features`, of the block's first or second layer."""
+    """The sizes of `priors.forward_features` or `priors.backward_features` for the block's first or second layer."""
     m, n, k = row["layer"]
     outputs, inputs = (n, k) if layer == 0 else (k, n)
     cols, inner = (inputs, outputs) if backward else (outputs, inputs)
@@ -157,14 +157,14 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
 
 
 def _kind(row: Row) -> str:
-    """What the names of a row's trees begin with; our kernel for ragged rows has trees of its own."""
+    """The beginning of the names of a row's trees; our kernel for ragged rows has trees of its own."""
     m, n, k = row["layer"]
     dy, w, x = (Spec(packed(*shape)) for shape in ((m, k), (k, n), (m, n)))
     return f"{priors.RAGGED} {row['type']}" if is_preferred(_DTYPES[row["type"]], dy, w, x) else str(row["type"])
 
 
 def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
-    """The times that are not far from those of the same kernels with dw after dx, or beside it."""
+    """The times without disturbed ones, which differ much from the time of the same kernels in the other order."""
     by_kernels: dict[str, list[float]] = {}
     for name, us in times.items():
         by_kernels.setdefault(name.rpartition(" ")[0], []).append(us)
@@ -172,7 +172,7 @@ def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def _without_layer_below(times: Mapping[str, float]) -> dict[str, float]:
-    """The strategies that differ only in who makes the layer's own bias gradient, and in when dw is made."""
+    """The strategies that differ only in the maker of the layer's bias gradient and in the order of dx and dw."""
     ways = itertools.product(("kernel", "epilogue"), ("after", "beside"))
     found = {f"{db} nobody nobody {when}": times.get(f"{db} kernel kernel {when}") for db, when in ways}
     return {name: us for name, us in found.items() if us is not None}
@@ -198,7 +198,7 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
 
 
 def _backward_us(row: Row, saved: str, fitted: Mapping[str, Fitted]) -> float | None:
-    """Microseconds of the backward that the priors choose; None where nothing was measured."""
+    """Microseconds of the backward pass that the priors choose; None if it was not measured."""
     tree = fitted.get(f"{_kind(row)} {row['activation']} {saved}")
     times = row["strategies"].get(f"backward {saved}")
     if tree is None or not times:
@@ -214,7 +214,7 @@ def _as_entry(strategy: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_leaves(tree: Any, make: Callable[[str], Any]) -> Any:
-    """The tree with something else in place of each leaf."""
+    """The tree with each leaf replaced."""
     if isinstance(tree, str):
         return make(tree)
     return tree | {branch: _with_leaves(tree[branch], make) for branch in ("then", "otherwise")}
@@ -226,7 +226,7 @@ def fitting(rows: Iterable[Row]) -> list[Row]:
 
 
 def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, float]]]:
-    """The trees of forward and backward as a table has them; and by tree the number of samples and their mean loss.
+    """The trees of forward and backward in the form of the table; and the number of samples and mean loss of each tree.
 
     Args:
         rows: as `fitting` gives them.
@@ -251,14 +251,14 @@ def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tu
 
 
 def _table_of(capability: int) -> Path:
-    """Where the package keeps the table of an architecture."""
+    """The file of an architecture's table in the package."""
     package = Path(lt_runtime.__file__).parent
     tables = sorted(package.rglob("priors_sm*.json"))
     return (tables[0].parent if tables else package) / f"priors_sm{capability}.json"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes the table of the architecture that was measured, and prints what following it costs."""
+    """Writes the table of the measured architecture, and prints the mean loss of each tree."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks derive-priors", description=__doc__)
     default = [Path(__file__).with_name("strategies.json")]
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=default, help="default: %(default)s")

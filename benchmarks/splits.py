@@ -1,4 +1,4 @@
-"""The passes of a two-layer block by strategies of our choice, for what no public call can ask for.
+"""Runs the passes of a two-layer block by given strategies, which no public call can do.
 
 Only this module, `internals`, `priors` and `untuned` import private parts of lt_runtime.
 """
@@ -33,7 +33,7 @@ from lt_runtime.tuner.chain import LayerChain
 
 DEVICE = 0
 first_algorithm = partial(MatmulPlan, rank=0)
-"""By the very first that the heuristic offers, whatever it puts on the stream: what others do."""
+"""The first algorithm that the heuristic offers, as other libraries take it."""
 _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
 
@@ -85,22 +85,22 @@ def strategy_name(strategy: ForwardStrategy | BackwardStrategy) -> str:
 
 
 def split_of(plans: Plans) -> Split:
-    """The strategies that plans follow."""
+    """The strategies of the plans."""
     return Split(plans.first.strategy, plans.second.strategy, plans.through.strategy, plans.last.strategy)
 
 
 def decided(chain: LayerChain) -> Plans:
-    """By what the tuner has left in the plan cache."""
+    """Plans of the strategies and algorithms in the plan cache."""
     return _plans(chain, lambda each: make_layer_plan(each, DEVICE))
 
 
 def by_priors(chain: LayerChain) -> Plans:
-    """By the shipped priors and the library's heuristic, whatever was measured here."""
+    """Plans of the shipped priors and the library's heuristic, without regard to measurements."""
     return _plans(chain, lambda each: prior_plan(each, DEVICE, heuristic_algorithm))
 
 
 def by_split(chain: LayerChain, split: Split, choose: Choose = known_algorithm) -> Plans:
-    """By given strategies.
+    """Plans of the given strategies.
 
     Raises:
         PlanError: the library refuses one of them.
@@ -114,9 +114,9 @@ def by_split(chain: LayerChain, split: Split, choose: Choose = known_algorithm) 
 
 
 def fused_first(chain: LayerChain) -> tuple[Plans, list[str]]:
-    """Everything that cuBLASLt can fuse, by the first algorithm that it offers, as libraries do that are only bindings.
+    """Plans that fuse everything that cuBLASLt can fuse, by its first algorithms, as a library of bindings alone would.
 
-    Also the strategies that it refused, in whose place less is fused.
+    Returns the refused strategies as well; the plans fuse less in their place.
     """
     refused: list[str] = []
 
@@ -132,7 +132,7 @@ def fused_first(chain: LayerChain) -> tuple[Plans, list[str]]:
 
 
 def split_first(chain: LayerChain) -> Plans:
-    """Plain products by the first algorithm that is offered; our kernels do everything else."""
+    """Plans of plain products by the first algorithms; our kernels do everything else."""
 
     def forward(problem: ForwardProblem) -> ForwardPlan:
         *_, plainest = forward_strategies(problem)
@@ -146,7 +146,7 @@ def _plans(
     forward: Callable[[Any], Any],
     backward: Callable[[Any], Any] | None = None,
 ) -> Plans:
-    """Forward of both layers, and then backward, which depends on what forward keeps.
+    """Makes the plans of both forward passes, and then of backward, which depends on the saved tensor.
 
     Args:
         forward: makes the plan of a forward problem, and of a backward problem where there is no `backward`.
@@ -178,7 +178,7 @@ def _left_to_kernels(strategy: BackwardStrategy) -> int:
 def near(
     chain: LayerChain, entries: Mapping[str, Mapping[str, float]], chosen: Split, factor: float, most: int
 ) -> list[Split]:
-    """Other splits than the chosen one that come within a factor of the best, by the tuner's times; the best first.
+    """Splits other than the chosen one whose times in tuning are within a factor of the best; the best first.
 
     Args:
         entries: times by role and strategy, as `entries_of` gives them.
@@ -201,9 +201,9 @@ def near(
 
 
 def entries_of(chain: LayerChain) -> Entries:
-    """The times of all strategies that the tuner has left in the plan cache, by pass.
+    """The times of strategies in the plan cache, by pass.
 
-    Backward through the first layer has a role for each thing that forward of that layer may keep.
+    The backward pass through the first layer has a role for each kind of saved tensor.
     """
     store = plan_store(DEVICE)
     found = {role: (problem, store.layer(problem_key(problem))) for role, problem in roles(chain)}
@@ -211,7 +211,7 @@ def entries_of(chain: LayerChain) -> Entries:
 
 
 def roles(chain: LayerChain) -> Iterator[tuple[str, LayerProblem]]:
-    """A block's problems by what they are for; backward through the first layer for each thing that may be kept."""
+    """A block's problems by role; backward through the first layer has a role for each kind of saved tensor."""
     first, second = (layer.forward for layer in chain.layers)
     yield "forward", first
     yield "last forward", second

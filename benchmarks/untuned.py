@@ -26,13 +26,13 @@ _SEEDS: Final = {FIT: 3200, JUDGE: 3201}
 _COUNT: Final = 200  # blocks of each half
 _MOST_MULTIPLICATIONS: Final = 1 << 32  # of one product, so that a block is tuned in about a second
 _EXAMPLE: Final = Block(f"odd {JUDGE}", 777, 333, 555, "tf32", "silu")
-"""The block that was furthest behind its tuned plans when the priors knew ReLU and GELU alone."""
+"""The block with the least ratio of tuned to untuned time while only ReLU and GELU had trees."""
 _BUDGET_S: Final = 0.2
 _ROUNDS: Final = 3
 
 
 def blocks() -> list[Block]:
-    """The blocks for fitting and for judging, in turn; the first of any number have all types and activations."""
+    """The blocks for fitting and for judging, in turn; any number of the first blocks has all types and activations."""
     halves = [_drawn(half) for half in (FIT, JUDGE)]
     return [block for pair in zip(*halves, strict=True) for block in pair]
 
@@ -108,7 +108,7 @@ def _by_strategies(problem: Any) -> dict[str, float]:
 def _products(*of_plans: Any) -> list[list[Any]]:
     """The products that were measured: shape, epilogue, time by the first algorithm and the best, and which these are.
 
-    The same for the products of several plans, none twice.
+    No product of several plans is listed twice.
     """
     from benchmarks.splits import DEVICE
     from lt_runtime.products.choose import configuration, heuristic_algorithm
@@ -135,7 +135,7 @@ def _short(config: dict[str, int]) -> dict[str, int]:
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
-    """What runs unmeasured by what is tuned, on the blocks that no fit has read: all, by type and by activation."""
+    """Tuned by untuned times of the blocks that no fit has read: of all, by type and by activation."""
     judged = [row for row in rows if row.get("half") == JUDGE]
     groups: Iterator[tuple[str, list[Json]]] = (
         (value, [row for row in judged if row[name] == value])

@@ -1,6 +1,6 @@
-"""The suite `wide`: blocks as in `layers`, of shapes that nobody chose; half of them fit priors, and half judge them.
+"""The suite `wide`: blocks as in `layers`, of random shapes; half of them fit untuned choices, and half judge them.
 
-The shapes are drawn by a seed, so that they are what they are before anything is fitted. Each stratum's first half is
+The shapes are drawn by a seed, so that they do not depend on any fit. Each stratum's first half is
 for fitting the untuned choices, and its second for judging them.
 """
 
@@ -35,7 +35,7 @@ def _between(generator: random.Random, low: int, high: int, step: int = 1) -> in
 
 
 def _odd(generator: random.Random, number: int) -> Shape:
-    """In turn: N is odd, K is, both are, and both are in a large layer with thousands of rows."""
+    """In turn: N is odd; K is odd; both are odd; both are odd in a large layer with thousands of rows."""
     kind = number % 4
     n, k = (_between(generator, 500 if kind == 3 else 13, 4999) | 1 for _ in range(2))
     n, k = (n + 7 & -8 if kind == 1 else n), (k + 7 & -8 if kind == 0 else k)

@@ -193,7 +193,7 @@ def test_the_script_writes_the_table_of_the_architecture(tmp_path: Path, capsys:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Strategies that the library refuses in this test; plans are no more than their strategies."""
+    """The strategies that the library refuses in this test. Plans are replaced by objects with a strategy alone."""
     names: set[str] = set()
 
     class Plan:

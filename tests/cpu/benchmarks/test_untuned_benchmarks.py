@@ -34,7 +34,7 @@ def test_the_blocks_are_drawn_and_the_halves_share_none() -> None:
 
 @pytest.fixture
 def suite(gpu: FakeGpu) -> Iterator[ModuleType]:
-    """The module, imported on top of the pretended GPU's package."""
+    """The module, imported against the pretended GPU's copy of the package."""
     others = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "benchmarks"}
     for name in others:
         del sys.modules[name]
