@@ -182,7 +182,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a checkpoint's digest is of its text alone",
         "lt_runtime/saving/checkpoint_file.py",
-        "        self._digest.update(_bytes_of(array))\n",
+        "        digest.update(_bytes_of(array))\n",
         "        pass\n",
         "tests/cpu/saving/test_checkpoint_damage.py",
     ),
