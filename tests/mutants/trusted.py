@@ -259,8 +259,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a digest is of what is wanted alone",
         _FILE,
-        "                    digest.add(array)\n                    if name in names:\n",
-        "                    if name in names:\n                        digest.add(array)\n",
+        "                        yield array\n",
+        "                        if name in names:\n                            yield array\n",
         f"{_SAVED_TEST}::test_a_model_comes_back_as_it_was",
     ),
 )
