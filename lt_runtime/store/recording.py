@@ -30,7 +30,7 @@ from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 _COMMENT: Final = "#"
 _ANOTHER_VERSION: Final = "it was recorded by another version of lt_runtime"
 _HEADING: Final = f"{_COMMENT} lt_runtime: problems of schema {SCHEMA}, for `lt_runtime warmup --recorded`\n"
-_START, _END = '{"problem": "', '"}'
+_START, _END = '{"problem": "', '}"}'
 
 _LARGEST: Final = 16 << 20  # bytes of a file
 _LONGEST: Final = 10_000  # characters of a line; those of a problem have less than two thousand

@@ -5,21 +5,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 Json: TypeAlias = dict[str, Any]
 _Record = TypeVar("_Record")
+_SCALARS: Final = (bool, int, float, str)
 
 
 @functools.cache
 def field_types(kind: Any) -> dict[str, Any]:
-    """Names and types of a dataclass's fields, in the order of their declaration; `str` for a choice of names."""
-    hints = {
-        name: str if typing.get_origin(hint) is typing.Literal else hint
-        for name, hint in typing.get_type_hints(kind).items()
-    }
+    """Names and types of a dataclass's fields, in the order of their declaration."""
+    hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
@@ -27,20 +26,34 @@ def to_json(record: Any) -> Json:
     """The fields of a dataclass by name.
 
     Bytes become hexadecimal text, members of enumerations their values, tuples lists, inner dataclasses objects.
+    Numbers become those of their field's type: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
     """
-    return {name: _plain(getattr(record, name)) for name in field_types(typing.cast(Any, type(record)))}
+    kind = typing.cast(Any, type(record))
+    return {name: _plain(getattr(record, name), _without_none(hint)) for name, hint in field_types(kind).items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, hint: Any) -> Any:
+    if value is None:
+        return None
+    if hint in _SCALARS:
+        return hint(value) + 0.0 if hint is float else hint(value)  # + 0.0, because -0.0 equals 0.0
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_plain(each, typing.get_args(hint)[0]) for each in value]
     if isinstance(value, Mapping):
         return dict(value)
     return to_json(value) if dataclasses.is_dataclass(value) else value
+
+
+def _without_none(hint: Any) -> Any:
+    """The type in `hint`, which may be optional."""
+    if not isinstance(hint, types.UnionType):
+        return hint
+    kinds = [each for each in hint.__args__ if each is not types.NoneType]
+    return kinds[0] if len(kinds) == 1 else hint
 
 
 def from_json(kind: type[_Record], value: object) -> _Record:
@@ -56,6 +69,9 @@ def from_json(kind: type[_Record], value: object) -> _Record:
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
+    if value is None and hint is not _without_none(hint):
+        return None
+    hint = _without_none(hint)
     if dataclasses.is_dataclass(hint):
         return from_json(typing.cast(type, hint), value)
     if typing.get_origin(hint) is tuple and isinstance(value, list):

@@ -39,7 +39,7 @@ from tests.support.plan_entries import LATER
 
 FIRST, OTHER = ALGORITHM_IDS[0], ALGORITHM_IDS[1]
 GELU, PLAIN = layer_case(m=20), matmul_case(m=20)
-FORWARD, BACKWARD = "ForwardProblem", "BackwardProblem"
+FORWARD, BACKWARD = '{"ForwardProblem', '{"BackwardProblem'
 
 for kind in (Alternative, Fingerprint, LayerEntry, ProductEntry, RejectedAlgorithm, RejectedStrategy):
     field_types(kind)  # looks names up in a module that the pretended GPU replaces, and remembers them

@@ -184,7 +184,7 @@ def test_show_finds_by_key_and_by_short_name(plans: Path, capsys: pytest.Capture
         "8192x3072x768": both,
         "matmul*768": {"matmul 8192x3072x768 bfloat16 none", "matmul 64x3072x768 bfloat16 none"},
         "bfloat16 gelu": {"forward 8192x3072x768 bfloat16 gelu"},
-        "Problem(*rows=8192": both,
+        'Problem*"rows": 8192': both,
         LAYER: {"forward 8192x3072x768 bfloat16 gelu"},
     }.items():
         found = as_json(capsys, "show", pattern)["entries"]

@@ -211,7 +211,7 @@ def test_an_entry_that_lies_too_deep_is_damaged() -> None:
         "\ud800",
         "\0",
         "1" * 20_000_000,
-        layer_key(64).replace("negative_slope=0.01", f"negative_slope={10**400}"),
+        layer_key(64).replace('"negative_slope": 0.01', f'"negative_slope": {10**400}'),
     ],
     ids=lambda key: ascii(key[:10]),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from lt_runtime.problem import (
     MatmulProblem,
     Spec,
 )
-from lt_runtime.store import entries, keys
+from lt_runtime.store import entries
 from lt_runtime.store.fingerprint import Fingerprint
 from lt_runtime.store.keys import SCHEMA, Problem, parse_key, problem_key
 from tests.support.strategies import problems
@@ -42,6 +43,7 @@ DIGESTS = {
     3: "a092563557324247",
     4: "5cc3f51475b32b27",
     5: "aae09e365ba5fb50",
+    6: "aae09e365ba5fb50",
 }
 """Of the fields of those, by version of the format."""
 
@@ -54,14 +56,6 @@ def test_a_key_is_read_back(problem: Problem) -> None:
 @given(problems, problems)
 def test_keys_are_equal_as_problems_are(one: Problem, other: Problem) -> None:
     assert (problem_key(one) == problem_key(other)) == (one == other)
-
-
-@given(problems)
-def test_a_key_needs_no_escapes_in_json_and_is_one_line(problem: Problem) -> None:
-    key = problem_key(problem)
-    assert key.isascii()
-    assert key.isprintable()
-    assert not {'"', "\\"} & set(key)
 
 
 def test_every_field_is_in_the_key() -> None:
@@ -89,45 +83,36 @@ def test_equal_numbers_of_other_types_have_the_same_key() -> None:
 
 
 def test_what_a_key_looks_like() -> None:
-    layout = "Layout(rows=2, cols=3, order=Order.ROW, leading_dimension=3)"
-    spec = f"Spec(layout={layout}, alignment=256, batch_stride=0)"
-    assert (
-        "MatmulProblem(dtype=DType.BFLOAT16, d_dtype=DType.FLOAT32, compute=Compute.FLOAT32, "
-        f"a={spec}, b={spec}, d={spec}, epilogue=Epilogue.NONE, c=None, batch=1, bias_alignment=256, aux=None, "
-        "device_scalars=False, no_split_k=False)"
-    ) == KEY
+    layout = {"rows": 2, "cols": 3, "order": "row", "leading_dimension": 3}
+    spec = {"layout": layout, "alignment": 256, "batch_stride": 0}
+    fields = {"dtype": "bfloat16", "d_dtype": "float32", "compute": "float32", "a": spec, "b": spec, "d": spec}
+    fields |= {"epilogue": "none", "c": None, "batch": 1, "bias_alignment": 256, "aux": None}
+    assert json.dumps({"MatmulProblem": {**fields, "device_scalars": False, "no_split_k": False}}) == KEY
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "",
-        "(",
-        "(" * 10_000,
+        "{",
+        "[" * 10_000,
         "\0",
-        "None",
-        "exit()",
-        "Layout(rows=2, cols=3, order=Order.ROW, leading_dimension=3)",
+        "null",
+        "[]",
+        "{}",
+        '{"Layout": {"rows": 2, "cols": 3, "order": "row", "leading_dimension": 3}}',
         KEY + " ",
         KEY[:-1],
         KEY.replace(", ", ","),
-        KEY.replace("batch=1", "batch=01"),
-        KEY.replace("batch=1", "batch=0x1"),
-        KEY.replace("batch=1", "batch=1.0"),
-        KEY.replace("batch=1", "batch=True"),
-        KEY.replace("batch=1", "batch=None"),
-        KEY.replace("batch=1", "batch='1'"),
-        KEY.replace("batch=1", "batch=open('x')"),
-        KEY.replace("batch=1, ", ""),
-        KEY.replace("batch=1", "batch=1, more=1"),
-        KEY.replace("batch=1", "**batch"),
-        KEY.replace("dtype=DType.BFLOAT16", "DType.BFLOAT16"),
-        KEY.replace("DType.BFLOAT16", "DType.BFLOAT17"),
-        KEY.replace("DType.BFLOAT16", "Order.ROW"),
-        KEY.replace("DType.BFLOAT16", "DType.__class__"),
-        KEY.replace("no_split_k=False", "no_split_k=0"),
+        *(KEY.replace('"batch": 1', f'"batch": {value}') for value in ("01", "1.0", "true", "null", '"1"', "[1]")),
+        KEY.replace('"batch": 1, ', ""),
+        KEY.replace('"batch": 1', '"batch": 1, "more": 1'),
+        KEY.replace('"batch": 1', '"batch": 1, "batch": 1'),
+        KEY.replace('"bfloat16"', '"bfloat17"'),
+        KEY.replace('"bfloat16"', "1"),
+        KEY.replace('"no_split_k": false', '"no_split_k": 0'),
         KEY.replace("MatmulProblem", "MatmulPlan"),
-        KEY.replace("a=Spec(", "a=Layout("),
+        KEY.replace('"a": {"layout": ', '"a": {'),
     ],
 )
 def test_text_that_is_no_key(text: str) -> None:
@@ -154,5 +139,5 @@ def test_both_zeros_have_one_key() -> None:
     )
     assert positive == negative
     key = problem_key(positive)
-    keys._text_of_record.cache_clear()  # as in another process
+    problem_key.cache_clear()  # as in another process
     assert problem_key(negative) == key
