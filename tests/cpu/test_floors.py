@@ -132,19 +132,14 @@ def test_only_the_bindings_know_ctypes():
     ("importer", "source", "allowed"),
     [
         ("lt_runtime", "from lt_runtime.ops.linear import linear", True),
-        ("lt_runtime.problem", "from lt_runtime.errors import DTypeError", True),
         ("lt_runtime.layout", "from lt_runtime.problem import Problem", False),
         ("lt_runtime.arrays", "from lt_runtime.gpu import streams", True),
         ("lt_runtime.gpu.streams", "from lt_runtime import arrays", False),
-        ("lt_runtime.gpu.streams", "from lt_runtime.gpu.events import Event", True),
         ("lt_runtime.reference.linear", "def f():\n    from lt_runtime.gpu import streams", False),
         ("lt_runtime.plans.forward", "if TYPE_CHECKING:\n    from lt_runtime.ops import linear", False),
         ("lt_runtime.training.step", "import lt_runtime.profiling.report", False),
         ("lt_runtime.training.step", "from lt_runtime import linear_fwd", False),
-        ("lt_runtime.training.step", "from lt_runtime.ops import linear_fwd", True),
-        ("lt_runtime.raw", "from lt_runtime.plans import forward", True),
         ("lt_runtime.cli.demo", "import lt_runtime as lt", True),
-        ("lt_runtime.ops.linear", "from lt_runtime.cli import main", False),
     ],
 )
 def test_the_rule_of_floors(importer: str, source: str, allowed: bool):
@@ -157,10 +152,8 @@ def test_the_rule_of_floors(importer: str, source: str, allowed: bool):
     [
         ("lt_runtime.ops.linear", "from lt_runtime.ops.dropout import dropout", True),
         ("lt_runtime.ops.linear", "from lt_runtime.ops import dropout", True),
-        ("lt_runtime.ops.linear", "from lt_runtime import ops", True),
         ("lt_runtime.raw", "from lt_runtime.ops.linear import linear_fwd", True),
         ("lt_runtime.ops.linear", "from lt_runtime.ops._checks import check", False),
-        ("lt_runtime.ops.linear", "from lt_runtime.plans import forward", False),
         ("lt_runtime.ops", "from lt_runtime.ops.linear import linear_fwd", False),
     ],
 )

@@ -1,8 +1,7 @@
-"""Every spelling of devices and types in every function that takes one; representations; docstrings about streams."""
+"""Every spelling of devices and types in every function that takes one; public names; representations."""
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,30 +176,3 @@ def test_a_step_takes_batches_of_any_size_unless_told() -> None:
     step = lt.TrainStep(model, lt.AdamW(model.parameters()))
     for rows in (4, 7):
         assert np.isfinite(step(np.ones((rows, 2), np.float32), np.zeros(rows, np.int32)))
-
-
-TAKE_STREAMS = (
-    *(lt.linear_fwd, lt.linear, lt.linear_bwd, lt.matmul, lt.dropout, lt.bind),
-    *(lt.mse_loss, lt.huber_loss, lt.bce_with_logits, lt.cross_entropy),
-    *(
-        lt.AdamW.step,
-        lt.AdamW.apply_settings,
-        lt.EMA.update,
-        lt.MLP.__call__,
-        lt.MLP.forward,
-        lt.MLP.backward,
-        lt.TrainStep.__call__,
-    ),
-    *(lt.evaluate, lt.prefetch, lt.raw.forward_raw, lt.raw.backward_raw),
-)
-
-
-@pytest.mark.parametrize("operation", TAKE_STREAMS, ids=lambda operation: operation.__qualname__)
-def test_streams_are_explained_alike(operation: Any) -> None:
-    words = " ".join((inspect.getdoc(operation) or "").split())
-    assert "stream" in inspect.signature(operation).parameters
-    assert "stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, " in words
-    of_operand = (
-        "the current stream of the library that the first operand comes from: PyTorch's for its tensors, CuPy's for"
-    )
-    assert (f"if None, {of_operand} all others." in words) != ("if None, CuPy's current stream" in words)

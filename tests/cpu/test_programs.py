@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,3 @@ def test_program(check: Callable[[Any, str], None]) -> None:
 def test_weights_of_pytorch(dtype: str) -> None:
     state, x, outputs = weights_of(dtype)
     checks.check_weights(np, "cpu", dtype, state, x, outputs)
-
-
-def test_programs_are_short() -> None:
-    folder = Path(checks.__file__).parent
-    programs = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "checks.py")]
-    assert len(programs) == 6
-    assert {
-        path.name: len(path.read_text().splitlines()) for path in programs if len(path.read_text().splitlines()) >= 60
-    } == {}
