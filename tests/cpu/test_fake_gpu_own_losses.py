@@ -1,4 +1,4 @@
-"""Losses of a training step on the pretended GPU: options, weights of rows, and functions of the caller's own."""
+"""Training steps on the pretended GPU against steps on NumPy arrays, with every loss and losses of the caller's."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def huber_of(lt: Any) -> Callable[..., Any]:
 
 
 def made_step(lt: Any, device: str, *, dtype: str = "float32", scaled: bool = False, **options: Any) -> Any:
-    model = lt.MLP(_DIMS, dtype=dtype, seed=5, device=device)
-    scaler = lt.GradScaler(1024.0) if scaled else None
-    return lt.TrainStep(model, lt.AdamW(model.parameters(), lr=1e-2, scaler=scaler), **options)
+    dropout = 0.3 if options.get("accumulate") == 3 else 0.0
+    model = lt.MLP(_DIMS, dtype=dtype, seed=5, device=device, dropout=dropout)
+    scaler, schedule = lt.GradScaler(1024.0) if scaled else None, lt.schedules.warmup_cosine(2, 8)
+    optimizer = lt.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, schedule=schedule, scaler=scaler)
+    return lt.TrainStep(model, optimizer, **options)
 
 
 def batch_of(seed: int, dtype: str, *, target: str = "") -> list[NDArray[Any]]:
@@ -41,7 +43,7 @@ def batch_of(seed: int, dtype: str, *, target: str = "") -> list[NDArray[Any]]:
     generator = np.random.default_rng(seed)
     x = generator.standard_normal((_ROWS, _DIMS[0])).astype(_TYPES[dtype])
     if target == "labels":
-        return [x, generator.integers(0, _DIMS[-1], _ROWS)]
+        return [x, np.where(np.arange(_ROWS) == 2, -100, generator.integers(0, _DIMS[-1], _ROWS))]
     return [x, generator.random((_ROWS, _DIMS[-1])).astype(_TYPES[target or dtype])]
 
 
@@ -66,13 +68,16 @@ def check(
     """Checks that steps give the same bits as a graph and eagerly, and are close to steps on the host."""
     with gpu.others_package() as host_lt:
         host = make(host_lt, "cpu", True)
-        expected = [float(host(*batch)) for batch in batches]
+        expected, metrics = [float(host(*batch)) for batch in batches], host.metrics()
     graph, eager = make(gpu.lt, "cuda", True), make(gpu.lt, "cuda", False)
     gpu.streams.synchronize_all()
     losses = run(gpu, graph, batches)
     assert losses == run(gpu, eager, batches)
     assert values_of(gpu, graph) == values_of(gpu, eager)
     np.testing.assert_allclose(losses, expected, rtol=tolerance)
+    found = graph.metrics(stream=gpu.stream)
+    assert found[:2] == pytest.approx(metrics[:2], rel=tolerance)
+    assert found.accuracy == metrics.accuracy
     for mine, other in zip(graph.model.parameters(), host.model.parameters(), strict=True):
         actual = host_of(gpu, mine.data).astype(np.float64)
         np.testing.assert_allclose(actual, other.data.astype(np.float64), atol=tolerance, err_msg=mine.name)
@@ -80,7 +85,7 @@ def check(
 
 _settings = pytest.mark.parametrize(
     ("dtype", "scaled", "accumulate"),
-    [("float32", False, 1), ("float32", True, 1), ("float32", False, 3), ("float16", True, 2), ("bfloat16", False, 1)],
+    [("float32", False, 3), ("float32", True, 1), ("float16", True, 2), ("bfloat16", False, 1)],
 )
 
 
