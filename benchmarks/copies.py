@@ -47,7 +47,7 @@ NAMES: Final = {
     for streaming in (False, True)
 }
 """The instances of the kernel, by loads in flight and by whether loads and stores are marked as used once."""
-_ROUNDS: Final = 11  # of fifty copies
+_ROUNDS: Final = 11  # in each of which a contender copies fifty times
 
 
 class Ceiling(NamedTuple):

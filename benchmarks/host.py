@@ -23,11 +23,11 @@ from benchmarks.report import Row
 from benchmarks.suite import Job, Suite
 from benchmarks.timing import Call, HostTurn, built, synchronize, take_turns
 
-_QUEUE: Final = 1000  # launches, about, that the driver queues before the host has to wait for the GPU
+_QUEUE: Final = 1000  # about the launches that the driver queues before the host has to wait for the GPU
 _ALIGNED: Final = 256  # bytes, the alignment of memory that comes from an allocator
-_PLACES: Final = 20_000  # more than there are calls
+_PLACES: Final = 20_000  # addresses, more than there are calls
 _RANGES: Final = 1000
-_BATCHES: Final = 4  # as many as `lt.prefetch` rotates through
+_BATCHES: Final = 4  # the number of buffers through which `lt.prefetch` rotates
 
 Builders = Mapping[str, Callable[[], Call]]
 

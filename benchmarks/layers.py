@@ -43,7 +43,7 @@ REPRESENTATIVE: Final = (
 )
 """The layers that `--max-autotune` compares with torch.compile, which takes a minute for each."""
 
-FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8, "fp32": 4.5e7}  # what an H200 reaches, about
+FLOPS_PER_US: Final = {"bf16": 7e8, "tf32": 3.5e8, "fp32": 4.5e7}  # about the rates that an H200 reaches
 BYTES_PER_US: Final = 4.2e6
 _REPLAY_US: Final = 400.0  # the least time of a replay, because an event's resolution is half a microsecond
 _MOST_REPETITIONS: Final = 48

@@ -18,7 +18,7 @@ WARM_UP: Final = 2
 """Rounds that run before those that count."""
 
 _REPLAY_US: Final = 2000.0  # the least time of a replay, because an event's resolution is half a microsecond
-_MAX_REPETITIONS: Final = 200  # of a task in one graph
+_MAX_REPETITIONS: Final = 200  # the most repetitions of a task in one graph
 _BYTES_PER_US: Final = 4.8e6  # The bandwidth in the datasheet of an H200, which no kernel exceeds.
 _LAUNCH_US: Final = 1.5  # the least time of a kernel in a graph
 _CACHES: Final = 4  # Rotating buffers take at least this many times the size of the L2 cache.

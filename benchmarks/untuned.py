@@ -24,7 +24,7 @@ from benchmarks.wide import FIT, JUDGE, STRATA, Shape
 ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
 _SEEDS: Final = {FIT: 3200, JUDGE: 3201}
 _COUNT: Final = 200  # blocks of each half
-_MOST_MULTIPLICATIONS: Final = 1 << 32  # of one product, so that a block is tuned in about a second
+_MOST_MULTIPLICATIONS: Final = 1 << 32  # in one product, so that tuning a block takes about a second
 _EXAMPLE: Final = Block(f"odd {JUDGE}", 777, 333, 555, "tf32", "silu")
 """The block with the least ratio of tuned to untuned time while only ReLU and GELU had trees."""
 _BUDGET_S: Final = 0.2
