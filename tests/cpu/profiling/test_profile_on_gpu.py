@@ -64,8 +64,8 @@ def train(gpu: FakeGpu) -> Iterator[Training]:
 
 @pytest.fixture
 def costs(gpu: FakeGpu) -> Iterator[dict[str, float]]:
-    """Microseconds that work on a stream takes, by kind; kernels of ours take 100."""
-    gpu.streams.costs_us["kernel"] = 100.0
+    """Microseconds that work on a stream takes, by kind; a kernel of ours or a product of cuBLASLt takes 100."""
+    gpu.streams.costs_us |= {"kernel": 100.0, "matmul": 100.0}
     yield gpu.streams.costs_us
     gpu.synchronize_all()
     gpu.streams.costs_us.clear()
@@ -84,11 +84,12 @@ def test_layers_are_timed_by_events(gpu: FakeGpu, *, graph: bool) -> None:
     found = layers_of(prof)
     assert [key for key in found if key[0]] == LAYERS
     assert prof.report.timed_steps == 4
-    # A product takes 1 µs. Dropout, its gradient, the loss and the update take a kernel of ours each.
-    # Eagerly a second stream runs one of layer1's two kernels; a pretended graph runs its nodes one after the other.
-    backward = pytest.approx(202 if graph else 102)
+    # Each product is a kernel; dropout, its gradient, the loss and the update take one more each.
+    # Eagerly a second stream runs one of layer1's kernels; a pretended graph runs its nodes one after the other.
+    backward = pytest.approx(400 if graph else 300)
     assert {key: found[key].us for key in LAYERS} == {
-        LAYERS[0]: pytest.approx(101), LAYERS[1]: pytest.approx(1), LAYERS[2]: backward, LAYERS[3]: 1,
+        LAYERS[0]: pytest.approx(200), LAYERS[1]: pytest.approx(100), LAYERS[2]: backward,
+        LAYERS[3]: pytest.approx(100),
     }  # fmt: skip
     # In a graph the tally adds the loss up beside the backward pass.
     assert found["", "loss"].us == pytest.approx(100 if graph else 200)
@@ -242,7 +243,7 @@ def test_a_copy_is_read_before_its_next_launch(gpu: FakeGpu, train: Training, mo
     fake_collector.install(monkeypatch, [], why="it is left out")
     prof = gpu.lt.profile(often, steps=2)
     layer = layers_of(prof)[LAYERS[0]]
-    assert (layer.us, layer.calls) == (pytest.approx(20 * 101), 20)
+    assert (layer.us, layer.calls) == (pytest.approx(20 * 200), 20)
     assert were_unread == [False] * 40
     assert prof.report.timed_steps == 2
 
