@@ -27,7 +27,7 @@ struct CountLabelsParams {
 
 // Each block's rows in turn. All threads of a block go through the same number of rows, because they count labels
 // together, at the first row: by then its logits are being loaded.
-__device__ inline float do_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch,
+__device__ inline float do_rows(const CrossEntropyParams& p, const Group& group, const SharedRing& held, float* scratch,
                                 Mean& mean) {
   const uint32 rows_per_block = blockDim.x / p.lanes;
   const int64 first = static_cast<int64>(blockIdx.x) * rows_per_block;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, ROW_BLOCKS) cross_entr
   __shared__ float scratch[kMaxWarps];
   wait_for_predecessor();
   Mean mean{};
-  const Held held{memory + threadIdx.x, p.held};
+  const SharedRing held{memory + threadIdx.x, p.held};
   float loss = p.streams ? stream_rows(p, Group(kLanes), held, scratch, mean)
                          : do_rows(p, Group(p.lanes), held, scratch, mean);
   if (p.streams && kBlockRows) {

@@ -263,7 +263,7 @@ __device__ inline void wait_for_all_but(uint32 left) {
 
 // This thread's part of the shared memory. Its packets lie a block's threads apart, so that the accesses of a warp's
 // threads do not collide.
-struct Held {
+struct SharedRing {
   uint4* own;
   uint32 slots;  // packets
 

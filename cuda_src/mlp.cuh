@@ -11,13 +11,13 @@
 
 #include "activations.cuh"
 #include "dynamic_shared.cuh"
+#include "mlp_sums.cuh"
 #include "mma.cuh"
 #include "predecessor.cuh"
 #include "reduce.cuh"
 
 namespace lt {
 
-constexpr int kMaxLayers = 16;
 constexpr int kStep = 16;           // rows of a tile, and columns of a step of a product
 constexpr int kSteps = WIDTH / kStep;
 constexpr int kTiles = WIDTH / 8;   // tiles of 8 columns

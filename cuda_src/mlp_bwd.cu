@@ -13,11 +13,31 @@
 //   THREADS                those of the block
 //   LOSS, WEIGHTED         a struct of losses.cuh, or not defined; 0
 //
-// A row warp takes its rows through all layers and back, and leaves what the gradients are made of in shared memory: inputs
-// and outputs of the layers and gradients of their pre-activations, row by row. When it has all, the sum warps make products
-// of them, while it begins with its next rows; it waits for them only before it writes again. The sum warps take the row
-// warps in turn, and keep the FP32 sums of all gradients in registers, until at the end they write them for mlp_gradients.cu
-// to add up. So which rows are added in which order depends on nothing but the grid.
+// A row warp takes its rows through all layers and back. It writes the factors of the gradients to its buffers in shared
+// memory: the layers' inputs and outputs, and the gradients of their pre-activations. When a chunk of rows is complete, the sum
+// warps multiply these factors, while the row warp begins its next chunk; it waits for the sum warps only before it writes to
+// its buffers again. The sum warps serve the row warps in turn and keep the FP32 sums of all gradients in registers. At the end
+// they write the sums, which mlp_gradients.cu adds up. So the order of additions depends on nothing but the grid.
+//
+// Shared memory of a block, with the bytes of an MLP 64-64-64-10 in BF16 with ReLU. Its block is ROW_WARPS 4, ROW_TILES 2,
+// SUM_WARPS 4, so that a chunk has 32 rows; it makes all gradients in one launch (FIRST 0, LAST 2). Rows are kSkew = 8 elements
+// longer than their columns: 72, and 24 of the 16 padded outputs.
+//
+//   weights    layer 0: 64 × 72     9,216 |  read by all warps, never written after the start
+//              layer 1: 64 × 72     9,216 |
+//              layer 2: 16 × 72     2,304 |
+//   biases     64 + 64 + 16 FP32      576 |
+//   row warp 0 x, even chunks       4,608 |  32 × 72; while the sum warps read one,
+//              x, odd chunks        4,608 |  the row warp copies its next chunk to the other
+//              output of layer 0    4,608 |  32 × 72: the right operand of layer 1's gradient
+//              output of layer 1    4,608 |  the right operand of layer 2's gradient
+//              gradient of layer 0  4,608 |  first the pre-activation (SAVED 1), then the gradient in its place
+//              gradient of layer 1  4,608 |
+//              gradient of outputs  1,536 |  32 × 24
+//   row warps 1, 2, 3: as row warp 0, 29,184 each                        sum: 138,048 bytes
+//
+//   time   row warp 0:  | chunk A, forward and back | full(0) | chunk B: layer 0's product | wait: empty(0) | rest of B ...
+//          sum warps:                               | full(0) | multiply A's factors, pass empty(0) | full(1) ...
 
 #include "losses.cuh"
 #include "mlp.cuh"
@@ -32,7 +52,6 @@ constexpr int kOutputSteps = OUTPUTS / kStep;
 constexpr int kPitch = WIDTH + kSkew;
 constexpr int kInputPitch = INPUTS + kSkew;
 constexpr int kOutputPitch = OUTPUTS + kSkew;
-constexpr int kFragment = 4 * kWarp;  // sums of a 16 × 8 tile
 constexpr int kTogether = (1 + SUM_WARPS) * kWarp;  // threads at a barrier between a row warp and the sum warps
 #ifdef LOSS
 constexpr bool kHasLoss = true;
@@ -48,11 +67,10 @@ static_assert(2 * ROW_WARPS < kBarriers, "more row warps than barriers");
 // Says whether the gradients of a layer's weight and bias are made.
 __device__ constexpr bool makes(int layer) { return FIRST <= layer && layer <= LAST; }
 
-// What a row warp has in shared memory, of what the gradients are made of and the derivatives are taken from: tiles of x, of
-// which one is copied while the sum warps read another; outputs of hidden layers; gradients of their pre-activations, in
-// whose place the pre-activations are before, if the derivative needs them; and the gradients of the outputs. The gradient of
-// the last layer that is made takes the place of an output that nothing but its derivative needs.
-struct Rows {
+// The buffers of a row warp in shared memory, see the drawing above: chunks of x, outputs of hidden layers, gradients of their
+// pre-activations, and gradients of the MLP's outputs. Where the derivative needs pre-activations, they lie in the place of
+// their gradients before. If only its derivative needs the output of layer LAST, the layer's gradient takes the output's place.
+struct WarpBuffers {
   SCALAR* memory;
 
   static constexpr int kX = FIRST == 0 ? 2 : 1;
@@ -100,8 +118,8 @@ struct Sums {
   static constexpr int kDown = parts_of(DOWN, kSplit.down);
   static constexpr int kAcross = parts_of(ACROSS, kSplit.across);
   // Tiles of 8 columns in a row as they are written: those of the weight's gradient, and one more for the bias.
-  static constexpr int kTilesAcross = 2 * ACROSS + 1;
-  static constexpr int kSize = DOWN * kTilesAcross * kFragment;
+  static constexpr int kTilesAcross = tiles_across(ACROSS * kStep);
+  static constexpr int kSize = sums_of_layer(DOWN * kStep, ACROSS * kStep);
 
   float of_weight[kDown][kAcross][2][4];
   float of_bias[kDown][4];
@@ -183,8 +201,8 @@ using FirstSums = Sums<kSteps, kInputSteps>;
 using HiddenSums = Sums<kSteps, kSteps>;
 using LastSums = Sums<kOutputSteps, kSteps>;
 constexpr int kBetween = HIDDEN - 1;  // layers whose inputs and outputs are both hidden
-constexpr int kLossPlaces = kHasLoss ? 4 : 0;  // behind the gradients' sums: that of the loss, and a gap up to 16 bytes
-constexpr int kPartial = FirstSums::kSize + kBetween * HiddenSums::kSize + LastSums::kSize + kLossPlaces;  // sums of a block
+constexpr int kPartial =  // sums of a block
+    FirstSums::kSize + kBetween * HiddenSums::kSize + LastSums::kSize + (kHasLoss ? kLossPlaces : 0);
 
 __device__ inline void store_words(SCALAR* tile, const uint32 (&rows)[kSteps][kRowTiles][4]) {
 #pragma unroll
@@ -243,9 +261,10 @@ __device__ inline void multiply_relu_derivative(uint32 (&rows)[kSteps][kRowTiles
   }
 }
 
-// Sixteen columns of a matrix from `col` on, of the rows of a chunk that exist, in the places of a left operand's words;
-// zeros elsewhere. Nothing is made of them at once, so that nobody waits for them before they are needed.
-struct Given {
+// Sixteen columns of a chunk of y, from `col` on, in the places of a left operand's words: gradients of the outputs, or
+// targets. Rows and columns that do not exist are zeros. The elements are left unconverted, so that the loads' latency overlaps
+// the work below.
+struct OutputTile {
   SCALAR pairs[kRowTiles][4][2];
 
   __device__ void load(const Matrix& m, int64 first, int64 rows, int columns, int col) {
@@ -272,7 +291,7 @@ struct Given {
 #ifdef LOSS
 // The sum of the losses of sixteen outputs, rounded, of each row against their targets, and their gradient.
 __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], const float (&outputs)[kRowTiles][2][4],
-                                          const Given& targets, const MlpParams& p, int64 first, int col) {
+                                          const OutputTile& targets, const MlpParams& p, int64 first, int col) {
   const int lane = threadIdx.x % kWarp, columns = p.layers[HIDDEN].outputs;
   const LossOptions options{p.delta, 1.0f};
   const float factor = LOSS::kFactor * p.gradient_scale, scale = p.grad_scale ? factor * *p.grad_scale : factor;
@@ -320,9 +339,9 @@ __device__ inline void copy_x(const MlpParams& p, SCALAR* to, int chunk) {
   end_copies();
 }
 
-// Makes a hidden layer's output of its sums, and leaves it, and what else the derivative needs.
+// Activates and rounds a hidden layer's FP32 sums. Stores the output and, where the derivative needs it, the pre-activation.
 __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
-                                    const MlpParams& p, const Rows& own, int layer) {
+                                    const MlpParams& p, const WarpBuffers& own, int layer) {
 #if SAVED == 1
   if (FIRST == 0 || layer >= FIRST) {
     round_sums<false>(rows, sums);
@@ -332,15 +351,15 @@ __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float 
   activate(sums, p.slope);
   clear_padding(sums, p.layers[layer].outputs);
   round_activated(rows, sums);
-  if (Rows::has_output(layer)) store_words(own.output(layer), rows);
+  if (WarpBuffers::has_output(layer)) store_words(own.output(layer), rows);
 }
 
-// Makes the gradient of the last hidden layer's output from that output. Leaves the gradient of the MLP's outputs, which it
-// makes on the way, in shared memory. Returns the calling lane's share of the loss.
-__device__ inline float turn_back(float (&sums)[kRowTiles][kTiles][4],
-                                  [[maybe_unused]] const uint32 (&rows)[kSteps][kRowTiles][4], Given& given,
+// The backward pass of the output layer: computes the gradient of the last hidden layer's output. With a loss it first computes
+// the MLP's outputs and their gradient. Stores the gradient of the outputs. Returns the calling lane's share of the loss.
+__device__ inline float output_backward(float (&sums)[kRowTiles][kTiles][4],
+                                  [[maybe_unused]] const uint32 (&rows)[kSteps][kRowTiles][4], OutputTile& given,
                                   const MlpParams& p, const Weights& weights, [[maybe_unused]] const float* biases,
-                                  const Rows& own, int64 row) {
+                                  const WarpBuffers& own, int64 row) {
   float loss = 0.0f;
   memset(sums, 0, sizeof(sums));
 #pragma unroll 1
@@ -368,9 +387,9 @@ __device__ inline float turn_back(float (&sums)[kRowTiles][kTiles][4],
   }
 }
 
-// Makes the gradient of a hidden layer's pre-activation of that of its output, and leaves it.
-__device__ inline void go_through_activation(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
-                                             const MlpParams& p, const Rows& own, int layer) {
+// Computes the gradient of a hidden layer's pre-activation from the gradient of its output, and stores it.
+__device__ inline void activation_backward(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
+                                             const MlpParams& p, const WarpBuffers& own, int layer) {
   SCALAR* saved = SAVED == 1 ? own.gradient(layer) : own.output(layer);
   if (SAVED && !kIsRelu<ACTIVATION>) multiply_derivative(sums, saved, p.slope);
   clear_padding(sums, p.layers[layer].outputs);
@@ -379,22 +398,22 @@ __device__ inline void go_through_activation(uint32 (&rows)[kSteps][kRowTiles][4
   if (LAST >= HIDDEN - 1 || layer <= LAST) store_words(own.gradient(layer), rows);
 }
 
-// Takes the calling warp's chunks through the layers and back, and leaves of each what the sum warps need. The first chunk of
-// x is there. Returns the calling lane's share of the sum of losses.
-__device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const Rows& own,
+// Takes the calling warp's chunks through the layers and back, and stores the factors of the gradients for the sum warps. The
+// first chunk of x has been copied. Returns the calling lane's share of the sum of losses.
+__device__ inline float take_rows(const MlpParams& p, const Weights& weights, const float* biases, const WarpBuffers& own,
                                   int warp) {
   const int first = first_chunk(warp), stride = gridDim.x * ROW_WARPS, chunks = chunks_of(p);
   float loss = 0.0f, sums[kRowTiles][kTiles][4];
   uint32 rows[kSteps][kRowTiles][4];
   int turn = 0;
   for (int chunk = first; chunk < chunks; chunk += stride, turn ^= 1) {
-    Given given;  // gradients of the outputs or, with a loss, targets
+    OutputTile given;  // gradients of the outputs or, with a loss, targets
     given.load(p.y, row_of(chunk), p.rows, p.layers[HIDDEN].outputs, 0);
     wait_for_copies<0>();
     __syncwarp();
     start_with_bias(sums, biases);
     multiply_tile<true, kInputSteps>(sums, own.x(turn), kInputPitch, INPUTS, weights.of(0), kInputPitch);
-    if (Rows::kX == 1) __syncwarp();
+    if (WarpBuffers::kX == 1) __syncwarp();
     if (chunk != first) wait_at_barrier(empty(warp), kTogether);
     copy_x(p, own.x(turn ^ 1), chunk + stride);
 #pragma unroll 1
@@ -404,10 +423,10 @@ __device__ inline float take_rows(const MlpParams& p, const Weights& weights, co
       start_with_bias(sums, biases + i * WIDTH);
       multiply_rows<true>(sums, rows, weights.of(i));
     }
-    loss += turn_back(sums, rows, given, p, weights, biases, own, row_of(chunk));
+    loss += output_backward(sums, rows, given, p, weights, biases, own, row_of(chunk));
 #pragma unroll 1
     for (int i = HIDDEN - 1; FIRST < HIDDEN; --i) {
-      go_through_activation(rows, sums, p, own, i);
+      activation_backward(rows, sums, p, own, i);
       if (i == FIRST) break;
       memset(sums, 0, sizeof(sums));
       multiply_rows<false>(sums, rows, weights.of(i));
@@ -430,7 +449,7 @@ __device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp
   int turn = 0, row_warp = 0;
 #pragma unroll 1
   for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-    const Rows rows{memory + row_warp * Rows::kSize};
+    const WarpBuffers rows{memory + row_warp * WarpBuffers::kSize};
     wait_at_barrier(full(row_warp), kTogether);
     if (makes(HIDDEN)) last.add(warp, rows.gradient(HIDDEN), kOutputPitch, rows.output(HIDDEN - 1), kPitch);
 #pragma unroll
@@ -462,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpPa
   // One number for the whole warp, which the compiler sees by this.
   const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / kWarp, 0);
   wait_for_predecessor();
-  const Rows own{rows + warp * Rows::kSize};
+  const WarpBuffers own{rows + warp * WarpBuffers::kSize};
   load_layers(p, weights, biases, p.count);
   if (warp < ROW_WARPS) copy_x(p, own.x(0), first_chunk(warp));
   end_copies();

@@ -4,15 +4,14 @@
 //
 // A thread in x has a sum, a thread in y some of the blocks.
 
+#include "mlp_sums.cuh"
 #include "predecessor.cuh"
 #include "vector.cuh"
 
 namespace lt {
 
-constexpr int kMaxLayers = 16;
 constexpr int kSums = 32;   // threads in x
 constexpr int kParts = 8;   // threads in y
-constexpr int kFragment = 128;
 
 struct MlpGradient {
   SCALAR* weight;  // (outputs, inputs), without gaps
@@ -24,7 +23,7 @@ struct MlpGradient {
 struct MlpGradientsParams {
   MlpGradient layers[kMaxLayers];
   const float* partial;  // (blocks, sums)
-  float* loss;           // whose sum is the first of the last four; may be absent
+  float* loss;           // whose sum is the first of the last kLossPlaces; may be absent
   float size;            // what the loss is divided by
   int blocks;
   int sums;
@@ -40,7 +39,7 @@ __device__ inline SCALAR* place_of_sum(const MlpGradientsParams& p, int number) 
     const MlpGradient layer = p.layers[i];
     const int outputs = i == p.count - 1 ? (layer.outputs + 15) / 16 * 16 : p.width;
     const int inputs = i ? p.width : (layer.inputs + 15) / 16 * 16;
-    const int across = inputs / 8 + 1, size = outputs / 16 * across * kFragment;
+    const int across = tiles_across(inputs), size = sums_of_layer(outputs, inputs);
     if (number >= size) {
       number -= size;
       continue;
@@ -72,6 +71,6 @@ extern "C" __global__ void __launch_bounds__(256) mlp_gradients(const lt::MlpGra
   if (threadIdx.y != 0) return;
 #pragma unroll
   for (int i = 1; i < kParts; ++i) sum += parts[i][threadIdx.x];
-  if (p.loss && number == p.sums - 4) *p.loss = sum / p.size;
+  if (p.loss && number == p.sums - kLossPlaces) *p.loss = sum / p.size;
   if (place) *place = from_float<SCALAR>(p.accumulate ? to_float(*place) + sum : sum);
 }

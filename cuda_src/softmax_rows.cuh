@@ -65,7 +65,7 @@ struct Columns {
 
 // Adds the first `count` packets to the softmax; the other packets are `nothing()`.
 template <int kCount>
-__device__ inline void take_in(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total,
+__device__ inline void accumulate(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total,
                                const float* class_weights, const Columns& columns) {
   Raw largest = raw[0];
 #pragma unroll
@@ -101,7 +101,7 @@ __device__ inline uint32 packets_from(uint32 first, uint32 packets, uint32 lanes
 }
 
 __device__ inline void read_packets(Softmax& softmax, const CrossEntropyParams& p, const Row& row, const Group& group,
-                                   const Held& held, bool with_total) {
+                                   const SharedRing& held, bool with_total) {
   uint32 slot = 0;
 #pragma unroll 1
   for (uint32 first = group.lane; first < row.packets; first += kPacketsInFlight * group.lanes, slot += kPacketsInFlight) {
@@ -116,7 +116,7 @@ __device__ inline void read_packets(Softmax& softmax, const CrossEntropyParams& 
       if (slot + k < held.slots) held.put(slot + k, raw[k]);
     }
     const Columns columns{row.packet_col(first), static_cast<int64>(group.lanes) * kPacket};
-    take_in(softmax, raw, packets_from(first, row.packets, group.lanes), with_total, p.class_weights, columns);
+    accumulate(softmax, raw, packets_from(first, row.packets, group.lanes), with_total, p.class_weights, columns);
   }
 }
 
@@ -126,7 +126,7 @@ __device__ inline void add_to_total(Softmax& softmax, const CrossEntropyParams& 
   if (kSpreads) softmax.mass += weight;
 }
 
-__device__ inline void take_in(Softmax& softmax, const CrossEntropyParams& p, float logit, int64 col) {
+__device__ inline void accumulate(Softmax& softmax, const CrossEntropyParams& p, float logit, int64 col) {
   softmax.raise_max(logit);
   softmax.sum += exponential(logit, softmax.finite_max());
   add_to_total(softmax, p, logit, col);
@@ -225,7 +225,7 @@ struct Slope {
 };
 
 // Writes the gradient of the thread's packets; returns whether the packet `wanted` is among them.
-__device__ inline bool write_packets(const Row& row, const Group& group, const Held& held, const Slope& slope,
+__device__ inline bool write_packets(const Row& row, const Group& group, const SharedRing& held, const Slope& slope,
                                     uint32 wanted) {
   bool found = false;
   uint32 slot = 0;
@@ -316,7 +316,7 @@ struct Target {
   }
 };
 
-__device__ inline Softmax read_row(const CrossEntropyParams& p, const Row& row, const Group& group, const Held& held,
+__device__ inline Softmax read_row(const CrossEntropyParams& p, const Row& row, const Group& group, const SharedRing& held,
                                    const Smoothing& smoothing) {
   Softmax softmax = Softmax::of_nothing();
   read_singles(softmax, p, row, group);
@@ -326,7 +326,7 @@ __device__ inline Softmax read_row(const CrossEntropyParams& p, const Row& row, 
 
 // Writes the gradient of a row that has been read.
 __device__ inline void write_row(const CrossEntropyParams& p, const Row& row, int64 label, const Group& group,
-                                 const Held& held, const Slope& slope, const Target& target) {
+                                 const SharedRing& held, const Slope& slope, const Target& target) {
   // If the label's element is in a packet, the thread that has written the packet writes the element again.
   const bool writes_label = write_packets(row, group, held, slope, row.packet_of(label));
   if (writes_label) row.set_gradient(p, label, target.gradient(slope));

@@ -29,7 +29,7 @@ struct Batches {
   uint32 fetched;  // how many pass through shared memory; all of them unless rows are long
   uint32 slots;    // how many are in shared memory at a time
 
-  __device__ Batches(const Row& row, const Group& group, const Held& held)
+  __device__ Batches(const Row& row, const Group& group, const SharedRing& held)
       : whole((packets_from(0, row.packets, kLanes) - 1) / kPacketsInFlight),
         rest(packets_from(group.lane, row.packets, kLanes) - whole * kPacketsInFlight),
         fetched(kLongRows ? smaller(all(), held.slots / kPacketsInFlight + kKept) : all()),
@@ -47,7 +47,7 @@ struct Batches {
 };
 
 // Starts to copy a batch of packets into shared memory.
-__device__ inline void fetch_batch(const Held& held, uint32 slot, const SCALAR* from, uint32 count) {
+__device__ inline void fetch_batch(const SharedRing& held, uint32 slot, const SCALAR* from, uint32 count) {
 #pragma unroll
   for (int k = 0; k < kPacketsInFlight; ++k) {
     if (k < static_cast<int>(count)) held.fetch(slot * kPacketsInFlight + k, from + k * kPacketStride);
@@ -66,7 +66,7 @@ struct Batch {
   Raw raw[kPacketsInFlight];
 
   Batch() = default;
-  __device__ Batch(const Held& held, uint32 slot, uint32 count) {
+  __device__ Batch(const SharedRing& held, uint32 slot, uint32 count) {
 #pragma unroll
     for (int k = 0; k < kPacketsInFlight; ++k) {
       raw[k] = k < static_cast<int>(count) ? held.get(slot * kPacketsInFlight + k) : nothing();
@@ -87,7 +87,7 @@ struct Batch {
   }
 };
 
-__device__ inline void fetch_row(const Held& held, const Batches& batches, const SCALAR* from) {
+__device__ inline void fetch_row(const SharedRing& held, const Batches& batches, const SCALAR* from) {
 #pragma unroll 1
   for (uint32 batch = 0; batch < batches.slots; ++batch) {
     fetch_batch(held, batch, from + batch * kBatchStride, batches.count(batch));
@@ -113,7 +113,7 @@ struct Ahead {
     turn(batches);
   }
   // Fetches a batch in place of one that is done with.
-  __device__ void refill(const Held& held, const Batches& batches, uint32 slot) {
+  __device__ void refill(const SharedRing& held, const Batches& batches, uint32 slot) {
     if (exists) fetch_batch(held, slot, from, batches.count(batch));
     end_batch();
     from += kBatchStride;
@@ -131,22 +131,22 @@ struct Ahead {
   }
 };
 
-__device__ inline void take_in_batch(Softmax& softmax, const CrossEntropyParams& p, const Batch& read, uint32 batch,
+__device__ inline void accumulate_batch(Softmax& softmax, const CrossEntropyParams& p, const Batch& read, uint32 batch,
                                      uint32 count, bool with_total, int64 col) {
   const Columns columns{col + batch * kBatchStride, kPacketStride};
-  take_in(softmax, read.raw, count, with_total, p.class_weights, columns);
+  accumulate(softmax, read.raw, count, with_total, p.class_weights, columns);
 }
 
 // Does what read_packets does, for a row that is being fetched, whose first batch is in `slot`; `col` is the column of the
 // thread's first packet. Returns the slot of the first batch that registers have no room for.
 __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams& p, const SCALAR* from, Ahead& ahead,
-                                      const Held& held, const Batches& batches, Batch (&own)[kKept + 1], uint32 slot,
+                                      const SharedRing& held, const Batches& batches, Batch (&own)[kKept + 1], uint32 slot,
                                       bool with_total, int64 col) {
 #pragma unroll
   for (uint32 batch = 0; batch < kKept; ++batch) {
     wait_for_all_but(batches.behind(batch));
     own[batch] = Batch(held, slot, kPacketsInFlight);
-    take_in_batch(softmax, p, own[batch], batch, kPacketsInFlight, with_total, col);
+    accumulate_batch(softmax, p, own[batch], batch, kPacketsInFlight, with_total, col);
     ahead.refill(held, batches, slot);
     slot = batches.slot_after(slot);
   }
@@ -154,12 +154,12 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
 #pragma unroll 1
   for (uint32 batch = kKept; batch < batches.whole_fetched(); ++batch, slot = batches.slot_after(slot)) {
     wait_for_all_but(batches.behind(batch));
-    take_in_batch(softmax, p, Batch(held, slot, kPacketsInFlight), batch, kPacketsInFlight, with_total, col);
+    accumulate_batch(softmax, p, Batch(held, slot, kPacketsInFlight), batch, kPacketsInFlight, with_total, col);
   }
   if (batches.whole < batches.fetched) {
     wait_for_all_but(batches.behind(batches.whole));
     if (batches.rest) {
-      take_in_batch(softmax, p, Batch(held, slot, batches.rest), batches.whole, batches.rest, with_total, col);
+      accumulate_batch(softmax, p, Batch(held, slot, batches.rest), batches.whole, batches.rest, with_total, col);
     }
   }
   if constexpr (kLongRows) {
@@ -167,7 +167,7 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
     for (uint32 batch = batches.fetched; batch < batches.all(); ++batch) {
       const uint32 count = batches.count(batch);
       if (!count) break;
-      take_in_batch(softmax, p, Batch(from + batch * kBatchStride, count), batch, count, with_total, col);
+      accumulate_batch(softmax, p, Batch(from + batch * kBatchStride, count), batch, count, with_total, col);
     }
   }
   return second;
@@ -175,8 +175,9 @@ __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams
 
 // Writes the thread's packets of the gradient from `to` on, and fetches packets of the next row; `slot` is that of the
 // first batch that is not in registers, and `col` the column of `to`. Returns the slot of the next row's first batch.
-__device__ inline uint32 write_fetched(const SCALAR* from, SCALAR* to, Ahead& ahead, const Held& held, const Batches& batches,
-                                       const Batch (&own)[kKept + 1], uint32 slot, const Slope& slope, int64 col) {
+__device__ inline uint32 write_fetched(const SCALAR* from, SCALAR* to, Ahead& ahead, const SharedRing& held,
+                                       const Batches& batches, const Batch (&own)[kKept + 1], uint32 slot,
+                                       const Slope& slope, int64 col) {
 #pragma unroll 1
   for (uint32 batch = kKept; batch < batches.whole_fetched(); ++batch, slot = batches.slot_after(slot)) {
     const int64 at = batch * kBatchStride;
@@ -239,7 +240,7 @@ struct Turn {
 // Writes the gradient of a row, and fetches the next row meanwhile: memory is read and written at the same time, without a
 // pause between rows. Goes on to the next row; returns this row's loss.
 __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row& row, const Succession& succession,
-                                   const Group& group, const Held& held, const Batches& batches,
+                                   const Group& group, const SharedRing& held, const Batches& batches,
                                    const Smoothing& smoothing, float scale) {
   const uint32 first = group.lane * kPacket, single = row.packets * kPacket + group.lane;
   const bool next_exists = turn.next < p.rows;
@@ -261,7 +262,7 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
   const float weight = weight_of(p, turn.now, label);
   Ahead ahead(batches, row.logits + first, next, next_exists);
   Softmax softmax = Softmax::of_nothing();
-  if (single < p.cols) take_in(softmax, p, to_float(row.logits[single]), single);
+  if (single < p.cols) accumulate(softmax, p, to_float(row.logits[single]), single);
   Batch own[kKept + 1];
   const bool with_total = smoothing.share > 0.0f;
   uint32 slot = read_fetched(softmax, p, row.logits + first, ahead, held, batches, own, turn.slot, with_total, first);
@@ -283,7 +284,7 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
 // Works on all rows; returns the calling thread's share of the sum of their losses. Which block gets a row is a matter of
 // chance, so that blocks instead keep the loss of each row apart, to be summed in order. Labels are counted while the
 // first rows are being fetched.
-__device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const Held& held, float* scratch,
+__device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const SharedRing& held, float* scratch,
                                     Mean& mean) {
   __shared__ uint32 places[2];  // used in turns: a thread that is behind may still read the other one
   const Smoothing smoothing(p);

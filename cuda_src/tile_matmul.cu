@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) tile_matmul(const lt::TileM
       multiply(sums, left, right, at, terms < kSide ? terms : kSide);
       __syncthreads();
     }
-    if (!sum_over_parts(p, at, sums)) return;
+    if (!sum_over_parts(p, at, sums)) return;  // K is split only among blocks of one tile: TileMatmulPass asserts it
     spread(sums, tile, at);
     __syncthreads();
     finish(p, at, tile, totals);

@@ -18,7 +18,7 @@ from typing import Final
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels import dropout, tile_matmul
 from lt_runtime.kernels.blocks import SCALAR
-from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, Sharers, row_macros
+from lt_runtime.kernels.cross_entropy import _KEPT_BATCHES, _SPREAD, RowGroup, row_macros
 from lt_runtime.kernels.elementwise_loss import LOSSES
 from lt_runtime.kernels.epilogue import _FORWARD_BLOCKS, _SAVED, ACTIVATION_NAMES, _backward_blocks
 from lt_runtime.kernels.mlp import (
@@ -203,12 +203,12 @@ VARIANTS: Final = (
     *_epilogue_fwd(),
     *(
         variant
-        for sharers, weights in itertools.product(Sharers, (0, 1, 2))
-        for kept in ((0,) if sharers is Sharers.WARP or weights == _SPREAD else (0, _KEPT_BATCHES))
+        for row_group, weights in itertools.product(RowGroup, (0, 1, 2))
+        for kept in ((0,) if row_group is RowGroup.WARP or weights == _SPREAD else (0, _KEPT_BATCHES))
         for variant in over(
             "cross_entropy.cu",
             SCALAR=SCALAR.values(),
-            **{name: [value] for name, value in row_macros(sharers, kept, weights)},
+            **{name: [value] for name, value in row_macros(row_group, kept, weights)},
         )
     ),
     *over("elementwise_loss.cu", SCALAR=SCALAR.values(), LOSS=LOSSES.values(), WEIGHTED="01"),

@@ -80,7 +80,7 @@ class Weighting(NamedTuple):
         return _SPREAD if self.classes and smoothing > 0 else int(self.rows or self.classes)
 
 
-class Sharers(enum.Enum):
+class RowGroup(enum.Enum):
     """Who shares a row: at most a warp, a block, or the only block of a multiprocessor."""
 
     WARP = "warp"
@@ -90,25 +90,25 @@ class Sharers(enum.Enum):
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        of_block = {Sharers.BLOCK: _BLOCK_ROW_THREADS, Sharers.MULTIPROCESSOR: _LONG_ROW_THREADS}
+        of_block = {RowGroup.BLOCK: _BLOCK_ROW_THREADS, RowGroup.MULTIPROCESSOR: _LONG_ROW_THREADS}
         return of_block.get(self, _WARP_ROW_THREADS)
 
     @property
     def blocks_per_multiprocessor(self) -> int:
         """Blocks that share the memory of a multiprocessor."""
-        return 1 if self is Sharers.MULTIPROCESSOR else _BLOCKS_PER_MULTIPROCESSOR
+        return 1 if self is RowGroup.MULTIPROCESSOR else _BLOCKS_PER_MULTIPROCESSOR
 
 
-def row_macros(sharers: Sharers, kept: int, weights: int = 0) -> Macros:
+def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
     """What cross_entropy is compiled for besides a type: blocks, their threads, how many of these share a row, weights.
 
     Args:
         kept: batches that stay in registers.
         weights: see `Weighting.mode`.
     """
-    lanes = WARP if sharers is Sharers.WARP else sharers.threads
-    numbers = {"ROW_THREADS": sharers.threads, "ROW_LANES": lanes, "WEIGHTS": weights}
-    numbers |= {"ROW_BLOCKS": sharers.blocks_per_multiprocessor, "ROW_KEPT": kept}
+    lanes = WARP if row_group is RowGroup.WARP else row_group.threads
+    numbers = {"ROW_THREADS": row_group.threads, "ROW_LANES": lanes, "WEIGHTS": weights}
+    numbers |= {"ROW_BLOCKS": row_group.blocks_per_multiprocessor, "ROW_KEPT": kept}
     return tuple((name, str(number)) for name, number in numbers.items())
 
 
@@ -124,7 +124,7 @@ class RowSharing:
     """How the threads of cross_entropy's grid share the rows.
 
     Attributes:
-        sharers: who shares a row.
+        row_group: who shares a row.
         itemsize: bytes of a logit.
         lanes: threads that share a row.
         blocks: blocks of the grid.
@@ -132,7 +132,7 @@ class RowSharing:
         spreads: whether smoothing spreads the weights of classes over a row.
     """
 
-    sharers: Sharers
+    row_group: RowGroup
     itemsize: int
     lanes: int
     blocks: int
@@ -142,16 +142,16 @@ class RowSharing:
     @classmethod
     def of(cls, logits: Layout, itemsize: int, *, spreads: bool = False) -> RowSharing:
         """A function of shape, order and type, and of whether weights are spread."""
-        packets, sharers = logits.cols * itemsize // VECTOR_BYTES, Sharers.WARP
+        packets, row_group = logits.cols * itemsize // VECTOR_BYTES, RowGroup.WARP
         if logits.order is Order.COLUMN:
             lanes = _COLUMN_LANES
         elif logits.cols > _WARP_COLUMNS:
-            sharers = Sharers.MULTIPROCESSOR if logits.cols * itemsize > _LONG_ROW else Sharers.BLOCK
-            lanes = sharers.threads
+            row_group = RowGroup.MULTIPROCESSOR if logits.cols * itemsize > _LONG_ROW else RowGroup.BLOCK
+            lanes = row_group.threads
         else:
             lanes = min(WARP, next_power_of_two((logits.cols + _COLUMNS_PER_LANE // 2) // _COLUMNS_PER_LANE))
-        blocks = min(-(-logits.rows * lanes // sharers.threads), _MAX_BLOCKS)
-        return cls(sharers, itemsize, lanes, blocks, -(-packets // lanes), spreads)
+        blocks = min(-(-logits.rows * lanes // row_group.threads), _MAX_BLOCKS)
+        return cls(row_group, itemsize, lanes, blocks, -(-packets // lanes), spreads)
 
     @property
     def batches(self) -> int:
@@ -164,14 +164,14 @@ class RowSharing:
 
         Where weights are spread there is no room for them: on sm_75 the kernel of BF16 would spill.
         """
-        has_more = self.sharers is not Sharers.WARP and self.batches > _KEPT_BATCHES
+        has_more = self.row_group is not RowGroup.WARP and self.batches > _KEPT_BATCHES
         return _KEPT_BATCHES if has_more and not self.spreads else 0
 
     def held_packets(self, device: int) -> int:
         """How many packets of each thread fit into the block's share of shared memory; at most whole batches of all."""
         names = "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"
         of_block, of_multiprocessor = device_attributes(device, *names)
-        room = min(of_block, of_multiprocessor // self.sharers.blocks_per_multiprocessor) - _RESERVED_SHARED
+        room = min(of_block, of_multiprocessor // self.row_group.blocks_per_multiprocessor) - _RESERVED_SHARED
         return min(self.batches * _BATCH, room // self.held_bytes)
 
     def holds_row(self, held: int) -> bool:
@@ -181,7 +181,7 @@ class RowSharing:
     @property
     def held_bytes(self) -> int:
         """Bytes of shared memory for one packet of each thread."""
-        return self.sharers.threads * VECTOR_BYTES
+        return self.row_group.threads * VECTOR_BYTES
 
 
 class CrossEntropyPass:
@@ -207,7 +207,7 @@ class CrossEntropyPass:
         tiling = self._tiling(few, device)
         self._blocks = tiling.grid[0]
         self._count_blocks = min(-(-logits.rows // THREADS), _MAX_BLOCKS)
-        macros = (("SCALAR", SCALAR[dtype]), *row_macros(self._sharing.sharers, self._sharing.kept, weights))
+        macros = (("SCALAR", SCALAR[dtype]), *row_macros(self._sharing.row_group, self._sharing.kept, weights))
         params = CrossEntropyParams(Matrix.of(logits), Matrix.of(gradient), rows=logits.rows, cols=logits.cols)
         params.ignore_index, params.ignores = labels.ignore_index or 0, labels.ignore_index is not None
         params.smoothing, params.wide_labels = smoothing, labels.wide
@@ -231,23 +231,23 @@ class CrossEntropyPass:
         straight = all(layout.order is Order.ROW for layout in layouts)
         even = all(layout.leading_dimension * dtype.itemsize % VECTOR_BYTES == 0 for layout in layouts)
         sharing = self._sharing
-        holds = held >= _BATCH and (sharing.holds_row(held) or sharing.sharers is Sharers.MULTIPROCESSOR)
+        holds = held >= _BATCH and (sharing.holds_row(held) or sharing.row_group is RowGroup.MULTIPROCESSOR)
         return straight and even and sharing.lanes >= WARP and holds
 
     def _tiling(self, few: bool, device: int) -> Tiling:
-        sharers, blocks = self._sharing.sharers, self._sharing.blocks
-        threads = sharers.threads
+        row_group, blocks = self._sharing.row_group, self._sharing.blocks
+        threads = row_group.threads
         if few:
             threads = WARP * -(-self._rows // WARP) if self._rows <= _ROWS_OF_ONE_BLOCK else THREADS
             blocks = -(-self._rows // threads)
         elif self._streams:
-            blocks = min(blocks, device_info(device).multiprocessors * sharers.blocks_per_multiprocessor)
+            blocks = min(blocks, device_info(device).multiprocessors * row_group.blocks_per_multiprocessor)
         return Tiling((blocks, 1), (threads, 1))
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch memory: the number of rows that count, then losses of blocks or rows."""
-        keeps_rows = self._streams and self._sharing.sharers is not Sharers.WARP
+        keeps_rows = self._streams and self._sharing.row_group is not RowGroup.WARP
         sums = max(self._blocks, self._rows) if keeps_rows else self._blocks
         return 4 * (1 + max(sums, self._count_blocks))
 

@@ -37,7 +37,7 @@ _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
 _REGISTERS: Final = 1 << 14  # of each of a multiprocessor's schedulers, among which a block's warps are dealt out
 _SCHEDULERS: Final = 4
 _MOST_REGISTERS: Final = 255  # of a thread
-_BESIDES: Final = 52  # registers of a thread of mlp_bwd besides its sums
+_OTHER_REGISTERS: Final = 52  # registers of a thread of mlp_bwd besides its sums
 _MOST_PARTS: Final = 3  # launches that a backward pass may take: with more, layers by themselves are faster
 _LOSS_PLACES: Final = 4  # of the loss among a block's sums
 
@@ -362,7 +362,7 @@ def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
 
 def _fits(problem: MLPProblem, part: Part, shared: int) -> bool:
     """Whether a block has room for what it keeps in shared memory, and a thread for what it keeps in registers."""
-    has_registers = _sums_each(problem, part) + _BESIDES <= part.block.registers
+    has_registers = _sums_each(problem, part) + _OTHER_REGISTERS <= part.block.registers
     return has_registers and _backward_bytes(problem, part) <= shared
 
 
@@ -375,7 +375,7 @@ def _saved(problem: MLPProblem) -> Saved:
 def _backward_bytes(problem: MLPProblem, part: Part) -> int:
     """How many bytes of shared memory a block of mlp_bwd takes.
 
-    It holds the weights and biases, and for each row warp what `Rows` in mlp_bwd.cu says.
+    It holds the weights and biases, and for each row warp what `WarpBuffers` in mlp_bwd.cu says.
     """
     (inputs, outputs), width, hidden = _ends(problem), _width_of(problem), len(problem.dims) - 2
     first, last, saved = part.first, part.last, _saved(problem)

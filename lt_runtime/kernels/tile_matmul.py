@@ -113,6 +113,9 @@ class TileMatmulPass:
         slots, level = 0, parts
         while level > 1:
             slots, level = slots + level, -(-level // group)
+        # A block returns early from the loop over its tiles if other blocks add up its part of K, which would skip its
+        # further tiles. So blocks that have several tiles must have all of K.
+        assert parts == 1 or shares.down * _SIDE >= problem.m, "a block of a split K has one tile"
         adds_up = epilogue is Epilogue.DGELU_BGRAD and shares.down > 1
         columns = shares.down * problem.n if adds_up else 0
         self.scratch_bytes = 4 * (math.prod(tiles) * slots * _SIDE * _SIDE + columns)

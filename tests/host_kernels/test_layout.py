@@ -8,7 +8,9 @@ import re
 
 import pytest
 
+from lt_runtime.kernels import mlp
 from lt_runtime.paths import kernel_sources
+from lt_runtime.problem import Activation, DType, MLPProblem
 from tests.host_kernels.build import Variant
 from tests.host_kernels.harness import HostKernels, get_array
 from tests.support.kernel_digest import included
@@ -100,3 +102,14 @@ def test_every_kernel_is_known_to_the_runtime() -> None:
     assert {(entry, file) for file, entries in files.items() for entry in entries} == {
         (entry.name, entry.source) for entry in ENTRIES.values()
     }
+
+
+def test_sums_of_a_narrow_mlp_lie_as_the_header_says(host: HostKernels) -> None:
+    dims = (17, 40, 33, 5)
+    problem = MLPProblem(DType.BFLOAT16, 100, dims, (True,) * 3, Activation("relu"), backward=True)
+    padded = ((64, 32), (64, 64), (16, 64))  # outputs and inputs of the layers, as the kernels have them
+    expressions = [f"lt::sums_of_layer({outputs}, {inputs})" for outputs, inputs in padded]
+    expected = [*mlp._sums(problem), mlp._FRAGMENT, mlp._LOSS_PLACES, mlp.MAX_LAYERS]
+    expressions += ["lt::kFragment", "lt::kLossPlaces", "lt::kMaxLayers"]
+    library = host.library(Variant("mlp_gradients.cu", (("SCALAR", "__half"), ("LAYOUT", ", ".join(expressions)))))
+    assert get_array(library, len(expected)) == expected

@@ -188,7 +188,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     fault(
         "a row's single last elements are left out",
         "cuda_src/stream_rows.cuh",
-        "if (single < p.cols) take_in(softmax, p, to_float(row.logits[single]), single);",
+        "if (single < p.cols) accumulate(softmax, p, to_float(row.logits[single]), single);",
         "",
         "tests/host_kernels/test_loss.py::test_uniform_logits_cost_the_logarithm_of_their_number[3001-place1]",
     ),

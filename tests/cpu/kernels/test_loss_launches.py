@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_runtime.kernels import cross_entropy
-from lt_runtime.kernels.cross_entropy import RowSharing, Sharers
+from lt_runtime.kernels.cross_entropy import RowGroup, RowSharing
 from lt_runtime.kernels.elementwise_loss import flattened
 from lt_runtime.layout import Layout, Order, packed
 
@@ -20,10 +20,10 @@ from lt_runtime.layout import Layout, Order, packed
 )
 def test_every_row_has_threads(rows: int, cols: int, order: Order, itemsize: int) -> None:
     sharing = RowSharing.of(Layout(rows, cols, order, max(rows, cols)), itemsize)
-    threads = sharing.sharers.threads
-    assert (sharing.lanes > 32) == (sharing.sharers is not Sharers.WARP)
+    threads = sharing.row_group.threads
+    assert (sharing.lanes > 32) == (sharing.row_group is not RowGroup.WARP)
     is_long = order is Order.ROW and cols * itemsize > 112 << 10
-    assert is_long == (sharing.sharers is Sharers.MULTIPROCESSOR)
+    assert is_long == (sharing.row_group is RowGroup.MULTIPROCESSOR)
     assert sharing.lanes == threads or (sharing.lanes <= 32 and sharing.lanes & (sharing.lanes - 1) == 0)
     assert threads % sharing.lanes == 0 == threads % 32
     assert 1 <= sharing.blocks <= cross_entropy._MAX_BLOCKS
