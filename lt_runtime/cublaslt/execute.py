@@ -99,6 +99,9 @@ class PreparedMatmul:
     Launches do not check addresses. Until the last launch `handle` must stay open, and the descriptors may not change,
     except for the addresses in `desc`. The arguments are those of `matmul`.
 
+    Attributes:
+        launch: cublasLtMatmul. It takes the result of `arguments`, as often as one likes, and returns a status.
+
     Raises:
         ArgumentError, ShapeError, LayoutError, DTypeError: see `validate`.
     """
@@ -122,16 +125,27 @@ class PreparedMatmul:
         self._alpha, self._beta = _scalar_readers(mode, desc.recall(MatmulDescAttribute.SCALE_TYPE))
         usual = (1.0, 0.0) if mode == PointerMode.HOST else ()  # packed once here: most launches pass one of these
         self._packed: dict[Scalar, Any] = {value: self._alpha(value) for value in usual}
-        self._matmul = function("cublasLtMatmul")
+        self.launch = function("cublasLtMatmul")
 
     def __call__(
         self, alpha: Scalar, a: int, b: int, beta: Scalar, c: int, d: int, workspace: int, size: int, stream: int
     ) -> None:
-        """Puts the product on `stream`; the arguments are those of `matmul`, `size` its `workspace_size`.
+        """Puts the product on `stream`; the arguments are those of `arguments`.
 
         Raises:
             ArgumentError: α or β does not fit the scale type.
             CublasLtError: the library refused the call.
+        """
+        if status := self.launch(*self.arguments(alpha, a, b, beta, c, d, workspace, size, stream)):
+            raise failure("cublasLtMatmul", status)
+
+    def arguments(
+        self, alpha: Scalar, a: int, b: int, beta: Scalar, c: int, d: int, workspace: int, size: int, stream: int
+    ) -> tuple[Any, ...]:
+        """The library's arguments for a launch on `stream`, from those of `matmul`; `size` is its `workspace_size`.
+
+        Raises:
+            ArgumentError: α or β does not fit the scale type.
         """
         desc, a_layout, b_layout, c_layout, d_layout = self._handles
         packed = self._packed
@@ -139,12 +153,10 @@ class PreparedMatmul:
             factor, c_factor = packed.get(alpha) or self._alpha(alpha), packed.get(beta) or self._beta(beta)
         except TypeError:  # an unhashable object is no number; the readers name it in their error
             factor, c_factor = self._alpha(alpha), self._beta(beta)
-        status = self._matmul(
+        return (
             self._handle, desc, factor, a, a_layout, b, b_layout, c_factor, c, c_layout, d, d_layout,
             self._algorithm, workspace, size, stream,
         )  # fmt: skip
-        if status:
-            raise failure("cublasLtMatmul", status)
 
 
 def matrix_transform(

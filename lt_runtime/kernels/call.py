@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lt_runtime.arrays.operand import read_step
@@ -64,9 +64,12 @@ class Call:
             a number that its gradient is multiplied by, and the address of an FP32 number that it is multiplied by
             too, or 0.
         dropouts: masks of the layer and, in a backward pass, of the layer below; None where there is no dropout.
+        computed: a plan, a stream's memory, and the arguments that the plan has computed of this call for launches with
+            that memory. A call that is made again is launched without computing them again.
     """
 
     addresses: tuple[int, ...]
     stream: int
     scalars: tuple[Any, Any] = (1.0, 0.0)
     dropouts: tuple[DropoutState | None, DropoutState | None] = (None, None)
+    computed: tuple[Any, ...] = field(default=(None, None), compare=False, repr=False)

@@ -102,6 +102,7 @@ class ForwardPass:
         params.slope = problem.activation.negative_slope
         tiling = sweep(layout, wave_of(device, _FORWARD_BLOCKS) if busy else None)
         self._launches = Launches(EPILOGUE_FWD, macros, device, tiling, params)
+        self._written: dict[int, tuple[int, ...]] = {}  # the addresses in each stream's argument block
 
     def run(self, product: int, bias: int, y: int, kept: int, dropout: DropoutState | None, stream: int) -> None:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
@@ -111,11 +112,14 @@ class ForwardPass:
                 a pass that was made with such a matrix.
         """
         params, launch = self._launches[stream]
-        params.in_.data, params.out.data = product, y
-        if self._keeps:
-            params.preactivation.data = kept
-        if self._adds_bias:
-            params.bias = bias
+        addresses = product, bias, y, kept
+        if self._written.get(stream) != addresses:
+            self._written[stream] = addresses
+            params.in_.data, params.out.data = product, y
+            if self._keeps:
+                params.preactivation.data = kept
+            if self._adds_bias:
+                params.bias = bias
         if dropout is not None:
             params.dropout = dropout.block()
         launch()

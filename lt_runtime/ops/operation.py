@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.ops.first_use import asked_for, before_first_use
 from lt_runtime.plans import cache
 from lt_runtime.products.plan import Plan
-
-if TYPE_CHECKING:
-    from lt_runtime.ops.call import PreparedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +86,11 @@ class Operation(ABC):
         """Writes the results into NumPy arrays."""
 
     @abstractmethod
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> Any:
+    def result(self, prepared: Any, arrays: Sequence[Any], scalars: Any) -> Any:
         """Returns the caller's result.
 
         Args:
+            prepared: the `PreparedCall`.
             arrays: the caller's; in the places of results without a buffer, the arrays that the call has made.
         """
 
@@ -108,6 +106,6 @@ class Operation(ABC):
         """Whether equal calls have equal effects, so that a repeated call may be captured into a graph."""
         return True
 
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
+    def call(self, prepared: Any, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """The plan's call; `addresses` are in the order of `names`."""
         return Call(addresses, stream)

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import replace
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.memory import StreamMemory, aligned, branch
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, Sums
@@ -134,7 +134,8 @@ class BackwardPlan(Plan):
             self._copy.run([(dz, copied)], memory.stream)
             dz = copied
         self._reserve_branch(memory)
-        beside = branch(memory) if self.strategy.dw_concurrent else contextlib.nullcontext(memory)
+        branches = self.strategy.dw_concurrent and memory.stream and is_capturing(memory.stream)
+        beside = branch(memory) if branches else contextlib.nullcontext(memory)
         with beside as other:
             if self._first is not None and self._sums_beside:
                 partial_beside = other.scratch(self._partial_bytes)

@@ -77,14 +77,18 @@ class ForwardPlan(Plan):
 
     def put(self, call: Call, memory: StreamMemory) -> None:
         """See `Plan`."""
-        x, w, bias, y, kept = call.addresses
-        product = kept if self._product_is_kept else y
-        if self._scratch_bytes:
-            product = memory.scratch(self._scratch_bytes)
-        vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
-        self._product.put(Call((x, w, 0, vector, aux, product), memory.stream), memory)
+        if call.computed[0] is not self or call.computed[1] is not memory:
+            x, w, bias, y, kept = call.addresses
+            product = kept if self._product_is_kept else y
+            if self._scratch_bytes:
+                product = memory.scratch(self._scratch_bytes)
+            vector, aux = (bias if self._adds_bias else 0), (kept if self._writes_aux else 0)
+            inner = Call((x, w, 0, vector, aux, product), memory.stream)
+            call.computed = self, memory, inner, (product, bias, y, kept, call.dropouts[0], memory.stream)
+        _, _, inner, of_pass = call.computed
+        self._product.put(inner, memory)
         if self._pass is not None:
-            self._pass.run(product, bias, y, kept, call.dropouts[0], memory.stream)
+            self._pass.run(*of_pass)
 
 
 def leaves_a_pass(problem: ForwardProblem, strategy: ForwardStrategy) -> bool:

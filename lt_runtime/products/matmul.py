@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final
 
 from lt_runtime import cublaslt
+from lt_runtime.cublaslt.library import failure
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import CublasLtError, PlanError
 from lt_runtime.gpu.devices import device_info
@@ -268,12 +269,16 @@ class MatmulPlan(AlgorithmPlan):
         if prepared is None:
             self._put_without(call, memory.stream)
             return
-        a, b, c, vector, aux, d = call.addresses
-        alpha, beta = call.scalars
-        if self._swapped:
-            a, b = b, a
-        if self.problem.c is None:
-            c, beta = d, memory.zeros if self.problem.device_scalars else 0.0
+        if call.computed[0] is not self or call.computed[1] is not memory:
+            a, b, c, vector, aux, d = call.addresses
+            alpha, beta = call.scalars
+            if self._swapped:
+                a, b = b, a
+            if self.problem.c is None:
+                c, beta = d, memory.zeros if self.problem.device_scalars else 0.0
+            at = alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, memory.stream
+            call.computed = self, memory, vector, aux, prepared.arguments(*at)
+        _, _, vector, aux, arguments = call.computed
         with self._lock:  # no other thread may change the descriptor's addresses before the launch has returned
             if vector and vector != self._vector:
                 self._desc.set(cublaslt.MatmulDescAttribute.BIAS_POINTER, vector)
@@ -281,7 +286,9 @@ class MatmulPlan(AlgorithmPlan):
             if aux and aux != self._aux:
                 self._desc.set(cublaslt.MatmulDescAttribute.EPILOGUE_AUX_POINTER, aux)
                 self._aux = aux
-            prepared(alpha, a, b, beta, c, d, memory.workspace, memory.workspace_size, memory.stream)
+            status = prepared.launch(*arguments)
+        if status:
+            raise failure("cublasLtMatmul", status)
 
     def _put_without(self, call: Call, stream: int) -> None:
         """Writes β·C to D if there is nothing to multiply, because a sum over no terms is zero."""
