@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,8 @@ _FLUSHED: Final = frozenset({"cross_entropy.cu"})
 """Sources compiled with flush to zero (FP32 numbers below 2⁻¹²⁶), which saves three instructions for each
 exponential."""
 
+watchers: Final[list[Callable[[str], object]]] = []
+"""Functions that are called with the name of each source before it is compiled, for progress bars."""
 _warned: Final[set[Path]] = set()
 """Cache directories that a warning was given for."""
 
@@ -64,6 +66,8 @@ def compile_kernel(source: str, macros: Macros, architecture: str) -> bytes:
             _warn_of_no_cache(directory, str(error))
         if cached is not None:
             return cached
+    for tell in watchers:
+        tell(source)
     cubin = compile_cubin(source, code, [*options, *_include_paths()])
     try:
         cache.put(key, cubin)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lt_runtime.cublaslt import ClusterShape, MatmulInnerShape, MatmulStages, MatmulTile, ReductionScheme
+from lt_runtime.gpu.compiler import watchers
 from lt_runtime.plans.mlp import FUSED_MLP
 from lt_runtime.plans.strategies import MadeBy
 from lt_runtime.problem import Compute, ForwardProblem, MatmulProblem, MLPProblem, Saved
@@ -207,9 +208,10 @@ class TuningReport(tuple[Tuned, ...]):
 
 @contextlib.contextmanager
 def progress_bar(*, shown: bool = True) -> Iterator[Progress | None]:
-    """A bar that shows on the terminal what is being measured and how long it will take; None without a terminal.
+    """Yields a function that updates a progress bar on the terminal, or None without a terminal.
 
-    Within another, it is a line under that, and goes at its end.
+    The bar shows the problems that are being measured, the time left, and the kernel that is being compiled, from the
+    first compilation on. Within another bar it is a line under that, and disappears at its end.
     """
     from rich import progress
     from rich.console import Console
@@ -228,4 +230,16 @@ def progress_bar(*, shown: bool = True) -> Iterator[Progress | None]:
             stack.callback(_shown.reset, _shown.set(bars))
         else:
             stack.callback(bars.remove_task, task)
-        yield lambda done, total, description: bars.update(task, completed=done, total=total, description=description)
+        measured = ""
+
+        def tell(done: int, total: int, description: str) -> None:
+            nonlocal measured
+            measured = description
+            bars.update(task, completed=done, total=total, description=description)
+
+        def compiling(source: str) -> None:
+            bars.update(task, description=f"{measured} (compiling {source})".strip())
+
+        watchers.append(compiling)
+        stack.callback(watchers.remove, compiling)
+        yield tell

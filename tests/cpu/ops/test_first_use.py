@@ -56,7 +56,7 @@ class World:
         self.capturing: set[int] = set()
         self.planned: list[Problem] = []
         self.tuned: list[tuple[list[LayerChain | MatmulProblem], str]] = []
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
 
     def plan(self, problem: Problem, device: int) -> Any:
         self.planned.append(problem)
@@ -191,6 +191,17 @@ def test_the_block_is_of_its_thread_and_ends(world: World) -> None:
         thread.join()
     plan_of(FORWARD, 0, 0)
     assert world.tuned == []
+
+
+def test_an_interrupted_measurement_goes_on_at_the_next_call(world: World) -> None:
+    world.failure = KeyboardInterrupt()
+    with first_use.tuning():
+        with pytest.raises(KeyboardInterrupt):
+            plan_of(PRODUCT, 0, 0)
+        world.failure = None
+        plan_of(PRODUCT, 0, 0)
+    assert world.tuned == [[PRODUCT], [PRODUCT]]
+    assert first_use.is_measured(PRODUCT, 0)
 
 
 @pytest.mark.parametrize("failure", [PlanError("no algorithm"), MemoryError("too large")])

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 
 from lt_runtime.cublaslt import AlgoConfigAttribute, MatmulStages, MatmulTile
 from lt_runtime.epilogue import Epilogue
+from lt_runtime.gpu import compiler
 from lt_runtime.plans.strategies import BackwardStrategy, ForwardStrategy, MadeBy
 from lt_runtime.problem import Activation, Compute, DType, Saved
 from lt_runtime.store.keys import Problem, parse_key
 from lt_runtime.store.records import to_json
 from lt_runtime.tuner.chain import LayerChain
-from lt_runtime.tuner.report import algorithm_in_words, describe, strategy_in_words
+from lt_runtime.tuner.report import algorithm_in_words, describe, progress_bar, strategy_in_words
 from tests.support.chain_problems import backward_of, by_themselves
 from tests.support.plan_entries import layer_key, product_key
 from tests.support.strategies import problems
@@ -67,3 +69,19 @@ def test_algorithms() -> None:
 
 def test_what_these_bindings_do_not_know_stays_a_number() -> None:
     assert algorithm_in_words({"TILE_ID": 5000, "FUTURE": 3}) == "tile 5000, FUTURE 3"
+
+
+def test_a_bar_shows_the_kernel_that_is_being_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(tmp_path))
+    with progress_bar() as progress:
+        assert progress is not None
+        progress(0, 2, "forward 8x5x3")
+        monkeypatch.setattr(compiler, "compile_cubin", lambda *_: b"code")
+        compiler.compile_kernel("epilogue_fwd.cu", (), "sm_90")
+    assert "forward 8x5x3 (compiling epilogue_fwd.cu)" in capsys.readouterr().err
+    assert not compiler.watchers
