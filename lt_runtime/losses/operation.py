@@ -23,7 +23,7 @@ from lt_runtime.ops.operation import New, Operation, Request
 from lt_runtime.problem import DType
 from lt_runtime.products.plan import Plan
 
-_GRADIENT, _LOSS = 3, 4  # places among the arrays
+_GRADIENT, _LOSS = 3, 4  # indices in `LossOperation.names`
 _NAN_BITS: Final = 0x7FC00000
 
 

@@ -232,7 +232,7 @@ def write_values(assigned: Sequence[tuple[Parameter, NDArray[np.float32]]]) -> N
                 operand.check_packed()
                 writes.append((operand, rounded(values, np.dtype(operand.dtype)), stream))
     for device in {operand.device for operand, *_ in writes} - {HOST}:
-        cupy().cuda.Device(device).synchronize()  # work on any stream may read or write them
+        cupy().cuda.Device(device).synchronize()  # work on any stream may use the arrays
     replace_all(writes)
 
 

@@ -45,7 +45,7 @@ from lt_runtime.ops._adamw_parameters import (
 from lt_runtime.problem import DType
 from lt_runtime.reference import AdamWTensor, RoundedTensor
 
-_WORDS: Final = [name for name, *_ in OptimizerState._fields_]  # each of 32 bits
+_WORDS: Final = [name for name, *_ in OptimizerState._fields_]  # names of the 32-bit words
 _BLOCK: Final = 32768  # elements that the host updates at a time, so that intermediate results stay in its cache
 _PARTS: Final = (RoundedTensor.PARAMETER, RoundedTensor.M, RoundedTensor.V, RoundedTensor.V)
 
@@ -116,7 +116,8 @@ class HostState:
         """Updates one parameter and its moments; `steps` counts this update already."""
         lr_scale, weight_decay = read.settings(self.options)
         own = dataclasses.replace(self.options.hyper, lr=self.options.hyper.lr * lr_scale, weight_decay=weight_decay)
-        arrays = [each.reshape(-1) for each in (read.value.array, *self.moments[index])]  # views: there are no gaps
+        # The arrays have no gaps, so that reshape returns views.
+        arrays = [each.reshape(-1) for each in (read.value.array, *self.moments[index])]
         gradient = read.grad.array.reshape(-1)
         for first in range(0, gradient.size, _BLOCK):
             block = slice(first, first + _BLOCK)
@@ -129,7 +130,7 @@ class HostState:
     def _store(self, index: int, first: int, old: AdamWTensor, new: AdamWTensor) -> None:
         """Rounds new values into the arrays of the old ones, for a tensor's elements from index `first` on."""
         seed, step = self.options.seed, int(self.steps[0])
-        for array, exact, part in zip(old.arrays, new.arrays, _PARTS, strict=False):  # the last with AMSGrad only
+        for array, exact, part in zip(old.arrays, new.arrays, _PARTS, strict=False):  # v_max exists only with AMSGrad
             if array.dtype != np.float32:
                 lanes = reference.rounding_lanes(exact.size, seed, index, step, part, first)
                 exact = reference.round_stochastically(exact, lanes)
@@ -148,7 +149,8 @@ class GpuState:
         with activated(self._device):
             self._parameters = read = read_parameters(parameters, options, self._device, self._stream)
             self._seen: object = None
-            self._kept: list[Any] = [(each.data, each.grad, each.master) for each in parameters]  # kernels read them
+            # The kernels' tables hold addresses, so that the arrays must stay alive.
+            self._kept: list[Any] = [(each.data, each.grad, each.master) for each in parameters]
             words = self._zeros((len(_WORDS),), np.dtype(np.uint32))
             self.moments = _moments(parameters, options, lambda size, dtype: self._zeros((size,), dtype))
             self._written = self._settings()
@@ -157,7 +159,7 @@ class GpuState:
             self._scale = None if options.scaler is None else self._scale_arrays(options.scaler.init_scale)
             norms = [self._norm(tensors, words)] if options.judges_gradients else []
             self._launches: list[Launches[Any]] = [*norms, self._update(tensors, words)]
-            call("cuStreamSynchronize", self._stream)  # later steps may come on any stream
+            call("cuStreamSynchronize", self._stream)  # later steps may use any stream
         if options.scaler is not None and self._scale is not None:
             options.scaler.bind(*self._scale)
         self.steps, self.skipped_steps = (_word(words, name) for name in ("steps", "skipped"))
@@ -255,7 +257,7 @@ def _tensor(read: ReadParameter, moments: tuple[Any, ...], options: Options) -> 
     arrays = {"value": _typed(read.value), "gradient": _typed(read.grad)}
     if read.master is not None:
         arrays["copy"] = _typed(read.data)
-    for name, array in zip(("m", "v", "v_max"), moments, strict=False):  # the last with AMSGrad only
+    for name, array in zip(("m", "v", "v_max"), moments, strict=False):  # v_max exists only with AMSGrad
         arrays[name] = array.data.ptr, options.moments
     return Tensor(math.prod(read.data.shape), arrays)
 

@@ -110,7 +110,7 @@ class AdamW(Fixed):
             scaler,
             _moments_type(moments),
             flag("stochastic_rounding", stochastic_rounding),
-            Philox(seed).seed,  # refuses what is no 64-bit seed
+            Philox(seed).seed,  # refuses anything but a 64-bit seed
         )
         kind = HostState if on_host(_by_name(self.parameters)) else GpuState
         self._state: HostState | GpuState = kind(self.parameters, options)

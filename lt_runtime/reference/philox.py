@@ -17,7 +17,7 @@ _MULTIPLIERS: Final = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW: Final = np.uint64(0xFFFFFFFF)
 _HALF: Final = np.uint64(32)
-_BLOCK: Final = 4096  # calls that are worked out at a time, so that their words stay in the processor's cache
+_BLOCK: Final = 4096  # calls computed at a time, so that their words stay in the processor's cache
 LANES: Final = 8  # the 16-bit lanes in the 128 bits of one call
 
 

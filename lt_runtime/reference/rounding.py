@@ -54,7 +54,7 @@ def rounding_lanes(
     return in_order[:size]
 
 
-@functools.lru_cache(maxsize=1)  # for the tensors that share the calls
+@functools.lru_cache(maxsize=1)  # the tensors of one parameter share their calls
 def _lanes_of_calls(first: int, count: int, seed: int, tensor: int, step: int) -> NDArray[np.uint16]:
     return random_lanes(np.arange(first, first + count, dtype=np.uint64), _STREAMS + tensor, step, seed)
 

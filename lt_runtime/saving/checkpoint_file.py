@@ -46,7 +46,8 @@ def write(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]], text
         CheckpointError: there are too many arrays.
         FileError: the file cannot be written.
     """
-    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligns every array to its type
+    # Larger elements come first, so that every array is aligned to its type.
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
     by_name = dict(sorted(arrays.items()))
     digest = _digest(text, {name: kind_of(array) for name, array in by_name.items()}, by_name.values())
     header = _header(ordered, {_TEXT: text, _DIGEST: digest})

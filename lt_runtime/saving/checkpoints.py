@@ -231,7 +231,7 @@ class _Range(NamedTuple):
 
     def holds(self, values: NDArray[Any]) -> NDArray[np.bool_]:
         """Whether each value is within the range."""
-        with np.errstate(invalid="ignore"):  # comparing a signalling NaN
+        with np.errstate(invalid="ignore"):  # raised by a comparison with a signalling NaN
             inside = (values >= self.lowest) & (values <= self.highest)
             return inside | np.isnan(values) if self.takes_nan else inside
 

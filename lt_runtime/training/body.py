@@ -116,7 +116,7 @@ class StepBody:
                     )
                     contexts.pop()
                     if contexts:
-                        contexts[-1].y = None  # no later work reads it: other arrays may take its memory
+                        contexts[-1].y = None  # no later work reads y: other arrays may reuse its memory
 
     def _only_loss_reads(self, outputs: Any, contexts: Sequence[Any]) -> bool:
         """Whether only the loss reads the outputs: neither a tally of classes nor the last layer's derivative does."""

@@ -16,7 +16,7 @@ from lt_runtime.errors import CaptureError, DeviceError
 from lt_runtime.gpu.devices import device_info
 
 _PATIENCE_S: Final = 2.0
-_CAPTURING: Final = 900  # cudaErrorStreamCaptureUnsupported
+_CAPTURING: Final = 900  # the value of cudaErrorStreamCaptureUnsupported
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class EMA(Fixed):
             with activated(model.device.ordinal):
                 self._table, self._launches = _launches_of(averages, self._values, model.device.ordinal)
         self._average(1.0, None)
-        model.device.synchronize()  # updates may come on any stream
+        model.device.synchronize()  # later updates may use any stream
         self._is_made = True
 
     def __repr__(self) -> str:

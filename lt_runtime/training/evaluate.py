@@ -53,7 +53,7 @@ def evaluate(
         stream = stream_handle(stream, HOST if device is None else device)
     tallies, sizes = list[Tally](), list[int]()
     for x, target in _pairs(batches):
-        device_of("x", x)  # refuses what is no array
+        device_of("x", x)  # refuses anything but an array
         if device is not None and stream is None:
             stream = stream_handle(None, device, library_of(x).current_stream)
         outputs = model(x, stream=stream)

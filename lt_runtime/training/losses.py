@@ -183,7 +183,7 @@ def _on_device(name: str, array: Any, model: MLP) -> Any:
     given = array
     if isinstance(given, np.ndarray):
         array = model.device.asarray(given.copy())
-        model.device.synchronize()  # steps may come on any stream
+        model.device.synchronize()  # later steps may use any stream
     operand = model.device.read(name, array, 0)
     check_type(operand, "float32")
     check_shape(name, operand.shape, (model.dims[-1],), "one an output")

@@ -126,7 +126,7 @@ class MLP:
         self.dims = integers("dims", dims)
         if len(self.dims) < 2 or min(self.dims) < 1:
             raise ArgumentError(f"dims is {list(self.dims)}; accepted are at least two positive sizes")
-        self.seed = Philox(seed).seed  # which refuses what is no 64-bit seed
+        self.seed = Philox(seed).seed  # refuses anything but a 64-bit seed
         self.dtype = DType.parse("the model", dtype)
         self.master_weights = flag("master_weights", master_weights)
         if not self.master_weights and self.dtype is not DType.BFLOAT16:

@@ -195,7 +195,7 @@ class _Work:
         if threading.current_thread() is self._thread:  # a garbage collection in this thread ends the `Prefetcher`
             self._is_left_alone = True
             return
-        self._ready.put((None, StopIteration()))  # for the thread that waits, if one does
+        self._ready.put((None, StopIteration()))  # wakes the thread that waits for a batch, if there is one
         self._thread.join()
         with self._turn:
             self._lane.close()

@@ -54,7 +54,7 @@ def is_pinned(array: NDArray[Any]) -> bool:
     """Whether an array lies in page-locked memory, from which a GPU can copy while the host goes on."""
     try:
         return int(call("cuPointerGetAttribute", _MEMORY_TYPE, array.ctypes.data)) == _HOST_MEMORY
-    except DriverError:  # ordinary memory, which the driver does not know
+    except DriverError:  # pageable memory, which the driver does not know
         return False
 
 

@@ -180,14 +180,14 @@ class TrainStep(Fixed):
             self._held.check()
         batch = (x, target) if row_weights is None else (x, target, row_weights)
         if self._gpu is None:
-            self.model.device.read("x", x, 0)  # refuses what is no array
+            self.model.device.read("x", x, 0)  # refuses anything but an array
             self._check(batch)
             _check_host_stream(stream)
             with range_of(STEP):
                 self._body.run(self._cut(batch), self._tally, None)
             return self._tally.mean.copy()
         if not self._gpu.repeat(batch, stream):
-            device_of("x", x)  # refuses what is no array
+            device_of("x", x)  # refuses anything but an array
             self._check(batch)
             self._gpu.run(batch, stream)
         return self._tally.mean
@@ -213,7 +213,7 @@ class TrainStep(Fixed):
 
     def _check(self, batch: tuple[Any, ...]) -> None:
         inputs, rows = self.model.dims[0], self.batch_size
-        shape = tuple(getattr(batch[0], "shape", (rows, inputs)))  # what has no shape is refused when it is read
+        shape = tuple(getattr(batch[0], "shape", (rows, inputs)))  # without a shape, it is refused when it is read
         if rows is not None and shape != (rows, inputs):
             other = "; lt.TrainStep(..., batch_size=None) takes batches of any size" if shape[1:] == (inputs,) else ""
             raise ShapeError(f"x has shape {shape}; this step was made for {(rows, inputs)}{other}")

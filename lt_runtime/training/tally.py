@@ -121,7 +121,7 @@ class GpuTally:
             loss = float(state["loss"]) - float(state["rest"])
             read = Totals(int(state["steps"]), loss, int(state["rows"]), int(state["correct"]))
             self._unread = Totals._make(map(operator.add, self._unread, read))
-            call("cuStreamSynchronize", handle)  # the next step may come on another stream
+            call("cuStreamSynchronize", handle)  # the next step may use another stream
         totals, self._unread = self._unread, _NOTHING
         return totals
 
