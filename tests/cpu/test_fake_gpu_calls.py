@@ -217,16 +217,6 @@ def test_gradients_are_added_up(gpu: FakeGpu) -> None:
         layer.check_backward(layer.backward(ctx), accumulations=count)
 
 
-def test_layers_of_one_shape_take_turns(gpu: FakeGpu) -> None:
-    case = layer_case()
-    layers = [Layer(gpu, dataclasses.replace(case, data_seed=seed), gpu.stream) for seed in range(3)]
-    contexts = [layer.forward()[1] for layer in layers]
-    results = [layer.backward(ctx) for layer, ctx in zip(layers, contexts, strict=True)]
-    for layer, result in zip(layers, results, strict=True):
-        layer.check_forward()
-        layer.check_backward(result)
-
-
 def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None:
     case = layer_case(dropout=0.5, keep_z=True)  # nothing is allocated, so that only dropout forbids a capture
     layer = Layer(gpu, case, gpu.stream)

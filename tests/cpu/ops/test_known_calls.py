@@ -137,14 +137,6 @@ def test_what_a_plan_depends_on_is_told_apart(change: str) -> None:
     assert one[0] != other[0]
 
 
-def test_addresses_are_left_to_the_caller() -> None:
-    first, second = (signature_of((replace(X, address=at), None, OUT)) for at in (256, 512))
-    assert first is not None
-    assert second is not None
-    assert first[0] == second[0]
-    assert (first[1], second[1]) == ((256, 0, 2 * _AT), (512, 0, 2 * _AT))
-
-
 def test_options_and_operations_are_told_apart(world: Any) -> None:
     remember(X, None, OUT)
     make(X, None, OUT, options=("relu",))
@@ -254,15 +246,6 @@ def test_a_call_is_bound_while_no_thread_is_alive_that_may_synchronise(name: str
     assert plan.launches > 900
 
 
-def test_a_call_is_bound_on_each_stream() -> None:
-    plan = remember(X, None, OUT)
-    for stream in (7, 9):
-        for _ in range(3):
-            make(X, None, OUT, stream=stream)
-    assert [call.stream for call in plan.bound] == [7, 9]
-    assert plan.launches == 2
-
-
 def test_as_many_launches_are_kept_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_module, "_MOST_REPEATS", 8)
     plan = remember(X, None, OUT)
@@ -282,9 +265,3 @@ def test_what_cannot_be_bound_stays_as_it_was() -> None:
     for _ in range(3):
         make(X, None, OUT)
     assert (len(plan.calls), plan.launches) == (5, 0)
-
-
-def test_an_option_that_is_no_value_takes_another_look_each_time(world: Any) -> None:
-    for _ in range(2):
-        make(X, None, OUT, options=(["gelu"],))
-    assert world.looks == 2
