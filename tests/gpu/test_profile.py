@@ -35,14 +35,14 @@ def test_the_whole_report(tmp_path: Path, *, graph: bool) -> None:
             step()
     print(prof)
     assert prof.report.notes == []
-    rows = {(layer.name, layer.phase): layer for layer in prof.layers()}
-    assert [key for key in rows if key[0]] == LAYERS
+    found = {(layer.name, layer.phase): layer for layer in prof.layers()}
+    assert [key for key in found if key[0]] == LAYERS
     for key in LAYERS:
-        assert rows[key].us > 0
-        assert rows[key].kernel_us > 0
-        assert rows[key].fraction > 0
-        assert rows[key].flops > 0
-        assert rows[key].strategy
+        assert found[key].us > 0
+        assert found[key].kernel_us > 0
+        assert found[key].fraction > 0
+        assert found[key].flops > 0
+        assert found[key].strategy
     totals = prof.totals()
     assert totals.unattributed_us <= 0.01 * totals.kernel_us
     if graph:  # eager steps wait for the host, so that medians of layers need not add up to the median of steps

@@ -108,10 +108,10 @@ def test_the_demo(dtype: str, tmp_path: Path) -> None:
     steps = EPOCHS * (len(demo.load_digits().labels) // 64)
     assert len(result["loss"]) == steps
     assert np.mean(result["loss"][-20:]) < 0.1 < 2 < result["loss"][0]
-    rows = {(layer["name"], layer["phase"]): layer for layer in result["layers"]}
+    found = {(layer["name"], layer["phase"]): layer for layer in result["layers"]}
     layers = [(f"layer{i}", phase) for phase in ("forward", "backward") for i in range(3)]
-    assert {*layers, ("", "loss"), ("", "optimizer")} <= set(rows)
-    assert all(rows[key]["us"] > 0 and rows[key]["flops"] > 0 for key in layers)
+    assert {*layers, ("", "loss"), ("", "optimizer")} <= set(found)
+    assert all(found[key]["us"] > 0 and found[key]["flops"] > 0 for key in layers)
     for name in ("layer0", "layer1", "layer2", "loss", "optimizer"):
         assert name in done.stdout
 

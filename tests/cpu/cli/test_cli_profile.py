@@ -146,22 +146,24 @@ def test_steps_are_two_rising_numbers(steps: str, script: Path, capsys: pytest.C
     assert "--steps" in capsys.readouterr().err
 
 
-def row(name: str, us: float, *, std: float = 0.0, layer: str = "fc", share: float = 0.1) -> Kernel:
+def kernel(name: str, us: float, *, std: float = 0.0, layer: str = "fc", share: float = 0.1) -> Kernel:
     return Kernel(name, layer, "forward", share, 1.0, us, us, us, us, us, std)
 
 
-def report(*rows: Kernel, us: float = 50.0) -> Report:
-    return Report("a GPU", 10, 10, [Layer("fc", "forward", 1, us, 1.0, 1.0)], rows)
+def report(*kernels: Kernel, us: float = 50.0) -> Report:
+    return Report("a GPU", 10, 10, [Layer("fc", "forward", 1, us, 1.0, 1.0)], kernels)
 
 
 def test_changes_are_told_from_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    before = report(row("kept", 10), row("gone", 5), row("slow", 10), row("fast", 10), row("noisy", 10, std=5))
+    before = report(
+        kernel("kept", 10), kernel("gone", 5), kernel("slow", 10), kernel("fast", 10), kernel("noisy", 10, std=5)
+    )
     after = report(
-        row("kept", 10.1), row("transpose_new", 7), row("slow", 12), row("fast", 8), row("noisy", 12, std=5),
-        row("kept", 10, layer="other"), us=52.0,
+        kernel("kept", 10.1), kernel("transpose_new", 7), kernel("slow", 12), kernel("fast", 8),
+        kernel("noisy", 12, std=5), kernel("kept", 10, layer="other"), us=52.0,
     )  # fmt: skip
     verdicts = {(each.name, each.layer): each.verdict for each in compare.kernels_of(before, after)}
     assert verdicts == {
@@ -184,12 +186,12 @@ def test_changes_are_told_from_noise(
 
 
 def test_families_of_kernels() -> None:
-    planned = replace(row("resize", 1), is_planned_copy=True)
+    planned = replace(kernel("resize", 1), is_planned_copy=True)
     names = {
         "cupy_copy__float": "copies", "void transpose_kernel<float>": "transposes", "memcpy DtoD": "copies",
         "generate_seed_pseudo": "seed kernels", "cupy_power__float": "pow", "vectorized_pow": "pow", "gemm": "",
     }  # fmt: skip
-    assert {name: compare.family_of(row(name, 1)) for name in names} == names
+    assert {name: compare.family_of(kernel(name, 1)) for name in names} == names
     assert compare.family_of(planned) == "copies that a plan chose"
 
 

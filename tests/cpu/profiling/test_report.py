@@ -37,10 +37,10 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Report:
     monkeypatch.setattr(layers, "work_of", lambda _: work)
     ceilings = {"copy": 4e12, "bfloat16": 8e14}
     activities = [kernel("gemm<float, 3>", 0, 8, *PATH), kernel("DtoD", 9, 1, kind="memcpy", size=64)]
-    rows = kernels_of(activities, 1)
-    found = layers_of(steps(10.0, 12.0, 11.0), rows, ceilings)
+    entries = kernels_of(activities, 1)
+    found = layers_of(steps(10.0, 12.0, 11.0), entries, ceilings)
     return Report(
-        "a GPU", 3, 1, found, rows, totals_of(steps(10.0, 12.0, 11.0), activities, 1), ceilings, ["one thing"]
+        "a GPU", 3, 1, found, entries, totals_of(steps(10.0, 12.0, 11.0), activities, 1), ceilings, ["one thing"]
     )
 
 
@@ -67,15 +67,15 @@ def test_launches_of_a_kernel_in_one_place_are_summed() -> None:
 
 
 def test_work_in_no_range_is_listed() -> None:
-    (row,) = kernels_of([kernel("theirs", 0, 5)], 1)
-    assert (row.layer, row.phase) == ("(unattributed)", "")
+    (entry,) = kernels_of([kernel("theirs", 0, 5)], 1)
+    assert (entry.layer, entry.phase) == ("(unattributed)", "")
     assert totals_of([], [kernel("theirs", 0, 5)], 1).unattributed_us == 5
 
 
 def test_copies_that_a_plan_chose_are_told_from_others() -> None:
     activities = [kernel("resize", 0, 1, *PATH), kernel("resize", 2, 1, "step", "loss"), kernel("gemm", 4, 1, *PATH)]
-    rows = {(row.name, row.layer): row.is_planned_copy for row in kernels_of(activities, 1, [FC])}
-    assert rows == {("resize", "fc"): True, ("resize", ""): False, ("gemm", "fc"): False}
+    entries = {(entry.name, entry.layer): entry.is_planned_copy for entry in kernels_of(activities, 1, [FC])}
+    assert entries == {("resize", "fc"): True, ("resize", ""): False, ("gemm", "fc"): False}
 
 
 def test_gaps_and_overlap() -> None:
@@ -93,11 +93,11 @@ def test_gaps_and_overlap() -> None:
 
 def test_the_csv_equals_the_table(report: Report, tmp_path: Path) -> None:
     report.to_csv(tmp_path / "new")
-    for name, kind, rows in (("layers", Layer, report.layers), ("kernels", Kernel, report.kernels)):
+    for name, kind, entries in (("layers", Layer, report.layers), ("kernels", Kernel, report.kernels)):
         with (tmp_path / "new" / f"{name}.csv").open(newline="") as file:
             read = list(csv.DictReader(file))
         assert list(read[0]) == [each.name for each in fields(kind)]  # type: ignore[arg-type]
-        written = [{key: str(value) for key, value in asdict(row).items()} for row in rows]  # type: ignore[call-overload]
+        written = [{key: str(value) for key, value in asdict(entry).items()} for entry in entries]  # type: ignore[call-overload]
         assert read == written
 
 
@@ -176,7 +176,7 @@ def test_the_plot_is_a_picture(report: Report, tmp_path: Path) -> None:
     picture = imread(tmp_path / "plot.png")
     assert picture.shape[0] > 300
     assert picture.shape[1] > 1000
-    assert len({tuple(pixel) for row in picture[::5, ::5] for pixel in row}) > 10
+    assert len({tuple(pixel) for entry in picture[::5, ::5] for pixel in entry}) > 10
     plot.plot(Report(), tmp_path / "empty.svg")
     assert (tmp_path / "empty.svg").read_bytes().startswith(b"<?xml")
 
