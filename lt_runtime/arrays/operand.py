@@ -131,8 +131,8 @@ def on_host(operands: Mapping[str, Any]) -> bool:
     """Whether the operands, by name, are NumPy arrays.
 
     Raises:
-        OperandError: some are, and one is no array at all.
-        DeviceError: some are, and some live elsewhere.
+        OperandError: besides NumPy arrays there is an operand that is no array.
+        DeviceError: besides NumPy arrays there is an array on another device.
     """
     host = [name for name, array in operands.items() if isinstance(array, np.ndarray)]
     others = [name for name in operands if name not in host]
@@ -184,7 +184,7 @@ def read_call(names: Sequence[str], required: int, arrays: Sequence[Any], stream
             is checked and not used.
 
     Raises:
-        As `on_host` and `read`; StreamError and DeviceError as `stream_handle`.
+        As `on_host`, `read` and `stream_handle`.
     """
     on_host({name: array for name, array in zip(names, arrays, strict=True) if array is not None})
     found = [
@@ -366,7 +366,7 @@ def read_step(step: Any, device: int, stream: int) -> Operand:
     """A step counter on the device: an array of one uint32.
 
     Raises:
-        OperandError: it is not one, or lives elsewhere.
+        OperandError: the array has another type or size, or is on another device.
     """
     operand = read("step", step, stream)
     if operand.dtype != "uint32" or int(np.prod(operand.shape)) != 1:
