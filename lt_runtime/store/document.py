@@ -1,4 +1,4 @@
-"""The content of one plan file: entries by key, how they are merged, and their text.
+"""The content of one plan file: entries by key, their merging, and their text.
 
 Entries stay as they were read until somebody asks for them, so that a file is read fast however many it holds. A
 damaged entry is noticed when it is asked for.
@@ -52,7 +52,7 @@ class Document:
     """All that one file holds.
 
     Attributes:
-        fingerprint: what the entries are good for.
+        fingerprint: the machine that the entries are valid for.
         raw: the entries by key as they stand in the file; not to be changed.
     """
 
@@ -106,10 +106,10 @@ class Document:
         raise UnusableError(f"schema-{schema}", f"is of version {schema} of the format, not {SCHEMA}")
 
     def require(self, fingerprint: Fingerprint) -> None:
-        """Checks what the entries are good for.
+        """Checks that the entries are valid for a machine.
 
         Raises:
-            UnusableError: "foreign", because they are good for something else.
+            UnusableError: "foreign", because they are valid for another machine.
         """
         differences = fingerprint.differences(self.fingerprint)
         if differences:
@@ -160,7 +160,7 @@ class Document:
         return Document(self.fingerprint, entries)
 
     def damaged(self) -> dict[str, str]:
-        """What is wrong with the damaged entries, by key."""
+        """The fault of each damaged entry, by key."""
         faults = {}
         for key in self.raw:
             try:
@@ -170,7 +170,7 @@ class Document:
         return faults
 
     def drop_damaged(self) -> dict[str, str]:
-        """Removes the damaged entries; returns what was wrong with them, by key."""
+        """Removes the damaged entries; returns their faults by key."""
         damaged = self.damaged()
         for key in damaged:
             del self.raw[key]

@@ -1,4 +1,4 @@
-"""What the plan cache remembers of a problem that has been measured, and which of two entries for it is kept.
+"""Entries of the plan cache, one for each problem that was measured, and the rule which of two entries is kept.
 
 An entry checks its values when it is made. In a file it carries a digest of its key and itself, because cuBLASLt need
 not notice a changed bit in an algorithm.
@@ -151,7 +151,7 @@ class ProductEntry(_Checked):
 
     @property
     def rejection(self) -> RejectedAlgorithm:
-        """What a better entry keeps of this one when this one is barred."""
+        """The rejection that a better entry lists when this one is barred."""
         return RejectedAlgorithm(self.algorithm, self.config, self.barred or "")
 
 
@@ -184,7 +184,7 @@ class LayerEntry(_Checked):
 
     @property
     def rejection(self) -> RejectedStrategy:
-        """What a better entry keeps of this one when this one is barred."""
+        """The rejection that a better entry lists when this one is barred."""
         return RejectedStrategy(self.strategy, self.barred or "")
 
 

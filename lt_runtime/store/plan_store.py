@@ -119,7 +119,7 @@ class PlanStore:
             The number that were new or better, and whether the file has them.
 
         Raises:
-            UnusableError: they are good for something else.
+            UnusableError: they are valid for another machine.
         """
         other.require(self.fingerprint)
         with self._lock:

@@ -40,7 +40,7 @@ class Layer(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is decided together: indices of the layer with the forward problem and of that with the backward problem."""
+    """Problems that are decided together: indices of the layers with the forward and with the backward problem."""
 
     forward: int | None
     backward: int | None
@@ -160,7 +160,7 @@ class LayerChain:
         return list(dict.fromkeys(problem for _, problem in self.runs))
 
     def reader(self, index: int) -> tuple[int, str] | None:
-        """The layer whose backward problem reads what a layer's forward pass keeps, and which derivative it takes.
+        """The layer whose backward problem reads a layer's saved tensor, and the derivative that it takes.
 
         The derivative is named by the field of the backward problem: "output_derivative" or "input_derivative".
         """
@@ -171,7 +171,10 @@ class LayerChain:
         return None
 
     def keeping(self, saved: Mapping[int, Saved | None]) -> LayerChain:
-        """The chain with other things kept by forward passes, by the index of their layer; None changes nothing."""
+        """The chain with other saved tensors, by the index of the layer whose forward pass saves them.
+
+        None leaves a layer as it is.
+        """
         layers = [*self.layers]
         for index, kept in saved.items():
             reader = self.reader(index)
@@ -185,7 +188,7 @@ class LayerChain:
 
     @property
     def parts(self) -> list[Part]:
-        """What is decided together, in the order of decisions: a forward problem with the backward that reads it.
+        """The parts in the order of their decisions: a forward problem with the backward problem that reads its tensor.
 
         A backward problem with two derivatives is in a part with the layer below, then in one with its own layer.
         """
@@ -226,14 +229,14 @@ def as_decided(chain: LayerChain, store: PlanStore) -> LayerChain:
 
 
 def saved_kinds(problem: ForwardProblem) -> tuple[Saved, ...]:
-    """What a forward pass may keep, by one strategy or another."""
+    """The kinds of tensors that a forward pass may save, by its strategies."""
     return tuple(dict.fromkeys(strategy.saved for strategy in forward_strategies(problem)))
 
 
 def derivative_of(problem: ForwardProblem) -> Derivative:
-    """What takes a gradient back through a layer's activation and dropout, the bias gradient included.
+    """The derivative of a layer's activation and dropout, with the layer's bias gradient.
 
-    Forward keeps what the plainest of its strategies does.
+    Forward saves the tensor of its plainest strategy.
     """
     *_, plainest = forward_strategies(problem)
     db, spec = None if problem.bias is None else ALIGNMENT, _saved_spec(problem, plainest.saved)
@@ -265,10 +268,10 @@ def _spec(rows: int, cols: int) -> Spec:
 
 
 def chains_of(problems: Iterable[Problem]) -> list[LayerChain | MatmulProblem]:
-    """Chains of problems that come as a flat list, such as a recording; a matrix product stands for itself.
+    """Chains of problems from a flat list, such as a recording; matrix products stay single.
 
-    This is the only place that concludes from equal shapes which problems belong together. A forward problem that
-    several backward problems may depend on is in a chain with each.
+    This function alone infers from equal shapes which problems belong together. A forward problem that several
+    backward problems may depend on is in a chain with each.
     """
     distinct = list(dict.fromkeys(problems))
     forwards = [each for each in distinct if isinstance(each, ForwardProblem)]

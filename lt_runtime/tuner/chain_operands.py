@@ -1,6 +1,6 @@
-"""Memory for the operands of a chain of layers; what one problem writes and another reads is there once.
+"""Memory for the operands of a chain of layers; an operand that one problem writes and another reads is there once.
 
-The cache then holds what it holds in a training step. That matters where it decides which way to run a layer is faster.
+The L2 cache then holds the same operands as in a training step, which may decide which strategy is faster.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _RESULTS: Final = ("y", "dx", "dw", "dz", "db", "db_below")
 _ADDED_TO: Final = ("dw", "db", "db_below")
 """Operands that a backward problem which accumulates reads as well."""
 
-# Two strategies differ by how often they round, and by the library's GELU. So much may the whole of an output be off,
-# relative to its norm; a single element may be off a good deal more.
+# Strategies differ by how often they round, and by the library's GELU. These are limits on the error of a whole output,
+# relative to its norm; the error of a single element may be `_PEAK` times larger.
 _HALF_UNIT: Final = {DType.FLOAT32: 2.0**-24, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8}
-_ROUNDINGS: Final = 2  # of each layer that a value has passed
-_LAYERS: Final = 2  # of a forward pass and the backward pass that reads what it keeps
+_ROUNDINGS: Final = 2  # roundings in each layer that a value passes
+_LAYERS: Final = 2  # layers that a value passes in a forward pass and the backward pass that reads its saved tensor
 _APPROXIMATION: Final = 2e-3
 _PEAK: Final = 32
 
@@ -55,13 +55,13 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(layer: int, problem: LayerProblem, saved: Saved = Saved.NOTHING) -> dict[str, Tensor]:
-    """The operands of a layer's problem, by name; those that it does not have are left out.
+    """The operands that a layer's problem has, by name.
 
     This states all edges of a chain: a layer's y is the "output" that the layer above reads as x, its gradient is dx of
     the layer above and dy of its own, and so on.
 
     Args:
-        saved: what a forward problem keeps.
+        saved: kind of the tensor that a forward problem saves.
     """
     x, w = ("output", layer - 1, problem.x), ("weight", layer, problem.w)
     if isinstance(problem, ForwardProblem):
@@ -98,7 +98,7 @@ def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Plac
 
 
 class ChainOperands(Operands):
-    """One set of all operands of a chain; of what forward passes keep, everything that some strategy keeps.
+    """One set of all operands of a chain, with the saved tensors of all strategies.
 
     Args:
         chain: none of its problems is empty.
@@ -125,10 +125,10 @@ class ChainOperands(Operands):
         self.outputs += [tensors[name] for name in (*_RESULTS, "kept") if name in tensors and name not in read]
 
     def prepare(self) -> None:
-        """Puts in data that every strategy gets the same signs from, and NaN into what is to be written.
+        """Fills inputs with data that give all strategies pre-activations of equal signs, and outputs with NaN.
 
-        Forward's sums are exact. The bias keeps pre-activations from being 0, where ReLU has no derivative: from the
-        output it is taken to be 0, from the library's mask 1. No rounding of a product changes the sum's sign.
+        Forward's sums are exact. The bias keeps pre-activations from being 0, where ReLU has no derivative: our kernel
+        takes it to be 0 there, cuBLASLt's mask 1. No rounding of a product changes the sum's sign.
         """
         for number, (tensor, buffer) in enumerate(self.buffers.items()):
             buffer.fill(BETWEEN if tensor.role == "bias" else LATTICE, number, 0)
@@ -162,10 +162,10 @@ class ChainOperands(Operands):
 
 
 class OperandSets:
-    """A chain's operands on a bench, as many sets as it takes to keep them out of the cache.
+    """A chain's operands on a bench, in as many sets as keep them out of the L2 cache.
 
     Attributes:
-        measured: how many contenders were timed on them.
+        measured: number of contenders that were timed on them.
     """
 
     def __init__(self, bench: Bench, chain: LayerChain) -> None:
@@ -193,7 +193,7 @@ class OperandSets:
         return launch
 
     def results(self, plans: Placed) -> dict[str, Buffer]:
-        """What plans make of the data for comparison. They run in a graph, where a branch is one."""
+        """The results of plans on the data of `prepare`. They run in a graph, in which dw and dx are concurrent."""
         launch = self._launch(plans)
         launch(0, self._clock.stream)  # A run that still loads a kernel, or allocates, cannot be captured.
         self._sets[0].prepare()
@@ -206,17 +206,17 @@ class OperandSets:
     def disagreement(
         self, plans: Placed, expected: Mapping[str, Buffer], layers: int = _LAYERS
     ) -> tuple[str, str] | None:
-        """See `disagreement`, of what the plans compute."""
+        """Compares the results of plans with expected ones; see `disagreement`."""
         return disagreement(self.results(plans), expected, self._dtype, layers)
 
 
 def disagreement(
     actual: Mapping[str, Buffer], expected: Mapping[str, Buffer], dtype: DType, layers: int = _LAYERS
 ) -> tuple[str, str] | None:
-    """The first output that is not what another strategy made of the same data, and by how much; None if all agree.
+    """The first output that differs from another strategy's on the same data, and by how much; None if none does.
 
     Args:
-        layers: that the values pass, each of which may round them otherwise.
+        layers: number of layers that the values pass, each of which may round them differently.
     """
     tolerance = _APPROXIMATION + _ROUNDINGS * layers * _HALF_UNIT[dtype]
     for name, wanted in expected.items():

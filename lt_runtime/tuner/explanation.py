@@ -57,14 +57,14 @@ class ProductExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is done for one problem; as text, for people.
+    """How one problem runs; as text, for people.
 
     Attributes:
-        problem: what was asked about.
+        problem: the problem.
         strategy: how it is split, in words.
         products: its matrix products.
-        us: measured time in µs; None if nobody has measured it.
-        least_us: the least time in µs by the GPU's peaks; None if they are not known.
+        us: measured time in µs; None if it was not measured.
+        least_us: time in µs at the GPU's peak rates; None if they are not known.
         alternatives: strategies that were measured and are slower, in words, with their times in µs.
         rejected: strategies that must not be used, and why.
     """

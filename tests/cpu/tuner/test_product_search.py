@@ -40,9 +40,9 @@ class FakeGpu(FakeLibrary):
     """Runs products over NumPy.
 
     Attributes:
-        us: what an algorithm costs, by its id; 10.0 where nothing is said.
-        faults: what an algorithm does to a trial after the right thing, by its id.
-        nodes: types of those that a launch consists of, by its id; one kernel where nothing is said.
+        us: microseconds of an algorithm, by its id; 10 for other ids.
+        faults: functions that spoil the right results of an algorithm, by its id.
+        nodes: types of the nodes of an algorithm's launch, by its id; one kernel for other ids.
         trials: operands of the last tuning.
         floor_us: microseconds that no algorithm can beat.
     """

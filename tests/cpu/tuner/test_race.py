@@ -14,7 +14,7 @@ from tests.support.fake_clock import FakeClock
 
 
 class Few:
-    """Contenders of which a test says what each launch costs."""
+    """Contenders whose launches take as long as a test says."""
 
     def __init__(
         self, clock: FakeClock, launches: dict[str, Callable[[int, int], None]], least_us: float = 0.0
