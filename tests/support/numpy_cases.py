@@ -1,15 +1,16 @@
-"""Helpers for tests of NumPy operations: scalar formulas, matrices in guarded buffers, a stand-in for a GPU array."""
+"""Helpers for tests of NumPy operations: scalar formulas, places of matrices in buffers, a stand-in for a GPU array."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.support.strategies import Placement
 
 Array = NDArray[Any]
 
@@ -69,44 +70,14 @@ def assert_rounded(actual: Array, exact: Array, dtype: str) -> None:
     np.testing.assert_allclose(actual.astype(np.float64), exact, rtol=ULP[dtype], atol=tiny)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a matrix lies in a buffer: order, gap after each line, elements before the first."""
-
-    column_major: bool = False
-    gap: int = 0
-    offset: int = 0
-
-
-PLACES: Mapping[str, Place] = {
-    "C": Place(),
-    "F": Place(column_major=True),
-    "sliced columns": Place(gap=3, offset=1),
-    "sliced rows of F": Place(column_major=True, gap=2, offset=5),
+PLACES: Mapping[str, Placement] = {
+    "C": Placement(),
+    "F": Placement(column_major=True),
+    "sliced columns": Placement(gap=3, offset=1),
+    "sliced rows of F": Placement(column_major=True, gap=2, offset=5),
 }
 
 SENTINEL = 7.0
-
-
-class Guarded:
-    """A matrix within a larger buffer whose other elements hold a sentinel and must keep it."""
-
-    def __init__(self, values: Array, place: Place) -> None:
-        rows, cols = values.shape
-        lines, width = (cols, rows) if place.column_major else (rows, cols)
-        pitch = width + place.gap
-        self._buffer = np.full(place.offset + lines * pitch + 1, SENTINEL, values.dtype)
-        block = self._buffer[place.offset : place.offset + lines * pitch].reshape(lines, pitch)[:, :width]
-        self.array: Array = block.T if place.column_major else block
-        self.array[...] = values
-
-    def assert_untouched_around(self) -> None:
-        inside = np.zeros(self._buffer.shape, bool)
-        start = (self.array.__array_interface__["data"][0] - self._buffer.ctypes.data) // self._buffer.itemsize
-        strides = [stride // self._buffer.itemsize for stride in self.array.strides]
-        rows, cols = np.indices(self.array.shape)
-        inside[start + rows * strides[0] + cols * strides[1]] = True
-        assert (self._buffer[~inside] == self._buffer.dtype.type(SENTINEL)).all()
 
 
 class DeviceArray:

@@ -39,9 +39,9 @@ sizes = st.one_of(st.just(1), st.sampled_from(_PRIMES), st.sampled_from(_EIGHTS)
 class Placement:
     """Where a matrix lies in a larger buffer: order, gap after each row (or column), and elements before the first."""
 
-    column_major: bool
-    gap: int
-    offset: int
+    column_major: bool = False
+    gap: int = 0
+    offset: int = 0
 
 
 placements = st.builds(Placement, st.booleans(), st.sampled_from((0, 0, 1, 3, 8)), st.sampled_from((0, 0, 0, 1, 8)))
