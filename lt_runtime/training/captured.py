@@ -319,12 +319,15 @@ class GpuStep:
         captured = private_stream(self._device, "training")
         order_after(captured, stream)
         try:
-            for pool in (cupy().cuda.MemoryPool(), self._pool):
-                with self._tuning_off(), _memory_from(pool):
-                    self._body.run(buffers.parts, self._rehearsed_tally, captured, updates=False)
+            self._rehearse(buffers, cupy().cuda.MemoryPool(), captured)  # a pool that is freed before the second
+            self._rehearse(buffers, self._pool, captured)
         finally:
             order_after(stream, captured)
         return self._record(buffers)
+
+    def _rehearse(self, buffers: StepBuffers, pool: Any, stream: int) -> None:
+        with self._tuning_off(), _memory_from(pool):
+            self._body.run(buffers.parts, self._rehearsed_tally, stream, updates=False)
 
     def _record(self, buffers: StepBuffers) -> Graph:
         captured = private_stream(self._device, "training")
