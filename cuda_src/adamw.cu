@@ -31,7 +31,7 @@ struct alignas(16) AdamWChunk {
   uint32 reserved[3];
 };
 
-// What the host may write between two updates, so that a captured graph follows it.
+// Settings that the host may write between two updates, so that a captured graph follows them.
 struct alignas(16) AdamWSettings {
   float lr;
   int decay;  // 0 constant, 1 linear, 2 cosine
@@ -65,7 +65,7 @@ struct AdamWParams {
   int growth_interval;
 };
 
-// What one thread reads for its block: the first words of OptimizerState, the loss scale, and the tensor's settings.
+// The values that one thread reads for its block: the first words of OptimizerState, the loss scale, and the tensor's settings.
 struct Progress {
   uint32 steps;
   uint32 skipped;
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(128, lt::kBlocks) adamw(const lt::A
   }
   __syncthreads();
   uint32 before = 0;
-  if (threadIdx.x == 0) before = count_in(p);  // whose answer nobody waits for until the end
+  if (threadIdx.x == 0) before = count_in(p);  // its result is not needed before the end, so that the load's latency is hidden
   if (!step.skipped) {
     const Octets result = update(p, chunk, step, old);
     const bool rounds = STOCHASTIC || kMoment == kBfloat16;

@@ -51,7 +51,7 @@ struct ColumnSum {
   T* sum;           // (cols); absent where no sum is wanted
   float* partial;   // (gridDim.y, 8 · blockDim.x · gridDim.x), only for more than one part
   uint32* tickets;  // a zero counter for each column of the grid; only for more than one part
-  int accumulate;   // add to what `sum` holds
+  int accumulate;   // whether the result is added to the present value of `sum`
 };
 
 template <class T>

@@ -15,7 +15,7 @@ struct CrossEntropyParams {
   Matrix logits;
   Matrix gradient;  // may be `logits`
   const void* labels;
-  const float* counted;     // what the mean divides by, from count_labels; absent where each block counts
+  const float* counted;     // divisor of the mean, from count_labels; absent where each block counts
   const float* grad_scale;  // on the device; may be absent
   const float* row_weights;    // one a row; may be absent
   const float* class_weights;  // one a class; may be absent unless WEIGHTS is 2
@@ -46,7 +46,7 @@ __device__ inline int64 label_at(const CrossEntropyParams& p, int64 row) {
   return label_at(p.labels, p.wide_labels, row);
 }
 
-// What a label adds to the number that the mean divides by: 1, or the weight of its class; nothing if it is out of range.
+// A label's contribution to the divisor of the mean: 1, or the weight of its class; 0 if the label is out of range.
 struct LabelCount {
   const void* labels;
   int wide;
@@ -82,7 +82,7 @@ __device__ inline LabelCount label_count(const CrossEntropyParams& p) {
   return {p.labels, p.wide_labels, p.ignores, p.ignore_index, p.rows, p.cols, p.class_weights};
 }
 
-// What a row's loss is multiplied by. Where smoothing spreads the weights of classes, they are in the row's target instead.
+// The factor of a row's loss. Where smoothing spreads the weights of classes, they are in the row's target instead.
 __device__ inline float weight_of(const CrossEntropyParams& p, int64 row, int64 label) {
   float weight = 1.0f;
   if (kWeighted && p.row_weights) weight = p.row_weights[row];
@@ -92,7 +92,7 @@ __device__ inline float weight_of(const CrossEntropyParams& p, int64 row, int64 
 
 // The mean's part in a row's gradient. All threads of a block must make it together.
 struct Mean {
-  float rows;   // what the mean divides by: the rows that count, or the weights of their labels
+  float rows;   // divisor of the mean: the number of rows that count, or the weights of their labels
   float scale;  // factor of their gradients
 
   Mean() = default;

@@ -6,7 +6,7 @@
 
 namespace lt {
 
-// One row of the table: a chunk of a parameter. Both addresses are those of the chunk's first element.
+// An entry of the table: a chunk of a parameter. Both addresses point to the chunk's first element.
 struct EmaChunk {
   float* average;
   const void* value;

@@ -3,7 +3,7 @@
 // Compiled for:
 //   SCALAR      the type of all matrices
 //   ACTIVATION  a struct of activations.cuh
-//   SAVED       what `saved` holds: 0 nothing, 1 the pre-activation, 2 the output, 3 ReLU's mask
+//   SAVED       kind of the tensor `saved`: 0 nothing, 1 the pre-activation, 2 the output, 3 ReLU's mask
 //   DROPOUT     0 or 1
 //   DZ          how dz is written: 0 not at all, 1 in the order in which dy is read, 2 transposed
 //   ALIGNED     see sweep.cuh

@@ -77,7 +77,7 @@ __device__ inline Softmax softmax_of(const CrossEntropyParams& p, const FewClass
   return softmax;
 }
 
-// What the mean divides by; each thread has one row, which counts or not. A single block sees all rows; for several blocks
+// Computes the divisor of the mean; each thread has one row, which counts or not. A single block sees all rows; for several blocks
 // the rows have been counted before, unless each counts 1.
 __device__ inline float count_by_threads(const CrossEntropyParams& p, bool counts, int64 label, float* scratch) {
   const bool by_class = kWeighted && p.class_weights;

@@ -77,7 +77,7 @@ __device__ inline void add_octet(Octet& total, const Octet& octet) {
   for (int i = 0; i < kOctet; ++i) total.v[i] += octet.v[i];
 }
 
-// Adds up a block's columns over the grid, once all blocks have left what they have of them.
+// Adds up a block's columns over the grid, once all blocks have stored their partial sums.
 template <class T>
 __device__ inline void sum_flat_slots(const ColumnSum<T>& c, const FlatBlocks& flat, int block, int64 cols) {
   const int64 slot = flat.slot(), pitch = slot * flat.blocks;

@@ -11,10 +11,10 @@ struct LossTerm {
   float slope;
 };
 
-// What a loss may depend on besides prediction and target.
+// Options of a loss.
 struct LossOptions {
   float delta;       // where Huber's loss becomes linear
-  float pos_weight;  // what a positive target counts, against 1 for a negative one; 1 unless WEIGHTED
+  float pos_weight;  // weight of a positive target, relative to a negative one; 1 unless WEIGHTED
 };
 
 // kZeroAtZero: prediction and target 0 have no loss, so that places without an element may be added up as zeros.

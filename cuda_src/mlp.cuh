@@ -1,5 +1,5 @@
-// What the kernels of a narrow MLP share. Its weights lie in shared memory, and the numbers of a row pass from layer to
-// layer in registers: what a product gives, with its bias, activated and rounded, is the left operand of the next product.
+// Parts that the kernels of a narrow MLP share. Its weights lie in shared memory. The activations of a row stay in registers
+// from layer to layer: the result of a product, with its bias, activated and rounded, is the left operand of the next product.
 //
 // Compiled for:
 //   SCALAR      the type of all matrices: __half or __nv_bfloat16
@@ -35,7 +35,7 @@ struct MlpParams {
   Matrix x;  // (rows, inputs of the first layer)
   Matrix y;  // (rows, outputs of the last layer); in the backward pass their gradient or, with a loss, their targets
   float* partial;           // sums of each block, in the backward pass
-  const float* grad_scale;  // what a loss's gradient is multiplied by, on the device; may be absent
+  const float* grad_scale;  // factor of a loss's gradient, on the device; may be absent
   int64 rows;
   int count;  // layers, at least two
   float slope;

@@ -2,15 +2,15 @@
 // a LOSS, from their targets, so that a whole training step but for the optimizer is this kernel. The forward pass is made
 // again, since that costs less than to write and read its results.
 //
-// Compiled for what mlp.cuh says, and
+// Compiled for the definitions that mlp.cuh lists, and
 //   INPUTS, OUTPUTS        columns of x and of the outputs, padded to multiples of 16
 //   HIDDEN                 hidden layers
-//   SAVED                  what the derivative of the activation is taken from: 0 nothing, 1 the pre-activation, 2 the output
+//   SAVED                  argument of the activation's derivative: 0 none, 1 the pre-activation, 2 the output
 //   ROW_WARPS, ROW_TILES   warps that take rows through the layers, and tiles of 16 rows that each has at a time
 //   SUM_WARPS              warps that make the gradients of the weights
 //   FIRST, LAST            layers whose gradients they make: where a thread has no registers for the sums of all, each of
 //                          several launches makes those of some layers
-//   THREADS                those of the block
+//   THREADS                threads of the block
 //   LOSS, WEIGHTED         a struct of losses.cuh, or not defined; 0
 //
 // A row warp takes its rows through all layers and back. It writes the factors of the gradients to its buffers in shared
@@ -227,7 +227,7 @@ __device__ inline float derivative(float saved, float) { return ACTIVATION::deri
 __device__ inline float derivative(float saved, float slope) { return ACTIVATION::derivative(saved, slope); }
 #endif
 
-// Multiplies the gradient of a layer's output by the activation's derivative, from what was saved of the same rows.
+// Multiplies the gradient of a layer's output by the activation's derivative at the saved values of the same rows.
 __device__ inline void multiply_derivative(float (&sums)[kRowTiles][kTiles][4], SCALAR* saved, float slope) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -474,7 +474,7 @@ __device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpParams p) {
   using namespace lt;
   DYNAMIC_SHARED(uint4, memory);
-  // All weights and biases, then what each row warp has.
+  // All weights and biases, then the buffers of each row warp.
   const Weights weights{reinterpret_cast<SCALAR*>(memory), INPUTS};
   float* biases = reinterpret_cast<float*>(weights.of(HIDDEN) + OUTPUTS * kPitch);
   SCALAR* rows = reinterpret_cast<SCALAR*>(biases + HIDDEN * WIDTH + OUTPUTS);

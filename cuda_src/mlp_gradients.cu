@@ -24,12 +24,12 @@ struct MlpGradientsParams {
   MlpGradient layers[kMaxLayers];
   const float* partial;  // (blocks, sums)
   float* loss;           // whose sum is the first of the last kLossPlaces; may be absent
-  float size;            // what the loss is divided by
+  float size;            // divisor of the loss
   int blocks;
   int sums;
   int count;       // layers
   int width;       // columns of the hidden layers in the sums
-  int accumulate;  // add to what the gradients hold
+  int accumulate;  // whether the sums are added to the present gradients
 };
 
 // Where the sum with a number goes; null where it belongs to padding, or to a bias that there is not.

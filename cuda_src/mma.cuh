@@ -7,7 +7,7 @@
 //
 // So the sums of two neighbouring tiles, rounded in pairs, are the A of the next product, without shared memory.
 // All lanes of a warp call these functions together. Below compute capability 8.0 there are no such products, and a kernel
-// that comes to one ends with an error: nobody launches it there.
+// that reaches one of them ends with an error; the host does not launch them there.
 #pragma once
 
 #include "vector.cuh"
@@ -106,7 +106,7 @@ __device__ inline void copy_async(void* shared, const void* global, int bytes) {
 #endif
 }
 
-// Ends a group of copies: those that the calling thread has begun since it ended the group before.
+// Ends a group of copies. It has all copies that the calling thread has begun since it ended the previous group.
 __device__ inline void end_copies() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

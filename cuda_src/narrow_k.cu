@@ -3,7 +3,7 @@
 //
 // Compiled besides for:
 //   ROWS  rows that a thread has at a time: 1, or more to load B less often where there are more octets than threads
-//   AUX   what `aux` holds: 0 nothing, 1 a pre-activation, whose GELU derivative D is multiplied by, 2 ReLU's mask
+//   AUX   kind of the matrix `aux`: 0 absent, 1 a pre-activation, whose GELU derivative D is multiplied by, 2 ReLU's mask
 //   SUMS  1 where D is summed up over its rows before it is rounded, as the bias gradient of the layer below; then both
 //         sides of a block are powers of two
 

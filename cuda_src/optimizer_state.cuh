@@ -1,4 +1,4 @@
-// What an optimizer keeps on the device from one step to the next, besides the moments.
+// An optimizer's state on the device from one step to the next, without the moments.
 #pragma once
 
 #include "vector.cuh"

@@ -8,7 +8,7 @@ namespace lt {
 
 constexpr uint32 kRoundingCalls = 1u << 31;  // above the ids of dropout's layers
 
-// What is rounded.
+// The value to round.
 enum class Rounded { kParameter, kFirstMoment, kSecondMoment };
 
 // The random bits of an optimizer's update: the call of Philox with the number `octet` gives eight 16-bit lanes, one for

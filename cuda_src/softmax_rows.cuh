@@ -38,7 +38,7 @@ struct Exponential {
   __device__ float operator()(float logit) const { return exp2_approx(fmaf(logit, factor, -base)); }
 };
 
-// What softmax needs to know of the logits read so far. It is aligned so that it is moved in one piece.
+// Running maximum and sums of softmax over the logits read so far. Its alignment lets one instruction move it.
 struct alignas(16) Softmax {
   float max;
   float sum;    // of exp(logit - max)
@@ -274,19 +274,19 @@ __device__ inline void clear(const CrossEntropyParams& p, const Row& row, const 
 
 struct Smoothing {
   float certainty;
-  float share;  // what each class has of the smoothed target
+  float share;  // each class's share of the smoothed target
 
   __device__ explicit Smoothing(const CrossEntropyParams& p)
       : certainty(1.0f - p.smoothing), share(p.smoothing / static_cast<float>(p.cols)) {}
 };
 
-// The target that a row's label stands for. A label out of range makes loss and gradient NaN. Where the weights of classes
+// A row's target distribution, made from its label. A label out of range makes loss and gradient NaN. Where the weights of classes
 // are spread, each element of the target is multiplied by its class's one.
 struct Target {
   int64 label;
   bool valid;
   float picked;     // the label's logit
-  float certainty;  // what the label has more of the target than the other classes
+  float certainty;  // the label's share of the target minus another class's share
   float share;
   const float* class_weights;
 

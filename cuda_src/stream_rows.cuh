@@ -6,7 +6,7 @@
 // a block, ROW_LANES, the threads of a group, ROW_BLOCKS, the blocks of a multiprocessor, and ROW_KEPT, the batches of
 // packets that stay in registers; every row has at least a batch more.
 //
-// Shared memory is a ring of batches: a batch goes where the batch before it was that is done with first. What registers
+// Shared memory is a ring buffer of batches: a new batch overwrites the oldest consumed one. What registers
 // and shared memory together have no room for is read twice; only a long row, which has a multiprocessor for itself, has
 // such packets.
 #pragma once
@@ -95,7 +95,7 @@ __device__ inline void fetch_row(const SharedRing& held, const Batches& batches,
   }
 }
 
-// What a group fetches while it works on a row: the row's last batches, if memory has no room for all, and the next row.
+// The batches that a group fetches while it works on a row: the row's last ones, if memory has no room for all, and the next row's.
 // It goes from batch to batch, so that no batch needs an address of its own in registers.
 struct Ahead {
   const SCALAR* from;  // the thread's first packet of the batch that comes next
@@ -137,7 +137,7 @@ __device__ inline void accumulate_batch(Softmax& softmax, const CrossEntropyPara
   accumulate(softmax, read.raw, count, with_total, p.class_weights, columns);
 }
 
-// Does what read_packets does, for a row that is being fetched, whose first batch is in `slot`; `col` is the column of the
+// The same as read_packets, for a row that is being fetched and whose first batch is in `slot`; `col` is the column of the
 // thread's first packet. Returns the slot of the first batch that registers have no room for.
 __device__ inline uint32 read_fetched(Softmax& softmax, const CrossEntropyParams& p, const SCALAR* from, Ahead& ahead,
                                       const SharedRing& held, const Batches& batches, Batch (&own)[kKept + 1], uint32 slot,

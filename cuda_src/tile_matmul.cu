@@ -51,7 +51,7 @@ struct TileMatmulParams {
   int depth;        // K
   int part;         // terms of K that a block has, a multiple of kSide
   uint32 group;     // blocks whose sums one of them adds up
-  uint32 slots;     // sums of a tile that are written: those of all parts, of their groups, and so on
+  uint32 slots;     // partial sums of a tile that are stored: one for each part, each group of parts, and so on
   float alpha;
   float beta;
 };
@@ -64,7 +64,7 @@ __device__ inline uint32 joined(SCALAR low, SCALAR high) {
   return word;
 }
 
-// What a warp copies of the tiles of an operand, lines of contiguous elements: every kWarps'th line. A thread has two
+// A warp's part of the copies of an operand's tiles: every kWarps'th line of contiguous elements. A thread has two
 // neighbours of each, which it loads one by one, as a line may begin at any of them.
 struct Copier {
   const SCALAR* from;  // the thread's first element
@@ -111,7 +111,7 @@ struct Copier {
 struct Place {
   int row, col;            // D's tile
   int warp_row, warp_col;  // the warp's part of it
-  int tiles;               // of the warp's products side by side, those with columns of D or the sums of A
+  int tiles;               // count of the warp's tiles side by side that have columns of D, or the sums of A
 
   __device__ Place(const TileMatmulParams& p, int first)
       : row(first),
@@ -253,7 +253,7 @@ struct Column {
   __device__ SCALAR& operator[](int i) const { return first[i * step]; }
 };
 
-// Writes a column of what the thread has of D's tile, and what else an epilogue writes there; returns the column's sum.
+// Writes the thread's elements of one column of D, and the epilogue's other outputs there; returns the sum of the column.
 __device__ inline float finish(const TileMatmulParams& p, const float* products, int row, int col) {
   const int rows = p.rows - row;
   const Column d(p.d, row, col), aux(p.aux, row, col);

@@ -208,7 +208,7 @@ struct Scattered {
   }
 };
 
-// Decides between the two for each octet; for kernels that are seldom used.
+// Chooses between Aligned and Scattered for each octet, for kernels whose speed matters little.
 template <class T>
 __device__ inline Octet load(const Matrix& m, int64 row, int64 col, int count) {
   const T* p = element<T>(m, row, col);

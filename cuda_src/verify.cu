@@ -54,7 +54,7 @@ struct Rounding {
   double largest;  // results beyond it are not judged
 };
 
-// What results must be and how far each may be off; row-major without gaps, null where there is no such output.
+// Expected results and the largest error that each may have; row-major without gaps, null for an absent output.
 struct Results {
   double* values;
   double* limits;
@@ -84,7 +84,7 @@ struct ExpectParams {
 struct CompareParams {
   Elements found;
   Elements wanted;       // null data: every element must be `constant`
-  const double* limits;  // row-major without gaps; null: `limit` plus `relative` times the magnitude of what is wanted
+  const double* limits;  // row-major without gaps; null: `limit` plus `relative` times the wanted magnitude
   struct Comparison* parts;  // one for each block
   int64 batch;
   int64 rows;
@@ -94,7 +94,7 @@ struct CompareParams {
   double relative;
 };
 
-// What a block has found in its elements.
+// The result of a block's comparisons.
 struct Comparison {
   uint64 bad;    // elements that are off by more than their limit, or NaN
   uint64 first;  // index of the first bad element, all ones if there is none
@@ -116,7 +116,7 @@ __device__ inline double gelu_derivative(double z) {
   return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * kGeluScale * (1.0 + 3.0 * kGeluCubic * z * z);
 }
 
-// Stores what a result must be before it is rounded; its limit grows by the rounding.
+// Stores an expected result, not rounded, and its limit: the error plus one rounding to the result's type.
 __device__ inline void store(const Results& results, int64 at, double value, double error, const Rounding& rounding) {
   const double limit = error + rounding.unit * fabs(value) + rounding.least;
   results.values[at] = value;

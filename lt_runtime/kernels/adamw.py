@@ -35,7 +35,7 @@ _TYPES: Final = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2}
 
 
 class OptimizerState(Structure):
-    """`lt::OptimizerState`, what an optimizer keeps on the device."""
+    """`lt::OptimizerState`: an optimizer's state on the device, without the moments."""
 
     _fields_ = fields(
         ("steps skipped nonfinite", c_uint32),
@@ -45,7 +45,7 @@ class OptimizerState(Structure):
 
 
 class AdamWChunk(Structure):
-    """`lt::AdamWChunk`, a row of the optimizer's table on the device: what eight blocks update."""
+    """`lt::AdamWChunk`: an entry of the optimizer's table on the device, a chunk that eight blocks update."""
 
     _fields_ = fields(
         ("value copy gradient m v v_max", c_void_p),
@@ -57,7 +57,7 @@ class AdamWChunk(Structure):
 
 
 class AdamWSettings(Structure):
-    """`lt::AdamWSettings`, what may change between two updates, of all tensors alike."""
+    """`lt::AdamWSettings`: the settings of all tensors that may change between two updates."""
 
     _fields_ = fields(
         ("lr", c_float),
@@ -85,7 +85,7 @@ class AdamWParams(Structure):
 
 
 class GradientChunk(Structure):
-    """`lt::GradientChunk`, a row of the table of gradients on the device: what one block reads."""
+    """`lt::GradientChunk`: an entry of the table of gradients on the device, a chunk that one block reads."""
 
     _fields_ = fields(("data", c_void_p), ("count", c_uint32), ("type aligned", c_uint8), ("reserved", c_uint8 * 2))
 
@@ -97,7 +97,7 @@ class GradientNormParams(Structure):
 
 
 class EmaChunk(Structure):
-    """`lt::EmaChunk`, a row of the table of averages on the device: what one block averages."""
+    """`lt::EmaChunk`: an entry of the table of averages on the device, a chunk that one block averages."""
 
     _fields_ = fields(
         ("average value", c_void_p), ("count", c_uint32), ("type aligned", c_uint8), ("reserved", c_uint8 * 2)
@@ -159,7 +159,7 @@ def _log(beta: float) -> float:
 
 
 def settings_words(hyper: AdamWHyper, of_tensors: Sequence[tuple[float, float]]) -> NDArray[np.uint32]:
-    """What an update reads of its settings, in words of 32 bits: `AdamWSettings`, then the numbers of each tensor.
+    """The settings that an update reads, in words of 32 bits: `AdamWSettings`, then the numbers of each tensor.
 
     Args:
         of_tensors: the factor of the learning rate, and the weight decay, of each tensor.
@@ -175,7 +175,7 @@ def settings_words(hyper: AdamWHyper, of_tensors: Sequence[tuple[float, float]])
 
 
 def set_addresses(params: AdamWParams, settings: int, tensors: int) -> None:
-    """Makes an update read its settings from what `settings_words` gives, at that address."""
+    """Makes an update read its settings, as `settings_words` returns them, at an address on the device."""
     params.settings = settings
     params.lr_scales = settings + SETTINGS_WORDS * WORD_BYTES
     params.weight_decays = params.lr_scales + tensors * WORD_BYTES

@@ -20,7 +20,7 @@ def _round_keys(seed: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class DropoutState:
-    """What a kernel needs to draw a layer's dropout mask.
+    """The arguments that a kernel draws a layer's dropout mask from.
 
     Attributes:
         threshold: see `keep_threshold`.

@@ -100,7 +100,7 @@ class RowGroup(enum.Enum):
 
 
 def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
-    """What cross_entropy is compiled for besides a type: blocks, their threads, how many of these share a row, weights.
+    """The definitions that cross_entropy is compiled for, besides a type: blocks, threads, threads of a row, weights.
 
     Args:
         kept: batches that stay in registers.
@@ -113,7 +113,7 @@ def row_macros(row_group: RowGroup, kept: int, weights: int = 0) -> Macros:
 
 
 class Labels(NamedTuple):
-    """What class labels are: int64 (`wide`) or int32, and the label whose rows are left out, or None."""
+    """The form of class labels: int64 (`wide`) or int32, and the label whose rows are left out, or None."""
 
     wide: bool = False
     ignore_index: int | None = None

@@ -51,7 +51,7 @@ class ElementwiseLoss(NamedTuple):
 
 
 def loss_macros(dtype: DType, name: str, *, weighted: bool) -> Macros:
-    """What elementwise_loss is compiled for."""
+    """The definitions that elementwise_loss is compiled for."""
     return ("SCALAR", SCALAR[dtype]), ("LOSS", LOSSES[name]), ("WEIGHTED", str(int(weighted)))
 
 
@@ -95,8 +95,8 @@ def flattened(layouts: Sequence[Layout], *, weighted: bool = False) -> Sequence[
     """Layouts of the same elements in as few and as long rows as possible, where all elements are handled alike.
 
     Args:
-        weighted: whether rows or columns have weights. Then they stay what they are, and rows are joined only as long
-            as the kernel can find an element's own row and column again.
+        weighted: whether rows or columns have weights. Then rows are joined only where the kernel can still compute an
+            element's own row and column.
     """
     if weighted and layouts[0].size >= _MOST_JOINED:
         return layouts

@@ -96,7 +96,7 @@ class ForwardPass:
             ("KEEP", str(int(self._keeps))),
             *access_macros(access, _FORWARD_BLOCKS - self._keeps),
         )
-        # Drawing random numbers takes a 16-bit pass longer than memory does, so that its blocks had better start once.
+        # The random numbers make a 16-bit pass compute-bound: one persistent wave of blocks is faster.
         busy = problem.dropout and dtype is not DType.FLOAT32
         params = EpilogueFwdParams(*map(Matrix.of, (product, kept, layout)), 0, *layout.shape)
         params.slope = problem.activation.negative_slope
@@ -130,7 +130,7 @@ class Sums:
     """Says that a pass makes the bias gradient.
 
     Attributes:
-        accumulate: whether the sums are added to what the bias gradient holds.
+        accumulate: whether the sums are added to the bias gradient's present values.
     """
 
     accumulate: bool = False
@@ -140,7 +140,7 @@ class BackwardPass:
     """dz = dropout'(dy) · act'(saved), the bias gradient, or both, over one matrix.
 
     Args:
-        derivative: what dy is multiplied by; its `db` is not used.
+        derivative: the factor of dy; its `db` is not used.
         dy: how the gradient lies.
         dz: how dz lies, apart from dy in any layout or in dy's place and layout; None where only the bias gradient is
             wanted.
@@ -196,7 +196,7 @@ class BackwardPass:
         """Puts the pass on `stream`, whose memory's lock the caller holds.
 
         Args:
-            dy, saved, dz, db: addresses; only those of the operands that the pass was made with are used.
+            dy, saved, dz, db: addresses; the pass reads only the operands that it was made with.
             partial: address of `partial_bytes`.
             tickets: address of a uint32 counter for each block in x; all are zero, and are zero again afterwards.
         """

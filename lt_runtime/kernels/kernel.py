@@ -55,7 +55,7 @@ class Kernel:
         batch: int = 1,
         shared: int = 0,
     ) -> Launch:
-        """A launch to be made any number of times, each time with what `params` hold then.
+        """A launch that may be repeated; each one reads the present contents of `params`.
 
         Args:
             grid: blocks in x and y.

@@ -63,7 +63,7 @@ def c_lies_across(problem: MatmulProblem) -> bool:
 
 
 class MatmulPass:
-    """What the epilogue of a problem does, in one kernel after the plain product.
+    """The epilogue of a problem, in one kernel after the plain product.
 
     It takes every layout and size, also those that the library refuses or gets wrong.
 

@@ -24,7 +24,7 @@ WIDTHS: Final = (16, 32, 64, MAX_WIDTH)
 MAX_LAYERS: Final = 16
 TYPES: Final = (DType.FLOAT16, DType.BFLOAT16)
 _CAPABILITY: Final = 80  # of the instructions in mma.cuh
-_STEP: Final = 16  # rows of a tile, and what numbers of columns are padded to a multiple of
+_STEP: Final = 16  # rows of a tile; numbers of columns are padded to multiples of it
 _SKEW: Final = 8  # elements between two rows in shared memory
 _FRAGMENT: Final = 128  # sums of a tile of a gradient, 16 x 8
 _RESERVED_SHARED: Final = 1024  # bytes that the driver takes of a block's shared memory
@@ -37,9 +37,9 @@ _SAVED: Final = {Saved.NOTHING: 0, Saved.PREACTIVATION: 1, Saved.OUTPUT: 2}
 _REGISTERS: Final = 1 << 14  # of each of a multiprocessor's schedulers, among which a block's warps are dealt out
 _SCHEDULERS: Final = 4
 _MOST_REGISTERS: Final = 255  # of a thread
-_OTHER_REGISTERS: Final = 52  # registers of a thread of mlp_bwd besides its sums
-_MOST_PARTS: Final = 3  # launches that a backward pass may take: with more, layers by themselves are faster
-_LOSS_PLACES: Final = 4  # of the loss among a block's sums
+_OTHER_REGISTERS: Final = 52  # registers that a thread of mlp_bwd needs for everything but its sums
+_MOST_PARTS: Final = 3  # most launches of a backward pass: with more of them, the layers' own kernels are faster
+_LOSS_PLACES: Final = 4  # places of the loss among a block's sums; see mlp_sums.cuh
 
 
 class MlpLayer(Structure):
@@ -108,7 +108,7 @@ class Block(NamedTuple):
 
 
 _BLOCKS: Final = tuple(Block(*each) for each in ((4, 2, 4), (4, 1, 4), (4, 1, 8), (2, 1, 4), (2, 1, 8)))
-"""Those that a plan chooses from, the best first. With eight sum warps a thread has no registers for two tiles."""
+"""The blocks that a plan chooses from, the best first. With eight sum warps a thread has no registers for two tiles."""
 
 
 class Part(NamedTuple):
@@ -134,12 +134,12 @@ def supports(problem: MLPProblem, device: int) -> bool:
 
 
 def forward_macros(dtype: DType, activation: str, width: int) -> Macros:
-    """What mlp_fwd is compiled for; the width is that of the hidden layers, padded."""
+    """The definitions that mlp_fwd is compiled for; `width` counts the padded columns of the hidden layers."""
     return ("SCALAR", SCALAR[dtype]), ("ACTIVATION", ACTIVATION_NAMES[activation]), ("WIDTH", str(width))
 
 
 def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) -> Macros:
-    """What mlp_bwd is compiled for.
+    """The definitions that mlp_bwd is compiled for.
 
     Args:
         loss: one of `LOSSES`; None if the gradient of the outputs is given.
@@ -166,7 +166,7 @@ def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) ->
 
 
 def gradients_macros(dtype: DType) -> Macros:
-    """What mlp_gradients is compiled for."""
+    """The definitions that mlp_gradients is compiled for."""
     return (("SCALAR", SCALAR[dtype]),)
 
 
@@ -201,8 +201,8 @@ class MlpBackward:
 
     Args:
         y: dy or, with a loss, the targets.
-        accumulate: whether the gradients are added to what their buffers hold.
-        loss: what the outputs are compared with their targets by; None if dy is given.
+        accumulate: whether the gradients are added to the present values of their buffers.
+        loss: compares the outputs with their targets; None if dy is given.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
 
 
 def _fits(problem: MLPProblem, part: Part, shared: int) -> bool:
-    """Whether a block has room for what it keeps in shared memory, and a thread for what it keeps in registers."""
+    """Whether a block's shared memory and a thread's registers suffice for a part."""
     has_registers = _sums_each(problem, part) + _OTHER_REGISTERS <= part.block.registers
     return has_registers and _backward_bytes(problem, part) <= shared
 
@@ -375,7 +375,7 @@ def _saved(problem: MLPProblem) -> Saved:
 def _backward_bytes(problem: MLPProblem, part: Part) -> int:
     """How many bytes of shared memory a block of mlp_bwd takes.
 
-    It holds the weights and biases, and for each row warp what `WarpBuffers` in mlp_bwd.cu says.
+    It holds the weights and biases, and the `WarpBuffers` of each row warp; mlp_bwd.cu has a drawing.
     """
     (inputs, outputs), width, hidden = _ends(problem), _width_of(problem), len(problem.dims) - 2
     first, last, saved = part.first, part.last, _saved(problem)

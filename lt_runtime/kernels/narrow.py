@@ -25,7 +25,7 @@ _K_THREADS: Final = 128  # threads of a block of narrow_k that makes no sums
 _SUM_OCTETS: Final = 4  # octets side by side in a block of narrow_k that sums up its rows: a line of the cache
 _MAX_SIDE: Final = 16  # quads side by side in a block of narrow_m: 64 columns
 _LONG: Final = 16  # rows that a thread of narrow_m goes through at most, before blocks share the rows
-_PART: Final = 4  # rows that a thread of such a block has at least
+_PART: Final = 4  # fewest rows of a thread in a block that shares rows with others
 _DERIVATIVES: Final = (Epilogue.DRELU, Epilogue.DRELU_BGRAD, Epilogue.DGELU, Epilogue.DGELU_BGRAD)
 
 

@@ -165,7 +165,7 @@ def write_table(table: int, places: Sequence[Place], stream: int) -> None:
     """Puts on a stream that a table at this address of the device holds these places from then on.
 
     Raises:
-        DriverError: the driver refused; nobody knows what the table holds then.
+        DriverError: the driver refused; the contents of the table are undefined then.
     """
     rows = struct.pack(f"{2 * len(places)}q", *itertools.chain.from_iterable(places))
     status = function("cuMemcpyHtoDAsync_v2")(table, rows, len(rows), stream)

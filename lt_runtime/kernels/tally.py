@@ -18,7 +18,7 @@ _MAX_BLOCKS: Final = 1024
 
 
 class TallyState(Structure):
-    """`lt::TallyState`, what a tally keeps on the device."""
+    """`lt::TallyState`: a tally's sums on the device."""
 
     _fields_ = fields(("loss rest", c_float), ("steps rows correct", c_uint64))
 
@@ -63,7 +63,7 @@ class TallyPass:
 
         Args:
             logits, labels, loss, mean, state: addresses; `loss` and `mean` are FP32 numbers, `state` is a `TallyState`.
-            weight: what the part's loss is multiplied by.
+            weight: the factor of the part's loss.
             first: whether it is the step's first part.
         """
         with self._lock:

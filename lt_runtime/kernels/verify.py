@@ -90,7 +90,7 @@ def compare_blocks(size: int) -> int:
 
 
 def launch_expect(params: ExpectParams, batch: int, device: int, stream: int) -> None:
-    """Puts on a stream what a product must be; the device is current."""
+    """Puts on a stream the computation of a product's expected results; the device is current."""
     grid = -(-params.rows // EXPECT_TILE), -(-params.cols // EXPECT_TILE)
     _, launch = Launches(EXPECT, (), device, Tiling(grid, (THREADS, 1)), params, batch)[stream]
     launch()

@@ -50,7 +50,7 @@ class Guarded:
 
     @property
     def matrix(self) -> Matrix:
-        """The matrix as a kernel takes it."""
+        """The argument block for the matrix."""
         row, col = self.array.strides
         return Matrix(self.address, row // self._type.itemsize, col // self._type.itemsize)
 

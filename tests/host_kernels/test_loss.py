@@ -537,7 +537,7 @@ def test_a_scale_on_the_device(runner: Runner, classes: int) -> None:
 
 
 def test_more_rows_than_a_block_adds_up_at_once(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that blocks stream each has a loss of its own, and a thread adds up eight of them at a time."""
+    """Each row that a block streams stores a loss of its own; a thread adds up eight of these at a time."""
     monkeypatch.setattr(family, "_WARP_COLUMNS", 16)
     monkeypatch.setattr(family, "_BLOCK_ROW_THREADS", 64)
     rows, classes = 8 * 64 + 1, 24

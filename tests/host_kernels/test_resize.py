@@ -1,4 +1,4 @@
-"""Copies of matrices in other sizes, launched by the runtime: the very bits, and zeros beyond them."""
+"""Copies of matrices in other sizes, launched by the runtime: all bits, and zeros beyond the source."""
 
 from __future__ import annotations
 

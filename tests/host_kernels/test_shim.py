@@ -54,7 +54,7 @@ def test_a_divergent_barrier_is_an_error(host: HostKernels, order: int) -> None:
         HostKernelError, match=r"block \(0, 0, 0\): divergent barrier: thread .* waits at shim_probe.cu"
     ):
         run_probe(host.kernel(PROBE, "divergent_barrier"), order=order)
-    # and the next kernel runs as if nothing had been
+    # the next kernel runs correctly after the failure
     assert np.array_equal(run_probe(host.kernel(PROBE, "mirror"), order=order)[0][0], MIRRORED)
 
 
@@ -157,6 +157,6 @@ def test_lanes_that_cannot_be_read_give_nan(host: HostKernels, entry: str, poiso
 def test_a_divergent_exchange_is_an_error(host: HostKernels, entry: str, complaint: str, order: int) -> None:
     with pytest.raises(HostKernelError, match=rf"block \(0, 0, 0\): divergent exchange in a warp: {complaint}"):
         run_probe(host.kernel(PROBE, entry), order=order)
-    # and the next kernel runs as if nothing had been
+    # the next kernel runs correctly after the failure
     out, _ = run_probe(host.kernel(PROBE, "warp_sum"), block=(32, 1), order=order)
     assert np.array_equal(out[0], [496.0] * 32)

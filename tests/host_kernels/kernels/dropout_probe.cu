@@ -1,4 +1,4 @@
-// What the kernels draw at chosen places: random words of one counter, and dropout's factors from one index on.
+// Probes of the kernels' random numbers: the words of one counter, and the factors of dropout from one index on.
 
 #include "philox.cuh"
 #include "vector.cuh"

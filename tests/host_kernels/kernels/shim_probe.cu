@@ -1,4 +1,4 @@
-// Small kernels that show what the shim does, some of them wrong on purpose.
+// Small kernels that test the shim; some of them are wrong on purpose.
 
 #include "named_barrier.cuh"
 #include "vector.cuh"
