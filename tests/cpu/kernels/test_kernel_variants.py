@@ -31,7 +31,6 @@ from tests.compile_matrix import (
     architectures_to_compile,
     compiled,
     digest_of,
-    over,
     recorded,
     variants_of,
 )
@@ -40,7 +39,7 @@ from tests.support import kernel_digest, kernel_usage
 from tests.support.kernel_digest import included, without_comments
 from tests.support.kernel_families import ENTRIES
 from tests.support.kernel_usage import ARCHITECTURES, Usage, Variant, compile_to_ptx, everywhere, faults, usages
-from tests.support.register_table import USAGE_PROPERTY, Record, read, summary
+from tests.support.register_table import USAGE_PROPERTY, Record, read
 
 FULL = os.environ.get("LT_COMPILE_ALL") == "1"
 PARTS = [
@@ -283,23 +282,11 @@ def test_a_command_that_finds_faults_fails_and_records_nothing(
     assert not table.exists()
 
 
-def test_over_is_every_combination() -> None:
-    names = [str(variant) for variant in over("a.cu", SCALAR=["float", "__half"], DROPOUT="01")]
-    assert names == ["a.cu-float-0", "a.cu-float-1", "a.cu-__half-0", "a.cu-__half-1"]
-    assert over("a.cu") == [Variant("a.cu")]
-
-
 def _some() -> list[Usage]:
     usage = Usage("a.cu-float", "a", "", 10, spills=0, stack=0, shared=64, parameters=8, double=False)
     plain = [replace(usage, architecture=each) for each in ARCHITECTURES]
     spilling = [replace(each, variant="a.cu-__half", registers=255, spills=16) for each in plain[:1]]
     return [*plain, *spilling, *(replace(each, variant="a.cu-__half", registers=9) for each in plain[1:])]
-
-
-def test_the_summary_has_the_most_registers_and_marks_spills() -> None:
-    heading, _, row = summary(_some()).splitlines()
-    assert [cell.strip() for cell in heading.split("|")[1:-1]] == ["kernel", *ARCHITECTURES]
-    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["a", "**255**", *["10"] * (len(ARCHITECTURES) - 1)]
 
 
 def test_the_table_has_a_row_for_each_variant_and_is_read_back() -> None:
